@@ -1,0 +1,28 @@
+"""mpiattn: exact attention for sequences that do not fit one GPU, native to MPI.
+
+    from mpi4py import MPI
+    import mpiattn
+
+    with mpiattn.MeshAttention(MPI.COMM_WORLD, seqlen=100_000, heads=32, head_dim=128, causal=True) as plan:
+        out, lse = plan.forward(q, k, v)         # this rank's chunks: the tokens in plan.positions
+
+Importing mpiattn starts no MPI and touches no GPU; the names below load what they need when first used.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOMES = {"MeshAttention": ".attention", "attention": ".attention", "Layout": ".layout",
+          "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors"}
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__():
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,7 @@
+"""`python -m mpiattn` is `mpiattn`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,74 @@
+"""Ranks agree: one rank's error becomes the same error on all of them, and none is left waiting."""
+
+import hashlib
+from contextlib import contextmanager
+
+import numpy as np
+from mpi4py import MPI
+
+from . import errors
+from .errors import ArgumentError, MpiattnError
+
+
+def _largest(comm, numbers):
+    result = np.array(numbers, np.int64)
+    comm.Allreduce(MPI.IN_PLACE, result, MPI.MAX)
+    return result
+
+
+def _which(ranks):
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _describe(error):
+    """(class name, text) of an exception, to be sent; classes of mpiattn survive the journey."""
+    name = type(error).__name__
+    if isinstance(error, MpiattnError):
+        return name, str(error)
+    if isinstance(error, OSError):
+        return "FileError", str(error)
+    return "MpiattnError", f"{name}: {error}"
+
+
+def _raise_everywhere(comm, error):
+    told = comm.allgather(None if error is None else _describe(error))
+    name, text = next(t for t in told if t is not None)
+    failing = [rank for rank, t in enumerate(told) if t == (name, text)]
+    if len(failing) < comm.size:
+        text = f"{text} (on {_which(failing)} of {comm.size})"
+    common = getattr(errors, name)(text)
+    common.everywhere = True
+    raise common from error
+
+
+@contextmanager
+def agreement(comm):
+    """Run the body on every rank of `comm`; if it raises on any, the same error is raised on all.
+
+    The body must not communicate.  Costs one allreduce of eight bytes when all is well.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if _largest(comm, [error is not None])[0]:
+        _raise_everywhere(comm, error)
+
+
+def agree_on(comm, arguments):
+    """Raise ArgumentError on every rank unless all gave the same `arguments`, a dict of name to value."""
+    text = repr(sorted(arguments.items())).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    high, low = _largest(comm, [digest, -digest])
+    if high == -low:
+        return
+    told = comm.allgather(arguments)
+    for name in arguments:
+        values = [t[name] for t in told]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            error = ArgumentError(f"{name} is {values[0]!r} on rank 0 but {values[other]!r} on rank {other}; "
+                                  "it must be the same on every rank")
+            error.everywhere = True
+            raise error

@@ -1,0 +1,258 @@
+"""What a program calls: `MeshAttention`, a plan that is made once and run many times, and `attention`."""
+
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import numpy as np
+
+from . import backends, cost
+from .agreement import agree_on, agreement
+from .errors import ArgumentError
+from .exchange import MAX_MESSAGE, Exchange
+from .executor import Executor
+from .layout import KINDS, Layout
+from .mesh import Home
+from .problem import Problem
+from .redistribute import gather, scatter
+from .schedule import ROUTES
+from .tiling import parse_tile
+
+
+def _one_of(name, value, choices):
+    if value not in choices:
+        raise ArgumentError(f"{name} is {value!r}; it may be {', '.join(choices)}")
+    return value
+
+
+def auto_layout(problem):
+    """The layout that "auto" means: contiguous, or for causal attention zigzag, which balances the work."""
+    return "zigzag" if problem.causal else "contiguous"
+
+
+class MeshAttention:
+    """Exact attention of a sequence that is spread over the ranks of a communicator (arXiv 2512.20968).
+
+    Every rank holds a chunk of the tokens of q (batch, tokens, heads, head_dim), k (batch, tokens, kv_heads,
+    head_dim) and v (batch, tokens, kv_heads, value_dim), and gets its chunk of the result.  Making a plan,
+    `forward`, `scatter`, `gather` and `close` are collective: every rank calls them in the same order.
+
+    comm: an mpi4py intracommunicator; it is duplicated once for all plans on it and stays the caller's.
+    batch, seqlen, heads, kv_heads, head_dim: the whole problem.  kv_heads divides heads (default: heads).
+    dtype: "float16", "float32" or "float64", of q, k, v and out.
+    causal: query i sees keys j <= i + seqlen_k - seqlen (bottom-right aligned).
+    scale: of the scores; default 1/sqrt(head_dim).
+    seqlen_k, value_dim: where they differ from seqlen and head_dim.
+    tile: "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto": the
+        shortest predicted time.
+    layout: "contiguous", "striped", "zigzag" or "auto"; `positions` tells which tokens a rank then holds.
+        A `Layout` of uneven contiguous chunks serves too.
+    schedule: "greedy", "collective" or "auto".  route: "direct" or "ring".
+    backend: "numpy" or "auto".
+    max_message: bytes of the longest MPI message; longer ones are split.
+
+    Results are deterministic: the same mesh, layout, schedule, route and back end give the same bits.
+    Raises ArgumentError, the same on every rank.
+    """
+
+    def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
+                 scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto", schedule="auto",
+                 route="direct", backend="auto", max_message=MAX_MESSAGE):
+        self._home, self._mesh = Home.enter(comm), None
+        try:
+            with agreement(self._home.comm):
+                problem = Problem(seqlen=seqlen, heads=heads, head_dim=head_dim, batch=batch, kv_heads=kv_heads,
+                                  value_dim=value_dim, seqlen_k=seqlen_k, dtype=dtype, causal=causal, scale=scale)
+                shape = parse_tile(tile, comm.size)
+                q_layout, k_layout = _layouts(layout, problem, comm.size)
+                _one_of("schedule", schedule, (*cost.SCHEDULES, "auto"))
+                _one_of("route", route, ROUTES)
+                if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
+                    raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
+                self._backend = backends.get(backend)
+            agree_on(self._home.comm, {**asdict(problem), "tile": shape, "layout": (q_layout, k_layout),
+                                       "schedule": schedule, "route": route, "max_message": max_message})
+            self.problem, self.route = problem, route
+            self.q_layout, self.k_layout = q_layout, k_layout
+            choice = cost.evaluate(problem, comm.size, route,
+                                   kinds=cost.SCHEDULES if schedule == "auto" else (schedule,),
+                                   shapes=None if shape is None else [shape])[0]
+            self.schedule = cost.build(choice.schedule, choice.a, choice.b, route, problem)
+            self._mesh = self._home.mesh(choice.a, choice.b)
+            self._exchange = Exchange(max_message)
+            with agreement(self._home.comm):          # a rank that lacks the memory must not leave the others waiting
+                self._executor = Executor(self._mesh, self.schedule, self._backend, self._exchange, problem,
+                                          q_layout, k_layout)
+        except BaseException:
+            self._home.leave(self._mesh)
+            self._home = None
+            raise
+
+    # What was chosen
+
+    @property
+    def tile(self):
+        """The tile (a, b): a query chunks x b KV chunks on every rank, a mesh of b rows x a columns."""
+        return self.schedule.a, self.schedule.b
+
+    @property
+    def backend(self):
+        """Name of the back end."""
+        return self._backend.name
+
+    @property
+    def positions(self):
+        """Positions in the sequence of this rank's query tokens: int64, increasing."""
+        return self.q_layout.positions(self._mesh.rank)
+
+    @property
+    def positions_k(self):
+        """Positions in the sequence of this rank's key and value tokens: int64, increasing."""
+        return self.k_layout.positions(self._mesh.rank)
+
+    @property
+    def nbytes(self):
+        """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch."""
+        p = self.problem
+        return (cost.chunk_bytes(p, len(self.positions), len(self.positions_k)) + self._executor.nbytes
+                + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
+
+    @property
+    def sent(self):
+        """What this plan's transfers have sent from this rank so far: (bytes, messages)."""
+        return self._exchange.sent_bytes, self._exchange.sent_messages
+
+    @property
+    def wait_seconds(self):
+        """Seconds that this rank has so far waited for transfers."""
+        return self._exchange.wait_seconds
+
+    # Running
+
+    def forward(self, q, k, v, *, check=True, progress=None):
+        """Attention of this rank's chunks; collective.
+
+        q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
+        plan's dtype, tokens as in `positions` and `positions_k`.  They are never changed; arrays that are not
+        contiguous are copied.
+
+        Returns out (batch, tokens, heads, value_dim) in the plan's dtype and lse (batch, heads, tokens), the
+        natural logarithm of each row's sum of exponentials, float32 (float64 for float64).  A query that sees
+        no key has out 0 and lse -inf.
+
+        check: let ranks agree that their arguments are right, by one small allreduce; without it a wrong
+            argument raises on its own rank only, and leaves the others waiting.
+        progress: called with the number of blocks (of a * b in all) that were just done.
+        """
+        self._check_open()
+        p, tokens = self.problem, len(self.positions)
+        with agreement(self._mesh.cart) if check else nullcontext():
+            self._check("q", q, (p.batch, tokens, p.heads, p.head_dim))
+            self._check("k", k, (p.batch, len(self.positions_k), p.kv_heads, p.head_dim))
+            self._check("v", v, (p.batch, len(self.positions_k), p.kv_heads, p.value_dim))
+            out = np.empty((p.batch, tokens, p.heads, p.value_dim), p.dtype)
+            lse = np.empty((p.batch, p.heads, tokens), p.partial_dtype)
+            chunks = [self._fold(array) for array in (q, k, v)]
+        partial_out, partial_lse = self._executor.forward(*chunks, progress=progress)
+        by_batch = (tokens, p.batch, p.heads)
+        self._backend.copy(out, partial_out.reshape(*by_batch, p.value_dim).transpose(1, 0, 2, 3))
+        self._backend.wait(self._backend.copy(lse, partial_lse.reshape(by_batch).transpose(1, 2, 0)))
+        return out, lse
+
+    def _check(self, name, array, shape):
+        if not isinstance(array, np.ndarray):
+            raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
+        if array.shape != shape:
+            raise ArgumentError(f"{name} has shape {array.shape}; on this rank it must be {shape}")
+        if array.dtype.name != self.problem.dtype or not array.dtype.isnative:
+            raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {self.problem.dtype}, as the plan")
+
+    def _fold(self, array):
+        """A chunk as (tokens, batch * heads, dim), contiguous; a copy only if it is not so already."""
+        batch, tokens, heads, dim = array.shape
+        return self._backend.contiguous(array.transpose(1, 0, 2, 3)).reshape(tokens, batch * heads, dim)
+
+    def scatter(self, array, *, root=0, axis=1, keys=False):
+        """This rank's chunk of a whole array whose tokens lie along `axis`, in natural order; collective.
+
+        array: the whole, needed on `root` only; with root=None every rank gives it and nothing is sent.
+        keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
+        """
+        return scatter(self._mesh.cart, self._layout(keys), array, root, axis)
+
+    def gather(self, chunk, *, root=0, axis=1, keys=False):
+        """The whole array of the ranks' chunks, in natural order; None except on `root`; collective.
+
+        chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole.
+        """
+        return gather(self._mesh.cart, self._layout(keys), chunk, root, axis)
+
+    def _layout(self, keys):
+        self._check_open()
+        return self.k_layout if keys else self.q_layout
+
+    # End
+
+    def _check_open(self):
+        if self._home is None:
+            raise ArgumentError("the plan is closed; make a new one")
+
+    def close(self):
+        """Give up the buffers and, with the communicator's last plan, what mpiattn holds of it; collective."""
+        if self._home is not None:
+            self._backend.close()
+            self._exchange.close()
+            self._home.leave(self._mesh)
+            self._home = self._executor = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", **options):
+    """Attention in one call: makes a plan for these chunks, runs it, and closes it; collective.
+
+    q, k, v: this rank's chunks, as for `MeshAttention.forward`.  With the default layout they are consecutive
+    pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
+    "zigzag" they are what `Layout` says.  options: further arguments of `MeshAttention`.
+
+    Returns out and lse.  To run more than once, make a plan.
+    """
+    home = Home.enter(comm)
+    try:
+        with agreement(home.comm):
+            for name, array in (("q", q), ("k", k), ("v", v)):
+                if not isinstance(array, np.ndarray) or array.ndim != 4:
+                    raise ArgumentError(f"{name} is {_what(array)}; it must be a NumPy array (batch, tokens, heads, dim)")
+        lengths = home.comm.allgather((q.shape[1], k.shape[1]))
+        q_sizes, k_sizes = zip(*lengths)
+        if layout == "contiguous":
+            layout = tuple(Layout(layout, sum(sizes), comm.size, sizes) for sizes in (q_sizes, k_sizes))
+        with MeshAttention(comm, batch=q.shape[0], seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=q.shape[2],
+                           kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=q.dtype.name,
+                           causal=causal, scale=scale, layout=layout, **options) as plan:
+            return plan.forward(q, k, v)
+    finally:
+        home.leave()
+
+
+def _what(array):
+    return f"of shape {array.shape}" if isinstance(array, np.ndarray) else f"a {type(array).__name__}"
+
+
+def _layouts(layout, problem, ranks):
+    """The layouts of queries and of keys that an argument means."""
+    if layout == "auto":
+        layout = auto_layout(problem)
+    if isinstance(layout, str):
+        _one_of("layout", layout, KINDS)
+        return Layout(layout, problem.seqlen, ranks), Layout(layout, problem.seqlen_k, ranks)
+    pair = (layout, layout) if isinstance(layout, Layout) else layout
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(one, Layout) for one in pair)):
+        raise ArgumentError(f"layout is {layout!r}; it may be auto, {', '.join(KINDS)}, a Layout or a pair of them")
+    if [(one.seqlen, one.chunks) for one in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
+        raise ArgumentError(f"layout is {layout!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} keys "
+                            f"on {ranks} ranks")
+    return pair

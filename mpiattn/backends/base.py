@@ -1,0 +1,67 @@
+"""The protocol between the executor and what holds and computes arrays, asynchronous from the start.
+
+Launches (`clear`, `attend`, `merge`, `take`, `copy`) run in the order in which they are made, as on one
+stream of a GPU, each also after the events given as `after`, and return an event.  Copies to and from the
+wire may run beside them, so the executor orders these by events alone.
+
+Shapes: the batch is folded into the heads, so that a chunk is (tokens, heads, dim), KV heads dividing heads,
+and consecutive chunks of a buffer are one longer chunk.  A partial is out (tokens, heads, value_dim) and lse
+(tokens, heads), in float32, or float64 for float64 inputs; its identity is (0, -inf).
+"""
+
+from typing import Protocol
+
+
+class Backend(Protocol):
+    """Arrays and work on them; an event is whatever `wait` takes, None for work that is done."""
+
+    name: str
+
+    def empty(self, shape, dtype):
+        """A new array with no contents yet."""
+
+    def contiguous(self, array):
+        """The array itself if it is this back end's and contiguous, else a contiguous copy."""
+
+    def scratch_bytes(self, head_dim, value_dim, dtype):
+        """Bytes of working memory that launches on such inputs take, besides their arguments."""
+
+    # Launches
+
+    def clear(self, out, lse):
+        """Make (out, lse) the identity partial."""
+
+    def attend(self, q, k, v, begin, end, out, lse, scale, after=()):
+        """Add to the partial (out, lse) what each row q[i] sees: the keys [begin[g, i], end[g, i]).
+
+        begin, end: int32 (groups, tokens); the heads divide into that many equal groups.
+        """
+
+    def merge(self, out, lse, out_b, lse_b, after=()):
+        """Merge the partial (out_b, lse_b) into (out, lse)."""
+
+    def take(self, dst, src, rows, after=()):
+        """dst = src[rows]."""
+
+    def copy(self, dst, src):
+        """dst = src, cast to the dtype of dst."""
+
+    # Wire: flat uint8 buffers that MPI reads and writes
+
+    def outgoing(self, array, after=()):
+        """The bytes of an array once the events `after` are done; the array must not change until `sent`."""
+
+    def sent(self, array):
+        """The send of an array is complete."""
+
+    def incoming(self, array, after=()):
+        """Bytes for MPI to write, for an array whose last uses are `after`; it has no contents until `arrived`."""
+
+    def arrived(self, array):
+        """The bytes for an array have been received; returns the event after which it can be read."""
+
+    def wait(self, event):
+        """Return when an event is done."""
+
+    def close(self):
+        """Give up what the back end holds."""

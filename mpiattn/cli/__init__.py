@@ -1,0 +1,75 @@
+"""The command line: one module a subcommand, each with `add_arguments(parser)` and `run(args)`."""
+
+import argparse
+import os
+import sys
+from importlib import import_module
+
+from .. import __version__
+from ..errors import MpiattnError
+
+COMMANDS = {
+    "generate": "make an HDF5 file of random q, k, v",
+    "run": "attention of an HDF5 file over the ranks of this launch (under mpiexec or srun)",
+    "plan": "every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
+    "info": "what this installation and this launch have",
+}
+
+EXAMPLES = """\
+examples:
+  mpiattn generate qkv.h5 --seqlen 4099 --heads 8 --head-dim 64
+  mpiexec -n 4 mpiattn run qkv.h5 out.h5 --causal --verify
+  mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal
+  mpiexec -n 2 mpiattn info
+"""
+
+
+def launch_rank():
+    """This process's rank by the launcher's environment, before MPI is started; 0 without a launcher."""
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "PALS_RANKID", "MV2_COMM_WORLD_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says a wrong argument once, on rank 0, and ends every rank with code 2."""
+
+    def error(self, message):
+        if launch_rank() == 0:
+            super().error(message)
+        sys.exit(2)
+
+    def _print_message(self, message, file=None):
+        if launch_rank() == 0:
+            super()._print_message(message, file)
+
+
+def _parser(command):
+    parser = _Parser(prog="mpiattn", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+                     description="Exact attention for sequences that do not fit one GPU, native to MPI.")
+    parser.add_argument("--version", action="version", version=f"mpiattn {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == command:                            # load one subcommand's modules, not all
+            module = import_module(f".{name}", __name__)
+            sub.description = module.__doc__
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv=None):
+    """Entry point of `mpiattn`: returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    command = next((word for word in argv if word in COMMANDS), None)
+    args = _parser(command).parse_args(argv)
+    try:
+        return args.run(args)
+    except MpiattnError as error:
+        if launch_rank() == 0 or not error.everywhere:
+            print(f"mpiattn {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,134 @@
+"""A model of what a tile costs in time and memory, and the choice that follows.  Pure arithmetic.
+
+A step takes the longer of its transfers and its blocks (Mesh-Attention, arXiv 2512.20968, section 3: the
+selection loop over every factorisation of n).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .collective import collective
+from .errors import ArgumentError
+from .greedy import greedy
+from .schedule import ROUTES, Costs
+from .tiling import tiles
+from .traffic import mean_sent
+
+SCHEDULES = ("greedy", "collective")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank can do; the defaults are one core and its share of a 100 Gb/s link.
+
+    flops: floating-point operations a second of block attention in float32.
+    bandwidth: bytes a second that one rank sends while it receives as much.
+    latency: seconds a message takes besides its bytes.
+    launch: seconds a block takes besides its work.
+    """
+
+    flops: float = 60e9
+    bandwidth: float = 3e9
+    latency: float = 10e-6
+    launch: float = 50e-6
+
+    def transfer(self, nbytes, messages=1):
+        """Seconds of a transfer."""
+        return messages * self.latency + nbytes / self.bandwidth
+
+    def compute(self, flops, dtype):
+        """Seconds of blocks with that many operations in all."""
+        return flops / self.flops * (2 if dtype == "float64" else 1)
+
+
+class Choice(NamedTuple):
+    """A tile and a schedule kind with what they are predicted to need."""
+
+    a: int
+    b: int
+    schedule: str
+    seconds: float
+    nbytes: int
+
+
+def block_seconds(problem, ranks, machine):
+    """Seconds of one block of an even mesh, the work of the mask spread evenly over the blocks."""
+    return machine.launch + machine.compute(problem.flops / ranks ** 2, problem.dtype)
+
+
+def transfer_seconds(problem, ranks, machine):
+    """Seconds of one hop of Q, KV and O, by kind."""
+    q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
+    return {"Q": machine.transfer(q_tokens * problem.q_bytes),
+            "KV": machine.transfer(k_tokens * problem.kv_bytes, messages=2),
+            "O": machine.transfer(q_tokens * problem.partial_bytes, messages=2)}
+
+
+def transfer_costs(problem, ranks, machine):
+    """The costs c_Q, c_KV, c_O of Algorithm 2: how many blocks hide one transfer."""
+    hop, block = transfer_seconds(problem, ranks, machine), block_seconds(problem, ranks, machine)
+    return Costs(hop["Q"] / block, hop["KV"] / block, hop["O"] / block)
+
+
+def predicted_seconds(schedule, problem, ranks, machine):
+    """Seconds a schedule is predicted to take: the sum over its steps."""
+    hop, block = transfer_seconds(problem, ranks, machine), block_seconds(problem, ranks, machine)
+    total = 0.0
+    for step in schedule.steps:
+        moving = sum(len(t.hops) * hop[t.kind] for t in step.transfers)
+        launches = 1 if step.fused else len(step.blocks)
+        computing = len(step.blocks) * (block - machine.launch) + launches * machine.launch
+        total += max(moving, computing)
+    return total
+
+
+def build(kind, a, b, route, problem, machine=Machine()):
+    """The schedule of a kind, "greedy" or "collective", for a tile."""
+    if kind not in SCHEDULES:
+        raise ArgumentError(f"schedule is {kind!r}; it may be {', '.join(SCHEDULES)} or auto")
+    if kind == "collective":
+        return collective(a, b, route)
+    return greedy(a, b, transfer_costs(problem, a * b, machine), route)
+
+
+def buffer_bytes(schedule, problem, q_tokens, k_tokens):
+    """Bytes of a plan's buffers whose chunks hold up to q_tokens and k_tokens tokens.
+
+    One accumulator O#0, the slots of the schedule and, for a fused launch, the chunk's own place in the
+    arenas and keys and values once more in order of position.
+    """
+    slots = schedule.slots
+    fused = any(step.fused for step in schedule.steps)
+    q_slots = slots["Q"] + (1 if fused and slots["Q"] else 0)
+    kv_slots = slots["KV"] + (slots["KV"] + 2 if fused and slots["KV"] else 0)
+    partials = 1 + slots["O"] + slots["P"]
+    return (q_tokens * (q_slots * problem.q_bytes + partials * problem.partial_bytes)
+            + k_tokens * kv_slots * problem.kv_bytes)
+
+
+def chunk_bytes(problem, q_tokens, k_tokens):
+    """Bytes of a rank's own q, k, v and its result."""
+    return q_tokens * (problem.q_bytes + problem.out_bytes) + k_tokens * problem.kv_bytes
+
+
+def longest(tokens, ranks):
+    """Tokens of the longest chunk of an even cut."""
+    return -(-tokens // ranks)
+
+
+def evaluate(problem, ranks, route="direct", kinds=SCHEDULES, shapes=None, machine=Machine()):
+    """Every tile (or those of `shapes`) with every schedule kind as a Choice, best first.
+
+    Best is the least predicted time; where times agree to three digits, the least traffic, then memory.
+    """
+    if route not in ROUTES:
+        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
+    q_tokens, k_tokens = longest(problem.seqlen, ranks), longest(problem.seqlen_k, ranks)
+    choices = []
+    for a, b in shapes or tiles(ranks):
+        for kind in kinds:
+            schedule = build(kind, a, b, route, problem, machine)
+            choices.append(Choice(a, b, kind, predicted_seconds(schedule, problem, ranks, machine),
+                                  chunk_bytes(problem, q_tokens, k_tokens)
+                                  + buffer_bytes(schedule, problem, q_tokens, k_tokens)))
+    return sorted(choices, key=lambda c: (float(f"{c.seconds:.3g}"), mean_sent(problem, ranks, c.a, c.b), c.nbytes))

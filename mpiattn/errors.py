@@ -1,0 +1,27 @@
+"""What mpiattn raises: every user error derives from `MpiattnError`."""
+
+
+class MpiattnError(Exception):
+    """Base of every error that mpiattn raises on purpose.
+
+    `everywhere` is True once the ranks of the communicator have agreed on the error, so that each
+    of them raises the same one and none is left waiting.
+    """
+
+    everywhere = False
+
+
+class ArgumentError(MpiattnError, ValueError):
+    """An argument is not what it may be; the message names it, what it was and what it may be."""
+
+
+class FileError(MpiattnError, OSError):
+    """A file cannot be read or written as asked."""
+
+
+class ScheduleError(MpiattnError):
+    """A schedule breaks one of its own rules (see `mpiattn.validate`)."""
+
+
+class VerificationError(MpiattnError):
+    """A result differs from the float64 reference by more than its tolerance."""

@@ -1,0 +1,100 @@
+"""Nonblocking messages of flat byte buffers, split where they are too long, and counted."""
+
+import time
+
+from mpi4py import MPI
+
+MAX_MESSAGE = 2 ** 30     # bytes; below the 2^31 - 1 that an MPI count can say
+
+
+class Exchange:
+    """Posts and completes transfers for one plan.
+
+    A buffer is a flat array of uint8.  max_message: bytes of the longest message; a longer one goes in
+    pieces.  sent_bytes and sent_messages count what was handed to MPI for other ranks.
+    """
+
+    def __init__(self, max_message=MAX_MESSAGE):
+        self.max_message = max_message
+        self.sent_bytes = self.sent_messages = 0
+        self.wait_seconds = 0.0
+        self._row_types = {}
+
+    def _pieces(self, buffer):
+        for start in range(0, len(buffer), self.max_message):
+            yield buffer[start:start + self.max_message]
+
+    def send(self, comm, buffer, dest, tag):
+        """Post a send; returns its requests.  An empty buffer sends nothing."""
+        requests = [comm.Isend([piece, MPI.BYTE], dest, tag) for piece in self._pieces(buffer)]
+        self.sent_bytes += len(buffer)
+        self.sent_messages += len(requests)
+        return requests
+
+    def receive(self, comm, buffer, source, tag):
+        """Post a receive of exactly the buffer's bytes; returns its requests."""
+        return [comm.Irecv([piece, MPI.BYTE], source, tag) for piece in self._pieces(buffer)]
+
+    def _row_type(self, row_bytes):
+        """A datatype of one token's bytes: counts and displacements in tokens cannot overflow."""
+        if row_bytes not in self._row_types:
+            self._row_types[row_bytes] = MPI.BYTE.Create_contiguous(row_bytes).Commit()
+        return self._row_types[row_bytes]
+
+    def _rounds(self, longest, row_bytes):
+        """First token and number of tokens of each round that keeps messages within the limit."""
+        step = max(1, self.max_message // row_bytes)
+        return [(first, step) for first in range(0, longest, step)]
+
+    def allgather(self, comm, chunk, arena, lengths, offsets, row_bytes):
+        """Post the gathering of every rank's chunk into `arena`; returns the requests.
+
+        lengths, offsets: tokens of each rank's chunk and where it goes in the arena, by rank of `comm`.
+        """
+        row_type, requests = self._row_type(row_bytes), []
+        for first, step in self._rounds(max(lengths), row_bytes):
+            counts = [min(max(n - first, 0), step) for n in lengths]
+            starts = [offset + min(first, n) for offset, n in zip(offsets, lengths)]
+            mine = counts[comm.rank]
+            piece = chunk[first * row_bytes:(first + mine) * row_bytes]
+            requests.append(comm.Iallgatherv([piece, mine, row_type], [arena, counts, starts, row_type]))
+            self._count(mine * row_bytes, comm.size - 1)
+        return requests
+
+    def alltoall(self, comm, outgoing, out_lengths, out_offsets, incoming, in_lengths, in_offsets, row_bytes,
+                 longest):
+        """Post an exchange of a chunk with every rank; returns the requests.
+
+        Tokens out_lengths[j] at out_offsets[j] of `outgoing` go to rank j; in_lengths[j] tokens from rank j
+        come to in_offsets[j] of `incoming`.  longest: tokens of the longest chunk between any two ranks, by
+        which all of them know the number of rounds.
+        """
+        row_type, requests = self._row_type(row_bytes), []
+
+        def part(lengths, offsets, first, step):
+            return ([min(max(n - first, 0), step) for n in lengths],
+                    [offset + min(first, n) for offset, n in zip(offsets, lengths)])
+        for first, step in self._rounds(longest, row_bytes):
+            counts, starts = part(out_lengths, out_offsets, first, step)
+            in_counts, in_starts = part(in_lengths, in_offsets, first, step)
+            requests.append(comm.Ialltoallv([outgoing, counts, starts, row_type],
+                                            [incoming, in_counts, in_starts, row_type]))
+            for rank, count in enumerate(counts):
+                self._count(count * row_bytes, rank != comm.rank)
+        return requests
+
+    def _count(self, nbytes, messages):
+        if nbytes:
+            self.sent_bytes += nbytes * messages
+            self.sent_messages += int(messages)
+
+    def wait(self, requests):
+        """Complete requests, staying inside MPI so that it makes progress."""
+        start = time.perf_counter()
+        MPI.Request.Waitall(requests)
+        self.wait_seconds += time.perf_counter() - start
+
+    def close(self):
+        """Free the datatypes."""
+        while self._row_types:
+            self._row_types.popitem()[1].Free()

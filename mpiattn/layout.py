@@ -1,0 +1,87 @@
+"""Layouts: which tokens each rank's chunk holds.  Pure Python and NumPy; no MPI.
+
+Under every layout the positions of a chunk increase, so a row's keys are one interval of local
+columns (see `mpiattn.mask`).  Each chunk is a few arithmetic progressions of tokens, so tokens are
+moved by slicing and no index array of the whole sequence is ever made.
+
+    12 tokens on 3 ranks        rank 0        rank 1        rank 2
+    contiguous                  0 1 2 3       4 5 6 7       8 9 10 11
+    striped                     0 3 6 9       1 4 7 10      2 5 8 11      (Striped Attention)
+    zigzag                      0 1 10 11     2 3 8 9       4 5 6 7
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import ArgumentError
+
+KINDS = ("contiguous", "striped", "zigzag")
+
+
+def even_split(total, parts):
+    """Cut `total` things into `parts` consecutive ranges whose lengths differ by one at most."""
+    size, extra = divmod(total, parts)
+    starts = [i * size + min(i, extra) for i in range(parts + 1)]
+    return tuple(range(starts[i], starts[i + 1]) for i in range(parts))
+
+
+def within(tokens, start, stop):
+    """Indices i0, i1 such that tokens[i0:i1] are the members of the range that lie in [start, stop)."""
+    def first_from(position):
+        return min(max(-(-(position - tokens.start) // tokens.step), 0), len(tokens))
+    return first_from(start), max(first_from(start), first_from(stop))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The cut of `seqlen` tokens into `chunks` chunks, one a rank; lengths may be uneven or zero.
+
+    kind: "contiguous", "striped" or "zigzag".
+    sizes: for "contiguous" only, the length of every chunk where it is not the even split.
+    """
+
+    kind: str
+    seqlen: int
+    chunks: int
+    sizes: tuple = None
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ArgumentError(f"layout is {self.kind!r}; it may be {', '.join(KINDS)}")
+        if self.sizes is None:
+            return
+        if self.kind != "contiguous":
+            raise ArgumentError(f"sizes are given with layout {self.kind!r}; only 'contiguous' takes them")
+        if len(self.sizes) != self.chunks or sum(self.sizes) != self.seqlen or min(self.sizes) < 0:
+            raise ArgumentError(f"sizes {self.sizes} do not cut {self.seqlen} tokens into {self.chunks} chunks")
+
+    def ranges(self, chunk):
+        """The tokens of a chunk as a tuple of Python ranges, in increasing order."""
+        if self.kind == "striped":
+            return (range(chunk, max(chunk, self.seqlen), self.chunks),)
+        if self.kind == "zigzag":
+            pieces = even_split(self.seqlen, 2 * self.chunks)
+            return pieces[chunk], pieces[2 * self.chunks - 1 - chunk]
+        if self.sizes is None:
+            return (even_split(self.seqlen, self.chunks)[chunk],)
+        start = sum(self.sizes[:chunk])
+        return (range(start, start + self.sizes[chunk]),)
+
+    def length(self, chunk):
+        """Number of tokens in a chunk."""
+        return sum(len(tokens) for tokens in self.ranges(chunk))
+
+    @property
+    def lengths(self):
+        """Number of tokens in every chunk."""
+        if self.sizes is not None:
+            return self.sizes
+        if self.kind == "zigzag":
+            pieces = [len(piece) for piece in even_split(self.seqlen, 2 * self.chunks)]
+            return tuple(pieces[i] + pieces[-1 - i] for i in range(self.chunks))
+        return tuple(len(piece) for piece in even_split(self.seqlen, self.chunks))
+
+    def positions(self, chunk):
+        """Global positions of a chunk's tokens: int64, increasing."""
+        return np.concatenate([np.arange(t.start, t.stop, t.step, dtype=np.int64) for t in self.ranges(chunk)])

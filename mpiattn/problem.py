@@ -1,0 +1,120 @@
+"""The shape of one attention problem, checked once and shared by plan, traffic, cost and the command line."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral, Real
+
+from .errors import ArgumentError
+from .mask import Mask
+
+ITEMSIZE = {"float16": 2, "float32": 4, "float64": 8}
+
+
+def _count(name, value, least):
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+    return int(value)
+
+
+def dtype_name(dtype):
+    """The name of a supported dtype, given as a name, a NumPy dtype or a scalar type."""
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", repr(dtype)))
+    if name not in ITEMSIZE:
+        raise ArgumentError(f"dtype is {name!r}; it may be {', '.join(ITEMSIZE)}")
+    return name
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of q (batch, seqlen, heads, head_dim) over k (batch, seqlen_k, kv_heads, head_dim) and
+    v (batch, seqlen_k, kv_heads, value_dim).
+
+    kv_heads must divide heads: query head h uses KV head h // (heads // kv_heads).  Left out, kv_heads is
+    heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).
+    """
+
+    seqlen: int
+    heads: int
+    head_dim: int
+    batch: int = 1
+    kv_heads: int = None
+    value_dim: int = None
+    seqlen_k: int = None
+    dtype: str = "float32"
+    causal: bool = False
+    scale: float = None
+
+    def __post_init__(self):
+        def put(name, value):
+            object.__setattr__(self, name, value)
+        defaults = {"kv_heads": self.heads, "value_dim": self.head_dim, "seqlen_k": self.seqlen}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                put(name, default)
+        for name, least in (("batch", 1), ("seqlen", 0), ("seqlen_k", 0), ("heads", 1), ("kv_heads", 1),
+                            ("head_dim", 1), ("value_dim", 1)):
+            put(name, _count(name, getattr(self, name), least))
+        if self.heads % self.kv_heads:
+            raise ArgumentError(f"kv_heads is {self.kv_heads}; it must divide heads, which is {self.heads}")
+        put("dtype", dtype_name(self.dtype))
+        if self.scale is None:
+            put("scale", 1 / math.sqrt(self.head_dim))
+        if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
+            raise ArgumentError(f"scale is {self.scale!r}; it must be a finite number")
+        put("scale", float(self.scale))
+        if self.causal not in (True, False):
+            raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
+        put("causal", bool(self.causal))
+
+    @cached_property
+    def mask(self):
+        """Which keys each query sees."""
+        return Mask(self.seqlen, self.seqlen_k, self.causal)
+
+    @property
+    def itemsize(self):
+        """Bytes of an element of q, k, v and out."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def partial_dtype(self):
+        """dtype of partials and lse: float32, float64 for float64."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def partial_itemsize(self):
+        """Bytes of an element of a partial and of lse."""
+        return ITEMSIZE[self.partial_dtype]
+
+    # Bytes per token of a chunk that moves: the unit of traffic and of buffers.
+
+    @property
+    def q_bytes(self):
+        """Bytes of one token of q."""
+        return self.batch * self.heads * self.itemsize * self.head_dim
+
+    @property
+    def kv_bytes(self):
+        """Bytes of one token of k and v."""
+        return self.batch * self.kv_heads * self.itemsize * (self.head_dim + self.value_dim)
+
+    @property
+    def partial_bytes(self):
+        """Bytes of one token of a partial (out, lse)."""
+        return self.batch * self.heads * self.partial_itemsize * (self.value_dim + 1)
+
+    @property
+    def out_bytes(self):
+        """Bytes of one token of the result (out, lse)."""
+        return self.batch * self.heads * (self.itemsize * self.value_dim + self.partial_itemsize)
+
+    @property
+    def flops_per_pair(self):
+        """Floating-point operations of one attended (query, key) pair, over batch and heads."""
+        return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)
+
+    @property
+    def flops(self):
+        """Floating-point operations of the forward pass: the two products, attended pairs only."""
+        return self.flops_per_pair * self.mask.pairs

@@ -1,0 +1,160 @@
+"""A schedule is data: which transfer moves when, and which blocks hide it.  No MPI, no NumPy.
+
+Everything is in rank-relative hop coordinates (Mesh-Attention, arXiv 2512.20968, section 3), so that
+one schedule serves every rank of a mesh of b rows x a columns: Q#u and O#u are the chunk u hops back in
+my row, KV#w the chunk w hops back in my column, #0 is my own.  Block (u, w) is Q#u against KV#w.
+
+The route says how a chunk travels.  "direct": straight from its owner, who is u hops back, and a
+partial straight to the owner of its queries.  "ring": Q and KV from neighbour to neighbour, a partial
+too, merged with the neighbour's on its way.  The bytes are the same.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from .errors import ArgumentError
+
+ROUTES = ("direct", "ring")
+
+
+class Block(NamedTuple):
+    """The product of query chunk Q#u and key-value chunk KV#w."""
+
+    u: int
+    w: int
+
+
+class Costs(NamedTuple):
+    """How many blocks it takes to hide one transfer of Q, of KV and of a partial O."""
+
+    q: float = 1.0
+    kv: float = 1.0
+    o: float = 1.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One movement, posted before the blocks of its step and completed after them.
+
+    kind: "Q" or "KV" (chunks `hops` arrive) or "O" (my partials of rows `hops` leave, and as many
+        partials of others arrive and are merged).
+    slots: the buffer slot that each arrival takes, in the arena of "Q", "KV" or, for "O", "P".
+    collective: one MPI collective over the group instead of messages between pairs.
+    """
+
+    kind: str
+    hops: tuple
+    slots: tuple
+    collective: bool = False
+
+    def __str__(self):
+        verb = "send" if self.kind == "O" else "recv"
+        moved = ", ".join(f"{self.kind}#{hop} -> {'P' if self.kind == 'O' else self.kind}[{slot}]"
+                          for hop, slot in zip(self.hops, self.slots))
+        return f"{'all ' if self.collective else ''}{verb} {moved}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Transfers, and the blocks that run meanwhile; `fused` blocks are one launch over whole arenas."""
+
+    transfers: tuple = ()
+    blocks: tuple = ()
+    fused: bool = False
+
+    def __str__(self):
+        blocks = " ".join(f"({u},{w})" for u, w in self.blocks)
+        moves = "; ".join(map(str, self.transfers)) or "-"
+        return f"{moves:<28}  {'as one: ' if self.fused else ''}{blocks or '-'}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of one rank's tile of a x b blocks, and the buffers they need.
+
+    rows: slot in the arena "O" of each accumulator O#1 ... O#(a-1); O#0 is the result.
+    slots: number of slots of the arenas "Q", "KV", "O" (accumulators), "P" (partials received).
+    """
+
+    name: str
+    a: int
+    b: int
+    route: str
+    steps: tuple
+    rows: tuple
+    slots: dict
+
+    def __str__(self):
+        slots = ", ".join(f"{count} {kind}" for kind, count in self.slots.items())
+        head = (f"{self.name} {self.a}x{self.b}, {self.route} route: {len(self.steps)} steps; "
+                f"slots: {slots}\nstep  {'transfer':<28}  blocks (Q#u,KV#w) that hide it")
+        return "\n".join([head] + [f"{i:4}  {step}" for i, step in enumerate(self.steps)])
+
+
+class _Lifetimes:
+    """First and last step of every buffer's use, from which slots follow."""
+
+    def __init__(self):
+        self.first, self.last = {}, {}
+
+    def use(self, name, step):
+        self.first.setdefault(name, step)
+        self.last[name] = step
+
+    def slots(self, kind):
+        """Give each buffer of a kind the lowest slot that is free over its whole life."""
+        busy_until, slot = [], {}
+        for name in sorted((n for n in self.first if n[0] == kind), key=self.first.get):
+            free = [i for i, last in enumerate(busy_until) if last < self.first[name]]
+            if not free:
+                busy_until.append(None)
+                free = [len(busy_until) - 1]
+            slot[name] = free[0]
+            busy_until[free[0]] = self.last[name]
+        return slot, len(busy_until)
+
+
+def with_slots(name, a, b, route, steps):
+    """The Schedule of `steps`, with the fewest buffer slots that their uses allow.
+
+    steps: Steps whose transfers have no slots yet.  A slot is written again only in a step after the
+    last one that reads it, so the executor can post its receive at the start of that step.
+    """
+    if route not in ROUTES:
+        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
+    lives = _Lifetimes()
+    for i, step in enumerate(steps):
+        for t in step.transfers:
+            for hop in t.hops:
+                if t.kind == "O":
+                    lives.use(("O", hop), i)
+                    lives.use(("P", hop), i)
+                    if route == "ring" and not t.collective and hop + 1 < a:
+                        lives.use(("O", hop + 1), i)     # what arrives is merged there
+                else:
+                    lives.use((t.kind, hop), i)
+                    if route == "ring" and not t.collective and hop > 1:
+                        lives.use((t.kind, hop - 1), i)  # passed on to the neighbour
+        for u, w in step.blocks:
+            if u:
+                lives.use(("Q", u), i)
+                lives.use(("O", u), i)
+            if w:
+                lives.use(("KV", w), i)
+    slot, count = {}, {}
+    for kind in ("Q", "KV", "O", "P"):
+        slots, count[kind] = lives.slots(kind)
+        slot |= slots
+    placed = []
+    for step in steps:
+        transfers = tuple(
+            Transfer(t.kind, t.hops, tuple(slot["P" if t.kind == "O" else t.kind, hop] for hop in t.hops), t.collective)
+            for t in step.transfers)
+        placed.append(Step(transfers, step.blocks, step.fused))
+    return Schedule(name, a, b, route, tuple(placed), tuple(slot["O", u] for u in range(1, a)), count)
+
+
+def blocks_to_hide(cost):
+    """A cost in blocks as a whole number of them, at least one."""
+    return max(1, ceil(cost))

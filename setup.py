@@ -1,0 +1,39 @@
+"""Package metadata, and the kernel sources laid into the package as mpiattn/kernels."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "mpiattn" / "__init__.py").read_text())[1]
+
+setup(
+    name="mpiattn",
+    version=version,
+    description="Exact attention for sequences that do not fit one GPU, native to MPI",
+    long_description=(here / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels"],
+    package_dir={"mpiattn.kernels": "kernels"},
+    package_data={"mpiattn.kernels": ["README.md", "cuda/*", "cpu/*"]},
+    install_requires=["numpy>=1.24", "mpi4py>=4.0", "h5py>=3.8", "tqdm>=4.60"],
+    extras_require={
+        "mpich": ["mpich>=4.3"],
+        "openmpi": ["openmpi>=5.0"],
+        "cuda13": ["cupy-cuda13x>=13.6"],
+        "cuda12": ["cupy-cuda12x>=13.0"],
+        "plot": ["matplotlib>=3.7"],
+        "test": ["pytest>=7.4", "ruff>=0.6"],
+        "bench": ["torch>=2.5"],
+    },
+    entry_points={"console_scripts": ["mpiattn = mpiattn.cli:main"]},
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering",
+    ],
+)
