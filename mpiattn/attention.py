@@ -225,7 +225,7 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
         with agreement(home.comm):
             for name, array in (("q", q), ("k", k), ("v", v)):
                 if not isinstance(array, np.ndarray) or array.ndim != 4:
-                    raise ArgumentError(f"{name} is {_what(array)}; it must be a NumPy array (batch, tokens, heads, dim)")
+                    raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)")
         lengths = home.comm.allgather((q.shape[1], k.shape[1]))
         q_sizes, k_sizes = zip(*lengths)
         if layout == "contiguous":

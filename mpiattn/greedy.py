@@ -29,10 +29,10 @@ class _Runnable:
         return tuple(blocks)
 
 
-def greedy(a, b, costs=Costs(), route="direct"):
+def greedy(a, b, costs=(1, 1, 1), route="direct"):
     """Schedule of a tile of a query chunks x b KV chunks, each transfer overlapped with blocks.
 
-    costs: how many blocks hide one transfer of Q, KV and O; positive numbers.
+    costs: c_Q, c_KV and c_O, how many blocks hide one transfer of Q, KV and O; positive numbers.
     """
     if min(costs) <= 0:
         raise ArgumentError(f"costs are {tuple(costs)}; each must be positive")

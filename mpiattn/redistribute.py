@@ -14,7 +14,7 @@ from .errors import ArgumentError
 from .exchange import Exchange
 from .layout import Layout, within
 
-PIECE_BYTES = 32 * 2 ** 20      # what a rank reads or writes at a time; memory holds about three pieces
+PIECE_BYTES = 8 * 2 ** 20       # what a rank reads or writes at a time; memory holds about three pieces
 
 
 def _shared(layout, chunk, start, stop):
@@ -23,8 +23,8 @@ def _shared(layout, chunk, start, stop):
     for tokens in layout.ranges(chunk):
         first, last = within(tokens, start, stop)
         if first < last:
-            part = tokens[first:last]
-            pairs.append((slice(before + first, before + last), slice(part[0] - start, part[-1] + 1 - start, part.step)))
+            shared = slice(tokens[first] - start, tokens[last - 1] + 1 - start, tokens.step)
+            pairs.append((slice(before + first, before + last), shared))
         before += len(tokens)
     return pairs
 
@@ -64,7 +64,10 @@ class Redistribution:
             incoming.reshape(-1).view(np.uint8), in_counts, _starts(in_counts), self.row_bytes, self.tokens))
 
     def to_chunk(self, read):
-        """This rank's chunk (tokens, *shape); read(start, stop) gives tokens of my slab, (stop - start, *shape)."""
+        """This rank's chunk (tokens, *shape); read(start, stop) gives tokens of my slab, (stop - start, *shape).
+
+        Every rank calls `read` equally often, with start = stop where its slab has ended, so it may be collective.
+        """
         me, ranks, exchange = self.comm.rank, range(self.comm.size), Exchange()
         chunk = self._rows(self.layout.length(me))
         for pieces in self._pieces():
@@ -72,7 +75,7 @@ class Redistribution:
             mine = [_shared(self.layout, rank, start, stop) for rank in ranks]     # of my piece, for each rank
             theirs = [_shared(self.layout, me, *piece) for piece in pieces]        # of each piece, for me
             with agreement(self.comm):
-                slab = np.asarray(read(start, stop)) if start < stop else self._rows(0)
+                slab = read(start, stop)
                 outgoing = np.concatenate([slab[at] for pairs in mine for _, at in pairs] or [self._rows(0)])
                 incoming = self._rows(sum(map(_count, theirs)))
             self._trade(exchange, outgoing, list(map(_count, mine)), incoming, list(map(_count, theirs)))
@@ -84,7 +87,10 @@ class Redistribution:
         return chunk
 
     def from_chunk(self, chunk, write):
-        """Give this rank's chunk back; write(start, rows) takes tokens of my slab in order."""
+        """Give this rank's chunk back; write(start, rows) takes tokens of my slab in order.
+
+        Every rank calls `write` equally often, with no rows where its slab has ended.
+        """
         me, ranks, exchange = self.comm.rank, range(self.comm.size), Exchange()
         for pieces in self._pieces():
             start, stop = pieces[me]
@@ -94,12 +100,11 @@ class Redistribution:
             incoming = self._rows(stop - start)
             self._trade(exchange, outgoing, list(map(_count, theirs)), incoming, list(map(_count, mine)))
             with agreement(self.comm):
-                if start < stop:
-                    slab, done = self._rows(stop - start), 0
-                    for at, local in (pair for pairs in mine for pair in pairs):
-                        slab[local] = incoming[done:done + at.stop - at.start]
-                        done += at.stop - at.start
-                    write(start, slab)
+                slab, done = self._rows(stop - start), 0
+                for at, local in (pair for pairs in mine for pair in pairs):
+                    slab[local] = incoming[done:done + at.stop - at.start]
+                    done += at.stop - at.start
+                write(start, slab)
         exchange.close()
 
 
@@ -137,8 +142,9 @@ def scatter(comm, layout, array, root, axis):
         whole = np.moveaxis(array, axis, 0)
         rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(comm.rank)])
     else:
+        whole = np.moveaxis(array, axis, 0) if comm.rank == root else np.empty((0, *shape), dtype)
         rows = Redistribution(comm, all_on(root, layout), layout, shape, dtype).to_chunk(
-            lambda start, stop: np.moveaxis(array, axis, 0)[start:stop])
+            lambda start, stop: whole[start:stop])
     return np.ascontiguousarray(np.moveaxis(rows, 0, axis))
 
 

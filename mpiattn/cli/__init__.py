@@ -7,6 +7,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import MpiattnError
+from .threads import limit_threads
 
 COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",
@@ -63,6 +64,7 @@ def _parser(command):
 def main(argv=None):
     """Entry point of `mpiattn`: returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    limit_threads()                                    # before anything imports NumPy
     command = next((word for word in argv if word in COMMANDS), None)
     args = _parser(command).parse_args(argv)
     try:

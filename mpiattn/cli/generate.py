@@ -1,0 +1,80 @@
+"""Make an HDF5 file of random queries, keys and values.
+
+The datasets q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) hold standard normal
+numbers in natural token order. They are written a piece at a time, so the file may be larger than memory. The
+same seed and shapes give the same file.
+"""
+
+import contextlib
+import os
+
+import h5py
+import numpy as np
+
+from .. import io
+from ..errors import ArgumentError
+from ..problem import ITEMSIZE, Problem
+from . import launch_rank
+from .progress import Progress
+from .table import size
+
+PIECE_ELEMENTS = 2 ** 22
+
+
+def add_arguments(parser):
+    """Declare the arguments of `mpiattn generate`."""
+    parser.add_argument("file", metavar="FILE", help="HDF5 file to make; an existing one is replaced")
+    parser.add_argument("--seqlen", type=int, required=True, metavar="N", help="tokens")
+    parser.add_argument("--heads", type=int, required=True, metavar="H", help="query heads")
+    parser.add_argument("--kv-heads", type=int, metavar="H",
+                        help="key and value heads, a divisor of --heads (default: --heads)")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="elements of a head (default: 64)")
+    parser.add_argument("--value-dim", type=int, metavar="D", help="elements of a value head (default: --head-dim)")
+    parser.add_argument("--seqlen-k", type=int, metavar="N", help="tokens of keys and values (default: --seqlen)")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
+    parser.add_argument("--dtype", default="float32", metavar="TYPE", help=f"{', '.join(ITEMSIZE)} (default: float32)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
+
+
+def run(args):
+    """`mpiattn generate`; under a launcher only rank 0 works."""
+    if launch_rank():
+        return 0
+    problem = Problem(batch=args.batch, seqlen=args.seqlen, heads=args.heads, kv_heads=args.kv_heads,
+                      head_dim=args.head_dim, value_dim=args.value_dim, seqlen_k=args.seqlen_k, dtype=args.dtype)
+    if args.seed < 0:
+        raise ArgumentError(f"seed is {args.seed}; it must not be negative")
+    p = problem
+    shapes = {"q": (p.batch, p.seqlen, p.heads, p.head_dim),
+              "k": (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
+              "v": (p.batch, p.seqlen_k, p.kv_heads, p.value_dim)}
+    io.check_writable("FILE", args.file)
+    partial = io.temporary(args.file)
+    try:
+        with io.file_errors("FILE", args.file, "written"):
+            with h5py.File(partial, "w", libver="v108") as file:
+                io.create_datasets(file, {name: (shape, p.dtype) for name, shape in shapes.items()})
+                file.attrs["seed"] = args.seed
+            io.reserve(partial)
+            with h5py.File(partial, "r+") as file, Progress("generate", sum(map(np.prod, shapes.values()))) as progress:
+                for i, name in enumerate(shapes):
+                    _fill(file[name], np.random.default_rng([args.seed, i]), progress)
+            io.publish(partial, args.file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    print(f"{args.file}: {listed}, {p.dtype}, {size(os.path.getsize(args.file))}")
+    return 0
+
+
+def _fill(data, rng, progress):
+    batch, tokens, heads, dim = data.shape
+    step = max(1, PIECE_ELEMENTS // (heads * dim))
+    for b in range(batch):
+        for start in range(0, tokens, step):
+            count = min(step, tokens - start)
+            drawn = rng.standard_normal((count, heads, dim), np.float64 if data.dtype == np.float64 else np.float32)
+            data[b, start:start + count] = drawn.astype(data.dtype)
+            progress(drawn.size)

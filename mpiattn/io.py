@@ -1,0 +1,233 @@
+"""HDF5 in and out: whole tensors (batch, seqlen, heads, dim) in natural token order, any number of ranks.
+
+Every rank reads one contiguous slab of tokens, and the ranks exchange tokens into the layout.  Where h5py is
+built with MPI, all ranks read and write one file collectively; else all read it at once, and rank 0 writes what
+the others send it, a piece at a time.  An output file appears whole, by a rename, or not at all.
+"""
+
+import contextlib
+import os
+import re
+
+import h5py
+import numpy as np
+
+from .agreement import agreement
+from .errors import FileError
+from .layout import Layout
+from .problem import ITEMSIZE
+from .redistribute import Redistribution, all_on
+
+INPUTS = ("q", "k", "v")
+
+
+def parallel():
+    """Whether this h5py reads and writes one file from many ranks."""
+    return bool(h5py.get_config().mpi)
+
+
+def _reason(error):
+    """The operating system's words in HDF5's long messages."""
+    match = re.search(r"error message = '([^']*)'", str(error))
+    return match[1] if match else getattr(error, "strerror", None) or str(error)
+
+
+@contextlib.contextmanager
+def file_errors(name, path, doing):
+    """Turn errors of HDF5 and the system into one that names the argument, the file and the reason."""
+    try:
+        yield
+    except FileError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise FileError(f"{name} is {str(path)!r}; it cannot be {doing}: {_reason(error)}") from error
+
+
+def read_shapes(path):
+    """The keyword arguments of `Problem` that an input file fixes; FileError where it does not fit."""
+    if not os.path.isfile(path):
+        raise FileError(f"IN is {str(path)!r}; there is no such file")
+    with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
+        for name in INPUTS:
+            if not isinstance(file.get(name), h5py.Dataset):
+                raise FileError(f"IN is {str(path)!r}; it has no dataset {name!r}, it must have q, k and v")
+        q, k, v = (file[name] for name in INPUTS)
+        shapes = ", ".join(f"{name} {file[name].shape}" for name in INPUTS)
+        if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+                and k.shape[:3] == v.shape[:3]):
+            raise FileError(f"IN is {str(path)!r}; its shapes do not fit: {shapes}; they must be "
+                            "q (batch, seqlen, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), "
+                            "v (batch, seqlen_k, kv_heads, value_dim)")
+        names = {data.dtype.name for data in (q, k, v)}
+        if len(names) > 1 or not names <= set(ITEMSIZE):
+            found = ", ".join(data.dtype.name for data in (q, k, v))
+            raise FileError(f"IN is {str(path)!r}; its q, k, v have dtypes {found}; they must have one and the same of "
+                            f"{', '.join(ITEMSIZE)}")
+        return {"batch": q.shape[0], "seqlen": q.shape[1], "heads": q.shape[2], "head_dim": q.shape[3],
+                "seqlen_k": k.shape[1], "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": names.pop()}
+
+
+def _open(path, mode, comm):
+    return h5py.File(path, mode, driver="mpio", comm=comm) if parallel() else h5py.File(path, mode)
+
+
+def _selection(dataset, axis, start, count):
+    """Memory and file selection of `count` tokens, nothing where that is 0, and the transfer's properties."""
+    shape = (*dataset.shape[:axis], count, *dataset.shape[axis + 1:])
+    memory, stored = h5py.h5s.create_simple(shape), dataset.id.get_space()
+    if 0 in shape:
+        memory.select_none()
+        stored.select_none()
+    else:
+        stored.select_hyperslab(tuple(start if i == axis else 0 for i in range(len(shape))), shape)
+    how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+    if parallel():
+        how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+    return shape, (memory, stored, how)
+
+
+def read_tokens(dataset, start, stop, axis=1):
+    """Tokens [start, stop) of a dataset along `axis`, tokens first; collective where h5py has MPI."""
+    shape, (memory, stored, how) = _selection(dataset, axis, start, stop - start)
+    rows = np.empty(shape, dataset.dtype.newbyteorder("="))
+    dataset.id.read(memory, stored, rows, dxpl=how)
+    return np.moveaxis(rows, axis, 0)
+
+
+def _write_tokens(dataset, start, rows, axis):
+    _, (memory, stored, how) = _selection(dataset, axis, start, len(rows))
+    dataset.id.write(memory, stored, np.ascontiguousarray(np.moveaxis(rows, 0, axis)), dxpl=how)
+
+
+class Input:
+    """An input file, open on every rank of a communicator; made, used and closed collectively."""
+
+    def __init__(self, comm, path):
+        self.comm, self.path = comm, path
+        with agreement(comm), file_errors("IN", path, "read"):
+            self.file = _open(path, "r", comm)
+
+    def chunk(self, name, layout, progress=None):
+        """This rank's chunk of a dataset: (batch, tokens, heads, dim), stored tokens first.
+
+        progress: called with the number of tokens that this rank has just read.
+        """
+        data = self.file[name]
+        shape = (data.shape[0], *data.shape[2:])
+        slabs = Layout("contiguous", data.shape[1], self.comm.size)
+
+        def read(start, stop):
+            with file_errors("IN", self.path, "read"):
+                rows = read_tokens(data, start, stop)
+            if progress:
+                progress(stop - start)
+            return rows
+        move = Redistribution(self.comm, slabs, layout, shape, data.dtype.newbyteorder("="))
+        return move.to_chunk(read).swapaxes(0, 1)
+
+    def close(self):
+        """Close the file; collective."""
+        self.file.close()
+
+
+def reserve(path):
+    """Claim a file's disk blocks, so that a full disk is told at once and not hours later."""
+    with open(path, "r+b") as file, contextlib.suppress(AttributeError):
+        length = os.fstat(file.fileno()).st_size
+        if length:
+            os.posix_fallocate(file.fileno(), 0, length)
+
+
+def create_datasets(file, shapes):
+    """Empty contiguous datasets, their place in the file fixed at once; shapes: name -> (shape, dtype)."""
+    for name, (shape, dtype) in shapes.items():
+        how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        kind = h5py.h5t.py_create(np.dtype(dtype), logical=True)
+        h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), how)
+
+
+def check_writable(name, path, inputs=()):
+    """Raise FileError unless a file can be made at `path` and is none of `inputs`."""
+    for other in inputs:
+        if os.path.realpath(path) == os.path.realpath(other):
+            raise FileError(f"{name} is {str(path)!r}; it must be another file than {str(other)!r}")
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        raise FileError(f"{name} is {str(path)!r}; it is a folder, it must be a file")
+    if not os.path.isdir(folder):
+        raise FileError(f"{name} is {str(path)!r}; there is no folder {folder!r}")
+    if not os.access(folder, os.W_OK):
+        raise FileError(f"{name} is {str(path)!r}; its folder {folder!r} is not writable")
+
+
+def temporary(path):
+    """Where a file is written before it is renamed to `path`: the same folder, so the rename is atomic."""
+    return f"{path}.partial"
+
+
+class Output:
+    """An output file that appears when it is committed; made, used, committed and abandoned collectively.
+
+    shapes: name -> (shape, dtype).  inputs: files that must not be written over.
+    """
+
+    def __init__(self, comm, path, shapes, inputs=()):
+        self.comm, self.path, self.file = comm, path, None
+        self.partial = temporary(path)
+        try:
+            with agreement(comm), file_errors("OUT", path, "written"):
+                if comm.rank == 0:
+                    check_writable("OUT", path, inputs)
+                    with h5py.File(self.partial, "w", libver="v108") as file:
+                        create_datasets(file, shapes)
+                    reserve(self.partial)
+            with agreement(comm), file_errors("OUT", path, "written"):
+                if parallel() or comm.rank == 0:
+                    self.file = _open(self.partial, "r+", comm)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, name, chunk, layout, axis=1, progress=None):
+        """Write every rank's chunk of a dataset, tokens along `axis`."""
+        slabs = Layout("contiguous", layout.seqlen, self.comm.size) if parallel() else all_on(0, layout)
+
+        def write(start, rows):
+            if self.file is None:
+                return
+            with file_errors("OUT", self.path, "written"):
+                _write_tokens(self.file[name], start, rows, axis)
+            if progress:
+                progress(len(rows))
+        rows = np.moveaxis(chunk, axis, 0)
+        Redistribution(self.comm, slabs, layout, rows.shape[1:], rows.dtype).from_chunk(rows, write)
+
+    def commit(self, attributes):
+        """Write attributes, close the file and give it its name."""
+        with agreement(self.comm), file_errors("OUT", self.path, "written"):
+            if self.file is not None:
+                self.file.attrs.update(attributes)
+                self.file.close()
+                self.file = None
+        with agreement(self.comm), file_errors("OUT", self.path, "written"):
+            if self.comm.rank == 0:
+                publish(self.partial, self.path)
+
+    def abandon(self):
+        """Leave nothing behind; does nothing after `commit`."""
+        if self.file is not None:
+            with contextlib.suppress(OSError, RuntimeError):     # a full disk fails here again
+                self.file.close()
+            self.file = None
+        if self.comm.rank == 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self.partial)
+
+
+def publish(partial, path):
+    """Put a finished file on the disk and give it its name."""
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,77 @@
+"""One suite, three ways to run it:
+
+    python -m pytest                              serial tests, and tests/mpi under mpiexec by test_launch.py
+    mpiexec -n 4 python -m pytest tests           serial tests on rank 0, tests/mpi on all four ranks
+    mpiexec -n 4 python -m pytest tests/mpi       multi-rank tests only
+
+Without a launcher, tests/mpi is collected only if it is named, and then runs on one rank.
+"""
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+if importlib.util.find_spec("mpiattn") is None:
+    sys.path.insert(0, str(HERE.parent))
+
+import launch  # noqa: E402  (beside this file; pytest puts the folder on the path)
+
+MPI_TESTS = HERE / "mpi"
+LAUNCHED = launch.under_launcher()
+if LAUNCHED:
+    from mpi4py import MPI
+    RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+else:
+    RANK, SIZE = 0, 1
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "many: a multi-rank test that is also worth its time on 12 and 16 ranks")
+    if RANK:                                     # one rank speaks; the others' failures are printed by tests/mpi
+        config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")
+
+
+def pytest_report_header(config):
+    if LAUNCHED:
+        return f"MPI: {MPI.Get_library_version().splitlines()[0].strip()}; ranks: {SIZE}"
+    return f"MPI: {launch.vendor()}, {launch.mpiexec()}; ranks: this process is no rank, tests/test_launch.py starts them"
+
+
+def _is_multi_rank(path):
+    return path == MPI_TESTS or MPI_TESTS in path.parents
+
+
+def pytest_ignore_collect(collection_path, config):
+    path = Path(collection_path).resolve()
+    if path.is_dir() and not _is_multi_rank(path):
+        return None
+    if _is_multi_rank(path):
+        named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
+        return None if LAUNCHED or any(map(_is_multi_rank, named)) else True
+    return True if RANK else None                # serial tests are rank 0's
+
+
+def pytest_collection_modifyitems(items):
+    """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones."""
+    items.sort(key=lambda item: not _is_multi_rank(item.path))
+
+
+def pytest_collectreport(report):
+    if SIZE > 1 and report.failed:               # a rank that collects less would leave the others waiting
+        print(f"\nrank {RANK}: {report.longreprtext}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    if RANK and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+    if SIZE > 1:
+        done = MPI.COMM_WORLD.Ibarrier()
+        while not done.Test():
+            time.sleep(0.01)                     # Finalize would spin on a core that rank 0 can use

@@ -1,0 +1,100 @@
+"""Scatter, gather and positions."""
+
+import numpy as np
+import pytest
+from runs import agreed
+
+from mpiattn import ArgumentError, Layout, MeshAttention, redistribute
+
+
+def plan_of(comm, layout, seqlen, seqlen_k=None):
+    return MeshAttention(comm, seqlen=seqlen, seqlen_k=seqlen_k, heads=1, head_dim=1, layout=layout)
+
+
+def uneven(comm, seqlen):
+    sizes = [0] * comm.size
+    sizes[-1] = seqlen - seqlen // 3
+    sizes[0] += seqlen - sum(sizes)
+    return Layout("contiguous", seqlen, comm.size, tuple(sizes))
+
+
+LAYOUTS = ("contiguous", "striped", "zigzag", uneven)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seqlen", [0, 1, 5, 61])
+def test_scatter_then_gather(comm, layout, seqlen):
+    layout = layout(comm, seqlen) if callable(layout) else layout
+    with plan_of(comm, layout, seqlen) as plan:
+        for axis, shape in ((1, (2, seqlen, 3)), (2, (2, 3, seqlen)), (0, (seqlen,))):
+            whole = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+            mine = np.take(whole, plan.positions, axis)
+            for root in (None, 0, comm.size - 1):
+                given = whole if root in (None, comm.rank) else None
+                chunk = plan.scatter(given, root=root, axis=axis)
+                same = chunk.dtype == whole.dtype and np.array_equal(chunk, mine) and chunk.flags.c_contiguous
+                agreed(comm, None if same else f"scatter from {root} along {axis}")
+                back = plan.gather(chunk, root=root, axis=axis)
+                right = np.array_equal(back, whole) if root in (None, comm.rank) else back is None
+                agreed(comm, None if right else f"gather to {root} along {axis}")
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_positions_cover_the_sequence_once(comm, layout):
+    with plan_of(comm, layout, 53, 17) as plan:
+        for mine, total in ((plan.positions, 53), (plan.positions_k, 17)):
+            assert mine.dtype == np.int64 and (np.diff(mine) > 0).all()
+            assert sorted(np.concatenate(comm.allgather(mine))) == list(range(total))
+
+
+def test_keys_have_their_own_positions(comm):
+    with plan_of(comm, "striped", 6, 29) as plan:
+        whole = np.arange(29.0)[None]
+        chunk = plan.scatter(whole if comm.rank == 0 else None, keys=True)
+        assert np.array_equal(chunk[0], plan.positions_k)
+        back = plan.gather(chunk, root=None, keys=True)
+        assert np.array_equal(back, whole)
+
+
+def test_in_pieces(comm, monkeypatch):
+    """Arrays above a piece's size, here of 64 bytes, go in rounds."""
+    monkeypatch.setattr(redistribute, "PIECE_BYTES", 64)
+    for layout in ("contiguous", "striped", "zigzag"):
+        with plan_of(comm, layout, 101) as plan:
+            whole = np.random.default_rng(1).standard_normal((1, 101, 3))
+            chunk = plan.scatter(whole if comm.rank == 0 else None)
+            assert np.array_equal(chunk, whole[:, plan.positions])
+            for root in (0, None):
+                back = plan.gather(chunk, root=root)
+                assert (back is None and comm.rank) or np.array_equal(back, whole)
+
+
+def test_transposed_and_read_only_arrays(comm):
+    with plan_of(comm, "zigzag", 23) as plan:
+        whole = np.asfortranarray(np.random.default_rng(1).standard_normal((2, 23, 4)))
+        whole.flags.writeable = False
+        chunk = plan.scatter(whole[::-1] if comm.rank == 0 else None)
+        assert np.array_equal(chunk, whole[::-1][:, plan.positions])
+
+
+def test_wrong_arguments(comm):
+    """Named on every rank, wherever they are wrong, and the plan still works."""
+    last = comm.size - 1
+    with plan_of(comm, "striped", 12) as plan:
+        whole = np.zeros((1, 12))
+        mine = np.zeros((1, len(plan.positions)))
+        wrong = [
+            (lambda: plan.scatter(whole[:, 1:]), "11"),
+            (lambda: plan.scatter(None), "NoneType"),
+            (lambda: plan.scatter(whole, root=comm.size), "root"),
+            (lambda: plan.gather(mine, root=-1), "root"),
+            (lambda: plan.gather(mine if comm.rank != last else np.zeros((1, 99))), "99"),
+            (lambda: plan.gather(mine.astype("f4" if comm.rank == last else "f8")), "f4"),
+        ]
+        for call, text in wrong[:None if comm.size > 1 else -1]:
+            with pytest.raises(ArgumentError, match=text) as caught:
+                call()
+            assert len(set(comm.allgather(str(caught.value)))) == 1
+        assert np.array_equal(plan.scatter(whole, root=None), mine)
