@@ -30,11 +30,11 @@ def _describe(error):
     return "MpiattnError", f"{name}: {error}"
 
 
-def _raise_everywhere(comm, error):
+def _raise_everywhere(comm, error, only):
     told = comm.allgather(None if error is None else _describe(error))
     name, text = next(t for t in told if t is not None)
     failing = [rank for rank, t in enumerate(told) if t == (name, text)]
-    if len(failing) < comm.size:
+    if len(failing) < comm.size and only is None:
         text = f"{text} (on {_which(failing)} of {comm.size})"
     common = getattr(errors, name)(text)
     common.everywhere = True
@@ -42,10 +42,12 @@ def _raise_everywhere(comm, error):
 
 
 @contextmanager
-def agreement(comm):
+def agreement(comm, only=None):
     """Run the body on every rank of `comm`; if it raises on any, the same error is raised on all.
 
     The body must not communicate.  Costs one allreduce of eight bytes when all is well.
+    only: the one rank on which the body does anything, for what concerns all (a file, say); the message then
+    does not say on which ranks it failed.
     """
     error = None
     try:
@@ -53,7 +55,7 @@ def agreement(comm):
     except Exception as caught:
         error = caught
     if _largest(comm, [error is not None])[0]:
-        _raise_everywhere(comm, error)
+        _raise_everywhere(comm, error, only)
 
 
 def agree_on(comm, arguments):

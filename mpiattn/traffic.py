@@ -66,6 +66,11 @@ def volume(ranks, a, b, kv_share=1.0):
     return (2 * (a - 1) + 2 * kv_share * (b - 1)) / ranks
 
 
+def usp_volume(ranks, group, kv_share=1.0):
+    """The like for USP, a head all-to-all in groups of `group` and Ring over the rest; Ulysses is group = ranks."""
+    return ((2 + 2 * kv_share) * (1 - 1 / group) + 2 * kv_share * (ranks // group - 1)) / ranks
+
+
 def ulysses(problem, ranks):
     """Mean bytes sent per rank by DeepSpeed-Ulysses (arXiv 2309.14509); None where the heads do not allow it."""
     return usp(problem, ranks, ranks) if problem.kv_heads % ranks == 0 else None

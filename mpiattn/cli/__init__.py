@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from importlib import import_module
 
 from .. import __version__
@@ -33,12 +34,14 @@ def launch_rank():
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says a wrong argument once, on rank 0, and ends every rank with code 2."""
 
     def error(self, message):
+        """Print the message on rank 0 and exit."""
         if launch_rank() == 0:
             super().error(message)
+        time.sleep(1)               # a launcher ends all ranks with the first that fails: let rank 0 speak first
         sys.exit(2)
 
     def _print_message(self, message, file=None):
@@ -47,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command):
-    parser = _Parser(prog="mpiattn", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(prog="mpiattn", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
                      description="Exact attention for sequences that do not fit one GPU, native to MPI.")
     parser.add_argument("--version", action="version", version=f"mpiattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -75,3 +78,6 @@ def main(argv=None):
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:                            # as in `mpiattn plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # nor may Python's last flush complain
+        return 141                                     # what a shell says of a program that SIGPIPE ended

@@ -11,7 +11,7 @@ import os
 import h5py
 import numpy as np
 
-from .. import io
+from .. import hdf5
 from ..errors import ArgumentError
 from ..problem import ITEMSIZE, Problem
 from . import launch_rank
@@ -48,18 +48,18 @@ def run(args):
     shapes = {"q": (p.batch, p.seqlen, p.heads, p.head_dim),
               "k": (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
               "v": (p.batch, p.seqlen_k, p.kv_heads, p.value_dim)}
-    io.check_writable("FILE", args.file)
-    partial = io.temporary(args.file)
+    hdf5.check_writable("FILE", args.file)
+    partial = hdf5.temporary(args.file)
     try:
-        with io.file_errors("FILE", args.file, "written"):
+        with hdf5.file_errors("FILE", args.file, "written"):
             with h5py.File(partial, "w", libver="v108") as file:
-                io.create_datasets(file, {name: (shape, p.dtype) for name, shape in shapes.items()})
+                hdf5.create_datasets(file, {name: (shape, p.dtype) for name, shape in shapes.items()})
                 file.attrs["seed"] = args.seed
-            io.reserve(partial)
+            hdf5.reserve(partial)
             with h5py.File(partial, "r+") as file, Progress("generate", sum(map(np.prod, shapes.values()))) as progress:
                 for i, name in enumerate(shapes):
                     _fill(file[name], np.random.default_rng([args.seed, i]), progress)
-            io.publish(partial, args.file)
+            hdf5.publish(partial, args.file)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(partial)

@@ -21,6 +21,7 @@ def on_all_ranks(work):
         if isinstance(error, MpiattnError) and (error.everywhere or comm.size == 1):
             if comm.rank == 0:
                 print(f"mpiattn: {error}", file=sys.stderr, flush=True)
+            comm.Barrier()             # a launcher ends all ranks with the first that fails; it has been said by now
             return 1
         if comm.size == 1:
             raise

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 
-from .. import __version__, io, traffic
+from .. import __version__, hdf5, io, traffic
 from ..agreement import agreement
 from ..attention import MeshAttention
 from ..errors import VerificationError
@@ -72,11 +72,11 @@ class _Clock:
 
 def _run(comm, args):
     shapes = None
-    with agreement(comm):
+    with agreement(comm, only=0):
         if comm.rank == 0:
             if args.json not in (None, "-"):
-                io.check_writable("--json", args.json, (args.input, args.output))
-            shapes = io.read_shapes(args.input)
+                hdf5.check_writable("--json", args.json, (args.input, args.output))
+            shapes = hdf5.read_shapes(args.input)
     shapes = comm.bcast(shapes)
     clock, before = _Clock(comm), _peak()
     source = io.Input(comm, args.input)
@@ -100,7 +100,7 @@ def _run(comm, args):
         output.abandon()                        # does nothing once the file has its name
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
     ranks = comm.gather(local)
-    with agreement(comm):
+    with agreement(comm, only=0):
         if comm.rank == 0:
             _tell(args, p, chosen, clock.seconds, ranks, report)
     return 0
@@ -120,7 +120,7 @@ def _forward(plan, q, k, v):
 
 def _verify(comm, plan, source, q, out, lse):
     def read_keys(start, stop):
-        with io.file_errors("IN", source.path, "read"):
+        with hdf5.file_errors("IN", source.path, "read"):
             return source.file["k"][:, start:stop], source.file["v"][:, start:stop]
     with Progress("verify", len(choose_rows(plan.problem, plan.q_layout, comm.rank)), " rows") as progress:
         report = verify(comm, plan.problem, plan.q_layout, q, out, lse, read_keys, progress=progress)

@@ -1,0 +1,247 @@
+"""mpiattn over the ranks of this launch against PyTorch's scaled_dot_product_attention, on the same machine.
+
+  mpiexec -n 2 python -m mpiattn.bench.sdpa --causal
+  mpiexec -n 4 python -m mpiattn.bench.sdpa --all-tiles --seqlen 8192 --json sdpa.json
+
+PyTorch computes the whole on --threads threads of rank 0's process while the other ranks sleep. Both are warmed
+up, checked against each other, and then measured in turn: mpiattn, torch, mpiattn, torch, ... An mpiattn time is
+that of the slowest rank, for chunks that are already in place, as is torch's. Needs the `bench` extra.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from .. import __version__, host
+from ..agreement import agreement
+from ..attention import MeshAttention
+from ..cli import Parser, options
+from ..cli.jsonfile import write_json
+from ..cli.launch import on_all_ranks
+from ..cli.table import duration, facts, table
+from ..errors import ArgumentError, MpiattnError, VerificationError
+from ..problem import ITEMSIZE
+from ..tiling import parse_tile, tiles
+
+POLL = 2e-3          # seconds between looks of a sleeping rank
+SETTLE = 0.05        # seconds for OpenMP threads to stop spinning after their last work
+# Largest difference of the two results over the largest value: some times what rounding makes of it.
+TOLERANCE = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-13}
+
+
+def _arguments():
+    parser = Parser(prog="python -m mpiattn.bench.sdpa", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default, what in (("--seqlen", 4096, "tokens"), ("--heads", 8, "heads"),
+                                ("--head-dim", 128, "elements per head"),
+                                ("--runs", 7, "measured runs of each")):
+        parser.add_argument(name, type=int, default=default, help=f"{what} (default: %(default)s)")
+    parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
+    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: the number of ranks)")
+    which = parser.add_mutually_exclusive_group()
+    options.add_tile(which)
+    which.add_argument("--all-tiles", action="store_true", help="measure every tile of the ranks")
+    for add in (options.add_schedule, options.add_layout, options.add_route, options.add_backend, options.add_json):
+        add(parser)
+    return parser
+
+
+class _Torch:
+    """The baseline, on rank 0: the whole attention in one process.
+
+    Launchers may bind a rank to one core, so it runs on all cores that the ranks of this host have together.
+    """
+
+    def __init__(self, threads, cores, arrays, causal):
+        try:
+            import torch
+        except ImportError:
+            raise MpiattnError("torch is not installed; the `bench` extra has it: "
+                               "pip install 'mpiattn[bench]'") from None
+        self.torch, self.cores, self.causal = torch, cores, causal
+        with self.spread():
+            torch.set_num_threads(threads)
+            # (batch, heads, tokens, dim) in one piece, as torch likes it best
+            self.arrays = [torch.from_numpy(np.ascontiguousarray(array.transpose(0, 2, 1, 3))) for array in arrays]
+
+    def spread(self):
+        return _Affinity(self.cores)
+
+    def __call__(self):
+        """Attention of the whole; seconds and the result as (batch, tokens, heads, dim)."""
+        with self.spread(), self.torch.inference_mode():
+            start = time.perf_counter()
+            out = self.torch.nn.functional.scaled_dot_product_attention(*self.arrays, is_causal=self.causal)
+            seconds = time.perf_counter() - start
+        return seconds, out.numpy().transpose(0, 2, 1, 3)
+
+
+class _Affinity:
+    """Runs its body on other cores; threads that are started there stay there."""
+
+    def __init__(self, cores):
+        self.cores, self.before = cores, None
+
+    def __enter__(self):
+        if hasattr(os, "sched_setaffinity"):
+            self.before = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, self.cores)
+
+    def __exit__(self, *exception):
+        if self.before is not None:
+            os.sched_setaffinity(0, self.before)
+
+
+def asleep(comm, work):
+    """work() on rank 0 while the other ranks sleep; its result there, None elsewhere; collective.
+
+    A blocking MPI call would spin on a core that the work needs.
+    """
+    result = work() if comm.rank == 0 else None
+    everyone = comm.Ibarrier()
+    while not everyone.Test():
+        time.sleep(POLL)
+    time.sleep(SETTLE)
+    return result
+
+
+def _forward(comm, plan, chunks):
+    """One forward pass: seconds of the slowest rank, and this rank's result."""
+    comm.Barrier()
+    start = time.perf_counter()
+    out, _ = plan.forward(*chunks)
+    seconds = np.array([time.perf_counter() - start])
+    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+    return float(seconds[0]), out
+
+
+def _check(args, ranks):
+    """The tiles to measure, as MeshAttention takes them."""
+    for name, least in (("seqlen", 1), ("heads", 1), ("head_dim", 1), ("runs", 1), ("threads", 1)):
+        if getattr(args, name) < least:
+            raise ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
+    parse_tile(args.tile, ranks)
+    return tiles(ranks) if args.all_tiles else [args.tile]
+
+
+def _host_of_rank_0(comm):
+    """Ranks on the host of rank 0, and the cores that they may use together; known to rank 0."""
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    cores = local.allgather(host.cores())
+    local.Free()
+    return len(cores), set().union(*cores)
+
+
+def _run(comm, args):
+    args.threads = comm.size if args.threads is None else args.threads
+    local_ranks, cores = _host_of_rank_0(comm)
+    arrays, torch = [None] * 3, None
+    with agreement(comm):
+        shapes = _check(args, comm.size)
+        if comm.rank == 0:
+            shape = (1, args.seqlen, args.heads, args.head_dim)
+            random = np.random.default_rng(0)
+            arrays = [random.standard_normal(shape, np.float32).astype(args.dtype, copy=False) for _ in range(3)]
+            torch = _Torch(args.threads, cores, arrays, args.causal)
+    plans = [MeshAttention(comm, seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, dtype=args.dtype,
+                           causal=args.causal, tile=shape, schedule=args.schedule, layout=args.layout,
+                           route=args.route, backend=args.backend) for shape in shapes]
+    chunks = [plans[0].scatter(array) for array in arrays]          # the layout is the same for every tile
+    differences = _compare(comm, args, plans, chunks, torch)
+    seconds, baseline = [[] for _ in plans], []
+    for _ in range(args.runs):
+        for plan, mine in zip(plans, seconds):
+            mine.append(_forward(comm, plan, chunks)[0])
+        baseline.append(asleep(comm, lambda: torch()[0]))
+    with agreement(comm):
+        if comm.rank == 0:
+            _tell(args, comm.size, local_ranks, len(cores), plans, seconds, baseline, differences)
+    for plan in plans:
+        plan.close()
+    return 0
+
+
+def _compare(comm, args, plans, chunks, torch):
+    """Warms both up and returns the largest difference of each plan's result from torch's, over torch's largest."""
+    expected = asleep(comm, lambda: torch()[1].astype(np.float64))
+    differences = []
+    for plan in plans:
+        whole = plan.gather(_forward(comm, plan, chunks)[1])
+        with agreement(comm):
+            if comm.rank == 0:
+                differences.append(float(np.abs(whole - expected).max() / np.abs(expected).max()))
+                if not differences[-1] <= TOLERANCE[args.dtype]:
+                    raise VerificationError(f"tile {_name(plan)} differs from torch by {differences[-1]:.2g} of the "
+                                            f"largest value, more than {TOLERANCE[args.dtype]:g}")
+    return differences
+
+
+def _name(plan):
+    return "x".join(map(str, plan.tile))
+
+
+# Telling
+
+def _result(name, seconds, flops, baseline, **more):
+    low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
+    return {"name": name, **more, "median": median, "quartiles": [low, high], "gflops_per_second": flops / median / 1e9,
+            "time_over_torch": median / float(np.median(baseline)), "seconds": seconds}
+
+
+def _tell(args, ranks, local_ranks, cores, plans, seconds, baseline, differences):
+    flops = plans[0].problem.flops
+    results = [_result("mpiattn", mine, flops, baseline, tile=_name(plan), schedule=plan.schedule.name,
+                       difference=difference)
+               for plan, mine, difference in zip(plans, seconds, differences)]
+    results.append(_result("torch", baseline, flops, baseline, threads=args.threads))
+    blas, threads = host.blas()
+    data = {"seqlen": args.seqlen, "heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype,
+            "causal": args.causal, "flops": flops, "runs": args.runs, "ranks": ranks, "ranks_on_host": local_ranks,
+            "layout": plans[0].q_layout.kind, "route": plans[0].route, "backend": plans[0].backend,
+            "machine": {"processor": host.processor(), "cores": cores, "blas": blas, "blas_threads": threads},
+            "versions": {"mpiattn": __version__, "numpy": host.version("numpy"), "torch": host.version("torch"),
+                         "mpi": " ".join(MPI.Get_library_version().splitlines()[0].split(", ")[0].split())},
+            "results": results}
+    if args.json:
+        write_json(args.json, data)
+    if args.json != "-":
+        print(_text(data), flush=True)
+
+
+def _text(data):
+    machine, versions = data["machine"], data["versions"]
+    worst = max(row["difference"] for row in data["results"][:-1])
+    head = [("problem", f"{data['seqlen']} tokens, {data['heads']} heads x {data['head_dim']}, {data['dtype']}, "
+                        f"{'causal' if data['causal'] else 'full'}: {data['flops'] / 1e9:.4g} Gflop"),
+            ("mpiattn", f"{versions['mpiattn']}: {data['ranks']} ranks, {data['ranks_on_host']} of them on the host of "
+                        f"torch; BLAS threads of each: {machine['blas_threads'] or 'unknown'}"),
+            ("plan", f"{data['layout']} layout, {data['route']} route, {data['backend']} back end"),
+            ("machine", f"{machine['processor']}, {machine['cores']} cores in use"),
+            ("versions", f"NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), torch {versions['torch']}, "
+                         f"{versions['mpi']}"),
+            ("difference", f"{worst:.2g} of the largest value, at most; {TOLERANCE[data['dtype']]:g} is allowed"),
+            ("measured", f"{data['runs']} runs of each, in turn")]
+    if machine["cores"] < max(data["ranks_on_host"], data["results"][-1]["threads"]):
+        head.append(("WARNING", "fewer cores than ranks or threads: these times say little"))
+    rows = []
+    for row in data["results"]:
+        what = (f"mpiattn {row['tile']} {row['schedule']}" if row["name"] == "mpiattn"
+                else f"torch, {row['threads']} thread{'s' * (row['threads'] > 1)}")
+        rows.append((what, duration(row["median"]), " - ".join(map(duration, row["quartiles"])),
+                     f"{row['gflops_per_second']:.3g}", f"{row['time_over_torch']:.3f}"))
+    return f"{facts(head)}\n\n{table(rows, ('', 'median', 'quartiles', 'GFLOP/s', 'time over torch'))}"
+
+
+def main(argv=None):
+    """Run the benchmark; returns the exit code."""
+    args = _arguments().parse_args(argv)
+    return on_all_ranks(lambda comm: _run(comm, args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

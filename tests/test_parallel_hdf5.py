@@ -1,0 +1,52 @@
+"""`mpiattn run` with an h5py that has MPI: all ranks read and write one file collectively.
+
+PyPI's h5py has no MPI, so these tests use another interpreter where there is one: Debian's, with python3-h5py-mpi,
+python3-mpi4py, python3-tqdm and openmpi-bin, or that of MPIATTN_H5PY_MPI="python mpiexec".
+"""
+
+import os
+import subprocess
+
+import launch
+import pytest
+from files import assert_right, write_input
+
+PYTHON, MPIEXEC = os.environ.get("MPIATTN_H5PY_MPI", "/usr/bin/python3 mpiexec.openmpi").split()
+OPEN_MPI_4 = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+              "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(launch.ROOT)}
+
+
+def mpirun(n, *command):
+    launch.require_launch()
+    return subprocess.run([MPIEXEC, "-n", str(n), PYTHON, *map(str, command)], text=True, capture_output=True,
+                          timeout=60, env={**launch.environment(), **OPEN_MPI_4})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel_h5py():
+    try:
+        outcome = mpirun(1, "-c", "import mpi4py.MPI, tqdm, h5py; print('has MPI:', h5py.get_config().mpi)")
+    except FileNotFoundError as error:
+        pytest.skip(f"no interpreter with an h5py that has MPI: {error}")
+    if "has MPI: True" not in outcome.stdout:
+        pytest.skip(f"{PYTHON} has no h5py with MPI: {outcome.stderr.strip().splitlines()[-1:]}")
+
+
+@pytest.mark.parametrize("n, shape", [(1, {}), (3, {"batch": 2, "seqlen_k": 101}), (4, {"seqlen": 3}),
+                                      (4, {"seqlen": 1001, "dtype": "float16"})])
+def test_right(tmp_path, n, shape):
+    """Slabs of even and uneven length, and ranks whose slab is empty: they take part in every collective."""
+    source = write_input(tmp_path / "in.h5", **shape)
+    code = ("import mpiattn.redistribute as r; r.PIECE_BYTES = 20_000; "
+            "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    outcome = mpirun(n, "-c", code, "run", source, tmp_path / "out.h5", "--causal", "--verify")
+    assert outcome.returncode == 0, outcome.stderr
+    assert_right(source, tmp_path / "out.h5", causal=True, tolerance=2e-3 if "dtype" in shape else 1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.h5", "out.h5"]
+
+
+def test_no_out_where_it_cannot_be_written(tmp_path):
+    source = write_input(tmp_path / "in.h5")
+    outcome = mpirun(3, "-m", "mpiattn", "run", source, tmp_path / "none" / "out.h5")
+    assert outcome.returncode == 1
+    assert outcome.stderr.count("mpiattn: OUT is") == 1

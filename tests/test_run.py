@@ -1,0 +1,113 @@
+"""`mpiattn run` as a user calls it: right results, a table, JSON, whatever the tile, layout, schedule and route."""
+
+import json
+import os
+import sys
+
+import h5py
+import numpy as np
+import pytest
+from files import assert_right, write_input
+from launch import mpirun
+
+from mpiattn.cli.threads import VARIABLES
+
+RUN = [sys.executable, "-m", "mpiattn", "run"]
+
+
+def run(n, source, out, *options, **how):
+    return mpirun(n, [*RUN, source, out, *options], **how)
+
+
+@pytest.mark.parametrize("n, options, shape", [
+    (1, [], {}),
+    (2, ["--causal", "--layout", "striped"], {"batch": 2, "dtype": "float64"}),
+    (3, ["--causal", "--tile", "3x1", "--schedule", "collective"], {"value_dim": 24, "dtype": "float16"}),
+    (4, ["--causal", "--tile", "2x2", "--route", "ring", "--scale", "0.5"], {"batch": 3, "seqlen_k": 101}),
+    (4, ["--causal", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous"], {"seqlen_k": 40}),
+    (5, ["--tile", "ring", "--backend", "deferred", "--max-message", "999"], {"seqlen": 3, "kv_heads": 4}),
+    (6, ["--causal", "--tile", "2x3", "--schedule", "greedy", "--layout", "zigzag"], {"kv_heads": 1}),
+])
+def test_right(tmp_path, n, options, shape):
+    source = write_input(tmp_path / "in.h5", **shape)
+    outcome = run(n, source, tmp_path / "out.h5", "--verify", *options)
+    assert "passed" in outcome.stdout
+    assert "equal on every rank" in outcome.stdout
+    scale = float(options[options.index("--scale") + 1]) if "--scale" in options else None
+    tolerance = {"float16": 2e-3, "float64": 1e-10}.get(shape.get("dtype"), 1e-5)
+    chosen = assert_right(source, tmp_path / "out.h5", "--causal" in options, scale, tolerance)
+    assert chosen["ranks"] == n
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("in.h5", "out.h5")] == []
+
+
+def test_more_than_one_piece(tmp_path):
+    """Slabs that are read and written in several pieces, and a slab that ends before the others."""
+    source = write_input(tmp_path / "in.h5", seqlen=1501, heads=4, kv_heads=4)
+    code = ("import mpiattn.redistribute as r; r.PIECE_BYTES = 30_000; "
+            "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    mpirun(3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--causal"])
+    assert_right(source, tmp_path / "out.h5", causal=True)
+
+
+def test_json_and_attributes(tmp_path):
+    source = write_input(tmp_path / "in.h5", seqlen=50)
+    run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--schedule", "greedy", "--verify",
+        "--json", tmp_path / "run.json")
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert (told["tile"], told["schedule"], told["ranks"]) == ("2x2", "greedy", 4)
+    assert told["problem"]["seqlen"] == 50
+    assert [rank["tokens"] for rank in told["per_rank"]] == [13, 13, 12, 12]
+    assert told["verify"]["passed"] and told["verify"]["rows"] == 50
+    for rank in told["per_rank"]:                # one hop of Q and O in the row, one of K and V in the column
+        tokens, partner = rank["tokens"], told["per_rank"][rank["rank"] ^ 1]["tokens"]
+        assert rank["sent_bytes"] == tokens * 4 * 16 * 4 + partner * 4 * 17 * 4 + tokens * 2 * 32 * 4
+        assert rank["sent_bytes"] == rank["formula_bytes"]
+        assert rank["nbytes"] < rank["peak_bytes"]
+    attributes = assert_right(source, tmp_path / "out.h5")
+    assert (attributes["tile"], attributes["layout"], attributes["causal"]) == ("2x2", "contiguous", False)
+
+
+def test_json_on_standard_output(tmp_path):
+    source = write_input(tmp_path / "in.h5")
+    assert json.loads(run(2, source, tmp_path / "out.h5", "--json", "-").stdout)["ranks"] == 2
+
+
+def test_replaces_an_older_file(tmp_path):
+    source = write_input(tmp_path / "in.h5")
+    (tmp_path / "out.h5").write_text("older")
+    run(2, source, tmp_path / "out.h5")
+    assert_right(source, tmp_path / "out.h5")
+
+
+def test_same_bits_again(tmp_path):
+    source = write_input(tmp_path / "in.h5", dtype="float16")
+    for name in ("one.h5", "two.h5"):
+        run(3, source, tmp_path / name, "--causal")
+    with h5py.File(tmp_path / "one.h5") as one, h5py.File(tmp_path / "two.h5") as two:
+        assert np.array_equal(one["out"][:], two["out"][:])
+        assert np.array_equal(one["lse"][:], two["lse"][:])
+
+
+def test_verify_fails_on_a_wrong_result(tmp_path):
+    """A back end that is wrong in one element: exit code 1, the size of the error, no OUT."""
+    source = write_input(tmp_path / "in.h5")
+    code = ("import sys; from mpiattn.backends.numpy import NumpyBackend as B; copy = B.copy\n"
+            "def wrong(self, dst, src):\n"
+            "    copy(self, dst, src)\n"
+            "    if dst.ndim == 4 and dst.shape[1]: dst[0, 5, 1, 3] += 0.01\n"
+            "B.copy = wrong\n"
+            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    outcome = mpirun(3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--verify"], check=False)
+    assert outcome.returncode == 1
+    assert outcome.stderr.count("verification failed") == 1
+    assert "FAILED" in outcome.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.h5"]
+
+
+def test_ranks_share_the_cores():
+    """Without a word from the user, BLAS gets a rank's share of the cores, at least one."""
+    code = ("import os, sys; from mpiattn.cli.threads import limit_threads; limit_threads()\n"
+            "sys.stdout.write(os.environ['OPENBLAS_NUM_THREADS'] + ' ')")
+    unset = [f"-u{name}" for name in VARIABLES]
+    share = max(1, len(os.sched_getaffinity(0)) // 4)
+    assert mpirun(4, ["env", *unset, sys.executable, "-c", code]).stdout.split() == [str(share)] * 4

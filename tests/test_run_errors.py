@@ -1,0 +1,176 @@
+"""What `mpiattn run` does with what it can't do: one message on all ranks, a non-zero code, no hang, no OUT."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import launch
+import numpy as np
+import pytest
+from files import write_input
+from launch import mpirun
+
+RUN = [sys.executable, "-m", "mpiattn", "run"]
+DEATH = 10            # seconds within which a launch must end when one of its ranks was killed
+
+
+def fails(source, out, *options, n=3, command=RUN, code=1, **how):
+    """Run what must fail; returns the one line that says why."""
+    outcome = mpirun(n, [*command, source, out, *options], timeout=40, check=False, **how)
+    assert outcome.returncode == code, outcome
+    said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")]
+    assert len(said) == 1, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert not os.path.isfile(out) or os.path.samefile(source, out)
+    assert not os.path.exists(f"{out}.partial")
+    return said[0]
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out.h5"
+
+
+def test_missing_file(tmp_path, out):
+    assert "there is no such file" in fails(tmp_path / "none.h5", out)
+
+
+def test_not_hdf5(tmp_path, out):
+    (tmp_path / "in.h5").write_text("hello")
+    assert "IN is" in fails(tmp_path / "in.h5", out)
+
+
+def test_missing_dataset(tmp_path, out):
+    assert "no dataset 'v'" in fails(write_input(tmp_path / "in.h5", v=None), out)
+
+
+def test_shapes_that_do_not_fit(tmp_path, out):
+    source = write_input(tmp_path / "in.h5", seqlen=30, v=np.zeros((1, 31, 2, 16), "f4"))
+    assert "(1, 31, 2, 16)" in fails(source, out)
+
+
+def test_unknown_dtype(tmp_path, out):
+    message = fails(write_input(tmp_path / "in.h5", dtype="int32"), out)
+    assert "int32" in message and "float16, float32, float64" in message
+
+
+def test_mixed_dtypes(tmp_path, out):
+    source = write_input(tmp_path / "in.h5", k=np.zeros((1, 67, 2, 16), "f8"))
+    assert "float32, float64, float32" in fails(source, out)
+
+
+def test_heads_not_divisible(tmp_path, out):
+    assert "kv_heads is 3; it must divide heads, which is 4" in fails(write_input(tmp_path / "in.h5", kv_heads=3), out)
+
+
+def test_tile_that_does_not_divide(tmp_path, out):
+    assert "1x3, 3x1, ring, qring or auto" in fails(write_input(tmp_path / "in.h5"), out, "--tile", "2x2")
+
+
+def test_unknown_option_value(tmp_path, out):
+    assert "--layout" in fails(write_input(tmp_path / "in.h5"), out, "--layout", "round", code=2)
+
+
+def test_scale_not_finite(tmp_path, out):
+    assert "scale is nan" in fails(write_input(tmp_path / "in.h5"), out, "--scale", "nan")
+
+
+def test_out_in_no_folder(tmp_path):
+    assert "there is no folder" in fails(write_input(tmp_path / "in.h5"), tmp_path / "none" / "out.h5")
+
+
+def test_out_is_a_folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    assert "it is a folder" in fails(write_input(tmp_path / "in.h5"), tmp_path / "folder")
+
+
+def test_out_where_nothing_can_be_written(tmp_path):
+    assert "OUT is '/proc/out.h5'" in fails(write_input(tmp_path / "in.h5"), "/proc/out.h5")
+
+
+def test_out_equal_to_in(tmp_path):
+    source = write_input(tmp_path / "in.h5")
+    before = source.read_bytes()
+    (tmp_path / "link.h5").symlink_to(source)
+    assert "must be another file" in fails(source, source)
+    assert "must be another file" in fails(source, tmp_path / "link.h5")
+    assert source.read_bytes() == before
+
+
+def test_json_in_no_folder(tmp_path, out):
+    assert "--json" in fails(write_input(tmp_path / "in.h5"), out, "--json", tmp_path / "none" / "x.json")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of 400 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here (it takes root)")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_full_is_told_at_once(tmp_path, small_disk):
+    source = write_input(tmp_path / "in.h5", seqlen=2000, heads=4)
+    assert "No space left on device" in fails(source, small_disk / "out.h5")
+
+
+def test_disk_full_while_writing(tmp_path, small_disk):
+    """Where blocks could not be reserved beforehand, the write itself fails, on rank 0 alone."""
+    source = write_input(tmp_path / "in.h5", seqlen=2000, heads=4)
+    code = ("import sys, mpiattn.io as io; io.reserve = lambda path: None\n"
+            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    message = fails(source, small_disk / "out.h5", command=[sys.executable, "-c", code, "run"])
+    assert "No space left on device" in message
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_killed(tmp_path, out, victim):
+    """The others wait for it in a transfer; the launch ends soon and OUT does not appear."""
+    launch.require_launch()
+    source = write_input(tmp_path / "in.h5")
+    code = ("import os, sys, time, mpiattn.executor as e\n"
+            "from mpi4py import MPI\n"
+            "attend = e.Executor._attend\n"
+            "def slow(self, u, w):\n"
+            "    attend(self, u, w)\n"
+            f"    if MPI.COMM_WORLD.rank == {victim}:\n"
+            "        print('pid', os.getpid(), flush=True)\n"
+            "        time.sleep(60)\n"
+            "e.Executor._attend = slow\n"
+            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    process = subprocess.Popen([launch.mpiexec(), "-n", "4", sys.executable, "-c", code, "run", source, out,
+                                "--schedule", "greedy"], env=launch.environment(), text=True, start_new_session=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        pid = next(int(line.split()[1]) for line in process.stdout if line.startswith("pid"))
+        start = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        assert process.wait(timeout=DEATH) != 0
+        assert time.monotonic() - start < DEATH
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert not out.exists()
+
+
+def test_a_rank_raises(tmp_path, out):
+    """An error that only one rank knows of: its traceback, with its rank and host, and the launch ends."""
+    source = write_input(tmp_path / "in.h5")
+    code = ("import sys, mpiattn.executor as e\n"
+            "from mpi4py import MPI\n"
+            "def broken(self, u, w):\n"
+            "    if MPI.COMM_WORLD.rank == 1: raise ZeroDivisionError('on purpose')\n"
+            "    return attend(self, u, w)\n"
+            "attend, e.Executor._attend = e.Executor._attend, broken\n"
+            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    outcome = mpirun(3, [sys.executable, "-c", code, "run", source, out, "--schedule", "greedy"], timeout=30,
+                     check=False)
+    assert outcome.returncode
+    assert "mpiattn: rank 1 of 3 on " in outcome.stderr
+    assert outcome.stderr.count("Traceback") == 1
+    assert not out.exists()
