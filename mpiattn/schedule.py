@@ -10,6 +10,7 @@ too, merged with the neighbour's on its way.  The bytes are the same.
 """
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from math import ceil
 from typing import NamedTuple
 
@@ -103,16 +104,17 @@ class _Lifetimes:
         self.last[name] = step
 
     def slots(self, kind):
-        """Give each buffer of a kind the lowest slot that is free over its whole life."""
-        busy_until, slot = [], {}
+        """Give each buffer of a kind the lowest slot that is free over its whole life; and their number."""
+        free, busy, slot, count = [], [], {}, 0          # heaps of slots and of (last use, slot)
         for name in sorted((n for n in self.first if n[0] == kind), key=self.first.get):
-            free = [i for i, last in enumerate(busy_until) if last < self.first[name]]
+            while busy and busy[0][0] < self.first[name]:
+                heappush(free, heappop(busy)[1])
             if not free:
-                busy_until.append(None)
-                free = [len(busy_until) - 1]
-            slot[name] = free[0]
-            busy_until[free[0]] = self.last[name]
-        return slot, len(busy_until)
+                heappush(free, count)
+                count += 1
+            slot[name] = heappop(free)
+            heappush(busy, (self.last[name], slot[name]))
+        return slot, count
 
 
 def with_slots(name, a, b, route, steps):

@@ -1,0 +1,60 @@
+"""The benchmarks on tiny sizes: that they run, check, and say what they measured."""
+
+import importlib.util
+import json
+import os
+import sys
+
+import launch
+import pytest
+
+SDPA = [sys.executable, "-m", "mpiattn.bench.sdpa",
+        "--seqlen", "129", "--heads", "2", "--head-dim", "16", "--runs", "2"]
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None,
+                                 reason="torch is not installed (the bench extra has it)")
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_sdpa_every_tile(dtype):
+    outcome = launch.mpirun(2, [*SDPA, "--causal", "--all-tiles", "--dtype", dtype, "--json", "-"], timeout=120)
+    data = json.loads(outcome.stdout)
+    assert [row.get("tile") for row in data["results"]] == ["1x2", "2x1", None]
+    assert all(len(row["seconds"]) == 2 and row["median"] > 0 for row in data["results"])
+    assert data["results"][-1]["threads"] == data["ranks"] == data["ranks_on_host"] == 2
+    assert data["flops"] == 2 * 2 * 32 * 129 * 130 // 2            # 129 causal queries, two products of 16
+
+
+@needs_torch
+def test_sdpa_table(tmp_path):
+    path = tmp_path / "sdpa.json"
+    text = launch.mpirun(2, [*SDPA, "--tile", "qring", "--threads", "1", "--json", path], timeout=120).stdout
+    assert "mpiattn 2x1" in text and "torch, 1 thread " in text and "time over torch" in text
+    assert json.loads(path.read_text())["machine"]["blas_threads"] in (1, None)
+
+
+def test_sdpa_without_torch_names_the_extra(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
+    outcome = launch.mpirun(2, SDPA, check=False,
+                            env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])})
+    assert outcome.returncode
+    assert outcome.stderr.count("pip install 'mpiattn[bench]'") == 1
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize("arguments, message", [(["--runs", "0"], "--runs is 0"), (["--tile", "3x1"], "tile is 3x1"),
+                                                (["--tile", "2x1", "--all-tiles"], "not allowed with")])
+def test_sdpa_errors(arguments, message):
+    outcome = launch.mpirun(2, [*SDPA, *arguments], check=False)
+    assert outcome.returncode
+    assert outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr
+
+
+def test_other_ranks_sleep_while_rank_0_works():
+    code = ("import time; from mpi4py import MPI; from mpiattn.bench.sdpa import asleep\n"
+            "comm = MPI.COMM_WORLD; comm.Barrier(); start = time.process_time()\n"
+            "asleep(comm, lambda: time.sleep(1.5))\n"
+            "used = comm.gather(time.process_time() - start)\n"
+            "if comm.rank == 0: print(max(used))")
+    assert float(launch.mpirun(3, [sys.executable, "-c", code]).stdout) < 0.75

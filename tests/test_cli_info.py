@@ -1,0 +1,121 @@
+"""`mpiattn info` alone, under mpiexec and with devices that are not there, and the verdict on GPU-aware MPI."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import launch
+import pytest
+
+from mpiattn import host
+from mpiattn.gpuaware import verdict
+
+INFO = [sys.executable, "-m", "mpiattn", "info"]
+
+
+def info(n, *arguments, **options):
+    return launch.mpirun(n, [*INFO, *arguments], **options)
+
+
+def test_one_table_for_all_ranks():
+    text = info(3).stdout
+    lines = {line[:16].strip(): line[16:].strip() for line in text.splitlines()}
+    assert len(lines) == len(text.splitlines())                   # nothing is said twice
+    assert lines["Python"] == platform.python_version()
+    assert lines["NumPy"] == host.version("numpy")
+    assert lines["ranks"] == "3 on 1 host"
+    assert lines["GPU-aware MPI"].startswith("no: ") or lines["GPU-aware MPI"].startswith("yes: ")
+    assert lines["back ends"].startswith("numpy")
+    assert os.path.isfile(os.path.join(lines["kernel sources"], "README.md"))
+    assert "WARNING" not in lines
+
+
+def test_json(tmp_path):
+    text = info(2, "--json", tmp_path / "info.json").stdout
+    data = json.loads((tmp_path / "info.json").read_text())
+    assert data["mpi"]["ranks"] == 2 and data["mpi"]["library"] in text
+    assert data["mpi"]["thread_level"] in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    assert data["blas"]["threads"] in (1, None)                   # as the launch sets it
+    assert [entry["ranks"] for entry in data["hosts"]] == [2]
+    assert json.loads(info(2, "--json", "-").stdout)["versions"] == data["versions"]
+
+
+def test_json_that_cannot_be_written_is_said_once():
+    outcome = info(2, "--json", "/no/such/folder/info.json", check=False)
+    assert outcome.returncode
+    assert outcome.stderr.count("--json /no/such/folder/info.json") == 1
+    assert "Traceback" not in outcome.stderr
+
+
+def test_counts_ranks_host_by_host():
+    if launch.vendor() != "mpich":
+        pytest.skip("only MPICH can pretend to have two hosts")
+    data = json.loads(info(3, "--json", "-", env={"MPIR_CVAR_NUM_CLIQUES": "2"}).stdout)
+    assert [entry["ranks"] for entry in data["hosts"]] == [2, 1]
+
+
+def test_alone_and_under_the_mpiexec_of_another_mpi():
+    """What that looks like to a process: a launcher says two ranks, MPI knows of one."""
+    launch.require_launch()
+    other = "OMPI_COMM_WORLD_SIZE" if launch.vendor() == "mpich" else "PMI_SIZE"
+    texts = [subprocess.run(INFO, env=launch.environment(extra), text=True, capture_output=True, timeout=60,
+                            check=True).stdout for extra in ({}, {other: "2"})]
+    assert "1 on 1 host" in texts[0] and "WARNING" not in texts[0]
+    assert "the launcher started 2 ranks, this MPI sees 1" in texts[1]
+
+
+@pytest.mark.parametrize("runtime, seen", [
+    ("def getDeviceCount(): return 2\n    def getDeviceProperties(i): return {'name': b'Fast %d' % i}",
+     "CUDA devices: Fast 0, Fast 1"),
+    ("def getDeviceCount(): return 0", "none (CuPy counts 0 devices)"),
+    ("def getDeviceCount(): raise RuntimeError('cudaErrorInsufficientDriver: too old')",
+     "none (CuPy finds none: RuntimeError: cudaErrorInsufficientDriver: too old)"),
+    ("raise ImportError('libcuda.so.1: cannot open')", "none (CuPy finds none: ImportError: libcuda.so.1"),
+])
+def test_devices(tmp_path, runtime, seen):
+    (tmp_path / "cupy.py").write_text(f"class cuda:\n  class runtime:\n    {runtime}\n"
+                                      .replace("def getDevice", "@staticmethod\n    def getDevice"))
+    meta = tmp_path / "cupy_cuda13x-13.6.0.dist-info"
+    meta.mkdir()
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: cupy-cuda13x\nVersion: 13.6.0\n")
+    text = info(2, env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])}).stdout
+    assert seen in text
+    assert "13.6.0" in text
+
+
+CRAY, PLAIN = "MPI VERSION    : CRAY MPICH version 8.1.29", "MPICH Version: 4.3\nMPICH configure: --with-device=ch4"
+CUDA = PLAIN + " --with-cuda=/usr/local/cuda"
+YES, NO = ("/lib/libmpi.so", 1), ("/lib/libmpi.so", 0)
+
+
+@pytest.mark.parametrize("version, environ, answer, transport, aware, why", [
+    ("Open MPI v5.0.11", {}, YES, False, True, "/lib/libmpi.so says yes"),
+    ("Open MPI v5.0.11", {}, NO, False, False, "/lib/libmpi.so says no"),
+    ("Open MPI v5.0.11", {}, None, False, False, "unknown, so no"),
+    (PLAIN, {}, NO, False, False, "configured without --with-cuda"),
+    (PLAIN + " --with-cuda=no", {"MPIR_CVAR_ENABLE_GPU": "1"}, None, False, False, "unknown, so no"),
+    (CUDA, {}, YES, False, True, "says yes"),
+    (CUDA, {"MPIR_CVAR_ENABLE_GPU": "0"}, YES, False, False, "MPIR_CVAR_ENABLE_GPU=0"),
+    (CUDA, {"MPIR_CVAR_ENABLE_GPU": "1"}, None, False, True, "--with-cuda=/usr/local/cuda"),
+    (CUDA, {}, None, False, False, "unknown, so no"),
+    (CRAY, {}, YES, True, False, "without MPICH_GPU_SUPPORT_ENABLED=1"),
+    (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, None, False, False, "libmpi_gtl_cuda is not loaded"),
+    (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, None, True, True, "libmpi_gtl_cuda"),
+    ("MVAPICH2 Version: 2.3.7", {}, YES, False, False, "MV2_USE_CUDA"),
+])
+def test_verdict(version, environ, answer, transport, aware, why):
+    said, reason = verdict(version, environ, answer, transport)
+    assert said is aware
+    assert why in reason
+
+
+def test_host():
+    assert host.version("no-such-package", "numpy") == host.version("numpy")
+    assert host.version("no-such-package") is None
+    assert host.cores() and host.processor()
+    assert host.ask("/no/such/library.so", "anything") is None
+    name, threads = host.blas()
+    assert name is None or name.strip()
+    assert threads is None or threads >= 1

@@ -1,0 +1,229 @@
+"""`mpiattn plan`, its figures against the papers' and against traffic and cost, and the JSON file helper."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import launch
+import pytest
+
+from mpiattn import cost, traffic
+from mpiattn.cli import main
+from mpiattn.cli.jsonfile import write_json
+from mpiattn.cli.plan import picture
+from mpiattn.errors import FileError
+from mpiattn.layout import Layout
+from mpiattn.problem import Problem
+
+MHA = ["--seqlen", "1048576", "--heads", "32", "--head-dim", "128"]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())      # main sets the BLAS variables
+
+
+def plan(capsys, *arguments):
+    assert main(["plan", *map(str, arguments)]) == 0
+    told = capsys.readouterr()
+    assert not told.err
+    return told.out
+
+
+def as_json(capsys, *arguments):
+    return json.loads(plan(capsys, *arguments, "--json", "-"))
+
+
+def row(data, tile):
+    return next(row for row in data["tiles"] if row["tile"] == tile)
+
+
+@pytest.mark.parametrize("ranks, tile, saving", [(32, "4x8", "67.7 %"), (64, "8x8", "77.8 %"), (128, "8x16", "82.7 %"),
+                                                 (256, "16x16", "88.2 %"), (256, "8x32", "85.1 %")])
+def test_savings_of_the_paper(capsys, ranks, tile, saving):
+    line = next(line for line in plan(capsys, "--ranks", ranks, *MHA).splitlines() if line.startswith(tile))
+    columns = line.replace(" %", "%").replace("iB", "").split()
+    assert columns[10].replace("%", " %") == saving             # tile, four sizes with units, saved, elements
+
+
+def test_savings_with_fewer_kv_heads_and_float16(capsys):
+    data = as_json(capsys, "--ranks", 256, *MHA, "--kv-heads", 8)
+    assert max(row["saving_elements"] for row in data["tiles"]) == pytest.approx(0.769, abs=5e-4)
+    usp = data["others"][1]
+    assert (usp["method"], round(usp["saving"], 3), round(usp["saving_elements"], 3)) == ("USP 8x32", 0.861, 0.861)
+    data = as_json(capsys, "--ranks", 256, *MHA, "--dtype", "float16")
+    # 16x16, a chunk's token and head: q 2 * 128, partial 4 * (128 + 1), k and v 2 * 256 bytes
+    saving = 1 - 15 * (256 + 516 + 512) / (255 * 512)
+    assert max(row["saving"] for row in data["tiles"]) == pytest.approx(saving) == pytest.approx(0.8525, abs=1e-4)
+    assert data["others"][1]["saving"] == pytest.approx(0.965, abs=5e-4)
+
+
+@pytest.mark.parametrize("route", ["direct", "ring"])
+def test_bytes_are_those_that_ranks_send(capsys, route):
+    arguments = {"seqlen": 1003, "heads": 6, "kv_heads": 2, "head_dim": 8, "value_dim": 5, "seqlen_k": 509, "batch": 2,
+                 "dtype": "float16"}
+    options = [text for name, value in arguments.items() for text in (f"--{name.replace('_', '-')}", value)]
+    data = as_json(capsys, "--ranks", 6, "--route", route, *options)
+    problem = Problem(**arguments)
+    lengths = Layout("contiguous", 1003, 6).lengths, Layout("contiguous", 509, 6).lengths
+    assert [row["tile"] for row in data["tiles"]] == ["1x6", "2x3", "3x2", "6x1"]
+    for a, b in [(1, 6), (2, 3), (3, 2), (6, 1)]:
+        sent = [traffic.sent(problem, *lengths, a, b, rank, route) for rank in range(6)]
+        told = row(data, f"{a}x{b}")["sent_bytes"]
+        means = [sum(values) / 6 for values in zip(*sent)]
+        assert [told[kind] for kind in ("Q", "KV", "O")] == pytest.approx(means)
+        assert told["total"] == pytest.approx(sum(means))
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "collective", "auto"])
+def test_choice_is_that_of_cost(capsys, schedule):
+    data = as_json(capsys, "--ranks", 12, "--seqlen", 5000, "--heads", 4, "--head-dim", 16, "--schedule", schedule)
+    kinds = cost.SCHEDULES if schedule == "auto" else (schedule,)
+    best = cost.evaluate(Problem(5000, 4, 16), 12, kinds=kinds)[0]
+    chosen = row(data, data["auto"])
+    assert data["auto"] == data["tile"] == f"{best.a}x{best.b}"
+    assert (chosen["schedule"], chosen["seconds"], chosen["memory_bytes"]) == (best.schedule, best.seconds, best.nbytes)
+
+
+def test_marks_the_tile_that_auto_takes(capsys):
+    text = plan(capsys, "--ranks", 256, *MHA, "--tile", "8x32")
+    marked = {line.split("<- ")[1]: line.split()[0] for line in text.splitlines() if "<- " in line}
+    assert marked == {"auto": "16x16", "--tile": "8x32"}
+    assert "mesh of tile 8x32: 32 rows x 8 columns" in text
+
+
+def test_causal_takes_half_the_time(capsys):
+    full, causal = (as_json(capsys, "--ranks", 16, *MHA, *extra) for extra in ([], ["--causal"]))
+    assert row(causal, "4x4")["seconds"] == pytest.approx(row(full, "4x4")["seconds"] / 2, rel=0.01)
+    assert row(causal, "4x4")["sent_bytes"] == row(full, "4x4")["sent_bytes"]
+
+
+def test_ulysses_and_usp(capsys):
+    data = as_json(capsys, "--ranks", 8, *MHA)
+    ulysses, usp = data["others"]
+    assert (ulysses["method"], usp["method"]) == ("Ulysses", "USP 8x1")
+    assert ulysses["sent_bytes"] == usp["sent_bytes"] == 4 * 7 / 64 * 1048576 * 32 * 128 * 4     # the paper's volume
+    text = plan(capsys, "--ranks", 5, *MHA)
+    assert "Ulysses: not possible, 5 ranks do not divide 32 KV heads" in text
+    assert "USP: not possible" in text
+
+
+def test_says_what_the_machine_is(capsys):
+    text = plan(capsys, "--ranks", 4, *MHA)
+    assert "60 Gflop/s" in text and "3 GB/s" in text and "10 us a message" in text and "50 us a block" in text
+
+
+@pytest.mark.parametrize("kind", cost.SCHEDULES)
+def test_steps(capsys, kind):
+    arguments = ["--ranks", 6, "--seqlen", 600, "--heads", 4, "--head-dim", 16, "--tile", "3x2", "--schedule", kind,
+                 "--steps"]
+    text, data = plan(capsys, *arguments), as_json(capsys, *arguments)
+    schedule = cost.build(kind, 3, 2, "direct", Problem(600, 4, 16))
+    assert str(schedule) in text
+    assert "slots ever in use: 2 Q, 1 KV, 2 O" in text
+    assert len(data["steps"]["steps"]) == len(schedule.steps)
+    assert data["steps"]["validated_slots"] == schedule.slots
+
+
+@pytest.mark.parametrize("ranks, seqlen", [(1, 100), (1, 0), (7, 3)])
+def test_little(capsys, ranks, seqlen):
+    arguments = ["--ranks", ranks, "--seqlen", seqlen, "--heads", 1, "--head-dim", 1, "--steps"]
+    assert f"{ranks} rank" in plan(capsys, *arguments)
+    as_json(capsys, *arguments)
+
+
+def test_picture():
+    assert picture(4, 2).splitlines()[1:4] == [
+        "       |  c=0  c=1  c=2  c=3",
+        "  r=0  |    0    1    2    3",
+        "  r=1  |    4    5    6    7"]
+    large = picture(64, 64)
+    assert max(map(len, large.splitlines())) < 100 and len(large.splitlines()) < 12
+    assert "4095" in large
+
+
+@pytest.mark.parametrize("arguments, code, message", [
+    (["--ranks", "0", *MHA], 1, "ranks is 0"),
+    (["--ranks", "4", *MHA, "--tile", "3x2"], 1, "it may be 1x4, 2x2, 4x1"),
+    (["--ranks", "4", *MHA, "--kv-heads", "5"], 1, "must divide heads"),
+    (["--ranks", "4", *MHA, "--json", "/no/such/folder/plan.json"], 1, "--json /no/such/folder/plan.json"),
+    (["--ranks", "4", *MHA, "--route", "star"], 2, "--route"),
+    (["--ranks", "four", *MHA], 2, "--ranks"),
+    (MHA, 2, "--ranks"),
+])
+def test_errors(arguments, code, message):
+    outcome = run(*arguments)
+    assert outcome.returncode == code
+    assert outcome.stderr.count("mpiattn plan: ") == 1 and message in outcome.stderr
+    assert not outcome.stdout and "Traceback" not in outcome.stderr
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "mpiattn", "plan", *arguments], env=launch.environment(),
+                          text=True, capture_output=True, timeout=60)
+
+
+def test_starts_no_mpi():
+    code = ("import sys; from mpiattn.cli import main\n"
+            f"main({['plan', '--ranks', '4', *MHA, '--steps']!r})\n"
+            "assert 'mpi4py' not in sys.modules, 'MPI is imported'")
+    subprocess.run([sys.executable, "-c", code], env=launch.environment(), check=True, capture_output=True, timeout=60)
+
+
+def test_says_it_once_under_mpiexec():
+    outcome = launch.mpirun(2, [sys.executable, "-m", "mpiattn", "plan", "--ranks", "4", *MHA])
+    assert outcome.stdout.count("mesh of tile") == 1
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    command = f"{sys.executable} -m mpiattn plan --ranks 256 {' '.join(MHA)} | head -n 1"
+    outcome = subprocess.run(["bash", "-c", command], env=launch.environment(), text=True, capture_output=True,
+                             timeout=60)
+    assert "256 ranks" in outcome.stdout and not outcome.stderr
+
+
+# The JSON file helper
+
+def test_json_file_beside_the_table(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    text = plan(capsys, "--ranks", 4, *MHA, "--json", path)
+    data = json.loads(path.read_text())
+    assert f"{data['auto']} " in text and data["ranks"] == 4
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_json_is_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "old.json"
+    path.write_text("old")
+
+    def full(handle, mode):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fchmod", full)
+    with pytest.raises(FileError, match=r"--json .*old\.json: cannot write it: No space left"):
+        write_json(str(path), {"new": 1})
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["old.json"]
+
+
+def test_json_replaces_what_a_link_points_to_and_follows_the_umask(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    before = os.umask(0o027)
+    try:
+        write_json(str(tmp_path / "link.json"), [1])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text()) == [1]
+    assert stat.S_IMODE((tmp_path / "real.json").stat().st_mode) == 0o640
+
+
+def test_json_to_a_device_a_folder_and_nan(tmp_path):
+    write_json("/dev/null", [1])
+    assert not os.path.isfile("/dev/null")
+    with pytest.raises(FileError, match="--json"):
+        write_json(str(tmp_path), [1])
+    with pytest.raises(ValueError):
+        write_json(str(tmp_path / "nan.json"), [float("nan")])
+    assert not os.listdir(tmp_path)
