@@ -30,16 +30,17 @@ else:
     RANK, SIZE = 0, 1
 
 
+@pytest.hookimpl(trylast=True)                   # after the terminal reporter is there
 def pytest_configure(config):
     config.addinivalue_line("markers", "many: a multi-rank test that is also worth its time on 12 and 16 ranks")
     if RANK:                                     # one rank speaks; the others' failures are printed by tests/mpi
-        config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")
+        config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
 
 
 def pytest_report_header(config):
     if LAUNCHED:
         return f"MPI: {MPI.Get_library_version().splitlines()[0].strip()}; ranks: {SIZE}"
-    return f"MPI: {launch.vendor()}, {launch.mpiexec()}; ranks: this process is no rank, tests/test_launch.py starts them"
+    return f"MPI: {launch.vendor()}, {launch.mpiexec()}; ranks: none here, tests/test_launch.py starts them"
 
 
 def _is_multi_rank(path):
@@ -61,10 +62,21 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not _is_multi_rank(item.path))
 
 
-def pytest_collectreport(report):
-    if SIZE > 1 and report.failed:               # a rank that collects less would leave the others waiting
-        print(f"\nrank {RANK}: {report.longreprtext}", file=sys.stderr, flush=True)
+def _end_the_job(text):
+    """The other ranks would wait for this one for ever."""
+    if SIZE > 1:
+        print(f"\nrank {RANK}: {text}", file=sys.stderr, flush=True)
+        time.sleep(0.5)                          # a launcher that ends the job may drop what it has not yet passed on
         MPI.COMM_WORLD.Abort(1)
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        _end_the_job(report.longreprtext)
+
+
+def pytest_internalerror(excrepr):
+    _end_the_job(excrepr)
 
 
 @pytest.hookimpl(trylast=True)

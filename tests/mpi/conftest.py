@@ -5,6 +5,7 @@ traceback is printed and the job ends.
 """
 
 import sys
+import time
 
 import pytest
 from mpi4py import MPI
@@ -18,6 +19,7 @@ def pytest_runtest_makereport(item, call):
         sections = "".join(f"\n--- {title}\n{text}" for title, text in report.sections)
         print(f"\n=== {item.nodeid}, {report.when}: failed on rank {comm.rank} of {comm.size}\n"
               f"{report.longreprtext}{sections}", file=sys.stderr, flush=True)
+        time.sleep(0.5)                        # a launcher that ends the job may drop what it has not yet passed on
         comm.Abort(1)
     return report
 

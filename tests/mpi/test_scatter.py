@@ -79,6 +79,14 @@ def test_transposed_and_read_only_arrays(comm):
         assert np.array_equal(chunk, whole[::-1][:, plan.positions])
 
 
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True, reason="Exchange divides by the bytes of a row")
+def test_rows_without_bytes(comm):
+    with plan_of(comm, "striped", 7) as plan:
+        chunk = plan.scatter(np.zeros((0, 7)))
+        assert chunk.shape == (0, len(plan.positions))
+        assert plan.gather(chunk, root=None).shape == (0, 7)
+
+
 def test_wrong_arguments(comm):
     """Named on every rank, wherever they are wrong, and the plan still works."""
     last = comm.size - 1

@@ -1,0 +1,65 @@
+"""`attention`: one call, the ranks tell each other how long their pieces are."""
+
+import numpy as np
+import pytest
+from dense import bits, draw, wrong
+from runs import agreed
+
+from mpiattn import ArgumentError, MeshAttention
+from mpiattn.attention import attention
+from mpiattn.problem import Problem
+
+BACKENDS = ("numpy", "deferred")
+
+
+def pieces(comm, lengths):
+    """Where this rank's consecutive piece starts and stops."""
+    start = sum(lengths[:comm.rank])
+    return start, start + lengths[comm.rank]
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_uneven_pieces(comm, causal, dtype, backend):
+    q_lengths = [(7 * rank + 3) % 11 for rank in range(comm.size)]
+    k_lengths = [(5 * rank + 4) % 9 for rank in range(comm.size)]
+    problem = Problem(batch=2, seqlen=sum(q_lengths), seqlen_k=sum(k_lengths), heads=4, kv_heads=2, head_dim=8,
+                      value_dim=6, dtype=dtype, causal=causal, scale=0.3)
+    q, k, v = draw(problem)
+    mine, mine_k = slice(*pieces(comm, q_lengths)), slice(*pieces(comm, k_lengths))
+    for options in ({}, {"schedule": "greedy", "route": "ring"}, {"schedule": "collective"}):
+        out, lse = attention(q[:, mine], k[:, mine_k], v[:, mine_k], comm=comm, causal=causal, scale=0.3,
+                             backend=backend, **options)
+        agreed(comm, wrong(problem, out, lse, q, k, v, np.arange(mine.start, mine.stop)), options)
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+def test_other_layouts(comm, layout):
+    problem = Problem(seqlen=31, heads=2, head_dim=4, dtype="float64", causal=True)
+    q, k, v = draw(problem)
+    with MeshAttention(comm, seqlen=31, heads=2, head_dim=4, dtype="float64", causal=True, layout=layout) as plan:
+        at = plan.positions
+        expected = plan.forward(q[:, at], k[:, at], v[:, at])
+    out, lse = attention(q[:, at], k[:, at], v[:, at], comm=comm, causal=True, layout=layout)
+    assert bits(out, lse) == bits(*expected)
+    agreed(comm, wrong(problem, out, lse, q, k, v, at))
+
+
+def test_wrong_arguments(comm):
+    """The same error on every rank, wherever it is wrong."""
+    good = np.ones((1, 3, 2, 4), np.float32)
+    last = comm.rank == comm.size - 1
+    cases = [
+        ({"q": good[0]}, "q is of shape"), ({"k": None}, "k is a NoneType"), ({"v": good.tolist()}, "v is a list"),
+        ({"k": good[..., :2]}, "k has shape"), ({"v": good[:, :2]}, "v has shape"), ({"k": good[:, :, :0]}, "kv_heads"),
+    ]
+    if comm.size > 1:                                  # the others have told what the problem is
+        cases += [({"q": good.astype(np.float64)}, "dtype is"), ({"q": good[..., :3]}, "head_dim is")]
+    for wrong_one, text in cases:
+        given = {**dict.fromkeys("qkv", good), **(wrong_one if last else {})}
+        with pytest.raises(ArgumentError, match=text) as caught:
+            attention(**given, comm=comm)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+    attention(good, good, good, comm=comm)

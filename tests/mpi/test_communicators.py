@@ -1,0 +1,145 @@
+"""Whatever communicator a program has, and any number of plans on it; nothing is left behind."""
+
+import numpy as np
+import pytest
+from dense import bits, draw
+from mpi4py import MPI
+from runs import check, my_chunks, subcomm, tiles
+
+from mpiattn import ArgumentError, MeshAttention
+from mpiattn.mesh import Home
+
+SHAPE = {"seqlen": 43, "heads": 2, "head_dim": 8, "dtype": "float64", "causal": True}
+TINY = {"seqlen": 4, "heads": 1, "head_dim": 1}
+
+
+@pytest.mark.many
+def test_reversed_ranks(comm):
+    with subcomm(comm, comm.size, key=-comm.rank) as back:
+        assert back.rank == comm.size - 1 - comm.rank
+        for a, b in tiles(comm.size):
+            check(back, **SHAPE, tile=(a, b))
+
+
+def test_halves_at_once(comm, at_least):
+    """8 -> 4 and 4: each half runs its own problem, in a shuffled order of ranks."""
+    at_least(2)
+    half = comm.Split(comm.rank % 2, (comm.rank * 5) % 7)
+    for seed in range(3):
+        check(half, seed=seed, **{**SHAPE, "seqlen": 20 + 11 * (comm.rank % 2)}, layout="striped")
+    half.Free()
+
+
+def test_plans_interleaved(comm):
+    """Two communicators with the same ranks and two plans on one of them: no message of one is taken by another."""
+    other = comm.Split(0, -comm.rank)
+    arguments = [(comm, {}), (other, {"tile": "ring"}), (comm, {"tile": "qring", "seqlen": 31})]
+    inputs, expected, plans = [], [], []
+    for seed, (where, different) in enumerate(arguments):
+        plan = MeshAttention(where, **{**SHAPE, **different}, backend="deferred")
+        chunks = my_chunks(plan, *draw(plan.problem, seed))
+        plans.append(plan)
+        inputs.append(chunks)
+        with MeshAttention(where, **{**SHAPE, **different}) as alone:
+            expected.append(bits(*alone.forward(*chunks)))
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        for i in order:
+            assert bits(*plans[i].forward(*inputs[i])) == expected[i]
+    for plan in plans[::-1]:
+        plan.close()
+    other.Free()
+
+
+def test_messages_of_the_program_stay_its_own(comm):
+    """A receive from anyone with any tag, posted by the program, gets the program's message only."""
+    note = np.full(1, -1)
+    request = comm.Irecv(note, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    check(comm, **SHAPE)
+    comm.Isend(np.array([comm.rank]), (comm.rank + 1) % comm.size, 0).Wait()
+    request.Wait()
+    assert note[0] == (comm.rank - 1) % comm.size
+
+
+def test_three_thousand_plans(comm):
+    if comm.size != 2:
+        pytest.skip("a case of 2 ranks")
+    plans = [MeshAttention(comm, **TINY, tile=tiles(2)[i % 2]) for i in range(3000)]
+    chunk = np.ones((1, 2, 1, 1), np.float32)
+    for plan in (plans[0], plans[1], plans[-1]):
+        out, _ = plan.forward(chunk, chunk, chunk)
+        assert (out == 1).all()
+    for plan in plans:
+        plan.close()
+
+
+def test_plans_on_fresh_communicators_leave_nothing(comm):
+    """More communicators one after another than MPI libraries can hold at once (MPICH: 2048 contexts)."""
+    for i in range(600 if comm.size == 2 else 200 if comm.size <= 4 else 40):
+        fresh = comm.Dup()
+        plan = MeshAttention(fresh, **TINY, tile=tiles(comm.size)[i % len(tiles(comm.size))])
+        home, mesh = plan._home, plan._mesh
+        plan.close()
+        assert MPI.COMM_NULL == mesh.cart == mesh.row == mesh.column == home.comm
+        fresh.Free()
+
+
+def test_plans_share_one_duplicate_and_mesh(comm):
+    fresh = comm.Dup()
+    first, second = MeshAttention(fresh, **TINY), MeshAttention(fresh, **TINY)
+    assert first._home is second._home and first._mesh is second._mesh
+    first.close()
+    assert second._mesh.cart != MPI.COMM_NULL
+    chunk = np.ones((1, len(second.positions), 1, 1), np.float32)
+    second.forward(chunk, chunk, chunk)
+    second.close()
+    second.close()                                       # closing twice is closing once
+    third = MeshAttention(fresh, **TINY)                 # and the communicator can be used again
+    assert third._home is not first._home
+    third.close()
+    fresh.Free()
+
+
+def test_a_plan_that_fails_leaves_nothing(comm):
+    fresh = comm.Dup()
+    for wrong in ({"heads": 0}, {"tile": "0x0"}, {"dtype": "int8"}, {"backend": "abacus"}):
+        with pytest.raises(ArgumentError):
+            MeshAttention(fresh, **{**TINY, **wrong})
+    with MeshAttention(fresh, **TINY) as plan:
+        assert plan._home.users == 1
+    home = Home.enter(fresh)
+    assert home.users == 1 and not home.meshes
+    home.leave()
+    fresh.Free()
+
+
+def test_communicator_freed_before_the_plan(comm):
+    fresh = comm.Dup()
+    plan = MeshAttention(fresh, **TINY)
+    fresh.Free()
+    chunk = np.ones((1, len(plan.positions), 1, 1), np.float32)
+    plan.forward(chunk, chunk, chunk)
+    plan.close()
+
+
+@pytest.mark.xfail(raises=MPI.Exception, strict=True, reason="Home.leave deletes the attribute of a freed communicator")
+def test_communicator_freed_through_another_handle(comm):
+    """The program may hold the communicator in several Python objects; only one of them knows that it was freed."""
+    fresh = comm.Dup()
+    plan = MeshAttention(MPI.Intracomm(fresh), **TINY)
+    fresh.Free()
+    plan.close()
+
+
+def test_closed_plan_says_so(comm):
+    plan = MeshAttention(comm, **TINY)
+    chunk = np.ones((1, len(plan.positions), 1, 1), np.float32)
+    plan.close()
+    for call in (lambda: plan.forward(chunk, chunk, chunk), lambda: plan.scatter(chunk), lambda: plan.gather(chunk)):
+        with pytest.raises(ArgumentError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("wrong", [None, 3, MPI.COMM_NULL])
+def test_no_communicator(wrong):
+    with pytest.raises(ArgumentError, match="comm is"):
+        MeshAttention(wrong, **TINY)

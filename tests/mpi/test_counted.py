@@ -1,0 +1,126 @@
+"""Bytes and messages counted where they are handed to MPI, against the formula.
+
+The counting communicator knows nothing of plans: it reads sizes off the buffers and counts it is given.
+"""
+
+import numpy as np
+import pytest
+from dense import draw
+from runs import agreed, my_chunks, tiles
+
+from mpiattn import Layout, MeshAttention, traffic
+
+
+class Counting:
+    """A communicator that counts what its sends and collectives give to other ranks."""
+
+    def __init__(self, comm):
+        self.comm, self.bytes, self.messages = comm, 0, 0
+        self.rank, self.size = comm.rank, comm.size
+        self.Irecv = comm.Irecv
+
+    def _add(self, nbytes, copies=1):
+        self.bytes += nbytes * copies
+        self.messages += copies * (nbytes > 0)
+
+    def Isend(self, buffer, dest, tag):
+        if dest != self.rank:
+            self._add(memoryview(buffer[0]).nbytes)
+        return self.comm.Isend(buffer, dest, tag)
+
+    def Iallgatherv(self, sending, receiving):
+        _, count, datatype = sending
+        assert memoryview(sending[0]).nbytes == count * datatype.Get_size()
+        self._add(count * datatype.Get_size(), self.size - 1)
+        return self.comm.Iallgatherv(sending, receiving)
+
+    def Ialltoallv(self, sending, receiving):
+        _, counts, _, datatype = sending
+        for rank, count in enumerate(counts):
+            if rank != self.rank:
+                self._add(count * datatype.Get_size())
+        return self.comm.Ialltoallv(sending, receiving)
+
+
+def count(plan, inputs):
+    """(bytes, messages) of this rank in one forward pass."""
+    mesh = plan._mesh                                   # other plans may share it: it is put back
+    row, column = mesh.row, mesh.column
+    mesh.row, mesh.column = Counting(row), Counting(column)
+    try:
+        plan.forward(*my_chunks(plan, *inputs))
+        return mesh.row.bytes + mesh.column.bytes, mesh.row.messages + mesh.column.messages
+    finally:
+        mesh.row, mesh.column = row, column
+
+
+def uneven(comm, seqlen):
+    sizes = [seqlen // comm.size] * comm.size
+    sizes[0] += seqlen % comm.size
+    sizes[0], sizes[-1] = sizes[0] + sizes[-1], 0       # and an empty chunk where there are several ranks
+    return Layout("contiguous", seqlen, comm.size, tuple(sizes)) if comm.size > 1 else "contiguous"
+
+
+def lengths(layout):
+    return [layout.length(rank) for rank in range(layout.chunks)]
+
+
+def hops_that_send(q_lengths, k_lengths, a, b, rank):
+    """Messages of one rank on the direct route: empty chunks are not sent, a KV chunk or a partial is two."""
+    r, c = divmod(rank, a)
+    partials = sum(q_lengths[r * a + (c - u) % a] > 0 for u in range(1, a))
+    return (a - 1) * (q_lengths[rank] > 0) + 2 * (b - 1) * (k_lengths[rank] > 0) + 2 * partials
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.many), "float32", "float64"])
+@pytest.mark.parametrize("layout", ["striped", uneven])
+def test_bytes_are_the_formula(comm, layout, dtype):
+    shape = {"batch": 2, "seqlen": 8 * comm.size if layout == "striped" else 45, "heads": 4, "kv_heads": 2,
+             "head_dim": 6, "value_dim": 5, "dtype": dtype, "causal": True}
+    layout = layout(comm, shape["seqlen"]) if callable(layout) else layout
+    for a, b in tiles(comm.size):
+        total = {}
+        for schedule, route in (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct")):
+            with MeshAttention(comm, **shape, layout=layout, tile=(a, b), schedule=schedule, route=route) as plan:
+                nbytes, messages = count(plan, draw(plan.problem))
+                assert (nbytes, messages) == plan.sent
+                cut = lengths(plan.q_layout), lengths(plan.k_layout), a, b, comm.rank
+                expected = traffic.sent(plan.problem, *cut, route=route).total
+                agreed(comm, None if nbytes == expected else f"{schedule} {route} {a}x{b}: {nbytes}, not {expected}")
+                if route == "direct":
+                    told = messages, hops_that_send(*cut)
+                    agreed(comm, None if told[0] == told[1] else f"{schedule} {a}x{b}: messages {told}")
+            total[schedule, route] = comm.allreduce(nbytes)
+        assert len(set(total.values())) == 1, total
+
+
+@pytest.mark.many
+def test_formula_by_hand(comm):
+    """2(a - 1) + 2(b - 1) chunks of float32 per rank, plus 4 bytes a row of lse."""
+    tokens, heads, dim = 4, 2, 8
+    shape = {"seqlen": tokens * comm.size, "heads": heads, "head_dim": dim, "dtype": "float32"}
+    for a, b in tiles(comm.size):
+        with MeshAttention(comm, **shape, tile=(a, b), schedule="greedy") as plan:
+            nbytes, _ = count(plan, draw(plan.problem))
+        chunk = tokens * heads * dim * 4
+        assert nbytes == (2 * (a - 1) + 2 * (b - 1)) * chunk + (a - 1) * tokens * heads * 4
+
+
+def test_split_messages_are_counted(comm):
+    shape = {"seqlen": 8 * comm.size, "heads": 2, "head_dim": 8, "dtype": "float32"}
+    chunk = 8 * 2 * 8 * 4
+    for limit, pieces in ((chunk, 1), (chunk - 1, 2), (chunk // 4, 4), (100, -(-chunk // 100))):
+        with MeshAttention(comm, **shape, tile="ring", schedule="greedy", max_message=limit) as plan:
+            nbytes, messages = count(plan, draw(plan.problem))
+            assert (nbytes, messages) == (2 * (comm.size - 1) * chunk, 2 * (comm.size - 1) * pieces)
+            assert plan.sent == (nbytes, messages)
+
+
+def test_counters_add_up(comm):
+    with MeshAttention(comm, seqlen=2 * comm.size, heads=1, head_dim=2) as plan:
+        chunks = my_chunks(plan, *draw(plan.problem))
+        plan.forward(*chunks)
+        once = np.array(plan.sent)
+        plan.forward(*chunks)
+        assert (np.array(plan.sent) == 2 * once).all()
+        assert plan.wait_seconds >= 0

@@ -1,0 +1,75 @@
+"""Arrays as programs have them: not contiguous, transposed, read-only; never changed."""
+
+import numpy as np
+import pytest
+from dense import bits, draw
+from runs import my_chunks
+
+from mpiattn import ArgumentError, MeshAttention
+
+SHAPE = {"batch": 2, "seqlen": 37, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "causal": True}
+
+
+def strided(array):
+    big = np.full((*array.shape[:-1], 2 * array.shape[-1]), np.nan, array.dtype)
+    big[..., ::2] = array
+    return big[..., ::2]
+
+
+def reversed_memory(array):
+    return array[:, ::-1].copy()[:, ::-1]
+
+
+def heads_first(array):
+    return array.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)
+
+
+def fortran(array):
+    return np.asfortranarray(array)
+
+
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def misaligned(array):
+    raw = np.empty(array.nbytes + 1, np.uint8)[1:]
+    view = raw.view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+@pytest.mark.parametrize("backend", ["numpy", "deferred"])
+@pytest.mark.parametrize("kind", [strided, reversed_memory, heads_first, fortran, read_only, misaligned])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_any_memory_layout(comm, kind, batch, backend):
+    for schedule in ("greedy", "collective"):
+        with MeshAttention(comm, **{**SHAPE, "batch": batch}, schedule=schedule, backend=backend) as plan:
+            chunks = my_chunks(plan, *draw(plan.problem))
+            expected = bits(*plan.forward(*chunks))
+            given = [kind(chunk) for chunk in chunks]
+            before = bits(*given)
+            assert bits(*plan.forward(*given)) == expected
+            assert bits(*given) == before
+
+
+@pytest.mark.parametrize("backend", ["numpy", "deferred"])
+def test_one_array_as_q_k_and_v(comm, backend):
+    with MeshAttention(comm, seqlen=29, heads=2, head_dim=4, backend=backend) as plan:
+        chunk = my_chunks(plan, *draw(plan.problem))[0]
+        assert bits(*plan.forward(chunk, chunk, chunk)) == bits(*plan.forward(chunk, chunk.copy(), chunk.copy()))
+
+
+def test_unsuitable_arrays_are_refused(comm):
+    with MeshAttention(comm, seqlen=4 * comm.size, heads=2, head_dim=4, dtype="float32") as plan:
+        good = np.ones((1, 4, 2, 4), np.float32)
+        for bad, text in ((good.tolist(), "list"), (good.astype(np.float64), "float64"), (good[0], r"\(4, 2, 4\)"),
+                          (good.astype(">f4"), ">f4"), (good[:, :2], r"\(1, 2, 2, 4\)"), (None, "None")):
+            for position, name in enumerate("qkv"):
+                arrays = [good, good, good]
+                arrays[position] = bad
+                with pytest.raises(ArgumentError, match=f"^{name} (is|has) .*{text}"):
+                    plan.forward(*arrays)
+        plan.forward(good, good, good)

@@ -1,0 +1,152 @@
+"""The library's layers, read off its imports; the length of its modules; what importing it loads."""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import launch
+import pytest
+
+PACKAGE = launch.ROOT / "mpiattn"
+
+# Imports go down, or sideways without cycles.  A package's name stands for all its modules.
+LAYERS = [
+    {"errors", "reference", "", "host"},
+    {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",
+     "sources", "mesh", "agreement", "exchange", "redistribute", "gpuaware", "hdf5", "backends"},
+    {"buffers", "executor"},
+    {"attention", "io", "verify"},
+    {"cli", "bench", "__main__"},
+]
+PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",
+        "sources", "errors", "reference"}
+NO_MPI = PURE | {"backends", "buffers", "executor", "hdf5", "host", ""}       # at import; below them, on call
+ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", ""}   # without NumPy
+LINES = 400
+
+
+def name_of(path):
+    """ "cost" for cost.py, "cli.run" for cli/run.py, "cli" for cli/__init__.py, "" for the package's own."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def part(module):
+    return module.split(".")[0]
+
+
+@cache
+def imports(module):
+    """(inside, outside): modules of mpiattn that a module imports anywhere, and outer packages."""
+    path, inside, outside = MODULES[module], set(), set()
+    package = module.split(".") if path.name == "__init__.py" and module else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            outside.add(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            base = package[:len(package) - node.level + 1]
+            target = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            for alias in node.names:
+                deeper = f"{target}.{alias.name}".lstrip(".")
+                inside.add(deeper if deeper in MODULES else target)
+    return frozenset(inside - {module}), frozenset(outside)
+
+
+def layer_of(module):
+    found = [i for i, layer in enumerate(LAYERS) if part(module) in layer]
+    assert found, f"mpiattn/{module}.py has no layer: give it one here"
+    return found[0]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module):
+    inside, outside = imports(module)
+    up = {other for other in inside if layer_of(other) > layer_of(module)}
+    assert not up, f"{module} imports from a layer above: {up}"
+    assert "mpiattn" not in outside, "inside the package, imports are relative"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_pure_modules_are_pure(module):
+    inside, outside = imports(module)
+    if part(module) in PURE:
+        assert not outside & {"mpi4py", "h5py", "cupy", "torch"}
+        assert not {other for other in inside if part(other) not in PURE}
+    if part(module) in NO_MPI - {"host"}:
+        assert "mpi4py" not in outside
+    if part(module) in ARITHMETIC:
+        assert "numpy" not in outside
+    if part(module) == "backends":
+        assert not {other for other in inside if part(other) not in {"backends", "errors", "sources"}}
+    if module == "reference":
+        assert not inside, "the oracle shares nothing with what it judges"
+
+
+def test_no_cycles():
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, f"a cycle of imports: {' -> '.join([*path[path.index(module):], module])}"
+        if module in done:
+            return
+        path.append(module)
+        for other in sorted(imports(module)[0]):
+            visit(other)
+        done.add(path.pop())
+    for module in MODULES:
+        visit(module)
+
+
+@pytest.mark.parametrize("path", [*MODULES.values(), *sorted(Path(__file__).parent.rglob("*.py"))],
+                         ids=lambda path: str(path.relative_to(launch.ROOT)))
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) < LINES
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], env=launch.environment(), text=True, capture_output=True,
+                          timeout=60)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["mpiattn", "mpiattn.schedule", "mpiattn.greedy", "mpiattn.validate", "mpiattn.cli"])
+def test_import_loads_nothing_heavy(module):
+    loaded = python(f"import sys, {module}; print(*sys.modules)").split()
+    assert not {"mpi4py", "numpy", "h5py", "cupy", "torch", "tqdm"} & set(loaded)
+
+
+@pytest.mark.parametrize("module", sorted(PURE - {""}))
+def test_pure_modules_load_no_mpi(module):
+    assert "mpi4py" not in python(f"import sys, mpiattn.{module}; print(*sys.modules)").split()
+
+
+def test_import_is_fast():
+    """Over a bare start of Python, the best of several runs: others use this machine too."""
+    timed = "import time; start = time.perf_counter(); import mpiattn; print(time.perf_counter() - start)"
+    assert min(float(python(timed)) for _ in range(5)) < 0.3
+
+
+def test_names_of_the_package():
+    """Every public name is what its home says, whatever was imported before and however often it is asked for."""
+    code = ("import mpiattn\n"
+            "for _ in range(2):\n"
+            "    for name, home in mpiattn._HOMES.items():\n"
+            "        thing = getattr(mpiattn, name)\n"
+            "        assert callable(thing), f'mpiattn.{name} is {thing}'\n"
+            "        assert name in dir(mpiattn) and name in mpiattn.__all__\n")
+    python(code)
+
+
+def test_unknown_name():
+    import mpiattn
+    with pytest.raises(AttributeError, match="no attribute 'flash'"):
+        _ = mpiattn.flash
+    assert mpiattn.__version__ in mpiattn.__dict__.values()

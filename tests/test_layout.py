@@ -1,0 +1,73 @@
+"""Layouts: which tokens a chunk holds."""
+
+import numpy as np
+import pytest
+
+from mpiattn import ArgumentError, Layout
+from mpiattn.layout import KINDS, even_split, within
+
+
+def test_positions_by_hand():
+    by_hand = {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+               "striped": [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]],
+               "zigzag": [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]}
+    for kind, chunks in by_hand.items():
+        layout = Layout(kind, 12, 3)
+        assert [layout.positions(chunk).tolist() for chunk in range(3)] == chunks
+
+
+def test_own_sizes():
+    layout = Layout("contiguous", 9, 4, (0, 5, 0, 4))
+    assert [layout.positions(chunk).tolist() for chunk in range(4)] == [[], [0, 1, 2, 3, 4], [], [5, 6, 7, 8]]
+    assert layout.lengths == (0, 5, 0, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_once_in_increasing_order(kind):
+    for seqlen in (*range(0, 20), 97, 1000):
+        for chunks in (1, 2, 3, 7, 8, 16):
+            layout = Layout(kind, seqlen, chunks)
+            held = [layout.positions(chunk) for chunk in range(chunks)]
+            assert all(at.dtype == np.int64 and (np.diff(at) > 0).all() for at in held)
+            assert sorted(np.concatenate(held)) == list(range(seqlen))
+            assert [len(at) for at in held] == [layout.length(chunk) for chunk in range(chunks)] == list(layout.lengths)
+            spread = max(layout.lengths) - min(layout.lengths)
+            assert spread <= (2 if kind == "zigzag" else 1)
+
+
+def test_ranges_are_the_positions_and_nothing_large_is_made():
+    layout = Layout("striped", 10 ** 15, 7)
+    (tokens,) = layout.ranges(3)
+    assert (tokens.start, tokens.step) == (3, 7) and layout.length(3) == len(tokens)
+    for kind in KINDS:
+        layout = Layout(kind, 31, 4)
+        for chunk in range(4):
+            assert [i for tokens in layout.ranges(chunk) for i in tokens] == layout.positions(chunk).tolist()
+
+
+def test_even_split():
+    assert even_split(7, 3) == (range(0, 3), range(3, 5), range(5, 7))
+    assert [len(part) for part in even_split(2, 4)] == [1, 1, 0, 0]
+
+
+def test_within():
+    for tokens in (range(3, 40, 7), range(0, 12), range(5, 5), range(2, 3, 9)):
+        for start in range(0, 45):
+            for stop in range(start, 45):
+                first, last = within(tokens, start, stop)
+                assert list(tokens[first:last]) == [i for i in tokens if start <= i < stop]
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    (("diagonal", 4, 2), "diagonal.*contiguous, striped, zigzag"),
+    (("striped", 4, 2, (2, 2)), "only 'contiguous'"),
+    (("contiguous", 4, 2, (2, 3)), "do not cut 4 tokens into 2"),
+    (("contiguous", 4, 2, (4,)), "do not cut"),
+    (("contiguous", 4, 2, (5, -1)), "do not cut"),
+    (("contiguous", 0, 0, ()), ""),
+    (("contiguous", 4, 0), ""),
+    (("striped", -3, 2), ""),
+])
+def test_wrong_arguments(arguments, text):
+    with pytest.raises(ArgumentError, match=text or None):
+        len(Layout(*arguments).lengths)

@@ -1,0 +1,62 @@
+"""The shape of a problem: defaults, bytes, and errors that say what is wrong."""
+
+import numpy as np
+import pytest
+
+from mpiattn.errors import ArgumentError, MpiattnError
+from mpiattn.problem import Problem
+
+SHAPE = {"seqlen": 10, "heads": 4, "head_dim": 16}
+
+
+def test_defaults():
+    p = Problem(**SHAPE)
+    assert (p.batch, p.kv_heads, p.value_dim, p.seqlen_k) == (1, 4, 16, 10)
+    assert (p.dtype, p.causal, p.scale) == ("float32", False, 0.25)
+
+
+@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
+def test_dtype_by_any_name(dtype):
+    p = Problem(**SHAPE, dtype=dtype)
+    assert (p.dtype, p.itemsize, p.partial_dtype, p.partial_itemsize) == ("float16", 2, "float32", 4)
+
+
+def test_numpy_integers_are_numbers():
+    p = Problem(seqlen=np.int64(10), heads=np.int32(4), head_dim=np.uint8(16), scale=np.float32(0.5))
+    assert p == Problem(**SHAPE, scale=0.5) and repr(p) == repr(Problem(**SHAPE, scale=0.5))
+
+
+def test_bytes_of_a_token():
+    p = Problem(**SHAPE, batch=3, kv_heads=2, value_dim=8, dtype="float16")
+    assert p.q_bytes == 3 * 4 * 16 * 2
+    assert p.kv_bytes == 3 * 2 * (16 + 8) * 2
+    assert p.partial_bytes == 3 * 4 * (8 + 1) * 4
+    assert p.out_bytes == 3 * 4 * (8 * 2 + 4)
+    assert Problem(**SHAPE, dtype="float64").partial_bytes == 4 * 17 * 8
+
+
+def test_flops_count_attended_pairs():
+    assert Problem(**SHAPE).flops == 2 * 4 * 32 * 100
+    assert Problem(**SHAPE, causal=True).flops == 2 * 4 * 32 * 55
+    assert Problem(**SHAPE, seqlen_k=3, causal=True).flops == 2 * 4 * 32 * 6
+
+
+@pytest.mark.parametrize(("name", "value", "may_be"), [
+    ("seqlen", -1, "whole number, at least 0"), ("seqlen", 1.5, "whole number"), ("seqlen", "10", "whole number"),
+    ("seqlen", None, "whole number"), ("seqlen_k", -3, "at least 0"), ("heads", 0, "at least 1"),
+    ("heads", True, "whole"),
+    ("kv_heads", 3, "must divide heads, which is 4"), ("kv_heads", 8, "must divide heads"),
+    ("head_dim", 0, "at least 1"),
+    ("value_dim", 0, "at least 1"), ("batch", 0, "at least 1"), ("dtype", "int32", "float16, float32, float64"),
+    ("dtype", np.complex64, "float16, float32, float64"), ("dtype", None, "float16"),
+    ("causal", "yes", "True or False"),
+    ("scale", float("inf"), "finite"), ("scale", "1", "finite"), ("scale", 1j, "finite"),
+    pytest.param("scale", 10 ** 400, "finite", id="scale-huge"),
+])
+def test_errors_name_argument_value_and_what_it_may_be(name, value, may_be):
+    with pytest.raises(ArgumentError) as caught:
+        Problem(**{**SHAPE, name: value})
+    text = str(caught.value)
+    shown = "complex64" if value is np.complex64 else repr(value).strip("'")
+    assert text.startswith(f"{name} is ") and shown in text and may_be in text
+    assert isinstance(caught.value, MpiattnError) and isinstance(caught.value, ValueError)
