@@ -45,7 +45,8 @@ def _raise_everywhere(comm, error, only):
 def agreement(comm, only=None):
     """Run the body on every rank of `comm`; if it raises on any, the same error is raised on all.
 
-    The body must not communicate.  Costs one allreduce of eight bytes when all is well.
+    The body must not communicate, or only so that it fails on all ranks alike (an h5py that has MPI).  Costs one
+    allreduce of eight bytes when all is well.
     only: the one rank on which the body does anything, for what concerns all (a file, say); the message then
     does not say on which ranks it failed.
     """

@@ -48,11 +48,9 @@ class Buffers:
 
     def _rows(self, kind):
         slots = self.schedule.slots[kind]
-        if not self.packed:
+        if not self.packed or kind == "P":
             own = self.q_tokens[0] if kind == "O" else 0
             return own + slots * max(self._tokens(kind))
-        if kind == "P":
-            return slots * self.q_tokens[0]
         return sum(self._tokens(kind)) if slots or kind == "O" else 0
 
     def _tokens(self, kind):
@@ -71,15 +69,23 @@ class Buffers:
             return sum(n for chunk, n in zip(chunks, tokens) if chunk < chunks[hop])
         if kind == "O":
             return tokens[0] + slot * max(tokens) if hop else 0
-        return slot * max(tokens)
+        return self.slot_start(kind, slot)
 
     def view(self, kind, start, count):
         """Rows [start, start + count) of every array of an arena."""
         return tuple(array[start:start + count] for array in self.arena[kind])
 
-    def take_slot(self, kind, slot, tokens):
-        """A chunk of `tokens` tokens in a slot of "Q", "KV" or "P", and the last use of what was there."""
-        start = slot * (self.q_tokens[0] if self.packed else max(self._tokens(kind)))
+    def slot_start(self, kind, slot):
+        """First row of a slot of "Q", "KV" or "P"."""
+        return slot * max(self._tokens(kind))
+
+    def take_slot(self, kind, slot, tokens, hop=None):
+        """A chunk of `tokens` tokens in a slot of "Q", "KV" or "P", and the last use of what was there.
+
+        hop: whose chunk it is, where chunks have their places in a packed arena.
+        """
+        placed = self.packed and kind != "P"
+        start = self.start_of(kind, hop) if placed else self.slot_start(kind, slot)
         chunk = Chunk(self.view(kind, start, tokens))
         before = self.occupant.get((kind, slot))
         self.occupant[kind, slot] = chunk

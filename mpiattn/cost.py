@@ -91,24 +91,25 @@ def build(kind, a, b, route, problem, machine=Machine()):
     return greedy(a, b, transfer_costs(problem, a * b, machine), route)
 
 
-def buffer_bytes(schedule, problem, q_tokens, k_tokens):
+def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
     """Bytes of a plan's buffers whose chunks hold up to q_tokens and k_tokens tokens.
 
-    One accumulator O#0, the slots of the schedule and, for a fused launch, the chunk's own place in the
-    arenas and keys and values once more in order of position.
+    One accumulator O#0, the slots of the schedule and, for a fused launch, the chunk's own place in the arenas
+    and, unless the layout is contiguous, keys and values once more in order of position.
     """
     slots = schedule.slots
-    fused = any(step.fused for step in schedule.steps)
-    q_slots = slots["Q"] + (1 if fused and slots["Q"] else 0)
-    kv_slots = slots["KV"] + (slots["KV"] + 2 if fused and slots["KV"] else 0)
+    own = 1 if any(step.fused for step in schedule.steps) else 0
+    q_slots = slots["Q"] and slots["Q"] + own
+    kv_slots = slots["KV"] and (slots["KV"] + own) * (2 if own and layout != "contiguous" else 1)
     partials = 1 + slots["O"] + slots["P"]
     return (q_tokens * (q_slots * problem.q_bytes + partials * problem.partial_bytes)
             + k_tokens * kv_slots * problem.kv_bytes)
 
 
 def chunk_bytes(problem, q_tokens, k_tokens):
-    """Bytes of a rank's own q, k, v and its result."""
-    return q_tokens * (problem.q_bytes + problem.out_bytes) + k_tokens * problem.kv_bytes
+    """Bytes of a rank's own q, k, v and its result, and of q, k, v once more where a batch is folded into heads."""
+    inputs = q_tokens * problem.q_bytes + k_tokens * problem.kv_bytes
+    return inputs * (1 if problem.batch == 1 else 2) + q_tokens * problem.out_bytes
 
 
 def longest(tokens, ranks):
@@ -116,8 +117,15 @@ def longest(tokens, ranks):
     return -(-tokens // ranks)
 
 
-def evaluate(problem, ranks, route="direct", kinds=SCHEDULES, shapes=None, machine=Machine()):
+def auto_layout(problem):
+    """The layout that "auto" means: contiguous, or for causal attention zigzag, which balances the work."""
+    return "zigzag" if problem.causal else "contiguous"
+
+
+def evaluate(problem, ranks, route="direct", kinds=SCHEDULES, shapes=None, layout=None, machine=Machine()):
     """Every tile (or those of `shapes`) with every schedule kind as a Choice, best first.
+
+    layout: kind of it; default what "auto" means.
 
     Best is the least predicted time; where times agree to three digits, the least traffic, then memory.
     """
@@ -130,5 +138,6 @@ def evaluate(problem, ranks, route="direct", kinds=SCHEDULES, shapes=None, machi
             schedule = build(kind, a, b, route, problem, machine)
             choices.append(Choice(a, b, kind, predicted_seconds(schedule, problem, ranks, machine),
                                   chunk_bytes(problem, q_tokens, k_tokens)
-                                  + buffer_bytes(schedule, problem, q_tokens, k_tokens)))
+                                  + buffer_bytes(schedule, problem, q_tokens, k_tokens,
+                                                 layout or auto_layout(problem))))
     return sorted(choices, key=lambda c: (float(f"{c.seconds:.3g}"), mean_sent(problem, ranks, c.a, c.b), c.nbytes))

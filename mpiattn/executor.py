@@ -71,7 +71,15 @@ class Executor:
                     progress(len(blocks))
             for p in pending:
                 self._complete(p)
-        return self._accumulator(0).arrays
+        out = self._accumulator(0).arrays
+        self.chunks = {}                    # the caller's arrays are the caller's
+        return out
+
+    def forget(self):
+        """Nothing in the buffers is needed any more."""
+        for arrays in self.buffers.arena.values():
+            for array in arrays:
+                self.backend.forget(array)
 
     def _accumulator(self, hop):
         """The partial O#hop, made empty when it is first asked for."""
@@ -98,7 +106,7 @@ class Executor:
 
     def _attend_tile(self):
         """All blocks as one launch over the packed arenas."""
-        q, kv = self.chunks["Q", 0], self.chunks["KV", 0]
+        q, kv = self._whole("Q"), self._whole("KV")
         q_positions = np.concatenate([self.q_layout.positions(chunk) for chunk in sorted(self.buffers.q_chunks)])
         k_positions = self._arena_key_positions()
         arrays = kv.arrays
@@ -112,6 +120,16 @@ class Executor:
                                     *self.buffers.arena["O"], self.problem.scale, after=(*q.ready, *kv.ready))
         for chunk in accumulators:
             chunk.ready = (event,)
+
+    def _whole(self, kind):
+        """The chunks of my whole group as one, packed, with my own among them."""
+        own = self.chunks[kind, 0]
+        if (kind, 1) not in self.chunks:              # alone, or gathered by a collective, which has placed it
+            return own
+        arena, tokens = self.buffers.arena[kind], self._tokens(kind, 0)
+        for dst, src in zip(self.buffers.view(kind, self.buffers.start_of(kind, 0), tokens), own.arrays):
+            self.backend.copy(dst, src)
+        return Chunk(arena, tuple(event for (k, _), chunk in self.chunks.items() if k == kind for event in chunk.ready))
 
     # Transfers
 
@@ -129,7 +147,7 @@ class Executor:
         else:
             ahead, target = (1 if ring else hop), hop
             leaving, arena = self.chunks[kind, hop - 1 if ring else 0], kind
-        arriving, before = self.buffers.take_slot(arena, slot, self._tokens(kind, target))
+        arriving, before = self.buffers.take_slot(arena, slot, self._tokens(kind, target), hop)
         comm, me = self._group(kind)
         requests = []
         for i, array in enumerate(arriving.arrays):
@@ -183,7 +201,7 @@ class Executor:
             requests += self.exchange.alltoall(
                 comm, self.backend.outgoing(mine, ready), tokens, starts,
                 self.backend.incoming(arena), [own * (rank != me) for rank in range(comm.size)],
-                [slot * own for slot in slots], _row_bytes(arena), longest)
+                [self.buffers.slot_start("P", slot) for slot in slots], _row_bytes(arena), longest)
 
         def merge_in_order():
             for hop in transfer.hops:

@@ -68,31 +68,6 @@ def create_datasets(file, shapes):
         how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        how.set_obj_track_times(False)               # the same contents are the same bytes
         kind = h5py.h5t.py_create(np.dtype(dtype), logical=True)
         h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), how)
-
-
-def check_writable(name, path, inputs=()):
-    """Raise FileError unless a file can be made at `path` and is none of `inputs`."""
-    for other in inputs:
-        if os.path.realpath(path) == os.path.realpath(other):
-            raise FileError(f"{name} is {str(path)!r}; it must be another file than {str(other)!r}")
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path):
-        raise FileError(f"{name} is {str(path)!r}; it is a folder, it must be a file")
-    if not os.path.isdir(folder):
-        raise FileError(f"{name} is {str(path)!r}; there is no folder {folder!r}")
-    if not os.access(folder, os.W_OK):
-        raise FileError(f"{name} is {str(path)!r}; its folder {folder!r} is not writable")
-
-
-def temporary(path):
-    """Where a file is written before it is renamed to `path`: the same folder, so the rename is atomic."""
-    return f"{path}.partial"
-
-
-def publish(partial, path):
-    """Put a finished file on the disk and give it its name."""
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)

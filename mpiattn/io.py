@@ -11,9 +11,11 @@ import os
 import h5py
 import numpy as np
 
-from .agreement import agreement
-from .hdf5 import check_writable, create_datasets, file_errors, publish, reserve, temporary
+from .agreement import agree_on, agreement
+from .exchange import MAX_MESSAGE
+from .hdf5 import create_datasets, file_errors, read_shapes, reserve
 from .layout import Layout
+from .newfile import NewFile
 from .redistribute import Redistribution, all_on
 
 
@@ -55,10 +57,16 @@ def _write_tokens(dataset, start, rows, axis):
 
 
 class Input:
-    """An input file, open on every rank of a communicator; made, used and closed collectively."""
+    """An input file, open on every rank of a communicator; made, used and closed collectively.
 
-    def __init__(self, comm, path):
-        self.comm, self.path = comm, path
+    shapes: the keyword arguments of `Problem` that it fixes.  max_message: as of `MeshAttention`.
+    """
+
+    def __init__(self, comm, path, max_message=MAX_MESSAGE):
+        self.comm, self.path, self.max_message = comm, path, max_message
+        with agreement(comm):                        # every rank looks for itself: hosts may see different files
+            self.shapes = read_shapes(path)
+        agree_on(comm, {f"the content of IN, {str(path)!r}": self.shapes})
         with agreement(comm), file_errors("IN", path, "read"):
             self.file = _open(path, "r", comm)
 
@@ -77,7 +85,7 @@ class Input:
             if progress:
                 progress(stop - start)
             return rows
-        move = Redistribution(self.comm, slabs, layout, shape, data.dtype.newbyteorder("="))
+        move = Redistribution(self.comm, slabs, layout, shape, data.dtype.newbyteorder("="), self.max_message)
         return move.to_chunk(read).swapaxes(0, 1)
 
     def close(self):
@@ -91,19 +99,20 @@ class Output:
     shapes: name -> (shape, dtype).  inputs: files that must not be written over.
     """
 
-    def __init__(self, comm, path, shapes, inputs=()):
-        self.comm, self.path, self.file = comm, path, None
-        self.partial = temporary(path)
+    def __init__(self, comm, path, shapes, inputs=(), max_message=MAX_MESSAGE):
+        self.comm, self.path, self.max_message = comm, path, max_message
+        self.new = self.file = None
         try:
             with agreement(comm, only=0), file_errors("OUT", path, "written"):
                 if comm.rank == 0:
-                    check_writable("OUT", path, inputs)
-                    with h5py.File(self.partial, "w", libver="v108") as file:
+                    self.new = NewFile("OUT", path, inputs)
+                    with h5py.File(self.new.partial, "w", libver="v108") as file:
                         create_datasets(file, shapes)
-                    reserve(self.partial)
+                    reserve(self.new.partial)
+            partial = comm.bcast(self.new and self.new.partial)
             with agreement(comm), file_errors("OUT", path, "written"):
                 if parallel() or comm.rank == 0:
-                    self.file = _open(self.partial, "r+", comm)
+                    self.file = _open(partial, "r+", comm)
         except BaseException:
             self.abandon()
             raise
@@ -120,7 +129,8 @@ class Output:
             if progress:
                 progress(len(rows))
         rows = np.moveaxis(chunk, axis, 0)
-        Redistribution(self.comm, slabs, layout, rows.shape[1:], rows.dtype).from_chunk(rows, write)
+        move = Redistribution(self.comm, slabs, layout, rows.shape[1:], rows.dtype, self.max_message)
+        move.from_chunk(rows, write)
 
     def commit(self, attributes):
         """Write attributes, close the file and give it its name."""
@@ -130,17 +140,17 @@ class Output:
                 self.file.close()
                 self.file = None
         with agreement(self.comm, only=0), file_errors("OUT", self.path, "written"):
-            if self.comm.rank == 0:
-                publish(self.partial, self.path)
+            if self.new:
+                self.new.publish()
 
     def abandon(self):
         """Leave nothing behind; does nothing after `commit`."""
         if self.file is not None:
             with contextlib.suppress(OSError, RuntimeError):
                 if not parallel():
-                    os.truncate(self.partial, 0)     # on a full disk, room for what closing still writes
+                    os.truncate(self.new.partial, 0)     # on a full disk, room for what closing still writes
                 self.file.close()
             self.file = None
-        if self.comm.rank == 0:
+        if self.new:
             with contextlib.suppress(OSError):
-                os.unlink(self.partial)
+                self.new.discard()

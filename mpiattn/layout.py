@@ -11,6 +11,7 @@ moved by slicing and no index array of the whole sequence is ever made.
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -49,6 +50,9 @@ class Layout:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ArgumentError(f"layout is {self.kind!r}; it may be {', '.join(KINDS)}")
+        for name, value, least in (("seqlen", self.seqlen, 0), ("chunks", self.chunks, 1)):
+            if not isinstance(value, Integral) or value < least:
+                raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
         if self.sizes is None:
             return
         if self.kind != "contiguous":

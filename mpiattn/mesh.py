@@ -15,6 +15,7 @@ from mpi4py import MPI
 from .errors import ArgumentError
 
 _KEY = None                       # MPI attribute under which a caller's communicator keeps its Home
+_WRECKS = []                      # meshes with messages under way that nobody waits for
 
 
 class Mesh:
@@ -32,11 +33,27 @@ class Mesh:
         self.rank, self.size = self.cart.rank, self.cart.size
         self.r, self.c = self.column.rank, self.row.rank
         self.users = 0
+        self.wreck = None
+
+    def abandon(self, what):
+        """After a pass that did not end: messages may still be under way here, into the buffers of `what`.
+
+        The mesh is never used for another plan, nor freed, and `what` is kept for good.
+        """
+        self.wreck = what
+        _WRECKS.append(self)
 
     def free(self):
         """Free the communicators; collective."""
+        if self.wreck is not None:
+            return
         for comm in (self.row, self.column, self.cart):
             comm.Free()
+
+
+def _forget_owner(comm, key, home):
+    """MPI calls it when the caller frees the communicator, through whatever handle, or `leave` lets go of it."""
+    home.owner = None
 
 
 class Home:
@@ -55,7 +72,7 @@ class Home:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ArgumentError(f"comm is {comm!r}; it must be an mpi4py intracommunicator")
         if _KEY is None:
-            _KEY = MPI.Comm.Create_keyval()
+            _KEY = MPI.Comm.Create_keyval(delete_fn=_forget_owner)
         home = comm.Get_attr(_KEY)
         if home is None:
             home = cls(comm)
@@ -65,10 +82,12 @@ class Home:
 
     def mesh(self, a, b):
         """The mesh of a tile, made if need be, with one user more; collective."""
-        if (a, b) not in self.meshes:
-            self.meshes[a, b] = Mesh(self.comm, a, b)
-        self.meshes[a, b].users += 1
-        return self.meshes[a, b]
+        mesh = self.meshes.get((a, b))
+        # a pass may have ended on some ranks only, so they agree on whether they need a new mesh
+        if self.comm.allreduce(mesh is None or mesh.wreck is not None, MPI.LOR):
+            mesh = self.meshes[a, b] = Mesh(self.comm, a, b)
+        mesh.users += 1
+        return mesh
 
     def leave(self, mesh=None):
         """Give up a use of the home and, where given, of a mesh; collective."""
@@ -77,10 +96,11 @@ class Home:
         if mesh is not None:
             mesh.users -= 1
             if not mesh.users:
-                del self.meshes[mesh.a, mesh.b]
+                if self.meshes.get((mesh.a, mesh.b)) is mesh:
+                    del self.meshes[mesh.a, mesh.b]
                 mesh.free()
         self.users -= 1
         if not self.users:
             self.comm.Free()
-            if self.owner != MPI.COMM_NULL:       # else the caller freed it, and the attribute with it
+            if self.owner is not None:
                 self.owner.Delete_attr(_KEY)

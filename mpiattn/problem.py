@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
 
+import numpy as np
+
 from .errors import ArgumentError
 from .mask import Mask
 
@@ -15,6 +17,15 @@ def _count(name, value, least):
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
     return int(value)
+
+
+def _finite(name, value):
+    try:
+        if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:                      # an int beyond all floats
+        pass
+    raise ArgumentError(f"{name} is {value!r}; it must be a finite number")
 
 
 def dtype_name(dtype):
@@ -60,10 +71,8 @@ class Problem:
         put("dtype", dtype_name(self.dtype))
         if self.scale is None:
             put("scale", 1 / math.sqrt(self.head_dim))
-        if not isinstance(self.scale, Real) or not math.isfinite(self.scale):
-            raise ArgumentError(f"scale is {self.scale!r}; it must be a finite number")
-        put("scale", float(self.scale))
-        if self.causal not in (True, False):
+        put("scale", _finite("scale", self.scale))
+        if not isinstance(self.causal, bool | np.bool_):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
         put("causal", bool(self.causal))
 

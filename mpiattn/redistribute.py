@@ -5,13 +5,14 @@ ends of every message know from the layouts alone which tokens it holds, so only
 """
 
 import math
+from numbers import Integral
 
 import numpy as np
 from mpi4py import MPI
 
 from .agreement import agree_on, agreement
 from .errors import ArgumentError
-from .exchange import Exchange
+from .exchange import MAX_MESSAGE, Exchange
 from .layout import Layout, within
 
 PIECE_BYTES = 8 * 2 ** 20       # what a rank reads or writes at a time; memory holds about three pieces
@@ -40,50 +41,66 @@ def _starts(counts):
 class Redistribution:
     """Moves rows of tokens between `slabs`, a contiguous layout, and `layout` on a communicator.
 
-    shape, dtype: of one token's row.
+    shape, dtype: of one token's row.  max_message: as of `MeshAttention`.
     """
 
-    def __init__(self, comm, slabs, layout, shape, dtype):
-        self.comm, self.slabs, self.layout = comm, slabs, layout
+    def __init__(self, comm, slabs, layout, shape, dtype, max_message=MAX_MESSAGE):
+        self.comm, self.slabs, self.layout, self.max_message = comm, slabs, layout, max_message
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self.row_bytes = self.dtype.itemsize * math.prod(self.shape)
         self.tokens = max(1, PIECE_BYTES // max(self.row_bytes, 1))
 
-    def _pieces(self):
-        """For every round, the [start, stop) that each rank handles of its slab."""
-        bounds = [(r.start, r.stop) for r in (self.slabs.ranges(rank)[0] for rank in range(self.comm.size))]
+    def _rounds(self):
+        """For every piece: its bounds on my slab, my tokens of every rank's piece, every rank's tokens of mine.
+
+        Tokens are pairs of slices, in the chunk and in the piece.
+        """
+        me, ranks = self.comm.rank, range(self.comm.size)
+        bounds = [(r.start, r.stop) for r in (self.slabs.ranges(rank)[0] for rank in ranks)]
         for first in range(0, max(self.slabs.lengths), self.tokens):
-            yield [(min(start + first, stop), min(start + first + self.tokens, stop)) for start, stop in bounds]
+            pieces = [(min(start + first, stop), min(start + first + self.tokens, stop)) for start, stop in bounds]
+            yield (pieces[me], [_shared(self.layout, me, *piece) for piece in pieces],
+                   [_shared(self.layout, rank, *pieces[me]) for rank in ranks])
 
     def _rows(self, count):
         return np.empty((count, *self.shape), self.dtype)
 
-    def _trade(self, exchange, outgoing, out_counts, incoming, in_counts):
+    def _trade(self, outgoing, leaving, incoming, arriving):
+        """Send `outgoing`, and receive `incoming`, by rank; leaving and arriving tell the tokens."""
+        if not self.row_bytes:
+            return
+        exchange = Exchange(self.max_message)
+        counts, in_counts = list(map(_count, leaving)), list(map(_count, arriving))
         exchange.wait(exchange.alltoall(
-            self.comm, outgoing.reshape(-1).view(np.uint8), out_counts, _starts(out_counts),
+            self.comm, outgoing.reshape(-1).view(np.uint8), counts, _starts(counts),
             incoming.reshape(-1).view(np.uint8), in_counts, _starts(in_counts), self.row_bytes, self.tokens))
+        exchange.close()
+
+    def _packed(self, rows, pairs, side):
+        """The tokens of all pairs one after another; side: 0 where rows are the chunk, 1 where they are the piece."""
+        return np.concatenate([rows[pair[side]] for of_rank in pairs for pair in of_rank] or [self._rows(0)])
+
+    @staticmethod
+    def _unpack(packed, rows, pairs, side):
+        done = 0
+        for pair in (pair for of_rank in pairs for pair in of_rank):
+            count = _count([pair])
+            rows[pair[side]] = packed[done:done + count]
+            done += count
 
     def to_chunk(self, read):
         """This rank's chunk (tokens, *shape); read(start, stop) gives tokens of my slab, (stop - start, *shape).
 
         Every rank calls `read` equally often, with start = stop where its slab has ended, so it may be collective.
         """
-        me, ranks, exchange = self.comm.rank, range(self.comm.size), Exchange()
-        chunk = self._rows(self.layout.length(me))
-        for pieces in self._pieces():
-            start, stop = pieces[me]
-            mine = [_shared(self.layout, rank, start, stop) for rank in ranks]     # of my piece, for each rank
-            theirs = [_shared(self.layout, me, *piece) for piece in pieces]        # of each piece, for me
+        with agreement(self.comm):
+            chunk = self._rows(self.layout.length(self.comm.rank))
+        for (start, stop), mine, theirs in self._rounds():
             with agreement(self.comm):
-                slab = read(start, stop)
-                outgoing = np.concatenate([slab[at] for pairs in mine for _, at in pairs] or [self._rows(0)])
-                incoming = self._rows(sum(map(_count, theirs)))
-            self._trade(exchange, outgoing, list(map(_count, mine)), incoming, list(map(_count, theirs)))
-            done = 0
-            for at, _ in (pair for pairs in theirs for pair in pairs):
-                chunk[at] = incoming[done:done + at.stop - at.start]
-                done += at.stop - at.start
-        exchange.close()
+                outgoing = self._packed(read(start, stop), theirs, 1)
+                incoming = self._rows(sum(map(_count, mine)))
+            self._trade(outgoing, theirs, incoming, mine)
+            self._unpack(incoming, chunk, mine, 0)
         return chunk
 
     def from_chunk(self, chunk, write):
@@ -91,21 +108,14 @@ class Redistribution:
 
         Every rank calls `write` equally often, with no rows where its slab has ended.
         """
-        me, ranks, exchange = self.comm.rank, range(self.comm.size), Exchange()
-        for pieces in self._pieces():
-            start, stop = pieces[me]
-            mine = [_shared(self.layout, rank, start, stop) for rank in ranks]
-            theirs = [_shared(self.layout, me, *piece) for piece in pieces]
-            outgoing = np.concatenate([chunk[at] for pairs in theirs for at, _ in pairs] or [self._rows(0)])
-            incoming = self._rows(stop - start)
-            self._trade(exchange, outgoing, list(map(_count, theirs)), incoming, list(map(_count, mine)))
+        for (start, stop), mine, theirs in self._rounds():
             with agreement(self.comm):
-                slab, done = self._rows(stop - start), 0
-                for at, local in (pair for pairs in mine for pair in pairs):
-                    slab[local] = incoming[done:done + at.stop - at.start]
-                    done += at.stop - at.start
+                outgoing = self._packed(chunk, mine, 0)
+                incoming, slab = self._rows(stop - start), self._rows(stop - start)
+            self._trade(outgoing, mine, incoming, theirs)
+            with agreement(self.comm):
+                self._unpack(incoming, slab, theirs, 1)
                 write(start, slab)
-        exchange.close()
 
 
 def all_on(root, layout):
@@ -123,43 +133,47 @@ def _check_tokens(array, layout, axis, length):
 
 def _checked_row(comm, layout, array, root, axis, length):
     """Shape and dtype of one token's row of an array that `root`, or for None every rank, must hold."""
+    agree_on(comm, {"root": root, "axis": axis, "tokens": layout.seqlen})
     with agreement(comm):
-        if root is not None and not 0 <= root < comm.size:
+        if root is not None and (not isinstance(root, Integral) or not 0 <= root < comm.size):
             raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {comm.size - 1}")
-        if root in (None, comm.rank):
+        if length is not None:
             _check_tokens(array, layout, axis, length)
-    row = None if array is None else (array.shape[:axis] + array.shape[axis + 1:], array.dtype.str)
-    if root is not None:
-        return comm.bcast(row, root)
-    agree_on(comm, {"shape of a token and dtype of array": row})
-    return row
-
-
-def scatter(comm, layout, array, root, axis):
-    """A rank's chunk of the whole `array`, which `root` has, or for None every rank."""
-    shape, dtype = _checked_row(comm, layout, array, root, axis, layout.seqlen)
+    row = None if length is None else (array.shape[:axis] + array.shape[axis + 1:], array.dtype)
     if root is None:
-        whole = np.moveaxis(array, axis, 0)
-        rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(comm.rank)])
+        agree_on(comm, {"shape of a token and dtype of array": row})
+        return row
+    return comm.bcast(row, root)
+
+
+def scatter(comm, layout, array, root, axis, max_message=MAX_MESSAGE):
+    """A rank's chunk of the whole `array`, which `root` has, or for None every rank."""
+    length = layout.seqlen if root in (None, comm.rank) else None
+    shape, dtype = _checked_row(comm, layout, array, root, axis, length)
+    with agreement(comm):
+        whole = np.empty((0, *shape), dtype) if length is None else np.moveaxis(array, axis, 0)
+    if root is None:
+        with agreement(comm):
+            rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(comm.rank)])
     else:
-        whole = np.moveaxis(array, axis, 0) if comm.rank == root else np.empty((0, *shape), dtype)
-        rows = Redistribution(comm, all_on(root, layout), layout, shape, dtype).to_chunk(
-            lambda start, stop: whole[start:stop])
+        move = Redistribution(comm, all_on(root, layout), layout, shape, dtype, max_message)
+        rows = move.to_chunk(lambda start, stop: whole[start:stop])
     return np.ascontiguousarray(np.moveaxis(rows, 0, axis))
 
 
-def gather(comm, layout, chunk, root, axis):
+def gather(comm, layout, chunk, root, axis, max_message=MAX_MESSAGE):
     """The whole array of all chunks on `root`, or for None on every rank; None elsewhere."""
-    with agreement(comm):
-        if root is not None and not 0 <= root < comm.size:
-            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {comm.size - 1}")
-    shape, dtype = _checked_row(comm, layout, chunk, None, axis, layout.length(comm.rank))
+    agree_on(comm, {"root": root})
     at = 0 if root is None else root
-    whole = np.empty((layout.seqlen if root in (None, comm.rank) else 0, *shape), dtype)
+    shape, dtype = _checked_row(comm, layout, chunk, None, axis, layout.length(comm.rank))
+    with agreement(comm):
+        if not isinstance(at, Integral) or not 0 <= at < comm.size:
+            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {comm.size - 1}")
+        whole = np.empty((layout.seqlen if root in (None, comm.rank) else 0, *shape), dtype)
 
     def keep(start, rows):
         whole[start:start + len(rows)] = rows
-    move = Redistribution(comm, all_on(at, layout), layout, shape, dtype)
+    move = Redistribution(comm, all_on(at, layout), layout, shape, dtype, max_message)
     move.from_chunk(np.moveaxis(chunk, axis, 0), keep)
     if root not in (None, comm.rank):
         return None

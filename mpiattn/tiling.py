@@ -1,6 +1,7 @@
 """Tiles: how n ranks form a mesh of b rows x a columns, each computing a query chunks x b KV chunks."""
 
 import re
+from operator import index
 
 from .errors import ArgumentError
 
@@ -27,8 +28,8 @@ def parse_tile(tile, ranks):
         pair = int(match[1]), int(match[2])
     else:
         try:
-            pair = tuple(int(side) for side in tile)
-        except (TypeError, ValueError):
+            pair = tuple(index(side) for side in tile)
+        except TypeError:
             raise ArgumentError(f"tile is {tile!r}; {may_be}") from None
     if len(pair) != 2 or pair not in tiles(ranks):
         raise ArgumentError(f"tile is {'x'.join(map(str, pair))}; {may_be}")

@@ -85,6 +85,6 @@ def usp(problem, ranks, group):
 
 
 def best_usp(problem, ranks):
-    """USP's largest group, which has the least traffic, and its bytes: (group, bytes)."""
-    group = max(g for g in range(1, ranks + 1) if ranks % g == 0 and problem.kv_heads % g == 0)
-    return group, usp(problem, ranks, group)
+    """USP's group with the least traffic and its bytes: (group, bytes); group 1, plain Ring, only if there is none."""
+    groups = [g for g in range(2, ranks + 1) if ranks % g == 0 and problem.kv_heads % g == 0] or [1]
+    return min(((group, usp(problem, ranks, group)) for group in groups), key=lambda found: found[1])

@@ -343,3 +343,15 @@ def test_names():
     assert [backends.get(name).name for name in ("numpy", "deferred", "auto")] == ["numpy", "deferred", "numpy"]
     with pytest.raises(ValueError, match="backend is 'abacus'; it may be auto, numpy"):
         backends.get("abacus")
+
+
+def test_a_failed_launch_is_told_by_every_later_wait():
+    backend = backends.get("deferred")
+    try:
+        bad = backend.copy(np.zeros(3), np.zeros(4))
+        good = backend.copy(np.zeros(3), np.zeros(3))
+        for event in (good, bad, None):
+            with pytest.raises(ValueError, match="broadcast"):
+                backend.wait(event)
+    finally:
+        backend.close()

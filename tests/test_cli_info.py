@@ -45,7 +45,7 @@ def test_json(tmp_path):
 def test_json_that_cannot_be_written_is_said_once():
     outcome = info(2, "--json", "/no/such/folder/info.json", check=False)
     assert outcome.returncode
-    assert outcome.stderr.count("--json /no/such/folder/info.json") == 1
+    assert outcome.stderr.count("--json is '/no/such/folder/info.json'") == 1
     assert "Traceback" not in outcome.stderr
 
 

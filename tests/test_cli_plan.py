@@ -148,7 +148,7 @@ def test_picture():
     (["--ranks", "0", *MHA], 1, "ranks is 0"),
     (["--ranks", "4", *MHA, "--tile", "3x2"], 1, "it may be 1x4, 2x2, 4x1"),
     (["--ranks", "4", *MHA, "--kv-heads", "5"], 1, "must divide heads"),
-    (["--ranks", "4", *MHA, "--json", "/no/such/folder/plan.json"], 1, "--json /no/such/folder/plan.json"),
+    (["--ranks", "4", *MHA, "--json", "/no/such/folder/plan.json"], 1, "--json is '/no/such/folder/plan.json'"),
     (["--ranks", "4", *MHA, "--route", "star"], 2, "--route"),
     (["--ranks", "four", *MHA], 2, "--ranks"),
     (MHA, 2, "--ranks"),
@@ -198,10 +198,10 @@ def test_json_is_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "old.json"
     path.write_text("old")
 
-    def full(handle, mode):
+    def full(handle):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(os, "fchmod", full)
-    with pytest.raises(FileError, match=r"--json .*old\.json: cannot write it: No space left"):
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FileError, match=r"--json is .*old\.json'; it cannot be written: No space left"):
         write_json(str(path), {"new": 1})
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["old.json"]

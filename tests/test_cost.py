@@ -68,8 +68,9 @@ def test_memory_is_what_buffers_take():
         for kind in cost.SCHEDULES:
             schedule = cost.build(kind, a, b, "direct", problem)
             buffers = Buffers(NumpyBackend(), problem, schedule, SimpleNamespace(a=a, b=b, rank=5), layout, layout)
+            assert cost.buffer_bytes(schedule, problem, 8, 8, "contiguous") == buffers.nbytes, (a, b, kind)
             ordered = b * 8 * problem.kv_bytes if kind == "collective" and b > 1 else 0    # keys again, by position
-            assert cost.buffer_bytes(schedule, problem, 8, 8) == buffers.nbytes + ordered, (a, b, kind)
+            assert cost.buffer_bytes(schedule, problem, 8, 8, "striped") == buffers.nbytes + ordered, (a, b, kind)
 
 
 def test_wrong_arguments():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import h5py
 import numpy as np
@@ -49,6 +50,13 @@ def test_errors(tmp_path, capsys, options, says):
     assert make(tmp_path / "x.h5", *options) == 1
     assert says in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_same_bytes(tmp_path):
+    for name in ("a.h5", "b.h5"):
+        make(tmp_path / name)
+        time.sleep(1.1)                  # HDF5 would note the second in which a dataset was made
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
 
 
 def test_no_folder(tmp_path, capsys):

@@ -13,15 +13,15 @@ PACKAGE = launch.ROOT / "mpiattn"
 
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
 LAYERS = [
-    {"errors", "reference", "", "host"},
+    {"errors", "reference", "", "host", "newfile"},
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",
      "sources", "mesh", "agreement", "exchange", "redistribute", "gpuaware", "hdf5", "backends"},
     {"buffers", "executor"},
-    {"attention", "io", "verify"},
+    {"plan", "io", "verify"},
     {"cli", "bench", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",
-        "sources", "errors", "reference"}
+        "sources", "errors", "reference", "newfile"}
 NO_MPI = PURE | {"backends", "buffers", "executor", "hdf5", "host", ""}       # at import; below them, on call
 ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", ""}   # without NumPy
 LINES = 400

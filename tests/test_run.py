@@ -2,14 +2,16 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import h5py
 import numpy as np
 import pytest
 from files import assert_right, write_input
-from launch import mpirun
+from launch import environment, mpiexec, mpirun, require_launch
 
+from mpiattn import reference
 from mpiattn.cli.threads import VARIABLES
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
@@ -77,6 +79,28 @@ def test_replaces_an_older_file(tmp_path):
     (tmp_path / "out.h5").write_text("older")
     run(2, source, tmp_path / "out.h5")
     assert_right(source, tmp_path / "out.h5")
+
+
+def test_link_stays_a_link(tmp_path):
+    source = write_input(tmp_path / "in.h5")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "out.h5").symlink_to(tmp_path / "folder" / "real.h5")
+    run(2, source, tmp_path / "out.h5")
+    assert (tmp_path / "out.h5").is_symlink()
+    assert_right(source, tmp_path / "folder" / "real.h5")
+
+
+def test_two_runs_to_one_file(tmp_path):
+    """The later one stays; both end well."""
+    require_launch()
+    sources = [write_input(tmp_path / f"{seed}.h5", seed=seed) for seed in (1, 2)]
+    commands = [[mpiexec(), "-n", "2", *RUN, source, tmp_path / "out.h5"] for source in sources]
+    both = [subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL) for command in commands]
+    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    with h5py.File(tmp_path / "out.h5") as made, h5py.File(sources[0]) as first:
+        theirs = reference.attention(*(first[name][:] for name in "qkv"))[0]
+        of_first = np.abs(made["out"][:] - theirs).max() < 1e-5
+    assert_right(sources[0 if of_first else 1], tmp_path / "out.h5")
 
 
 def test_same_bits_again(tmp_path):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import launch
 import numpy as np
@@ -24,7 +25,7 @@ def fails(source, out, *options, n=3, command=RUN, code=1, **how):
     assert len(said) == 1, outcome.stderr
     assert "Traceback" not in outcome.stderr
     assert not os.path.isfile(out) or os.path.samefile(source, out)
-    assert not os.path.exists(f"{out}.partial")
+    assert not list(Path(out).parent.glob(".*.partial"))
     return said[0]
 
 
@@ -97,6 +98,22 @@ def test_out_equal_to_in(tmp_path):
     assert "must be another file" in fails(source, source)
     assert "must be another file" in fails(source, tmp_path / "link.h5")
     assert source.read_bytes() == before
+
+
+def test_out_is_no_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in fails(write_input(tmp_path / "in.h5"), tmp_path / "pipe")
+    assert not (tmp_path / "pipe").is_file()
+
+
+def test_files_of_others_stay(tmp_path, out):
+    """Nothing but what this run made is touched, whatever it is called."""
+    theirs = tmp_path / "out.h5.partial"
+    write_input(theirs)
+    before = theirs.read_bytes()
+    assert "must be another file" in fails(theirs, theirs)
+    mpirun(2, [*RUN, theirs, out])
+    assert theirs.read_bytes() == before
 
 
 def test_json_in_no_folder(tmp_path, out):

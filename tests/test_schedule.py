@@ -41,7 +41,9 @@ def test_every_tile_is_valid(a, b, route):
                                                  + [("KV", (w,)) for w in range(1, b)])
     schedule = collective(a, b, route)
     assert validate(schedule) == schedule.slots
-    assert len(schedule.steps) <= 3 and sum(step.fused for step in schedule.steps) == 1
+    assert len(schedule.steps) <= (3 if route == "direct" else max(a, b) - 1 + 1 + a - 1)
+    assert sum(step.fused for step in schedule.steps) == 1
+    assert all(t.collective == (route == "direct") for step in schedule.steps for t in step.transfers)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -60,8 +60,11 @@ class Backend(Protocol):
     def arrived(self, array):
         """The bytes for an array have been received; returns the event after which it can be read."""
 
+    def forget(self, array):
+        """What an array of `empty` holds is not needed any more, and no launch that uses it is left."""
+
     def wait(self, event):
-        """Return when an event is done."""
+        """Return when an event is done; raise if it, or any launch so far, has failed."""
 
     def close(self):
         """Give up what the back end holds."""

@@ -28,6 +28,7 @@ class DeferredBackend(NumpyBackend):
         self._delays = random.Random(0)
         self._sending = []
         self._staged = {}
+        self._failure = None                   # the first; from then on every wait raises it
 
     def empty(self, shape, dtype):
         array = super().empty(shape, dtype)
@@ -41,7 +42,11 @@ class DeferredBackend(NumpyBackend):
             for event in after:
                 self.wait(event)
             time.sleep(delay)
-            return work(*args)
+            try:
+                work(*args)
+            except BaseException as error:
+                self._failure = self._failure or error
+                raise
         return thread.submit(run)
 
     def _launch(self, written, after, work, *args):
@@ -88,9 +93,14 @@ class DeferredBackend(NumpyBackend):
         staged = self._staged.pop(id(array))
         return self._later(self._copies, (), np.copyto, super().incoming(array), staged)
 
+    def forget(self, array):
+        array.fill(np.nan)
+
     def wait(self, event):
         if event is not None:
             event.result()
+        if self._failure:
+            raise self._failure
 
     def close(self):
         self._launches.shutdown()

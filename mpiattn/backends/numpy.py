@@ -143,6 +143,9 @@ class NumpyBackend:
     def arrived(self, array):
         pass
 
+    def forget(self, array):
+        pass
+
     def wait(self, event):
         pass
 

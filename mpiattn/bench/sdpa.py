@@ -18,12 +18,12 @@ from mpi4py import MPI
 
 from .. import __version__, host
 from ..agreement import agreement
-from ..attention import MeshAttention
 from ..cli import Parser, options
 from ..cli.jsonfile import write_json
 from ..cli.launch import on_all_ranks
 from ..cli.table import duration, facts, table
 from ..errors import ArgumentError, MpiattnError, VerificationError
+from ..plan import MeshAttention
 from ..problem import ITEMSIZE
 from ..tiling import parse_tile, tiles
 

@@ -5,7 +5,7 @@ numbers in natural token order. They are written a piece at a time, so the file 
 same seed and shapes give the same file.
 """
 
-import contextlib
+import math
 import os
 
 import h5py
@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import hdf5
 from ..errors import ArgumentError
+from ..newfile import NewFile
 from ..problem import ITEMSIZE, Problem
 from . import launch_rank
 from .progress import Progress
@@ -48,22 +49,20 @@ def run(args):
     shapes = {"q": (p.batch, p.seqlen, p.heads, p.head_dim),
               "k": (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
               "v": (p.batch, p.seqlen_k, p.kv_heads, p.value_dim)}
-    hdf5.check_writable("FILE", args.file)
-    partial = hdf5.temporary(args.file)
+    new = NewFile("FILE", args.file)
     try:
         with hdf5.file_errors("FILE", args.file, "written"):
-            with h5py.File(partial, "w", libver="v108") as file:
+            with h5py.File(new.partial, "w", libver="v108") as file:
                 hdf5.create_datasets(file, {name: (shape, p.dtype) for name, shape in shapes.items()})
                 file.attrs["seed"] = args.seed
-            hdf5.reserve(partial)
-            with h5py.File(partial, "r+") as file, Progress("generate", sum(map(np.prod, shapes.values()))) as progress:
+            hdf5.reserve(new.partial)
+            total = sum(math.prod(shape) for shape in shapes.values())
+            with h5py.File(new.partial, "r+") as file, Progress("generate", total, " elements") as progress:
                 for i, name in enumerate(shapes):
                     _fill(file[name], np.random.default_rng([args.seed, i]), progress)
-            hdf5.publish(partial, args.file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+            new.publish()
+    finally:
+        new.discard()
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     print(f"{args.file}: {listed}, {p.dtype}, {size(os.path.getsize(args.file))}")
     return 0

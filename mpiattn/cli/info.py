@@ -39,7 +39,7 @@ def run(args):
 
 def _run(comm, args):
     facts_of_hosts = _hosts(comm)
-    with agreement(comm):
+    with agreement(comm, only=0):
         # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
         if comm.rank == 0 and launch_rank() == 0:
             data = {"versions": _versions(), "blas": _blas(), "mpi": _mpi(comm), "hosts": facts_of_hosts,

@@ -31,8 +31,8 @@ def add_layout(parser):
 def add_route(parser):
     """--route."""
     parser.add_argument("--route", default="direct", choices=ROUTES,
-                        help="direct: a chunk goes straight from its owner; ring: from neighbour to neighbour; the "
-                             "bytes are the same (default: %(default)s)")
+                        help="direct: a chunk goes straight from its owner, or as MPI's collectives send it; ring: "
+                             "from neighbour to neighbour; the bytes are the same (default: %(default)s)")
 
 
 def add_backend(parser):

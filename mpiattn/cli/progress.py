@@ -20,6 +20,8 @@ def _terminal():
     A launcher hands its ranks pipes even where it was itself started from a terminal, so under one on this host
     rank 0 looks where the launcher's own standard error goes.
     """
+    if sys.stderr is None:
+        return None
     if sys.stderr.isatty():
         return sys.stderr
     pid = os.getppid()

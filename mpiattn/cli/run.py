@@ -14,12 +14,12 @@ from functools import partial
 
 from .. import __version__, hdf5, io, traffic
 from ..agreement import agreement
-from ..attention import MeshAttention
 from ..errors import VerificationError
 from ..exchange import MAX_MESSAGE
+from ..plan import MeshAttention
 from ..verify import choose_rows, verify
 from . import options
-from .jsonfile import write_json
+from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
 from .progress import Progress
 from .table import duration, facts, percent, size
@@ -40,8 +40,8 @@ def add_arguments(parser):
     parser.add_argument("--max-message", type=int, default=MAX_MESSAGE, metavar="BYTES",
                         help="longest MPI message; longer ones are split (default: %(default)s)")
     parser.add_argument("--verify", action="store_true",
-                        help="every rank checks its rows in float64 against K and V read again from IN; a sample of "
-                             "them where that is too much work; exit code 1 and no OUT if a row is off")
+                        help="every rank checks its rows, before they are written, in float64 against Q, K and V read "
+                             "again from IN; a sample where that is too much work; code 1 and no OUT if one is off")
     options.add_json(parser)
 
 
@@ -71,29 +71,26 @@ class _Clock:
 
 
 def _run(comm, args):
-    shapes = None
     with agreement(comm, only=0):
         if comm.rank == 0:
-            if args.json not in (None, "-"):
-                hdf5.check_writable("--json", args.json, (args.input, args.output))
-            shapes = hdf5.read_shapes(args.input)
-    shapes = comm.bcast(shapes)
+            check_json(args.json, (args.input, args.output))
     clock, before = _Clock(comm), _peak()
-    source = io.Input(comm, args.input)
-    plan = MeshAttention(comm, **shapes, causal=args.causal, scale=args.scale, tile=args.tile, layout=args.layout,
-                         schedule=args.schedule, route=args.route, backend=args.backend,
+    source = io.Input(comm, args.input, args.max_message)
+    plan = MeshAttention(comm, **source.shapes, causal=args.causal, scale=args.scale, tile=args.tile,
+                         layout=args.layout, schedule=args.schedule, route=args.route, backend=args.backend,
                          max_message=args.max_message)
     p = plan.problem
-    output = io.Output(comm, args.output, {"out": ((p.batch, p.seqlen, p.heads, p.value_dim), p.dtype),
-                                           "lse": ((p.batch, p.heads, p.seqlen), p.partial_dtype)}, (args.input,))
+    shapes = {"out": ((p.batch, p.seqlen, p.heads, p.value_dim), p.dtype),
+              "lse": ((p.batch, p.heads, p.seqlen), p.partial_dtype)}
+    output = io.Output(comm, args.output, shapes, (args.input,), args.max_message)
     try:
         q, k, v = clock("read", lambda: _read(source, plan))
         out, lse = clock("forward", partial(_forward, plan, q, k, v))
         local = _local(plan, comm)
         chosen = _chosen(plan)
         plan.close()                            # its buffers make room for what follows
-        del k, v
-        report = clock("verify", lambda: _verify(comm, plan, source, q, out, lse)) if args.verify else None
+        del q, k, v
+        report = clock("verify", lambda: _verify(comm, plan, source, out, lse)) if args.verify else None
         source.close()
         clock("write", lambda: _write(output, plan, out, lse, chosen))
     finally:
@@ -101,8 +98,10 @@ def _run(comm, args):
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
     ranks = comm.gather(local)
     with agreement(comm, only=0):
-        if comm.rank == 0:
-            _tell(args, p, chosen, clock.seconds, ranks, report)
+        if comm.rank == 0 and args.json:
+            write_json(args.json, _as_json(args, p, chosen, clock.seconds, ranks, report))
+    if comm.rank == 0 and args.json != "-":
+        print(_as_text(args, p, chosen, clock.seconds, ranks, report), flush=True)
     return 0
 
 
@@ -118,12 +117,12 @@ def _forward(plan, q, k, v):
         return plan.forward(q, k, v, progress=progress)
 
 
-def _verify(comm, plan, source, q, out, lse):
-    def read_keys(start, stop):
+def _verify(comm, plan, source, out, lse):
+    def read(name, start, stop):
         with hdf5.file_errors("IN", source.path, "read"):
-            return source.file["k"][:, start:stop], source.file["v"][:, start:stop]
+            return source.file[name][:, start:stop]
     with Progress("verify", len(choose_rows(plan.problem, plan.q_layout, comm.rank)), " rows") as progress:
-        report = verify(comm, plan.problem, plan.q_layout, q, out, lse, read_keys, progress=progress)
+        report = verify(comm, plan.problem, plan.q_layout, out, lse, read, progress=progress)
     if not report.passed:
         error = VerificationError(f"verification failed, OUT is not written: {report}")
         error.everywhere = True                 # the report is the same on every rank
@@ -141,11 +140,10 @@ def _write(output, plan, out, lse, attributes):
 def _local(plan, comm):
     """What this rank has to say of the forward pass."""
     lengths, rank, (a, b) = (plan.q_layout.lengths, plan.k_layout.lengths), comm.rank, plan.tile
-    route = plan.route if plan.schedule.name == "greedy" else "direct"     # MPI routes its own collectives
     return {"rank": rank, "host": socket.gethostname(), "tokens": lengths[0][rank], "tokens_k": lengths[1][rank],
             "sent_bytes": plan.sent[0], "sent_messages": plan.sent[1], "wait_seconds": plan.wait_seconds,
-            "formula_bytes": traffic.sent(plan.problem, *lengths, a, b, rank, route).total,
-            "ring_bytes": traffic.sent(plan.problem, *lengths, 1, comm.size, rank, route).total,
+            "formula_bytes": traffic.sent(plan.problem, *lengths, a, b, rank, plan.route).total,
+            "ring_bytes": traffic.sent(plan.problem, *lengths, 1, comm.size, rank, plan.route).total,
             "nbytes": plan.nbytes}
 
 
@@ -162,15 +160,14 @@ def _span(values, show=str):
     return low if low == high else f"{low} to {high}"
 
 
-def _tell(args, problem, chosen, seconds, ranks, report):
+def _as_json(args, problem, chosen, seconds, ranks, report):
+    return {"input": args.input, "output": args.output, **chosen, "problem": asdict(problem), "flops": problem.flops,
+            "gflops_per_second": problem.flops / seconds["forward"] / 1e9, "seconds": seconds,
+            "verify": report and {**report._asdict(), "passed": report.passed}, "per_rank": ranks}
+
+
+def _as_text(args, problem, chosen, seconds, ranks, report):
     p, forward = problem, seconds["forward"]
-    if args.json:
-        write_json(args.json, {
-            "input": args.input, "output": args.output, **chosen, "problem": asdict(p), "flops": p.flops,
-            "gflops_per_second": p.flops / forward / 1e9, "seconds": seconds,
-            "verify": report and {**report._asdict(), "passed": report.passed}, "per_rank": ranks})
-    if args.json == "-":
-        return
     a, b = map(int, chosen["tile"].split("x"))
     waits = [rank["wait_seconds"] / forward for rank in ranks]
     sent, formula, ring = (sum(rank[name] for rank in ranks) / len(ranks)
@@ -198,4 +195,4 @@ def _tell(args, problem, chosen, seconds, ranks, report):
     if report:
         rows.append(("verify", report))
     rows.append(("written", args.output))
-    print(facts(rows), flush=True)
+    return facts(rows)

@@ -5,8 +5,7 @@ import pytest
 from dense import bits, draw, wrong
 from runs import agreed
 
-from mpiattn import ArgumentError, MeshAttention
-from mpiattn.attention import attention
+from mpiattn import ArgumentError, MeshAttention, attention
 from mpiattn.problem import Problem
 
 BACKENDS = ("numpy", "deferred")

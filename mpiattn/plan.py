@@ -7,7 +7,7 @@ import numpy as np
 
 from . import backends, cost
 from .agreement import agree_on, agreement
-from .errors import ArgumentError
+from .errors import ArgumentError, MpiattnError
 from .exchange import MAX_MESSAGE, Exchange
 from .executor import Executor
 from .layout import KINDS, Layout
@@ -22,11 +22,6 @@ def _one_of(name, value, choices):
     if value not in choices:
         raise ArgumentError(f"{name} is {value!r}; it may be {', '.join(choices)}")
     return value
-
-
-def auto_layout(problem):
-    """The layout that "auto" means: contiguous, or for causal attention zigzag, which balances the work."""
-    return "zigzag" if problem.causal else "contiguous"
 
 
 class MeshAttention:
@@ -48,7 +43,8 @@ class MeshAttention:
         A `Layout` of uneven contiguous chunks serves too.
     schedule: "greedy", "collective" or "auto".  route: "direct" or "ring".
     backend: "numpy" or "auto".
-    max_message: bytes of the longest MPI message; longer ones are split.
+    max_message: bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and
+        gather down to one token's row.
 
     Results are deterministic: the same mesh, layout, schedule, route and back end give the same bits.
     Raises ArgumentError, the same on every rank.
@@ -70,18 +66,22 @@ class MeshAttention:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
                 self._backend = backends.get(backend)
             agree_on(self._home.comm, {**asdict(problem), "tile": shape, "layout": (q_layout, k_layout),
-                                       "schedule": schedule, "route": route, "max_message": max_message})
+                                       "schedule": schedule, "route": route, "backend": self._backend.name,
+                                       "max_message": max_message})
             self.problem, self.route = problem, route
             self.q_layout, self.k_layout = q_layout, k_layout
             choice = cost.evaluate(problem, comm.size, route,
                                    kinds=cost.SCHEDULES if schedule == "auto" else (schedule,),
-                                   shapes=None if shape is None else [shape])[0]
+                                   shapes=None if shape is None else [shape], layout=q_layout.kind)[0]
             self.schedule = cost.build(choice.schedule, choice.a, choice.b, route, problem)
             self._mesh = self._home.mesh(choice.a, choice.b)
             self._exchange = Exchange(max_message)
             with agreement(self._home.comm):          # a rank that lacks the memory must not leave the others waiting
                 self._executor = Executor(self._mesh, self.schedule, self._backend, self._exchange, problem,
                                           q_layout, k_layout)
+            tokens, tokens_k = q_layout.length(comm.rank), k_layout.length(comm.rank)
+            self._nbytes = (cost.chunk_bytes(problem, tokens, tokens_k) + self._executor.nbytes
+                            + self._backend.scratch_bytes(problem.head_dim, problem.value_dim, problem.dtype))
         except BaseException:
             self._home.leave(self._mesh)
             self._home = None
@@ -111,10 +111,11 @@ class MeshAttention:
 
     @property
     def nbytes(self):
-        """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch."""
-        p = self.problem
-        return (cost.chunk_bytes(p, len(self.positions), len(self.positions_k)) + self._executor.nbytes
-                + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
+        """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch.
+
+        Where batch > 1 that includes a second q, k and v: `forward` folds the batch into the heads.
+        """
+        return self._nbytes
 
     @property
     def sent(self):
@@ -132,8 +133,9 @@ class MeshAttention:
         """Attention of this rank's chunks; collective.
 
         q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
-        plan's dtype, tokens as in `positions` and `positions_k`.  They are never changed; arrays that are not
-        contiguous are copied.
+        plan's dtype, tokens as in `positions` and `positions_k`.  They are never changed.  Arrays that are not
+        contiguous with tokens first, (tokens, batch, heads, dim), are copied; with batch = 1 every contiguous
+        array is so.
 
         Returns out (batch, tokens, heads, value_dim) in the plan's dtype and lse (batch, heads, tokens), the
         natural logarithm of each row's sum of exponentials, float32 (float64 for float64).  A query that sees
@@ -142,24 +144,34 @@ class MeshAttention:
         check: let ranks agree that their arguments are right, by one small allreduce; without it a wrong
             argument raises on its own rank only, and leaves the others waiting.
         progress: called with the number of blocks (of a * b in all) that were just done.
+
+        If anything raises once the transfers have begun, the other ranks are left waiting for them and the plan
+        cannot be used again.
         """
         self._check_open()
         p, tokens = self.problem, len(self.positions)
         with agreement(self._mesh.cart) if check else nullcontext():
+            if self._mesh.wreck is not None:
+                raise MpiattnError("a pass on this plan's mesh did not end; close the plan and make a new one")
             self._check("q", q, (p.batch, tokens, p.heads, p.head_dim))
             self._check("k", k, (p.batch, len(self.positions_k), p.kv_heads, p.head_dim))
             self._check("v", v, (p.batch, len(self.positions_k), p.kv_heads, p.value_dim))
             out = np.empty((p.batch, tokens, p.heads, p.value_dim), p.dtype)
             lse = np.empty((p.batch, p.heads, tokens), p.partial_dtype)
             chunks = [self._fold(array) for array in (q, k, v)]
-        partial_out, partial_lse = self._executor.forward(*chunks, progress=progress)
         by_batch = (tokens, p.batch, p.heads)
-        self._backend.copy(out, partial_out.reshape(*by_batch, p.value_dim).transpose(1, 0, 2, 3))
-        self._backend.wait(self._backend.copy(lse, partial_lse.reshape(by_batch).transpose(1, 2, 0)))
+        try:
+            partial_out, partial_lse = self._executor.forward(*chunks, progress=progress)
+            self._backend.copy(out, partial_out.reshape(*by_batch, p.value_dim).transpose(1, 0, 2, 3))
+            self._backend.wait(self._backend.copy(lse, partial_lse.reshape(by_batch).transpose(1, 2, 0)))
+            self._executor.forget()
+        except BaseException:
+            self._mesh.abandon(self._executor)
+            raise
         return out, lse
 
     def _check(self, name, array, shape):
-        if not isinstance(array, np.ndarray):
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
         if array.shape != shape:
             raise ArgumentError(f"{name} has shape {array.shape}; on this rank it must be {shape}")
@@ -177,14 +189,14 @@ class MeshAttention:
         array: the whole, needed on `root` only; with root=None every rank gives it and nothing is sent.
         keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
         """
-        return scatter(self._mesh.cart, self._layout(keys), array, root, axis)
+        return scatter(self._mesh.cart, self._layout(keys), array, root, axis, self._exchange.max_message)
 
     def gather(self, chunk, *, root=0, axis=1, keys=False):
         """The whole array of the ranks' chunks, in natural order; None except on `root`; collective.
 
         chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole.
         """
-        return gather(self._mesh.cart, self._layout(keys), chunk, root, axis)
+        return gather(self._mesh.cart, self._layout(keys), chunk, root, axis, self._exchange.max_message)
 
     def _layout(self, keys):
         self._check_open()
@@ -245,7 +257,7 @@ def _what(array):
 def _layouts(layout, problem, ranks):
     """The layouts of queries and of keys that an argument means."""
     if layout == "auto":
-        layout = auto_layout(problem)
+        layout = cost.auto_layout(problem)
     if isinstance(layout, str):
         _one_of("layout", layout, KINDS)
         return Layout(layout, problem.seqlen, ranks), Layout(layout, problem.seqlen_k, ranks)
