@@ -15,7 +15,7 @@ from .errors import ArgumentError
 from .exchange import MAX_MESSAGE, Exchange
 from .layout import Layout, within
 
-PIECE_BYTES = 8 * 2 ** 20       # what a rank reads or writes at a time; memory holds about three pieces
+PIECE_BYTES = 4 * 2 ** 20       # what a rank reads or writes at a time; memory holds about three pieces
 
 
 def _shared(layout, chunk, start, stop):

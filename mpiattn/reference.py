@@ -5,7 +5,7 @@ It shares nothing with the back ends, and never holds more than one block of sco
 
 import numpy as np
 
-BLOCK_PAIRS = 2 ** 18      # scores held at a time, 2 MB
+BLOCK_PAIRS = 2 ** 17      # scores held at a time, 1 MB
 
 
 def visible_keys(positions, keys, seqlen, seqlen_k, causal):

@@ -9,7 +9,7 @@ from . import reference
 from .redistribute import PIECE_BYTES
 
 WORK_LIMIT = 2e11          # operations of float64 attention per rank: tens of seconds on one core
-STATE_BYTES = 16 * 2 ** 20  # float64 queries and results held at a time
+STATE_BYTES = 4 * 2 ** 20   # float64 queries and results held at a time
 
 # Largest error allowed, relative to the largest absolute value: of accumulating in float32 (float64) ...
 ACCUMULATION = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-5}

@@ -69,6 +69,17 @@ def test_json_and_attributes(tmp_path):
     assert (attributes["tile"], attributes["layout"], attributes["causal"]) == ("2x2", "contiguous", False)
 
 
+@pytest.mark.parametrize("schedule", ["greedy", "collective"])
+def test_memory_is_what_was_planned(tmp_path, schedule):
+    """Peak memory of every rank, interpreter and libraries included: nbytes within 10 % and 80 MB."""
+    source = write_input(tmp_path / "in.h5", seqlen=8192, heads=8, kv_heads=8, head_dim=64)
+    run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--layout", "striped", "--schedule", schedule, "--verify",
+        "--json", tmp_path / "run.json")
+    for rank in json.loads((tmp_path / "run.json").read_text())["per_rank"]:
+        assert rank["nbytes"] > 30e6
+        assert rank["peak_bytes"] <= 1.1 * rank["nbytes"] + 80e6
+
+
 def test_json_on_standard_output(tmp_path):
     source = write_input(tmp_path / "in.h5")
     assert json.loads(run(2, source, tmp_path / "out.h5", "--json", "-").stdout)["ranks"] == 2
