@@ -5,19 +5,19 @@ small ones (Attention2D, arXiv 2503.15758): the baseline that the greedy schedul
 the same data go from neighbour to neighbour, for an MPI whose collectives are slow or cannot take GPU buffers.
 """
 
-from .schedule import Block, Step, Transfer, with_slots
+from .schedule import GATHERED, IN_COLUMNS, REDUCED, Block, Step, Transfer, with_slots
 
 
-def collective(a, b, route="direct"):
+def collective(a, b, route="direct", direction="forward"):
     """Allgatherv of Q in the rows and of KV in the columns, a x b blocks as one, Alltoallv of partials."""
+    def moves(kinds):
+        extents = {kind: b if kind in IN_COLUMNS else a for kind in kinds}
+        if route == "ring":
+            return [Step(tuple(Transfer(kind, (hop,), ()) for kind, extent in extents.items() if hop < extent))
+                    for hop in range(1, max(extents.values()))]
+        transfers = tuple(Transfer(kind, tuple(range(1, extent)), (), collective=True)
+                          for kind, extent in extents.items() if extent > 1)
+        return [Step(transfers)] if transfers else []
     everything = Step((), tuple(Block(u, w) for u in range(a) for w in range(b)), fused=True)
-    if route == "ring":
-        gathers = [Step(tuple(Transfer(kind, (hop,), ()) for kind, hops in (("Q", a), ("KV", b)) if hop < hops))
-                   for hop in range(1, max(a, b))]
-        sends = [Step((Transfer("O", (hop,), ()),)) for hop in range(1, a)]
-    else:
-        transfers = tuple(Transfer(kind, tuple(range(1, hops)), (), collective=True)
-                          for kind, hops in (("Q", a), ("KV", b)) if hops > 1)
-        gathers = [Step(transfers)] if transfers else []
-        sends = [Step((Transfer("O", tuple(range(1, a)), (), collective=True),))] if a > 1 else []
-    return with_slots("collective", a, b, route, [*gathers, everything, *sends])
+    steps = [*moves(GATHERED), everything, *moves(REDUCED[direction])]
+    return with_slots("collective", direction, a, b, route, steps)

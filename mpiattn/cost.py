@@ -10,9 +10,9 @@ from typing import NamedTuple
 from .collective import collective
 from .errors import ArgumentError
 from .greedy import greedy
-from .schedule import ROUTES, Costs
+from .schedule import GATHERED, IN_COLUMNS, ROUTES, Costs, arena_of
 from .tiling import tiles
-from .traffic import mean_sent
+from .traffic import mean_sent, token_bytes
 
 SCHEDULES = ("greedy", "collective")
 
@@ -51,28 +51,33 @@ class Choice(NamedTuple):
     nbytes: int
 
 
-def block_seconds(problem, ranks, machine):
+# Matrix products of a block, of which a forward pass takes two and a backward pass five.
+PRODUCTS = {"forward": 1.0, "backward": 2.5}
+# Messages of one hop: one an array.
+MESSAGES = {"forward": {"Q": 1, "KV": 2, "O": 2}, "backward": {"Q": 4, "KV": 2, "dQ": 1, "dKV": 2}}
+
+
+def block_seconds(problem, ranks, machine, direction="forward"):
     """Seconds of one block of an even mesh, the work of the mask spread evenly over the blocks."""
-    return machine.launch + machine.compute(problem.flops / ranks ** 2, problem.dtype)
+    return machine.launch + machine.compute(PRODUCTS[direction] * problem.flops / ranks ** 2, problem.dtype)
 
 
-def transfer_seconds(problem, ranks, machine):
-    """Seconds of one hop of Q, KV and O, by kind."""
+def transfer_seconds(problem, ranks, machine, direction="forward"):
+    """Seconds of one hop, by kind."""
     q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
-    return {"Q": machine.transfer(q_tokens * problem.q_bytes),
-            "KV": machine.transfer(k_tokens * problem.kv_bytes, messages=2),
-            "O": machine.transfer(q_tokens * problem.partial_bytes, messages=2)}
+    return {kind: machine.transfer((k_tokens if kind in IN_COLUMNS else q_tokens) * nbytes, MESSAGES[direction][kind])
+            for kind, nbytes in token_bytes(problem, direction).items()}
 
 
-def transfer_costs(problem, ranks, machine):
-    """The costs c_Q, c_KV, c_O of Algorithm 2: how many blocks hide one transfer."""
-    hop, block = transfer_seconds(problem, ranks, machine), block_seconds(problem, ranks, machine)
-    return Costs(hop["Q"] / block, hop["KV"] / block, hop["O"] / block)
+def transfer_costs(problem, ranks, machine, direction="forward"):
+    """The costs c of Algorithm 2: how many blocks hide one transfer of each kind."""
+    hop, block = (of(problem, ranks, machine, direction) for of in (transfer_seconds, block_seconds))
+    return Costs(*(seconds / block for seconds in hop.values()))
 
 
 def predicted_seconds(schedule, problem, ranks, machine):
     """Seconds a schedule is predicted to take: the sum over its steps."""
-    hop, block = transfer_seconds(problem, ranks, machine), block_seconds(problem, ranks, machine)
+    hop, block = (of(problem, ranks, machine, schedule.direction) for of in (transfer_seconds, block_seconds))
     total = 0.0
     for step in schedule.steps:
         moving = sum(len(t.hops) * hop[t.kind] for t in step.transfers)
@@ -82,34 +87,46 @@ def predicted_seconds(schedule, problem, ranks, machine):
     return total
 
 
-def build(kind, a, b, route, problem, machine=Machine()):
+def build(kind, a, b, route, problem, machine=Machine(), direction="forward"):
     """The schedule of a kind, "greedy" or "collective", for a tile."""
     if kind not in SCHEDULES:
         raise ArgumentError(f"schedule is {kind!r}; it may be {', '.join(SCHEDULES)} or auto")
     if kind == "collective":
-        return collective(a, b, route)
-    return greedy(a, b, transfer_costs(problem, a * b, machine), route)
+        return collective(a, b, route, direction)
+    return greedy(a, b, transfer_costs(problem, a * b, machine, direction), route, direction)
 
 
 def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
-    """Bytes of a plan's buffers whose chunks hold up to q_tokens and k_tokens tokens.
+    """Bytes of a plan's buffers for a pass whose chunks hold up to q_tokens and k_tokens tokens.
 
-    One accumulator O#0, the slots of the schedule and, for a fused launch, the chunk's own place in the arenas
-    and, unless the layout is contiguous, keys and values once more in order of position.
+    The slots of the schedule, one accumulator #0 of each reduced kind and, for a fused launch, the chunk's own place
+    in the arenas and, unless the layout is contiguous, what columns move once more in order of position.
     """
-    slots = schedule.slots
-    own = 1 if any(step.fused for step in schedule.steps) else 0
-    q_slots = slots["Q"] and slots["Q"] + own
-    kv_slots = slots["KV"] and (slots["KV"] + own) * (2 if own and layout != "contiguous" else 1)
-    partials = 1 + slots["O"] + slots["P"]
-    return (q_tokens * (q_slots * problem.q_bytes + partials * problem.partial_bytes)
-            + k_tokens * kv_slots * problem.kv_bytes)
+    slots, fused = schedule.slots, any(step.fused for step in schedule.steps)
+    total = 0
+    for kind, nbytes in token_bytes(problem, schedule.direction).items():
+        tokens, sorted_again = (k_tokens, fused and layout != "contiguous" and slots["KV"]) if kind in IN_COLUMNS else (
+            q_tokens, False)
+        if kind in GATHERED:
+            places, received = slots[kind] and slots[kind] + fused, 0
+        else:
+            places, received = 1 + slots[kind], slots[arena_of(kind)]
+        total += tokens * nbytes * (places * (2 if sorted_again else 1) + received)
+    return total
 
 
 def chunk_bytes(problem, q_tokens, k_tokens):
     """Bytes of a rank's own q, k, v and its result, and of q, k, v once more where a batch is folded into heads."""
     inputs = q_tokens * problem.q_bytes + k_tokens * problem.kv_bytes
     return inputs * (1 if problem.batch == 1 else 2) + q_tokens * problem.out_bytes
+
+
+def gradient_bytes(problem, q_tokens, k_tokens):
+    """Bytes that a backward pass needs besides its buffers: dout, delta, dq, dk, dv, and the copies of a batch."""
+    queries = q_tokens * problem.batch * problem.heads * (
+        problem.itemsize * (problem.head_dim + problem.value_dim) + problem.partial_itemsize)
+    folded = q_tokens * (problem.q_bytes + 2 * problem.out_bytes) + k_tokens * problem.kv_bytes
+    return queries + k_tokens * problem.kv_bytes + (folded if problem.batch > 1 else 0)
 
 
 def longest(tokens, ranks):

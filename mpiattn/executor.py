@@ -1,7 +1,7 @@
-"""The executor: runs any schedule on a mesh with a back end.
+"""The executor: runs any schedule on a mesh with a back end, forward or backward.
 
 It posts a step's transfers, launches the blocks that hide them, and completes the transfers.  It knows hops,
-slots and events; what a block computes is the back end's business, how bytes travel the exchange's.
+slots and events; what a block computes is the pass's and the back end's business, how bytes travel the exchange's.
 """
 
 import math
@@ -12,9 +12,10 @@ import numpy as np
 
 from .buffers import Buffers, Chunk
 from .mask import local_interval
+from .schedule import GATHERED, IN_COLUMNS, arena_of, hop_of
 
-# Message tags, one for each array that travels; between two ranks, messages of one tag keep their order.
-_TAG = {"Q": 0, "KV": 1, "O": 3}
+# Message tags: a kind's, and one more for each further array; between two ranks, messages of one tag keep their order.
+_TAG = {"Q": 0, "KV": 4, "O": 6, "dQ": 8, "dKV": 9}
 
 
 class _Pending(NamedTuple):
@@ -32,48 +33,54 @@ def _row_bytes(array):
 
 
 class Executor:
-    """One plan's buffers and the loop over its schedule.
+    """One pass's buffers and the loop over its schedule.
 
-    q_layout, k_layout: which tokens the ranks' chunks of queries and of keys hold.
+    work: a pass of `mpiattn.passes`.  q_layout, k_layout: which tokens the ranks' chunks hold.
     """
 
-    def __init__(self, mesh, schedule, backend, exchange, problem, q_layout, k_layout):
-        self.mesh, self.schedule, self.backend, self.exchange = mesh, schedule, backend, exchange
-        self.problem, self.q_layout, self.k_layout = problem, q_layout, k_layout
-        self.buffers = Buffers(backend, problem, schedule, mesh, q_layout, k_layout)
-        self.in_order = None                # keys and values of a packed arena in order of position, and that order
-        if self.buffers.packed and self.buffers.schedule.slots["KV"]:
-            rows = np.argsort(self._arena_key_positions(), kind="stable")
-            if (rows[1:] < rows[:-1]).any():
-                keys, values = self.buffers.arena["KV"]
-                self.in_order = (rows, backend.empty(keys.shape, keys.dtype), backend.empty(values.shape, values.dtype))
+    def __init__(self, mesh, schedule, work, exchange, q_layout, k_layout):
+        self.mesh, self.schedule, self.work, self.exchange = mesh, schedule, work, exchange
+        self.backend, self.q_layout, self.k_layout = work.backend, q_layout, k_layout
+        self.buffers = Buffers(self.backend, work.shapes(), schedule, mesh, self.q_layout, self.k_layout)
+        self.sorting = None                 # of the keys of a packed arena by position: order, its inverse, arrays
+        if self.buffers.packed and schedule.slots["KV"]:
+            order = np.argsort(self._arena_key_positions(), kind="stable")
+            if (order[1:] < order[:-1]).any():
+                kinds = ["KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS)]
+                self.sorting = (order, np.argsort(order),
+                                {kind: tuple(self.backend.empty(array.shape, array.dtype)
+                                             for array in self.buffers.arena[kind]) for kind in kinds})
 
     @property
     def nbytes(self):
         """Bytes of the buffers held."""
-        return self.buffers.nbytes + sum(array.nbytes for array in self.in_order or ())
+        if not self.sorting:
+            return self.buffers.nbytes
+        order, inverse, arrays = self.sorting
+        return (self.buffers.nbytes + order.nbytes + inverse.nbytes
+                + sum(array.nbytes for kind in arrays.values() for array in kind))
 
-    # Blocks
+    def run(self, q, kv, activity, progress=None):
+        """One pass over this rank's own chunks, tuples of arrays (tokens, heads, ...); collective.
 
-    def forward(self, q, k, v, progress=None):
-        """Attention of this rank's chunks q, k and v, (tokens, heads, dim) each; collective.
-
-        progress: called with the number of blocks that each launch did.  Returns out and lse, the partial
-        O#0, in buffers that the next call overwrites and that the last launches may still be writing.
+        activity: of this call.  progress: called with the number of blocks that each launch did.  Returns by
+        reduced kind the arrays of #0, in buffers that the next call overwrites and that the last launches may
+        still be writing.
         """
-        self.chunks = {("Q", 0): Chunk((q,)), ("KV", 0): Chunk((k, v))}
+        self.activity = activity
+        self.chunks = {("Q", 0): Chunk(q), ("KV", 0): Chunk(kv)}
         self.buffers.occupant.clear()
         for step in self.schedule.steps:
             pending = [self._post_collective(t) if t.collective else self._post(t) for t in step.transfers]
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
-                self._attend_tile() if step.fused else self._attend(*blocks[0])
+                self._run_tile() if step.fused else self._run_block(*blocks[0])
                 if progress:
                     progress(len(blocks))
             for p in pending:
                 self._complete(p)
-        out = self._accumulator(0).arrays
+        results = {kind: self._accumulator(kind, 0).arrays for kind in self.buffers.reduced}
         self.chunks = {}                    # the caller's arrays are the caller's
-        return out
+        return results
 
     def forget(self):
         """Nothing in the buffers is needed any more."""
@@ -81,133 +88,164 @@ class Executor:
             for array in arrays:
                 self.backend.forget(array)
 
-    def _accumulator(self, hop):
-        """The partial O#hop, made empty when it is first asked for."""
-        if ("O", hop) not in self.chunks:
-            out, lse = self.buffers.accumulator(hop)
-            self.chunks["O", hop] = Chunk((out, lse), (self.backend.clear(out, lse),))
-        return self.chunks["O", hop]
+    # Blocks
 
-    def _intervals(self, q_positions, k_positions):
-        begin, end = local_interval(*self.problem.mask.key_interval(q_positions), k_positions)
-        return begin[None], end[None]
+    def _accumulator(self, kind, hop):
+        """The accumulator of a reduced kind at a hop, made empty when it is first asked for."""
+        if (kind, hop) not in self.chunks:
+            arrays = self.buffers.accumulator(kind, hop)
+            self.chunks[kind, hop] = Chunk(arrays, (self.work.clear(kind, arrays),))
+        return self.chunks[kind, hop]
 
-    def _attend(self, u, w):
+    def _run_block(self, u, w):
         """Block (u, w), unless no query of it sees a key of it."""
-        q, kv, partial = self.chunks["Q", u], self.chunks["KV", w], self._accumulator(u)
-        begin, end = self._intervals(self.q_layout.positions(self.buffers.q_chunks[u]),
-                                     self.k_layout.positions(self.buffers.k_chunks[w]))
-        if (begin < end).any():
-            q.used = kv.used = partial.ready = (self.backend.attend(
-                *q.arrays, *kv.arrays, begin, end, *partial.arrays, self.problem.scale, after=(*q.ready, *kv.ready)),)
+        i, j = self.buffers.q_chunks[u], self.buffers.k_chunks[w]
+        if not self.activity.block(i, j):
+            return
+        q, kv = self.chunks["Q", u], self.chunks["KV", w]
+        reduced = {kind: self._accumulator(kind, hop_of(kind, u, w)) for kind in self.buffers.reduced}
+        interval = local_interval(*self.activity.interval(i), self.k_layout.positions(j))
+        event = self.work.launch(q.arrays, kv.arrays, interval, {kind: c.arrays for kind, c in reduced.items()},
+                                 (*q.ready, *kv.ready))
+        q.used = kv.used = (event,)
+        for chunk in reduced.values():
+            chunk.ready = (event,)
 
     def _arena_key_positions(self):
         return np.concatenate([self.k_layout.positions(chunk) for chunk in sorted(self.buffers.k_chunks)])
 
-    def _attend_tile(self):
+    def _run_tile(self):
         """All blocks as one launch over the packed arenas."""
         q, kv = self._whole("Q"), self._whole("KV")
-        q_positions = np.concatenate([self.q_layout.positions(chunk) for chunk in sorted(self.buffers.q_chunks)])
-        k_positions = self._arena_key_positions()
-        arrays = kv.arrays
-        if self.in_order:
-            rows, *arrays = self.in_order
-            k_positions = k_positions[rows]
-            for dst, src in zip(arrays, kv.arrays):
-                self.backend.take(dst, src, rows, after=kv.ready)
-        accumulators = [self._accumulator(hop) for hop in range(self.mesh.a)]
-        event = self.backend.attend(*q.arrays, *arrays, *self._intervals(q_positions, k_positions),
-                                    *self.buffers.arena["O"], self.problem.scale, after=(*q.ready, *kv.ready))
-        for chunk in accumulators:
+        accumulators = {kind: [self._accumulator(kind, hop) for hop in range(self.schedule.extent(kind))]
+                        for kind in self.buffers.reduced}
+        bounds = [self.activity.interval(chunk) for chunk in sorted(self.buffers.q_chunks)]
+        lo, hi = (np.concatenate([pair[side] for pair in bounds], axis=1) for side in (0, 1))
+        k_positions, keys = self._arena_key_positions(), kv.arrays
+        reduced = {kind: self.buffers.arena[kind] for kind in self.buffers.reduced}
+        if self.sorting:
+            order, inverse, arrays = self.sorting
+            k_positions, keys = k_positions[order], arrays["KV"]
+            for dst, src in zip(keys, kv.arrays):
+                self.backend.take(dst, src, order, after=kv.ready)
+            unsorted = {kind: reduced[kind] for kind in arrays if kind in reduced}
+            for kind in unsorted:
+                reduced[kind] = arrays[kind]
+                self.work.clear(kind, arrays[kind])
+        event = self.work.launch(q.arrays, keys, local_interval(lo, hi, k_positions), reduced, (*q.ready, *kv.ready))
+        if self.sorting:
+            for kind in unsorted:
+                for dst, src in zip(unsorted[kind], arrays[kind]):
+                    event = self.backend.take(dst, src, inverse)
+        for chunk in (chunk for chunks in accumulators.values() for chunk in chunks):
             chunk.ready = (event,)
 
     def _whole(self, kind):
         """The chunks of my whole group as one, packed, with my own among them."""
-        own = self.chunks[kind, 0]
-        if (kind, 1) not in self.chunks:              # alone, or gathered by a collective, which has placed it
-            return own
-        arena, tokens = self.buffers.arena[kind], self._tokens(kind, 0)
-        for dst, src in zip(self.buffers.view(kind, self.buffers.start_of(kind, 0), tokens), own.arrays):
+        own, tokens = self.chunks[kind, 0], self.buffers.tokens(kind)
+        if not self.schedule.slots[kind] or own.arrays is self.buffers.arena[kind]:
+            return own                                # alone, or gathered by a collective, which has placed it
+        for dst, src in zip(self.buffers.view(kind, self.buffers.packed_start(kind, 0), tokens[0]), own.arrays):
             self.backend.copy(dst, src)
-        return Chunk(arena, tuple(event for (k, _), chunk in self.chunks.items() if k == kind for event in chunk.ready))
+        ready = tuple(event for (k, _), chunk in self.chunks.items() if k == kind for event in chunk.ready)
+        return Chunk(self.buffers.arena[kind], ready)
 
     # Transfers
 
     def _group(self, kind):
         """The communicator that a kind moves in, and my rank there."""
-        return (self.mesh.column, self.mesh.r) if kind == "KV" else (self.mesh.row, self.mesh.c)
+        return (self.mesh.column, self.mesh.r) if kind in IN_COLUMNS else (self.mesh.row, self.mesh.c)
 
     def _post(self, transfer):
         """Post a transfer between pairs: my own chunk over the hop's distance, or a neighbour's one further."""
         kind, (hop,), (slot,) = transfer.kind, transfer.hops, transfer.slots
-        ring = self.schedule.route == "ring"
-        if kind == "O":                         # a partial goes to the owner of its queries, hop ranks back
-            ahead, target = (1, (hop + 1) % self.mesh.a) if ring else (-hop, 0)
-            leaving, arena = self.chunks.pop(("O", hop)), "P"
-        else:
-            ahead, target = (1 if ring else hop), hop
-            leaving, arena = self.chunks[kind, hop - 1 if ring else 0], kind
-        arriving, before = self.buffers.take_slot(arena, slot, self._tokens(kind, target), hop)
+        route, rank = self.schedule.route, self.mesh.rank
+        ring, gathered = route == "ring", kind in GATHERED
+        ahead = 1 if ring else hop if gathered else -hop     # a partial goes to its owner, hop ranks back
+        target = hop if gathered else (hop + 1) % self.schedule.extent(kind) if ring else 0
         comm, me = self._group(kind)
-        requests = []
-        for i, array in enumerate(arriving.arrays):
-            requests += self.exchange.receive(comm, self.backend.incoming(array, before),
-                                              (me - ahead) % comm.size, _TAG[kind] + i)
-        for i, array in enumerate(leaving.arrays):
-            requests += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
-                                           (me + ahead) % comm.size, _TAG[kind] + i)
-        if kind == "O":
-            return _Pending(requests, leaving.arrays, arriving, lambda: self._merge(target, arriving))
-        return _Pending(requests, leaving.arrays, arriving, lambda: self.chunks.update({(kind, hop): arriving}))
+        requests, sending, arriving = [], (), None
+        if self.activity.receives(kind, rank, hop, route):
+            arriving, before = self.buffers.take_slot(arena_of(kind), slot, self.buffers.tokens(kind)[target], hop)
+            for i, array in enumerate(arriving.arrays):
+                requests += self.exchange.receive(comm, self.backend.incoming(array, before),
+                                                  (me - ahead) % comm.size, _TAG[kind] + i)
+        if self.activity.sends(kind, rank, hop, route):
+            leaving = self.chunks[kind, (hop - 1 if ring else 0) if gathered else hop]
+            sending = leaving.arrays
+            for i, array in enumerate(sending):
+                requests += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
+                                               (me + ahead) % comm.size, _TAG[kind] + i)
+        if not gathered:
+            self.chunks.pop((kind, hop), None)
+            return _Pending(requests, sending, arriving, lambda: self._merge(kind, target, arriving))
+        return _Pending(requests, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving}))
 
-    def _tokens(self, kind, hop):
-        return (self.buffers.k_tokens if kind == "KV" else self.buffers.q_tokens)[hop]
-
-    def _merge(self, hop, received):
-        """Merge a partial that was received into O#hop."""
-        partial = self._accumulator(hop)
-        partial.ready = received.used = (self.backend.merge(*partial.arrays, *received.arrays, after=received.ready),)
+    def _merge(self, kind, hop, received):
+        """Merge a partial that was received into the accumulator at a hop."""
+        partial = self._accumulator(kind, hop)
+        partial.ready = received.used = (self.work.merge(kind, partial.arrays, received.arrays, received.ready),)
 
     def _post_collective(self, transfer):
         """Post a transfer of all hops at once."""
-        return self._exchange_partials(transfer) if transfer.kind == "O" else self._gather(transfer.kind)
+        return self._gather(transfer.kind) if transfer.kind in GATHERED else self._exchange_partials(transfer)
 
     def _packing(self, kind):
         """Tokens of my group's chunks and where each starts in a packed arena, by rank in the group."""
         comm, me = self._group(kind)
         hops = [(me - rank) % comm.size for rank in range(comm.size)]
-        return [self._tokens(kind, hop) for hop in hops], [self.buffers.start_of(kind, hop) for hop in hops]
+        tokens = self.buffers.tokens(kind)
+        return [tokens[hop] for hop in hops], [self.buffers.packed_start(kind, hop) for hop in hops]
 
     def _gather(self, kind):
-        own, comm = self.chunks[kind, 0], self._group(kind)[0]
+        own, (comm, me) = self.chunks[kind, 0], self._group(kind)
         gathered = Chunk(self.buffers.arena[kind])
+        tokens, starts = self._packing(kind)
+        owners = [self.activity.back(kind, self.mesh.rank, (me - rank) % comm.size) for rank in range(comm.size)]
+        wanted = [any(self.activity.sends(kind, owner, hop) for hop in range(1, comm.size)) for owner in owners]
+        tokens = [count * want for count, want in zip(tokens, wanted)]
         requests = []
         for mine, arena in zip(own.arrays, gathered.arrays):
-            requests += self.exchange.allgather(comm, self.backend.outgoing(mine), self.backend.incoming(arena),
-                                                *self._packing(kind), _row_bytes(arena))
-        return _Pending(requests, own.arrays, gathered, lambda: self.chunks.update({(kind, 0): gathered}))
+            leaving = self.backend.outgoing(mine)
+            requests += self.exchange.allgather(comm, leaving if wanted[me] else leaving[:0],
+                                                self.backend.incoming(arena), tokens, starts, _row_bytes(arena))
+
+        def place():
+            if not wanted[me]:                            # then the collective has not placed my own either
+                at = self.buffers.view(kind, starts[me], self.buffers.tokens(kind)[0])
+                for event in gathered.ready:
+                    self.backend.wait(event)
+                for dst, src in zip(at, own.arrays):
+                    self.backend.copy(dst, src)
+            self.chunks[kind, 0] = gathered
+        return _Pending(requests, own.arrays, gathered, place)
 
     def _exchange_partials(self, transfer):
-        comm, me = self._group("O")
-        tokens, starts = self._packing("O")
-        own, longest = tokens[me], max(tokens)
-        tokens[me] = 0
+        kind = transfer.kind
+        comm, me = self._group(kind)
+        tokens, starts = self._packing(kind)
+        own, longest, rank = tokens[me], max(tokens), self.mesh.rank
+        # to whom I send is hop ranks back, from whom I receive is hop ranks ahead
+        tokens = [n * (other != me and self.activity.sends(kind, rank, (me - other) % comm.size))
+                  for other, n in enumerate(tokens)]
+        received_tokens = [own * (other != me and self.activity.receives(kind, rank, (other - me) % comm.size))
+                           for other in range(comm.size)]
         slot_of = dict(zip(transfer.hops, transfer.slots))
-        slots = [slot_of.get((rank - me) % comm.size, 0) for rank in range(comm.size)]
-        leaving, received = self.buffers.arena["O"], Chunk(self.buffers.arena["P"])
-        ready = [event for hop in range(self.mesh.a) for event in self.chunks["O", hop].ready]
+        slots = [slot_of.get((other - me) % comm.size, 0) for other in range(comm.size)]
+        leaving, received = self.buffers.arena[kind], Chunk(self.buffers.arena[arena_of(kind)])
+        ready = [event for hop in range(comm.size) for event in self.chunks[kind, hop].ready]
         requests = []
         for mine, arena in zip(leaving, received.arrays):
             requests += self.exchange.alltoall(
                 comm, self.backend.outgoing(mine, ready), tokens, starts,
-                self.backend.incoming(arena), [own * (rank != me) for rank in range(comm.size)],
-                [self.buffers.slot_start("P", slot) for slot in slots], _row_bytes(arena), longest)
+                self.backend.incoming(arena), received_tokens,
+                [self.buffers.slot_start(arena_of(kind), slot) for slot in slots], _row_bytes(arena), longest)
 
         def merge_in_order():
-            for hop in transfer.hops:
-                partial, _ = self.buffers.take_slot("P", slot_of[hop], own)
+            for hop in filter(lambda hop: self.activity.receives(kind, rank, hop), transfer.hops):
+                partial, _ = self.buffers.take_slot(arena_of(kind), slot_of[hop], own)
                 partial.ready = received.ready
-                self._merge(0, partial)
+                self._merge(kind, 0, partial)
         return _Pending(requests, leaving, received, merge_in_order)
 
     def _complete(self, pending):
@@ -215,5 +253,6 @@ class Executor:
         self.exchange.wait(pending.requests)
         for array in pending.leaving:
             self.backend.sent(array)
-        pending.arriving.ready = tuple(self.backend.arrived(array) for array in pending.arriving.arrays)
-        pending.then()
+        if pending.arriving is not None:
+            pending.arriving.ready = tuple(self.backend.arrived(array) for array in pending.arriving.arrays)
+            pending.then()

@@ -1,54 +1,88 @@
 """Masks as row intervals: every query may attend to one interval of key positions.
 
-With Sq queries and Sk keys, `causal` is aligned bottom-right: the last query sees every key, query i
-sees keys j <= i + Sk - Sq.  Sq = 2, Sk = 4 and Sq = 4, Sk = 2 (1 = may attend):
+`causal` and `window` are relative to a diagonal that is aligned bottom-right: the last query stands on the last
+key, query i on key i + Sk - Sq.  Causal, with Sq = 2, Sk = 4 and Sq = 4, Sk = 2 (1 = may attend):
 
     1 1 1 0         0 0
     1 1 1 1         0 0      <- a row that sees nothing gives out = 0, lse = -inf
                     1 0
                     1 1
 
-Positions inside a chunk increase under every layout, so the interval of a query is one interval
-[begin, end) of a chunk's local columns, found by searchsorted.  Kernels see only these two integers
-a row; they know neither masks nor layouts.
+A window (left, right) allows the keys from `left` before the diagonal to `right` after it; (1, 0), Sq = Sk = 4:
+
+    1 0 0 0
+    1 1 0 0
+    0 1 1 0
+    0 0 1 1
+
+Documents packed in one sequence (`mpiattn.documents`) see only themselves, each with a diagonal of its own; tokens
+in no document are padding and see nothing.  All of these, and any mix, leave each query one interval of keys.
+
+Positions inside a chunk increase under every layout, so that interval is one interval [begin, end) of a chunk's
+local columns, found by searchsorted.  Kernels see only these two integers a row; they know neither masks nor
+layouts.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+
+PIECE = 2 ** 20          # queries counted at a time
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What the queries of one attention may see.
+    """What the queries of one attention may see, apart from documents.
 
-    seqlen: number of queries.  seqlen_k: number of keys.  causal: bottom-right aligned, as above.
+    seqlen: number of queries.  seqlen_k: number of keys.  causal: no key after the diagonal.
+    window: (left, right), how many keys before and after the diagonal a query sees; None for all.
     """
 
     seqlen: int
     seqlen_k: int
     causal: bool = False
+    window: tuple = (None, None)
 
-    def key_interval(self, positions):
-        """First and one past the last key position that the queries at `positions` see: (lo, hi), int64."""
-        lo = np.zeros(len(positions), np.int64)
-        if not self.causal:
-            return lo, np.full(len(positions), self.seqlen_k, np.int64)
-        return lo, np.clip(positions + (1 + self.seqlen_k - self.seqlen), 0, self.seqlen_k)
+    @cached_property
+    def _whole(self):
+        """The sequence as one document, the only group."""
+        return ((np.array([0, self.seqlen]), np.array([0, self.seqlen_k])),)
 
-    @property
-    def pairs(self):
-        """Number of (query, key) pairs that are attended to."""
-        if not self.causal:
-            return self.seqlen * self.seqlen_k
-        blind = max(self.seqlen - self.seqlen_k, 0)   # leading queries that see nothing
-        first = max(self.seqlen_k - self.seqlen, 0)   # keys that even the first query sees besides its own
-        rows = self.seqlen - blind
-        return rows * first + rows * (rows + 1) // 2
+    def key_interval(self, positions, documents=None):
+        """First and one past the last key that the queries at `positions` see: (lo, hi), int64 (groups, queries).
+
+        documents: as made by `mpiattn.documents.documents`; the groups are its groups, or one without it.
+        """
+        rows = [self._interval(positions, *cuts) for cuts in documents or self._whole]
+        return np.stack([lo for lo, _ in rows]), np.stack([hi for _, hi in rows])
+
+    def _interval(self, positions, q_cuts, k_cuts):
+        document = np.searchsorted(q_cuts, positions, side="right")      # 0: before the first, len: padding
+        inside = (document > 0) & (document < len(q_cuts))
+        document = np.where(inside, document, 1)
+        lo, hi = k_cuts[document - 1], k_cuts[document]
+        diagonal = positions + hi - q_cuts[document]
+        left, right = self.window
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        if left is not None:
+            lo = np.maximum(lo, diagonal - left)
+        if right is not None:
+            hi = np.minimum(hi, diagonal + right + 1)
+        return np.where(inside, lo, 0), np.where(inside, np.maximum(lo, hi), 0)
+
+    def pairs(self, documents=None):
+        """Number of (query, key) pairs attended to, summed over the groups of documents."""
+        total = 0
+        for start in range(0, self.seqlen, PIECE):
+            lo, hi = self.key_interval(np.arange(start, min(start + PIECE, self.seqlen)), documents)
+            total += int((hi - lo).sum())
+        return total
 
 
 def local_interval(lo, hi, key_positions):
-    """The interval of key positions [lo, hi) as local columns [begin, end) of a chunk: int32 each.
+    """Intervals of key positions [lo, hi) as local columns [begin, end) of a chunk: int32 of their shape.
 
     key_positions: increasing positions of the chunk's keys.
     """

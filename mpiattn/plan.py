@@ -1,21 +1,26 @@
 """What a program calls: `MeshAttention`, a plan that is made once and run many times, and `attention`."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
 import numpy as np
 
 from . import backends, cost
+from .activity import Activity
 from .agreement import agree_on, agreement
+from .documents import documents
 from .errors import ArgumentError, MpiattnError
 from .exchange import MAX_MESSAGE, Exchange
 from .executor import Executor
 from .layout import KINDS, Layout
 from .mesh import Home
+from .passes import Backward, Forward
 from .problem import Problem
 from .redistribute import gather, scatter
 from .schedule import ROUTES
 from .tiling import parse_tile
+
+DOCUMENTS = {"cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k"}      # arguments of a call
 
 
 def _one_of(name, value, choices):
@@ -33,8 +38,10 @@ class MeshAttention:
 
     comm: an mpi4py intracommunicator; it is duplicated once for all plans on it and stays the caller's.
     batch, seqlen, heads, kv_heads, head_dim: the whole problem.  kv_heads divides heads (default: heads).
-    dtype: "float16", "float32" or "float64", of q, k, v and out.
+    dtype: "float16", "float32" or "float64", of q, k, v, out and gradients.
     causal: query i sees keys j <= i + seqlen_k - seqlen (bottom-right aligned).
+    window: (left, right), how many keys before and after that diagonal a query sees; None for all.
+    softcap: scores s become softcap * tanh(s / softcap).
     scale: of the scores; default 1/sqrt(head_dim).
     seqlen_k, value_dim: where they differ from seqlen and head_dim.
     tile: "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto": the
@@ -51,13 +58,14 @@ class MeshAttention:
     """
 
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
-                 scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto", schedule="auto",
-                 route="direct", backend="auto", max_message=MAX_MESSAGE):
+                 window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto",
+                 schedule="auto", route="direct", backend="auto", max_message=MAX_MESSAGE):
         self._home, self._mesh = Home.enter(comm), None
         try:
             with agreement(self._home.comm):
                 problem = Problem(seqlen=seqlen, heads=heads, head_dim=head_dim, batch=batch, kv_heads=kv_heads,
-                                  value_dim=value_dim, seqlen_k=seqlen_k, dtype=dtype, causal=causal, scale=scale)
+                                  value_dim=value_dim, seqlen_k=seqlen_k, dtype=dtype, causal=causal, scale=scale,
+                                  window=window, softcap=softcap)
                 shape = parse_tile(tile, comm.size)
                 q_layout, k_layout = _layouts(layout, problem, comm.size)
                 _one_of("schedule", schedule, (*cost.SCHEDULES, "auto"))
@@ -77,8 +85,10 @@ class MeshAttention:
             self._mesh = self._home.mesh(choice.a, choice.b)
             self._exchange = Exchange(max_message)
             with agreement(self._home.comm):          # a rank that lacks the memory must not leave the others waiting
-                self._executor = Executor(self._mesh, self.schedule, self._backend, self._exchange, problem,
+                self._executor = Executor(self._mesh, self.schedule, Forward(problem, self._backend), self._exchange,
                                           q_layout, k_layout)
+                self._activity = Activity(problem.mask, q_layout, k_layout, choice.a, choice.b)
+            self._backward = None
             tokens, tokens_k = q_layout.length(comm.rank), k_layout.length(comm.rank)
             self._nbytes = (cost.chunk_bytes(problem, tokens, tokens_k) + self._executor.nbytes
                             + self._backend.scratch_bytes(problem.head_dim, problem.value_dim, problem.dtype))
@@ -113,7 +123,8 @@ class MeshAttention:
     def nbytes(self):
         """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch.
 
-        Where batch > 1 that includes a second q, k and v: `forward` folds the batch into the heads.
+        Where batch > 1 that includes a second q, k and v: `forward` folds the batch into the heads.  Once
+        `backward` has been called it includes what that needs.
         """
         return self._nbytes
 
@@ -127,9 +138,14 @@ class MeshAttention:
         """Seconds that this rank has so far waited for transfers."""
         return self._exchange.wait_seconds
 
+    @property
+    def activity(self):
+        """Which blocks and transfers the plan's own masks leave (`mpiattn.activity.Activity`)."""
+        return self._activity
+
     # Running
 
-    def forward(self, q, k, v, *, check=True, progress=None):
+    def forward(self, q, k, v, *, check=True, progress=None, **document_cuts):
         """Attention of this rank's chunks; collective.
 
         q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
@@ -141,6 +157,8 @@ class MeshAttention:
         natural logarithm of each row's sum of exponentials, float32 (float64 for float64).  A query that sees
         no key has out 0 and lse -inf.
 
+        cu_seqlens, cu_seqlens_k, lengths, lengths_k: packed documents and padding of this call, the same on every
+            rank (see `mpiattn.documents`).
         check: let ranks agree that their arguments are right, by one small allreduce; without it a wrong
             argument raises on its own rank only, and leaves the others waiting.
         progress: called with the number of blocks (of a * b in all) that were just done.
@@ -150,38 +168,115 @@ class MeshAttention:
         """
         self._check_open()
         p, tokens = self.problem, len(self.positions)
-        with agreement(self._mesh.cart) if check else nullcontext():
-            if self._mesh.wreck is not None:
-                raise MpiattnError("a pass on this plan's mesh did not end; close the plan and make a new one")
-            self._check("q", q, (p.batch, tokens, p.heads, p.head_dim))
-            self._check("k", k, (p.batch, len(self.positions_k), p.kv_heads, p.head_dim))
-            self._check("v", v, (p.batch, len(self.positions_k), p.kv_heads, p.value_dim))
+        with self._agreement(check):
+            self._check_inputs(q, k, v)
+            activity = self._activity_of(document_cuts)
             out = np.empty((p.batch, tokens, p.heads, p.value_dim), p.dtype)
             lse = np.empty((p.batch, p.heads, tokens), p.partial_dtype)
             chunks = [self._fold(array) for array in (q, k, v)]
-        by_batch = (tokens, p.batch, p.heads)
-        try:
-            partial_out, partial_lse = self._executor.forward(*chunks, progress=progress)
-            self._backend.copy(out, partial_out.reshape(*by_batch, p.value_dim).transpose(1, 0, 2, 3))
-            self._backend.wait(self._backend.copy(lse, partial_lse.reshape(by_batch).transpose(1, 2, 0)))
-            self._executor.forget()
-        except BaseException:
-            self._mesh.abandon(self._executor)
-            raise
+        with self._pass(self._executor):
+            partial_out, partial_lse = self._executor.run(chunks[:1], chunks[1:], activity, progress)["O"]
+            self._unfold(out, partial_out)
+            self._backend.wait(self._backend.copy(lse, self._by_batch(partial_lse).transpose(1, 2, 0)))
         return out, lse
 
-    def _check(self, name, array, shape):
+    def backward(self, dout, q, k, v, out, lse, *, dlse=None, check=True, progress=None, **document_cuts):
+        """Gradients of sum(dout * out) + sum(dlse * lse) by q, k and v; collective.
+
+        q, k, v, out, lse and the documents: as given to and returned by `forward`.  dout: as out, in the plan's
+        dtype.  dlse: as lse, or None for 0.  Rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which
+        only the owner computes; dq is reduced along rows, dk and dv along columns (Mesh-Attention, section 3, with
+        delta in place of out).  The first call makes the buffers of the backward pass.
+
+        Returns dq, dk and dv in the plan's dtype and the shapes of q, k and v.
+        """
+        self._check_open()
+        p, tokens = self.problem, len(self.positions)
+        with self._agreement(check):
+            self._check_inputs(q, k, v)
+            self._check("dout", dout, (p.batch, tokens, p.heads, p.value_dim))
+            self._check("out", out, (p.batch, tokens, p.heads, p.value_dim))
+            for name, array in (("lse", lse), ("dlse", dlse)):
+                if array is not None or name == "lse":
+                    self._check(name, array, (p.batch, p.heads, tokens), p.partial_dtype)
+            activity = self._activity_of(document_cuts)
+            executor = self._backward_executor()
+            grads = [np.empty(array.shape, p.dtype) for array in (q, k, v)]
+            chunks = [self._fold(array) for array in (q, dout, out, k, v)]
+            lse, dlse = (None if array is None else self._fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
+            delta = self._backend.empty(lse.shape, p.partial_dtype)
+        with self._pass(executor):
+            queries, dout, out, *keys = chunks
+            self._backend.wait(self._backend.delta(delta, dout, out, dlse))
+            results = executor.run([queries, dout, lse, delta], keys, activity, progress)
+            for grad, partial in zip(grads, (*results["dQ"], *results["dKV"])):
+                event = self._unfold(grad, partial)
+            self._backend.wait(event)
+        return tuple(grads)
+
+    def _agreement(self, check):
+        return agreement(self._mesh.cart) if check else nullcontext()
+
+    @contextmanager
+    def _pass(self, executor):
+        """Run a pass; if it does not end, what is still under way must never meet another plan's messages."""
+        try:
+            yield
+            executor.forget()
+        except BaseException:
+            self._mesh.abandon(executor)
+            raise
+
+    def _backward_executor(self):
+        if self._backward is None:
+            p, (a, b) = self.problem, self.tile
+            schedule = cost.build(self.schedule.name, a, b, self.route, p, direction="backward")
+            self._backward = Executor(self._mesh, schedule, Backward(p, self._backend), self._exchange,
+                                      self.q_layout, self.k_layout)
+            self._nbytes += (self._backward.nbytes + cost.gradient_bytes(p, len(self.positions), len(self.positions_k))
+                             + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
+        return self._backward
+
+    def _activity_of(self, arguments):
+        """The activity of a call with these documents; that of the plan's masks alone is made once."""
+        if not arguments:
+            return self._activity
+        unknown = set(arguments) - DOCUMENTS
+        if unknown:
+            raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; documents are given by {sorted(DOCUMENTS)}")
+        return Activity(self.problem.mask, self.q_layout, self.k_layout, *self.tile,
+                        documents(self.problem, **arguments))
+
+    def _check_inputs(self, q, k, v):
+        p, tokens, tokens_k = self.problem, len(self.positions), len(self.positions_k)
+        if self._mesh.wreck is not None:
+            raise MpiattnError("a pass on this plan's mesh did not end; close the plan and make a new one")
+        self._check("q", q, (p.batch, tokens, p.heads, p.head_dim))
+        self._check("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim))
+        self._check("v", v, (p.batch, tokens_k, p.kv_heads, p.value_dim))
+
+    def _check(self, name, array, shape, dtype=None):
+        dtype = dtype or self.problem.dtype
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
         if array.shape != shape:
             raise ArgumentError(f"{name} has shape {array.shape}; on this rank it must be {shape}")
-        if array.dtype.name != self.problem.dtype or not array.dtype.isnative:
-            raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {self.problem.dtype}, as the plan")
+        if array.dtype.name != dtype or not array.dtype.isnative:
+            raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
 
     def _fold(self, array):
-        """A chunk as (tokens, batch * heads, dim), contiguous; a copy only if it is not so already."""
-        batch, tokens, heads, dim = array.shape
-        return self._backend.contiguous(array.transpose(1, 0, 2, 3)).reshape(tokens, batch * heads, dim)
+        """(batch, tokens, heads, ...) as (tokens, batch * heads, ...), contiguous; copied unless it is so already."""
+        batch, tokens, heads, *dim = array.shape
+        return self._backend.contiguous(array.swapaxes(0, 1)).reshape(tokens, batch * heads, *dim)
+
+    def _by_batch(self, array):
+        """(tokens, batch * heads, ...) as (tokens, batch, heads, ...)."""
+        tokens, heads, *dim = array.shape
+        return array.reshape(tokens, self.problem.batch, heads // self.problem.batch, *dim)
+
+    def _unfold(self, dst, src):
+        """Copy a folded partial into an array (batch, tokens, heads, dim), cast; returns the event."""
+        return self._backend.copy(dst, self._by_batch(src).swapaxes(0, 1))
 
     def scatter(self, array, *, root=0, axis=1, keys=False):
         """This rank's chunk of a whole array whose tokens lie along `axis`, in natural order; collective.
@@ -214,7 +309,7 @@ class MeshAttention:
             self._backend.close()
             self._exchange.close()
             self._home.leave(self._mesh)
-            self._home = self._executor = None
+            self._home = self._executor = self._backward = None
 
     def __enter__(self):
         return self

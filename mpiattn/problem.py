@@ -28,6 +28,15 @@ def _finite(name, value):
     raise ArgumentError(f"{name} is {value!r}; it must be a finite number")
 
 
+def _window(window):
+    try:
+        left, right = (None, None) if window is None else window
+        sides = tuple(None if side is None else _count("window", side, 0) for side in (left, right))
+    except (TypeError, ValueError):
+        raise ArgumentError(f"window is {window!r}; it must be (left, right), whole numbers from 0 or None") from None
+    return sides
+
+
 def dtype_name(dtype):
     """The name of a supported dtype, given as a name, a NumPy dtype or a scalar type."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", repr(dtype)))
@@ -42,7 +51,8 @@ class Problem:
     v (batch, seqlen_k, kv_heads, value_dim).
 
     kv_heads must divide heads: query head h uses KV head h // (heads // kv_heads).  Left out, kv_heads is
-    heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).
+    heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).  window: see `mpiattn.mask`.
+    softcap: scores s become softcap * tanh(s / softcap).
     """
 
     seqlen: int
@@ -55,6 +65,8 @@ class Problem:
     dtype: str = "float32"
     causal: bool = False
     scale: float = None
+    window: tuple = (None, None)
+    softcap: float = None
 
     def __post_init__(self):
         def put(name, value):
@@ -75,11 +87,16 @@ class Problem:
         if not isinstance(self.causal, bool | np.bool_):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
         put("causal", bool(self.causal))
+        put("window", _window(self.window))
+        if self.softcap is not None:
+            put("softcap", _finite("softcap", self.softcap))
+            if self.softcap <= 0:
+                raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None for none")
 
     @cached_property
     def mask(self):
         """Which keys each query sees."""
-        return Mask(self.seqlen, self.seqlen_k, self.causal)
+        return Mask(self.seqlen, self.seqlen_k, self.causal, self.window)
 
     @property
     def itemsize(self):
@@ -114,6 +131,22 @@ class Problem:
         return self.batch * self.heads * self.partial_itemsize * (self.value_dim + 1)
 
     @property
+    def q_backward_bytes(self):
+        """Bytes of one token of what a backward pass sends along a row: q, dout, lse, delta."""
+        heads = self.batch * self.heads
+        return heads * (self.itemsize * (self.head_dim + self.value_dim) + 2 * self.partial_itemsize)
+
+    @property
+    def dq_bytes(self):
+        """Bytes of one token of a partial of dq."""
+        return self.batch * self.heads * self.partial_itemsize * self.head_dim
+
+    @property
+    def dkv_bytes(self):
+        """Bytes of one token of a partial of dk and dv."""
+        return self.batch * self.kv_heads * self.partial_itemsize * (self.head_dim + self.value_dim)
+
+    @property
     def out_bytes(self):
         """Bytes of one token of the result (out, lse)."""
         return self.batch * self.heads * (self.itemsize * self.value_dim + self.partial_itemsize)
@@ -126,4 +159,9 @@ class Problem:
     @property
     def flops(self):
         """Floating-point operations of the forward pass: the two products, attended pairs only."""
-        return self.flops_per_pair * self.mask.pairs
+        return self.flops_per_pair * self.pairs
+
+    @cached_property
+    def pairs(self):
+        """Number of (query, key) pairs that are attended to, where there are no documents."""
+        return self.mask.pairs()

@@ -1,6 +1,6 @@
 """The oracle: dense attention in float64, a block of rows at a time, by the definition.
 
-It shares nothing with the back ends, and never holds more than one block of scores.
+It shares nothing with masks and back ends, and never holds more than one block of scores.
 """
 
 import numpy as np
@@ -8,54 +8,113 @@ import numpy as np
 BLOCK_PAIRS = 2 ** 17      # scores held at a time, 1 MB
 
 
-def visible_keys(positions, keys, seqlen, seqlen_k, causal):
-    """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys)."""
-    if not causal:
-        return np.ones((len(positions), len(keys)), bool)
-    return np.asarray(keys) <= np.asarray(positions)[:, None] + (seqlen_k - seqlen)
+def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu_seqlens=None, cu_seqlens_k=None):
+    """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
+
+    lengths: (seqlen, seqlen_k).  cu_seqlens, cu_seqlens_k: where documents of queries and of keys begin and end;
+    without them the sequence is one.  What lies in no document sees nothing and is not seen.
+    """
+    cuts = (0, lengths[0]) if cu_seqlens is None else cu_seqlens
+    cuts_k = cuts if cu_seqlens_k is None and cu_seqlens is not None else (
+        (0, lengths[1]) if cu_seqlens_k is None else cu_seqlens_k)
+    i, j = np.asarray(positions)[:, None], np.asarray(keys)[None, :]
+    visible = np.zeros((len(positions), len(keys)), bool)
+    left, right = window
+    for start, stop, start_k, stop_k in zip(cuts, cuts[1:], cuts_k, cuts_k[1:]):
+        together = (i >= start) & (i < stop) & (j >= start_k) & (j < stop_k)
+        after = j - (i + stop_k - stop)                # of the key, after the query's diagonal
+        if causal:
+            together &= after <= 0
+        if left is not None:
+            together &= after >= -left
+        if right is not None:
+            together &= after <= right
+        visible |= together
+    return visible
 
 
-def attention(q, k, v, causal=False, scale=None, positions=None, keys=None, lengths=None):
+def _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal, window, cu_seqlens, cu_seqlens_k):
+    """Every batch entry, head and block of rows: (b, rows, h, kv head, scores, visible, slope of the cap)."""
+    batch, rows, heads, dim = q.shape
+    positions = np.arange(rows) if positions is None else positions
+    keys = np.arange(k.shape[1]) if keys is None else keys
+    lengths = (rows, k.shape[1]) if lengths is None else lengths
+    scale = dim ** -0.5 if scale is None else scale
+    step = max(1, BLOCK_PAIRS // max(k.shape[1], 1))
+
+    def of_entry(cuts, b):
+        return cuts[b] if cuts is not None and np.ndim(cuts[0]) else cuts
+    for b in range(batch):
+        for start in range(0, rows if k.shape[1] else 0, step):
+            at = slice(start, start + step)
+            visible = visible_keys(positions[at], keys, lengths, causal, window, of_entry(cu_seqlens, b),
+                                   of_entry(cu_seqlens_k, b))
+            for h in range(heads):
+                kv = h // (heads // k.shape[2])
+                score = q[b, at, h].astype(np.float64) @ k[b, :, kv].astype(np.float64).T * scale
+                slope = 1.0
+                if softcap is not None:
+                    bent = np.tanh(score / softcap)
+                    score, slope = softcap * bent, 1 - bent ** 2
+                yield b, at, h, kv, np.where(visible, score, -np.inf), visible, slope
+
+
+def _product(weight, matrix, visible):
+    """weight @ matrix, where a pair that is not visible has weight 0 and 0 * NaN must not count."""
+    finite = np.isfinite(matrix).all(axis=1)
+    out = weight @ np.where(finite[:, None], matrix, 0)
+    for row in np.flatnonzero(~finite):
+        seen = visible[:, row]
+        out[seen] += weight[seen, row, None] * matrix[row]
+    return out
+
+
+def attention(q, k, v, causal=False, scale=None, *, window=(None, None), softcap=None, cu_seqlens=None,
+              cu_seqlens_k=None, positions=None, keys=None, lengths=None):
     """out (batch, seqlen, heads, value_dim) and lse (batch, heads, seqlen), float64.
 
-    q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal: bottom-right.
+    q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, window: relative to a
+    diagonal that is aligned bottom-right, in every document.  cu_seqlens: documents, one-dimensional for all batch
+    entries or one for each.  softcap: scores s become softcap * tanh(s / softcap).
     positions, keys, lengths: where q or k and v are a selection of the sequence, which queries and which keys
     they are, and how many (seqlen, seqlen_k) there are in all.  A row that sees nothing gives 0 and -inf.
     """
-    batch, rows, heads, dim = q.shape
-    seqlen_k, kv_heads = k.shape[1:3]
-    positions = np.arange(rows) if positions is None else positions
-    keys = np.arange(seqlen_k) if keys is None else keys
-    lengths = (rows, seqlen_k) if lengths is None else lengths
-    scale = dim ** -0.5 if scale is None else scale
-    out = np.zeros((batch, rows, heads, v.shape[3]))
-    lse = np.full((batch, heads, rows), -np.inf)
-    step = max(1, BLOCK_PAIRS // max(seqlen_k, 1))
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     with np.errstate(all="ignore"):
-        for start in range(0, rows if seqlen_k else 0, step):
-            at = slice(start, start + step)
-            visible = visible_keys(positions[at], keys, *lengths, causal)
-            for b in range(batch):
-                for h in range(heads):
-                    kv = h // (heads // kv_heads)
-                    out[b, at, h], lse[b, h, at] = _rows(
-                        q[b, at, h].astype(np.float64), k[b, :, kv].astype(np.float64),
-                        v[b, :, kv].astype(np.float64), visible, scale)
+        for b, at, h, kv, score, visible, _ in _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal,
+                                                       window, cu_seqlens, cu_seqlens_k):
+            top = score.max(axis=1)
+            base = np.where(top == -np.inf, 0, top)
+            weight = np.exp(score - base[:, None])
+            total = weight.sum(axis=1)
+            product = _product(weight, v[b, :, kv].astype(np.float64), visible)
+            out[b, at, h] = product / np.where(total == 0, 1, total)[:, None]
+            lse[b, h, at] = base + np.log(total)
     return out, lse
 
 
-def _rows(q, k, v, visible, scale):
-    score = np.where(visible, q @ k.T * scale, -np.inf)
-    top = score.max(axis=1)
-    base = np.where(top == -np.inf, 0, top)
-    weight = np.exp(score - base[:, None])
-    total = weight.sum(axis=1)
-    finite = np.isfinite(v).all(axis=1)
-    out = weight @ np.where(finite[:, None], v, 0)
-    for key in np.flatnonzero(~finite):                # 0 * NaN would reach rows that do not see this key
-        seen = visible[:, key]
-        out[seen] += weight[seen, key, None] * v[key]
-    return out / np.where(total == 0, 1, total)[:, None], base + np.log(total)
+def backward(dout, q, k, v, causal=False, scale=None, *, window=(None, None), softcap=None, cu_seqlens=None,
+             cu_seqlens_k=None, dlse=None):
+    """dq, dk, dv of sum(dout * out) + sum(dlse * lse), float64, shapes of q, k, v; arguments as of `attention`."""
+    masks = {"window": window, "softcap": softcap, "cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+    out, lse = attention(q, k, v, causal, scale, **masks)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    dq, dk, dv = (np.zeros(array.shape) for array in (q, k, v))
+    for b, at, h, kv, score, visible, slope in _blocks(q, k, v, scale, softcap, None, None, None, causal, window,
+                                                       cu_seqlens, cu_seqlens_k):
+        row = lse[b, h, at, None]
+        weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
+        grad, values, keys, queries = (array.astype(np.float64) for array in (
+            dout[b, at, h], v[b, :, kv], k[b, :, kv], q[b, at, h]))
+        delta = (grad * out[b, at, h]).sum(axis=1, keepdims=True)
+        if dlse is not None:
+            delta -= dlse[b, h, at, None]
+        dscore = weight * (grad @ values.T - delta) * slope * scale
+        dq[b, at, h] = dscore @ keys
+        dk[b, :, kv] += dscore.T @ queries
+        dv[b, :, kv] += weight.T @ grad
+    return dq, dk, dv
 
 
 def merge(out, lse, out_b, lse_b):

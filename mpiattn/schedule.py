@@ -4,6 +4,10 @@ Everything is in rank-relative hop coordinates (Mesh-Attention, arXiv 2512.20968
 one schedule serves every rank of a mesh of b rows x a columns: Q#u and O#u are the chunk u hops back in
 my row, KV#w the chunk w hops back in my column, #0 is my own.  Block (u, w) is Q#u against KV#w.
 
+Kinds that are gathered: "Q", what belongs to queries (backward also dO, lse and delta), in rows; "KV" in columns.
+Kinds that are reduced: forward "O" in rows; backward "dQ" in rows and "dKV" in columns.  A reduced kind X has two
+arenas: "X" of accumulators and "+X" of partials received.
+
 The route says how a chunk travels.  "direct": straight from its owner, who is u hops back, and a
 partial straight to the owner of its queries.  "ring": Q and KV from neighbour to neighbour, a partial
 too, merged with the neighbour's on its way.  The bytes are the same.
@@ -17,6 +21,19 @@ from typing import NamedTuple
 from .errors import ArgumentError
 
 ROUTES = ("direct", "ring")
+GATHERED = ("Q", "KV")
+REDUCED = {"forward": ("O",), "backward": ("dQ", "dKV")}
+IN_COLUMNS = ("KV", "dKV")
+
+
+def arena_of(kind):
+    """The arena that arrivals of a kind take their slots in."""
+    return kind if kind in GATHERED else f"+{kind}"
+
+
+def hop_of(kind, u, w):
+    """Which hop's chunk or accumulator of a kind the block (u, w) works on."""
+    return w if kind in IN_COLUMNS else u
 
 
 class Block(NamedTuple):
@@ -27,20 +44,24 @@ class Block(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """How many blocks it takes to hide one transfer of Q, of KV and of a partial O."""
+    """How many blocks it takes to hide one transfer of Q and of KV, and of what a row and a column reduce.
+
+    o is of O forward and of dQ backward, dkv is of dKV and backward only.
+    """
 
     q: float = 1.0
     kv: float = 1.0
     o: float = 1.0
+    dkv: float = 1.0
 
 
 @dataclass(frozen=True)
 class Transfer:
     """One movement, posted before the blocks of its step and completed after them.
 
-    kind: "Q" or "KV" (chunks `hops` arrive) or "O" (my partials of rows `hops` leave, and as many
-        partials of others arrive and are merged).
-    slots: the buffer slot that each arrival takes, in the arena of "Q", "KV" or, for "O", "P".
+    kind: of a gathered kind, chunks `hops` arrive; of a reduced kind, my partials `hops` leave, and as many
+        partials of others arrive and are merged.
+    slots: the buffer slot that each arrival takes, in the arena `arena_of(kind)`.
     collective: one MPI collective over the group instead of messages between pairs.
     """
 
@@ -50,8 +71,8 @@ class Transfer:
     collective: bool = False
 
     def __str__(self):
-        verb = "send" if self.kind == "O" else "recv"
-        moved = ", ".join(f"{self.kind}#{hop} -> {'P' if self.kind == 'O' else self.kind}[{slot}]"
+        verb = "recv" if self.kind in GATHERED else "send"
+        moved = ", ".join(f"{self.kind}#{hop} -> {arena_of(self.kind)}[{slot}]"
                           for hop, slot in zip(self.hops, self.slots))
         return f"{'all ' if self.collective else ''}{verb} {moved}"
 
@@ -74,21 +95,27 @@ class Step:
 class Schedule:
     """The steps of one rank's tile of a x b blocks, and the buffers they need.
 
-    rows: slot in the arena "O" of each accumulator O#1 ... O#(a-1); O#0 is the result.
-    slots: number of slots of the arenas "Q", "KV", "O" (accumulators), "P" (partials received).
+    direction: "forward" or "backward", which says what is reduced.
+    accumulators: by reduced kind, the slot of each accumulator #1, #2, ...; #0 is the result.
+    slots: number of slots of every arena.
     """
 
     name: str
+    direction: str
     a: int
     b: int
     route: str
     steps: tuple
-    rows: tuple
+    accumulators: dict
     slots: dict
+
+    def extent(self, kind):
+        """Number of hops of a kind, #0 included."""
+        return self.b if kind in IN_COLUMNS else self.a
 
     def __str__(self):
         slots = ", ".join(f"{count} {kind}" for kind, count in self.slots.items())
-        head = (f"{self.name} {self.a}x{self.b}, {self.route} route: {len(self.steps)} steps; "
+        head = (f"{self.name} {self.a}x{self.b}, {self.direction}, {self.route} route: {len(self.steps)} steps; "
                 f"slots: {slots}\nstep  {'transfer':<28}  blocks (Q#u,KV#w) that hide it")
         return "\n".join([head] + [f"{i:4}  {step}" for i, step in enumerate(self.steps)])
 
@@ -117,7 +144,7 @@ class _Lifetimes:
         return slot, count
 
 
-def with_slots(name, a, b, route, steps):
+def with_slots(name, direction, a, b, route, steps):
     """The Schedule of `steps`, with the fewest buffer slots that their uses allow.
 
     steps: Steps whose transfers have no slots yet.  A slot is written again only in a step after the
@@ -125,36 +152,36 @@ def with_slots(name, a, b, route, steps):
     """
     if route not in ROUTES:
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
+    reduced = REDUCED[direction]
     lives = _Lifetimes()
     for i, step in enumerate(steps):
         for t in step.transfers:
+            passed_on = route == "ring" and not t.collective
             for hop in t.hops:
-                if t.kind == "O":
-                    lives.use(("O", hop), i)
-                    lives.use(("P", hop), i)
-                    if route == "ring" and not t.collective and hop + 1 < a:
-                        lives.use(("O", hop + 1), i)     # what arrives is merged there
+                lives.use((arena_of(t.kind), hop), i)
+                if t.kind in GATHERED:
+                    if passed_on and hop > 1:
+                        lives.use((t.kind, hop - 1), i)   # goes on to the neighbour
                 else:
                     lives.use((t.kind, hop), i)
-                    if route == "ring" and not t.collective and hop > 1:
-                        lives.use((t.kind, hop - 1), i)  # passed on to the neighbour
-        for u, w in step.blocks:
-            if u:
-                lives.use(("Q", u), i)
-                lives.use(("O", u), i)
-            if w:
-                lives.use(("KV", w), i)
+                    if passed_on and hop + 1 < (b if t.kind in IN_COLUMNS else a):
+                        lives.use((t.kind, hop + 1), i)   # what arrives is merged there
+        for block in step.blocks:
+            for kind in (*GATHERED, *reduced):
+                if hop_of(kind, *block):
+                    lives.use((kind, hop_of(kind, *block)), i)
     slot, count = {}, {}
-    for kind in ("Q", "KV", "O", "P"):
-        slots, count[kind] = lives.slots(kind)
+    for arena in (*GATHERED, *reduced, *map(arena_of, reduced)):
+        slots, count[arena] = lives.slots(arena)
         slot |= slots
     placed = []
     for step in steps:
-        transfers = tuple(
-            Transfer(t.kind, t.hops, tuple(slot["P" if t.kind == "O" else t.kind, hop] for hop in t.hops), t.collective)
-            for t in step.transfers)
+        transfers = tuple(Transfer(t.kind, t.hops, tuple(slot[arena_of(t.kind), hop] for hop in t.hops), t.collective)
+                          for t in step.transfers)
         placed.append(Step(transfers, step.blocks, step.fused))
-    return Schedule(name, a, b, route, tuple(placed), tuple(slot["O", u] for u in range(1, a)), count)
+    accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, b if kind in IN_COLUMNS else a))
+                    for kind in reduced}
+    return Schedule(name, direction, a, b, route, tuple(placed), accumulators, count)
 
 
 def blocks_to_hide(cost):

@@ -7,6 +7,8 @@ with w bytes an input element and p a partial's.  lse has 4 bytes, 8 where parti
 
 from typing import NamedTuple
 
+from .schedule import GATHERED, IN_COLUMNS
+
 
 class Sent(NamedTuple):
     """Bytes that one rank sends in a forward pass, by kind."""
@@ -18,7 +20,21 @@ class Sent(NamedTuple):
     @property
     def total(self):
         """All of them."""
-        return self.q + self.kv + self.o
+        return sum(self)
+
+
+class SentBackward(NamedTuple):
+    """Bytes that one rank sends in a backward pass, by kind; q is of q, dout, lse and delta."""
+
+    q: int
+    kv: int
+    dq: int
+    dkv: int
+
+    @property
+    def total(self):
+        """All of them."""
+        return sum(self)
 
 
 def place(rank, a):
@@ -38,27 +54,49 @@ def in_column(rank, a, b, hop):
     return (r - hop) % b * a + c
 
 
-def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct"):
-    """Bytes that `rank` sends in a forward pass on a tile of a x b.
+def token_bytes(problem, direction="forward"):
+    """Bytes of one token of what travels, by kind."""
+    if direction == "forward":
+        return {"Q": problem.q_bytes, "KV": problem.kv_bytes, "O": problem.partial_bytes}
+    return {"Q": problem.q_backward_bytes, "KV": problem.kv_bytes, "dQ": problem.dq_bytes, "dKV": problem.dkv_bytes}
+
+
+def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="forward", activity=None,
+         collective=False):
+    """Bytes that `rank` sends in a pass on a tile of a x b.
 
     q_lengths, k_lengths: tokens of every rank's chunk.  The routes differ only in who sends which chunk:
     straight from the owner, or each chunk passed on by neighbours; over all ranks they agree.
+    activity: an `Activity`, where masks leave chunks and partials that need not travel.
+    collective: chunks are gathered by MPI's collectives, which take one to all of the group or to none.
     """
-    if route == "direct":
-        q_tokens = (a - 1) * q_lengths[rank]
-        k_tokens = (b - 1) * k_lengths[rank]
-    else:
-        q_tokens = sum(q_lengths[in_row(rank, a, u)] for u in range(a - 1))
-        k_tokens = sum(k_lengths[in_column(rank, a, b, w)] for w in range(b - 1))
-    o_tokens = sum(q_lengths[in_row(rank, a, u)] for u in range(1, a))
-    return Sent(q_tokens * problem.q_bytes, k_tokens * problem.kv_bytes, o_tokens * problem.partial_bytes)
+    def travels(kind, hop, extent):
+        if activity is None:
+            return True
+        if collective and route == "direct" and kind in GATHERED:
+            return any(activity.sends(kind, rank, other) for other in range(1, extent))
+        return activity.sends(kind, rank, hop, route)
+
+    def back(kind, hop):
+        return in_column(rank, a, b, hop) if kind in IN_COLUMNS else in_row(rank, a, hop)
+    found = []
+    for kind, nbytes in token_bytes(problem, direction).items():
+        lengths = k_lengths if kind in IN_COLUMNS else q_lengths
+        tokens = 0
+        extent = b if kind in IN_COLUMNS else a
+        for hop in range(1, extent):
+            if travels(kind, hop, extent):
+                moved = hop if kind not in GATHERED else hop - 1 if route == "ring" else 0
+                tokens += lengths[back(kind, moved)]
+        found.append(tokens * nbytes)
+    return Sent(*found) if direction == "forward" else SentBackward(*found)
 
 
-def mean_sent(problem, ranks, a, b):
-    """Mean bytes sent per rank on a tile of a x b; exact for even chunks."""
+def mean_sent(problem, ranks, a, b, direction="forward"):
+    """Mean bytes sent per rank on a tile of a x b where everything travels; exact for even chunks."""
     q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
-    return ((a - 1) * q_tokens * (problem.q_bytes + problem.partial_bytes)
-            + (b - 1) * k_tokens * problem.kv_bytes)
+    return sum((b - 1) * k_tokens * nbytes if kind in IN_COLUMNS else (a - 1) * q_tokens * nbytes
+               for kind, nbytes in token_bytes(problem, direction).items())
 
 
 def volume(ranks, a, b, kv_share=1.0):

@@ -5,25 +5,27 @@ neighbour holds as Q#(u-1) at the same step, and a partial that arrives was made
 """
 
 from .errors import ScheduleError
+from .schedule import GATHERED, IN_COLUMNS, REDUCED, arena_of, hop_of
 
 
 class _Play:
     def __init__(self, schedule):
         self.s = schedule
+        self.reduced = REDUCED[schedule.direction]
         self.have = {("Q", 0): None, ("KV", 0): None}      # chunk -> slot, once it has arrived
         self.arena = {}                                    # (arena, slot) -> what was last written there
         self.done = set()                                  # blocks run
-        self.held = [set() for _ in range(schedule.a)]     # contributions merged into O#u, as hops to its owner
-        self.alive = {}                                    # accumulator slot -> row
-        self.sent = set()
+        # by reduced kind: contributions merged into #0, #1, ..., as hops to the owner; rows sent; slot -> hop
+        self.held = {kind: [set() for _ in range(schedule.extent(kind))] for kind in self.reduced}
+        self.sent = {kind: set() for kind in self.reduced}
+        self.alive = {}
 
     def fail(self, step, what):
-        raise ScheduleError(f"{self.s.name} {self.s.a}x{self.s.b}, step {step}: {what}")
+        raise ScheduleError(f"{self.s.name} {self.s.a}x{self.s.b} {self.s.direction}, step {step}: {what}")
 
-    def write(self, i, arena, slot, name):
+    def check_slot(self, i, arena, slot):
         if not 0 <= slot < self.s.slots[arena]:
             self.fail(i, f"slot {arena}[{slot}] does not exist")
-        self.arena[arena, slot] = name
 
     def read(self, i, kind, hop):
         if (kind, hop) not in self.have:
@@ -31,33 +33,36 @@ class _Play:
         if hop and self.arena[kind, self.have[kind, hop]] != hop:
             self.fail(i, f"{kind}#{hop} was overwritten while still in use")
 
-    def accumulate(self, i, u):
-        if not u:
+    def accumulate(self, i, kind, hop):
+        if not hop:
             return
-        if u in self.sent:
-            self.fail(i, f"O#{u} changes after it was sent")
-        slot = self.s.rows[u - 1]
-        if not 0 <= slot < self.s.slots["O"]:
-            self.fail(i, f"slot O[{slot}] does not exist")
-        if self.alive.setdefault(slot, u) != u:
-            self.fail(i, f"accumulator O[{slot}] of O#{self.alive[slot]} is taken by O#{u}")
+        if hop in self.sent[kind]:
+            self.fail(i, f"{kind}#{hop} changes after it was sent")
+        slot = self.s.accumulators[kind][hop - 1]
+        self.check_slot(i, kind, slot)
+        if self.alive.setdefault((kind, slot), hop) != hop:
+            self.fail(i, f"accumulator {kind}[{slot}] of {kind}#{self.alive[kind, slot]} is taken by {kind}#{hop}")
+
+    def blocks_of(self, kind, hop):
+        """The blocks that a partial is the sum of."""
+        if kind in IN_COLUMNS:
+            return {(u, hop) for u in range(self.s.a)}
+        return {(hop, w) for w in range(self.s.b)}
 
     def post(self, i, t):
         if len(t.slots) != len(t.hops):
             self.fail(i, f"{t} has {len(t.hops)} hops but {len(t.slots)} slots")
         for hop, slot in zip(t.hops, t.slots):
-            limit = self.s.b if t.kind == "KV" else self.s.a
-            if not 0 < hop < limit:
+            if t.kind not in (*GATHERED, *self.reduced) or not 0 < hop < self.s.extent(t.kind):
                 self.fail(i, f"{t.kind}#{hop} does not exist")
-            if t.kind == "O":
-                self.accumulate(i, hop)
-                if {(hop, w) for w in range(self.s.b)} - self.done:
-                    self.fail(i, f"O#{hop} is sent before its row is complete")
-                self.write(i, "P", slot, (i, hop))
-            else:
-                if (t.kind, hop) in self.have:
-                    self.fail(i, f"{t.kind}#{hop} is received twice")
-                self.write(i, t.kind, slot, hop)
+            if t.kind in self.reduced:
+                self.accumulate(i, t.kind, hop)
+                if self.blocks_of(t.kind, hop) - self.done:
+                    self.fail(i, f"{t.kind}#{hop} is sent before its blocks are complete")
+            elif (t.kind, hop) in self.have:
+                self.fail(i, f"{t.kind}#{hop} is received twice")
+            self.check_slot(i, arena_of(t.kind), slot)
+            self.arena[arena_of(t.kind), slot] = (i, hop) if t.kind in self.reduced else hop
 
     def passes_on(self, t):
         return self.s.route == "ring" and not t.collective
@@ -65,34 +70,35 @@ class _Play:
     def complete(self, i, t):
         arrived = []
         for hop, slot in zip(t.hops, t.slots):
-            if t.kind != "O":
+            if t.kind in GATHERED:
                 if self.passes_on(t):
                     self.read(i, t.kind, hop - 1)
                 self.have[t.kind, hop] = slot
                 continue
-            if self.arena["P", slot] != (i, hop):
-                self.fail(i, f"the partial in P[{slot}] was overwritten before it was merged")
-            target = (hop + 1) % self.s.a if self.passes_on(t) else 0
-            self.accumulate(i, target)
-            arrived.append((target, self.held[hop] | {hop}))
-            self.sent.add(hop)
-            self.alive.pop(self.s.rows[hop - 1], None)
+            if self.arena[arena_of(t.kind), slot] != (i, hop):
+                self.fail(i, f"the partial in {arena_of(t.kind)}[{slot}] was overwritten before it was merged")
+            target = (hop + 1) % self.s.extent(t.kind) if self.passes_on(t) else 0
+            self.accumulate(i, t.kind, target)
+            arrived.append((target, self.held[t.kind][hop] | {hop}))
+            self.sent[t.kind].add(hop)
+            self.alive.pop((t.kind, self.s.accumulators[t.kind][hop - 1]), None)
         for target, contributions in arrived:
-            if self.held[target] & contributions:
-                self.fail(i, f"O#{target} receives a contribution twice")
-            self.held[target] |= contributions
+            held = self.held[t.kind]
+            if held[target] & contributions:
+                self.fail(i, f"{t.kind}#{target} receives a contribution twice")
+            held[target] |= contributions
 
     def step(self, i, step):
         for t in step.transfers:
             self.post(i, t)
         for block in step.blocks:
-            u, w = block
-            if block in self.done:
+            if tuple(block) in self.done:
                 self.fail(i, f"block {tuple(block)} runs twice")
-            self.read(i, "Q", u)
-            self.read(i, "KV", w)
-            self.accumulate(i, u)
-            self.done.add((u, w))
+            for kind in GATHERED:
+                self.read(i, kind, hop_of(kind, *block))
+            for kind in self.reduced:
+                self.accumulate(i, kind, hop_of(kind, *block))
+            self.done.add(tuple(block))
         for t in step.transfers:
             self.complete(i, t)
 
@@ -100,8 +106,10 @@ class _Play:
         missing = {(u, w) for u in range(self.s.a) for w in range(self.s.b)} ^ self.done
         if missing:
             self.fail("end", f"blocks never run, or not in the tile: {sorted(missing)}")
-        if self.held[0] != set(range(1, self.s.a)):
-            self.fail("end", f"O#0 lacks the partials of hops {sorted(set(range(1, self.s.a)) - self.held[0])}")
+        for kind in self.reduced:
+            lacking = set(range(1, self.s.extent(kind))) - self.held[kind][0]
+            if lacking:
+                self.fail("end", f"{kind}#0 lacks the partials of hops {sorted(lacking)}")
 
 
 def validate(schedule):
@@ -117,5 +125,6 @@ def validate(schedule):
     used = {kind: set() for kind in schedule.slots}
     for arena, slot in play.arena:
         used[arena].add(slot)
-    used["O"] = set(schedule.rows)
+    for kind, slots in schedule.accumulators.items():
+        used[kind] = set(slots)
     return {kind: len(slots) for kind, slots in used.items()}

@@ -89,8 +89,9 @@ def _expected(problem, positions, read):
     for start in range(0, problem.seqlen_k, step):
         stop = min(start + step, problem.seqlen_k)
         k, v = read("k", start, stop), read("v", start, stop)
-        part = reference.attention(q, k, v, problem.causal, problem.scale, positions, np.arange(start, stop),
-                                   (problem.seqlen, problem.seqlen_k))
+        part = reference.attention(q, k, v, problem.causal, problem.scale, window=problem.window,
+                                   softcap=problem.softcap, positions=positions, keys=np.arange(start, stop),
+                                   lengths=(problem.seqlen, problem.seqlen_k))
         out, lse = reference.merge(out, lse, *part)
     return out, lse
 

@@ -9,6 +9,7 @@ from dense import bits, error, largest
 
 from mpiattn import backends
 from mpiattn.backends import numpy as numpy_backend
+from mpiattn.backends import tiles
 
 NAMES = ("numpy", "deferred")
 LIMIT = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-6}      # of max|reference|; float16 accumulates in float32
@@ -96,14 +97,14 @@ def test_groups_of_heads_have_their_own_intervals(backend):
         assert_right(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), "float64")
 
 
-SIZES = [numpy_backend.ROWS + 3, numpy_backend.COLUMNS + 5, numpy_backend.PANEL + numpy_backend.COLUMNS + 7]
+SIZES = [tiles.ROWS + 3, tiles.COLUMNS + 5, numpy_backend.PANEL + tiles.COLUMNS + 7]
 
 
 @pytest.mark.parametrize("keys", SIZES)
 @pytest.mark.parametrize("kind", ["full", "causal", "windows"])
 def test_beyond_the_tiles(keys, kind):
     """Sizes that are not multiples of the tiles and lie beyond them; windows skip and cross tile borders."""
-    queries, backend = numpy_backend.ROWS + 9, backends.get("numpy")
+    queries, backend = tiles.ROWS + 9, backends.get("numpy")
     q, k, v = chunks(queries, keys, dtype="float32")
     begin, end = everything(queries, keys) if kind == "full" else windows(queries, keys)
     if kind == "causal":
@@ -115,8 +116,8 @@ def test_small_tiles(monkeypatch):
     """The same code with tiles of a few rows and columns: every border case in a small problem."""
     q, k, v = chunks(29, 41, 4, 2)
     for rows, columns, panel in itertools.product((1, 4, 64), (1, 3, 64), (5, 7, 64)):
-        monkeypatch.setattr(numpy_backend, "ROWS", rows)
-        monkeypatch.setattr(numpy_backend, "COLUMNS", columns)
+        monkeypatch.setattr(tiles, "ROWS", rows)
+        monkeypatch.setattr(tiles, "COLUMNS", columns)
         monkeypatch.setattr(numpy_backend, "PANEL", panel)
         for begin, end in (everything(29, 41), windows(29, 41, seed=rows)):
             got = attend(backends.get("numpy"), q, k, v, begin, end)
@@ -279,7 +280,7 @@ def test_no_array_of_queries_times_keys():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * 2 ** 20                                  # the scores would be 103 MiB
-    masks = numpy_backend.ROWS * numpy_backend.COLUMNS * 3     # a tile's mask and the comparisons it is made of
+    masks = tiles.ROWS * tiles.COLUMNS * 3     # a tile's mask and the comparisons it is made of
     assert peak < backend.scratch_bytes(16, 16, "float32") + masks + 2 ** 19
 
 

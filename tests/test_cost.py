@@ -62,12 +62,14 @@ def test_memory_is_what_buffers_take():
     from mpiattn.backends.numpy import NumpyBackend
     from mpiattn.buffers import Buffers
     from mpiattn.layout import Layout
+    from mpiattn.passes import Forward
     problem = Problem(seqlen=96, heads=4, kv_heads=2, head_dim=8, value_dim=6, batch=2, dtype="float16")
     layout = Layout("striped", 96, 12)
     for a, b in tiles(12):
         for kind in cost.SCHEDULES:
             schedule = cost.build(kind, a, b, "direct", problem)
-            buffers = Buffers(NumpyBackend(), problem, schedule, SimpleNamespace(a=a, b=b, rank=5), layout, layout)
+            buffers = Buffers(NumpyBackend(), Forward(problem, None).shapes(), schedule,
+                              SimpleNamespace(a=a, b=b, rank=5), layout, layout)
             assert cost.buffer_bytes(schedule, problem, 8, 8, "contiguous") == buffers.nbytes, (a, b, kind)
             ordered = b * 8 * problem.kv_bytes if kind == "collective" and b > 1 else 0    # keys again, by position
             assert cost.buffer_bytes(schedule, problem, 8, 8, "striped") == buffers.nbytes + ordered, (a, b, kind)

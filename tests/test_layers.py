@@ -15,14 +15,15 @@ PACKAGE = launch.ROOT / "mpiattn"
 LAYERS = [
     {"errors", "reference", "", "host", "newfile"},
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",
-     "sources", "mesh", "agreement", "exchange", "redistribute", "gpuaware", "hdf5", "backends"},
-    {"buffers", "executor"},
+     "sources", "documents", "activity", "mesh", "agreement", "exchange", "redistribute", "gpuaware", "hdf5",
+     "backends"},
+    {"buffers", "passes", "executor"},
     {"plan", "io", "verify"},
     {"cli", "bench", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",
-        "sources", "errors", "reference", "newfile"}
-NO_MPI = PURE | {"backends", "buffers", "executor", "hdf5", "host", ""}       # at import; below them, on call
+        "sources", "errors", "reference", "newfile", "documents", "activity"}
+NO_MPI = PURE | {"backends", "buffers", "passes", "executor", "hdf5", "host", ""}       # at import; below them, on call
 ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", ""}   # without NumPy
 LINES = 400
 

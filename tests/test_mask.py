@@ -15,7 +15,7 @@ def may_see(i, j, seqlen, seqlen_k, causal):
 
 def test_drawings_of_the_docstring():
     for shape, drawing in (((2, 4), ["1110", "1111"]), ((4, 2), ["00", "00", "10", "11"])):
-        lo, hi = Mask(*shape, causal=True).key_interval(np.arange(shape[0]))
+        (lo,), (hi,) = Mask(*shape, causal=True).key_interval(np.arange(shape[0]))
         rows = ["".join("1" if a <= j < b else "0" for j in range(shape[1])) for a, b in zip(lo, hi)]
         assert rows == drawing
 
@@ -25,8 +25,8 @@ def test_drawings_of_the_docstring():
 def test_pairs_are_the_definition(shape, causal):
     pairs = [(i, j) for i in range(shape[0]) for j in range(shape[1]) if may_see(i, j, *shape, causal)]
     mask = Mask(*shape, causal=causal)
-    assert mask.pairs == len(pairs)
-    lo, hi = mask.key_interval(np.arange(shape[0]))
+    assert mask.pairs() == len(pairs)
+    (lo,), (hi,) = mask.key_interval(np.arange(shape[0]))
     assert [(i, j) for i in range(shape[0]) for j in range(lo[i], hi[i])] == pairs
 
 
@@ -41,7 +41,7 @@ def test_blocks_of_every_layout(shape, causal, kind):
     for q in range(chunks):
         for k in range(chunks):
             rows, keys = q_layout.positions(q), k_layout.positions(k)
-            begin, end = local_interval(*mask.key_interval(rows), keys)
+            (begin,), (end,) = local_interval(*mask.key_interval(rows), keys)
             assert begin.dtype == end.dtype == np.int32
             assert (begin <= end).all() and (begin >= 0).all() and (end <= len(keys)).all()
             seen += [(rows[x], keys[y]) for x in range(len(rows)) for y in range(begin[x], end[x])]
@@ -54,7 +54,7 @@ def test_striped_causal_blocks_are_half_full():
     for i in range(4):
         for j in range(4):
             hi = Mask(20, 20, True).key_interval(layout.positions(i))
-            _, end = local_interval(*hi, layout.positions(j))
+            _, (end,) = local_interval(*hi, layout.positions(j))
             assert end.tolist() == [x + (j <= i) for x in range(5)]
 
 

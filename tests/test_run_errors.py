@@ -152,13 +152,13 @@ def test_a_rank_is_killed(tmp_path, out, victim):
     source = write_input(tmp_path / "in.h5")
     code = ("import os, sys, time, mpiattn.executor as e\n"
             "from mpi4py import MPI\n"
-            "attend = e.Executor._attend\n"
+            "run_block = e.Executor._run_block\n"
             "def slow(self, u, w):\n"
-            "    attend(self, u, w)\n"
+            "    run_block(self, u, w)\n"
             f"    if MPI.COMM_WORLD.rank == {victim}:\n"
             "        print('pid', os.getpid(), flush=True)\n"
             "        time.sleep(60)\n"
-            "e.Executor._attend = slow\n"
+            "e.Executor._run_block = slow\n"
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     process = subprocess.Popen([launch.mpiexec(), "-n", "4", sys.executable, "-c", code, "run", source, out,
                                 "--schedule", "greedy"], env=launch.environment(), text=True, start_new_session=True,
@@ -182,8 +182,8 @@ def test_a_rank_raises(tmp_path, out):
             "from mpi4py import MPI\n"
             "def broken(self, u, w):\n"
             "    if MPI.COMM_WORLD.rank == 1: raise ZeroDivisionError('on purpose')\n"
-            "    return attend(self, u, w)\n"
-            "attend, e.Executor._attend = e.Executor._attend, broken\n"
+            "    return run_block(self, u, w)\n"
+            "run_block, e.Executor._run_block = e.Executor._run_block, broken\n"
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     outcome = mpirun(3, [sys.executable, "-c", code, "run", source, out, "--schedule", "greedy"], timeout=30,
                      check=False)

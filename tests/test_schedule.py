@@ -25,7 +25,7 @@ def without_overlap(schedule):
     steps = []
     for step in schedule.steps:
         steps += [Step((), step.blocks)] * bool(step.blocks) + [Step(step.transfers)] * bool(step.transfers)
-    return with_slots(schedule.name, schedule.a, schedule.b, schedule.route, steps)
+    return with_slots(schedule.name, schedule.direction, schedule.a, schedule.b, schedule.route, steps)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -53,14 +53,14 @@ def test_one_row_is_ring_attention(n, route):
     schedule = greedy(1, n, Costs(), route)
     assert [step.blocks for step in schedule.steps] == [(Block(0, w),) for w in range(n)]
     assert moves(schedule) == [("KV", (w,)) for w in range(1, n)]
-    assert schedule.slots == {"Q": 0, "KV": min(2, n - 1), "O": 0, "P": 0}
+    assert schedule.slots == {"Q": 0, "KV": min(2, n - 1), "O": 0, "+O": 0}
 
 
 def test_qring_needs_few_slots():
     """Q chunks pass by as KV chunks do in Ring; a partial leaves as soon as its row is complete."""
     schedule = greedy(8, 1)
     assert moves(schedule) == [("Q", (u,)) for u in range(1, 8)] + [("O", (u,)) for u in range(1, 8)]
-    assert schedule.slots["KV"] == 0 and schedule.slots["P"] <= 2
+    assert schedule.slots["KV"] == 0 and schedule.slots["+O"] <= 2
 
 
 def test_algorithm_2_by_hand():
@@ -119,7 +119,7 @@ def test_a_large_tile_takes_no_time():
 
 def test_text_names_every_step():
     text = str(greedy(2, 2))
-    assert "greedy 2x2, direct route" in text and "recv KV#1 -> KV[0]" in text and "send O#1 -> P[0]" in text
+    assert "greedy 2x2, forward, direct route" in text and "recv KV#1 -> KV[0]" in text and "send O#1 -> +O[0]" in text
 
 
 @pytest.mark.parametrize("costs", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
@@ -198,11 +198,11 @@ def one_slot_for_all_q(s):
 
 
 def shared_accumulator(s):
-    return replace(s, rows=(0,) * len(s.rows))
+    return replace(s, accumulators={"O": (0,) * len(s.accumulators["O"])})
 
 
 def no_such_accumulator(s):
-    return replace(s, rows=(*s.rows[:-1], 99))
+    return replace(s, accumulators={"O": (*s.accumulators["O"][:-1], 99)})
 
 
 def sent_before_complete(s):
@@ -236,8 +236,9 @@ CORRUPTIONS = [
     (no_such_slot("Q"), "does not exist"), (no_such_slot("KV"), "does not exist"),
     (no_such_slot("O"), "does not exist"),
     (one_slot_for_all_kv, "overwritten"), (one_slot_for_all_q, "overwritten"), (shared_accumulator, "is taken by"),
-    (no_such_accumulator, "does not exist"), (sent_before_complete, "before its row is complete"),
-    (added_to_after_sent, "before its row is complete"), (sent_twice, "after it was sent"), (slots_missing, "slots"),
+    (no_such_accumulator, "does not exist"), (sent_before_complete, "before its blocks are complete"),
+    (added_to_after_sent, "before its blocks are complete"), (sent_twice, "after it was sent"),
+    (slots_missing, "slots"),
 ]
 
 
@@ -255,10 +256,10 @@ def test_validate_refuses_a_wrong_order_of_partials_on_the_ring():
     steps = [Step((Transfer("Q", (1,), ()),)), Step((Transfer("Q", (2,), ()),)),
              Step((), tuple(Block(u, 0) for u in range(3)))]
     partials = [Step((Transfer("O", (hop,), ()),)) for hop in (1, 2)]
-    validate(with_slots("x", 3, 1, "ring", steps + partials))
+    validate(with_slots("x", "forward", 3, 1, "ring", steps + partials))
     with pytest.raises(ScheduleError):
-        validate(with_slots("x", 3, 1, "ring", steps + partials[::-1]))
-    validate(with_slots("x", 3, 1, "direct", steps + partials[::-1]))
+        validate(with_slots("x", "forward", 3, 1, "ring", steps + partials[::-1]))
+    validate(with_slots("x", "forward", 3, 1, "direct", steps + partials[::-1]))
 
 
 def test_validate_refuses_a_collective_whose_partials_share_a_slot():

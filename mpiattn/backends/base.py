@@ -23,7 +23,7 @@ class Backend(Protocol):
     def contiguous(self, array):
         """The array itself if it is this back end's and contiguous, else a contiguous copy."""
 
-    def scratch_bytes(self, head_dim, value_dim, dtype):
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         """Bytes of working memory that launches on such inputs take, besides their arguments."""
 
     # Launches
@@ -31,11 +31,27 @@ class Backend(Protocol):
     def clear(self, out, lse):
         """Make (out, lse) the identity partial."""
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, after=()):
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
         """Add to the partial (out, lse) what each row q[i] sees: the keys [begin[g, i], end[g, i]).
 
         begin, end: int32 (groups, tokens); the heads divide into that many equal groups.
+        softcap: scores s become softcap * tanh(s / softcap); None for none.
         """
+
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+        """Add to dq, dk and dv, in the partial's dtype, what a block contributes.
+
+        lse (tokens, heads) is that of the whole row, delta (tokens, heads) as `delta` makes it.
+        """
+
+    def delta(self, delta, dout, out, dlse):
+        """delta = rowsum(dout * out) - dlse; dlse (tokens, heads) or None."""
+
+    def zero(self, arrays):
+        """Fill arrays with 0."""
+
+    def add(self, arrays, others, after=()):
+        """Add every one of `others` to its array."""
 
     def merge(self, out, lse, out_b, lse_b, after=()):
         """Merge the partial (out_b, lse_b) into (out, lse)."""

@@ -61,8 +61,21 @@ class DeferredBackend(NumpyBackend):
     def clear(self, out, lse):
         return self._launch((out, lse), (), super().clear, out, lse)
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, after=()):
-        return self._launch((out, lse), after, super().attend, q, k, v, begin, end, out, lse, scale)
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+        return self._launch((out, lse), after, super().attend, q, k, v, begin, end, out, lse, scale, softcap)
+
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+        return self._launch((dq, dk, dv), after, super().attend_backward, q, dout, lse, delta, k, v, begin, end,
+                            dq, dk, dv, scale, softcap)
+
+    def delta(self, delta, dout, out, dlse):
+        return self._launch((delta,), (), super().delta, delta, dout, out, dlse)
+
+    def zero(self, arrays):
+        return self._launch(arrays, (), super().zero, arrays)
+
+    def add(self, arrays, others, after=()):
+        return self._launch(arrays, after, super().add, arrays, others)
 
     def merge(self, out, lse, out_b, lse_b, after=()):
         return self._launch((out, lse), after, super().merge, out, lse, out_b, lse_b)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 
 from .. import __version__, hdf5, io, traffic
+from ..activity import Activity
 from ..agreement import agreement
 from ..errors import VerificationError
 from ..exchange import MAX_MESSAGE
@@ -139,11 +140,13 @@ def _write(output, plan, out, lse, attributes):
 
 def _local(plan, comm):
     """What this rank has to say of the forward pass."""
-    lengths, rank, (a, b) = (plan.q_layout.lengths, plan.k_layout.lengths), comm.rank, plan.tile
+    lengths, rank, (a, b), route = (plan.q_layout.lengths, plan.k_layout.lengths), comm.rank, plan.tile, plan.route
+    ring = Activity(plan.problem.mask, plan.q_layout, plan.k_layout, 1, comm.size)
     return {"rank": rank, "host": socket.gethostname(), "tokens": lengths[0][rank], "tokens_k": lengths[1][rank],
             "sent_bytes": plan.sent[0], "sent_messages": plan.sent[1], "wait_seconds": plan.wait_seconds,
-            "formula_bytes": traffic.sent(plan.problem, *lengths, a, b, rank, plan.route).total,
-            "ring_bytes": traffic.sent(plan.problem, *lengths, 1, comm.size, rank, plan.route).total,
+            "formula_bytes": traffic.sent(plan.problem, *lengths, a, b, rank, route, activity=plan.activity,
+                                          collective=plan.schedule.name == "collective").total,
+            "ring_bytes": traffic.sent(plan.problem, *lengths, 1, comm.size, rank, route, activity=ring).total,
             "nbytes": plan.nbytes}
 
 

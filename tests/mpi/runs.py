@@ -66,5 +66,4 @@ def subcomm(comm, ranks, key=None):
 def use_schedule(plan, schedule):
     """Make an open plan run another schedule of its tile; collective."""
     plan.schedule = schedule
-    plan._executor = Executor(plan._mesh, schedule, plan._backend, plan._exchange, plan.problem,
-                              plan.q_layout, plan.k_layout)
+    plan._executor = Executor(plan._mesh, schedule, plan._executor.work, plan._exchange, plan.q_layout, plan.k_layout)

@@ -57,7 +57,7 @@ def without_overlap(schedule):
     steps = []
     for step in schedule.steps:
         steps += [Step((), step.blocks)] * bool(step.blocks) + [Step(step.transfers)] * bool(step.transfers)
-    return with_slots(schedule.name, schedule.a, schedule.b, schedule.route, steps)
+    return with_slots(schedule.name, schedule.direction, schedule.a, schedule.b, schedule.route, steps)
 
 
 def test_overlap_changes_no_bit(comm):

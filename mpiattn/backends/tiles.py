@@ -1,0 +1,154 @@
+"""Row tiles of block attention in NumPy: what one head's rows do with a panel of keys, forward and backward.
+
+FlashAttention's online softmax, tile by tile: key tiles that no row of a row tile sees are skipped, those that all
+its rows see whole take the short way, only the rest are masked.  Nothing of the size of queries times keys is made.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+# A score tile of 256 x 1024 float32 is a megabyte, so that the passes over it stay in a core's L2 cache.
+ROWS, COLUMNS = 256, 1024
+
+
+class Panel(NamedTuple):
+    """Consecutive keys of one KV head from `first` on, contiguous and in the dtype of accumulation."""
+
+    first: int
+    kv_head: int
+    keys: np.ndarray
+    values: np.ndarray
+
+
+class RowTile:
+    """Consecutive rows with their intervals, and the hull [lo, hi) of what any of them sees."""
+
+    def __init__(self, at, begin, end):
+        self.at, self.begin, self.end = at, begin[at], end[at]
+        self.count = at.stop - at.start
+        sees = self.begin < self.end
+        self.lo = int(self.begin[sees].min(initial=np.iinfo(np.int32).max))
+        self.hi = int(self.end[sees].max(initial=0))
+        self.full_from, self.full_to = int(self.begin.max()), int(self.end.min())
+
+    def hidden(self, start, stop):
+        """Which of the keys [start, stop) each row does not see; None if every row sees all."""
+        if self.full_from <= start and stop <= self.full_to:
+            return None
+        columns = np.arange(start, stop, dtype=np.int32)
+        return (columns < self.begin[:, None]) | (columns >= self.end[:, None])
+
+
+def row_tiles(begin, end):
+    """The row tiles that see anything."""
+    tiles = (RowTile(slice(start, min(start + ROWS, len(begin))), begin, end) for start in range(0, len(begin), ROWS))
+    return [tile for tile in tiles if tile.lo < tile.hi]
+
+
+def _add_product(acc, weight, matrix, hidden, product):
+    """acc += weight @ matrix, `product` a work array of acc's shape.
+
+    hidden: pairs of weight that are masked, or None; their weight is 0, but 0 * NaN must not reach acc.
+    """
+    finite = True if hidden is None else np.isfinite(matrix).all(axis=1)
+    if np.all(finite):
+        np.matmul(weight, matrix, out=product)
+        acc += product
+        return
+    acc += weight @ np.where(finite[:, None], matrix, 0)
+    for row in np.flatnonzero(~finite):
+        seen = ~hidden[:, row]
+        acc[seen] += weight[seen, row, None] * matrix[row]
+
+
+def _scores(work, rows, query, panel, start, stop, softcap):
+    """Scores of a row tile and the keys [start, stop), and tanh of them where they are capped; hidden pairs."""
+    score = work("score", (rows.count, stop - start), query.dtype)
+    np.matmul(query, panel.keys[start - panel.first:stop - panel.first].T, out=score)
+    if softcap is not None:
+        score *= 1 / softcap
+        np.tanh(score, out=score)
+    return score, rows.hidden(start, stop)
+
+
+def _query(work, rows, q, scale, dtype):
+    query = work("q", (rows.count, q.shape[1]), dtype)
+    np.multiply(q[rows.at], dtype.type(scale), out=query, dtype=dtype)
+    return query
+
+
+def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi):
+    """Add the keys [lo, hi) of a panel to the partial (out, lse) of one head's row tile.
+
+    q, out, lse: of the head.  work(name, shape, dtype): a work array.
+    """
+    at, dtype = rows.at, out.dtype
+    query = _query(work, rows, q, scale, dtype)
+    acc = work("acc", (rows.count, out.shape[1]), dtype)
+    product = work("product", acc.shape, dtype)
+    np.copyto(acc, out[at])
+    top = lse[at].copy()
+    total = (top != -np.inf).astype(dtype)         # acc is normalised: its weights sum to 1, or 0 if empty
+    for start in range(lo, hi, COLUMNS):
+        stop = min(start + COLUMNS, hi)
+        score, hidden = _scores(work, rows, query, panel, start, stop, softcap)
+        if softcap is not None:
+            score *= softcap
+        if hidden is not None:
+            np.copyto(score, -np.inf, where=hidden)
+        new_top = np.maximum(top, score.max(axis=1))
+        base = np.where(new_top == -np.inf, 0, new_top)
+        np.subtract(score, base[:, None], out=score)
+        np.exp(score, out=score)
+        decay = np.exp(top - base)
+        total *= decay
+        total += score.sum(axis=1)
+        acc *= decay[:, None]
+        _add_product(acc, score, panel.values[start - panel.first:stop - panel.first], hidden, product)
+        top = new_top
+    acc *= np.divide(1, total, out=np.zeros_like(total), where=total != 0)[:, None]
+    out[at] = acc
+    lse[at] = top + np.log(total)
+
+
+def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_panel, dv_panel, lo, hi):
+    """Add what one head's row tile and the keys [lo, hi) of a panel contribute to dq, dk_panel and dv_panel.
+
+    With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dQ += scale * dS @ K and
+    dK += scale * dS.T @ Q; the cap multiplies dS by 1 - tanh^2.
+    """
+    at, dtype = rows.at, dq.dtype
+    query = _query(work, rows, q, scale, dtype)
+    grad = work("dout", (rows.count, dout.shape[1]), dtype)
+    np.copyto(grad, dout[at])
+    acc = work("acc", query.shape, dtype)
+    acc.fill(0)
+    product = work("product", acc.shape, dtype)
+    base, minus = np.where(lse[at] == -np.inf, 0, lse[at])[:, None], delta[at][:, None]
+    for start in range(lo, hi, COLUMNS):
+        stop = min(start + COLUMNS, hi)
+        local = slice(start - panel.first, stop - panel.first)
+        weight, hidden = _scores(work, rows, query, panel, start, stop, softcap)
+        bend = None
+        if softcap is not None:
+            bend = 1 - weight * weight
+            weight *= softcap
+        np.subtract(weight, base, out=weight)
+        np.exp(weight, out=weight)
+        dweight = work("dweight", weight.shape, dtype)
+        np.matmul(grad, panel.values[local].T, out=dweight)
+        dweight -= minus
+        dweight *= weight
+        if bend is not None:
+            dweight *= bend
+        if hidden is not None:
+            np.copyto(weight, 0, where=hidden)
+            np.copyto(dweight, 0, where=hidden)
+        unseen = None if hidden is None else hidden.T
+        _add_product(dv_panel[local], weight.T, grad, unseen, work("dv product", (stop - start, grad.shape[1]), dtype))
+        _add_product(dk_panel[local], dweight.T, query, unseen,
+                     work("dk product", (stop - start, query.shape[1]), dtype))
+        _add_product(acc, dweight, panel.keys[local], hidden, product)
+    acc *= dtype.type(scale)
+    dq[at] += acc

@@ -1,0 +1,67 @@
+"""What the executor runs: a forward and a backward pass differ in their arrays and in what a block computes.
+
+Shapes have the batch folded into the heads (see `mpiattn.backends.base`).
+"""
+
+
+class Forward:
+    """Q and KV are gathered, the partial O = (out, lse) is reduced by merging."""
+
+    direction = "forward"
+
+    def __init__(self, problem, backend):
+        self.problem, self.backend = problem, backend
+
+    def shapes(self):
+        """By kind, shape of a token and dtype of every array that travels."""
+        p = self.problem
+        heads, kv_heads = p.batch * p.heads, p.batch * p.kv_heads
+        return {"Q": [((heads, p.head_dim), p.dtype)],
+                "KV": [((kv_heads, p.head_dim), p.dtype), ((kv_heads, p.value_dim), p.dtype)],
+                "O": [((heads, p.value_dim), p.partial_dtype), ((heads,), p.partial_dtype)]}
+
+    def clear(self, kind, arrays):
+        """Make an accumulator empty; returns the event."""
+        return self.backend.clear(*arrays)
+
+    def launch(self, q, kv, interval, reduced, after):
+        """Add a block to the accumulators; returns the event."""
+        p = self.problem
+        return self.backend.attend(*q, *kv, *interval, *reduced["O"], p.scale, p.softcap, after=after)
+
+    def merge(self, kind, arrays, received, after):
+        """Merge a partial that was received; returns the event."""
+        return self.backend.merge(*arrays, *received, after=after)
+
+
+class Backward:
+    """Q = (q, dout, lse, delta) and KV are gathered, dQ and dKV = (dk, dv) are reduced by adding."""
+
+    direction = "backward"
+
+    def __init__(self, problem, backend):
+        self.problem, self.backend = problem, backend
+
+    def shapes(self):
+        """By kind, shape of a token and dtype of every array that travels."""
+        p = self.problem
+        heads, kv_heads, partial = p.batch * p.heads, p.batch * p.kv_heads, p.partial_dtype
+        return {"Q": [((heads, p.head_dim), p.dtype), ((heads, p.value_dim), p.dtype), ((heads,), partial),
+                      ((heads,), partial)],
+                "KV": [((kv_heads, p.head_dim), p.dtype), ((kv_heads, p.value_dim), p.dtype)],
+                "dQ": [((heads, p.head_dim), partial)],
+                "dKV": [((kv_heads, p.head_dim), partial), ((kv_heads, p.value_dim), partial)]}
+
+    def clear(self, kind, arrays):
+        """Make an accumulator zero; returns the event."""
+        return self.backend.zero(arrays)
+
+    def launch(self, q, kv, interval, reduced, after):
+        """Add a block to the accumulators; returns the event."""
+        p = self.problem
+        return self.backend.attend_backward(*q, *kv, *interval, *reduced["dQ"], *reduced["dKV"], p.scale, p.softcap,
+                                            after=after)
+
+    def merge(self, kind, arrays, received, after):
+        """Add a partial that was received; returns the event."""
+        return self.backend.add(arrays, received, after=after)
