@@ -16,14 +16,15 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None,
 
 
 @needs_torch
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_sdpa_every_tile(dtype):
-    outcome = launch.mpirun(2, [*SDPA, "--causal", "--all-tiles", "--dtype", dtype, "--json", "-"], timeout=120)
+@pytest.mark.parametrize("dtype, options, products", [("float16", [], 2), ("float32", [], 2), ("float64", [], 2),
+                                                      ("float32", ["--backward"], 5)])
+def test_sdpa_every_tile(dtype, options, products):
+    outcome = launch.mpirun(2, [*SDPA, "--causal", "--all-tiles", "--dtype", dtype, *options, "--json", "-"], timeout=120)
     data = json.loads(outcome.stdout)
     assert [row.get("tile") for row in data["results"]] == ["1x2", "2x1", None]
     assert all(len(row["seconds"]) == 2 and row["median"] > 0 for row in data["results"])
     assert data["results"][-1]["threads"] == data["ranks"] == data["ranks_on_host"] == 2
-    assert data["flops"] == 2 * 2 * 32 * 129 * 130 // 2            # 129 causal queries, two products of 16
+    assert data["flops"] == 2 * products * 2 * 16 * 129 * 130 // 2      # 129 causal queries, products of 16
 
 
 @needs_torch

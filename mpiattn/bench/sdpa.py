@@ -1,6 +1,7 @@
 """mpiattn over the ranks of this launch against PyTorch's scaled_dot_product_attention, on the same machine.
 
   mpiexec -n 2 python -m mpiattn.bench.sdpa --causal
+  mpiexec -n 2 python -m mpiattn.bench.sdpa --causal --backward
   mpiexec -n 4 python -m mpiattn.bench.sdpa --all-tiles --seqlen 8192 --json sdpa.json
 
 PyTorch computes the whole on --threads threads of rank 0's process while the other ranks sleep. Both are warmed
@@ -22,6 +23,7 @@ from ..cli import Parser, options
 from ..cli.jsonfile import write_json
 from ..cli.launch import on_all_ranks
 from ..cli.table import duration, facts, table
+from ..cost import PRODUCTS
 from ..errors import ArgumentError, MpiattnError, VerificationError
 from ..plan import MeshAttention
 from ..problem import ITEMSIZE
@@ -41,6 +43,7 @@ def _arguments():
                                 ("--runs", 7, "measured runs of each")):
         parser.add_argument(name, type=int, default=default, help=f"{what} (default: %(default)s)")
     parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
+    parser.add_argument("--backward", action="store_true", help="measure the backward pass alone")
     parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads of torch (default: the number of ranks)")
     which = parser.add_mutually_exclusive_group()
@@ -57,7 +60,7 @@ class _Torch:
     Launchers may bind a rank to one core, so it runs on all cores that the ranks of this host have together.
     """
 
-    def __init__(self, threads, cores, arrays, causal):
+    def __init__(self, threads, cores, arrays, causal, backward):
         try:
             import torch
         except ImportError:
@@ -67,18 +70,29 @@ class _Torch:
         with self.spread():
             torch.set_num_threads(threads)
             # (batch, heads, tokens, dim) in one piece, as torch likes it best
-            self.arrays = [torch.from_numpy(np.ascontiguousarray(array.transpose(0, 2, 1, 3))) for array in arrays]
+            arrays = [torch.from_numpy(np.ascontiguousarray(array.transpose(0, 2, 1, 3))) for array in arrays]
+            self.arrays, self.dout, self.out = arrays[:3], arrays[3], None
+            if backward:
+                for array in self.arrays:
+                    array.requires_grad_()
+                self.out = self._attention()
 
     def spread(self):
         return _Affinity(self.cores)
 
+    def _attention(self):
+        return self.torch.nn.functional.scaled_dot_product_attention(*self.arrays, is_causal=self.causal)
+
     def __call__(self):
-        """Attention of the whole; seconds and the result as (batch, tokens, heads, dim)."""
-        with self.spread(), self.torch.inference_mode():
+        """The pass over the whole: seconds, and out or dq, dk, dv as (batch, tokens, heads, dim)."""
+        with self.spread(), self.torch.inference_mode(self.out is None):
             start = time.perf_counter()
-            out = self.torch.nn.functional.scaled_dot_product_attention(*self.arrays, is_causal=self.causal)
+            if self.out is None:
+                results = [self._attention()]
+            else:
+                results = self.torch.autograd.grad(self.out, self.arrays, self.dout, retain_graph=True)
             seconds = time.perf_counter() - start
-        return seconds, out.numpy().transpose(0, 2, 1, 3)
+        return seconds, [result.numpy().transpose(0, 2, 1, 3) for result in results]
 
 
 class _Affinity:
@@ -110,14 +124,23 @@ def asleep(comm, work):
     return result
 
 
-def _forward(comm, plan, chunks):
-    """One forward pass: seconds of the slowest rank, and this rank's result."""
-    comm.Barrier()
-    start = time.perf_counter()
-    out, _ = plan.forward(*chunks)
-    seconds = np.array([time.perf_counter() - start])
-    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
-    return float(seconds[0]), out
+class _Mine:
+    """A plan and this rank's chunks: call it for one pass, to get seconds of the slowest rank and the results."""
+
+    def __init__(self, comm, plan, chunks, backward):
+        self.comm, self.plan, self.inputs, self.dout = comm, plan, chunks[:3], chunks[3]
+        self.forward = plan.forward(*self.inputs) if backward else None
+
+    def __call__(self):
+        self.comm.Barrier()
+        start = time.perf_counter()
+        if self.forward is None:
+            results = self.plan.forward(*self.inputs)[:1]
+        else:
+            results = self.plan.backward(self.dout, *self.inputs, *self.forward)
+        seconds = np.array([time.perf_counter() - start])
+        self.comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+        return float(seconds[0]), results
 
 
 def _check(args, ranks):
@@ -140,23 +163,24 @@ def _host_of_rank_0(comm):
 def _run(comm, args):
     args.threads = comm.size if args.threads is None else args.threads
     local_ranks, cores = _host_of_rank_0(comm)
-    arrays, torch = [None] * 3, None
+    arrays, torch = [None] * 4, None
     with agreement(comm):
         shapes = _check(args, comm.size)
         if comm.rank == 0:
             shape = (1, args.seqlen, args.heads, args.head_dim)
             random = np.random.default_rng(0)
-            arrays = [random.standard_normal(shape, np.float32).astype(args.dtype, copy=False) for _ in range(3)]
-            torch = _Torch(args.threads, cores, arrays, args.causal)
+            arrays = [random.standard_normal(shape, np.float32).astype(args.dtype, copy=False) for _ in arrays]
+            torch = _Torch(args.threads, cores, arrays, args.causal, args.backward)
     plans = [MeshAttention(comm, seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, dtype=args.dtype,
                            causal=args.causal, tile=shape, schedule=args.schedule, layout=args.layout,
                            route=args.route, backend=args.backend) for shape in shapes]
     chunks = [plans[0].scatter(array) for array in arrays]          # the layout is the same for every tile
-    differences = _compare(comm, args, plans, chunks, torch)
+    passes = [_Mine(comm, plan, chunks, args.backward) for plan in plans]
+    differences = _compare(comm, args, passes, torch)
     seconds, baseline = [[] for _ in plans], []
     for _ in range(args.runs):
-        for plan, mine in zip(plans, seconds):
-            mine.append(_forward(comm, plan, chunks)[0])
+        for run, mine in zip(passes, seconds):
+            mine.append(run()[0])
         baseline.append(asleep(comm, lambda: torch()[0]))
     with agreement(comm):
         if comm.rank == 0:
@@ -166,18 +190,19 @@ def _run(comm, args):
     return 0
 
 
-def _compare(comm, args, plans, chunks, torch):
-    """Warms both up and returns the largest difference of each plan's result from torch's, over torch's largest."""
-    expected = asleep(comm, lambda: torch()[1].astype(np.float64))
+def _compare(comm, args, passes, torch):
+    """Warms both up and returns the largest difference of each plan's results from torch's, over torch's largest."""
+    expected = asleep(comm, lambda: [result.astype(np.float64) for result in torch()[1]])
     differences = []
-    for plan in plans:
-        whole = plan.gather(_forward(comm, plan, chunks)[1])
-        with agreement(comm):
+    for run in passes:
+        wholes = [run.plan.gather(result) for result in run()[1]]
+        with agreement(comm, only=0):
             if comm.rank == 0:
-                differences.append(float(np.abs(whole - expected).max() / np.abs(expected).max()))
+                differences.append(max(float(np.abs(whole - result).max() / np.abs(result).max())
+                                       for whole, result in zip(wholes, expected)))
                 if not differences[-1] <= TOLERANCE[args.dtype]:
-                    raise VerificationError(f"tile {_name(plan)} differs from torch by {differences[-1]:.2g} of the "
-                                            f"largest value, more than {TOLERANCE[args.dtype]:g}")
+                    raise VerificationError(f"tile {_name(run.plan)} differs from torch by {differences[-1]:.2g} of "
+                                            f"the largest value, more than {TOLERANCE[args.dtype]:g}")
     return differences
 
 
@@ -194,14 +219,16 @@ def _result(name, seconds, flops, baseline, **more):
 
 
 def _tell(args, ranks, local_ranks, cores, plans, seconds, baseline, differences):
-    flops = plans[0].problem.flops
+    direction = "backward" if args.backward else "forward"
+    flops = plans[0].problem.flops * PRODUCTS[direction]
     results = [_result("mpiattn", mine, flops, baseline, tile=_name(plan), schedule=plan.schedule.name,
                        difference=difference)
                for plan, mine, difference in zip(plans, seconds, differences)]
     results.append(_result("torch", baseline, flops, baseline, threads=args.threads))
     blas, threads = host.blas()
     data = {"seqlen": args.seqlen, "heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype,
-            "causal": args.causal, "flops": flops, "runs": args.runs, "ranks": ranks, "ranks_on_host": local_ranks,
+            "causal": args.causal, "direction": direction, "flops": flops,
+            "runs": args.runs, "ranks": ranks, "ranks_on_host": local_ranks,
             "layout": plans[0].q_layout.kind, "route": plans[0].route, "backend": plans[0].backend,
             "machine": {"processor": host.processor(), "cores": cores, "blas": blas, "blas_threads": threads},
             "versions": {"mpiattn": __version__, "numpy": host.version("numpy"), "torch": host.version("torch"),
@@ -217,7 +244,8 @@ def _text(data):
     machine, versions = data["machine"], data["versions"]
     worst = max(row["difference"] for row in data["results"][:-1])
     head = [("problem", f"{data['seqlen']} tokens, {data['heads']} heads x {data['head_dim']}, {data['dtype']}, "
-                        f"{'causal' if data['causal'] else 'full'}: {data['flops'] / 1e9:.4g} Gflop"),
+                        f"{'causal' if data['causal'] else 'full'}, {data['direction']}: "
+                        f"{data['flops'] / 1e9:.4g} Gflop"),
             ("mpiattn", f"{versions['mpiattn']}: {data['ranks']} ranks, {data['ranks_on_host']} of them on the host of "
                         f"torch; BLAS threads of each: {machine['blas_threads'] or 'unknown'}"),
             ("plan", f"{data['layout']} layout, {data['route']} route, {data['backend']} back end"),
