@@ -19,7 +19,8 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None,
 @pytest.mark.parametrize("dtype, options, products", [("float16", [], 2), ("float32", [], 2), ("float64", [], 2),
                                                       ("float32", ["--backward"], 5)])
 def test_sdpa_every_tile(dtype, options, products):
-    outcome = launch.mpirun(2, [*SDPA, "--causal", "--all-tiles", "--dtype", dtype, *options, "--json", "-"], timeout=120)
+    options = ["--causal", "--all-tiles", "--dtype", dtype, *options, "--json", "-"]
+    outcome = launch.mpirun(2, [*SDPA, *options], timeout=120)
     data = json.loads(outcome.stdout)
     assert [row.get("tile") for row in data["results"]] == ["1x2", "2x1", None]
     assert all(len(row["seconds"]) == 2 and row["median"] > 0 for row in data["results"])
