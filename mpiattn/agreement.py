@@ -59,6 +59,11 @@ def agreement(comm, only=None):
         _raise_everywhere(comm, error, only)
 
 
+def _brief(value):
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 def agree_on(comm, arguments):
     """Raise ArgumentError on every rank unless all gave the same `arguments`, a dict of name to value."""
     text = repr(sorted(arguments.items())).encode()
@@ -71,7 +76,7 @@ def agree_on(comm, arguments):
         values = [t[name] for t in told]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            error = ArgumentError(f"{name} is {values[0]!r} on rank 0 but {values[other]!r} on rank {other}; "
-                                  "it must be the same on every rank")
+            error = ArgumentError(f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
+                                  f"{other}; it must be the same on every rank")
             error.everywhere = True
             raise error

@@ -20,8 +20,6 @@ from .redistribute import gather, scatter
 from .schedule import ROUTES
 from .tiling import parse_tile
 
-DOCUMENTS = {"cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k"}      # arguments of a call
-
 
 def _one_of(name, value, choices):
     if value not in choices:
@@ -145,7 +143,8 @@ class MeshAttention:
 
     # Running
 
-    def forward(self, q, k, v, *, check=True, progress=None, **document_cuts):
+    def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, check=True,
+                progress=None):
         """Attention of this rank's chunks; collective.
 
         q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
@@ -159,8 +158,8 @@ class MeshAttention:
 
         cu_seqlens, cu_seqlens_k, lengths, lengths_k: packed documents and padding of this call, the same on every
             rank (see `mpiattn.documents`).
-        check: let ranks agree that their arguments are right, by one small allreduce; without it a wrong
-            argument raises on its own rank only, and leaves the others waiting.
+        check: let ranks agree that their arguments are right and their documents the same, by two small
+            allreduces; without it a wrong argument raises on its own rank only, and leaves the others waiting.
         progress: called with the number of blocks (of a * b in all) that were just done.
 
         If anything raises once the transfers have begun, the other ranks are left waiting for them and the plan
@@ -170,17 +169,19 @@ class MeshAttention:
         p, tokens = self.problem, len(self.positions)
         with self._agreement(check):
             self._check_inputs(q, k, v)
-            activity = self._activity_of(document_cuts)
+            activity = self._activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
             out = np.empty((p.batch, tokens, p.heads, p.value_dim), p.dtype)
             lse = np.empty((p.batch, p.heads, tokens), p.partial_dtype)
             chunks = [self._fold(array) for array in (q, k, v)]
+        self._agree_on_documents(check, activity)
         with self._pass(self._executor):
             partial_out, partial_lse = self._executor.run(chunks[:1], chunks[1:], activity, progress)["O"]
             self._unfold(out, partial_out)
             self._backend.wait(self._backend.copy(lse, self._by_batch(partial_lse).transpose(1, 2, 0)))
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, *, dlse=None, check=True, progress=None, **document_cuts):
+    def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
+                 lengths_k=None, check=True, progress=None):
         """Gradients of sum(dout * out) + sum(dlse * lse) by q, k and v; collective.
 
         q, k, v, out, lse and the documents: as given to and returned by `forward`.  dout: as out, in the plan's
@@ -199,12 +200,13 @@ class MeshAttention:
             for name, array in (("lse", lse), ("dlse", dlse)):
                 if array is not None or name == "lse":
                     self._check(name, array, (p.batch, p.heads, tokens), p.partial_dtype)
-            activity = self._activity_of(document_cuts)
+            activity = self._activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
             executor = self._backward_executor()
             grads = [np.empty(array.shape, p.dtype) for array in (q, k, v)]
             chunks = [self._fold(array) for array in (q, dout, out, k, v)]
             lse, dlse = (None if array is None else self._fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
             delta = self._backend.empty(lse.shape, p.partial_dtype)
+        self._agree_on_documents(check, activity)
         with self._pass(executor):
             queries, dout, out, *keys = chunks
             self._backend.wait(self._backend.delta(delta, dout, out, dlse))
@@ -237,15 +239,20 @@ class MeshAttention:
                              + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
         return self._backward
 
-    def _activity_of(self, arguments):
+    def _activity_of(self, *cuts):
         """The activity of a call with these documents; that of the plan's masks alone is made once."""
-        if not arguments:
+        groups = documents(self.problem, *cuts)
+        if groups is None:
             return self._activity
-        unknown = set(arguments) - DOCUMENTS
-        if unknown:
-            raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; documents are given by {sorted(DOCUMENTS)}")
-        return Activity(self.problem.mask, self.q_layout, self.k_layout, *self.tile,
-                        documents(self.problem, **arguments))
+        return Activity(self.problem.mask, self.q_layout, self.k_layout, *self.tile, groups)
+
+    def _agree_on_documents(self, check, activity):
+        """Both ends of a transfer judge by the documents whether it is made, so they must be the same everywhere."""
+        if check:
+            groups = activity.documents
+            agree_on(self._mesh.cart, {
+                "documents (cu_seqlens or lengths)":
+                    groups and tuple((q_cuts.tolist(), k_cuts.tolist()) for q_cuts, k_cuts in groups)})
 
     def _check_inputs(self, q, k, v):
         p, tokens, tokens_k = self.problem, len(self.positions), len(self.positions_k)

@@ -144,6 +144,16 @@ def test_wrong_documents(comm, given, says):
         plan.forward(chunk, chunk, chunk, lengths=[40, 0])
 
 
+def test_documents_must_be_the_same_everywhere(comm):
+    if comm.size == 1:
+        pytest.skip("takes two ranks to disagree")
+    with MeshAttention(comm, seqlen=40, heads=1, head_dim=4) as plan:
+        chunk = np.zeros((1, len(plan.positions), 1, 4), np.float32)
+        for given in ({"cu_seqlens": [0, 20 + comm.rank, 40]}, {"lengths": [9]} if comm.rank else {}):
+            with pytest.raises(ArgumentError, match="documents"):
+                plan.forward(chunk, chunk, chunk, **given)
+
+
 def test_wrong_masks(comm):
     for wrong, says in (({"window": (1,)}, "window is"), ({"window": (-1, 0)}, "window is"),
                         ({"softcap": 0}, "softcap is")):
