@@ -7,7 +7,7 @@ it is itself one long chunk: what a fused launch works on.
 
 from dataclasses import dataclass
 
-from .schedule import GATHERED, IN_COLUMNS, REDUCED
+from .schedule import GATHERED, IN_COLUMNS, REDUCED, arena_of
 from .traffic import in_column, in_row
 
 
@@ -41,7 +41,7 @@ class Buffers:
         self.reduced = REDUCED[schedule.direction]
         self.arena = {}
         for kind in (*GATHERED, *self.reduced):
-            for arena in [kind] if kind in GATHERED else [kind, f"+{kind}"]:
+            for arena in sorted({kind, arena_of(kind)}):
                 rows = self._rows(arena)
                 self.arena[arena] = tuple(backend.empty((rows, *shape), dtype) for shape, dtype in shapes[kind])
         self.occupant = {}                  # (arena, slot) -> the chunk that was last there
