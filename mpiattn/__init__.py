@@ -13,7 +13,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOMES = {"MeshAttention": ".plan", "attention": ".plan", "Layout": ".layout",
+_HOMES = {"MeshAttention": ".plan", "attention": ".oneshot", "Layout": ".layout",
           "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors"}
 __all__ = [*_HOMES, "__version__"]
 

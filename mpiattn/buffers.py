@@ -2,7 +2,8 @@
 
 Kinds as in `mpiattn.schedule`: "Q" and "KV" hold chunks received, a reduced kind X its accumulators X#0, X#1, ...
 and "+X" the partials received.  A packed arena holds the chunks of a whole group in order of rank instead, so that
-it is itself one long chunk: what a fused launch works on.
+it is itself one long chunk: what a fused launch works on.  Where partials travel in a dtype of their own, `wire` holds
+by reduced kind the arrays that they are cast into to leave, None for one that leaves as it is.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Chunk:
 class Buffers:
     """Arenas for `schedule` on `mesh`, and where in them each hop's chunk lies.
 
-    shapes: by kind, shape of a token and dtype of every array.  q_chunks, k_chunks: the chunk 0, 1, ... hops back in
+    shapes: by arena, shape of a token and dtype of every array.  q_chunks, k_chunks: the chunk 0, 1, ... hops back in
     my row and in my column; q_tokens, k_tokens: their lengths.
     """
 
@@ -40,10 +41,16 @@ class Buffers:
         self.k_tokens = [k_layout.length(chunk) for chunk in self.k_chunks]
         self.reduced = REDUCED[schedule.direction]
         self.arena = {}
-        for kind in (*GATHERED, *self.reduced):
-            for arena in sorted({kind, arena_of(kind)}):
-                rows = self._rows(arena)
-                self.arena[arena] = tuple(backend.empty((rows, *shape), dtype) for shape, dtype in shapes[kind])
+        for arena in (*GATHERED, *self.reduced, *map(arena_of, self.reduced)):
+            rows = self._rows(arena)
+            self.arena[arena] = tuple(backend.empty((rows, *shape), dtype) for shape, dtype in shapes[arena])
+        self.wire = {}
+        for kind in self.reduced:
+            if shapes[kind] != shapes[arena_of(kind)] and schedule.slots[arena_of(kind)]:
+                rows = len(self.arena[kind][0]) if self.packed else max(self.tokens(kind))
+                self.wire[kind] = tuple(
+                    None if travelling == held else backend.empty((rows, *travelling[0]), travelling[1])
+                    for held, travelling in zip(shapes[kind], shapes[arena_of(kind)]))
         self.occupant = {}                  # (arena, slot) -> the chunk that was last there
 
     def tokens(self, kind):
@@ -64,8 +71,9 @@ class Buffers:
 
     @property
     def nbytes(self):
-        """Bytes of all arenas."""
-        return sum(array.nbytes for arrays in self.arena.values() for array in arrays)
+        """Bytes of all arenas, and of what partials are cast into."""
+        return sum(array.nbytes for arrays in (*self.arena.values(), *self.wire.values()) for array in arrays
+                   if array is not None)
 
     def packed_start(self, kind, hop):
         """First row, in a packed arena, of the chunk `hop` hops back."""

@@ -4,7 +4,7 @@ A step takes the longer of its transfers and its blocks (Mesh-Attention, arXiv 2
 selection loop over every factorisation of n).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .collective import collective
@@ -103,15 +103,17 @@ def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
     in the arenas and, unless the layout is contiguous, what columns move once more in order of position.
     """
     slots, fused = schedule.slots, any(step.fused for step in schedule.steps)
+    travelling = token_bytes(problem, schedule.direction)
     total = 0
-    for kind, nbytes in token_bytes(problem, schedule.direction).items():
+    for kind, nbytes in token_bytes(replace(problem, wire_dtype=None), schedule.direction).items():
         tokens, sorted_again = (k_tokens, fused and layout != "contiguous" and slots["KV"]) if kind in IN_COLUMNS else (
             q_tokens, False)
         if kind in GATHERED:
-            places, received = slots[kind] and slots[kind] + fused, 0
+            places, received, cast = slots[kind] and slots[kind] + fused, 0, 0
         else:
             places, received = 1 + slots[kind], slots[arena_of(kind)]
-        total += tokens * nbytes * (places * (2 if sorted_again else 1) + received)
+            cast = (places if fused else 1) if received and problem.wire_dtype != problem.partial_dtype else 0
+        total += tokens * (nbytes * places * (2 if sorted_again else 1) + travelling[kind] * (received + cast))
     return total
 
 

@@ -171,7 +171,7 @@ class Executor:
                 requests += self.exchange.receive(comm, self.backend.incoming(array, before),
                                                   (me - ahead) % comm.size, _TAG[kind] + i)
         if self.activity.sends(kind, rank, hop, route):
-            leaving = self.chunks[kind, (hop - 1 if ring else 0) if gathered else hop]
+            leaving = self._travelling(kind, self.chunks[kind, (hop - 1 if ring else 0) if gathered else hop])
             sending = leaving.arrays
             for i, array in enumerate(sending):
                 requests += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
@@ -180,6 +180,17 @@ class Executor:
             self.chunks.pop((kind, hop), None)
             return _Pending(requests, sending, arriving, lambda: self._merge(kind, target, arriving))
         return _Pending(requests, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving}))
+
+    def _travelling(self, kind, chunk):
+        """A chunk as it travels: itself, or a partial cast to the dtype of the wire."""
+        if kind not in self.buffers.wire:
+            return chunk
+        arrays, ready = [], list(chunk.ready)
+        for held, wire in zip(chunk.arrays, self.buffers.wire[kind]):
+            arrays.append(held if wire is None else wire[:len(held)])
+            if wire is not None:
+                ready.append(self.backend.copy(arrays[-1], held))
+        return Chunk(tuple(arrays), tuple(ready))
 
     def _merge(self, kind, hop, received):
         """Merge a partial that was received into the accumulator at a hop."""
@@ -232,12 +243,13 @@ class Executor:
                            for other in range(comm.size)]
         slot_of = dict(zip(transfer.hops, transfer.slots))
         slots = [slot_of.get((other - me) % comm.size, 0) for other in range(comm.size)]
-        leaving, received = self.buffers.arena[kind], Chunk(self.buffers.arena[arena_of(kind)])
-        ready = [event for hop in range(comm.size) for event in self.chunks[kind, hop].ready]
+        ready = tuple(event for hop in range(comm.size) for event in self.chunks[kind, hop].ready)
+        leaving = self._travelling(kind, Chunk(self.buffers.arena[kind], ready))
+        received = Chunk(self.buffers.arena[arena_of(kind)])
         requests = []
-        for mine, arena in zip(leaving, received.arrays):
+        for mine, arena in zip(leaving.arrays, received.arrays):
             requests += self.exchange.alltoall(
-                comm, self.backend.outgoing(mine, ready), tokens, starts,
+                comm, self.backend.outgoing(mine, leaving.ready), tokens, starts,
                 self.backend.incoming(arena), received_tokens,
                 [self.buffers.slot_start(arena_of(kind), slot) for slot in slots], _row_bytes(arena), longest)
 
@@ -246,7 +258,7 @@ class Executor:
                 partial, _ = self.buffers.take_slot(arena_of(kind), slot_of[hop], own)
                 partial.ready = received.ready
                 self._merge(kind, 0, partial)
-        return _Pending(requests, leaving, received, merge_in_order)
+        return _Pending(requests, leaving.arrays, received, merge_in_order)
 
     def _complete(self, pending):
         """Wait for a transfer and put what arrived to its use."""

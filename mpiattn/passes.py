@@ -13,12 +13,13 @@ class Forward:
         self.problem, self.backend = problem, backend
 
     def shapes(self):
-        """By kind, shape of a token and dtype of every array that travels."""
+        """By arena, shape of a token and dtype of every array; "+X" is of partials as they travel."""
         p = self.problem
         heads, kv_heads = p.batch * p.heads, p.batch * p.kv_heads
         return {"Q": [((heads, p.head_dim), p.dtype)],
                 "KV": [((kv_heads, p.head_dim), p.dtype), ((kv_heads, p.value_dim), p.dtype)],
-                "O": [((heads, p.value_dim), p.partial_dtype), ((heads,), p.partial_dtype)]}
+                "O": [((heads, p.value_dim), p.partial_dtype), ((heads,), p.partial_dtype)],
+                "+O": [((heads, p.value_dim), p.wire_dtype), ((heads,), p.partial_dtype)]}
 
     def clear(self, kind, arrays):
         """Make an accumulator empty; returns the event."""
@@ -43,14 +44,16 @@ class Backward:
         self.problem, self.backend = problem, backend
 
     def shapes(self):
-        """By kind, shape of a token and dtype of every array that travels."""
+        """By arena, shape of a token and dtype of every array; "+X" is of partials as they travel."""
         p = self.problem
         heads, kv_heads, partial = p.batch * p.heads, p.batch * p.kv_heads, p.partial_dtype
-        return {"Q": [((heads, p.head_dim), p.dtype), ((heads, p.value_dim), p.dtype), ((heads,), partial),
-                      ((heads,), partial)],
-                "KV": [((kv_heads, p.head_dim), p.dtype), ((kv_heads, p.value_dim), p.dtype)],
-                "dQ": [((heads, p.head_dim), partial)],
-                "dKV": [((kv_heads, p.head_dim), partial), ((kv_heads, p.value_dim), partial)]}
+        shapes = {"Q": [((heads, p.head_dim), p.dtype), ((heads, p.value_dim), p.dtype), ((heads,), partial),
+                        ((heads,), partial)],
+                  "KV": [((kv_heads, p.head_dim), p.dtype), ((kv_heads, p.value_dim), p.dtype)]}
+        for prefix, dtype in (("", partial), ("+", p.wire_dtype)):
+            shapes[f"{prefix}dQ"] = [((heads, p.head_dim), dtype)]
+            shapes[f"{prefix}dKV"] = [((kv_heads, p.head_dim), dtype), ((kv_heads, p.value_dim), dtype)]
+        return shapes
 
     def clear(self, kind, arrays):
         """Make an accumulator zero; returns the event."""

@@ -1,4 +1,4 @@
-"""What a program calls: `MeshAttention`, a plan that is made once and run many times, and `attention`."""
+"""What a program calls: `MeshAttention`, a plan that is made once and run many times."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -36,7 +36,7 @@ class MeshAttention:
 
     comm: an mpi4py intracommunicator; it is duplicated once for all plans on it and stays the caller's.
     batch, seqlen, heads, kv_heads, head_dim: the whole problem.  kv_heads divides heads (default: heads).
-    dtype: "float16", "float32" or "float64", of q, k, v, out and gradients.
+    dtype: "float16", "bfloat16" (of ml_dtypes), "float32" or "float64", of q, k, v, out and gradients.
     causal: query i sees keys j <= i + seqlen_k - seqlen (bottom-right aligned).
     window: (left, right), how many keys before and after that diagonal a query sees; None for all.
     softcap: scores s become softcap * tanh(s / softcap).
@@ -47,6 +47,9 @@ class MeshAttention:
     layout: "contiguous", "striped", "zigzag" or "auto"; `positions` tells which tokens a rank then holds.
         A `Layout` of uneven contiguous chunks serves too.
     schedule: "greedy", "collective" or "auto".  route: "direct" or "ring".
+    wire_dtype: in which partials (out, dq, dk, dv, not lse) travel; default the dtype in which they accumulate,
+        float32 (float64 for float64).  A narrower one takes fewer bytes and rounds each partial once, which only the
+        direct route can promise.
     backend: "numpy" or "auto".
     max_message: bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and
         gather down to one token's row.
@@ -57,17 +60,20 @@ class MeshAttention:
 
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
                  window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto",
-                 schedule="auto", route="direct", backend="auto", max_message=MAX_MESSAGE):
+                 schedule="auto", route="direct", wire_dtype=None, backend="auto", max_message=MAX_MESSAGE):
         self._home, self._mesh = Home.enter(comm), None
         try:
             with agreement(self._home.comm):
                 problem = Problem(seqlen=seqlen, heads=heads, head_dim=head_dim, batch=batch, kv_heads=kv_heads,
                                   value_dim=value_dim, seqlen_k=seqlen_k, dtype=dtype, causal=causal, scale=scale,
-                                  window=window, softcap=softcap)
+                                  window=window, softcap=softcap, wire_dtype=wire_dtype)
                 shape = parse_tile(tile, comm.size)
                 q_layout, k_layout = _layouts(layout, problem, comm.size)
                 _one_of("schedule", schedule, (*cost.SCHEDULES, "auto"))
                 _one_of("route", route, ROUTES)
+                if route == "ring" and problem.wire_dtype != problem.partial_dtype:
+                    raise ArgumentError(f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are "
+                                        f"rounded at every hop, it must be {problem.partial_dtype!r}")
                 if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
                 self._backend = backends.get(backend)
@@ -143,8 +149,8 @@ class MeshAttention:
 
     # Running
 
-    def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, check=True,
-                progress=None):
+    def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, sinks=None,
+                check=True, progress=None):
         """Attention of this rank's chunks; collective.
 
         q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
@@ -158,6 +164,8 @@ class MeshAttention:
 
         cu_seqlens, cu_seqlens_k, lengths, lengths_k: packed documents and padding of this call, the same on every
             rank (see `mpiattn.documents`).
+        sinks: attention sinks, (heads,) in lse's dtype, the same on every rank: a score that every query of a head
+            sees besides its keys, with value 0.  A query that sees no key then has lse = its head's sink.
         check: let ranks agree that their arguments are right and their documents the same, by two small
             allreduces; without it a wrong argument raises on its own rank only, and leaves the others waiting.
         progress: called with the number of blocks (of a * b in all) that were just done.
@@ -169,27 +177,31 @@ class MeshAttention:
         p, tokens = self.problem, len(self.positions)
         with self._agreement(check):
             self._check_inputs(q, k, v)
+            sinks = self._sinks(sinks)
             activity = self._activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
             out = np.empty((p.batch, tokens, p.heads, p.value_dim), p.dtype)
             lse = np.empty((p.batch, p.heads, tokens), p.partial_dtype)
             chunks = [self._fold(array) for array in (q, k, v)]
-        self._agree_on_documents(check, activity)
+        self._agree_on_call(check, activity, sinks)
         with self._pass(self._executor):
             partial_out, partial_lse = self._executor.run(chunks[:1], chunks[1:], activity, progress)["O"]
+            if sinks is not None:
+                self._backend.sink(partial_out, partial_lse, sinks)
             self._unfold(out, partial_out)
             self._backend.wait(self._backend.copy(lse, self._by_batch(partial_lse).transpose(1, 2, 0)))
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
-                 lengths_k=None, check=True, progress=None):
+                 lengths_k=None, sinks=None, check=True, progress=None):
         """Gradients of sum(dout * out) + sum(dlse * lse) by q, k and v; collective.
 
-        q, k, v, out, lse and the documents: as given to and returned by `forward`.  dout: as out, in the plan's
+        q, k, v, out, lse, the documents and sinks: as given to and returned by `forward`.  dout: as out, in the plan's
         dtype.  dlse: as lse, or None for 0.  Rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which
         only the owner computes; dq is reduced along rows, dk and dv along columns (Mesh-Attention, section 3, with
         delta in place of out).  The first call makes the buffers of the backward pass.
 
-        Returns dq, dk and dv in the plan's dtype and the shapes of q, k and v.
+        Returns dq, dk and dv in the plan's dtype and the shapes of q, k and v; with sinks also dsinks, (heads,), the
+        whole gradient on every rank (from an allgather of heads numbers, which `sent` does not count).
         """
         self._check_open()
         p, tokens = self.problem, len(self.positions)
@@ -200,20 +212,26 @@ class MeshAttention:
             for name, array in (("lse", lse), ("dlse", dlse)):
                 if array is not None or name == "lse":
                     self._check(name, array, (p.batch, p.heads, tokens), p.partial_dtype)
+            sinks = self._sinks(sinks)
             activity = self._activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
             executor = self._backward_executor()
             grads = [np.empty(array.shape, p.dtype) for array in (q, k, v)]
             chunks = [self._fold(array) for array in (q, dout, out, k, v)]
             lse, dlse = (None if array is None else self._fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
             delta = self._backend.empty(lse.shape, p.partial_dtype)
-        self._agree_on_documents(check, activity)
+        self._agree_on_call(check, activity, sinks)
         with self._pass(executor):
             queries, dout, out, *keys = chunks
             self._backend.wait(self._backend.delta(delta, dout, out, dlse))
             results = executor.run([queries, dout, lse, delta], keys, activity, progress)
             for grad, partial in zip(grads, (*results["dQ"], *results["dKV"])):
                 event = self._unfold(grad, partial)
+            if sinks is not None:
+                dsinks = self._backend.empty(sinks.shape, p.partial_dtype)
+                event = self._backend.sink_gradient(dsinks, sinks, lse, delta)
             self._backend.wait(event)
+            if sinks is not None:
+                grads.append(self._sum_over_ranks(dsinks.reshape(p.batch, p.heads).sum(axis=0)))
         return tuple(grads)
 
     def _agreement(self, check):
@@ -246,13 +264,27 @@ class MeshAttention:
             return self._activity
         return Activity(self.problem.mask, self.q_layout, self.k_layout, *self.tile, groups)
 
-    def _agree_on_documents(self, check, activity):
+    def _agree_on_call(self, check, activity, sinks):
         """Both ends of a transfer judge by the documents whether it is made, so they must be the same everywhere."""
         if check:
             groups = activity.documents
             agree_on(self._mesh.cart, {
                 "documents (cu_seqlens or lengths)":
-                    groups and tuple((q_cuts.tolist(), k_cuts.tolist()) for q_cuts, k_cuts in groups)})
+                    groups and tuple((q_cuts.tolist(), k_cuts.tolist()) for q_cuts, k_cuts in groups),
+                "sinks": None if sinks is None else sinks[:self.problem.heads].tolist()})
+
+    def _sinks(self, sinks):
+        """Sinks of the folded heads, or None."""
+        if sinks is None:
+            return None
+        self._check("sinks", sinks, (self.problem.heads,), self.problem.partial_dtype)
+        return self._backend.contiguous(np.tile(sinks, self.problem.batch))
+
+    def _sum_over_ranks(self, mine):
+        """The sum of a small array over the ranks, in order of rank, so that it is the same on all."""
+        parts = np.empty((self._mesh.size, *mine.shape), mine.dtype)
+        self._mesh.cart.Allgather(np.ascontiguousarray(mine), parts)
+        return parts.sum(axis=0)
 
     def _check_inputs(self, q, k, v):
         p, tokens, tokens_k = self.problem, len(self.positions), len(self.positions_k)
@@ -323,37 +355,6 @@ class MeshAttention:
 
     def __exit__(self, *exception):
         self.close()
-
-
-def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", **options):
-    """Attention in one call: makes a plan for these chunks, runs it, and closes it; collective.
-
-    q, k, v: this rank's chunks, as for `MeshAttention.forward`.  With the default layout they are consecutive
-    pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
-    "zigzag" they are what `Layout` says.  options: further arguments of `MeshAttention`.
-
-    Returns out and lse.  To run more than once, make a plan.
-    """
-    home = Home.enter(comm)
-    try:
-        with agreement(home.comm):
-            for name, array in (("q", q), ("k", k), ("v", v)):
-                if not isinstance(array, np.ndarray) or array.ndim != 4:
-                    raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)")
-        lengths = home.comm.allgather((q.shape[1], k.shape[1]))
-        q_sizes, k_sizes = zip(*lengths)
-        if layout == "contiguous":
-            layout = tuple(Layout(layout, sum(sizes), comm.size, sizes) for sizes in (q_sizes, k_sizes))
-        with MeshAttention(comm, batch=q.shape[0], seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=q.shape[2],
-                           kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=q.dtype.name,
-                           causal=causal, scale=scale, layout=layout, **options) as plan:
-            return plan.forward(q, k, v)
-    finally:
-        home.leave()
-
-
-def _what(array):
-    return f"of shape {array.shape}" if isinstance(array, np.ndarray) else f"a {type(array).__name__}"
 
 
 def _layouts(layout, problem, ranks):

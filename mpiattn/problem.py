@@ -10,7 +10,7 @@ import numpy as np
 from .errors import ArgumentError
 from .mask import Mask
 
-ITEMSIZE = {"float16": 2, "float32": 4, "float64": 8}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def _count(name, value, least):
@@ -37,11 +37,20 @@ def _window(window):
     return sides
 
 
-def dtype_name(dtype):
-    """The name of a supported dtype, given as a name, a NumPy dtype or a scalar type."""
+def dtype_name(dtype, argument="dtype", choices=tuple(ITEMSIZE)):
+    """The name of a supported dtype, given as a name, a NumPy dtype or a scalar type.
+
+    From then on NumPy knows it by that name: bfloat16 comes with the package ml_dtypes.
+    """
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", repr(dtype)))
-    if name not in ITEMSIZE:
-        raise ArgumentError(f"dtype is {name!r}; it may be {', '.join(ITEMSIZE)}")
+    if name not in choices:
+        raise ArgumentError(f"{argument} is {name!r}; it may be {', '.join(choices)}")
+    if name == "bfloat16":
+        try:
+            import ml_dtypes  # noqa: F401  (NumPy learns the dtype)
+        except ImportError:
+            raise ArgumentError(f"{argument} is 'bfloat16'; it needs the package ml_dtypes, which is not "
+                                "installed") from None
     return name
 
 
@@ -52,7 +61,8 @@ class Problem:
 
     kv_heads must divide heads: query head h uses KV head h // (heads // kv_heads).  Left out, kv_heads is
     heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).  window: see `mpiattn.mask`.
-    softcap: scores s become softcap * tanh(s / softcap).
+    softcap: scores s become softcap * tanh(s / softcap).  wire_dtype: in which partials travel, without their lse;
+    default partial_dtype, in which they accumulate, and no wider.
     """
 
     seqlen: int
@@ -67,6 +77,7 @@ class Problem:
     scale: float = None
     window: tuple = (None, None)
     softcap: float = None
+    wire_dtype: str = None
 
     def __post_init__(self):
         def put(name, value):
@@ -92,6 +103,9 @@ class Problem:
             put("softcap", _finite("softcap", self.softcap))
             if self.softcap <= 0:
                 raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None for none")
+        narrower = [name for name, size in ITEMSIZE.items() if size <= self.partial_itemsize]
+        put("wire_dtype", self.partial_dtype if self.wire_dtype is None else
+            dtype_name(self.wire_dtype, "wire_dtype", narrower))
 
     @cached_property
     def mask(self):
@@ -113,6 +127,11 @@ class Problem:
         """Bytes of an element of a partial and of lse."""
         return ITEMSIZE[self.partial_dtype]
 
+    @property
+    def wire_itemsize(self):
+        """Bytes of an element of a partial that travels; its lse keeps that of a partial."""
+        return ITEMSIZE[self.wire_dtype]
+
     # Bytes per token of a chunk that moves: the unit of traffic and of buffers.
 
     @property
@@ -127,8 +146,8 @@ class Problem:
 
     @property
     def partial_bytes(self):
-        """Bytes of one token of a partial (out, lse)."""
-        return self.batch * self.heads * self.partial_itemsize * (self.value_dim + 1)
+        """Bytes of one token of a partial (out, lse) that travels."""
+        return self.batch * self.heads * (self.wire_itemsize * self.value_dim + self.partial_itemsize)
 
     @property
     def q_backward_bytes(self):
@@ -138,13 +157,13 @@ class Problem:
 
     @property
     def dq_bytes(self):
-        """Bytes of one token of a partial of dq."""
-        return self.batch * self.heads * self.partial_itemsize * self.head_dim
+        """Bytes of one token of a partial of dq that travels."""
+        return self.batch * self.heads * self.wire_itemsize * self.head_dim
 
     @property
     def dkv_bytes(self):
-        """Bytes of one token of a partial of dk and dv."""
-        return self.batch * self.kv_heads * self.partial_itemsize * (self.head_dim + self.value_dim)
+        """Bytes of one token of a partial of dk and dv that travels."""
+        return self.batch * self.kv_heads * self.wire_itemsize * (self.head_dim + self.value_dim)
 
     @property
     def out_bytes(self):

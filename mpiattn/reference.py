@@ -70,7 +70,7 @@ def _product(weight, matrix, visible):
 
 
 def attention(q, k, v, causal=False, scale=None, *, window=(None, None), softcap=None, cu_seqlens=None,
-              cu_seqlens_k=None, positions=None, keys=None, lengths=None):
+              cu_seqlens_k=None, positions=None, keys=None, lengths=None, sinks=None):
     """out (batch, seqlen, heads, value_dim) and lse (batch, heads, seqlen), float64.
 
     q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, window: relative to a
@@ -78,6 +78,7 @@ def attention(q, k, v, causal=False, scale=None, *, window=(None, None), softcap
     entries or one for each.  softcap: scores s become softcap * tanh(s / softcap).
     positions, keys, lengths: where q or k and v are a selection of the sequence, which queries and which keys
     they are, and how many (seqlen, seqlen_k) there are in all.  A row that sees nothing gives 0 and -inf.
+    sinks: (heads,) scores that every query of a head sees besides, with value 0.
     """
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
@@ -91,13 +92,20 @@ def attention(q, k, v, causal=False, scale=None, *, window=(None, None), softcap
             product = _product(weight, v[b, :, kv].astype(np.float64), visible)
             out[b, at, h] = product / np.where(total == 0, 1, total)[:, None]
             lse[b, h, at] = base + np.log(total)
+    if sinks is not None:
+        score = np.broadcast_to(np.asarray(sinks, np.float64)[:, None], lse.shape)
+        out, lse = merge(out, lse, np.zeros(out.shape), score)
     return out, lse
 
 
 def backward(dout, q, k, v, causal=False, scale=None, *, window=(None, None), softcap=None, cu_seqlens=None,
-             cu_seqlens_k=None, dlse=None):
-    """dq, dk, dv of sum(dout * out) + sum(dlse * lse), float64, shapes of q, k, v; arguments as of `attention`."""
-    masks = {"window": window, "softcap": softcap, "cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+             cu_seqlens_k=None, dlse=None, sinks=None):
+    """dq, dk, dv of sum(dout * out) + sum(dlse * lse), float64, shapes of q, k, v; arguments as of `attention`.
+
+    With sinks also dsinks, (heads,).
+    """
+    masks = {"window": window, "softcap": softcap, "cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k,
+             "sinks": sinks}
     out, lse = attention(q, k, v, causal, scale, **masks)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dq, dk, dv = (np.zeros(array.shape) for array in (q, k, v))
@@ -114,7 +122,10 @@ def backward(dout, q, k, v, causal=False, scale=None, *, window=(None, None), so
         dq[b, at, h] = dscore @ keys
         dk[b, :, kv] += dscore.T @ queries
         dv[b, :, kv] += weight.T @ grad
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    delta = np.einsum("bqhd,bqhd->bhq", dout.astype(np.float64), out) - (0 if dlse is None else dlse)
+    return dq, dk, dv, -(np.exp(np.asarray(sinks, np.float64)[:, None] - lse) * delta).sum(axis=(0, 2))
 
 
 def merge(out, lse, out_b, lse_b):

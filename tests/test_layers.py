@@ -18,7 +18,7 @@ LAYERS = [
      "sources", "documents", "activity", "mesh", "agreement", "exchange", "redistribute", "gpuaware", "hdf5",
      "backends"},
     {"buffers", "passes", "executor"},
-    {"plan", "io", "verify"},
+    {"plan", "oneshot", "io", "verify"},
     {"cli", "bench", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",

@@ -35,6 +35,15 @@ def test_bytes_of_a_token():
     assert Problem(**SHAPE, dtype="float64").partial_bytes == 4 * 17 * 8
 
 
+def test_bytes_of_a_partial_on_the_wire():
+    """Its lse keeps the dtype of accumulation."""
+    p = Problem(**SHAPE, kv_heads=2, wire_dtype="bfloat16")
+    assert (p.wire_itemsize, p.partial_itemsize) == (2, 4)
+    assert p.partial_bytes == 4 * (16 * 2 + 4)
+    assert p.dq_bytes == 4 * 16 * 2 and p.dkv_bytes == 2 * 32 * 2
+    assert Problem(**SHAPE, dtype="float64", wire_dtype="float32").dq_bytes == 4 * 16 * 4
+
+
 def test_flops_count_attended_pairs():
     assert Problem(**SHAPE).flops == 2 * 4 * 32 * 100
     assert Problem(**SHAPE, causal=True).flops == 2 * 4 * 32 * 55
@@ -47,8 +56,10 @@ def test_flops_count_attended_pairs():
     ("heads", True, "whole"),
     ("kv_heads", 3, "must divide heads, which is 4"), ("kv_heads", 8, "must divide heads"),
     ("head_dim", 0, "at least 1"),
-    ("value_dim", 0, "at least 1"), ("batch", 0, "at least 1"), ("dtype", "int32", "float16, float32, float64"),
-    ("dtype", np.complex64, "float16, float32, float64"), ("dtype", None, "float16"),
+    ("value_dim", 0, "at least 1"), ("batch", 0, "at least 1"),
+    ("dtype", "int32", "float16, bfloat16, float32, float64"),
+    ("dtype", np.complex64, "float16, bfloat16, float32, float64"), ("dtype", None, "float16"),
+    ("wire_dtype", "float64", "float16, bfloat16, float32"), ("wire_dtype", "int8", "float16, bfloat16, float32"),
     ("causal", "yes", "True or False"),
     ("scale", float("inf"), "finite"), ("scale", "1", "finite"), ("scale", 1j, "finite"),
     pytest.param("scale", 10 ** 400, "finite", id="scale-huge"),

@@ -1,6 +1,6 @@
 """The protocol between the executor and what holds and computes arrays, asynchronous from the start.
 
-Launches (`clear`, `attend`, `merge`, `take`, `copy`) run in the order in which they are made, as on one
+Launches (`clear`, `attend`, `merge`, `take`, `copy` and so on) run in the order in which they are made, as on one
 stream of a GPU, each also after the events given as `after`, and return an event.  Copies to and from the
 wire may run beside them, so the executor orders these by events alone.
 
@@ -55,6 +55,12 @@ class Backend(Protocol):
 
     def merge(self, out, lse, out_b, lse_b, after=()):
         """Merge the partial (out_b, lse_b) into (out, lse)."""
+
+    def sink(self, out, lse, sinks):
+        """Merge attention sinks (heads,) into the partial (out, lse): keys of that score with values 0."""
+
+    def sink_gradient(self, gradient, sinks, lse, delta):
+        """gradient (heads,) = -sum over tokens of exp(sinks - lse) * delta."""
 
     def take(self, dst, src, rows, after=()):
         """dst = src[rows]."""

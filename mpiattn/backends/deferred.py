@@ -80,6 +80,12 @@ class DeferredBackend(NumpyBackend):
     def merge(self, out, lse, out_b, lse_b, after=()):
         return self._launch((out, lse), after, super().merge, out, lse, out_b, lse_b)
 
+    def sink(self, out, lse, sinks):
+        return self._launch((out, lse), (), super().sink, out, lse, sinks)
+
+    def sink_gradient(self, gradient, sinks, lse, delta):
+        return self._launch((gradient,), (), super().sink_gradient, gradient, sinks, lse, delta)
+
     def take(self, dst, src, rows, after=()):
         return self._launch((dst,), after, super().take, dst, src, rows)
 

@@ -102,12 +102,6 @@ class NumpyBackend:
         for array, other in zip(arrays, others):
             array += other
 
-    def _panel(self, name, source, dtype):
-        """Keys or values of one head as a contiguous array of the accumulation dtype."""
-        panel = self._work(name, source.shape, dtype)
-        np.copyto(panel, source)
-        return panel
-
     def merge(self, out, lse, out_b, lse_b, after=()):
         with np.errstate(all="ignore"):
             for start in range(0, len(out), MERGE_ROWS):
@@ -117,6 +111,17 @@ class NumpyBackend:
                 out[at] *= 1 - weight
                 out[at] += weight * out_b[at]
                 lse[at] = np.logaddexp(lse[at], lse_b[at])
+
+    def sink(self, out, lse, sinks):
+        with np.errstate(all="ignore"):
+            unseen = lse == -np.inf                # such a row is 0 whatever its weight
+            out *= np.where(unseen, 1, 1 / (1 + np.exp(sinks - lse)))[..., None]
+            np.logaddexp(lse, sinks, out=lse)
+
+    def sink_gradient(self, gradient, sinks, lse, delta):
+        with np.errstate(all="ignore"):
+            weight = np.where(sinks == -np.inf, 0, np.exp(sinks - lse))
+            gradient[...] = -np.sum(weight * delta, axis=0, dtype=np.float64)
 
     def take(self, dst, src, rows, after=()):
         np.take(src, rows, axis=0, out=dst, mode="clip")   # "raise" would buffer the whole result

@@ -1,0 +1,40 @@
+"""`attention`: a plan made for the chunks at hand, run once and closed."""
+
+import numpy as np
+
+from .agreement import agreement
+from .errors import ArgumentError
+from .layout import Layout
+from .mesh import Home
+from .plan import MeshAttention
+
+
+def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", **options):
+    """Attention in one call: makes a plan for these chunks, runs it, and closes it; collective.
+
+    q, k, v: this rank's chunks, as for `MeshAttention.forward`.  With the default layout they are consecutive
+    pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
+    "zigzag" they are what `Layout` says.  options: further arguments of `MeshAttention`.
+
+    Returns out and lse.  To run more than once, make a plan.
+    """
+    home = Home.enter(comm)
+    try:
+        with agreement(home.comm):
+            for name, array in (("q", q), ("k", k), ("v", v)):
+                if not isinstance(array, np.ndarray) or array.ndim != 4:
+                    raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)")
+        lengths = home.comm.allgather((q.shape[1], k.shape[1]))
+        q_sizes, k_sizes = zip(*lengths)
+        if layout == "contiguous":
+            layout = tuple(Layout(layout, sum(sizes), comm.size, sizes) for sizes in (q_sizes, k_sizes))
+        with MeshAttention(comm, batch=q.shape[0], seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=q.shape[2],
+                           kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=q.dtype.name,
+                           causal=causal, scale=scale, layout=layout, **options) as plan:
+            return plan.forward(q, k, v)
+    finally:
+        home.leave()
+
+
+def _what(array):
+    return f"of shape {array.shape}" if isinstance(array, np.ndarray) else f"a {type(array).__name__}"
