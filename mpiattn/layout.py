@@ -20,11 +20,11 @@ from .errors import ArgumentError
 KINDS = ("contiguous", "striped", "zigzag")
 
 
-def even_split(total, parts):
-    """Cut `total` things into `parts` consecutive ranges whose lengths differ by one at most."""
+def even_part(total, parts, i):
+    """The i-th of `parts` consecutive ranges of `total` things, whose lengths differ by one at most."""
     size, extra = divmod(total, parts)
-    starts = [i * size + min(i, extra) for i in range(parts + 1)]
-    return tuple(range(starts[i], starts[i + 1]) for i in range(parts))
+    start = i * size + min(i, extra)
+    return range(start, start + size + (i < extra))
 
 
 def within(tokens, start, stop):
@@ -65,10 +65,10 @@ class Layout:
         if self.kind == "striped":
             return (range(chunk, max(chunk, self.seqlen), self.chunks),)
         if self.kind == "zigzag":
-            pieces = even_split(self.seqlen, 2 * self.chunks)
-            return pieces[chunk], pieces[2 * self.chunks - 1 - chunk]
+            pieces = 2 * self.chunks
+            return tuple(even_part(self.seqlen, pieces, i) for i in (chunk, pieces - 1 - chunk))
         if self.sizes is None:
-            return (even_split(self.seqlen, self.chunks)[chunk],)
+            return (even_part(self.seqlen, self.chunks, chunk),)
         start = sum(self.sizes[:chunk])
         return (range(start, start + self.sizes[chunk]),)
 
@@ -79,12 +79,7 @@ class Layout:
     @property
     def lengths(self):
         """Number of tokens in every chunk."""
-        if self.sizes is not None:
-            return self.sizes
-        if self.kind == "zigzag":
-            pieces = [len(piece) for piece in even_split(self.seqlen, 2 * self.chunks)]
-            return tuple(pieces[i] + pieces[-1 - i] for i in range(self.chunks))
-        return tuple(len(piece) for piece in even_split(self.seqlen, self.chunks))
+        return self.sizes or tuple(self.length(chunk) for chunk in range(self.chunks))
 
     def positions(self, chunk):
         """Global positions of a chunk's tokens: int64, increasing."""

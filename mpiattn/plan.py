@@ -5,14 +5,13 @@ from dataclasses import asdict
 
 import numpy as np
 
-from . import backends, cost
+from . import backends, choice, cost, memory
 from .activity import Activity
 from .agreement import agree_on, agreement
 from .documents import documents
 from .errors import ArgumentError, MpiattnError
 from .exchange import MAX_MESSAGE, Exchange
 from .executor import Executor
-from .layout import KINDS, Layout
 from .mesh import Home
 from .passes import Backward, Forward
 from .problem import Problem
@@ -42,11 +41,12 @@ class MeshAttention:
     softcap: scores s become softcap * tanh(s / softcap).
     scale: of the scores; default 1/sqrt(head_dim).
     seqlen_k, value_dim: where they differ from seqlen and head_dim.
-    tile: "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto": the
-        shortest predicted time.
+    tile: "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto".
     layout: "contiguous", "striped", "zigzag" or "auto"; `positions` tells which tokens a rank then holds.
-        A `Layout` of uneven contiguous chunks serves too.
+        A `Layout` of uneven contiguous chunks serves too, or a pair, of queries and of keys.
     schedule: "greedy", "collective" or "auto".  route: "direct" or "ring".
+    direction: "forward", "backward" or "both": for the predicted time of which passes "auto" chooses, among all that
+        is left to it.  The plan runs either.
     wire_dtype: in which partials (out, dq, dk, dv, not lse) travel; default the dtype in which they accumulate,
         float32 (float64 for float64).  A narrower one takes fewer bytes and rounds each partial once, which only the
         direct route can promise.
@@ -54,13 +54,17 @@ class MeshAttention:
     max_message: bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and
         gather down to one token's row.
 
+    q_layout, k_layout, schedule, problem: what was chosen and asked.  balance: the most pairs (query, key) that a rank
+    attends to over their mean, under the plan's own masks.
+
     Results are deterministic: the same mesh, layout, schedule, route and back end give the same bits.
     Raises ArgumentError, the same on every rank.
     """
 
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
                  window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto",
-                 schedule="auto", route="direct", wire_dtype=None, backend="auto", max_message=MAX_MESSAGE):
+                 schedule="auto", route="direct", direction="forward", wire_dtype=None, backend="auto",
+                 max_message=MAX_MESSAGE):
         self._home, self._mesh = Home.enter(comm), None
         try:
             with agreement(self._home.comm):
@@ -68,7 +72,8 @@ class MeshAttention:
                                   value_dim=value_dim, seqlen_k=seqlen_k, dtype=dtype, causal=causal, scale=scale,
                                   window=window, softcap=softcap, wire_dtype=wire_dtype)
                 shape = parse_tile(tile, comm.size)
-                q_layout, k_layout = _layouts(layout, problem, comm.size)
+                layouts = choice.layouts(layout, problem, comm.size)
+                _one_of("direction", direction, tuple(choice.DIRECTIONS))
                 _one_of("schedule", schedule, (*cost.SCHEDULES, "auto"))
                 _one_of("route", route, ROUTES)
                 if route == "ring" and problem.wire_dtype != problem.partial_dtype:
@@ -77,24 +82,25 @@ class MeshAttention:
                 if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
                 self._backend = backends.get(backend)
-            agree_on(self._home.comm, {**asdict(problem), "tile": shape, "layout": (q_layout, k_layout),
-                                       "schedule": schedule, "route": route, "backend": self._backend.name,
+            agree_on(self._home.comm, {**asdict(problem), "tile": shape, "layout": layouts, "schedule": schedule,
+                                       "route": route, "direction": direction, "backend": self._backend.name,
                                        "max_message": max_message})
             self.problem, self.route = problem, route
-            self.q_layout, self.k_layout = q_layout, k_layout
-            choice = cost.evaluate(problem, comm.size, route,
-                                   kinds=cost.SCHEDULES if schedule == "auto" else (schedule,),
-                                   shapes=None if shape is None else [shape], layout=q_layout.kind)[0]
-            self.schedule = cost.build(choice.schedule, choice.a, choice.b, route, problem)
-            self._mesh = self._home.mesh(choice.a, choice.b)
+            chosen = choice.evaluate(problem, comm.size, route, direction=direction, pairs=layouts,
+                                     kinds=cost.SCHEDULES if schedule == "auto" else (schedule,),
+                                     shapes=None if shape is None else [shape])[0]
+            self.q_layout, self.k_layout = q_layout, k_layout = chosen.layouts
+            self.balance = chosen.balance
+            self.schedule = cost.build(chosen.schedule, chosen.a, chosen.b, route, problem)
+            self._mesh = self._home.mesh(chosen.a, chosen.b)
             self._exchange = Exchange(max_message)
             with agreement(self._home.comm):          # a rank that lacks the memory must not leave the others waiting
                 self._executor = Executor(self._mesh, self.schedule, Forward(problem, self._backend), self._exchange,
                                           q_layout, k_layout)
-                self._activity = Activity(problem.mask, q_layout, k_layout, choice.a, choice.b)
+                self._activity = Activity(problem.mask, q_layout, k_layout, chosen.a, chosen.b)
             self._backward = None
             tokens, tokens_k = q_layout.length(comm.rank), k_layout.length(comm.rank)
-            self._nbytes = (cost.chunk_bytes(problem, tokens, tokens_k) + self._executor.nbytes
+            self._nbytes = (memory.chunk_bytes(problem, tokens, tokens_k) + self._executor.nbytes
                             + self._backend.scratch_bytes(problem.head_dim, problem.value_dim, problem.dtype))
         except BaseException:
             self._home.leave(self._mesh)
@@ -253,7 +259,8 @@ class MeshAttention:
             schedule = cost.build(self.schedule.name, a, b, self.route, p, direction="backward")
             self._backward = Executor(self._mesh, schedule, Backward(p, self._backend), self._exchange,
                                       self.q_layout, self.k_layout)
-            self._nbytes += (self._backward.nbytes + cost.gradient_bytes(p, len(self.positions), len(self.positions_k))
+            self._nbytes += (self._backward.nbytes
+                             + memory.gradient_bytes(p, len(self.positions), len(self.positions_k))
                              + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
         return self._backward
 
@@ -355,19 +362,3 @@ class MeshAttention:
 
     def __exit__(self, *exception):
         self.close()
-
-
-def _layouts(layout, problem, ranks):
-    """The layouts of queries and of keys that an argument means."""
-    if layout == "auto":
-        layout = cost.auto_layout(problem)
-    if isinstance(layout, str):
-        _one_of("layout", layout, KINDS)
-        return Layout(layout, problem.seqlen, ranks), Layout(layout, problem.seqlen_k, ranks)
-    pair = (layout, layout) if isinstance(layout, Layout) else layout
-    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(one, Layout) for one in pair)):
-        raise ArgumentError(f"layout is {layout!r}; it may be auto, {', '.join(KINDS)}, a Layout or a pair of them")
-    if [(one.seqlen, one.chunks) for one in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
-        raise ArgumentError(f"layout is {layout!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} keys "
-                            f"on {ranks} ranks")
-    return pair

@@ -109,6 +109,11 @@ class Schedule:
     accumulators: dict
     slots: dict
 
+    @property
+    def collective(self):
+        """Whether MPI's collectives move anything."""
+        return any(t.collective for step in self.steps for t in step.transfers)
+
     def extent(self, kind):
         """Number of hops of a kind, #0 included."""
         return self.b if kind in IN_COLUMNS else self.a

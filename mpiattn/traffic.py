@@ -99,30 +99,42 @@ def mean_sent(problem, ranks, a, b, direction="forward"):
                for kind, nbytes in token_bytes(problem, direction).items())
 
 
-def volume(ranks, a, b, kv_share=1.0):
+# Chunks that one hop of a row and of a column moves: Q, O and K, V; Q, dO, dQ and K, V, dK, dV.
+ELEMENTS = {"forward": (2, 2), "backward": (3, 4), "both": (5, 6)}
+
+
+def volume(ranks, a, b, kv_share=1.0, direction="forward"):
     """The paper's figure: elements per rank in units of seqlen * hidden, kv_share = kv_heads / heads."""
-    return (2 * (a - 1) + 2 * kv_share * (b - 1)) / ranks
+    row, column = ELEMENTS[direction]
+    return (row * (a - 1) + column * kv_share * (b - 1)) / ranks
 
 
-def usp_volume(ranks, group, kv_share=1.0):
+def usp_volume(ranks, group, kv_share=1.0, direction="forward"):
     """The like for USP, a head all-to-all in groups of `group` and Ring over the rest; Ulysses is group = ranks."""
-    return ((2 + 2 * kv_share) * (1 - 1 / group) + 2 * kv_share * (ranks // group - 1)) / ranks
+    exchanged = (2 + 2 * kv_share) * (2 if direction == "both" else 1)      # q, k, v, out; dout, dq, dk, dv
+    return (exchanged * (1 - 1 / group) + ELEMENTS[direction][1] * kv_share * (ranks // group - 1)) / ranks
 
 
-def ulysses(problem, ranks):
+def ulysses(problem, ranks, direction="forward"):
     """Mean bytes sent per rank by DeepSpeed-Ulysses (arXiv 2309.14509); None where the heads do not allow it."""
-    return usp(problem, ranks, ranks) if problem.kv_heads % ranks == 0 else None
+    return usp(problem, ranks, ranks, direction) if problem.kv_heads % ranks == 0 else None
 
 
-def usp(problem, ranks, group):
-    """Mean bytes sent per rank by USP (arXiv 2405.07719): all-to-all in groups of `group`, Ring over the rest."""
+def usp(problem, ranks, group, direction="forward"):
+    """Mean bytes sent per rank by USP (arXiv 2405.07719): all-to-all in groups of `group`, Ring over the rest.
+
+    Backward, dout, dq, dk and dv are exchanged, and Ring moves keys and values with their partial gradients.
+    """
+    if direction == "both":
+        return usp(problem, ranks, group) + usp(problem, ranks, group, "backward")
     q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
     result = problem.batch * problem.heads * problem.value_dim * problem.itemsize
     exchanged = q_tokens * (problem.q_bytes + result) + k_tokens * problem.kv_bytes
-    return exchanged * (1 - 1 / group) + (ranks // group - 1) * k_tokens * problem.kv_bytes
+    ring = k_tokens * (problem.kv_bytes + (problem.dkv_bytes if direction == "backward" else 0))
+    return exchanged * (1 - 1 / group) + (ranks // group - 1) * ring
 
 
-def best_usp(problem, ranks):
+def best_usp(problem, ranks, direction="forward"):
     """USP's group with the least traffic and its bytes: (group, bytes); group 1, plain Ring, only if there is none."""
     groups = [g for g in range(2, ranks + 1) if ranks % g == 0 and problem.kv_heads % g == 0] or [1]
-    return min(((group, usp(problem, ranks, group)) for group in groups), key=lambda found: found[1])
+    return min(((group, usp(problem, ranks, group, direction)) for group in groups), key=lambda found: found[1])

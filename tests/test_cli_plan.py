@@ -9,7 +9,7 @@ import sys
 import launch
 import pytest
 
-from mpiattn import cost, traffic
+from mpiattn import choice, cost, traffic
 from mpiattn.cli import main
 from mpiattn.cli.jsonfile import write_json
 from mpiattn.cli.plan import picture
@@ -81,7 +81,7 @@ def test_bytes_are_those_that_ranks_send(capsys, route):
 def test_choice_is_that_of_cost(capsys, schedule):
     data = as_json(capsys, "--ranks", 12, "--seqlen", 5000, "--heads", 4, "--head-dim", 16, "--schedule", schedule)
     kinds = cost.SCHEDULES if schedule == "auto" else (schedule,)
-    best = cost.evaluate(Problem(5000, 4, 16), 12, kinds=kinds)[0]
+    best = choice.evaluate(Problem(5000, 4, 16), 12, kinds=kinds)[0]
     chosen = row(data, data["auto"])
     assert data["auto"] == data["tile"] == f"{best.a}x{best.b}"
     assert (chosen["schedule"], chosen["seconds"], chosen["memory_bytes"]) == (best.schedule, best.seconds, best.nbytes)
@@ -123,8 +123,36 @@ def test_steps(capsys, kind):
     schedule = cost.build(kind, 3, 2, "direct", Problem(600, 4, 16))
     assert str(schedule) in text
     assert "slots ever in use: 2 Q, 1 KV, 2 O" in text
-    assert len(data["steps"]["steps"]) == len(schedule.steps)
-    assert data["steps"]["validated_slots"] == schedule.slots
+    assert len(data["steps"]["forward"]["steps"]) == len(schedule.steps)
+    assert data["steps"]["forward"]["validated_slots"] == schedule.slots
+
+
+def test_backward_and_both(capsys):
+    tables = {direction: as_json(capsys, "--ranks", 12, *MHA, "--direction", direction, "--steps")
+              for direction in choice.DIRECTIONS}
+    problem = Problem(1048576, 32, 128)
+    for tile in ("1x12", "3x4", "12x1"):
+        a, b = map(int, tile.split("x"))
+        sent = {direction: row(data, tile)["sent_bytes"] for direction, data in tables.items()}
+        assert sent["backward"]["total"] == pytest.approx(traffic.mean_sent(problem, 12, a, b, "backward"), rel=1e-5)
+        assert list(sent["backward"]) == ["Q", "KV", "dQ", "dKV", "total"]
+        assert sent["both"] == {"forward": sent["forward"]["total"], "backward": sent["backward"]["total"],
+                                "total": sent["forward"]["total"] + sent["backward"]["total"]}
+    assert list(tables["both"]["steps"]) == ["forward", "backward"]
+    assert row(tables["backward"], "3x4")["saving_elements"] == pytest.approx(1 - (3 * 2 + 4 * 3) / (4 * 11))
+    for direction in choice.DIRECTIONS:
+        text = plan(capsys, "--ranks", 12, *MHA, "--direction", direction)
+        assert direction in text.splitlines()[0] and "<- auto" in text
+
+
+def test_balance(capsys):
+    arguments = ["--ranks", 8, "--seqlen", 8000, "--heads", 4, "--head-dim", 16, "--causal"]
+    contiguous, auto = as_json(capsys, *arguments, "--layout", "contiguous"), as_json(capsys, *arguments)
+    assert row(contiguous, "1x8")["balance"] == pytest.approx(15 / 8, rel=1e-2)
+    assert row(auto, "1x8")["balance"] == pytest.approx(1, abs=1e-3)
+    assert row(auto, "1x8")["layout"] == "zigzag"
+    text = plan(capsys, *arguments, "--layout", "contiguous")
+    assert "1.87" in next(line for line in text.splitlines() if line.startswith("1x8"))
 
 
 @pytest.mark.parametrize("ranks, seqlen", [(1, 100), (1, 0), (7, 3)])

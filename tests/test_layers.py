@@ -14,15 +14,15 @@ PACKAGE = launch.ROOT / "mpiattn"
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
 LAYERS = [
     {"errors", "reference", "", "host", "newfile"},
-    {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",
-     "sources", "documents", "activity", "mesh", "agreement", "exchange", "redistribute", "gpuaware", "hdf5",
-     "backends"},
+    {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
+     "memory", "choice", "sources", "documents", "activity", "mesh", "agreement", "exchange", "redistribute",
+     "gpuaware", "hdf5", "backends"},
     {"buffers", "passes", "executor"},
     {"plan", "oneshot", "io", "verify"},
     {"cli", "bench", "__main__"},
 ]
-PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "cost",
-        "sources", "errors", "reference", "newfile", "documents", "activity"}
+PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
+        "cost", "memory", "choice", "sources", "errors", "reference", "newfile", "documents", "activity"}
 NO_MPI = PURE | {"backends", "buffers", "passes", "executor", "hdf5", "host", ""}       # at import; below them, on call
 ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", ""}   # without NumPy
 LINES = 400

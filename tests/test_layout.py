@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError, Layout
-from mpiattn.layout import KINDS, even_split, within
+from mpiattn.layout import KINDS, even_part, within
 
 
 def test_positions_by_hand():
@@ -45,9 +45,9 @@ def test_ranges_are_the_positions_and_nothing_large_is_made():
             assert [i for tokens in layout.ranges(chunk) for i in tokens] == layout.positions(chunk).tolist()
 
 
-def test_even_split():
-    assert even_split(7, 3) == (range(0, 3), range(3, 5), range(5, 7))
-    assert [len(part) for part in even_split(2, 4)] == [1, 1, 0, 0]
+def test_even_part():
+    assert [even_part(7, 3, i) for i in range(3)] == [range(0, 3), range(3, 5), range(5, 7)]
+    assert [len(even_part(2, 4, i)) for i in range(4)] == [1, 1, 0, 0]
 
 
 def test_within():

@@ -24,8 +24,8 @@ def add_schedule(parser):
 def add_layout(parser):
     """--layout."""
     parser.add_argument("--layout", default="auto", choices=(*KINDS, "auto"),
-                        help="which tokens a rank holds; auto: contiguous, for causal attention zigzag, which balances "
-                             "the work (default: %(default)s)")
+                        help="which tokens a rank holds; auto: the shortest predicted time, so contiguous where that "
+                             "balances the work, zigzag for causal attention (default: %(default)s)")
 
 
 def add_route(parser):

@@ -1,4 +1,4 @@
-"""Every tile of n ranks with its traffic, memory and predicted time, for the forward pass; starts no MPI.
+"""Every tile of n ranks with its traffic, memory, balance and predicted time; starts no MPI.
 
 A tile AxB gives every rank A query chunks x B KV chunks: a mesh of B rows x A columns, A*B = ranks. 1xN is
 Ring-Attention. Sizes are in tokens, heads and elements; output is in binary units (1 KiB = 1024 B) and seconds.
@@ -6,7 +6,7 @@ Ring-Attention. Sizes are in tokens, heads and elements; output is in binary uni
 
 from dataclasses import asdict
 
-from .. import __version__, cost, traffic
+from .. import __version__, choice, cost, traffic
 from ..errors import ArgumentError
 from ..problem import ITEMSIZE, Problem
 from ..tiling import parse_tile, tiles
@@ -18,12 +18,12 @@ from .table import duration, percent, size, table
 EXAMPLES = """\
 examples:
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal
-  mpiattn plan --ranks 64 --seqlen 262144 --heads 32 --kv-heads 8 --head-dim 128 --dtype float16
+  mpiattn plan --ranks 64 --seqlen 262144 --heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16 --direction both
   mpiattn plan --ranks 6 --seqlen 6000 --heads 8 --head-dim 64 --tile 3x2 --schedule greedy --steps
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --json - | python -m json.tool
 """
 
-MACHINE = cost.Machine()
+MACHINE = cost.DEFAULT_MACHINE
 
 
 def add_arguments(parser):
@@ -40,6 +40,9 @@ def add_arguments(parser):
     parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
     parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE),
                         help="of q, k, v and the result; partials are float32, or float64 (default: %(default)s)")
+    parser.add_argument("--direction", default="forward", choices=tuple(choice.DIRECTIONS),
+                        help="which passes to plan for (default: %(default)s)")
+    options.add_layout(parser)
     options.add_route(parser)
     options.add_schedule(parser)
     options.add_tile(parser)
@@ -59,25 +62,31 @@ def run(args):
                       causal=args.causal)
     asked = parse_tile(args.tile, args.ranks)
     kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
-    choices = cost.evaluate(problem, args.ranks, args.route, kinds)
+    choices = choice.evaluate(problem, args.ranks, args.route, kinds, direction=args.direction,
+                              pairs=choice.layouts(args.layout, problem, args.ranks))
     auto = choices[0]
     best = {}
-    for choice in choices:                      # best first
-        best.setdefault((choice.a, choice.b), choice)
-    rows = [_tile(problem, args.ranks, best[shape]) for shape in tiles(args.ranks)]
+    for one in choices:                         # best first
+        best.setdefault((one.a, one.b), one)
+    ring = best[1, args.ranks].sent_bytes
+    rows = [_tile(problem, args, best[shape], ring) for shape in tiles(args.ranks)]
     shown = best[asked or (auto.a, auto.b)]
-    data = {"mpiattn": __version__, "ranks": args.ranks, "problem": asdict(problem), "route": args.route,
-            "schedule": args.schedule, "machine": asdict(MACHINE), "auto": f"{auto.a}x{auto.b}",
-            "tile": f"{shown.a}x{shown.b}", "tiles": rows, "others": _others(problem, args.ranks)}
-    if args.steps:
-        schedule = cost.build(shown.schedule, shown.a, shown.b, args.route, problem)
-        data["steps"] = {**asdict(schedule), "validated_slots": validate(schedule)}
+    data = {"mpiattn": __version__, "ranks": args.ranks, "problem": asdict(problem), "direction": args.direction,
+            "route": args.route, "schedule": args.schedule, "layout": args.layout, "machine": asdict(MACHINE),
+            "auto": f"{auto.a}x{auto.b}", "tile": f"{shown.a}x{shown.b}", "tiles": rows,
+            "others": _others(problem, args, ring)}
+    schedules = [cost.build(shown.schedule, shown.a, shown.b, args.route, problem, direction=direction)
+                 for direction in choice.DIRECTIONS[args.direction]] if args.steps else []
+    if schedules:
+        data["steps"] = {schedule.direction: {**asdict(schedule), "validated_slots": validate(schedule)}
+                         for schedule in schedules}
     if args.json:
         write_json(args.json, data)
     if args.json != "-":
         text = _text(problem, data)
-        if args.steps:
-            text += f"\n\n{schedule}\nvalidated; slots ever in use: {_counts(data['steps']['validated_slots'])}"
+        for schedule in schedules:
+            slots = data["steps"][schedule.direction]["validated_slots"]
+            text += f"\n\n{schedule}\nvalidated; slots ever in use: {_counts(slots)}"
         print(text, flush=True)
     return 0
 
@@ -89,34 +98,35 @@ def _saving(value, ring):
     return 1 - value / ring if ring else None
 
 
-def _tile(problem, ranks, choice):
-    """What is known of one tile."""
-    a, b, share = choice.a, choice.b, problem.kv_heads / problem.heads
-    q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
-    total = traffic.mean_sent(problem, ranks, a, b)
-    return {"tile": f"{a}x{b}",
-            "sent_bytes": {"Q": (a - 1) * q_tokens * problem.q_bytes, "KV": (b - 1) * k_tokens * problem.kv_bytes,
-                           "O": (a - 1) * q_tokens * problem.partial_bytes, "total": total},
-            "saving": _saving(total, traffic.mean_sent(problem, ranks, 1, ranks)),
-            "saving_elements": _saving(traffic.volume(ranks, a, b, share), traffic.volume(ranks, 1, ranks, share)),
-            "memory_bytes": choice.nbytes, "seconds": choice.seconds, "schedule": choice.schedule}
+def _tile(problem, args, one, ring):
+    """What is known of one tile; `ring`: bytes that tile 1xN sends."""
+    a, b, ranks, share = one.a, one.b, args.ranks, problem.kv_heads / problem.heads
+    sent = one.sent[args.direction] if args.direction in one.sent else {
+        direction: sum(kinds.values()) for direction, kinds in one.sent.items()}
+    return {"tile": f"{a}x{b}", "sent_bytes": {**sent, "total": one.sent_bytes},
+            "saving": _saving(one.sent_bytes, ring),
+            "saving_elements": _saving(*(traffic.volume(ranks, *shape, share, args.direction)
+                                         for shape in ((a, b), (1, ranks)))),
+            "memory_bytes": one.nbytes, "balance": one.balance, "seconds": one.seconds, "schedule": one.schedule,
+            "layout": one.layouts[0].kind}
 
 
-def _others(problem, ranks):
+def _others(problem, args, ring):
     """Ulysses and USP: what they send, or why they cannot run."""
-    ring, share = traffic.mean_sent(problem, ranks, 1, ranks), problem.kv_heads / problem.heads
-    ring_volume = traffic.volume(ranks, 1, ranks, share)
+    ranks, share = args.ranks, problem.kv_heads / problem.heads
+    ring_volume = traffic.volume(ranks, 1, ranks, share, args.direction)
 
     def method(name, group, nbytes):
+        volume = traffic.usp_volume(ranks, group, share, args.direction)
         return {"method": name, "group": group, "sent_bytes": nbytes, "saving": _saving(nbytes, ring),
-                "saving_elements": _saving(traffic.usp_volume(ranks, group, share), ring_volume)}
+                "saving_elements": _saving(volume, ring_volume)}
     found, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
-    nbytes = traffic.ulysses(problem, ranks)
+    nbytes = traffic.ulysses(problem, ranks, args.direction)
     if nbytes is None:
         found.append({"method": "Ulysses", "not_possible": f"{ranks} ranks do not divide {heads}"})
     else:
         found.append(method("Ulysses", ranks, nbytes))
-    group, nbytes = traffic.best_usp(problem, ranks)
+    group, nbytes = traffic.best_usp(problem, ranks, args.direction)
     if group > 1:
         found.append(method(f"USP {group}x{ranks // group}", group, nbytes))
     elif ranks > 1:
@@ -126,17 +136,22 @@ def _others(problem, ranks):
 
 # Text
 
-HEADER = ("tile", "sent/rank", "Q", "KV", "O", "saved", "elements", "memory/rank", "time", "schedule", "")
-
 LEGEND = """\
-sent/rank  bytes that a rank sends in a forward pass, mean over ranks: Q, K and V in {dtype}, partials O in {partial}
+sent/rank  bytes that a rank sends, mean over ranks: {what}
 saved      of sent/rank, over Ring (tile 1x{ranks})
-elements   the same counted in elements, as Mesh-Attention (arXiv 2512.20968) does: 2(a-1) + 2(b-1){share} chunks
-memory     q, k, v, result and buffers of a rank, without the back end's scratch
+elements   the same counted in elements, as Mesh-Attention (arXiv 2512.20968) does, as if there were no mask:
+           {row}(a-1) + {column}(b-1){share} chunks
+memory     q, k, v, results and buffers of a rank, without the back end's scratch
+balance    attended pairs of the busiest rank over the mean
 time       predicted: the sum over steps of the longer of transfers and blocks, for ranks that do {flops:g} Gflop/s
            ({double:g} in float64), send {bandwidth:g} GB/s while receiving as much, and need {latency:g} us a message
            and {launch:g} us a block: one core and its share of a 100 Gb/s link. It is for comparing tiles, no promise
-auto       the least time; where times agree to three digits, the least sent/rank"""
+auto       the least time; of times within {same:.0%}, the least sent/rank"""
+
+WHAT = {"forward": "Q, K and V in {dtype}, partials O in {partial}",
+        "backward": "Q is q and dout in {dtype}, lse and delta in\n"
+                    "           {partial}; K and V in {dtype}; partials dQ and dKV in {partial}",
+        "both": "forward and backward"}
 
 
 def _percent(share):
@@ -150,33 +165,39 @@ def _text(problem, data):
     heads = f"{p.heads} heads" + (f" ({p.kv_heads} KV)" if p.kv_heads != p.heads else "")
     dims = f"{p.head_dim}" + (f" ({p.value_dim} of values)" if p.value_dim != p.head_dim else "")
     head = (f"{ranks} rank{'s' * (ranks > 1)}, batch {p.batch}, {shape}{heads} x {dims}, {p.dtype}, "
-            f"{'causal' if p.causal else 'full'}, {data['route']} route; chunks of "
-            f"{cost.longest(p.seqlen, ranks)} tokens\n")
-    legend = LEGEND.format(dtype=p.dtype, partial=p.partial_dtype, ranks=ranks,
+            f"{'causal' if p.causal else 'full'}, {data['direction']}, {data['route']} route; chunks of "
+            f"{-(-p.seqlen // ranks)} tokens\n")
+    row, column = traffic.ELEMENTS[data["direction"]]
+    what = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.partial_dtype)
+    legend = LEGEND.format(what=what, ranks=ranks, row=row, column=column, same=choice.SAME_TIME,
                            share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
                            flops=MACHINE.flops / 1e9, double=MACHINE.flops / 2e9, bandwidth=MACHINE.bandwidth / 1e9,
                            latency=MACHINE.latency * 1e6, launch=MACHINE.launch * 1e6)
     a, b = map(int, data["tile"].split("x"))
-    parts = [head, table(_rows(data), HEADER), *_impossible(data["others"]), "", legend]
+    kinds = [kind for kind in data["tiles"][0]["sent_bytes"] if kind != "total"]
+    header = ("tile", "sent/rank", *kinds, "saved", "elements", "memory/rank", "balance", "time", "schedule",
+              "layout", "")
+    parts = [head, table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
     if ranks > 1:
         parts += ["", picture(a, b)]
     return "\n".join(parts)
 
 
-def _rows(data):
+def _rows(data, kinds):
     names = {f"1x{data['ranks']}": "Ring", f"{data['ranks']}x1": "Q-ring"}
     for row in data["tiles"]:
         tile, sent = row["tile"], row["sent_bytes"]
         marks = [mark for mark, marked in (("auto", data["auto"]), ("--tile", data["tile"])) if marked == tile]
         if data["auto"] == data["tile"]:
             marks = marks[:1]
-        yield (f"{tile} {names.get(tile, '')}", size(sent["total"]), *(size(sent[kind]) for kind in ("Q", "KV", "O")),
+        yield (f"{tile} {names.get(tile, '')}", size(sent["total"]), *(size(sent[kind]) for kind in kinds),
                _percent(row["saving"]), _percent(row["saving_elements"]), size(row["memory_bytes"]),
-               duration(row["seconds"]), row["schedule"], f"<- {', '.join(marks)}" if marks else "")
+               f"{row['balance']:.2f}", duration(row["seconds"]), row["schedule"], row["layout"],
+               f"<- {', '.join(marks)}" if marks else "")
     for row in data["others"]:
         if "sent_bytes" in row:
-            yield (row["method"], size(row["sent_bytes"]), "", "", "", _percent(row["saving"]),
-                   _percent(row["saving_elements"]), "", "", "", "")
+            yield (row["method"], size(row["sent_bytes"]), *("" for _ in kinds), _percent(row["saving"]),
+                   _percent(row["saving_elements"]), "", "", "", "", "", "")
 
 
 def _impossible(others):
@@ -206,9 +227,9 @@ def picture(a, b):
     for r in _some(b, MOST_ROWS):
         lines.append(line("..." if r is None else f"r={r}",
                           ["..." if r is None or c is None else r * a + c for c in columns]))
-    groups = [f"a row ({a} ranks) shares Q and reduces O"] if a > 1 else []
-    groups += [f"a column ({b} ranks) shares K and V"] if b > 1 else []
-    lines += [f"  {'; '.join(groups)}",
+    groups = [f"a row ({a} ranks) shares Q and reduces O, backward dQ"] if a > 1 else []
+    groups += [f"a column ({b} ranks) shares K and V, backward reduces dK and dV"] if b > 1 else []
+    lines += [*(f"  {group}" for group in groups),
               f"  rank 0 computes the query chunks {_chunks(a, 1)} x the KV chunks {_chunks(b, a)}"]
     return "\n".join(lines)
 

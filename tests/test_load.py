@@ -1,0 +1,59 @@
+"""Work and transfers of all ranks at once, against masks and activity one by one."""
+
+import random
+
+import numpy as np
+import pytest
+
+from mpiattn import traffic
+from mpiattn.activity import Activity
+from mpiattn.layout import KINDS, Layout
+from mpiattn.load import Load, balance, block_pairs
+from mpiattn.mask import local_interval
+from mpiattn.problem import Problem
+from mpiattn.tiling import tiles
+
+
+def draw(rng):
+    ranks, seqlen = rng.randint(1, 8), rng.randint(0, 40)
+    seqlen_k = rng.choice([seqlen, rng.randint(0, 40)])
+    problem = Problem(seqlen=seqlen, seqlen_k=seqlen_k, heads=2, head_dim=3, causal=rng.random() < 0.5,
+                      window=(rng.choice([None, 0, 3, 9]), rng.choice([None, 0, 3, 9])))
+    kind = rng.choice(KINDS)
+    return problem, Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *KINDS]), seqlen_k, ranks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random(seed):
+    problem, q_layout, k_layout = draw(random.Random(seed))
+    pairs, ranks = block_pairs(problem.mask, q_layout, k_layout), q_layout.chunks
+    for i in range(ranks):
+        interval = problem.mask.key_interval(q_layout.positions(i))
+        for j in range(ranks):
+            begin, end = local_interval(*interval, k_layout.positions(j))
+            assert pairs[i, j] == (end - begin).sum()
+    assert pairs.sum() == problem.pairs
+    for a, b in tiles(ranks):
+        load = Load(pairs, q_layout.lengths, k_layout.lengths, a, b)
+        assert load.work.sum() == problem.pairs
+        activity = Activity(problem.mask, q_layout, k_layout, a, b)
+        for direction in ("forward", "backward"):
+            for route, collective in (("direct", False), ("direct", True), ("ring", False)):
+                sent = [traffic.sent(problem, q_layout.lengths, k_layout.lengths, a, b, rank, route, direction,
+                                     activity, collective).total for rank in range(ranks)]
+                moved = {kind: load.moved(kind, route, collective) * nbytes
+                         for kind, nbytes in traffic.token_bytes(problem, direction).items()}
+                assert sum(sent) == sum(nbytes.sum() for nbytes in moved.values())
+
+
+def test_work_of_a_rank_is_that_of_its_tile():
+    layout = Layout("contiguous", 60, 6)
+    pairs = block_pairs(Problem(60, 1, 1, causal=True).mask, layout, layout)
+    load = Load(pairs, layout.lengths, layout.lengths, 2, 3)
+    assert load.work[0] == pairs[np.ix_([0, 1], [0, 2, 4])].sum()
+    assert load.work[5] == pairs[np.ix_([4, 5], [1, 3, 5])].sum()
+    assert load.balance == load.work.max() / load.work.mean()
+
+
+def test_balance_of_nothing():
+    assert balance([0, 0]) == balance([3, 3]) == 1 and balance([0, 2]) == 2
