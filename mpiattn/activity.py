@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from .mask import local_interval
 from .schedule import GATHERED, IN_COLUMNS
 from .traffic import in_column, in_row
 
@@ -54,6 +55,17 @@ class Activity:
                 if first < len(tokens) and tokens[first] < hi:
                     return True
         return False
+
+    def work(self, rank):
+        """Pairs (query, key) that a rank's tile attends to, summed over the groups of documents."""
+        total = 0
+        for chunk in (in_row(rank, self.a, u) for u in range(self.a)):
+            interval = self.interval(chunk)
+            for other in (in_column(rank, self.a, self.b, w) for w in range(self.b)):
+                if self.block(chunk, other):
+                    begin, end = local_interval(*interval, self.k_layout.positions(other))
+                    total += int((end - begin).sum(dtype=np.int64))
+        return total
 
     def back(self, kind, rank, hop):
         """The rank `hop` hops back in the group of a kind."""

@@ -63,6 +63,15 @@ def layouts(argument, problem, ranks):
     return [pair]
 
 
+def check_route(route, problem):
+    """Raise ArgumentError unless partials can take that route."""
+    if route not in ROUTES:
+        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
+    if route == "ring" and problem.wire_dtype != problem.partial_dtype:
+        raise ArgumentError(f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are rounded at "
+                            f"every hop, it must be {problem.partial_dtype!r}")
+
+
 def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, pairs=None,
              machine=cost.DEFAULT_MACHINE, direction="forward"):
     """Every tile (or those of `shapes`) with every schedule kind and pair of layouts as a Choice, best first.
@@ -72,8 +81,7 @@ def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, 
     Best is the least predicted time; among those that are as fast within a hundredth, the fewest bytes sent, then the
     least memory, then the first layout.
     """
-    if route not in ROUTES:
-        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
+    check_route(route, problem)
     schedules_of = {(*shape, kind): [cost.build(kind, *shape, route, problem, machine, one)
                                      for one in DIRECTIONS[direction]]
                     for shape in shapes or tiles(ranks) for kind in kinds}

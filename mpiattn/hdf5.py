@@ -1,4 +1,8 @@
-"""HDF5 files without MPI: what an input must hold, how an output is laid out and gets its name, clear errors."""
+"""HDF5 files without MPI: what an input must hold, how elements are stored, how an output is laid out, clear errors.
+
+bfloat16 is stored as HDF5's own description of it, a float of 16 bits with 8 of exponent: other readers get its values
+as float32.  What h5py calls such a dataset's dtype is float32 too, so here its name is told from the stored type.
+"""
 
 import contextlib
 import os
@@ -11,6 +15,7 @@ from .errors import FileError
 from .problem import ITEMSIZE
 
 INPUTS = ("q", "k", "v")
+BFLOAT16_FIELDS = (15, 7, 8, 0, 7)         # first bit and, but for the sign, number of bits: sign, exponent, mantissa
 
 
 def _reason(error):
@@ -30,14 +35,60 @@ def file_errors(name, path, doing):
         raise FileError(f"{name} is {str(path)!r}; it cannot be {doing}: {_reason(error)}") from error
 
 
-def read_shapes(path):
-    """The keyword arguments of `Problem` that an input file fixes; FileError where it does not fit."""
+def _stored_type(dtype):
+    """HDF5's type of a NumPy dtype."""
+    if dtype.name != "bfloat16":
+        return h5py.h5t.py_create(dtype, logical=True)
+    kind = h5py.h5t.IEEE_F16LE.copy()
+    kind.set_fields(*BFLOAT16_FIELDS)
+    kind.set_ebias(127)
+    return kind
+
+
+def dtype_of(dataset):
+    """Name of the dtype of a dataset's elements; NumPy knows "bfloat16" once `problem.dtype_name` has seen it."""
+    kind = dataset.id.get_type()
+    if isinstance(kind, h5py.h5t.TypeFloatID) and kind.get_size() == 2 and kind.get_fields() == BFLOAT16_FIELDS:
+        return "bfloat16"
+    return dataset.dtype.name
+
+
+def _transfer(dataset, starts, array):
+    """Arguments of HDF5's transfer of an array from or to its place: spaces, the array, its type."""
+    memory, stored = h5py.h5s.create_simple(array.shape), dataset.id.get_space()
+    if array.size:
+        stored.select_hyperslab(starts, array.shape)
+    else:
+        memory.select_none()
+        stored.select_none()
+    plain = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+    return memory, stored, plain, _stored_type(array.dtype)
+
+
+def read(dataset, starts, shape, how=None):
+    """The elements of a dataset from the indices `starts` on, in native byte order; how: a transfer's properties."""
+    array = np.empty(shape, dtype_of(dataset))
+    dataset.id.read(*_transfer(dataset, starts, array), dxpl=how)
+    return array
+
+
+def write(dataset, starts, array, how=None):
+    """Write an array into a dataset from the indices `starts` on; how: a transfer's properties."""
+    dataset.id.write(*_transfer(dataset, starts, np.ascontiguousarray(array)), dxpl=how)
+
+
+def read_shapes(path, backward=False):
+    """The keyword arguments of `Problem` that an input file fixes; FileError where it does not fit.
+
+    backward: the file must hold dout too, the gradient of the result.
+    """
     if not os.path.isfile(path):
         raise FileError(f"IN is {str(path)!r}; there is no such file")
     with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
-        for name in INPUTS:
+        for name in (*INPUTS, "dout") if backward else INPUTS:
             if not isinstance(file.get(name), h5py.Dataset):
-                raise FileError(f"IN is {str(path)!r}; it has no dataset {name!r}, it must have q, k and v")
+                needs = "q, k and v, and dout for gradients" if backward else "q, k and v"
+                raise FileError(f"IN is {str(path)!r}; it has no dataset {name!r}, it must have {needs}")
         q, k, v = (file[name] for name in INPUTS)
         shapes = ", ".join(f"{name} {file[name].shape}" for name in INPUTS)
         if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
@@ -45,13 +96,17 @@ def read_shapes(path):
             raise FileError(f"IN is {str(path)!r}; its shapes do not fit: {shapes}; they must be "
                             "q (batch, seqlen, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), "
                             "v (batch, seqlen_k, kv_heads, value_dim)")
-        names = {data.dtype.name for data in (q, k, v)}
-        if len(names) > 1 or not names <= set(ITEMSIZE):
-            found = ", ".join(data.dtype.name for data in (q, k, v))
-            raise FileError(f"IN is {str(path)!r}; its q, k, v have dtypes {found}; they must have one and the same of "
-                            f"{', '.join(ITEMSIZE)}")
+        names = [dtype_of(data) for data in (q, k, v)]
+        if len(set(names)) > 1 or names[0] not in ITEMSIZE:
+            raise FileError(f"IN is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have one and "
+                            f"the same of {', '.join(ITEMSIZE)}")
+        if backward:
+            found, wanted = (file["dout"].shape, dtype_of(file["dout"])), ((*q.shape[:3], v.shape[3]), names[0])
+            if found != wanted:
+                raise FileError(f"IN is {str(path)!r}; its dout is {found[0]} in {found[1]}; it must be "
+                                f"(batch, seqlen, heads, value_dim) = {wanted[0]} in {wanted[1]}")
         return {"batch": q.shape[0], "seqlen": q.shape[1], "heads": q.shape[2], "head_dim": q.shape[3],
-                "seqlen_k": k.shape[1], "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": names.pop()}
+                "seqlen_k": k.shape[1], "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": names[0]}
 
 
 def reserve(path):
@@ -69,5 +124,4 @@ def create_datasets(file, shapes):
         how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         how.set_obj_track_times(False)               # the same contents are the same bytes
-        kind = h5py.h5t.py_create(np.dtype(dtype), logical=True)
-        h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), how)
+        h5py.h5d.create(file.id, name.encode(), _stored_type(np.dtype(dtype)), h5py.h5s.create_simple(shape), how)

@@ -11,9 +11,10 @@ import os
 import h5py
 import numpy as np
 
+from . import hdf5
 from .agreement import agree_on, agreement
 from .exchange import MAX_MESSAGE
-from .hdf5 import create_datasets, file_errors, read_shapes, reserve
+from .hdf5 import create_datasets, dtype_of, file_errors, read_shapes, reserve
 from .layout import Layout
 from .newfile import NewFile
 from .redistribute import Redistribution, all_on
@@ -28,44 +29,31 @@ def _open(path, mode, comm):
     return h5py.File(path, mode, driver="mpio", comm=comm) if parallel() else h5py.File(path, mode)
 
 
-def _selection(dataset, axis, start, count):
-    """Memory and file selection of `count` tokens, nothing where that is 0, and the transfer's properties."""
-    shape = (*dataset.shape[:axis], count, *dataset.shape[axis + 1:])
-    memory, stored = h5py.h5s.create_simple(shape), dataset.id.get_space()
-    if 0 in shape:
-        memory.select_none()
-        stored.select_none()
-    else:
-        stored.select_hyperslab(tuple(start if i == axis else 0 for i in range(len(shape))), shape)
+def _collective():
+    """Properties of a transfer in which all ranks take part, where h5py has MPI."""
     how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
     if parallel():
         how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
-    return shape, (memory, stored, how)
-
-
-def read_tokens(dataset, start, stop, axis=1):
-    """Tokens [start, stop) of a dataset along `axis`, tokens first; collective where h5py has MPI."""
-    shape, (memory, stored, how) = _selection(dataset, axis, start, stop - start)
-    rows = np.empty(shape, dataset.dtype.newbyteorder("="))
-    dataset.id.read(memory, stored, rows, dxpl=how)
-    return np.moveaxis(rows, axis, 0)
+    return how
 
 
 def _write_tokens(dataset, start, rows, axis):
-    _, (memory, stored, how) = _selection(dataset, axis, start, len(rows))
-    dataset.id.write(memory, stored, np.ascontiguousarray(np.moveaxis(rows, 0, axis)), dxpl=how)
+    starts = [0] * dataset.ndim
+    starts[axis] = start
+    hdf5.write(dataset, tuple(starts), np.moveaxis(rows, 0, axis), _collective())
 
 
 class Input:
     """An input file, open on every rank of a communicator; made, used and closed collectively.
 
     shapes: the keyword arguments of `Problem` that it fixes.  max_message: as of `MeshAttention`.
+    backward: it must hold dout besides q, k, v.
     """
 
-    def __init__(self, comm, path, max_message=MAX_MESSAGE):
+    def __init__(self, comm, path, max_message=MAX_MESSAGE, backward=False):
         self.comm, self.path, self.max_message = comm, path, max_message
         with agreement(comm):                        # every rank looks for itself: hosts may see different files
-            self.shapes = read_shapes(path)
+            self.shapes = read_shapes(path, backward)
         agree_on(comm, {f"the content of IN, {str(path)!r}": self.shapes})
         with agreement(comm), file_errors("IN", path, "read"):
             self.file = _open(path, "r", comm)
@@ -80,13 +68,20 @@ class Input:
         slabs = Layout("contiguous", data.shape[1], self.comm.size)
 
         def read(start, stop):
-            with file_errors("IN", self.path, "read"):
-                rows = read_tokens(data, start, stop)
+            rows = self._tokens(data, start, stop, _collective())
             if progress:
                 progress(stop - start)
-            return rows
-        move = Redistribution(self.comm, slabs, layout, shape, data.dtype.newbyteorder("="), self.max_message)
+            return np.moveaxis(rows, 1, 0)
+        move = Redistribution(self.comm, slabs, layout, shape, dtype_of(data), self.max_message)
         return move.to_chunk(read).swapaxes(0, 1)
+
+    def tokens(self, name, start, stop):
+        """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective."""
+        return self._tokens(self.file[name], start, stop)
+
+    def _tokens(self, data, start, stop, how=None):
+        with file_errors("IN", self.path, "read"):
+            return hdf5.read(data, (0, start, 0, 0), (data.shape[0], stop - start, *data.shape[2:]), how)
 
     def close(self):
         """Close the file; collective."""

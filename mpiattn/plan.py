@@ -16,7 +16,6 @@ from .mesh import Home
 from .passes import Backward, Forward
 from .problem import Problem
 from .redistribute import gather, scatter
-from .schedule import ROUTES
 from .tiling import parse_tile
 
 
@@ -75,10 +74,7 @@ class MeshAttention:
                 layouts = choice.layouts(layout, problem, comm.size)
                 _one_of("direction", direction, tuple(choice.DIRECTIONS))
                 _one_of("schedule", schedule, (*cost.SCHEDULES, "auto"))
-                _one_of("route", route, ROUTES)
-                if route == "ring" and problem.wire_dtype != problem.partial_dtype:
-                    raise ArgumentError(f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are "
-                                        f"rounded at every hop, it must be {problem.partial_dtype!r}")
+                choice.check_route(route, problem)
                 if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
                 self._backend = backends.get(backend)
@@ -153,6 +149,13 @@ class MeshAttention:
         """Which blocks and transfers the plan's own masks leave (`mpiattn.activity.Activity`)."""
         return self._activity
 
+    def activity_of(self, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None):
+        """The activity of a call with these documents; that of the plan's masks alone is made once."""
+        groups = documents(self.problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+        if groups is None:
+            return self._activity
+        return Activity(self.problem.mask, self.q_layout, self.k_layout, *self.tile, groups)
+
     # Running
 
     def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, sinks=None,
@@ -184,7 +187,7 @@ class MeshAttention:
         with self._agreement(check):
             self._check_inputs(q, k, v)
             sinks = self._sinks(sinks)
-            activity = self._activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+            activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
             out = np.empty((p.batch, tokens, p.heads, p.value_dim), p.dtype)
             lse = np.empty((p.batch, p.heads, tokens), p.partial_dtype)
             chunks = [self._fold(array) for array in (q, k, v)]
@@ -219,7 +222,7 @@ class MeshAttention:
                 if array is not None or name == "lse":
                     self._check(name, array, (p.batch, p.heads, tokens), p.partial_dtype)
             sinks = self._sinks(sinks)
-            activity = self._activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+            activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
             executor = self._backward_executor()
             grads = [np.empty(array.shape, p.dtype) for array in (q, k, v)]
             chunks = [self._fold(array) for array in (q, dout, out, k, v)]
@@ -263,13 +266,6 @@ class MeshAttention:
                              + memory.gradient_bytes(p, len(self.positions), len(self.positions_k))
                              + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
         return self._backward
-
-    def _activity_of(self, *cuts):
-        """The activity of a call with these documents; that of the plan's masks alone is made once."""
-        groups = documents(self.problem, *cuts)
-        if groups is None:
-            return self._activity
-        return Activity(self.problem.mask, self.q_layout, self.k_layout, *self.tile, groups)
 
     def _agree_on_call(self, check, activity, sinks):
         """Both ends of a transfer judge by the documents whether it is made, so they must be the same everywhere."""

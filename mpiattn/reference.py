@@ -98,34 +98,39 @@ def attention(q, k, v, causal=False, scale=None, *, window=(None, None), softcap
     return out, lse
 
 
-def backward(dout, q, k, v, causal=False, scale=None, *, window=(None, None), softcap=None, cu_seqlens=None,
-             cu_seqlens_k=None, dlse=None, sinks=None):
+def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, **masks):
     """dq, dk, dv of sum(dout * out) + sum(dlse * lse), float64, shapes of q, k, v; arguments as of `attention`.
 
     With sinks also dsinks, (heads,).
     """
-    masks = {"window": window, "softcap": softcap, "cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k,
-             "sinks": sinks}
-    out, lse = attention(q, k, v, causal, scale, **masks)
+    out, lse = attention(q, k, v, causal, scale, sinks=sinks, **masks)
+    delta = np.einsum("bqhd,bqhd->bhq", dout.astype(np.float64), out) - (0 if dlse is None else dlse)
+    grads = gradients(dout, q, k, v, lse, delta, causal, scale, **masks)
+    if sinks is None:
+        return grads
+    return *grads, -(np.exp(np.asarray(sinks, np.float64)[:, None] - lse) * delta).sum(axis=(0, 2))
+
+
+def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, window=(None, None), softcap=None,
+              cu_seqlens=None, cu_seqlens_k=None, positions=None, keys=None, lengths=None):
+    """What these queries with these keys add to dq, dk and dv, float64, shapes of q, k, v; arguments as of `attention`.
+
+    lse and delta = rowsum(dout * out) - dlse, (batch, heads, seqlen): of these queries over all their keys.
+    """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dq, dk, dv = (np.zeros(array.shape) for array in (q, k, v))
-    for b, at, h, kv, score, visible, slope in _blocks(q, k, v, scale, softcap, None, None, None, causal, window,
-                                                       cu_seqlens, cu_seqlens_k):
-        row = lse[b, h, at, None]
-        weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
-        grad, values, keys, queries = (array.astype(np.float64) for array in (
-            dout[b, at, h], v[b, :, kv], k[b, :, kv], q[b, at, h]))
-        delta = (grad * out[b, at, h]).sum(axis=1, keepdims=True)
-        if dlse is not None:
-            delta -= dlse[b, h, at, None]
-        dscore = weight * (grad @ values.T - delta) * slope * scale
-        dq[b, at, h] = dscore @ keys
-        dk[b, :, kv] += dscore.T @ queries
-        dv[b, :, kv] += weight.T @ grad
-    if sinks is None:
-        return dq, dk, dv
-    delta = np.einsum("bqhd,bqhd->bhq", dout.astype(np.float64), out) - (0 if dlse is None else dlse)
-    return dq, dk, dv, -(np.exp(np.asarray(sinks, np.float64)[:, None] - lse) * delta).sum(axis=(0, 2))
+    with np.errstate(all="ignore"):
+        for b, at, h, kv, score, visible, slope in _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal,
+                                                           window, cu_seqlens, cu_seqlens_k):
+            row = lse[b, h, at, None]
+            weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
+            grad, of_values, of_keys, queries = (array.astype(np.float64) for array in (
+                dout[b, at, h], v[b, :, kv], k[b, :, kv], q[b, at, h]))
+            dscore = weight * (grad @ of_values.T - delta[b, h, at, None]) * slope * scale
+            dq[b, at, h] = dscore @ of_keys
+            dk[b, :, kv] += dscore.T @ queries
+            dv[b, :, kv] += weight.T @ grad
+    return dq, dk, dv
 
 
 def merge(out, lse, out_b, lse_b):

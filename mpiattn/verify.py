@@ -12,20 +12,30 @@ WORK_LIMIT = 2e11          # operations of float64 attention per rank: tens of s
 STATE_BYTES = 4 * 2 ** 20   # float64 queries and results held at a time
 
 # Largest error allowed, relative to the largest absolute value: of accumulating in float32 (float64) ...
-ACCUMULATION = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-5}
+ACCUMULATION = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
 # ... where scores, which are rounded relative to themselves, stay below this; beyond, in proportion ...
 USUAL_SCORE = 16.0
 # ... but so that a wrong result is still told from a right one ...
 MOST = 0.05
-# ... and of rounding the result: relative, and absolute where float16 becomes subnormal.
-ROUNDING = {"float64": (0, 0), "float32": (0, 0), "float16": (5e-4, 2.0 ** -25)}
+# ... and of rounding to a narrower dtype: relative, and absolute where float16 becomes subnormal ...
+ROUNDING = {"float32": (6e-8, 0), "bfloat16": (4e-3, 0), "float16": (5e-4, 2.0 ** -25)}
+# ... for partials that travel in one, which may be larger than the result, this many times.
+OF_WIRE = 2
 
 
-def tolerances(dtype, largest_lse):
-    """Relative errors allowed of out and of lse, and the absolute error of out that is not counted."""
-    rounding, absolute = ROUNDING[dtype]
-    scores = ACCUMULATION[dtype] * max(1, largest_lse / USUAL_SCORE)
-    return min(rounding + scores, MOST), ACCUMULATION[dtype], absolute
+def accumulation_error(problem, largest_lse):
+    """Relative error allowed of what is computed from scores, in the accumulation dtype."""
+    return ACCUMULATION[problem.dtype] * max(1, largest_lse / USUAL_SCORE)
+
+
+def rounding_error(problem):
+    """Relative and absolute error of rounding the result, and partials for the wire."""
+    relative = absolute = 0
+    for dtype, times in ((problem.dtype, 1), (problem.wire_dtype, OF_WIRE)):
+        if dtype != problem.partial_dtype:
+            relative += times * ROUNDING[dtype][0]
+            absolute += times * ROUNDING[dtype][1]
+    return relative, absolute
 
 
 class Report(NamedTuple):
@@ -53,50 +63,82 @@ class Report(NamedTuple):
         return f"{text}: {'passed' if self.passed else 'FAILED'}"
 
 
-def choose_rows(problem, layout, rank, limit=WORK_LIMIT, seed=0):
-    """Which of a rank's rows to check: all, or if that is too much work a sample with every edge of the chunk."""
+def choose_rows(layout, rank, row_work, limit=WORK_LIMIT, seed=0):
+    """Which of a rank's rows to check: all, or if that is too much work a sample with every edge of the chunk.
+
+    row_work: operations that one row takes.
+    """
     count = layout.length(rank)
-    work = problem.flops_per_pair * problem.seqlen_k
-    if count * work <= limit:
+    if count * row_work <= limit:
         return np.arange(count)
     edges, before = set(), 0
     for tokens in layout.ranges(rank):
         if tokens:
             edges |= {before, before + len(tokens) - 1}
         before += len(tokens)
-    sample = np.random.default_rng([seed, rank]).choice(count, min(count, int(limit // work)), replace=False)
+    sample = np.random.default_rng([seed, rank]).choice(count, min(count, int(limit // row_work)), replace=False)
     return np.array(sorted(edges | set(sample.tolist())), np.int64)
 
 
-def _read_queries(problem, positions, read):
-    """Queries at increasing positions, read in pieces."""
-    q = np.empty((problem.batch, len(positions), problem.heads, problem.head_dim), problem.dtype)
-    step = max(1, PIECE_BYTES // problem.q_bytes)
-    for start in range(0, problem.seqlen, step):
-        stop = min(start + step, problem.seqlen)
-        first, last = np.searchsorted(positions, (start, stop))
-        if first < last:
-            q[:, first:last] = read("q", start, stop)[:, positions[first:last] - start]
-    return q
+def steps(count, row_bytes, limit=STATE_BYTES):
+    """Cuts of `count` rows into consecutive slices that hold up to `limit` bytes, at least one row each."""
+    size = max(1, limit // max(row_bytes, 1))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _expected(problem, positions, read):
-    """float64 out and lse of the queries at some positions, keys and values read in pieces."""
-    q = _read_queries(problem, positions, read)
-    out = np.zeros((problem.batch, len(positions), problem.heads, problem.value_dim))
-    lse = np.full((problem.batch, problem.heads, len(positions)), -np.inf)
-    step = max(1, PIECE_BYTES // problem.kv_bytes)
-    for start in range(0, problem.seqlen_k, step):
-        stop = min(start + step, problem.seqlen_k)
-        k, v = read("k", start, stop), read("v", start, stop)
-        part = reference.attention(q, k, v, problem.causal, problem.scale, window=problem.window,
-                                   softcap=problem.softcap, positions=positions, keys=np.arange(start, stop),
-                                   lengths=(problem.seqlen, problem.seqlen_k))
-        out, lse = reference.merge(out, lse, *part)
-    return out, lse
+class Source:
+    """The tensors that a result is checked against, read in pieces, and what its queries see.
+
+    read(name, start, stop): tokens of "q", "k", "v" or "dout" at those positions, (batch, tokens, heads, dim); it must
+    not communicate.  documents: cu_seqlens and cu_seqlens_k as of `mpiattn.reference.attention`, or None.
+    """
+
+    def __init__(self, problem, read, documents=None):
+        p = self.problem = problem
+        self.read = read
+        self.masks = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap,
+                      "lengths": (p.seqlen, p.seqlen_k), **(documents or {})}
+
+    def _row(self, name):
+        p = self.problem
+        return p.kv_heads if name in "kv" else p.heads, p.head_dim if name in "qk" else p.value_dim
+
+    def _steps(self, *names):
+        p = self.problem
+        elements = p.batch * sum(heads * dim for heads, dim in map(self._row, names))
+        return steps(p.seqlen_k if names[0] in "kv" else p.seqlen, elements * p.itemsize, PIECE_BYTES)
+
+    def pieces(self, *names):
+        """Every piece of tensors of equal length: (positions, the tokens of each)."""
+        for at in self._steps(*names):
+            yield np.arange(at.start, at.stop), *(self.read(name, at.start, at.stop) for name in names)
+
+    def rows(self, name, positions):
+        """A tensor's tokens at increasing positions."""
+        rows = np.empty((self.problem.batch, len(positions), *self._row(name)), self.problem.dtype)
+        for at in self._steps(name):
+            first, last = np.searchsorted(positions, (at.start, at.stop))
+            if first < last:
+                rows[:, first:last] = self.read(name, at.start, at.stop)[:, positions[first:last] - at.start]
+        return rows
+
+    def attention(self, positions, q):
+        """float64 out and lse of the queries q at some positions."""
+        p = self.problem
+        out = np.zeros((p.batch, len(positions), p.heads, p.value_dim))
+        lse = np.full((p.batch, p.heads, len(positions)), -np.inf)
+        for keys, k, v in self.pieces("k", "v"):
+            part = reference.attention(q, k, v, positions=positions, keys=keys, **self.masks)
+            out, lse = reference.merge(out, lse, *part)
+        return out, lse
 
 
-class _Errors:
+def largest(array):
+    """max|array| over its finite elements, 0 where there are none."""
+    return float(np.abs(array[np.isfinite(array)]).max(initial=0))
+
+
+class Errors:
     """Largest difference and largest magnitude so far, over finite elements."""
 
     def __init__(self):
@@ -104,37 +146,42 @@ class _Errors:
         self.differing = 0
 
     def add(self, got, expected):
+        """Compare some elements more."""
+        got = got.astype(np.float64)
         same = (got == expected) | (np.isnan(got) & np.isnan(expected))
         finite = np.isfinite(got) & np.isfinite(expected)
         self.differing += int((~same & ~finite).sum())
-        self.error = max(self.error, float(np.abs(got[finite] - expected[finite]).max(initial=0)))
-        self.magnitude = max(self.magnitude, float(np.abs(expected[finite]).max(initial=0)))
+        self.error = max(self.error, largest(got[finite] - expected[finite]))
+        self.magnitude = max(self.magnitude, largest(expected))
 
 
-def verify(comm, problem, layout, out, lse, read, limit=WORK_LIMIT, seed=0, progress=None):
+def choose(problem, layout, rank, limit=WORK_LIMIT, seed=0):
+    """The rows of out and lse that `verify` checks on a rank."""
+    return choose_rows(layout, rank, problem.flops_per_pair * problem.seqlen_k, limit, seed)
+
+
+def verify(comm, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None):
     """Compare this rank's out and lse with float64 attention of the source; collective.
 
-    read(name, start, stop): tokens of "q", "k" or "v" at those positions, (batch, tokens, heads, dim), from where
-    they came; it must not communicate.  progress: called with the rows just checked.  Returns a Report, the same on
-    every rank.
+    read, documents: as of `Source`.  progress: called with the rows just checked.  Returns a Report, the same on every
+    rank.
     """
-    chosen = choose_rows(problem, layout, comm.rank, limit, seed)
-    positions = layout.positions(comm.rank)
-    outs, lses = _Errors(), _Errors()
-    row_bytes = 8 * problem.batch * problem.heads * (problem.head_dim + 4 * problem.value_dim)
-    step = max(1, STATE_BYTES // row_bytes)
-    for first in range(0, len(chosen), step):
-        rows = chosen[first:first + step]
-        expected_out, expected_lse = _expected(problem, positions[rows], read)
-        outs.add(out[:, rows].astype(np.float64), expected_out)
-        lses.add(lse[:, :, rows].astype(np.float64), expected_lse)
+    source = Source(problem, read, documents)
+    chosen, positions = choose(problem, layout, comm.rank, limit, seed), layout.positions(comm.rank)
+    outs, lses = Errors(), Errors()
+    for at in steps(len(chosen), 8 * problem.batch * problem.heads * (problem.head_dim + 4 * problem.value_dim)):
+        rows = chosen[at]
+        expected_out, expected_lse = source.attention(positions[rows], source.rows("q", positions[rows]))
+        outs.add(out[:, rows], expected_out)
+        lses.add(lse[:, :, rows], expected_lse)
         if progress:
             progress(len(rows))
-    largest = np.array([outs.error, outs.magnitude, lses.error, lses.magnitude])
+    maxima = np.array([outs.error, outs.magnitude, lses.error, lses.magnitude])
     counts = np.array([len(chosen), len(positions), outs.differing + lses.differing])
-    comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+    comm.Allreduce(MPI.IN_PLACE, maxima, MPI.MAX)
     comm.Allreduce(MPI.IN_PLACE, counts, MPI.SUM)
-    out_error, out_size, lse_error, lse_size = largest.tolist()
-    out_tolerance, lse_tolerance, absolute = tolerances(problem.dtype, lse_size)
+    out_error, out_size, lse_error, lse_size = maxima.tolist()
+    rounding, absolute = rounding_error(problem)
+    tolerance = min(rounding + accumulation_error(problem, lse_size), MOST)
     return Report(*counts[:2].tolist(), max(0.0, out_error - absolute) / (out_size or 1), lse_error / max(1, lse_size),
-                  out_tolerance, lse_tolerance, int(counts[2]))
+                  tolerance, ACCUMULATION[problem.dtype], int(counts[2]))

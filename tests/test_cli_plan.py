@@ -100,6 +100,18 @@ def test_causal_takes_half_the_time(capsys):
     assert row(causal, "4x4")["sent_bytes"] == row(full, "4x4")["sent_bytes"]
 
 
+def test_window_and_wire_dtype(capsys):
+    """A window leaves little to send in contiguous chunks; 16-bit partials take half the bytes, lse apart."""
+    full = as_json(capsys, "--ranks", 16, *MHA, "--causal")
+    windowed = as_json(capsys, "--ranks", 16, *MHA, "--causal", "--window", "4096,0")
+    ring = row(windowed, "1x16")
+    assert ring["layout"] == "contiguous"
+    assert ring["sent_bytes"]["total"] == pytest.approx(row(full, "1x16")["sent_bytes"]["total"] / 16)
+    assert "window 4096,0" in plan(capsys, "--ranks", 16, *MHA, "--causal", "--window", "4096,0")
+    narrow = row(as_json(capsys, "--ranks", 16, *MHA, "--wire-dtype", "bfloat16"), "4x4")["sent_bytes"]["O"]
+    assert narrow == pytest.approx(row(full, "4x4")["sent_bytes"]["O"] * (2 * 128 + 4) / (4 * 128 + 4))
+
+
 def test_ulysses_and_usp(capsys):
     data = as_json(capsys, "--ranks", 8, *MHA)
     ulysses, usp = data["others"]
@@ -178,6 +190,8 @@ def test_picture():
     (["--ranks", "4", *MHA, "--kv-heads", "5"], 1, "must divide heads"),
     (["--ranks", "4", *MHA, "--json", "/no/such/folder/plan.json"], 1, "--json is '/no/such/folder/plan.json'"),
     (["--ranks", "4", *MHA, "--route", "star"], 2, "--route"),
+    (["--ranks", "4", *MHA, "--route", "ring", "--wire-dtype", "float16"], 1, "on the ring route"),
+    (["--ranks", "4", *MHA, "--window", "1"], 2, "--window"),
     (["--ranks", "four", *MHA], 2, "--ranks"),
     (MHA, 2, "--ranks"),
 ])

@@ -18,7 +18,7 @@ LAYERS = [
      "memory", "choice", "sources", "documents", "activity", "mesh", "agreement", "exchange", "redistribute",
      "gpuaware", "hdf5", "backends"},
     {"buffers", "passes", "executor"},
-    {"plan", "oneshot", "io", "verify"},
+    {"plan", "oneshot", "io", "verify", "verify_gradients"},
     {"cli", "bench", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",

@@ -62,8 +62,9 @@ def test_json_and_attributes(tmp_path):
     assert told["verify"]["passed"] and told["verify"]["rows"] == 50
     for rank in told["per_rank"]:                # one hop of Q and O in the row, one of K and V in the column
         tokens, partner = rank["tokens"], told["per_rank"][rank["rank"] ^ 1]["tokens"]
-        assert rank["sent_bytes"] == tokens * 4 * 16 * 4 + partner * 4 * 17 * 4 + tokens * 2 * 32 * 4
-        assert rank["sent_bytes"] == rank["formula_bytes"]
+        sent = rank["forward"]["sent_bytes"]
+        assert sent == tokens * 4 * 16 * 4 + partner * 4 * 17 * 4 + tokens * 2 * 32 * 4
+        assert sent == rank["forward"]["formula_bytes"]
         assert rank["nbytes"] < rank["peak_bytes"]
     attributes = assert_right(source, tmp_path / "out.h5")
     assert (attributes["tile"], attributes["layout"], attributes["causal"]) == ("2x2", "contiguous", False)

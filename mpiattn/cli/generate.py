@@ -1,8 +1,8 @@
 """Make an HDF5 file of random queries, keys and values.
 
-The datasets q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) hold standard normal
-numbers in natural token order. They are written a piece at a time, so the file may be larger than memory. The
-same seed and shapes give the same file.
+The datasets q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...), and with --dout dout
+(batch, seqlen, heads, value_dim), hold standard normal numbers in natural token order. They are written a piece
+at a time, so the file may be larger than memory. The same seed and shapes give the same file.
 """
 
 import math
@@ -33,6 +33,11 @@ def add_arguments(parser):
     parser.add_argument("--value-dim", type=int, metavar="D", help="elements of a value head (default: --head-dim)")
     parser.add_argument("--seqlen-k", type=int, metavar="N", help="tokens of keys and values (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
+    parser.add_argument("--dout", action="store_true",
+                        help="a gradient of the result too, dataset dout, for run --backward")
+    parser.add_argument("--documents", type=int, metavar="N",
+                        help="where N documents of random lengths begin and end, dataset cu_seqlens (and cu_seqlens_k "
+                             "with --seqlen-k), for run --documents cu_seqlens")
     parser.add_argument("--dtype", default="float32", metavar="TYPE", help=f"{', '.join(ITEMSIZE)} (default: float32)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
 
@@ -49,31 +54,53 @@ def run(args):
     shapes = {"q": (p.batch, p.seqlen, p.heads, p.head_dim),
               "k": (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
               "v": (p.batch, p.seqlen_k, p.kv_heads, p.value_dim)}
+    if args.dout:
+        shapes["dout"] = (p.batch, p.seqlen, p.heads, p.value_dim)
+    cuts = _documents(args)
     new = NewFile("FILE", args.file)
     try:
         with hdf5.file_errors("FILE", args.file, "written"):
             with h5py.File(new.partial, "w", libver="v108") as file:
-                hdf5.create_datasets(file, {name: (shape, p.dtype) for name, shape in shapes.items()})
+                hdf5.create_datasets(file, {name: (shape, p.dtype) for name, shape in shapes.items()}
+                                     | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()})
                 file.attrs["seed"] = args.seed
             hdf5.reserve(new.partial)
             total = sum(math.prod(shape) for shape in shapes.values())
             with h5py.File(new.partial, "r+") as file, Progress("generate", total, " elements") as progress:
                 for i, name in enumerate(shapes):
-                    _fill(file[name], np.random.default_rng([args.seed, i]), progress)
+                    _fill(file[name], np.random.default_rng([args.seed, i]), p.dtype, progress)
+                for name, cut in cuts.items():
+                    hdf5.write(file[name], (0,), cut)
             new.publish()
     finally:
         new.discard()
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    listed += "".join(f", {name} {cut.tolist() if len(cut) < 9 else cut.shape}" for name, cut in cuts.items())
     print(f"{args.file}: {listed}, {p.dtype}, {size(os.path.getsize(args.file))}")
     return 0
 
 
-def _fill(data, rng, progress):
+def _documents(args):
+    """Where documents begin and end, by dataset; none is empty."""
+    cuts = {}
+    if args.documents is None:
+        return cuts
+    for name, tokens in (("cu_seqlens", args.seqlen), ("cu_seqlens_k", args.seqlen_k)):
+        if tokens is not None:
+            if not 1 <= args.documents <= tokens:
+                raise ArgumentError(f"documents is {args.documents}; it must be from 1 to {tokens}, the tokens")
+            rng = np.random.default_rng([args.seed, len(cuts), tokens])
+            inner = rng.choice(tokens - 1, args.documents - 1, replace=False, shuffle=False) + 1
+            cuts[name] = np.array([0, *sorted(inner.tolist()), tokens], np.int64)
+    return cuts
+
+
+def _fill(data, rng, dtype, progress):
     batch, tokens, heads, dim = data.shape
     step = max(1, PIECE_ELEMENTS // (heads * dim))
     for b in range(batch):
         for start in range(0, tokens, step):
             count = min(step, tokens - start)
-            drawn = rng.standard_normal((count, heads, dim), np.float64 if data.dtype == np.float64 else np.float32)
-            data[b, start:start + count] = drawn.astype(data.dtype)
+            drawn = rng.standard_normal((1, count, heads, dim), np.float64 if dtype == "float64" else np.float32)
+            hdf5.write(data, (b, start, 0, 0), drawn.astype(dtype))
             progress(drawn.size)

@@ -1,8 +1,11 @@
 """Options that several subcommands share, so that they read and mean the same everywhere."""
 
+import argparse
+
 from ..backends import NAMES
 from ..cost import SCHEDULES
 from ..layout import KINDS
+from ..problem import ITEMSIZE
 from ..schedule import ROUTES
 
 
@@ -40,6 +43,42 @@ def add_backend(parser):
     parser.add_argument("--backend", default="auto", choices=("auto", *NAMES),
                         help="what computes the blocks; auto: the fastest that this machine can run; deferred: late "
                              "on purpose, for tests (default: %(default)s)")
+
+
+def parse_window(text):
+    """(left, right) of the text of --window."""
+    try:
+        left, right = (int(side) if side.strip() else None for side in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LEFT,RIGHT, whole numbers, empty for no limit") from None
+    return left, right
+
+
+def add_masks(parser):
+    """--causal and --window."""
+    parser.add_argument("--causal", action="store_true",
+                        help="a query sees the keys up to its own position; the last query sees all")
+    parser.add_argument("--window", type=parse_window, default=(None, None), metavar="LEFT,RIGHT",
+                        help="how many keys before and after its own position a query sees; an empty side has no "
+                             "limit: 1024,0 is sliding and causal, 512, has no limit to the right")
+
+
+def add_documents(parser):
+    """--documents and --documents-k, for `mpiattn.cli.documents.read_documents`."""
+    parser.add_argument("--documents", metavar="SPEC",
+                        help="several documents packed in the sequence, which see only themselves: the positions where "
+                             "they begin and one past the last one's end (cu_seqlens), as the name of a dataset in IN "
+                             "or, where IN has none of that name, the path of a .npy file or of a text file; in two "
+                             "dimensions, or as a line of text, for each batch entry, else for all alike")
+    parser.add_argument("--documents-k", metavar="SPEC",
+                        help="the same of keys and values, where they are not cut as the queries")
+
+
+def add_wire_dtype(parser):
+    """--wire-dtype."""
+    parser.add_argument("--wire-dtype", choices=tuple(ITEMSIZE),
+                        help="in which partial results travel; a narrower one takes fewer bytes and rounds each once "
+                             "(default: that in which they accumulate, float32, or float64 for float64)")
 
 
 def add_json(parser):

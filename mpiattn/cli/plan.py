@@ -37,9 +37,10 @@ def add_arguments(parser):
     parser.add_argument("--value-dim", type=int, help="elements of a value, per head (default: --head-dim)")
     parser.add_argument("--seqlen-k", type=int, help="key-value tokens (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
-    parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
+    options.add_masks(parser)
     parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE),
-                        help="of q, k, v and the result; partials are float32, or float64 (default: %(default)s)")
+                        help="of q, k, v and the result (default: %(default)s)")
+    options.add_wire_dtype(parser)
     parser.add_argument("--direction", default="forward", choices=tuple(choice.DIRECTIONS),
                         help="which passes to plan for (default: %(default)s)")
     options.add_layout(parser)
@@ -59,7 +60,7 @@ def run(args):
         raise ArgumentError(f"ranks is {args.ranks}; it must be at least 1")
     problem = Problem(seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, batch=args.batch,
                       kv_heads=args.kv_heads, value_dim=args.value_dim, seqlen_k=args.seqlen_k, dtype=args.dtype,
-                      causal=args.causal)
+                      causal=args.causal, window=args.window, wire_dtype=args.wire_dtype)
     asked = parse_tile(args.tile, args.ranks)
     kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
     choices = choice.evaluate(problem, args.ranks, args.route, kinds, direction=args.direction,
@@ -154,6 +155,11 @@ WHAT = {"forward": "Q, K and V in {dtype}, partials O in {partial}",
         "both": "forward and backward"}
 
 
+def _window(problem):
+    left, right = ("" if side is None else side for side in problem.window)
+    return "" if problem.window == (None, None) else f" in window {left},{right}"
+
+
 def _percent(share):
     return "-" if share is None else percent(share)
 
@@ -165,10 +171,10 @@ def _text(problem, data):
     heads = f"{p.heads} heads" + (f" ({p.kv_heads} KV)" if p.kv_heads != p.heads else "")
     dims = f"{p.head_dim}" + (f" ({p.value_dim} of values)" if p.value_dim != p.head_dim else "")
     head = (f"{ranks} rank{'s' * (ranks > 1)}, batch {p.batch}, {shape}{heads} x {dims}, {p.dtype}, "
-            f"{'causal' if p.causal else 'full'}, {data['direction']}, {data['route']} route; chunks of "
+            f"{'causal' if p.causal else 'full'}{_window(p)}, {data['direction']}, {data['route']} route; chunks of "
             f"{-(-p.seqlen // ranks)} tokens\n")
     row, column = traffic.ELEMENTS[data["direction"]]
-    what = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.partial_dtype)
+    what = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
     legend = LEGEND.format(what=what, ranks=ranks, row=row, column=column, same=choice.SAME_TIME,
                            share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
                            flops=MACHINE.flops / 1e9, double=MACHINE.flops / 2e9, bandwidth=MACHINE.bandwidth / 1e9,

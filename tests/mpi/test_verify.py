@@ -7,7 +7,7 @@ from mpi4py import MPI
 from mpiattn import reference
 from mpiattn.layout import Layout
 from mpiattn.problem import Problem
-from mpiattn.verify import choose_rows, verify
+from mpiattn.verify import choose, verify
 
 
 def checked(problem, scale_q=1.0, scale_v=1.0, damage=None, limit=2e11):
@@ -23,7 +23,7 @@ def checked(problem, scale_q=1.0, scale_v=1.0, damage=None, limit=2e11):
     if damage:
         damage(out, lse)
     layout = Layout("contiguous", p.seqlen, 1)
-    return verify(MPI.COMM_SELF, p, layout, out, lse, lambda name, i, j: source[name][:, i:j], limit)
+    return verify(MPI.COMM_SELF, p, layout, out, lse, lambda name, i, j: source[name][:, i:j], limit=limit)
 
 
 def tiny(**more):
@@ -46,7 +46,7 @@ def not_finite(out, lse):
     out[1, 49, 0, 0] = np.nan
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("seqlen_k", [50, 31, 80])
 def test_right_passes(dtype, seqlen_k):
     report = checked(tiny(dtype=dtype, seqlen_k=seqlen_k))
@@ -54,7 +54,7 @@ def test_right_passes(dtype, seqlen_k):
 
 
 @pytest.mark.parametrize("damage", [zero, one_element, one_lse, not_finite])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_wrong_fails(dtype, damage):
     assert not checked(tiny(dtype=dtype), damage=damage).passed
 
@@ -73,10 +73,10 @@ def test_sample_holds_every_edge():
     problem = Problem(seqlen=1000, heads=1, head_dim=8)
     work = problem.flops_per_pair * problem.seqlen_k
     layout = Layout("zigzag", 1000, 4)
-    rows = choose_rows(problem, layout, 1, limit=20 * work)
+    rows = choose(problem, layout, 1, limit=20 * work)
     assert 20 <= len(rows) <= 24
     assert {0, 124, 125, 249} <= set(rows.tolist())            # of its two pieces of 125 tokens
     assert (np.diff(rows) > 0).all()
-    assert len(choose_rows(problem, layout, 1, limit=250 * work)) == 250
+    assert len(choose(problem, layout, 1, limit=250 * work)) == 250
     report = checked(Problem(seqlen=200, heads=1, head_dim=8), limit=20 * 32 * 200)
     assert report.passed and 20 <= report.rows <= 22 and report.of_rows == 200 and "sample" in str(report)

@@ -1,0 +1,88 @@
+"""What `mpiattn run` says of a run: as JSON and as a table.
+
+A rank's own part is a dict: its tokens, its pairs, of each pass what it sent and waited, and its memory.
+"""
+
+from dataclasses import asdict
+
+from ..cost import PRODUCTS
+from ..load import balance
+from .table import duration, facts, percent, size
+
+MASKS = ("window", "softcap", "documents", "documents_k")
+
+
+def _flops(problem, ranks):
+    """Floating-point operations of a forward pass: the two products, attended pairs only."""
+    return problem.flops_per_pair // problem.batch * sum(rank["pairs"] for rank in ranks)
+
+
+def _speeds(problem, seconds, ranks):
+    """GFLOP/s of every pass."""
+    flops = _flops(problem, ranks)
+    return {name: products * flops / seconds[name] / 1e9 for name, products in PRODUCTS.items() if name in seconds}
+
+
+def _balance(ranks):
+    return balance([rank["pairs"] for rank in ranks])
+
+
+def as_json(args, problem, chosen, seconds, ranks, reports):
+    """All there is to say, as a dict for JSON."""
+    return {"input": args.input, "output": args.output, **chosen, "problem": asdict(problem),
+            "flops": _flops(problem, ranks), "gflops_per_second": _speeds(problem, seconds, ranks),
+            "balance": _balance(ranks), "seconds": seconds,
+            **{name: {**report._asdict(), "passed": report.passed} for name, report in reports.items()},
+            "per_rank": ranks}
+
+
+def _span(values, show=str):
+    low, high = show(min(values)), show(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _times(seconds, phases):
+    return ", ".join(f"{duration(seconds[phase])} {phase}" for phase in phases)
+
+
+def _waiting(name, ranks, seconds):
+    waits = [rank[name]["wait_seconds"] / seconds[name] for rank in ranks]
+    return f"{percent(sum(waits) / len(waits))} of {name} (most: {percent(max(waits))})"
+
+
+def _sent(name, ranks):
+    sent, formula, ring = (sum(rank[name][what] for rank in ranks) / len(ranks)
+                           for what in ("sent_bytes", "formula_bytes", "ring_bytes"))
+    equal = all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] for rank in ranks)
+    return (f"{size(sent)} {name}; formula: {size(formula)}, {'equal on every rank' if equal else 'DIFFERENT'}; "
+            f"Ring: {size(ring)}" + (f", saved {percent(1 - sent / ring)}" if ring else ""))
+
+
+def as_text(args, problem, chosen, seconds, ranks, reports):
+    """What a person wants to know, as a table."""
+    p = problem
+    a, b = map(int, chosen["tile"].split("x"))
+    hosts = len({rank["host"] for rank in ranks})
+    passes = [name for name in PRODUCTS if name in seconds]
+    masks = ["causal" if p.causal else "full"] + [f"{name} {chosen[name]}" for name in MASKS if name in chosen]
+    rows = [
+        ("problem", f"q ({p.batch}, {p.seqlen}, {p.heads}, {p.head_dim}), k ({p.batch}, {p.seqlen_k}, {p.kv_heads}, "
+                    f"{p.head_dim}), {p.dtype}; {'; '.join(masks)}"),
+        ("mesh", f"{b} rows x {a} columns (tile {chosen['tile']}): {len(ranks)} ranks on "
+                 f"{hosts} host{'s' * (hosts > 1)}"),
+        ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {chosen['layout']} layout, "
+                     f"{chosen['backend']} back end"),
+        ("tokens per rank", _span([rank["tokens"] for rank in ranks])),
+        ("pairs per rank", _span([rank["pairs"] for rank in ranks])
+                           + f", the most is {_balance(ranks):.3g} times the mean"),
+        ("time", f"{_times(seconds, passes)}; {_times(seconds, [name for name in seconds if name not in passes])}"),
+        ("speed", ", ".join(f"{speed:.3g} GFLOP/s {name}" for name, speed in _speeds(p, seconds, ranks).items())),
+        ("waiting", ", ".join(_waiting(name, ranks, seconds) for name in passes) + ", mean over ranks"),
+        *[("" if i else "sent per rank", _sent(name, ranks)) for i, name in enumerate(passes)],
+        ("memory per rank", f"{_span([rank['nbytes'] for rank in ranks], size)} planned (nbytes); peak resident "
+                            f"{_span([rank['peak_bytes'] for rank in ranks], size)}, of which "
+                            f"{_span([rank['peak_bytes_before'] for rank in ranks], size)} before the plan"),
+        *[("" if i else "verify", report) for i, report in enumerate(reports.values())],
+        ("written", args.output),
+    ]
+    return facts(rows)
