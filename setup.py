@@ -28,6 +28,7 @@ setup(
         "plot": ["matplotlib>=3.7"],
         "test": ["pytest>=7.4", "ruff>=0.6"],
         "bench": ["torch>=2.5"],
+        "torch": ["torch>=2.5"],
     },
     entry_points={"console_scripts": ["mpiattn = mpiattn.cli:main"]},
     classifiers=[

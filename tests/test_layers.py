@@ -18,7 +18,7 @@ LAYERS = [
      "memory", "choice", "sources", "documents", "activity", "mesh", "agreement", "exchange", "redistribute",
      "gpuaware", "hdf5", "backends"},
     {"buffers", "passes", "executor"},
-    {"plan", "oneshot", "io", "verify", "verify_gradients"},
+    {"plan", "oneshot", "io", "verify", "verify_gradients", "torch"},
     {"cli", "bench", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
@@ -90,6 +90,12 @@ def test_pure_modules_are_pure(module):
         assert not inside, "the oracle shares nothing with what it judges"
 
 
+def test_torch_is_optional():
+    """Nobody loads mpiattn.torch but who asks for it."""
+    assert "torch" in MODULES
+    assert not {module for module in MODULES if "torch" in imports(module)[0]}
+
+
 def test_no_cycles():
     done, path = set(), []
 
@@ -105,7 +111,8 @@ def test_no_cycles():
         visit(module)
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *sorted(Path(__file__).parent.rglob("*.py"))],
+@pytest.mark.parametrize("path", [*MODULES.values(), *sorted(Path(__file__).parent.rglob("*.py")),
+                                  *sorted((launch.ROOT / "docs").rglob("*.py"))],
                          ids=lambda path: str(path.relative_to(launch.ROOT)))
 def test_files_are_short(path):
     assert len(path.read_text().splitlines()) < LINES

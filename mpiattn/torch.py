@@ -1,0 +1,116 @@
+"""Attention as a function of PyTorch tensors, with gradients: what training code calls.
+
+    from mpiattn.torch import attention
+
+    out, lse = attention(plan, q, k, v)        # this rank's chunks, as plan.forward takes them
+    loss(out).backward()                       # collective too: calls plan.backward
+
+Tensors and the plan's arrays share memory both ways.  NumPy and torch know each other's dtypes but for bfloat16, which
+crosses as int16.
+"""
+
+import numpy as np
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError(f"mpiattn.torch needs torch ({error}); the `torch` extra has it: "
+                      "pip install 'mpiattn[torch]'") from error
+
+from torch.autograd.function import once_differentiable
+
+from .agreement import agree_on
+from .errors import ArgumentError
+from .problem import dtype_name
+
+
+def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, sinks=None,
+              check=True):
+    """Attention of this rank's chunks, differentiable by q, k, v and sinks; collective, and so is its backward pass.
+
+    plan: a `MeshAttention`; it must stay open until the backward pass is over.
+    q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim): dense CPU tensors
+        in the plan's dtype, tokens as in plan.positions and plan.positions_k.  They are copied only where
+        `MeshAttention.forward` copies.
+    sinks: (heads,) in lse's dtype, the same on every rank.
+    cu_seqlens, cu_seqlens_k, lengths, lengths_k, check: as of `MeshAttention.forward`, and used by the backward pass
+        too.  With check, forward costs two more small allreduces than the plan's own and backward one.
+
+    Returns out (batch, tokens, heads, value_dim) in the plan's dtype and lse (batch, heads, tokens), float32 (float64
+    for float64).  The loss may depend on either or both.
+
+    Gradients are of the sum of all ranks' losses, in the dtypes of what they belong to.  That of sinks is an equal
+    share on every rank: summed over the ranks, as any replicated parameter's, it is the whole.
+
+    The backward pass computes all gradients, wanted or not, and needs every rank: either all of them call it or none,
+    and several calls of `attention` in the same order.  So whether any of q, k, v and sinks requires a gradient must be
+    the same on every rank, and every rank's loss must depend on what attention returned there, a chunk of no tokens
+    included.  It can be differentiated once only.
+
+    Raises ArgumentError, the same on every rank.
+    """
+    plan._check_open()
+    tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    with plan._agreement(check):
+        for name, tensor in tensors.items():
+            _array(name, tensor)
+    if check:                          # else some ranks alone would come to the backward pass
+        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
+        agree_on(plan._mesh.cart, {"requires_grad (of any of q, k, v and sinks)": wanted})
+    documents = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths, "lengths_k": lengths_k}
+    return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
+
+
+class _Attention(torch.autograd.Function):
+    """The plan's two passes as one node of a graph."""
+
+    @staticmethod
+    def forward(ctx, plan, options, q, k, v, sinks):
+        out, lse = map(_tensor, plan.forward(*_arrays(q=q, k=k, v=v), sinks=_array("sinks", sinks), **options))
+        ctx.plan, ctx.options = plan, options
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.set_materialize_grads(False)               # a plan knows what to do without dlse
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        plan = ctx.plan
+        plan._check_open()
+        with plan._agreement(ctx.options["check"]):    # torch may find that a saved tensor was changed, on one rank
+            q, k, v, out, lse, sinks = ctx.saved_tensors
+            dout = torch.zeros_like(out) if dout is None else dout
+            arrays = _arrays(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+            more = {"dlse": _array("dlse", dlse), "sinks": _array("sinks", sinks)}
+        dq, dk, dv, *dsinks = map(_tensor, plan.backward(*arrays, **more, **ctx.options))
+        share = dsinks[0] / plan.q_layout.chunks if dsinks else None
+        return None, None, dq, dk, dv, share
+
+
+def _arrays(**tensors):
+    return [_array(name, tensor) for name, tensor in tensors.items()]
+
+
+def _array(name, tensor):
+    """A tensor's memory as an array, of any strides; None for None."""
+    if tensor is None and name in ("sinks", "dlse"):
+        return None
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
+    if tensor.device.type != "cpu":
+        raise ArgumentError(f"{name} is on device {tensor.device}; it must be on the CPU")
+    tensor = tensor.detach()
+    try:
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(dtype_name("bfloat16"))
+        return tensor.numpy()
+    except (TypeError, RuntimeError) as error:         # sparse, a dtype that NumPy lacks, wrapped by a transform
+        raise ArgumentError(f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; it must be a dense one "
+                            f"that NumPy can share ({error})") from error
+
+
+def _tensor(array):
+    """An array's memory as a tensor."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
