@@ -1,0 +1,86 @@
+"""The example of training with PyTorch; mpiattn.torch where there is no torch.  See also tests/mpi/test_torch.py."""
+
+import importlib.util
+import os
+import re
+import sys
+
+import launch
+import pytest
+
+EXAMPLE = launch.ROOT / "docs" / "train_transformer.py"
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None,
+                                 reason="torch is not installed (the torch extra has it)")
+
+# The example with something wrong in it: losses must show it.
+SABOTAGE = """
+import runpy, sys
+from mpiattn import MeshAttention
+forward, backward = MeshAttention.forward, MeshAttention.backward
+
+def without_documents(self, *arrays, cu_seqlens, **options):
+    return forward(self, *arrays, **options)
+
+def without_dk(self, *arrays, **options):
+    dq, dk, dv = backward(self, *arrays, **options)
+    return dq, 0 * dk, dv
+
+if sys.argv.pop(1) == "documents":
+    MeshAttention.forward = without_documents
+else:
+    MeshAttention.backward = without_dk
+sys.exit(runpy.run_path(sys.argv[0])["main"]())
+"""
+
+
+def losses_of(text):
+    """The first and the last loss of the example's table."""
+    rows = re.findall(r"^ *\d+ +(\d+\.\d+)", text, re.MULTILINE)
+    return float(rows[0]), float(rows[-1])
+
+
+@needs_torch
+@pytest.mark.parametrize("ranks, options, says", [
+    (4, ["--tile", "2x2"], "tile 2x2, zigzag"),
+    (3, ["--tile", "qring", "--layout", "striped", "--seqlen", "101"], "tile 3x1, striped"),
+    (4, ["--dtype", "float64", "--steps", "20"], "float64"),
+])
+def test_training_is_that_of_dense_attention(ranks, options, says):
+    text = launch.mpirun(ranks, [sys.executable, EXAMPLE, "--check", *options], timeout=180).stdout
+    assert says in text and "the same to rounding" in text
+    first, last = losses_of(text)
+    assert first > 4.5 and last < (3.5 if "20" in options else 2.7)
+
+
+@needs_torch
+@pytest.mark.parametrize("wrong", ["documents", "gradient"])
+def test_training_shows_what_is_wrong(tmp_path, wrong):
+    script = tmp_path / "sabotage.py"
+    script.write_text(SABOTAGE.replace("sys.argv[0]", repr(str(EXAMPLE))))
+    outcome = launch.mpirun(2, [sys.executable, script, wrong, "--check", "--steps", "10"], check=False, timeout=120)
+    assert outcome.returncode
+    assert "NOT the same" in outcome.stdout and "Traceback" not in outcome.stderr
+
+
+@needs_torch
+def test_training_is_deterministic():
+    command = [sys.executable, EXAMPLE, "--steps", "5", "--seed", "3"]
+    first, again = (launch.mpirun(2, command, timeout=120).stdout for _ in range(2))
+    assert first == again and len(first.splitlines()) == 7
+
+
+@needs_torch
+@pytest.mark.parametrize("options, message", [(["--steps", "0"], "--steps is 0"), (["--tile", "3x1"], "tile is 3x1")])
+def test_training_errors(options, message):
+    outcome = launch.mpirun(2, [sys.executable, EXAMPLE, *options], check=False, timeout=120)
+    assert outcome.returncode
+    assert outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr
+
+
+def test_without_torch_names_the_extra(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])}
+    outcome = launch.mpirun(1, [sys.executable, "-c", "import mpiattn.torch"], check=False, env=path)
+    assert outcome.returncode
+    assert "mpiattn.torch needs torch (not here)" in outcome.stderr
+    assert "pip install 'mpiattn[torch]'" in outcome.stderr
