@@ -32,6 +32,17 @@ else:
 sys.exit(runpy.run_path(sys.argv[0])["main"]())
 """
 
+# The example of docs/training.md on all ranks, and on a rank alone.
+STEP = """
+import sys
+code, spread, alone = sys.argv[1], {}, {}
+exec(code, spread)
+exec(code.replace("MPI.COMM_WORLD", "MPI.COMM_SELF"), alone)
+assert spread["comm"].size == 3 and alone["comm"].size == 1
+pairs = zip(spread["parameters"], alone["parameters"], strict=True)
+print(spread["comm"].rank, max(((a.grad - b.grad).abs().max() / b.grad.abs().max()).item() for a, b in pairs))
+"""
+
 
 def losses_of(text):
     """The first and the last loss of the example's table."""
@@ -67,6 +78,16 @@ def test_training_is_deterministic():
     command = [sys.executable, EXAMPLE, "--steps", "5", "--seed", "3"]
     first, again = (launch.mpirun(2, command, timeout=120).stdout for _ in range(2))
     assert first == again and len(first.splitlines()) == 7
+
+
+@needs_torch
+def test_step_of_the_documentation():
+    """Gradients summed over three ranks are those of one."""
+    text = (launch.ROOT / "docs" / "training.md").read_text()
+    code = re.search(r"<!-- test: step -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    told = launch.mpirun(3, [sys.executable, "-c", STEP, code], timeout=120).stdout.split()
+    assert sorted(told[::2]) == ["0", "1", "2"]
+    assert max(map(float, told[1::2])) < 1e-4
 
 
 @needs_torch

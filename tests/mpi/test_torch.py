@@ -222,6 +222,16 @@ def test_two_in_one_graph(plan, mine):
     assert mine["v"].grad.numel() == 0 or mine["v"].grad.any()
 
 
+def test_recomputation(plan, mine):
+    """torch.utils.checkpoint calls the forward pass again, in the middle of the backward pass."""
+    def layer(q, k, v):
+        return attention(plan, q * 2, k, v, cu_seqlens=[0, 9, 24])[0]
+    leaves = [mine[name] for name in "qkv"]
+    expected, got = (torch.autograd.grad(out, leaves, mine["dout"]) for out in (
+        layer(*leaves), torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got))
+
+
 WRONG = {
     "device": (lambda x: x.to("meta"), "is on device meta; it must be on the CPU"),
     "array": (lambda x: x.detach().numpy(), "is a ndarray; it must be a torch tensor"),
