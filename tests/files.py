@@ -6,29 +6,55 @@ import numpy as np
 from mpiattn import reference
 
 
+def bfloat16_type():
+    """What a file stores bfloat16 as: a float of 16 bits, 8 of exponent and 7 of mantissa."""
+    kind = h5py.h5t.IEEE_F16LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_ebias(127)
+    return kind
+
+
 def write_input(path, seqlen=67, heads=4, kv_heads=2, head_dim=16, value_dim=None, seqlen_k=None, batch=1,
-                dtype="float32", seed=0, **datasets):
-    """An input file of random q, k, v; `datasets` replaces some of them, None leaves one out."""
+                dtype="float32", seed=0, backward=False, **datasets):
+    """An input file of random q, k, v, with `backward` dout; `datasets` replaces or adds some, None leaves one out."""
     rng = np.random.default_rng(seed)
-    keys = (batch, seqlen_k or seqlen, kv_heads)
-    shapes = {"q": (batch, seqlen, heads, head_dim), "k": (*keys, head_dim), "v": (*keys, value_dim or head_dim)}
+    queries, keys = (batch, seqlen, heads), (batch, seqlen_k or seqlen, kv_heads)
+    shapes = {"q": (*queries, head_dim), "k": (*keys, head_dim), "v": (*keys, value_dim or head_dim)}
+    if backward:
+        shapes["dout"] = (*queries, value_dim or head_dim)
+    drawn = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     with h5py.File(path, "w") as file:
-        for name, shape in shapes.items():
-            data = datasets.get(name, rng.standard_normal(shape).astype(dtype))
-            if data is not None:
-                file[name] = data
+        for name, data in (drawn | datasets).items():
+            if data is None:
+                continue
+            if name in datasets or dtype != "bfloat16":
+                file[name] = data if name in datasets else data.astype(dtype)
+            else:                                # HDF5 itself rounds float32 to what the dataset holds
+                h5py.h5d.create(file.id, name.encode(), bfloat16_type(), h5py.h5s.create_simple(data.shape))
+                file[name][...] = data.astype(np.float32)
     return path
 
 
-def assert_right(source, result, causal=False, scale=None, tolerance=1e-5):
-    """The output file holds float64 attention of the input file, in natural order and the input's dtype."""
+def assert_right(source, result, causal=False, scale=None, tolerance=1e-5, backward=False, **masks):
+    """The output file holds float64 attention of the input file, in natural order and the input's type.
+
+    backward: and its gradients, and none without.  masks: as of the reference.
+    """
     with h5py.File(source) as given, h5py.File(result) as made:
-        out, lse = reference.attention(given["q"][:], given["k"][:], given["v"][:], causal, scale)
-        assert made["out"].dtype == given["q"].dtype
-        assert made["out"].shape == out.shape
+        q, k, v = (given[name][:] for name in "qkv")
+        out, lse = reference.attention(q, k, v, causal, scale, **masks)
+        expected = {"out": out}
+        if backward:
+            grads = reference.backward(given["dout"][:], q, k, v, causal, scale, **masks)
+            expected |= dict(zip(("dq", "dk", "dv"), grads))
+        assert set(made) == {*expected, "lse"}
+        for name, right in expected.items():
+            assert made[name].id.get_type() == given["q"].id.get_type()
+            assert made[name].shape == right.shape
+            assert np.abs(made[name][:] - right).max() <= tolerance * np.abs(right).max(), name
         assert made["lse"].dtype == (np.float64 if given["q"].dtype == np.float64 else np.float32)
-        assert np.abs(made["out"][:] - out).max() <= tolerance * np.abs(out).max()
         assert np.array_equal(np.isneginf(made["lse"][:]), np.isneginf(lse))
         seen = ~np.isneginf(lse)
-        assert np.abs(made["lse"][:][seen] - lse[seen]).max() <= tolerance * max(1, np.abs(lse[seen]).max())
+        allowed = min(tolerance, 1e-5) * np.abs(lse[seen]).max(initial=1)
+        assert np.abs(made["lse"][:][seen] - lse[seen]).max(initial=0) <= allowed
         return dict(made.attrs)

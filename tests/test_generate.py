@@ -7,6 +7,7 @@ import time
 import h5py
 import numpy as np
 import pytest
+from files import bfloat16_type
 
 from mpiattn.cli import generate, main
 
@@ -28,6 +29,25 @@ def test_datasets(tmp_path):
         assert not np.array_equal(file["q"][0], file["q"][1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_gradient_and_documents(tmp_path, dtype):
+    assert make(tmp_path / "x.h5", "--dout", "--documents", "3", "--seqlen-k", "21", "--value-dim", "5", "--dtype",
+                dtype) == 0
+    make(tmp_path / "plain.h5", "--seqlen-k", "21", "--value-dim", "5", "--dtype", dtype)
+    with h5py.File(tmp_path / "x.h5") as file, h5py.File(tmp_path / "plain.h5") as plain:
+        assert set(file) == {"q", "k", "v", "dout", "cu_seqlens", "cu_seqlens_k"}
+        assert file["dout"].shape == (*file["q"].shape[:3], 5)
+        for name in ("q", "k", "v", "dout"):
+            kind = bfloat16_type() if dtype == "bfloat16" else h5py.h5t.py_create(np.dtype(dtype))
+            assert file[name].id.get_type() == kind
+            assert 0.7 < file[name][:].std() < 1.3
+        assert all(np.array_equal(file[name][:], plain[name][:]) for name in "qkv")
+        for name, tokens in (("cu_seqlens", file["q"].shape[1]), ("cu_seqlens_k", 21)):
+            cuts = file[name][:]
+            assert cuts.dtype == np.int64 and (cuts[0], cuts[-1], len(cuts)) == (0, tokens, 4)
+            assert (np.diff(cuts) > 0).all()
+
+
 @pytest.mark.parametrize("piece", [1, 7 * 32, 10 ** 6])
 def test_seed_alone_decides(tmp_path, monkeypatch, piece):
     make(tmp_path / "a.h5", "--seed", "3")
@@ -45,6 +65,8 @@ def test_seed_alone_decides(tmp_path, monkeypatch, piece):
     (["--dtype", "int8"], "dtype is 'int8'"),
     (["--batch", "0"], "batch is 0"),
     (["--seed", "-1"], "seed is -1"),
+    (["--documents", "0"], "documents is 0; it must be from 1"),
+    (["--documents", "9", "--seqlen-k", "8"], "documents is 9; it must be from 1 to 8"),
 ])
 def test_errors(tmp_path, capsys, options, says):
     assert make(tmp_path / "x.h5", *options) == 1
