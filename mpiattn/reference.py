@@ -126,10 +126,10 @@ def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, window=(No
             weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
             grad, of_values, of_keys, queries = (array.astype(np.float64) for array in (
                 dout[b, at, h], v[b, :, kv], k[b, :, kv], q[b, at, h]))
-            dscore = weight * (grad @ of_values.T - delta[b, h, at, None]) * slope * scale
-            dq[b, at, h] = dscore @ of_keys
-            dk[b, :, kv] += dscore.T @ queries
-            dv[b, :, kv] += weight.T @ grad
+            dscore = np.where(visible, weight * (grad @ of_values.T - delta[b, h, at, None]) * slope * scale, 0)
+            dq[b, at, h] = _product(dscore, of_keys, visible)
+            dk[b, :, kv] += _product(dscore.T, queries, visible.T)
+            dv[b, :, kv] += _product(weight.T, grad, visible.T)
     return dq, dk, dv
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 
 import launch
+import numpy as np
 import pytest
 from files import assert_right, write_input
 
@@ -43,6 +44,26 @@ def test_right(tmp_path, n, shape):
     assert outcome.returncode == 0, outcome.stderr
     assert_right(source, tmp_path / "out.h5", causal=True, tolerance=2e-3 if "dtype" in shape else 1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.h5", "out.h5"]
+
+
+def test_gradients_and_documents(tmp_path):
+    """More datasets, read and written likewise; documents are read by rank 0 alone."""
+    cuts = [0, 400, 990]
+    source = write_input(tmp_path / "in.h5", seqlen=1001, backward=True, cuts=np.array(cuts))
+    outcome = mpirun(3, "-m", "mpiattn", "run", source, tmp_path / "out.h5", "--documents", "cuts", "--causal",
+                     "--backward", "--verify")
+    assert outcome.returncode == 0, outcome.stderr
+    assert_right(source, tmp_path / "out.h5", causal=True, backward=True, cu_seqlens=cuts)
+
+
+def test_bfloat16_without_its_package(tmp_path):
+    """It is told from the file without ml_dtypes, and refused by name where that is missing."""
+    if subprocess.run([PYTHON, "-c", "import ml_dtypes"], capture_output=True).returncode == 0:
+        pytest.skip(f"{PYTHON} has ml_dtypes")
+    outcome = mpirun(2, "-m", "mpiattn", "run", write_input(tmp_path / "in.h5", dtype="bfloat16"), tmp_path / "out.h5")
+    assert outcome.returncode == 1
+    assert outcome.stderr.count("dtype is 'bfloat16'; it needs the package ml_dtypes") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in.h5"]
 
 
 def test_no_out_where_it_cannot_be_written(tmp_path):

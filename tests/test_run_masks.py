@@ -3,6 +3,7 @@
 import json
 import sys
 
+import h5py
 import numpy as np
 import pytest
 from files import assert_right, write_input
@@ -74,6 +75,20 @@ def test_documents(tmp_path, kind):
     run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--causal", "--window", "30,", "--backward", *options)
     made = assert_right(source, tmp_path / "out.h5", causal=True, window=(30, None), backward=True, **masks)
     assert made["documents"] == str(options[1])
+
+
+@pytest.mark.parametrize("name, value", [("q", np.nan), ("v", np.inf), ("dout", np.nan)])
+def test_not_finite(tmp_path, name, value):
+    """What no pair has to do with stays finite, and verification knows which that is."""
+    source = write_input(tmp_path / "in.h5", backward=True)
+    with h5py.File(source, "r+") as file:
+        file[name][0, 20, 1, 3] = value
+    run(2, source, tmp_path / "out.h5", "--causal", "--backward")
+    with h5py.File(tmp_path / "out.h5") as made:
+        touched = {"q": ("out", "dq", "dk", "dv"), "v": ("out", "dq", "dk"), "dout": ("dq", "dk", "dv")}[name]
+        for dataset in ("out", "dq", "dk", "dv"):
+            finite = np.isfinite(made[dataset][:])
+            assert finite.any() and finite.all() == (dataset not in touched), dataset
 
 
 def test_a_dataset_wins_over_a_file(tmp_path):

@@ -1,0 +1,32 @@
+"""The pairs of every rank's tile, against a count by the definition."""
+
+import numpy as np
+import pytest
+
+from mpiattn.activity import Activity
+from mpiattn.layout import Layout
+from mpiattn.mask import Mask
+from mpiattn.reference import visible_keys
+from mpiattn.work import pairs_of
+
+CUTS = (np.array([0, 7, 7, 20]), np.array([2, 9, 15, 17]))
+OTHER = (np.array([1, 3, 11, 23]), np.array([0, 4, 5, 17]))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("a, b", [(1, 1), (1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": (3, 1)}])
+@pytest.mark.parametrize("documents", [None, (CUTS,), (CUTS, OTHER)])
+def test_pairs(kind, a, b, masks, documents):
+    q_layout, k_layout = Layout(kind, 23, a * b), Layout(kind, 17, a * b)
+    mask = Mask(23, 17, **masks)
+    activity = Activity(mask, q_layout, k_layout, a, b, documents)
+    found = [pairs_of(activity, rank) for rank in range(a * b)]
+    assert sum(found) == mask.pairs(documents)
+    for rank, pairs in enumerate(found):
+        row, column = divmod(rank, a)
+        queries = np.concatenate([q_layout.positions(row * a + u) for u in range(a)])
+        keys = np.concatenate([k_layout.positions(w * a + column) for w in range(b)])
+        assert pairs == sum(
+            visible_keys(queries, keys, (23, 17), **masks, **({} if cuts is None else dict(
+                zip(("cu_seqlens", "cu_seqlens_k"), cuts)))).sum() for cuts in documents or [None])
