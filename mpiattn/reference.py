@@ -34,7 +34,7 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu
 
 
 def _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal, window, cu_seqlens, cu_seqlens_k):
-    """Every batch entry, head and block of rows: (b, rows, h, kv head, scores, visible, slope of the cap)."""
+    """Every batch entry, head and block of rows that sees something: (b, rows, h, kv head, scores, visible, slope of the cap)."""
     batch, rows, heads, dim = q.shape
     positions = np.arange(rows) if positions is None else positions
     keys = np.arange(k.shape[1]) if keys is None else keys
@@ -49,7 +49,7 @@ def _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal, window, c
             at = slice(start, start + step)
             visible = visible_keys(positions[at], keys, lengths, causal, window, of_entry(cu_seqlens, b),
                                    of_entry(cu_seqlens_k, b))
-            for h in range(heads):
+            for h in range(heads if visible.any() else 0):
                 kv = h // (heads // k.shape[2])
                 score = q[b, at, h].astype(np.float64) @ k[b, :, kv].astype(np.float64).T * scale
                 slope = 1.0

@@ -77,8 +77,9 @@ def add_documents(parser):
 def add_wire_dtype(parser):
     """--wire-dtype."""
     parser.add_argument("--wire-dtype", choices=tuple(ITEMSIZE),
-                        help="in which partial results travel; a narrower one takes fewer bytes and rounds each once "
-                             "(default: that in which they accumulate, float32, or float64 for float64)")
+                        help="in which partial results travel; a narrower one takes fewer bytes and rounds each once, "
+                             "on the direct route only (default: that in which they accumulate, float32, or float64 "
+                             "for float64)")
 
 
 def add_json(parser):
