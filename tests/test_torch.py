@@ -40,7 +40,9 @@ exec(code, spread)
 exec(code.replace("MPI.COMM_WORLD", "MPI.COMM_SELF"), alone)
 assert spread["comm"].size == 3 and alone["comm"].size == 1
 pairs = zip(spread["parameters"], alone["parameters"], strict=True)
-print(spread["comm"].rank, max(((a.grad - b.grad).abs().max() / b.grad.abs().max()).item() for a, b in pairs))
+off = spread["comm"].gather(max(((a.grad - b.grad).abs().max() / b.grad.abs().max()).item() for a, b in pairs))
+if spread["comm"].rank == 0:
+    print(max(off))
 """
 
 
@@ -85,9 +87,7 @@ def test_step_of_the_documentation():
     """Gradients summed over three ranks are those of one."""
     text = (launch.ROOT / "docs" / "training.md").read_text()
     code = re.search(r"<!-- test: step -->\n```python\n(.*?)```", text, re.DOTALL)[1]
-    told = launch.mpirun(3, [sys.executable, "-c", STEP, code], timeout=120).stdout.split()
-    assert sorted(told[::2]) == ["0", "1", "2"]
-    assert max(map(float, told[1::2])) < 1e-4
+    assert float(launch.mpirun(3, [sys.executable, "-c", STEP, code], timeout=120).stdout) < 1e-4
 
 
 @needs_torch
