@@ -34,7 +34,10 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu
 
 
 def _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal, window, cu_seqlens, cu_seqlens_k):
-    """Every batch entry, head and block of rows that sees something: (b, rows, h, kv head, scores, visible, slope of the cap)."""
+    """Every batch entry, head and block of rows that sees something.
+
+    Yields (b, rows, h, kv head, scores, visible, slope of the cap).
+    """
     batch, rows, heads, dim = q.shape
     positions = np.arange(rows) if positions is None else positions
     keys = np.arange(k.shape[1]) if keys is None else keys

@@ -1,4 +1,4 @@
-"""The pairs of every rank's tile, against a count by the definition."""
+"""Which work the masks leave a rank, against a count by the definition."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ from mpiattn.activity import Activity
 from mpiattn.layout import Layout
 from mpiattn.mask import Mask
 from mpiattn.reference import visible_keys
-from mpiattn.work import pairs_of
 
 CUTS = (np.array([0, 7, 7, 20]), np.array([2, 9, 15, 17]))
 OTHER = (np.array([1, 3, 11, 23]), np.array([0, 4, 5, 17]))
@@ -21,7 +20,7 @@ def test_pairs(kind, a, b, masks, documents):
     q_layout, k_layout = Layout(kind, 23, a * b), Layout(kind, 17, a * b)
     mask = Mask(23, 17, **masks)
     activity = Activity(mask, q_layout, k_layout, a, b, documents)
-    found = [pairs_of(activity, rank) for rank in range(a * b)]
+    found = [activity.work(rank) for rank in range(a * b)]
     assert sum(found) == mask.pairs(documents)
     for rank, pairs in enumerate(found):
         row, column = divmod(rank, a)
