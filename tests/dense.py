@@ -1,40 +1,175 @@
 """Whole-problem helpers of the tests: inputs, dense attention in low precision, and how far a result is off."""
 
+from itertools import pairwise
+from typing import NamedTuple
+
+import ml_dtypes
 import numpy as np
 
 from mpiattn import reference
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}     # of max|reference|
-HALF_ULP = 2.0 ** -11                               # float16: one correct rounding of the result
+FORWARD, BACKWARD = 2, 3                            # half types: how many times a naive run's error is allowed
+
+
+class Inputs(NamedTuple):
+    """Arrays of a whole problem or of one rank; dlse and sinks in lse's dtype, the others in the problem's."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray = None
+    dlse: np.ndarray = None
+    sinks: np.ndarray = None
+
+
+class Result(NamedTuple):
+    """What forward and backward return."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray = None
+    dk: np.ndarray = None
+    dv: np.ndarray = None
+    dsinks: np.ndarray = None
 
 
 def draw(problem, seed=0, spread=1.0):
     """Random q, k, v of a whole problem, the same on every rank."""
-    rng = np.random.default_rng(seed)
-    p = problem
+    return draw_all(problem, seed, spread)[:3]
+
+
+def draw_all(problem, seed=0, spread=1.0, sinks=False, dlse=True):
+    """Random inputs of a whole problem, forward and backward, the same on every rank."""
+    rng, p = np.random.default_rng(seed), problem
     shapes = ((p.batch, p.seqlen, p.heads, p.head_dim), (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
               (p.batch, p.seqlen_k, p.kv_heads, p.value_dim))
-    return tuple((spread * rng.standard_normal(shape)).astype(p.dtype) for shape in shapes)
+    q, k, v = ((spread * rng.standard_normal(shape)).astype(p.dtype) for shape in shapes)
+    dout = rng.standard_normal((p.batch, p.seqlen, p.heads, p.value_dim)).astype(p.dtype)
+    of_lse = (rng.standard_normal(shape).astype(p.partial_dtype) for shape in ((p.batch, p.heads, p.seqlen), p.heads))
+    return Inputs(q, k, v, dout, *(array if wanted else None for array, wanted in zip(of_lse, (dlse, sinks))))
 
 
-def naive(q, k, v, dtype, causal=False, scale=None, positions=None, lengths=None):
-    """Textbook attention, every operation in `dtype`; the arguments of reference.attention, only out."""
-    positions = np.arange(q.shape[1]) if positions is None else positions
-    seqlen = q.shape[1] if lengths is None else lengths[0]
-    visible = np.ones((len(positions), k.shape[1]), bool)
-    if causal:
-        visible = np.arange(k.shape[1]) <= positions[:, None] + k.shape[1] - seqlen
-    scale = np.dtype(dtype).type(q.shape[3] ** -0.5 if scale is None else scale)
-    out = np.zeros((*q.shape[:3], v.shape[3]), dtype)
+def masks(problem, call=None):
+    """The reference's arguments for a problem and the documents or padding of one call."""
+    p, call = problem, call or {}
+    cuts = {"cu_seqlens" + name[7:]: [[0, end] for end in ends] if name.startswith("lengths") else ends
+            for name, ends in call.items()} if "lengths" in call else dict(call)
+    return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **cuts}
+
+
+def expected(inputs, backward=True, **options):
+    """The reference's result; options as `masks` makes them."""
+    q, k, v, dout, dlse, sinks = inputs
+    forward = reference.attention(q, k, v, sinks=sinks, **options)
+    return Result(*forward, *(reference.backward(dout, q, k, v, dlse=dlse, sinks=sinks, **options) if backward else ()))
+
+
+def gradients_at(inputs, lse, delta, causal, rows, keys):
+    """dq of some rows, dk and dv of some keys, float64, of a long problem with as many keys as queries.
+
+    lse, delta: the reference's of the whole problem, delta = rowsum(dout * out) - dlse.
+    """
+    q, k, v, dout = (array.astype(np.float64) for array in inputs[:4])
+    scale, tokens = q.shape[3] ** -0.5, np.arange(q.shape[1])
+    dq, dk, dv = (np.zeros((array.shape[0], len(at), *array.shape[2:]))
+                  for array, at in ((q, rows), (k, keys), (v, keys)))
+
+    def pairs(b, h, i, j):
+        """P and dS of queries i and keys j."""
+        score = q[b, i, h] @ k[b, j, h].T * scale
+        weight = np.where((j <= i[:, None]) | (not causal), np.exp(score - lse[b, h, i, None]), 0)
+        return weight, weight * (dout[b, i, h] @ v[b, j, h].T - delta[b, h, i, None]) * scale
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        dq[b, :, h] = pairs(b, h, rows, tokens)[1] @ k[b, :, h]
+        weight, dscore = pairs(b, h, tokens, keys)
+        dk[b, :, h], dv[b, :, h] = dscore.T @ q[b, :, h], weight.T @ dout[b, :, h]
+    return dq, dk, dv
+
+
+def per_document(inputs, cuts, **options):
+    """The reference's result of documents at `cuts`, each run on its own: the tokens of both sides are cut alike."""
+    q, k, v, dout, dlse, _ = inputs
+    found = Result(*(np.zeros(shape) for shape in (dout.shape, dlse.shape, q.shape, k.shape, v.shape)))
+    found.lse.fill(-np.inf)
+    for start, stop in pairwise(cuts):
+        at = slice(start, stop)
+        part = expected(Inputs(q[:, at], k[:, at], v[:, at], dout[:, at], dlse[..., at]), **options)
+        for name in ("out", "dq", "dk", "dv"):
+            getattr(found, name)[:, at] = getattr(part, name)
+        found.lse[..., at] = part.lse
+    return found
+
+
+def _weights(inputs, rounded, causal=False, scale=None, window=(None, None), softcap=None, cu_seqlens=None,
+             cu_seqlens_k=None):
+    """Every head's place (b, h, kv head), lse, probabilities, the sink's, and slope of the scores times scale."""
+    q, k, sinks = inputs.q, inputs.k, inputs.sinks
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        kv = h // (q.shape[2] // k.shape[2])
+        cuts, cuts_k = (of[b] if of is not None and np.ndim(of[0]) else of for of in (cu_seqlens, cu_seqlens_k))
+        visible = reference.visible_keys(np.arange(q.shape[1]), np.arange(k.shape[1]), (q.shape[1], k.shape[1]),
+                                         causal, window, cuts, cuts_k)
+        score, slope = rounded(rounded(q[b, :, h]) @ rounded(k[b, :, kv]).T * scale), scale
+        if softcap is not None:
+            bent = rounded(np.tanh(score / softcap))
+            score, slope = rounded(softcap * bent), rounded(1 - bent ** 2) * scale
+        score = np.where(visible, score, -np.inf)
+        sink = -np.inf if sinks is None else sinks[h]
+        base = np.maximum(score.max(axis=1, initial=-np.inf), sink)
+        base = np.where(base == -np.inf, 0, base)[:, None]
+        weight, sink = rounded(np.exp(score - base)), np.exp(sink - base)
+        total = weight.sum(axis=1, keepdims=True) + sink
+        some = np.where(total == 0, 1, total)
+        yield (b, h, kv), (base + np.log(total))[:, 0], rounded(weight / some), (sink / some)[:, 0], slope
+
+
+def naive(inputs, dtype, **options):
+    """Textbook attention and gradients in `dtype`; in a half type every intermediate is rounded to it."""
+    work = np.float64 if dtype in ("float64", np.float64) else np.float32
+
+    def rounded(array):
+        return np.asarray(array).astype(dtype).astype(work)
+    q, k, v, dout, dlse, _ = inputs
+    dout = np.zeros((*q.shape[:3], v.shape[3]), dtype) if dout is None else dout
+    shapes = (dout.shape, (q.shape[0], q.shape[2], q.shape[1]), q.shape, k.shape, v.shape, q.shape[2])
+    found = Result(*(np.zeros(shape, work) for shape in shapes))
     with np.errstate(all="ignore"):
-        for b, h in np.ndindex(q.shape[0], q.shape[2]):
-            kv = h // (q.shape[2] // k.shape[2])
-            score = np.where(visible, (q[b, :, h].astype(dtype) @ k[b, :, kv].astype(dtype).T) * scale, -np.inf)
-            weight = np.exp(score - score.max(axis=1, keepdims=True, initial=-np.inf)).astype(dtype)
-            weight[~visible.any(axis=1)] = 0
-            total = weight.sum(axis=1, keepdims=True)
-            out[b, :, h] = weight @ v[b, :, kv].astype(dtype) / np.where(total == 0, 1, total)
-    return out
+        for (b, h, kv), lse, weight, sink, slope in _weights(inputs, rounded, **options):
+            queries, keys, values, grad = map(rounded, (q[b, :, h], k[b, :, kv], v[b, :, kv], dout[b, :, h]))
+            out = found.out[b, :, h] = rounded(weight @ values)
+            found.lse[b, h] = lse
+            delta = (grad * out).sum(axis=1) - (0 if dlse is None else dlse[b, h])
+            dscore = rounded(weight * (rounded(grad @ values.T) - delta[:, None]) * slope)
+            found.dq[b, :, h] = dscore @ keys
+            found.dk[b, :, kv] += dscore.T @ queries
+            found.dv[b, :, kv] += weight.T @ grad
+            found.dsinks[h] -= (sink * delta).sum()
+        return Result(*(rounded(array) if name in ("out", "dq", "dk", "dv") else array
+                        for name, array in zip(Result._fields, found)))
+
+
+def sizes(inputs, **options):
+    """The largest sum of the magnitudes of the terms of each result: rounding each term moves it by no more."""
+    q, k, v, dout, dlse, _ = (None if array is None else np.abs(np.asarray(array, np.float64)) for array in inputs)
+    found = Result(*(np.zeros(shape) for shape in (dout.shape, dout.shape[:3], q.shape, k.shape, v.shape, q.shape[2])))
+    with np.errstate(all="ignore"):
+        for (b, h, kv), lse, weight, sink, slope in _weights(inputs, lambda x: np.asarray(x, np.float64), **options):
+            out = found.out[b, :, h] = weight @ v[b, :, kv]
+            delta = (dout[b, :, h] * out).sum(axis=1) + (0 if dlse is None else dlse[b, h])
+            dscore = weight * (dout[b, :, h] @ v[b, :, kv].T + delta[:, None]) * np.abs(slope)
+            found.lse[b, :, h] = np.abs(lse)
+            found.dq[b, :, h] = dscore @ k[b, :, kv]
+            found.dk[b, :, kv] += dscore.T @ q[b, :, h]
+            found.dv[b, :, kv] += weight.T @ dout[b, :, h]
+            found.dsinks[h] += (sink * delta).sum()
+    return Result(*map(largest, found))
+
+
+def epsilon(dtype):
+    """The distance from 1 to the next number of a dtype."""
+    return float(ml_dtypes.finfo(dtype).eps)
 
 
 def largest(array):
@@ -50,34 +185,46 @@ def error(got, ref):
     return largest(np.subtract(got, ref, where=np.isfinite(ref), out=np.zeros(ref.shape)))
 
 
-def wrong(problem, out, lse, q, k, v, positions, every=1):
-    """What is wrong with the rows at `positions` of a whole problem's result, as text; None if nothing is.
+def wrong(problem, got, ref, inputs, at, at_k, call=None, terms=False):
+    """What is wrong with one rank's result, as text; None if nothing is.
 
-    every: look at each `every`-th row only, where the dense reference would take long.
+    got: of the queries at `at` and the keys at `at_k`.  ref, inputs: of the whole problem.  terms: allow also the
+    rounding of the terms of each sum, for problems whose results may cancel to nothing, and of the lse in exp(S - lse).
     """
-    p = problem
-    out, lse, positions = out[:, ::every], lse[..., ::every], positions[::every]
-    rows = q[:, positions], k, v
-    options = {"causal": p.causal, "scale": p.scale, "positions": positions,
-               "lengths": (p.seqlen, p.seqlen_k)}
-    ref, ref_lse = reference.attention(*rows, **options)
-    if out.dtype != p.dtype or lse.dtype != p.partial_dtype:
-        return f"dtypes {out.dtype} and {lse.dtype}"
-    blind = np.isneginf(ref_lse)
-    if not (np.isneginf(lse) == blind).all() or (out[blind.transpose(0, 2, 1)] != 0).any():
+    p, allowance = problem, {}
+
+    def limit(name):
+        """More than TOLERANCE, computed where that is not enough."""
+        if not allowance:
+            options = masks(p, call)
+            allowance.update(low=naive(inputs, p.dtype, **options), sizes=sizes(inputs, **options))
+        times = FORWARD if name == "out" else BACKWARD
+        off, size = error(getattr(allowance["low"], name), getattr(ref, name)), getattr(allowance["sizes"], name)
+        half = epsilon(p.dtype) if p.itemsize == 2 else 0
+        narrow = epsilon(p.wire_dtype) if p.wire_dtype != p.partial_dtype else 0
+        least = half / 2 * largest(getattr(ref, name))                # the right result, rounded
+        return (max(least, times * off if np.isfinite(off) else 0) + 1.01 * narrow * size + (narrow > 0) * 1e-6
+                + terms * (half + epsilon(p.partial_dtype) * (4 + allowance["sizes"].lse)) * size)
+    blind = np.isneginf(got.lse)
+    if (blind != np.isneginf(ref.lse[..., at])).any() or got.out[blind.transpose(0, 2, 1)].any():
         return "rows that see nothing must have out 0 and lse -inf, and no others"
-    off, allowed = error(out, ref), TOLERANCE.get(p.dtype, 0) * largest(ref)
-    if not off <= allowed:                    # half precision, or scores so large that their rounding shows
-        allowed = max(allowed, 2 * error(naive(*rows, p.dtype, **options).astype(p.dtype), ref)
-                      + HALF_ULP * largest(ref) * (p.dtype == "float16"))
-    if not off <= allowed:
-        return f"out is off by {off:.3g}, allowed {allowed:.3g}"
-    off, allowed = error(lse, ref_lse), TOLERANCE[p.partial_dtype] * max(1, largest(ref_lse))
-    if not off <= allowed:
-        return f"lse is off by {off:.3g}, allowed {allowed:.3g}"
+    places = {"lse": (..., at), "dk": (slice(None), at_k), "dv": (slice(None), at_k), "dsinks": ...}
+    for name, array in got._asdict().items():
+        whole = getattr(ref, name)
+        if array is None:
+            continue
+        dtype = p.partial_dtype if name in ("lse", "dsinks") else p.dtype
+        if array.dtype != dtype:
+            return f"{name} has dtype {array.dtype}"
+        off = error(array, whole[places.get(name, (slice(None), at))])
+        allowed = TOLERANCE.get(dtype, 0) * max(largest(whole), name == "lse")
+        if not off <= allowed and name != "lse":
+            allowed = max(allowed, limit(name))
+        if not off <= allowed:
+            return f"{name} is off by {off:.3g}, allowed {allowed:.3g}"
     return None
 
 
 def bits(*arrays):
     """The bytes of arrays, to be compared."""
-    return b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+    return b"".join(np.ascontiguousarray(array).tobytes() for array in arrays if array is not None)

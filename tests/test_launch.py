@@ -23,7 +23,8 @@ def run_pytest(n, *arguments, **options):
 @pytest.mark.parametrize("n", RANKS)
 def test_multi_rank(n):
     selection = ["-m", "many"] if n >= MANY else []
-    outcome = run_pytest(n, str(launch.ROOT / "tests" / "mpi"), *selection, timeout=LIMIT, cwd=launch.ROOT)
+    outcome = run_pytest(n, str(launch.ROOT / "tests" / "mpi"), *selection, timeout=LIMIT, cwd=launch.ROOT,
+                         env={"MPIATTN_LAUNCHES": ",".join(map(str, RANKS))})
     assert " passed" in outcome.stdout, outcome.stdout      # a run that collects nothing must not pass
     print(outcome.stdout)
 

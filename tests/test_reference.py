@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from dense import error, naive
+from dense import Inputs, error, naive
 
 from mpiattn import reference
 
@@ -80,6 +80,11 @@ def test_naive_runs_of_the_tests_are_right_too(shape, causal):
     """They set what half precision may be off by."""
     q, k, v = inputs(*shape)
     expected = brute_force(q, k, v, causal, 0.5)[0]
-    assert error(naive(q, k, v, np.float64, causal, 0.5), expected) < 1e-13
-    half = error(naive(q, k, v, np.float16, causal, 0.5), expected)
+    rng = np.random.default_rng(1)
+    dout, dlse = rng.standard_normal((*q.shape[:3], v.shape[3])), rng.standard_normal(q.shape[:3]).swapaxes(1, 2)
+    whole = naive(Inputs(q, k, v, dout, dlse), np.float64, causal=causal, scale=0.5)
+    assert error(whole.out, expected) < 1e-13
+    for grad, ref in zip(whole[2:5], reference.backward(dout, q, k, v, causal, 0.5, dlse=dlse)):
+        assert error(grad, ref) < 1e-13
+    half = error(naive(Inputs(q, k, v), np.float16, causal=causal, scale=0.5).out, expected)
     assert half < 1e-2 and (half > 1e-5 or not shape[1])

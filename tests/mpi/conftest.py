@@ -4,11 +4,13 @@ Every rank runs the same tests in the same order.  Where one fails, the others m
 traceback is printed and the job ends.
 """
 
+import os
 import sys
 import time
 
 import pytest
 from mpi4py import MPI
+from runs import settle, subcomm
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,3 +38,21 @@ def at_least(comm):
         if comm.size < ranks:
             pytest.skip(f"needs {ranks} ranks")
     return require
+
+
+@pytest.fixture
+def group(request, comm):
+    """A communicator of the first ranks, as many as `runs.on` says; the other ranks skip the test.
+
+    Of the launches of test_launch.py only the smallest with enough ranks runs it.
+    """
+    ranks = request.param
+    launches = [int(n) for n in os.environ.get("MPIATTN_LAUNCHES", str(comm.size)).split(",")]
+    if comm.size != min((n for n in launches if n >= ranks), default=None):
+        pytest.skip(f"runs on {ranks} ranks, in the smallest launch that has them")
+    with subcomm(comm, ranks) as sub:
+        if sub is not None:
+            yield sub
+        settle(comm)
+    if sub is None:
+        pytest.skip(f"runs on {ranks} ranks, in the smallest launch that has them")

@@ -1,45 +1,100 @@
-"""One forward run of a whole problem on a communicator, and plans whose schedule is given."""
+"""Runs of a whole problem on a communicator, compared with the reference, and who takes part in them."""
 
+import time
 from contextlib import contextmanager
+from inspect import signature
 
 import numpy as np
-from dense import draw, wrong
+import pytest
+from dense import TOLERANCE, Inputs, Result, bits, draw_all, error, expected, gradients_at, largest, masks, wrong
 from mpi4py import MPI
 
-from mpiattn import MeshAttention
+from mpiattn import MeshAttention, reference
 from mpiattn.executor import Executor
 from mpiattn.problem import Problem
 
-OF_PROBLEM = ("seqlen", "heads", "head_dim", "batch", "kv_heads", "value_dim", "seqlen_k", "dtype", "causal", "scale")
+OF_PROBLEM = tuple(signature(Problem).parameters)
+BACKENDS = ("numpy", "deferred")
+
+
+def on(*ranks):
+    """Run the test on the first `ranks` ranks, as its fixture `group`, once for each of several numbers."""
+    return pytest.mark.parametrize("group", ranks, indirect=True, ids=lambda n: f"{n}_ranks")
 
 
 def problem_of(arguments):
     return Problem(**{name: value for name, value in arguments.items() if name in OF_PROBLEM})
 
 
-def my_chunks(plan, q, k, v):
-    """This rank's chunks of whole arrays, by the plan's positions alone."""
+def my_chunks(plan, q, k, v, *rest):
+    """This rank's chunks of whole arrays, by the plan's positions alone; of all of `Inputs` where they are given."""
     at, at_k = plan.positions, plan.positions_k
-    return tuple(np.ascontiguousarray(array[:, rows]) for array, rows in ((q, at), (k, at_k), (v, at_k)))
+    chunks = tuple(np.ascontiguousarray(array[:, rows]) for array, rows in ((q, at), (k, at_k), (v, at_k)))
+    if not rest:
+        return chunks
+    dout, dlse, sinks = rest
+    return Inputs(*chunks, None if dout is None else dout[:, at], None if dlse is None else dlse[..., at], sinks)
 
 
-def run(comm, seed=0, inputs=None, **arguments):
-    """A plan's out, lse and positions on this rank; inputs: whole q, k, v, else drawn from the seed."""
-    inputs = draw(problem_of(arguments), seed) if inputs is None else inputs
+def attend(plan, mine, call=None, backward=True):
+    """What a plan makes of this rank's inputs."""
+    options = {**(call or {}), "sinks": mine.sinks}
+    out, lse = plan.forward(*mine[:3], **options)
+    grads = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, **options) if backward else ()
+    return Result(out, lse, *grads)
+
+
+def run(comm, inputs, call=None, backward=True, **arguments):
+    """A plan's result on this rank and its positions, of queries and of keys; inputs: of the whole problem."""
     with MeshAttention(comm, **arguments) as plan:
-        out, lse = plan.forward(*my_chunks(plan, *inputs))
-        return out, lse, plan.positions
+        return attend(plan, my_chunks(plan, *inputs), call, backward), plan.positions, plan.positions_k
 
 
-def check(comm, seed=0, inputs=None, every=1, **arguments):
-    """Run and compare (each `every`-th row) with the reference; every rank raises the same AssertionError."""
+def check(comm, *, seed=0, inputs=None, call=None, ref=None, backward=True, dlse=True, sinks=False, terms=False,
+          backends=BACKENDS, **arguments):
+    """Forward and backward against the reference, and every back end the same bits; returns this rank's result.
+
+    call: documents or padding.  ref: the whole problem's result where it is known.  sinks, dlse: whether there are.
+    Every rank raises the same AssertionError.
+    """
     problem = problem_of(arguments)
-    inputs = draw(problem, seed) if inputs is None else inputs
-    out, lse, positions = run(comm, inputs=inputs, **arguments)
-    agreed(comm, wrong(problem, out, lse, *inputs, positions, every), arguments)
-    covered = np.sort(np.concatenate(comm.allgather(positions)))
-    assert (covered == np.arange(problem.seqlen)).all(), "the ranks' positions do not cover the queries once"
-    return out, lse
+    inputs = draw_all(problem, seed, sinks=sinks, dlse=dlse) if inputs is None else inputs
+    ref = expected(inputs, backward, **masks(problem, call)) if ref is None else ref
+    result, *at = run(comm, inputs, call, backward, backend=backends[0], **arguments)
+    agreed(comm, wrong(problem, result, ref, inputs, *at, call, terms), (arguments, call))
+    for other in backends[1:]:
+        same = bits(*run(comm, inputs, call, backward, backend=other, **arguments)[0]) == bits(*result)
+        agreed(comm, None if same else f"{backends[0]} and {other} differ", (arguments, call))
+    for mine, tokens in zip(at, (problem.seqlen, problem.seqlen_k)):
+        covered = np.sort(np.concatenate(comm.allgather(mine)))
+        assert (covered == np.arange(tokens)).all(), "the ranks' positions do not cover the sequence once"
+    return result
+
+
+def check_long(comm, every, backward=True, **arguments):
+    """As `check`, on one back end, of a long problem: each rank computes what it compares, from every `every`-th token.
+
+    Without documents, and with as many keys as queries.
+    """
+    problem = problem_of(arguments)
+    inputs = draw_all(problem)
+    result, at, at_k = run(comm, inputs, backward=backward, **arguments)
+    step = 1 if backward else every                   # gradients of a key need the lse of every query
+    out, lse = reference.attention(inputs.q[:, at[::step]], *inputs[1:3], causal=problem.causal, positions=at[::step],
+                                   lengths=(problem.seqlen, problem.seqlen))
+    compared = [("out", result.out[:, ::step], out), ("lse", result.lse[..., ::step], lse)]
+    settle(comm)
+    if backward:
+        whole_lse, delta = np.empty((2, *inputs.dlse.shape))
+        mine = np.einsum("bqhd,bqhd->bhq", inputs.dout[:, at].astype(np.float64), out) - inputs.dlse[..., at]
+        for positions, *parts in comm.allgather((at, lse, mine)):
+            whole_lse[..., positions], delta[..., positions] = parts
+        grads = gradients_at(inputs, whole_lse, delta, problem.causal, at[::every], at_k[::every])
+        compared += [(name, getattr(result, name)[:, ::every], grad) for name, grad in zip(("dq", "dk", "dv"), grads)]
+        settle(comm)
+    for name, got, ref in compared:
+        off, allowed = error(got, ref), TOLERANCE[problem.dtype] * comm.allreduce(largest(ref), MPI.MAX)
+        agreed(comm, None if off <= allowed else f"{name} is off by {off:.3g}, allowed {allowed:.3g}", arguments)
 
 
 def agreed(comm, complaint, about=""):
@@ -52,18 +107,32 @@ def tiles(ranks):
     return [(a, ranks // a) for a in range(1, ranks + 1) if ranks % a == 0]
 
 
+def settle(comm):
+    """A barrier that leaves the cores to those who are not there yet."""
+    done = comm.Ibarrier()
+    while not done.Test():
+        time.sleep(0.002)
+
+
 @contextmanager
 def subcomm(comm, ranks, key=None):
-    """A communicator of the first `ranks` ranks, None on the others; freed at the end."""
-    sub = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED, comm.rank if key is None else key)
+    """A communicator of the first `ranks` ranks, or of a list of them in its order; None on the others."""
+    members = list(range(ranks)) if isinstance(ranks, int) else ranks
+    mine = comm.rank in members
+    place = 0 if not mine else members.index(comm.rank) if key is None else key
+    sub = comm.Split(0 if mine else MPI.UNDEFINED, place)
     try:
-        yield None if sub == MPI.COMM_NULL else sub
+        yield sub if mine else None
     finally:
-        if sub != MPI.COMM_NULL:
+        if mine:
             sub.Free()
 
 
 def use_schedule(plan, schedule):
-    """Make an open plan run another schedule of its tile; collective."""
-    plan.schedule = schedule
-    plan._executor = Executor(plan._mesh, schedule, plan._executor.work, plan._exchange, plan.q_layout, plan.k_layout)
+    """Make an open plan run another schedule of its tile, forward or backward; collective."""
+    def executor(work):
+        return Executor(plan._mesh, schedule, work, plan._exchange, plan.q_layout, plan.k_layout)
+    if schedule.direction == "backward":
+        plan._backward = executor(plan._backward_executor().work)
+    else:
+        plan.schedule, plan._executor = schedule, executor(plan._executor.work)

@@ -1,0 +1,74 @@
+"""Random problems and ways to run them: a function of a seed, an index and the number of ranks."""
+
+import random
+from typing import NamedTuple
+
+from runs import tiles
+
+from mpiattn import Layout
+
+
+class Case(NamedTuple):
+    """One random run; `plan` and `call` are arguments of MeshAttention and of its calls."""
+
+    members: list          # ranks of the launch, in the order of the sub-communicator
+    plan: dict
+    call: dict
+    backends: tuple
+    costs: tuple           # of greedy's, None for the plan's own
+    sinks: bool
+    dlse: bool
+    spread: float
+    seed: int
+
+
+def cut(rng, tokens, ranks):
+    """A random uneven cut, in which chunks may be empty."""
+    points = sorted(rng.randint(0, tokens) for _ in range(ranks - 1))
+    return tuple(stop - start for start, stop in zip([0, *points], [*points, tokens]))
+
+
+def documents(rng, tokens, count):
+    """Where documents begin and end; some are empty, and padding may come last."""
+    end = tokens if rng.random() < 0.7 else rng.randint(0, tokens)
+    return sorted([0, end, *(rng.randint(0, end) for _ in range(count - 1))])
+
+
+def draw_call(rng, batch, seqlen, seqlen_k):
+    """Documents or padding of one call, or neither."""
+    kind, count = rng.choice(["none", "none", "packed", "of each", "padding"]), rng.randint(1, 4)
+    sides = {"": seqlen, "_k": seqlen_k} if seqlen != seqlen_k or rng.random() < 0.3 else {"": seqlen}
+    if kind == "packed":
+        return {f"cu_seqlens{side}": documents(rng, tokens, count) for side, tokens in sides.items()}
+    if kind == "of each":
+        return {f"cu_seqlens{side}": [documents(rng, tokens, count) for _ in range(batch)]
+                for side, tokens in sides.items()}
+    if kind == "padding":
+        return {f"lengths{side}": [rng.randint(0, tokens) for _ in range(batch)] for side, tokens in sides.items()}
+    return {}
+
+
+def draw_case(seed, index, size):
+    """The case of that index in a launch of `size` ranks."""
+    rng = random.Random(f"{seed} {index} {size}")
+    ranks = size if rng.random() < 0.7 else rng.randint(1, size)
+    kv_heads, batch = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3])
+    seqlen = rng.choice([0, 1, 3, 5, 17, 31, 40, 64, 97, 150])
+    seqlen_k = seqlen if rng.random() < 0.6 else rng.choice([0, 1, 7, 50, 64, 128])
+    layout = rng.choice(["contiguous", "striped", "zigzag", "uneven"])
+    if layout == "uneven":
+        layout = tuple(Layout("contiguous", n, ranks, cut(rng, n, ranks)) for n in (seqlen, seqlen_k))
+    dtype, route = rng.choice(["float16", "bfloat16", "float32", "float64"]), rng.choice(["direct", "direct", "ring"])
+    wire = rng.choice([None, None, "float16", "bfloat16", "float32"]) if route == "direct" else None
+    spread = 1 if {dtype, wire} & {"float16", "bfloat16"} else rng.choice([1, 1, 1, 5])     # naive ones are lost there
+    plan = {"batch": batch, "seqlen": seqlen, "seqlen_k": seqlen_k, "heads": kv_heads * rng.choice([1, 1, 2, 4]),
+            "kv_heads": kv_heads, "head_dim": rng.choice([1, 4, 8, 13, 32]), "value_dim": rng.choice([1, 4, 8, 13, 32]),
+            "dtype": dtype, "causal": rng.random() < 0.5, "softcap": rng.choice([None, None, 2.0, 50.0]),
+            "window": rng.choice([None, None, (3, 0), (5, 4), (None, 2), (20, None), (0, 0), (60, 60)]),
+            "scale": rng.choice([None, None, 0.5, 2.0]), "tile": rng.choice(tiles(ranks)), "layout": layout,
+            "schedule": rng.choice(["greedy", "greedy", "collective"]), "route": route, "wire_dtype": wire,
+            "max_message": rng.choice([2 ** 30, 2 ** 30, 1000, 64])}
+    return Case(rng.sample(range(size), ranks), plan, draw_call(rng, batch, seqlen, seqlen_k),
+                rng.choice([("numpy",), ("deferred",), ("numpy", "deferred")]),
+                tuple(rng.choice([0.1, 0.5, 1, 1.7, 3, 50]) for _ in range(4)) if rng.random() < 0.5 else None,
+                sinks=rng.random() < 0.3, dlse=rng.random() < 0.5, spread=spread, seed=rng.randrange(2 ** 30))
