@@ -125,14 +125,19 @@ def _weights(inputs, rounded, causal=False, scale=None, window=(None, None), sof
         yield (b, h, kv), (base + np.log(total))[:, 0], rounded(weight / some), (sink / some)[:, 0], slope
 
 
+def _complete(inputs):
+    return inputs if inputs.dout is not None else inputs._replace(
+        dout=np.zeros((*inputs.q.shape[:3], inputs.v.shape[3]), inputs.q.dtype))
+
+
 def naive(inputs, dtype, **options):
     """Textbook attention and gradients in `dtype`; in a half type every intermediate is rounded to it."""
+    inputs = _complete(inputs)
     work = np.float64 if dtype in ("float64", np.float64) else np.float32
 
     def rounded(array):
         return np.asarray(array).astype(dtype).astype(work)
     q, k, v, dout, dlse, _ = inputs
-    dout = np.zeros((*q.shape[:3], v.shape[3]), dtype) if dout is None else dout
     shapes = (dout.shape, (q.shape[0], q.shape[2], q.shape[1]), q.shape, k.shape, v.shape, q.shape[2])
     found = Result(*(np.zeros(shape, work) for shape in shapes))
     with np.errstate(all="ignore"):
@@ -152,6 +157,7 @@ def naive(inputs, dtype, **options):
 
 def sizes(inputs, **options):
     """The largest sum of the magnitudes of the terms of each result: rounding each term moves it by no more."""
+    inputs = _complete(inputs)
     q, k, v, dout, dlse, _ = (None if array is None else np.abs(np.asarray(array, np.float64)) for array in inputs)
     found = Result(*(np.zeros(shape) for shape in (dout.shape, dout.shape[:3], q.shape, k.shape, v.shape, q.shape[2])))
     with np.errstate(all="ignore"):

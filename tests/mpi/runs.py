@@ -50,6 +50,13 @@ def run(comm, inputs, call=None, backward=True, **arguments):
         return attend(plan, my_chunks(plan, *inputs), call, backward), plan.positions, plan.positions_k
 
 
+def once(comm, make):
+    """What `make` returns, called on one rank while the others leave it the cores."""
+    made = make() if comm.rank == 0 else None
+    settle(comm)
+    return comm.bcast(made)
+
+
 def check(comm, *, seed=0, inputs=None, call=None, ref=None, backward=True, dlse=True, sinks=False, terms=False,
           backends=BACKENDS, **arguments):
     """Forward and backward against the reference, and every back end the same bits; returns this rank's result.
@@ -59,7 +66,7 @@ def check(comm, *, seed=0, inputs=None, call=None, ref=None, backward=True, dlse
     """
     problem = problem_of(arguments)
     inputs = draw_all(problem, seed, sinks=sinks, dlse=dlse) if inputs is None else inputs
-    ref = expected(inputs, backward, **masks(problem, call)) if ref is None else ref
+    ref = once(comm, lambda: expected(inputs, backward, **masks(problem, call))) if ref is None else ref
     result, *at = run(comm, inputs, call, backward, backend=backends[0], **arguments)
     agreed(comm, wrong(problem, result, ref, inputs, *at, call, terms), (arguments, call))
     for other in backends[1:]:

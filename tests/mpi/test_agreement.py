@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from dense import draw
-from runs import my_chunks
+from dense import draw, draw_all
+from runs import attend, my_chunks, on
 
 from mpiattn import ArgumentError, Layout, MeshAttention
 from mpiattn.agreement import agree_on, agreement
@@ -34,12 +34,13 @@ WRONG = [
     ("layout", Layout("striped", 25, 1), ["seqlen=25", "24"]),
     ("schedule", "lazy", ["lazy", "greedy, collective, auto"]), ("route", "scenic", ["scenic", "direct, ring"]),
     ("backend", "abacus", ["abacus", "numpy"]), ("max_message", 0, ["0", "2^31"]),
-    ("max_message", 2 ** 31, [str(2 ** 31)]),
+    ("max_message", 2 ** 31, [str(2 ** 31)]), ("window", (1,), ["(1,)"]), ("window", (-1, 0), ["-1"]),
+    ("softcap", 0, ["positive"]), ("wire_dtype", "float64", ["float64", "bfloat16, float32"]), ("wire_dtype", 3, ["3"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "parts"), WRONG)
-def test_wrong_on_one_rank(comm, name, value, parts):
+def test_case_26_wrong_on_one_rank(comm, name, value, parts):
     guilty = comm.size - 1
     arguments = {**SHAPE, name: value} if comm.rank == guilty else SHAPE
     text = same_error(comm, lambda: MeshAttention(comm, **arguments))
@@ -56,8 +57,9 @@ def test_wrong_on_every_rank(comm):
 
 @pytest.mark.parametrize(("name", "value"), [("seqlen", 25), ("heads", 8), ("head_dim", 16), ("dtype", "float64"),
                                              ("causal", True), ("tile", "ring"), ("layout", "striped"), ("scale", 0.25),
-                                             ("schedule", "collective"), ("route", "ring"), ("max_message", 999)])
-def test_different_on_one_rank(comm, at_least, name, value):
+                                             ("schedule", "collective"), ("route", "ring"), ("max_message", 999),
+                                             ("wire_dtype", "float16"), ("window", (4, 0)), ("softcap", 2.0)])
+def test_case_26_different_on_one_rank(comm, at_least, name, value):
     at_least(2)
     arguments = {**SHAPE, name: value} if comm.rank == 1 else SHAPE
     text = same_error(comm, lambda: MeshAttention(comm, **arguments))
@@ -66,7 +68,7 @@ def test_different_on_one_rank(comm, at_least, name, value):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_wrong_at_a_call(comm, name):
+def test_case_26_wrong_at_a_call(comm, name):
     with MeshAttention(comm, **SHAPE) as plan:
         good = dict(zip("qkv", my_chunks(plan, *draw(plan.problem))))
         expected = plan.forward(**good)
@@ -81,6 +83,74 @@ def test_wrong_at_a_call(comm, name):
                     assert f"rank {guilty}" in text
         again = plan.forward(**good)                  # the plan is as good as before
         assert all((a == b).all() for a, b in zip(expected, again))
+
+
+OF_CALLS = ["q", "k", "v", "sinks", "dout", "dlse", "out", "lse"]
+
+
+@on(4)
+@pytest.mark.parametrize("name", OF_CALLS)
+def test_case_26_wrong_at_a_call_of_either_kind(group, name):
+    """A shape, a dtype, no array: on the last rank alone; every rank says so, and the plan is as good as before."""
+    with MeshAttention(group, **SHAPE) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem, sinks=True))
+        expected = attend(plan, mine)
+        good = {**mine._asdict(), "out": expected.out, "lse": expected.lse}
+        backward_only = name in ("dout", "dlse", "out", "lse")
+        for wrong in (good[name][:1], good[name].astype("f8"), good[name].tolist()):
+            if isinstance(wrong, np.ndarray) and (wrong.shape, wrong.dtype) == (good[name].shape, good[name].dtype):
+                wrong = good[name][:, :1]
+            given = {**good, name: wrong} if group.rank == 3 else good
+            q, k, v, dout, dlse, sinks, out, lse = given.values()
+            calls = [lambda a=(dout, q, k, v, out, lse), d=dlse, s=sinks: plan.backward(*a, dlse=d, sinks=s)]
+            if not backward_only:
+                calls.append(lambda a=(q, k, v), s=sinks: plan.forward(*a, sinks=s))
+            for call in calls:
+                text = same_error(group, call)
+                assert text.startswith(name) and "rank 3 of 4" in text
+        again = attend(plan, mine)
+        assert all((a == b).all() for a, b in zip(expected, again))
+
+
+@on(3)
+def test_case_26_different_at_a_call(group):
+    """Documents, padding and sinks that differ on one rank, at both calls."""
+    with MeshAttention(group, **SHAPE) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem))
+        out, lse = plan.forward(*mine[:3])
+        odd = group.rank == 2
+        for named, given in (("documents", {"cu_seqlens": [0, 10 + odd, 24]}),
+                             ("documents", {"lengths": [9]} if odd else {}),
+                             ("sinks", {"sinks": np.full(4, 1 + odd, np.float32)}),
+                             ("sinks", {"sinks": np.ones(4, np.float32)} if odd else {})):
+            for call in (lambda given=given: plan.forward(*mine[:3], **given),
+                         lambda given=given: plan.backward(mine.dout, *mine[:3], out, lse, **given)):
+                text = same_error(group, call)
+                assert text.startswith(named) and "rank 2" in text
+        assert (plan.forward(*mine[:3])[0] == out).all()
+
+
+@pytest.mark.parametrize("given, says", [
+    ({"cu_seqlens": [0, 30, 20]}, "cu_seqlens is"), ({"cu_seqlens": [0, 99]}, "positions from 0 to 24"),
+    ({"cu_seqlens": [0.5, 3]}, "whole numbers"), ({"lengths": [3]}, "2 numbers from 0 to 24"),
+    ({"cu_seqlens": [0, 24], "lengths": [1, 2]}, "lengths is given with cu_seqlens"),
+    ({"cu_seqlens_k": [0, 24]}, "without cu_seqlens"), ({"cu_seqlens": [[0, 4]]}, "one for each of 2"),
+    ({"cu_seqlens": [0, 9, 24], "cu_seqlens_k": [0, 24]}, "it must have 2"),
+])
+def test_wrong_documents(comm, given, says):
+    with MeshAttention(comm, **SHAPE, batch=2) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem))
+        out, lse = plan.forward(*mine[:3], lengths=[24, 0])
+        for call in (lambda: plan.forward(*mine[:3], **given),
+                     lambda: plan.backward(mine.dout, *mine[:3], out, lse, **given)):
+            with pytest.raises(ArgumentError, match=says):
+                call()
+
+
+@on(2)
+def test_a_wire_dtype_on_the_ring_route_is_refused(group):
+    text = same_error(group, lambda: MeshAttention(group, **SHAPE, route="ring", wire_dtype="bfloat16"))
+    assert "wire_dtype is 'bfloat16'" in text and "float32" in text and " on rank" not in text
 
 
 def test_unchecked_call_raises_alone():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dense import bits, draw, wrong
+from dense import Inputs, Result, bits, draw, expected, masks, wrong
 from runs import agreed
 
 from mpiattn import ArgumentError, MeshAttention, attention
@@ -27,11 +27,13 @@ def test_uneven_pieces(comm, causal, dtype, backend):
     problem = Problem(batch=2, seqlen=sum(q_lengths), seqlen_k=sum(k_lengths), heads=4, kv_heads=2, head_dim=8,
                       value_dim=6, dtype=dtype, causal=causal, scale=0.3)
     q, k, v = draw(problem)
+    inputs = Inputs(q, k, v)
+    ref = expected(inputs, backward=False, **masks(problem))
     mine, mine_k = slice(*pieces(comm, q_lengths)), slice(*pieces(comm, k_lengths))
     for options in ({}, {"schedule": "greedy", "route": "ring"}, {"schedule": "collective"}):
         out, lse = attention(q[:, mine], k[:, mine_k], v[:, mine_k], comm=comm, causal=causal, scale=0.3,
                              backend=backend, **options)
-        agreed(comm, wrong(problem, out, lse, q, k, v, np.arange(mine.start, mine.stop)), options)
+        agreed(comm, wrong(problem, Result(out, lse), ref, inputs, mine, mine_k), options)
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
@@ -40,10 +42,11 @@ def test_other_layouts(comm, layout):
     q, k, v = draw(problem)
     with MeshAttention(comm, seqlen=31, heads=2, head_dim=4, dtype="float64", causal=True, layout=layout) as plan:
         at = plan.positions
-        expected = plan.forward(q[:, at], k[:, at], v[:, at])
+        planned = plan.forward(q[:, at], k[:, at], v[:, at])
     out, lse = attention(q[:, at], k[:, at], v[:, at], comm=comm, causal=True, layout=layout)
-    assert bits(out, lse) == bits(*expected)
-    agreed(comm, wrong(problem, out, lse, q, k, v, at))
+    assert bits(out, lse) == bits(*planned)
+    inputs = Inputs(q, k, v)
+    agreed(comm, wrong(problem, Result(out, lse), expected(inputs, backward=False, **masks(problem)), inputs, at, at))
 
 
 def test_wrong_arguments(comm):

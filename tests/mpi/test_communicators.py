@@ -4,9 +4,9 @@ import sys
 
 import numpy as np
 import pytest
-from dense import bits, draw
+from dense import bits, draw_all
 from mpi4py import MPI
-from runs import check, my_chunks, subcomm, tiles
+from runs import attend, check, my_chunks, on, subcomm, tiles
 
 from mpiattn import ArgumentError, MeshAttention, MpiattnError
 from mpiattn.mesh import Home
@@ -16,14 +16,14 @@ TINY = {"seqlen": 4, "heads": 1, "head_dim": 1}
 
 
 @pytest.mark.many
-def test_reversed_ranks(comm):
+def test_case_25_reversed_ranks(comm):
     with subcomm(comm, comm.size, key=-comm.rank) as back:
         assert back.rank == comm.size - 1 - comm.rank
         for a, b in tiles(comm.size):
             check(back, **SHAPE, tile=(a, b))
 
 
-def test_halves_at_once(comm, at_least):
+def test_case_25_halves_at_once(comm, at_least):
     """8 -> 4 and 4: each half runs its own problem, in a shuffled order of ranks."""
     at_least(2)
     half = comm.Split(comm.rank % 2, (comm.rank * 5) % 7)
@@ -32,21 +32,25 @@ def test_halves_at_once(comm, at_least):
     half.Free()
 
 
-def test_plans_interleaved(comm):
+def test_case_25_plans_interleaved(comm):
     """Two communicators with the same ranks and two plans on one of them: no message of one is taken by another."""
     other = comm.Split(0, -comm.rank)
     arguments = [(comm, {}), (other, {"tile": "ring"}), (comm, {"tile": "qring", "seqlen": 31})]
     inputs, expected, plans = [], [], []
     for seed, (where, different) in enumerate(arguments):
         plan = MeshAttention(where, **{**SHAPE, **different}, backend="deferred")
-        chunks = my_chunks(plan, *draw(plan.problem, seed))
+        chunks = my_chunks(plan, *draw_all(plan.problem, seed))
         plans.append(plan)
         inputs.append(chunks)
         with MeshAttention(where, **{**SHAPE, **different}) as alone:
-            expected.append(bits(*alone.forward(*chunks)))
+            expected.append(attend(alone, chunks))
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         for i in order:
-            assert bits(*plans[i].forward(*inputs[i])) == expected[i]
+            assert bits(*plans[i].forward(*inputs[i][:3])) == bits(*expected[i][:2])
+        for i in order[::-1]:                               # a backward after other plans' passes
+            q, k, v, dout, dlse, _ = inputs[i]
+            grads = plans[i].backward(dout, q, k, v, *expected[i][:2], dlse=dlse)
+            assert bits(*grads) == bits(*expected[i][2:])
     for plan in plans[::-1]:
         plan.close()
     other.Free()
@@ -62,14 +66,14 @@ def test_messages_of_the_program_stay_its_own(comm):
     assert note[0] == (comm.rank - 1) % comm.size
 
 
-def test_three_thousand_plans(comm):
-    if comm.size != 2:
-        pytest.skip("a case of 2 ranks")
-    plans = [MeshAttention(comm, **TINY, tile=tiles(2)[i % 2]) for i in range(3000)]
+@on(2)
+def test_case_31_three_thousand_plans(group):
+    plans = [MeshAttention(group, **TINY, tile=tiles(2)[i % 2]) for i in range(3000)]
     chunk = np.ones((1, 2, 1, 1), np.float32)
     for plan in (plans[0], plans[1], plans[-1]):
-        out, _ = plan.forward(chunk, chunk, chunk)
-        assert (out == 1).all()
+        out, lse = plan.forward(chunk, chunk, chunk)
+        _, _, dv = plan.backward(chunk, chunk, chunk, chunk, out, lse)
+        assert (out == 1).all() and np.allclose(dv, 1)
     for plan in plans:
         plan.close()
 

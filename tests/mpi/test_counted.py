@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from dense import draw
+from dense import draw, draw_all
 from runs import agreed, my_chunks, tiles
 
 from mpiattn import Layout, MeshAttention, traffic
@@ -44,16 +44,20 @@ class Counting:
         return self.comm.Ialltoallv(sending, receiving)
 
 
-def count(plan, inputs):
-    """(bytes, messages) of this rank in one forward pass."""
+def count(plan, call):
+    """(bytes, messages) of this rank in a call of the plan."""
     mesh = plan._mesh                                   # other plans may share it: it is put back
     row, column = mesh.row, mesh.column
     mesh.row, mesh.column = Counting(row), Counting(column)
     try:
-        plan.forward(*my_chunks(plan, *inputs))
+        call()
         return mesh.row.bytes + mesh.column.bytes, mesh.row.messages + mesh.column.messages
     finally:
         mesh.row, mesh.column = row, column
+
+
+def count_forward(plan):
+    return count(plan, lambda: plan.forward(*my_chunks(plan, *draw(plan.problem))))
 
 
 def uneven(comm, seqlen):
@@ -76,7 +80,7 @@ def hops_that_send(q_lengths, k_lengths, a, b, rank):
 
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.many), "float32", "float64"])
 @pytest.mark.parametrize("layout", ["striped", uneven])
-def test_bytes_are_the_formula(comm, layout, dtype):
+def test_case_22_bytes_are_the_formula(comm, layout, dtype):
     shape = {"batch": 2, "seqlen": 8 * comm.size if layout == "striped" else 45, "heads": 4, "kv_heads": 2,
              "head_dim": 6, "value_dim": 5, "dtype": dtype}
     everything = layout == "striped"                    # a rank without queries needs no keys
@@ -85,7 +89,7 @@ def test_bytes_are_the_formula(comm, layout, dtype):
         total = {}
         for schedule, route in product(("greedy", "collective"), ("direct", "ring")):
             with MeshAttention(comm, **shape, layout=layout, tile=(a, b), schedule=schedule, route=route) as plan:
-                nbytes, messages = count(plan, draw(plan.problem))
+                nbytes, messages = count_forward(plan)
                 assert (nbytes, messages) == plan.sent
                 cut = lengths(plan.q_layout), lengths(plan.k_layout), a, b, comm.rank
                 masked = {} if everything else {"activity": plan.activity, "collective": schedule == "collective"}
@@ -98,14 +102,40 @@ def test_bytes_are_the_formula(comm, layout, dtype):
         assert not everything or len(set(total.values())) == 1, total
 
 
+@pytest.mark.parametrize("wire", [None, "float16", "bfloat16", "float32"])
+def test_case_22_backward_and_wire_dtype(comm, wire):
+    """Counted at MPI, both passes: a narrower wire takes off what the formula says, and no message."""
+    shape = {"batch": 2, "seqlen": 8 * comm.size, "heads": 4, "kv_heads": 2, "head_dim": 6, "value_dim": 5,
+             "dtype": "float64", "wire_dtype": wire, "layout": "striped"}
+    width, tokens = {"float16": 2, "bfloat16": 2, "float32": 4}.get(wire, 8), 8
+    for (a, b), schedule in product(tiles(comm.size), ("greedy", "collective")):
+        with MeshAttention(comm, **shape, tile=(a, b), schedule=schedule) as plan:
+            cut = lengths(plan.q_layout), lengths(plan.k_layout), a, b, comm.rank
+            mine = my_chunks(plan, *draw_all(plan.problem))
+            out, lse = plan.forward(*mine[:3])
+            forward = count(plan, lambda plan=plan, mine=mine: plan.forward(*mine[:3]))
+            backward = count(plan, lambda plan=plan, mine=mine, out=out, lse=lse:
+                             plan.backward(mine.dout, *mine[:3], out, lse))
+            arrays = {"forward": (1 + 2, 2), "backward": (4 + 1, 2 + 2)}          # a hop in a row, in a column
+            for direction, (nbytes, messages) in (("forward", forward), ("backward", backward)):
+                expected = traffic.sent(plan.problem, *cut, direction=direction).total
+                agreed(comm, None if nbytes == expected else f"{direction} {schedule} {a}x{b}: {nbytes}, {expected}")
+                in_row, in_column = arrays[direction]
+                assert messages == (a - 1) * in_row + (b - 1) * in_column
+            heads = 2 * 4 * tokens
+            assert forward[0] == (a - 1) * heads * (8 * 6 + width * 5 + 8) + (b - 1) * heads // 2 * 8 * 11
+            assert backward[0] == ((a - 1) * heads * (8 * 11 + 16 + width * 6)
+                                   + (b - 1) * heads // 2 * 11 * (8 + width))
+
+
 @pytest.mark.many
-def test_formula_by_hand(comm):
+def test_case_22_forward_by_hand(comm):
     """2(a - 1) + 2(b - 1) chunks of float32 per rank, plus 4 bytes a row of lse."""
     tokens, heads, dim = 4, 2, 8
     shape = {"seqlen": tokens * comm.size, "heads": heads, "head_dim": dim, "dtype": "float32"}
     for a, b in tiles(comm.size):
         with MeshAttention(comm, **shape, tile=(a, b), schedule="greedy") as plan:
-            nbytes, _ = count(plan, draw(plan.problem))
+            nbytes, _ = count_forward(plan)
         chunk = tokens * heads * dim * 4
         assert nbytes == (2 * (a - 1) + 2 * (b - 1)) * chunk + (a - 1) * tokens * heads * 4
 
@@ -115,7 +145,7 @@ def test_split_messages_are_counted(comm):
     chunk = 8 * 2 * 8 * 4
     for limit, pieces in ((chunk, 1), (chunk - 1, 2), (chunk // 4, 4), (100, -(-chunk // 100))):
         with MeshAttention(comm, **shape, tile="ring", schedule="greedy", max_message=limit) as plan:
-            nbytes, messages = count(plan, draw(plan.problem))
+            nbytes, messages = count_forward(plan)
             assert (nbytes, messages) == (2 * (comm.size - 1) * chunk, 2 * (comm.size - 1) * pieces)
             assert plan.sent == (nbytes, messages)
 
@@ -158,11 +188,11 @@ def test_a_window_needs_its_neighbours_only(comm):
     tokens, heads, dim = 6, 2, 4
     with MeshAttention(comm, seqlen=tokens * comm.size, heads=heads, head_dim=dim, causal=True, window=(tokens, 0),
                        layout="contiguous", tile="ring", schedule="greedy") as plan:
-        nbytes, _ = count(plan, draw(plan.problem))
+        nbytes, _ = count_forward(plan)
     assert nbytes == (2 * tokens * heads * dim * 4 if comm.rank < comm.size - 1 else 0)
 
 
-def test_backward_formula_by_hand(comm):
+def test_case_22_backward_by_hand(comm):
     """A hop of a row: q, dout, lse, delta there and dq back; of a column: k, v there and dk, dv back."""
     tokens, heads, dim = 4, 2, 8
     shape = {"seqlen": tokens * comm.size, "heads": heads, "head_dim": dim, "dtype": "float32"}

@@ -24,7 +24,7 @@ LAYOUTS = ("contiguous", "striped", "zigzag", uneven)
 @pytest.mark.many
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seqlen", [0, 1, 5, 61])
-def test_scatter_then_gather(comm, layout, seqlen):
+def test_case_23_scatter_then_gather(comm, layout, seqlen):
     layout = layout(comm, seqlen) if callable(layout) else layout
     with plan_of(comm, layout, seqlen) as plan:
         for axis, shape in ((1, (2, seqlen, 3)), (2, (2, 3, seqlen)), (0, (seqlen,))):
