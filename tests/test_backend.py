@@ -215,7 +215,7 @@ def merged(backend, first, second):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("splits", [2, 3, 7, 20])
-def test_merge_of_any_splits(backend, splits, dtype):
+def test_case_16_merge_of_any_splits(backend, splits, dtype):
     pieces, whole = partials_of(splits, seed=splits, dtype=dtype)
     rng = np.random.default_rng(splits)
     for _ in range(5):
@@ -226,13 +226,13 @@ def test_merge_of_any_splits(backend, splits, dtype):
         assert_right(left[0], whole, dtype)
 
 
-def test_merge_is_associative_and_commutative_to_rounding(backend):
+def test_case_16_merge_is_associative_and_commutative_to_rounding(backend):
     (a, b, c), _ = partials_of(3, seed=5)
     assert_right(merged(backend, a, b), merged(backend, b, a), "float64")
     assert_right(merged(backend, merged(backend, a, b), c), merged(backend, a, merged(backend, b, c)), "float64")
 
 
-def test_identity_of_merge(backend):
+def test_case_16_identity_of_merge(backend):
     (a,), _ = partials_of(1)
     nothing = np.zeros_like(a[0]), np.full_like(a[1], -np.inf)
     assert bits(*merged(backend, a, nothing)) == bits(*a)
