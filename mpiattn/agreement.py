@@ -3,17 +3,8 @@
 import hashlib
 from contextlib import contextmanager
 
-import numpy as np
-from mpi4py import MPI
-
 from . import errors
 from .errors import ArgumentError, MpiattnError
-
-
-def _largest(comm, numbers):
-    result = np.array(numbers, np.int64)
-    comm.Allreduce(MPI.IN_PLACE, result, MPI.MAX)
-    return result
 
 
 def _which(ranks):
@@ -30,20 +21,20 @@ def _describe(error):
     return "MpiattnError", f"{name}: {error}"
 
 
-def _raise_everywhere(comm, error, only):
-    told = comm.allgather(None if error is None else _describe(error))
+def _raise_everywhere(peers, error, only):
+    told = peers.allgather(None if error is None else _describe(error))
     name, text = next(t for t in told if t is not None)
     failing = [rank for rank, t in enumerate(told) if t == (name, text)]
-    if len(failing) < comm.size and only is None:
-        text = f"{text} (on {_which(failing)} of {comm.size})"
+    if len(failing) < peers.size and only is None:
+        text = f"{text} (on {_which(failing)} of {peers.size})"
     common = getattr(errors, name)(text)
     common.everywhere = True
     raise common from error
 
 
 @contextmanager
-def agreement(comm, only=None):
-    """Run the body on every rank of `comm`; if it raises on any, the same error is raised on all.
+def agreement(peers, only=None):
+    """Run the body on every one of the `Peers`; if it raises on any, the same error is raised on all.
 
     The body must not communicate, or only so that it fails on all ranks alike (an h5py that has MPI).  Costs one
     allreduce of eight bytes when all is well.
@@ -55,8 +46,8 @@ def agreement(comm, only=None):
         yield
     except Exception as caught:
         error = caught
-    if _largest(comm, [error is not None])[0]:
-        _raise_everywhere(comm, error, only)
+    if peers.largest([error is not None])[0]:
+        _raise_everywhere(peers, error, only)
 
 
 def _brief(value):
@@ -64,14 +55,14 @@ def _brief(value):
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def agree_on(comm, arguments):
+def agree_on(peers, arguments):
     """Raise ArgumentError on every rank unless all gave the same `arguments`, a dict of name to value."""
     text = repr(sorted(arguments.items())).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    high, low = _largest(comm, [digest, -digest])
+    high, low = peers.largest([digest, -digest])
     if high == -low:
         return
-    told = comm.allgather(arguments)
+    told = peers.allgather(arguments)
     for name in arguments:
         values = [t[name] for t in told]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)

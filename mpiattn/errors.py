@@ -19,6 +19,10 @@ class FileError(MpiattnError, OSError):
     """A file cannot be read or written as asked."""
 
 
+class PeerFailure(MpiattnError):
+    """Another rank did not do its part in time; what this rank was doing with it cannot be finished."""
+
+
 class ScheduleError(MpiattnError):
     """A schedule breaks one of its own rules (see `mpiattn.validate`)."""
 

@@ -1,21 +1,36 @@
 """Nonblocking messages of flat byte buffers, split where they are too long, and counted."""
 
 import time
+from typing import NamedTuple
 
 from mpi4py import MPI
 
 MAX_MESSAGE = 2 ** 30     # bytes; below the 2^31 - 1 that an MPI count can say
 
 
+class Posted(NamedTuple):
+    """A request, and for a message that says what is missing, what it does: a verb, bytes, and the rank in a group.
+
+    peer: None for a collective of all the group.
+    """
+
+    request: MPI.Request
+    verb: str
+    nbytes: int
+    comm: MPI.Comm
+    peer: int = None
+
+
 class Exchange:
     """Posts and completes transfers for one plan.
 
-    A buffer is a flat array of uint8.  max_message: bytes of the longest message; a longer one goes in
-    pieces.  sent_bytes and sent_messages count what was handed to MPI for other ranks.
+    peers: the ranks of the plan, by whose numbers a failure names them.  A buffer is a flat array of uint8.
+    max_message: bytes of the longest message; a longer one goes in pieces.  sent_bytes and sent_messages count what was
+    handed to MPI for other ranks.
     """
 
-    def __init__(self, max_message=MAX_MESSAGE):
-        self.max_message = max_message
+    def __init__(self, peers, max_message=MAX_MESSAGE):
+        self.peers, self.max_message = peers, max_message
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types = {}
@@ -25,15 +40,17 @@ class Exchange:
             yield buffer[start:start + self.max_message]
 
     def send(self, comm, buffer, dest, tag):
-        """Post a send; returns its requests.  An empty buffer sends nothing."""
-        requests = [comm.Isend([piece, MPI.BYTE], dest, tag) for piece in self._pieces(buffer)]
+        """Post a send; returns what was posted.  An empty buffer sends nothing."""
+        posted = [Posted(comm.Isend([piece, MPI.BYTE], dest, tag), "send", len(piece), comm, dest)
+                  for piece in self._pieces(buffer)]
         self.sent_bytes += len(buffer)
-        self.sent_messages += len(requests)
-        return requests
+        self.sent_messages += len(posted)
+        return posted
 
     def receive(self, comm, buffer, source, tag):
-        """Post a receive of exactly the buffer's bytes; returns its requests."""
-        return [comm.Irecv([piece, MPI.BYTE], source, tag) for piece in self._pieces(buffer)]
+        """Post a receive of exactly the buffer's bytes; returns what was posted."""
+        return [Posted(comm.Irecv([piece, MPI.BYTE], source, tag), "receive", len(piece), comm, source)
+                for piece in self._pieces(buffer)]
 
     def _row_type(self, row_bytes):
         """A datatype of one token's bytes: counts and displacements in tokens cannot overflow."""
@@ -47,29 +64,30 @@ class Exchange:
         return [(first, step) for first in range(0, longest, step)]
 
     def allgather(self, comm, chunk, arena, lengths, offsets, row_bytes):
-        """Post the gathering of every rank's chunk into `arena`; returns the requests.
+        """Post the gathering of every rank's chunk into `arena`; returns what was posted.
 
         lengths, offsets: tokens of each rank's chunk and where it goes in the arena, by rank of `comm`.
         """
-        row_type, requests = self._row_type(row_bytes), []
+        row_type, posted = self._row_type(row_bytes), []
         for first, step in self._rounds(max(lengths), row_bytes):
             counts = [min(max(n - first, 0), step) for n in lengths]
             starts = [offset + min(first, n) for offset, n in zip(offsets, lengths)]
             mine = counts[comm.rank]
             piece = chunk[first * row_bytes:(first + mine) * row_bytes]
-            requests.append(comm.Iallgatherv([piece, mine, row_type], [arena, counts, starts, row_type]))
+            request = comm.Iallgatherv([piece, mine, row_type], [arena, counts, starts, row_type])
+            posted.append(Posted(request, "gather", sum(counts) * row_bytes, comm))
             self._count(mine * row_bytes, comm.size - 1)
-        return requests
+        return posted
 
     def alltoall(self, comm, outgoing, out_lengths, out_offsets, incoming, in_lengths, in_offsets, row_bytes,
                  longest):
-        """Post an exchange of a chunk with every rank; returns the requests.
+        """Post an exchange of a chunk with every rank; returns what was posted.
 
         Tokens out_lengths[j] at out_offsets[j] of `outgoing` go to rank j; in_lengths[j] tokens from rank j
         come to in_offsets[j] of `incoming`.  longest: tokens of the longest chunk between any two ranks, by
         which all of them know the number of rounds.
         """
-        row_type, requests = self._row_type(row_bytes), []
+        row_type, posted = self._row_type(row_bytes), []
 
         def part(lengths, offsets, first, step):
             return ([min(max(n - first, 0), step) for n in lengths],
@@ -77,22 +95,39 @@ class Exchange:
         for first, step in self._rounds(longest, row_bytes):
             counts, starts = part(out_lengths, out_offsets, first, step)
             in_counts, in_starts = part(in_lengths, in_offsets, first, step)
-            requests.append(comm.Ialltoallv([outgoing, counts, starts, row_type],
-                                            [incoming, in_counts, in_starts, row_type]))
+            request = comm.Ialltoallv([outgoing, counts, starts, row_type],
+                                      [incoming, in_counts, in_starts, row_type])
+            posted.append(Posted(request, "exchange", sum(counts + in_counts) * row_bytes, comm))
             for rank, count in enumerate(counts):
                 self._count(count * row_bytes, rank != comm.rank)
-        return requests
+        return posted
 
     def _count(self, nbytes, messages):
         if nbytes:
             self.sent_bytes += nbytes * messages
             self.sent_messages += int(messages)
 
-    def wait(self, requests):
-        """Complete requests, staying inside MPI so that it makes progress."""
+    def wait(self, posted, where=""):
+        """Complete what was posted, staying inside MPI so that it makes progress.
+
+        where: in what, for the PeerFailure when it takes longer than the peers are waited for.
+        """
         start = time.perf_counter()
-        MPI.Request.Waitall(requests)
+        self.peers.wait([one.request for one in posted], lambda: f"{where} to {self._missing(posted)}".lstrip())
         self.wait_seconds += time.perf_counter() - start
+
+    def _missing(self, posted):
+        """What has not been completed, in words."""
+        told, everyone = [], self.peers.comm.Get_group()
+        for one in posted:
+            if one.request == MPI.REQUEST_NULL or one.request.Test():
+                continue
+            group = one.comm.Get_group()
+            ranks = range(one.comm.size) if one.peer is None else [one.peer]
+            names = ", ".join(str(rank) for rank in group.Translate_ranks(ranks, everyone))
+            preposition = {"send": "to rank", "receive": "from rank"}.get(one.verb, "among ranks")
+            told.append(f"{one.verb} {one.nbytes} bytes {preposition} {names}")
+        return ", ".join(told)
 
     def close(self):
         """Free the datatypes."""

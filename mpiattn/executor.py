@@ -19,9 +19,9 @@ _TAG = {"Q": 0, "KV": 4, "O": 6, "dQ": 8, "dKV": 9}
 
 
 class _Pending(NamedTuple):
-    """A posted transfer: its requests, the arrays that leave, what arrives, and what to do with that."""
+    """A posted transfer: what the exchange posted, the arrays that leave, what arrives, and what to do with that."""
 
-    requests: list
+    posted: list
     leaving: tuple
     arriving: Chunk
     then: Callable
@@ -42,6 +42,7 @@ class Executor:
         self.mesh, self.schedule, self.work, self.exchange = mesh, schedule, work, exchange
         self.backend, self.q_layout, self.k_layout = work.backend, q_layout, k_layout
         self.buffers = Buffers(self.backend, work.shapes(), schedule, mesh, self.q_layout, self.k_layout)
+        self.where = ""                     # the step that is run, in words
         self.sorting = None                 # of the keys of a packed arena by position: order, its inverse, arrays
         if self.buffers.packed and schedule.slots["KV"]:
             order = np.argsort(self._arena_key_positions(), kind="stable")
@@ -67,10 +68,18 @@ class Executor:
         reduced kind the arrays of #0, in buffers that the next call overwrites and that the last launches may
         still be writing.
         """
+        try:
+            return self._run(q, kv, activity, progress)
+        except Exception as error:
+            error.where = self.where            # for whoever tells of it
+            raise
+
+    def _run(self, q, kv, activity, progress):
         self.activity = activity
         self.chunks = {("Q", 0): Chunk(q), ("KV", 0): Chunk(kv)}
         self.buffers.occupant.clear()
-        for step in self.schedule.steps:
+        for number, step in enumerate(self.schedule.steps):
+            self.where = f"in step {number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} pass"
             pending = [self._post_collective(t) if t.collective else self._post(t) for t in step.transfers]
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
                 self._run_tile() if step.fused else self._run_block(*blocks[0])
@@ -164,22 +173,22 @@ class Executor:
         ahead = 1 if ring else hop if gathered else -hop     # a partial goes to its owner, hop ranks back
         target = hop if gathered else (hop + 1) % self.schedule.extent(kind) if ring else 0
         comm, me = self._group(kind)
-        requests, sending, arriving = [], (), None
+        posted, sending, arriving = [], (), None
         if self.activity.receives(kind, rank, hop, route):
             arriving, before = self.buffers.take_slot(arena_of(kind), slot, self.buffers.tokens(kind)[target], hop)
             for i, array in enumerate(arriving.arrays):
-                requests += self.exchange.receive(comm, self.backend.incoming(array, before),
+                posted += self.exchange.receive(comm, self.backend.incoming(array, before),
                                                   (me - ahead) % comm.size, _TAG[kind] + i)
         if self.activity.sends(kind, rank, hop, route):
             leaving = self._travelling(kind, self.chunks[kind, (hop - 1 if ring else 0) if gathered else hop])
             sending = leaving.arrays
             for i, array in enumerate(sending):
-                requests += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
+                posted += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
                                                (me + ahead) % comm.size, _TAG[kind] + i)
         if not gathered:
             self.chunks.pop((kind, hop), None)
-            return _Pending(requests, sending, arriving, lambda: self._merge(kind, target, arriving))
-        return _Pending(requests, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving}))
+            return _Pending(posted, sending, arriving, lambda: self._merge(kind, target, arriving))
+        return _Pending(posted, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving}))
 
     def _travelling(self, kind, chunk):
         """A chunk as it travels: itself, or a partial cast to the dtype of the wire."""
@@ -215,10 +224,10 @@ class Executor:
         owners = [self.activity.back(kind, self.mesh.rank, (me - rank) % comm.size) for rank in range(comm.size)]
         wanted = [any(self.activity.sends(kind, owner, hop) for hop in range(1, comm.size)) for owner in owners]
         tokens = [count * want for count, want in zip(tokens, wanted)]
-        requests = []
+        posted = []
         for mine, arena in zip(own.arrays, gathered.arrays):
             leaving = self.backend.outgoing(mine)
-            requests += self.exchange.allgather(comm, leaving if wanted[me] else leaving[:0],
+            posted += self.exchange.allgather(comm, leaving if wanted[me] else leaving[:0],
                                                 self.backend.incoming(arena), tokens, starts, _row_bytes(arena))
 
         def place():
@@ -229,7 +238,7 @@ class Executor:
                 for dst, src in zip(at, own.arrays):
                     self.backend.copy(dst, src)
             self.chunks[kind, 0] = gathered
-        return _Pending(requests, own.arrays, gathered, place)
+        return _Pending(posted, own.arrays, gathered, place)
 
     def _exchange_partials(self, transfer):
         kind = transfer.kind
@@ -246,9 +255,9 @@ class Executor:
         ready = tuple(event for hop in range(comm.size) for event in self.chunks[kind, hop].ready)
         leaving = self._travelling(kind, Chunk(self.buffers.arena[kind], ready))
         received = Chunk(self.buffers.arena[arena_of(kind)])
-        requests = []
+        posted = []
         for mine, arena in zip(leaving.arrays, received.arrays):
-            requests += self.exchange.alltoall(
+            posted += self.exchange.alltoall(
                 comm, self.backend.outgoing(mine, leaving.ready), tokens, starts,
                 self.backend.incoming(arena), received_tokens,
                 [self.buffers.slot_start(arena_of(kind), slot) for slot in slots], _row_bytes(arena), longest)
@@ -258,11 +267,11 @@ class Executor:
                 partial, _ = self.buffers.take_slot(arena_of(kind), slot_of[hop], own)
                 partial.ready = received.ready
                 self._merge(kind, 0, partial)
-        return _Pending(requests, leaving.arrays, received, merge_in_order)
+        return _Pending(posted, leaving.arrays, received, merge_in_order)
 
     def _complete(self, pending):
         """Wait for a transfer and put what arrived to its use."""
-        self.exchange.wait(pending.requests)
+        self.exchange.wait(pending.posted, self.where)
         for array in pending.leaving:
             self.backend.sent(array)
         if pending.arriving is not None:

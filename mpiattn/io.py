@@ -44,19 +44,19 @@ def _write_tokens(dataset, start, rows, axis):
 
 
 class Input:
-    """An input file, open on every rank of a communicator; made, used and closed collectively.
+    """An input file, open on every rank; made, used and closed collectively.
 
     shapes: the keyword arguments of `Problem` that it fixes.  max_message: as of `MeshAttention`.
     backward: it must hold dout besides q, k, v.
     """
 
-    def __init__(self, comm, path, max_message=MAX_MESSAGE, backward=False):
-        self.comm, self.path, self.max_message = comm, path, max_message
-        with agreement(comm):                        # every rank looks for itself: hosts may see different files
+    def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False):
+        self.peers, self.path, self.max_message = peers, path, max_message
+        with agreement(peers):                        # every rank looks for itself: hosts may see different files
             self.shapes = read_shapes(path, backward)
-        agree_on(comm, {f"the content of IN, {str(path)!r}": self.shapes})
-        with agreement(comm), file_errors("IN", path, "read"):
-            self.file = _open(path, "r", comm)
+        agree_on(peers, {f"the content of IN, {str(path)!r}": self.shapes})
+        with agreement(peers), file_errors("IN", path, "read"):
+            self.file = _open(path, "r", peers.comm)
 
     def chunk(self, name, layout, progress=None):
         """This rank's chunk of a dataset: (batch, tokens, heads, dim), stored tokens first.
@@ -65,14 +65,14 @@ class Input:
         """
         data = self.file[name]
         shape = (data.shape[0], *data.shape[2:])
-        slabs = Layout("contiguous", data.shape[1], self.comm.size)
+        slabs = Layout("contiguous", data.shape[1], self.peers.size)
 
         def read(start, stop):
             rows = self._tokens(data, start, stop, _collective())
             if progress:
                 progress(stop - start)
             return np.moveaxis(rows, 1, 0)
-        move = Redistribution(self.comm, slabs, layout, shape, dtype_of(data), self.max_message)
+        move = Redistribution(self.peers, slabs, layout, shape, dtype_of(data), self.max_message)
         return move.to_chunk(read).swapaxes(0, 1)
 
     def tokens(self, name, start, stop):
@@ -94,27 +94,27 @@ class Output:
     shapes: name -> (shape, dtype).  inputs: files that must not be written over.
     """
 
-    def __init__(self, comm, path, shapes, inputs=(), max_message=MAX_MESSAGE):
-        self.comm, self.path, self.max_message = comm, path, max_message
+    def __init__(self, peers, path, shapes, inputs=(), max_message=MAX_MESSAGE):
+        self.peers, self.path, self.max_message = peers, path, max_message
         self.new = self.file = None
         try:
-            with agreement(comm, only=0), file_errors("OUT", path, "written"):
-                if comm.rank == 0:
+            with agreement(peers, only=0), file_errors("OUT", path, "written"):
+                if peers.rank == 0:
                     self.new = NewFile("OUT", path, inputs)
                     with h5py.File(self.new.partial, "w", libver="v108") as file:
                         create_datasets(file, shapes)
                     reserve(self.new.partial)
-            partial = comm.bcast(self.new and self.new.partial)
-            with agreement(comm), file_errors("OUT", path, "written"):
-                if parallel() or comm.rank == 0:
-                    self.file = _open(partial, "r+", comm)
+            partial = peers.allgather(self.new and self.new.partial)[0]
+            with agreement(peers), file_errors("OUT", path, "written"):
+                if parallel() or peers.rank == 0:
+                    self.file = _open(partial, "r+", peers.comm)
         except BaseException:
             self.abandon()
             raise
 
     def write(self, name, chunk, layout, axis=1, progress=None):
         """Write every rank's chunk of a dataset, tokens along `axis`."""
-        slabs = Layout("contiguous", layout.seqlen, self.comm.size) if parallel() else all_on(0, layout)
+        slabs = Layout("contiguous", layout.seqlen, self.peers.size) if parallel() else all_on(0, layout)
 
         def write(start, rows):
             if self.file is None:
@@ -124,17 +124,17 @@ class Output:
             if progress:
                 progress(len(rows))
         rows = np.moveaxis(chunk, axis, 0)
-        move = Redistribution(self.comm, slabs, layout, rows.shape[1:], rows.dtype, self.max_message)
+        move = Redistribution(self.peers, slabs, layout, rows.shape[1:], rows.dtype, self.max_message)
         move.from_chunk(rows, write)
 
     def commit(self, attributes):
         """Write attributes, close the file and give it its name."""
-        with agreement(self.comm), file_errors("OUT", self.path, "written"):
+        with agreement(self.peers), file_errors("OUT", self.path, "written"):
             if self.file is not None:
                 self.file.attrs.update(attributes)
                 self.file.close()
                 self.file = None
-        with agreement(self.comm, only=0), file_errors("OUT", self.path, "written"):
+        with agreement(self.peers, only=0), file_errors("OUT", self.path, "written"):
             if self.new:
                 self.new.publish()
 

@@ -13,9 +13,10 @@ tile, one mesh, so thousands of plans may be alive.  Both are freed with their l
 from mpi4py import MPI
 
 from .errors import ArgumentError
+from .peers import TIMEOUT, Peers
 
 _KEY = None                       # MPI attribute under which a caller's communicator keeps its Home
-_WRECKS = []                      # meshes with messages under way that nobody waits for
+_WRECKS = []                      # with messages under way that nobody waits for
 
 
 class Mesh:
@@ -33,19 +34,19 @@ class Mesh:
         self.rank, self.size = self.cart.rank, self.cart.size
         self.r, self.c = self.column.rank, self.row.rank
         self.users = 0
-        self.wreck = None
+        self.wreck = []
 
     def abandon(self, what):
-        """After a pass that did not end: messages may still be under way here, into the buffers of `what`.
+        """After something that did not end: messages may still be under way here, into the buffers of `what`.
 
         The mesh is never used for another plan, nor freed, and `what` is kept for good.
         """
-        self.wreck = what
+        self.wreck.append(what)
         _WRECKS.append(self)
 
     def free(self):
         """Free the communicators; collective."""
-        if self.wreck is not None:
+        if self.wreck:
             return
         for comm in (self.row, self.column, self.cart):
             comm.Free()
@@ -59,15 +60,20 @@ def _forget_owner(comm, key, home):
 class Home:
     """What mpiattn keeps with one communicator of the caller's: a duplicate, and the meshes in use."""
 
-    def __init__(self, comm):
+    def __init__(self, comm, timeout):
         self.owner = comm
-        self.comm = comm.Dup()
+        self.comm, request = comm.Idup()
+        Peers(comm, timeout).wait([request])
         self.users = 0
         self.meshes = {}
+        self.wreck = []
 
     @classmethod
-    def enter(cls, comm):
-        """The home of a communicator, made if need be, with one user more; collective."""
+    def enter(cls, comm, timeout=TIMEOUT):
+        """The home of a communicator, made if need be, with one user more; collective.
+
+        timeout: seconds that the other ranks are waited for.
+        """
         global _KEY
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ArgumentError(f"comm is {comm!r}; it must be an mpi4py intracommunicator")
@@ -75,23 +81,34 @@ class Home:
             _KEY = MPI.Comm.Create_keyval(delete_fn=_forget_owner)
         home = comm.Get_attr(_KEY)
         if home is None:
-            home = cls(comm)
+            home = cls(comm, timeout)
             comm.Set_attr(_KEY, home)
         home.users += 1
         return home
 
-    def mesh(self, a, b):
+    def peers(self, timeout):
+        """The ranks of the communicator."""
+        return Peers(self.comm, timeout, self._abandon)
+
+    def _abandon(self, what):
+        """As of a mesh; whoever enters the caller's communicator again gets a new home."""
+        if self.owner is not None:
+            self.owner.Delete_attr(_KEY)
+        self.wreck.append(what)
+        _WRECKS.append(self)
+
+    def mesh(self, a, b, timeout=TIMEOUT):
         """The mesh of a tile, made if need be, with one user more; collective."""
         mesh = self.meshes.get((a, b))
         # a pass may have ended on some ranks only, so they agree on whether they need a new mesh
-        if self.comm.allreduce(mesh is None or mesh.wreck is not None, MPI.LOR):
+        if self.peers(timeout).largest([mesh is None or bool(mesh.wreck)])[0]:
             mesh = self.meshes[a, b] = Mesh(self.comm, a, b)
         mesh.users += 1
         return mesh
 
     def leave(self, mesh=None):
         """Give up a use of the home and, where given, of a mesh; collective."""
-        if MPI.Is_finalized():
+        if MPI.Is_finalized() or self.wreck:
             return
         if mesh is not None:
             mesh.users -= 1

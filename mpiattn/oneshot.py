@@ -6,6 +6,7 @@ from .agreement import agreement
 from .errors import ArgumentError
 from .layout import Layout
 from .mesh import Home
+from .peers import time_limit
 from .plan import MeshAttention
 
 
@@ -18,13 +19,15 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
 
     Returns out and lse.  To run more than once, make a plan.
     """
-    home = Home.enter(comm)
+    limit = time_limit(options.get("timeout"))
+    home = Home.enter(comm, limit)
+    peers = home.peers(limit)
     try:
-        with agreement(home.comm):
+        with agreement(peers):
             for name, array in (("q", q), ("k", k), ("v", v)):
                 if not isinstance(array, np.ndarray) or array.ndim != 4:
                     raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)")
-        lengths = home.comm.allgather((q.shape[1], k.shape[1]))
+        lengths = peers.allgather((q.shape[1], k.shape[1]))
         q_sizes, k_sizes = zip(*lengths)
         if layout == "contiguous":
             layout = tuple(Layout(layout, sum(sizes), comm.size, sizes) for sizes in (q_sizes, k_sizes))

@@ -14,6 +14,7 @@ from .exchange import MAX_MESSAGE, Exchange
 from .executor import Executor
 from .mesh import Home
 from .passes import Backward, Forward
+from .peers import Peers, check_timeout, time_limit
 from .problem import Problem
 from .redistribute import gather, scatter
 from .tiling import parse_tile
@@ -52,6 +53,8 @@ class MeshAttention:
     backend: "numpy" or "auto".
     max_message: bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and
         gather down to one token's row.
+    timeout: seconds that this rank waits for others, in a call or a transfer, before it raises PeerFailure; default
+        600 or, where that is longer, ten times the predicted time of the passes.  inf: for ever.
 
     q_layout, k_layout, schedule, problem: what was chosen and asked.  balance: the most pairs (query, key) that a rank
     attends to over their mean, under the plan's own masks.
@@ -63,10 +66,13 @@ class MeshAttention:
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
                  window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto",
                  schedule="auto", route="direct", direction="forward", wire_dtype=None, backend="auto",
-                 max_message=MAX_MESSAGE):
-        self._home, self._mesh = Home.enter(comm), None
+                 max_message=MAX_MESSAGE, timeout=None):
+        limit = time_limit(timeout)
+        self._home, self._mesh = Home.enter(comm, limit), None
         try:
-            with agreement(self._home.comm):
+            peers = self._home.peers(limit)
+            with agreement(peers):
+                check_timeout(timeout)
                 problem = Problem(seqlen=seqlen, heads=heads, head_dim=head_dim, batch=batch, kv_heads=kv_heads,
                                   value_dim=value_dim, seqlen_k=seqlen_k, dtype=dtype, causal=causal, scale=scale,
                                   window=window, softcap=softcap, wire_dtype=wire_dtype)
@@ -78,9 +84,9 @@ class MeshAttention:
                 if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
                 self._backend = backends.get(backend)
-            agree_on(self._home.comm, {**asdict(problem), "tile": shape, "layout": layouts, "schedule": schedule,
-                                       "route": route, "direction": direction, "backend": self._backend.name,
-                                       "max_message": max_message})
+            agree_on(peers, {**asdict(problem), "tile": shape, "layout": layouts, "schedule": schedule,
+                             "route": route, "direction": direction, "backend": self._backend.name,
+                             "max_message": max_message, "timeout": timeout})
             self.problem, self.route = problem, route
             chosen = choice.evaluate(problem, comm.size, route, direction=direction, pairs=layouts,
                                      kinds=cost.SCHEDULES if schedule == "auto" else (schedule,),
@@ -88,9 +94,10 @@ class MeshAttention:
             self.q_layout, self.k_layout = q_layout, k_layout = chosen.layouts
             self.balance = chosen.balance
             self.schedule = cost.build(chosen.schedule, chosen.a, chosen.b, route, problem)
-            self._mesh = self._home.mesh(chosen.a, chosen.b)
-            self._exchange = Exchange(max_message)
-            with agreement(self._home.comm):          # a rank that lacks the memory must not leave the others waiting
+            self._mesh = self._home.mesh(chosen.a, chosen.b, limit)
+            self._peers = Peers(self._mesh.cart, time_limit(timeout, chosen.seconds), self._mesh.abandon)
+            self._exchange = Exchange(self._peers, max_message)
+            with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
                 self._executor = Executor(self._mesh, self.schedule, Forward(problem, self._backend), self._exchange,
                                           q_layout, k_layout)
                 self._activity = Activity(problem.mask, q_layout, k_layout, chosen.a, chosen.b)
@@ -244,7 +251,7 @@ class MeshAttention:
         return tuple(grads)
 
     def _agreement(self, check):
-        return agreement(self._mesh.cart) if check else nullcontext()
+        return agreement(self._peers) if check else nullcontext()
 
     @contextmanager
     def _pass(self, executor):
@@ -271,7 +278,7 @@ class MeshAttention:
         """Both ends of a transfer judge by the documents whether it is made, so they must be the same everywhere."""
         if check:
             groups = activity.documents
-            agree_on(self._mesh.cart, {
+            agree_on(self._peers, {
                 "documents (cu_seqlens or lengths)":
                     groups and tuple((q_cuts.tolist(), k_cuts.tolist()) for q_cuts, k_cuts in groups),
                 "sinks": None if sinks is None else sinks[:self.problem.heads].tolist()})
@@ -285,13 +292,11 @@ class MeshAttention:
 
     def _sum_over_ranks(self, mine):
         """The sum of a small array over the ranks, in order of rank, so that it is the same on all."""
-        parts = np.empty((self._mesh.size, *mine.shape), mine.dtype)
-        self._mesh.cart.Allgather(np.ascontiguousarray(mine), parts)
-        return parts.sum(axis=0)
+        return np.sum(self._peers.allgather(mine), axis=0)
 
     def _check_inputs(self, q, k, v):
         p, tokens, tokens_k = self.problem, len(self.positions), len(self.positions_k)
-        if self._mesh.wreck is not None:
+        if self._mesh.wreck:
             raise MpiattnError("a pass on this plan's mesh did not end; close the plan and make a new one")
         self._check("q", q, (p.batch, tokens, p.heads, p.head_dim))
         self._check("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim))
@@ -326,14 +331,14 @@ class MeshAttention:
         array: the whole, needed on `root` only; with root=None every rank gives it and nothing is sent.
         keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
         """
-        return scatter(self._mesh.cart, self._layout(keys), array, root, axis, self._exchange.max_message)
+        return scatter(self._peers, self._layout(keys), array, root, axis, self._exchange.max_message)
 
     def gather(self, chunk, *, root=0, axis=1, keys=False):
         """The whole array of the ranks' chunks, in natural order; None except on `root`; collective.
 
         chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole.
         """
-        return gather(self._mesh.cart, self._layout(keys), chunk, root, axis, self._exchange.max_message)
+        return gather(self._peers, self._layout(keys), chunk, root, axis, self._exchange.max_message)
 
     def _layout(self, keys):
         self._check_open()

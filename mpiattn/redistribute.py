@@ -39,13 +39,13 @@ def _starts(counts):
 
 
 class Redistribution:
-    """Moves rows of tokens between `slabs`, a contiguous layout, and `layout` on a communicator.
+    """Moves rows of tokens between `slabs`, a contiguous layout, and `layout` among `Peers`.
 
     shape, dtype: of one token's row.  max_message: as of `MeshAttention`.
     """
 
-    def __init__(self, comm, slabs, layout, shape, dtype, max_message=MAX_MESSAGE):
-        self.comm, self.slabs, self.layout, self.max_message = comm, slabs, layout, max_message
+    def __init__(self, peers, slabs, layout, shape, dtype, max_message=MAX_MESSAGE):
+        self.peers, self.slabs, self.layout, self.max_message = peers, slabs, layout, max_message
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self.row_bytes = self.dtype.itemsize * math.prod(self.shape)
         self.tokens = max(1, PIECE_BYTES // max(self.row_bytes, 1))
@@ -55,7 +55,7 @@ class Redistribution:
 
         Tokens are pairs of slices, in the chunk and in the piece.
         """
-        me, ranks = self.comm.rank, range(self.comm.size)
+        me, ranks = self.peers.rank, range(self.peers.size)
         bounds = [(r.start, r.stop) for r in (self.slabs.ranges(rank)[0] for rank in ranks)]
         for first in range(0, max(self.slabs.lengths), self.tokens):
             pieces = [(min(start + first, stop), min(start + first + self.tokens, stop)) for start, stop in bounds]
@@ -69,10 +69,10 @@ class Redistribution:
         """Send `outgoing`, and receive `incoming`, by rank; leaving and arriving tell the tokens."""
         if not self.row_bytes:
             return
-        exchange = Exchange(self.max_message)
+        exchange = Exchange(self.peers, self.max_message)
         counts, in_counts = list(map(_count, leaving)), list(map(_count, arriving))
         exchange.wait(exchange.alltoall(
-            self.comm, outgoing.reshape(-1).view(np.uint8), counts, _starts(counts),
+            self.peers.comm, outgoing.reshape(-1).view(np.uint8), counts, _starts(counts),
             incoming.reshape(-1).view(np.uint8), in_counts, _starts(in_counts), self.row_bytes, self.tokens))
         exchange.close()
 
@@ -93,10 +93,10 @@ class Redistribution:
 
         Every rank calls `read` equally often, with start = stop where its slab has ended, so it may be collective.
         """
-        with agreement(self.comm):
-            chunk = self._rows(self.layout.length(self.comm.rank))
+        with agreement(self.peers):
+            chunk = self._rows(self.layout.length(self.peers.rank))
         for (start, stop), mine, theirs in self._rounds():
-            with agreement(self.comm):
+            with agreement(self.peers):
                 outgoing = self._packed(read(start, stop), theirs, 1)
                 incoming = self._rows(sum(map(_count, mine)))
             self._trade(outgoing, theirs, incoming, mine)
@@ -109,11 +109,11 @@ class Redistribution:
         Every rank calls `write` equally often, with no rows where its slab has ended.
         """
         for (start, stop), mine, theirs in self._rounds():
-            with agreement(self.comm):
+            with agreement(self.peers):
                 outgoing = self._packed(chunk, mine, 0)
                 incoming, slab = self._rows(stop - start), self._rows(stop - start)
             self._trade(outgoing, mine, incoming, theirs)
-            with agreement(self.comm):
+            with agreement(self.peers):
                 self._unpack(incoming, slab, theirs, 1)
                 write(start, slab)
 
@@ -131,53 +131,54 @@ def _check_tokens(array, layout, axis, length):
         raise ArgumentError(f"array has shape {array.shape}; it must have {length} tokens along axis {axis}")
 
 
-def _checked_row(comm, layout, array, root, axis, length):
+def _checked_row(peers, layout, array, root, axis, length):
     """Shape and dtype of one token's row of an array that `root`, or for None every rank, must hold."""
-    agree_on(comm, {"root": root, "axis": axis, "tokens": layout.seqlen})
-    with agreement(comm):
-        if root is not None and (not isinstance(root, Integral) or not 0 <= root < comm.size):
-            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {comm.size - 1}")
+    agree_on(peers, {"root": root, "axis": axis, "tokens": layout.seqlen})
+    with agreement(peers):
+        if root is not None and (not isinstance(root, Integral) or not 0 <= root < peers.size):
+            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {peers.size - 1}")
         if length is not None:
             _check_tokens(array, layout, axis, length)
     row = None if length is None else (array.shape[:axis] + array.shape[axis + 1:], array.dtype)
     if root is None:
-        agree_on(comm, {"shape of a token and dtype of array": row})
+        agree_on(peers, {"shape of a token and dtype of array": row})
         return row
-    return comm.bcast(row, root)
+    return peers.allgather(row)[root]
 
 
-def scatter(comm, layout, array, root, axis, max_message=MAX_MESSAGE):
+def scatter(peers, layout, array, root, axis, max_message=MAX_MESSAGE):
     """A rank's chunk of the whole `array`, which `root` has, or for None every rank."""
-    length = layout.seqlen if root in (None, comm.rank) else None
-    shape, dtype = _checked_row(comm, layout, array, root, axis, length)
-    with agreement(comm):
+    length = layout.seqlen if root in (None, peers.rank) else None
+    shape, dtype = _checked_row(peers, layout, array, root, axis, length)
+    with agreement(peers):
         whole = np.empty((0, *shape), dtype) if length is None else np.moveaxis(array, axis, 0)
     if root is None:
-        with agreement(comm):
-            rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(comm.rank)])
+        with agreement(peers):
+            rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(peers.rank)])
     else:
-        move = Redistribution(comm, all_on(root, layout), layout, shape, dtype, max_message)
+        move = Redistribution(peers, all_on(root, layout), layout, shape, dtype, max_message)
         rows = move.to_chunk(lambda start, stop: whole[start:stop])
     return np.ascontiguousarray(np.moveaxis(rows, 0, axis))
 
 
-def gather(comm, layout, chunk, root, axis, max_message=MAX_MESSAGE):
+def gather(peers, layout, chunk, root, axis, max_message=MAX_MESSAGE):
     """The whole array of all chunks on `root`, or for None on every rank; None elsewhere."""
-    agree_on(comm, {"root": root})
+    agree_on(peers, {"root": root})
     at = 0 if root is None else root
-    shape, dtype = _checked_row(comm, layout, chunk, None, axis, layout.length(comm.rank))
-    with agreement(comm):
-        if not isinstance(at, Integral) or not 0 <= at < comm.size:
-            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {comm.size - 1}")
-        whole = np.empty((layout.seqlen if root in (None, comm.rank) else 0, *shape), dtype)
+    shape, dtype = _checked_row(peers, layout, chunk, None, axis, layout.length(peers.rank))
+    with agreement(peers):
+        if not isinstance(at, Integral) or not 0 <= at < peers.size:
+            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {peers.size - 1}")
+        whole = np.empty((layout.seqlen if root in (None, peers.rank) else 0, *shape), dtype)
 
     def keep(start, rows):
         whole[start:start + len(rows)] = rows
-    move = Redistribution(comm, all_on(at, layout), layout, shape, dtype, max_message)
+    move = Redistribution(peers, all_on(at, layout), layout, shape, dtype, max_message)
     move.from_chunk(np.moveaxis(chunk, axis, 0), keep)
-    if root not in (None, comm.rank):
+    if root not in (None, peers.rank):
         return None
     if root is None:
         for start in range(0, len(whole), move.tokens):
-            comm.Bcast([whole[start:start + move.tokens].reshape(-1).view(np.uint8), MPI.BYTE], at)
+            piece = whole[start:start + move.tokens].reshape(-1).view(np.uint8)
+            peers.wait([peers.comm.Ibcast([piece, MPI.BYTE], at)])
     return np.ascontiguousarray(np.moveaxis(whole, 0, axis))

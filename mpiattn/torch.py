@@ -56,7 +56,7 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
             _array(name, tensor)
     if check:                          # else some ranks alone would come to the backward pass
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
-        agree_on(plan._mesh.cart, {"requires_grad (of any of q, k, v and sinks)": wanted})
+        agree_on(plan._peers, {"requires_grad (of any of q, k, v and sinks)": wanted})
     documents = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths, "lengths_k": lengths_k}
     return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
 

@@ -160,14 +160,14 @@ def choose(problem, layout, rank, limit=WORK_LIMIT, seed=0):
     return choose_rows(layout, rank, problem.flops_per_pair * problem.seqlen_k, limit, seed)
 
 
-def verify(comm, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None):
+def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None):
     """Compare this rank's out and lse with float64 attention of the source; collective.
 
     read, documents: as of `Source`.  progress: called with the rows just checked.  Returns a Report, the same on every
     rank.
     """
     source = Source(problem, read, documents)
-    chosen, positions = choose(problem, layout, comm.rank, limit, seed), layout.positions(comm.rank)
+    chosen, positions = choose(problem, layout, peers.rank, limit, seed), layout.positions(peers.rank)
     outs, lses = Errors(), Errors()
     for at in steps(len(chosen), 8 * problem.batch * problem.heads * (problem.head_dim + 4 * problem.value_dim)):
         rows = chosen[at]
@@ -178,8 +178,8 @@ def verify(comm, problem, layout, out, lse, read, documents=None, limit=WORK_LIM
             progress(len(rows))
     maxima = np.array([outs.error, outs.magnitude, lses.error, lses.magnitude])
     counts = np.array([len(chosen), len(positions), outs.differing + lses.differing])
-    comm.Allreduce(MPI.IN_PLACE, maxima, MPI.MAX)
-    comm.Allreduce(MPI.IN_PLACE, counts, MPI.SUM)
+    peers.reduce(maxima, MPI.MAX)
+    peers.reduce(counts, MPI.SUM)
     out_error, out_size, lse_error, lse_size = maxima.tolist()
     rounding, absolute = rounding_error(problem)
     tolerance = min(rounding + accumulation_error(problem, lse_size), MOST)

@@ -63,8 +63,9 @@ def _delta(dout, out):
 class _Check:
     """One verification: what was found so far, and the lse and delta of this rank's queries."""
 
-    def __init__(self, comm, source, positions, lse, out, progress):
-        self.comm, self.source, self.positions, self.progress = comm, source, positions, progress or (lambda done: None)
+    def __init__(self, peers, source, positions, lse, out, progress):
+        self.peers, self.source, self.positions = peers, source, positions
+        self.progress = progress or (lambda done: None)
         self.lse, self.out, self.delta = lse, out, None             # delta None: of this out
         self.dq, self.dk, self.dv = Errors(), Errors(), Errors()
         self.largest = {"lse": 0.0, "q": 0.0, "k": 0.0, "dout * out": 0.0}
@@ -102,14 +103,14 @@ class _Check:
         at = self.positions[mine] - positions[0]
         found[0][..., at] = self.lse[..., mine]
         found[1][..., at] = _delta(dout[:, at], self.out[:, mine]) if self.delta is None else self.delta[..., mine]
-        self.comm.Allreduce(MPI.IN_PLACE, found, MPI.SUM)           # zero but on one rank
+        self.peers.reduce(found, MPI.SUM)           # zero but on one rank
         return found
 
     def keys(self, dk, dv, keys, key_positions):
         """Check some keys of dk and dv; collective."""
         p, source = self.source.problem, self.source
         turns = steps(len(keys), 8 * p.batch * p.kv_heads * 3 * (p.head_dim + p.value_dim))
-        for turn in range(self.comm.allreduce(len(turns), MPI.MAX)):
+        for turn in range(self.peers.largest([len(turns)])[0]):
             some = keys[turns[turn]] if turn < len(turns) else keys[:0]
             positions = key_positions[some]
             k, v = source.rows("k", positions), source.rows("v", positions)
@@ -129,31 +130,31 @@ class _Check:
         p = self.source.problem
         found = (self.dq, self.dk, self.dv)
         maxima = np.array([[e.error for e in found], [e.magnitude for e in found], [*self.largest.values()][1:]])
-        lse_size = self.comm.allreduce(self.largest["lse"], MPI.MAX)
-        self.comm.Allreduce(MPI.IN_PLACE, maxima, MPI.MAX)
+        lse_size = max(self.peers.allgather(self.largest["lse"]))
+        self.peers.reduce(maxima, MPI.MAX)
         errors, sizes, (q_size, k_size, change) = maxima
         # Where dq and dk cancel to nothing, what is left is what an error of out, through delta, makes of k and q.
         sizes = np.maximum(sizes, [p.scale * k_size * change, p.scale * q_size * change, 0])
         rounding, absolute = rounding_error(p)
         tolerance = min(TIMES_ROUNDING * rounding + accumulation_error(p, lse_size), MOST)
         relative = np.maximum(0, errors - absolute) / np.where(sizes == 0, 1, sizes)
-        return *relative.tolist(), tolerance, self.comm.allreduce(sum(e.differing for e in found))
+        return *relative.tolist(), tolerance, sum(self.peers.allgather(sum(e.differing for e in found)))
 
 
-def verify_gradients(comm, problem, q_layout, k_layout, out, lse, gradients, read, documents=None, limit=WORK_LIMIT,
+def verify_gradients(peers, problem, q_layout, k_layout, out, lse, gradients, read, documents=None, limit=WORK_LIMIT,
                      seed=0, progress=None):
     """Compare this rank's gradients (dq, dk, dv) with float64 ones of the source; collective.
 
     out, lse: of the same run.  read, documents: as of `mpiattn.verify.Source`, with dout.  progress: called with the
     rows or keys just checked.  Returns a GradientReport, the same on every rank.
     """
-    rows, keys = choose(problem, q_layout, k_layout, comm.rank, limit, seed)
-    positions, key_positions = q_layout.positions(comm.rank), k_layout.positions(comm.rank)
-    independent = comm.allreduce(len(rows) == len(positions), MPI.LAND)
-    check = _Check(comm, Source(problem, read, documents), positions, lse, out, progress)
+    rows, keys = choose(problem, q_layout, k_layout, peers.rank, limit, seed)
+    positions, key_positions = q_layout.positions(peers.rank), k_layout.positions(peers.rank)
+    independent = all(peers.allgather(len(rows) == len(positions)))
+    check = _Check(peers, Source(problem, read, documents), positions, lse, out, progress)
     dq, dk, dv = gradients
     check.rows(dq, rows, keep=independent)
     check.keys(dk, dv, keys, key_positions)
     counts = np.array([len(rows), len(positions), len(keys), len(key_positions)])
-    comm.Allreduce(MPI.IN_PLACE, counts, MPI.SUM)
+    peers.reduce(counts, MPI.SUM)
     return GradientReport(*counts.tolist(), *check.errors(), independent)

@@ -15,7 +15,7 @@ PACKAGE = launch.ROOT / "mpiattn"
 LAYERS = [
     {"errors", "reference", "", "host", "newfile"},
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
-     "memory", "choice", "sources", "documents", "activity", "mesh", "agreement", "exchange", "redistribute",
+     "memory", "choice", "sources", "documents", "activity", "mesh", "peers", "agreement", "exchange", "redistribute",
      "gpuaware", "hdf5", "backends"},
     {"buffers", "passes", "executor"},
     {"plan", "oneshot", "io", "verify", "verify_gradients", "torch"},

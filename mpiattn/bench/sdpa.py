@@ -160,11 +160,12 @@ def _host_of_rank_0(comm):
     return len(cores), set().union(*cores)
 
 
-def _run(comm, args):
+def _run(job, args):
+    comm, peers = job.comm, job.peers
     args.threads = comm.size if args.threads is None else args.threads
     local_ranks, cores = _host_of_rank_0(comm)
     arrays, torch = [None] * 4, None
-    with agreement(comm):
+    with agreement(peers):
         shapes = _check(args, comm.size)
         if comm.rank == 0:
             shape = (1, args.seqlen, args.heads, args.head_dim)
@@ -176,13 +177,13 @@ def _run(comm, args):
                            route=args.route, backend=args.backend) for shape in shapes]
     chunks = [plans[0].scatter(array) for array in arrays]          # the layout is the same for every tile
     passes = [_Mine(comm, plan, chunks, args.backward) for plan in plans]
-    differences = _compare(comm, args, passes, torch)
+    differences = _compare(peers, args, passes, torch)
     seconds, baseline = [[] for _ in plans], []
     for _ in range(args.runs):
         for run, mine in zip(passes, seconds):
             mine.append(run()[0])
         baseline.append(asleep(comm, lambda: torch()[0]))
-    with agreement(comm):
+    with agreement(peers):
         if comm.rank == 0:
             _tell(args, comm.size, local_ranks, len(cores), plans, seconds, baseline, differences)
     for plan in plans:
@@ -190,14 +191,14 @@ def _run(comm, args):
     return 0
 
 
-def _compare(comm, args, passes, torch):
+def _compare(peers, args, passes, torch):
     """Warms both up and returns the largest difference of each plan's results from torch's, over torch's largest."""
-    expected = asleep(comm, lambda: [result.astype(np.float64) for result in torch()[1]])
+    expected = asleep(peers.comm, lambda: [result.astype(np.float64) for result in torch()[1]])
     differences = []
     for run in passes:
         wholes = [run.plan.gather(result) for result in run()[1]]
-        with agreement(comm, only=0):
-            if comm.rank == 0:
+        with agreement(peers, only=0):
+            if peers.rank == 0:
                 differences.append(max(float(np.abs(whole - result).max() / np.abs(result).max())
                                        for whole, result in zip(wholes, expected)))
                 if not differences[-1] <= TOLERANCE[args.dtype]:
@@ -268,7 +269,7 @@ def _text(data):
 def main(argv=None):
     """Run the benchmark; returns the exit code."""
     args = _arguments().parse_args(argv)
-    return on_all_ranks(lambda comm: _run(comm, args))
+    return on_all_ranks(lambda job: _run(job, args))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ from ..agreement import agreement
 from ..errors import FileError
 
 
-def read_documents(comm, file, specs):
+def read_documents(peers, file, specs):
     """The arguments of a call that options mean, read by rank 0; collective.
 
     file: the open input file.  specs: argument of `MeshAttention.forward` -> (option, SPEC or None).  Their values
     are left for the plan to judge.
     """
     found = {}
-    with agreement(comm, only=0):
-        if comm.rank == 0:
+    with agreement(peers, only=0):
+        if peers.rank == 0:
             found = {name: _read(file, option, spec) for name, (option, spec) in specs.items() if spec is not None}
-    return comm.bcast(found)
+    return peers.allgather(found)[0]
 
 
 def _read(file, option, spec):

@@ -34,12 +34,13 @@ def add_arguments(parser):
 
 def run(args):
     """`mpiattn info`."""
-    return on_all_ranks(lambda comm: _run(comm, args))
+    return on_all_ranks(lambda job: _run(job, args))
 
 
-def _run(comm, args):
+def _run(job, args):
+    comm = job.comm
     facts_of_hosts = _hosts(comm)
-    with agreement(comm, only=0):
+    with agreement(job.peers, only=0):
         # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
         if comm.rank == 0 and launch_rank() == 0:
             data = {"versions": _versions(), "blas": _blas(), "mpi": _mpi(comm), "hosts": facts_of_hosts,

@@ -1,31 +1,80 @@
-"""How a subcommand that uses MPI ends: all ranks together, with one message."""
+"""How a subcommand that uses MPI runs and ends: all ranks together, with one message."""
 
+import contextlib
 import socket
 import sys
+import time
 import traceback
 
-from ..errors import MpiattnError
+from ..errors import MpiattnError, PeerFailure
+
+PARTING = 10.0             # seconds that ranks which end together wait for each other
+STAGGER, LONGEST = 0.1, 5.0       # seconds a rank, and at most, before a rank ends a job that another may be ending
 
 
-def on_all_ranks(work):
-    """Run work(comm) on every rank and return the exit code.
+class Job:
+    """The ranks of this launch: comm, peers, and the phase they are in, whose seconds are kept.
+
+    timeout: seconds that a rank waits for others before it gives up; None for the library's.
+    """
+
+    def __init__(self, comm, timeout=None):
+        from ..peers import Peers, check_timeout, time_limit
+        check_timeout(timeout)
+        self.comm, self.peers = comm, Peers(comm, time_limit(timeout))
+        self.phase, self.seconds = "start", {}
+
+    def __call__(self, phase, work):
+        """Run work() as a phase, which the ranks begin and end together."""
+        self.phase = phase
+        self.peers.barrier()
+        start = time.perf_counter()
+        result = work()
+        self.peers.barrier()
+        self.seconds[phase] = time.perf_counter() - start
+        return result
+
+
+def on_all_ranks(work, timeout=None):
+    """Run work(job) on every rank and return the exit code.
 
     An error that the ranks agreed on is said once, by rank 0, and ends all of them with code 1.  An error that
-    only one rank knows of would leave the others waiting: that rank says which it is and aborts the launch.
+    only one rank knows of would leave the others waiting: that rank says what it is and where, and aborts the launch.
     """
     from mpi4py import MPI
-    comm = MPI.COMM_WORLD
+    comm, job = MPI.COMM_WORLD, None
     try:
-        return work(comm)
+        job = Job(comm, timeout)
+        return work(job)
     except BaseException as error:
-        if isinstance(error, MpiattnError) and (error.everywhere or comm.size == 1):
+        if job is None or (isinstance(error, MpiattnError) and (error.everywhere or comm.size == 1)):
             if comm.rank == 0:
                 print(f"mpiattn: {error}", file=sys.stderr, flush=True)
-            comm.Barrier()             # a launcher ends all ranks with the first that fails; it has been said by now
+            _part(comm)
             return 1
         if comm.size == 1:
             raise
-        where = f"rank {comm.rank} of {comm.size} on {socket.gethostname()}"
         if not isinstance(error, KeyboardInterrupt):
-            print(f"mpiattn: {where} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            time.sleep(min(STAGGER * comm.rank, LONGEST))          # of ranks that fail together, one speaks
+            sys.stderr.write(_story(comm, job, error))             # in one piece
+            sys.stderr.flush()
         comm.Abort(1)
+
+
+def _part(comm):
+    """Wait until rank 0 has spoken: a launcher ends all ranks with the first that fails."""
+    from ..peers import Peers
+    with contextlib.suppress(PeerFailure):
+        Peers(comm, PARTING).barrier()
+
+
+def _story(comm, job, error):
+    """What happened to this rank, where, and why."""
+    if isinstance(error, PeerFailure):
+        return f"mpiattn: {error}; phase: {job.phase}\n"
+    where = getattr(error, "where", "") or f"in phase {job.phase}"
+    story = f"mpiattn: rank {comm.rank} of {comm.size} on {socket.gethostname()} failed {where}: "
+    if isinstance(error, MpiattnError):
+        return f"{story}{error}\n"
+    trace = "".join(traceback.format_exception(error))
+    return f"{story}{type(error).__name__}: {error}\n{trace}"

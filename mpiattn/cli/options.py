@@ -82,6 +82,13 @@ def add_wire_dtype(parser):
                              "for float64)")
 
 
+def add_timeout(parser):
+    """--timeout."""
+    parser.add_argument("--timeout", type=float, metavar="SECONDS",
+                        help="how long a rank waits for others before it says which and for what, and ends the job "
+                             "(default: 600 or, where that is longer, ten times the predicted time; inf: for ever)")
+
+
 def add_json(parser):
     """--json, a path for `mpiattn.cli.jsonfile.write_json`."""
     parser.add_argument("--json", metavar="FILE",

@@ -14,7 +14,6 @@ examples:
 
 import resource
 import socket
-import time
 
 from .. import __version__, io, traffic, verify, verify_gradients
 from ..activity import Activity
@@ -51,12 +50,13 @@ def add_arguments(parser):
                         help="every rank checks its rows, and with --backward its keys, before they are written, in "
                              "float64 against q, k, v and dout read again from IN; a sample where that is too much "
                              "work; code 1 and no OUT if one is off")
+    options.add_timeout(parser)
     options.add_json(parser)
 
 
 def run(args):
     """`mpiattn run`."""
-    return on_all_ranks(lambda comm: _run(comm, args))
+    return on_all_ranks(lambda job: _run(job, args), args.timeout)
 
 
 def _peak():
@@ -64,52 +64,39 @@ def _peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class _Clock:
-    """Seconds of each phase, the ranks starting it together."""
-
-    def __init__(self, comm):
-        self.comm, self.seconds = comm, {}
-
-    def __call__(self, phase, work):
-        self.comm.Barrier()
-        start = time.perf_counter()
-        result = work()
-        self.comm.Barrier()
-        self.seconds[phase] = time.perf_counter() - start
-        return result
-
-
-def _run(comm, args):
-    with agreement(comm, only=0):
+def _run(job, args):
+    comm, peers = job.comm, job.peers
+    with agreement(peers, only=0):
         if comm.rank == 0:
             check_json(args.json, (args.input, args.output))
-    clock, before = _Clock(comm), _peak()
-    source = io.Input(comm, args.input, args.max_message, args.backward)
+    before = _peak()
+    source = io.Input(peers, args.input, args.max_message, args.backward)
     plan = MeshAttention(comm, **source.shapes, causal=args.causal, window=args.window, softcap=args.softcap,
                          scale=args.scale, tile=args.tile, layout=args.layout, schedule=args.schedule,
                          route=args.route, wire_dtype=args.wire_dtype, backend=args.backend,
-                         direction="both" if args.backward else "forward", max_message=args.max_message)
-    documents = read_documents(comm, source.file, {"cu_seqlens": ("--documents", args.documents),
+                         direction="both" if args.backward else "forward", max_message=args.max_message,
+                         timeout=args.timeout)
+    documents = read_documents(peers, source.file, {"cu_seqlens": ("--documents", args.documents),
                                                    "cu_seqlens_k": ("--documents-k", args.documents_k)})
-    with agreement(comm):
+    with agreement(peers):
         activity = plan.activity_of(**documents)
-    output = io.Output(comm, args.output, _results(plan.problem, args.backward), (args.input,), args.max_message)
+    output = io.Output(peers, args.output, _results(plan.problem, args.backward), (args.input,), args.max_message)
     try:
-        results, local = _compute(comm, args, clock, plan, source, documents, activity)
+        results, local = _compute(job, args, plan, source, documents, activity)
         chosen = _chosen(plan, args)
         plan.close()                            # its buffers make room for what follows
-        reports = clock("verify", lambda: _verify(comm, plan, source, results, documents)) if args.verify else {}
+        reports = job("verify", lambda: _verify(peers, plan, source, results, documents)) if args.verify else {}
         source.close()
-        clock("write", lambda: _write(output, plan, results, chosen))
+        job("write", lambda: _write(output, plan, results, chosen))
     finally:
         output.abandon()                        # does nothing once the file has its name
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
-    ranks = comm.gather(local)
-    with agreement(comm, only=0):
+    ranks = peers.allgather(local)
+    with agreement(peers, only=0):
         if comm.rank == 0 and args.json:
-            write_json(args.json, as_json(args, plan.problem, chosen, clock.seconds, ranks, reports))
+            write_json(args.json, as_json(args, plan.problem, chosen, job.seconds, ranks, reports))
     if comm.rank == 0 and args.json != "-":
-        print(as_text(args, plan.problem, chosen, clock.seconds, ranks, reports), flush=True)
+        print(as_text(args, plan.problem, chosen, job.seconds, ranks, reports), flush=True)
     return 0
 
 
@@ -124,21 +111,21 @@ def _results(p, backward):
     return shapes
 
 
-def _compute(comm, args, clock, plan, source, documents, activity):
+def _compute(job, args, plan, source, documents, activity):
     """This rank's chunks of the results, by dataset, and what it has to say of the passes."""
     layouts = {"q": plan.q_layout, "k": plan.k_layout, "v": plan.k_layout}
     if args.backward:
         layouts["dout"] = plan.q_layout
-    q, k, v, *dout = clock("read", lambda: _read(comm, source, layouts))
-    results, local = {}, _local(comm, plan, activity)
+    q, k, v, *dout = job("read", lambda: _read(source, layouts, job.peers.size))
+    results, local = {}, _local(job.comm, plan, activity)
 
     def measured(direction, call):
         before = *plan.sent, plan.wait_seconds
         with Progress(direction, plan.tile[0] * plan.tile[1], " blocks") as progress:
-            found = clock(direction, lambda: call(progress=progress, **documents))
+            found = job(direction, lambda: call(progress=progress, **documents))
         sent, messages, waited = (now - then for now, then in zip((*plan.sent, plan.wait_seconds), before))
         return found, {"sent_bytes": sent, "sent_messages": messages, "wait_seconds": waited,
-                       **_formulas(comm, plan, activity, direction)}
+                       **_formulas(job.comm, plan, activity, direction)}
     (out, lse), local["forward"] = measured("forward", lambda **how: plan.forward(q, k, v, **how))
     results |= {"out": out, "lse": lse}
     if args.backward:
@@ -148,24 +135,24 @@ def _compute(comm, args, clock, plan, source, documents, activity):
     return results, {**local, "nbytes": plan.nbytes}
 
 
-def _read(comm, source, layouts):
-    slabs = sum(layout.seqlen for layout in layouts.values()) / comm.size
+def _read(source, layouts, ranks):
+    slabs = sum(layout.seqlen for layout in layouts.values()) / ranks
     with Progress("read", slabs, " tokens") as progress:
         return [source.chunk(name, layout, progress) for name, layout in layouts.items()]
 
 
-def _verify(comm, plan, source, results, documents):
+def _verify(peers, plan, source, results, documents):
     """Reports of the results and of the gradients; VerificationError if one is off."""
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
     out, lse, *gradients = results.values()
     how = {"read": source.tokens, "documents": documents}
-    with Progress("verify", len(verify.choose(p, layouts[0], comm.rank)), " rows") as progress:
-        reports = {"verify": verify.verify(comm, p, layouts[0], out, lse, progress=progress, **how)}
+    with Progress("verify", len(verify.choose(p, layouts[0], peers.rank)), " rows") as progress:
+        reports = {"verify": verify.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
     if gradients:
-        chosen = verify_gradients.choose(p, *layouts, comm.rank)
+        chosen = verify_gradients.choose(p, *layouts, peers.rank)
         with Progress("verify gradients", sum(map(len, chosen)), " rows and keys") as progress:
             reports["verify_gradients"] = verify_gradients.verify_gradients(
-                comm, p, *layouts, out, lse, gradients, progress=progress, **how)
+                peers, p, *layouts, out, lse, gradients, progress=progress, **how)
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:
         error = VerificationError(f"verification failed, OUT is not written: {'; '.join(failed)}")

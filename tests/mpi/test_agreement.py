@@ -8,6 +8,7 @@ from runs import attend, my_chunks, on
 from mpiattn import ArgumentError, Layout, MeshAttention
 from mpiattn.agreement import agree_on, agreement
 from mpiattn.errors import FileError, MpiattnError
+from mpiattn.peers import Peers
 
 SHAPE = {"seqlen": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
 
@@ -162,7 +163,7 @@ def test_unchecked_call_raises_alone():
 def test_any_exception_of_one_rank(comm):
     """Errors that are not mpiattn's, and files, arrive as mpiattn's."""
     def fail(error):
-        with agreement(comm):
+        with agreement(Peers(comm)):
             if comm.rank == comm.size - 1:
                 raise error
     assert "KeyError: 'x'" in same_error(comm, lambda: fail(KeyError("x")), MpiattnError)
@@ -172,13 +173,13 @@ def test_any_exception_of_one_rank(comm):
 
 def test_first_of_different_errors(comm):
     def fail():
-        with agreement(comm):
+        with agreement(Peers(comm)):
             raise ArgumentError(f"wrong as rank {comm.rank} is")
     assert same_error(comm, fail).startswith("wrong as rank 0 is")
 
 
 def test_agree_on_names_the_argument(comm, at_least):
     at_least(2)
-    agree_on(comm, {"x": 1, "y": None})
-    text = same_error(comm, lambda: agree_on(comm, {"x": 1, "y": comm.rank if comm.rank == 1 else None}))
+    agree_on(Peers(comm), {"x": 1, "y": None})
+    text = same_error(comm, lambda: agree_on(Peers(comm), {"x": 1, "y": comm.rank if comm.rank == 1 else None}))
     assert text.startswith("y is None on rank 0 but 1 on rank 1")

@@ -6,6 +6,7 @@ from mpi4py import MPI
 
 from mpiattn import reference
 from mpiattn.layout import Layout
+from mpiattn.peers import Peers
 from mpiattn.problem import Problem
 from mpiattn.verify import choose, verify
 
@@ -23,7 +24,7 @@ def checked(problem, scale_q=1.0, scale_v=1.0, damage=None, limit=2e11):
     if damage:
         damage(out, lse)
     layout = Layout("contiguous", p.seqlen, 1)
-    return verify(MPI.COMM_SELF, p, layout, out, lse, lambda name, i, j: source[name][:, i:j], limit=limit)
+    return verify(Peers(MPI.COMM_SELF), p, layout, out, lse, lambda name, i, j: source[name][:, i:j], limit=limit)
 
 
 def tiny(**more):

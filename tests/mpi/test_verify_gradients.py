@@ -5,6 +5,7 @@ import pytest
 
 from mpiattn import reference
 from mpiattn.layout import Layout
+from mpiattn.peers import Peers
 from mpiattn.problem import Problem
 from mpiattn.verify_gradients import choose, verify_gradients
 
@@ -34,7 +35,7 @@ def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", 
     q_layout, k_layout = (Layout(kind, tokens, comm.size) for tokens in (p.seqlen, p.seqlen_k))
     at, at_k = q_layout.positions(comm.rank), k_layout.positions(comm.rank)
     mine = [grad[:, tokens] for grad, tokens in zip(grads, (at, at_k, at_k))]
-    return verify_gradients(comm, p, q_layout, k_layout, out[:, at], lse[..., at], mine,
+    return verify_gradients(Peers(comm), p, q_layout, k_layout, out[:, at], lse[..., at], mine,
                             lambda name, i, j: source[name][:, i:j], documents, limit)
 
 

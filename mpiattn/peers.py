@@ -1,0 +1,88 @@
+"""The ranks of a communicator, and how long they are waited for.
+
+A rank that has died, or has raised and gone its own way, never answers.  So everything that waits for others is
+nonblocking, completed here, and given up after a time limit.
+"""
+
+import os
+import pickle
+import socket
+import time
+from itertools import pairwise
+
+import numpy as np
+from mpi4py import MPI
+
+from .errors import ArgumentError, PeerFailure
+
+TIMEOUT = 600.0            # seconds; what ranks do between two calls may differ by minutes
+_LOST = []                 # requests that were given up: MPI may still write to their buffers, so they are kept
+
+
+def _is_limit(timeout):
+    return isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
+
+
+def check_timeout(timeout):
+    """Raise ArgumentError unless it is a time limit: a positive number of seconds, inf for none, or None."""
+    if timeout is not None and not _is_limit(timeout):
+        raise ArgumentError(f"timeout is {timeout!r}; it must be a positive number of seconds, inf for no limit")
+
+
+def time_limit(timeout, predicted=0.0):
+    """Seconds that are meant: what was asked or, where nothing was, time enough for work of `predicted` seconds."""
+    return timeout if _is_limit(timeout) else max(TIMEOUT, 10 * predicted)
+
+
+class Peers:
+    """The ranks of `comm`, waited for up to `timeout` seconds.
+
+    lost: called with the requests that were given up; it must keep them.
+
+    The methods are collective; each raises PeerFailure on a rank whose peers do not come in time.
+    """
+
+    def __init__(self, comm, timeout=TIMEOUT, lost=_LOST.append):
+        self.comm, self.timeout, self.lost = comm, timeout, lost
+        self.rank, self.size = comm.rank, comm.size
+
+    def wait(self, requests, tell=None):
+        """Complete requests, staying inside MPI so that it makes progress.
+
+        tell: called when time is up for what this rank was waiting for, for the message.
+        """
+        if MPI.Request.Testall(requests):
+            return
+        deadline = time.monotonic() + self.timeout
+        while not MPI.Request.Testall(requests):
+            if time.monotonic() > deadline:
+                self.lost(requests)
+                raise PeerFailure(f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
+                                  f"{self.timeout:g} s {tell() if tell else 'for the other ranks'}")
+            os.sched_yield()                   # a rank that shares this core may be the one that is waited for
+
+    def barrier(self):
+        """Return once every rank has come."""
+        self.wait([self.comm.Ibarrier()])
+
+    def reduce(self, array, operation):
+        """Combine an array over the ranks, in place."""
+        result = np.empty_like(array)
+        self.wait([self.comm.Iallreduce(array, result, operation)])
+        array[...] = result
+
+    def largest(self, numbers):
+        """The largest of every number over the ranks: int64."""
+        result = np.array(numbers, np.int64)
+        self.reduce(result, MPI.MAX)
+        return result
+
+    def allgather(self, thing):
+        """What every rank gives, anything that can be pickled, as a list by rank."""
+        mine = np.frombuffer(pickle.dumps(thing), np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self.wait([self.comm.Iallgather(np.array([len(mine)], np.int64), lengths)])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        everything = np.empty(starts[-1], np.uint8)
+        self.wait([self.comm.Iallgatherv([mine, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])])
+        return [pickle.loads(everything[start:stop].tobytes()) for start, stop in pairwise(starts)]
