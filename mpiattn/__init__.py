@@ -14,7 +14,8 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {"MeshAttention": ".plan", "attention": ".oneshot", "Layout": ".layout",
-          "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors"}
+          "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors",
+          "PeerFailure": ".errors"}
 __all__ = [*_HOMES, "__version__"]
 
 

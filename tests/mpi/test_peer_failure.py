@@ -1,0 +1,105 @@
+"""In a program: a rank that raises gets its error, its peers PeerFailure in time, and the communicator is as before."""
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpiattn import ArgumentError, MeshAttention, PeerFailure
+from mpiattn.peers import Peers
+
+SHAPE = {"seqlen": 24, "heads": 2, "head_dim": 4}
+TIMEOUT = 0.5
+
+
+def chunks(plan):
+    return [np.ones((1, len(plan.positions), 2, 4), np.float32) for _ in range(3)]
+
+
+def struck(plan, at_launch):
+    """Let this rank's back end fail at its so-many-th launch."""
+    attend, count = plan._backend.attend, [0]
+
+    def fail(*args, **how):
+        count[0] += 1
+        if count[0] > at_launch:
+            raise ZeroDivisionError("on purpose")
+        return attend(*args, **how)
+    plan._backend.attend = fail
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "collective"])
+def test_a_rank_raises_in_a_pass(comm, at_least, schedule):
+    at_least(2)
+    guilty = comm.size - 1
+    plan = MeshAttention(comm, **SHAPE, tile=(1, comm.size), schedule=schedule, timeout=TIMEOUT, layout="contiguous")
+    if comm.rank == guilty:
+        struck(plan, 0)
+    start = time.monotonic()
+    try:
+        plan.forward(*chunks(plan))
+    except (ZeroDivisionError, PeerFailure) as error:
+        ending = error
+    else:
+        ending = None                          # a rank that had all it needed before the other failed
+    assert time.monotonic() - start < 60
+    endings = comm.allgather(type(ending).__name__)
+    assert endings[guilty] == "ZeroDivisionError" and set(endings) <= {"ZeroDivisionError", "PeerFailure", "NoneType"}
+    if isinstance(ending, PeerFailure):
+        assert f"has waited {TIMEOUT:g} s in step" in str(ending) and "bytes" in str(ending)
+    if ending is not None:
+        with pytest.raises(Exception, match="make a new one"):
+            plan.forward(*chunks(plan), check=False)
+    comm.Barrier()
+    plan.close()
+    with MeshAttention(comm, **SHAPE) as again:                    # the communicator is none the worse for it
+        out, _ = again.forward(*chunks(again))
+        assert (out == 1).all()
+
+
+def test_a_rank_does_not_come(comm, at_least):
+    at_least(2)
+    absent, fresh = comm.size - 1, comm.Dup()
+    plan = MeshAttention(fresh, **SHAPE, timeout=TIMEOUT)
+    if comm.rank != absent:
+        with pytest.raises(PeerFailure, match="for the other ranks"):
+            plan.forward(*chunks(plan))
+    comm.Barrier()
+    plan.close()
+    with MeshAttention(comm, **SHAPE) as again:
+        again.forward(*chunks(again))
+
+
+def test_a_rank_makes_no_plan(comm, at_least):
+    at_least(2)
+    fresh = comm.Dup()
+    if comm.rank:
+        with pytest.raises(PeerFailure):
+            MeshAttention(fresh, **SHAPE, timeout=TIMEOUT)
+    comm.Barrier()
+
+
+def test_a_slow_rank_is_waited_for(comm):
+    with MeshAttention(comm, **SHAPE, timeout=30) as plan:
+        if not comm.rank:
+            time.sleep(0.5)
+        plan.forward(*chunks(plan))
+    with MeshAttention(comm, **SHAPE, timeout=float("inf")) as plan:
+        plan.forward(*chunks(plan))
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "soon", True])
+def test_wrong_timeouts(comm, wrong):
+    with pytest.raises(ArgumentError, match=r"^timeout is"):
+        MeshAttention(comm, **SHAPE, timeout=wrong)
+
+
+def test_allgather_and_reduce(comm):
+    peers = Peers(comm)
+    assert peers.allgather({"rank": comm.rank, "more": "x" * comm.rank}) == [
+        {"rank": rank, "more": "x" * rank} for rank in range(comm.size)]
+    assert peers.largest([comm.rank, -comm.rank]).tolist() == [comm.size - 1, 0]
+    total = np.full((2, 3), 1.5)
+    peers.reduce(total, MPI.SUM)
+    assert (total == 1.5 * comm.size).all()

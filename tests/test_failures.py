@@ -1,0 +1,81 @@
+"""Ranks that are killed, stopped or raise, at each phase of `mpiattn run`.
+
+The job ends soon, says why once, and leaves no OUT.
+"""
+
+import os
+import sys
+import time
+
+import launch
+import pytest
+from files import write_input
+
+RANKS = 4
+TIMEOUT = 2.0             # seconds that a rank waits for others
+SOON = 10.0               # seconds within which a job must end
+STARTING = 20.0           # seconds that a launch may take on a loaded machine before anything happens
+PHASES = {"read": "io.Input.chunk", "exchange": "redistribute.Redistribution._trade",
+          "steps": "executor.Executor._run_block", "write": "io.Output.write"}
+
+# Lets a rank meet its fate where a method is first called, then runs the command line.
+DRIVER = """
+import importlib, os, signal, sys
+fate, victim, place, *arguments = sys.argv[1:]
+from mpi4py import MPI
+module, owner, name = place.split(".")
+owner = getattr(importlib.import_module(f"mpiattn.{module}"), owner)
+original = getattr(owner, name)
+
+def struck(self, *args, **how):
+    setattr(owner, name, original)
+    if MPI.COMM_WORLD.rank == int(victim):
+        if fate == "raise":
+            raise ZeroDivisionError("on purpose")
+        os.kill(os.getpid(), getattr(signal, fate))
+    return original(self, *args, **how)
+
+setattr(owner, name, struck)
+from mpiattn.cli import main
+sys.exit(main(arguments))
+"""
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fate", ["raise", "SIGKILL", "SIGSTOP"])
+def test_one_message_and_no_out(tmp_path, fate, phase, victim):
+    source, out = write_input(tmp_path / "in.h5"), tmp_path / "out.h5"
+    start = time.monotonic()
+    outcome = launch.mpirun(RANKS, [sys.executable, "-c", DRIVER, fate, victim, PHASES[phase], "run", source, out,
+                                    "--schedule", "greedy", "--tile", "2x2", "--timeout", TIMEOUT],
+                            timeout=60, check=False)
+    assert time.monotonic() - start < SOON + (TIMEOUT if fate == "SIGSTOP" else 0) + STARTING
+    assert outcome.returncode
+    assert not out.exists()
+    said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")]
+    if fate == "SIGKILL":                      # the launcher notices, and says it; nobody else has lived to
+        assert "signal 9" in outcome.stderr + outcome.stdout and not said
+        return
+    assert len(said) == 1, outcome.stderr
+    assert outcome.stderr.count("Traceback") == (fate == "raise")
+    host = f"of {RANKS} on {os.uname().nodename}"
+    if fate == "raise":
+        where = "in step 1 of 4 of the forward pass" if phase == "steps" else (
+            f"in phase {'write' if phase == 'write' else 'read'}")
+        assert said[0] == f"mpiattn: rank {victim} {host} failed {where}: ZeroDivisionError: on purpose"
+    else:
+        assert f"{host} has waited {TIMEOUT:g} s" in said[0] and f"rank {victim} {host}" not in said[0]
+        if phase == "steps":
+            assert f"from rank {victim}" in said[0] or f"to rank {victim}" in said[0]
+            assert "in step" in said[0] and "bytes" in said[0]
+
+
+
+def test_timeout_must_be_a_time(tmp_path):
+    source = write_input(tmp_path / "in.h5")
+    for wrong, code in (("0", 1), ("nan", 1), ("-3", 1), ("soon", 2)):
+        outcome = launch.mpirun(2, [sys.executable, "-m", "mpiattn", "run", source, tmp_path / "out.h5",
+                                    f"--timeout={wrong}"], timeout=60, check=False)
+        said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")]
+        assert outcome.returncode == code and len(said) == 1 and "timeout" in said[0], outcome.stderr
