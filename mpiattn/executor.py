@@ -15,7 +15,7 @@ from .mask import local_interval
 from .schedule import GATHERED, IN_COLUMNS, arena_of, hop_of
 
 # Message tags: a kind's, and one more for each further array; between two ranks, messages of one tag keep their order.
-_TAG = {"Q": 0, "KV": 4, "O": 6, "dQ": 8, "dKV": 9}
+TAG = {"Q": 0, "KV": 4, "O": 6, "dQ": 8, "dKV": 9}
 
 
 class _Pending(NamedTuple):
@@ -178,13 +178,13 @@ class Executor:
             arriving, before = self.buffers.take_slot(arena_of(kind), slot, self.buffers.tokens(kind)[target], hop)
             for i, array in enumerate(arriving.arrays):
                 posted += self.exchange.receive(comm, self.backend.incoming(array, before),
-                                                  (me - ahead) % comm.size, _TAG[kind] + i)
+                                                  (me - ahead) % comm.size, TAG[kind] + i)
         if self.activity.sends(kind, rank, hop, route):
             leaving = self._travelling(kind, self.chunks[kind, (hop - 1 if ring else 0) if gathered else hop])
             sending = leaving.arrays
             for i, array in enumerate(sending):
                 posted += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
-                                               (me + ahead) % comm.size, _TAG[kind] + i)
+                                               (me + ahead) % comm.size, TAG[kind] + i)
         if not gathered:
             self.chunks.pop((kind, hop), None)
             return _Pending(posted, sending, arriving, lambda: self._merge(kind, target, arriving))

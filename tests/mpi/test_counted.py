@@ -11,6 +11,7 @@ from dense import draw, draw_all
 from runs import agreed, my_chunks, tiles
 
 from mpiattn import Layout, MeshAttention, traffic
+from mpiattn.executor import TAG
 
 
 class Counting:
@@ -190,6 +191,40 @@ def test_a_window_needs_its_neighbours_only(comm):
                        layout="contiguous", tile="ring", schedule="greedy") as plan:
         nbytes, _ = count_forward(plan)
     assert nbytes == (2 * tokens * heads * dim * 4 if comm.rank < comm.size - 1 else 0)
+
+
+def test_keys_that_a_window_receives(comm):
+    """Contiguous chunks: with a causal window W, keys for W + the row group's span of tokens, no more."""
+    tokens, heads, dim = 5, 2, 4
+    for (a, b), window, route in product(tiles(comm.size), (0, 3, 5, 12, 31), ("direct", "ring")):
+        with MeshAttention(comm, seqlen=tokens * comm.size, heads=heads, head_dim=dim, causal=True, window=(window, 0),
+                           layout="contiguous", tile=(a, b), schedule="greedy", route=route) as plan:
+            received, receive = [], plan._exchange.receive
+
+            def counted(comm, buffer, source, tag, receive=receive, received=received):
+                received.append(len(buffer) if tag == TAG["KV"] else 0)
+                return receive(comm, buffer, source, tag)
+            plan._exchange.receive = counted
+            plan.forward(*my_chunks(plan, *draw(plan.problem)))
+        keys = sum(received) / (heads * dim * 4)
+        agreed(comm, None if keys <= window + a * tokens else f"{a}x{b}, window {window}, {route}: {keys} keys")
+
+
+def test_documents_change_with_every_call(comm):
+    """Nothing is allocated for them, and the mesh stays."""
+    shape = {"seqlen": 40 * comm.size, "heads": 2, "head_dim": 8, "causal": True}
+    with MeshAttention(comm, **shape) as plan:
+        def held():
+            arenas = (plan._executor.buffers.arena, plan._backward.buffers.arena)
+            return [id(array) for arena in arenas for arrays in arena.values() for array in arrays], plan._mesh.cart
+        q, k, v = my_chunks(plan, *draw(plan.problem))
+        before = None
+        for cut in range(1, 12):
+            documents = {"cu_seqlens": [0, cut, 3 * cut, shape["seqlen"]]}
+            out, lse = plan.forward(q, k, v, **documents)
+            plan.backward(out, q, k, v, out, lse, **documents)
+            before = before or (held(), plan.nbytes)
+            assert (held(), plan.nbytes) == before
 
 
 def test_case_22_backward_by_hand(comm):
