@@ -8,6 +8,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import MpiattnError
+from . import witness
 from .threads import limit_threads
 
 COMMANDS = {
@@ -16,6 +17,8 @@ COMMANDS = {
     "plan": "every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
     "info": "what this installation and this launch have",
 }
+
+WATCHED = ("run",)                   # long ones, whose ranks may come to be killed
 
 EXAMPLES = """\
 examples:
@@ -26,12 +29,15 @@ examples:
 """
 
 
-def launch_rank():
-    """This process's rank by the launcher's environment, before MPI is started; 0 without a launcher."""
-    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "PALS_RANKID", "MV2_COMM_WORLD_RANK"):
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
+
+
+def launch_rank(otherwise=0):
+    """This process's rank by the launcher's environment, before MPI is started; `otherwise` without a launcher."""
+    for name in RANK_VARIABLES:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
-    return 0
+    return otherwise
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,6 +75,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     limit_threads()                                    # before anything imports NumPy
     command = next((word for word in argv if word in COMMANDS), None)
+    if command in WATCHED and launch_rank(None) is not None:
+        witness.watch(launch_rank())
     args = _parser(command).parse_args(argv)
     try:
         return args.run(args)

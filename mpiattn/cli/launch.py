@@ -1,15 +1,19 @@
 """How a subcommand that uses MPI runs and ends: all ranks together, with one message."""
 
 import contextlib
+import os
 import socket
 import sys
 import time
 import traceback
 
 from ..errors import MpiattnError, PeerFailure
+from . import witness
+from .threads import local_ranks
 
 PARTING = 10.0             # seconds that ranks which end together wait for each other
-STAGGER, LONGEST = 0.1, 5.0       # seconds a rank, and at most, before a rank ends a job that another may be ending
+FLUSH = 0.5                # seconds that a launcher needs to pass a message on, which it drops when the job is aborted
+STAGGER, LATEST = 1.0, 5.0       # seconds between hosts whose ranks fail together, so that one ends the job; at most
 
 
 class Job:
@@ -23,10 +27,12 @@ class Job:
         check_timeout(timeout)
         self.comm, self.peers = comm, Peers(comm, time_limit(timeout))
         self.phase, self.seconds = "start", {}
+        witness.tell(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}")
 
     def __call__(self, phase, work):
         """Run work() as a phase, which the ranks begin and end together."""
         self.phase = phase
+        witness.tell(doing=phase)
         self.peers.barrier()
         start = time.perf_counter()
         result = work()
@@ -55,10 +61,24 @@ def on_all_ranks(work, timeout=None):
         if comm.size == 1:
             raise
         if not isinstance(error, KeyboardInterrupt):
-            time.sleep(min(STAGGER * comm.rank, LONGEST))          # of ranks that fail together, one speaks
-            sys.stderr.write(_story(comm, job, error))             # in one piece
-            sys.stderr.flush()
+            _speak(comm, _story(comm, job, error))
         comm.Abort(1)
+
+
+def _speak(comm, story):
+    """Say why this rank is about to end the job, unless another that fails with it has said why it is."""
+    launcher = witness.launcher or os.getppid()        # one for all ranks on a host
+    if sys.platform.startswith("linux"):
+        claim = socket.socket(socket.AF_UNIX)          # held until this process ends
+        try:
+            claim.bind(f"\0mpiattn-{launcher}")
+        except OSError:
+            time.sleep(PARTING)
+            return
+    time.sleep(min(STAGGER * (comm.rank // local_ranks()), LATEST))
+    sys.stderr.write(story)                            # in one piece
+    sys.stderr.flush()
+    time.sleep(FLUSH)
 
 
 def _part(comm):

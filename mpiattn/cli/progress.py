@@ -3,7 +3,7 @@
 import os
 import sys
 
-from . import launch_rank
+from . import launch_rank, witness
 
 LAUNCHERS = ("hydra", "pmi_proxy", "mpiexec", "mpirun", "prte", "orte", "srun")
 
@@ -24,7 +24,7 @@ def _terminal():
         return None
     if sys.stderr.isatty():
         return sys.stderr
-    pid = os.getppid()
+    pid = witness.launcher or os.getppid()
     try:
         while any(name in os.path.basename(os.readlink(f"/proc/{pid}/exe")) for name in LAUNCHERS):
             target = os.readlink(f"/proc/{pid}/fd/2")
@@ -40,7 +40,8 @@ class Progress:
     """A bar with a title and a total, or nothing where nobody watches; call it with what was just done."""
 
     def __init__(self, title, total, unit=""):
-        self._bar = None
+        self._title, self._total, self._unit, self._done, self._bar = title, total, unit, 0, None
+        self(0)
         terminal = _terminal() if launch_rank() == 0 else None
         if terminal is not None:
             from tqdm import tqdm
@@ -49,6 +50,8 @@ class Progress:
 
     def __call__(self, done):
         """Advance by what was just done."""
+        self._done += done
+        witness.tell(doing=f"{self._title}, {self._done:g} of {self._total:g}{self._unit}")
         if self._bar is not None:
             self._bar.update(done)
 

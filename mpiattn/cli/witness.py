@@ -1,0 +1,67 @@
+"""A process that outlives its rank, to say how it ended.
+
+A rank that the kernel kills, for lack of memory say, cannot tell that itself, and launchers tell neither which rank it
+was nor what it was doing.  So before MPI starts, the process that the launcher started forks: the child is the rank,
+the parent waits for it and does nothing else.
+"""
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import sys
+
+NOTE_BYTES = 1024
+PR_SET_PDEATHSIG = 1                   # of Linux's prctl: the signal that a process gets when its parent ends
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+
+_note = None                           # memory shared with the witness, in the rank
+launcher = None                        # what started the witness, in the rank: a process number
+
+
+def watch(rank):
+    """Go on as the rank, of that number, with a witness as parent; does nothing where it cannot or has been done."""
+    global _note, launcher
+    if _note is not None or not sys.platform.startswith("linux") or "mpi4py.MPI" in sys.modules:
+        return
+    above, note = os.getppid(), mmap.mmap(-1, NOTE_BYTES)
+    pid = os.fork()
+    if pid:
+        _wait(pid, note)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _note, launcher = note, above
+    tell(f"rank {rank} on {socket.gethostname()}", "starting")
+
+
+def tell(who=None, doing=None):
+    """Note who this rank is, or what it is doing, for the witness."""
+    if _note is not None:
+        before = _read(_note)
+        text = "\n".join(new or old for new, old in zip((who, doing), before))
+        _note[:] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
+
+
+def _read(note):
+    who, _, doing = note[:].rstrip(b"\0").decode(errors="replace").partition("\n")
+    return who, doing
+
+
+def _wait(pid, note):
+    """The witness's whole life."""
+    asked = []                         # signals that the rank was sent by way of its witness: nobody need be told
+
+    def forward(number, frame):
+        asked.append(number)
+        os.kill(pid, number)
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    _, status = os.waitpid(pid, 0)
+    if not os.WIFSIGNALED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = os.WTERMSIG(status)
+    if number not in asked:
+        who, doing = _read(note)
+        why = " (for lack of memory, if nobody sent it)" if number == signal.SIGKILL else ""
+        os.write(2, f"mpiattn: {who} was ended by {signal.Signals(number).name}{why}; it was at: {doing}\n".encode())
+    os._exit(128 + number)
