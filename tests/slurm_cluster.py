@@ -1,0 +1,194 @@
+"""A Slurm cluster on this machine: slurmctld, several slurmd and a munged of its own, all in one folder.
+
+    with Cluster(folder) as cluster:
+        job = cluster.submit("slurm/run.sbatch", "in.h5", "out.h5", options=["--nodes=3"], cwd=folder)
+        assert job.state == "COMPLETED", job.log
+
+Nothing outside the folder is read or written: other clusters and munged of the system are left alone.
+"""
+
+import contextlib
+import os
+import pwd
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "setpriv")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE")
+START_SECONDS = 30
+PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])      # daemons are in sbin
+
+CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmdSpoolDir={folder}/%n
+PlugStackConfig={folder}/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+ReturnToService=2
+MpiDefault=none
+GresTypes=gpu
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
+"""
+
+
+class NotUpError(RuntimeError):
+    """The daemons do not come up on this machine."""
+
+
+class Job(NamedTuple):
+    """A job that has ended."""
+
+    state: str
+    exit_code: int
+    log: str
+
+
+def missing():
+    """Which programs of a cluster are not on this machine, as a list."""
+    return [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
+
+
+def _free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+class Cluster:
+    """`nodes` nodes of 4 CPUs and 2 GPUs (by name only), called n1, n2, ...; started by `with`.
+
+    NotUpError, with the end of the daemons' logs, if they do not come up.
+    """
+
+    def __init__(self, folder, nodes=3):
+        self.folder, self.names, self.daemons = Path(folder), [f"n{i + 1}" for i in range(nodes)], []
+        self.conf = self.folder / "slurm.conf"
+
+    def __enter__(self):
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self._stop()
+
+    def _start(self):
+        host, (*ports,) = socket.gethostname().split(".")[0], _free_ports(1 + len(self.names))
+        nodes = "\n".join(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2"
+                          for name, port in zip(self.names, ports[1:]))
+        self.conf.write_text(CONF.format(folder=self.folder, host=host, ports=ports, nodes=nodes,
+                                         user=pwd.getpwuid(os.getuid()).pw_name))
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+        key = self.folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        self._daemon("munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", f"--key-file={key}",
+                     f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munged.seed",
+                     f"--log-file={self.folder}/munged.log")
+        self._until((self.folder / "munge.socket").exists)
+        self._daemon("slurmctld", "-D", "-f", self.conf)
+        for name in self.names:
+            self._daemon("slurmd", "-D", "-N", name, "-f", self.conf, log=name)
+        self._until(lambda: self._idle() == len(self.names))
+
+    def _idle(self):
+        outcome = self._client("scontrol", "show", "nodes", "-o", check=False)
+        return len(re.findall(r"State=IDLE ", outcome.stdout))
+
+    def _daemon(self, program, *arguments, log=None):
+        """Start one that dies with this process, however that ends."""
+        with open(self.folder / f"{log or program}.out", "w") as out:
+            self.daemons.append(subprocess.Popen(["setpriv", "--pdeathsig", "KILL", program, *map(str, arguments)],
+                                                 env=self._environment(), stdin=subprocess.DEVNULL, stdout=out,
+                                                 stderr=subprocess.STDOUT, start_new_session=True))
+
+    def _until(self, done):
+        end = time.monotonic() + START_SECONDS
+        while not done():
+            dead = [daemon.args[3] for daemon in self.daemons if daemon.poll() is not None]
+            if dead or time.monotonic() > end:
+                logs = "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in self.folder.glob("*.out"))
+                raise NotUpError(f"{', '.join(dead)} ended\n{logs}" if dead
+                                    else f"not up after {START_SECONDS} s\n{logs}")
+            time.sleep(0.1)
+
+    def _stop(self):
+        if self.daemons:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._client("scancel", "--full", "--signal=KILL", f"--user={os.getuid()}", check=False)
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+        for daemon in self.daemons:
+            try:
+                daemon.wait(5)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self.daemons = []
+        for pid in self.left():                            # what a killed slurmd has orphaned
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def left(self):
+        """Processes that were started with this cluster's configuration."""
+        mark = f"SLURM_CONF={self.conf}".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    yield int(path.parent.name)
+
+    def _environment(self, env=None):
+        inherited = {name: value for name, value in (env or os.environ).items()
+                     if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        return inherited | {"SLURM_CONF": str(self.conf), "PATH": (env or {}).get("PATH", PATH)}
+
+    def _client(self, *command, env=None, cwd=None, check=True, seconds=20):
+        outcome = subprocess.run([*map(str, command)], env=self._environment(env), cwd=cwd, text=True,
+                                 capture_output=True, timeout=seconds)
+        assert not check or not outcome.returncode, f"{command[0]}: {outcome.stdout}{outcome.stderr}"
+        return outcome
+
+    def submit(self, script, *arguments, options=(), cwd, env=None, seconds=60):
+        """`sbatch options script arguments` in folder `cwd`; waits for its end, and kills it after `seconds`."""
+        log = Path(cwd) / f"{Path(script).name}.{secrets.token_hex(4)}.log"
+        told = self._client("sbatch", "--parsable", f"--output={log}", *options, script, *arguments, env=env, cwd=cwd)
+        number, end = told.stdout.strip(), time.monotonic() + seconds
+        while True:
+            shown = self._client("scontrol", "show", "job", "-o", number).stdout
+            state = re.search(r"JobState=(\w+)", shown)[1]
+            if state in ENDED:
+                break
+            if time.monotonic() > end:
+                self._client("scancel", "--full", "--signal=KILL", number, check=False)
+                state = f"{state} after {seconds} s"
+                break
+            time.sleep(0.1)
+        code = int(re.search(r" ExitCode=(\d+):", shown)[1])
+        return Job(state, code, log.read_text() if log.exists() else f"(no output)\n{shown}")

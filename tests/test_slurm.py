@@ -1,0 +1,179 @@
+"""The scripts of slurm/ as batch jobs of a real Slurm, three nodes on this machine."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import launch
+import numpy as np
+import pytest
+import slurm_cluster
+from files import assert_right, write_input
+
+SCRIPTS = launch.ROOT / "slurm"
+SRUN = "mpiexec() { return 127; }\n"                   # in env.sh: as if there were no mpiexec, so srun has to do
+# Open MPI's transport for ranks of one node does not reach the others, which here are this machine too.
+ACROSS_NODES = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"} if launch.vendor() == "openmpi" else {}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    launch.require_launch()
+    if slurm_cluster.missing():
+        pytest.skip(f"no Slurm to start here: {', '.join(slurm_cluster.missing())} not found")
+    try:
+        with slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+            yield cluster
+    except slurm_cluster.NotUpError as error:
+        pytest.skip(f"Slurm can't be started here: {error}")
+    assert not list(cluster.left())
+
+
+@pytest.fixture
+def submit(cluster, tmp_path):
+    """submit(script, *arguments, options, site, **variables): a job from a folder with slurm/, .venv and in.h5.
+
+    site: what is added to env.sh.  variables: set where sbatch is called.
+    """
+    shutil.copytree(SCRIPTS, tmp_path / "slurm")
+    write_input(tmp_path / "in.h5")
+    env = {name: value for name, value in launch.environment(ACROSS_NODES).items() if not name.startswith("MPIATTN_")}
+    activate = {name: value for name, value in env.items()
+                if name.startswith(("PYTHONPATH", "OMPI_", "PRTE_", "OPENBLAS_"))}
+    activate["PATH"] = f"{Path(sys.executable).parent}:{Path(launch.mpiexec()).parent}:{env['PATH']}"
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(
+        "".join(f"export {name}={shlex.quote(value)}\n" for name, value in activate.items()))
+    env.pop("OMP_NUM_THREADS")                          # env.sh sets it
+
+    def submit(script, *arguments, options=(), site="", **variables):
+        with open(tmp_path / "slurm/env.sh", "a") as file:
+            file.write(site)
+        return cluster.submit(script, *arguments, options=options, cwd=tmp_path, env=env | variables)
+    return submit
+
+
+def needs_pmi2():
+    if launch.vendor() != "mpich":
+        pytest.skip("srun --mpi=pmi2 starts ranks of MPICH")
+
+
+def launchers(test):
+    return pytest.mark.parametrize("site, told", [("", "mpiexec"), (SRUN, "srun --mpi=pmi2")],
+                                   ids=["mpiexec", "srun"])(test)
+
+
+@launchers
+@pytest.mark.parametrize("nodes, per_node", [(2, 2), (3, 1)])
+def test_run(submit, tmp_path, site, told, nodes, per_node):
+    if site:
+        needs_pmi2()
+    job = submit("slurm/run.sbatch", "in.h5", "out.h5", "--causal", "--verify", site=site,
+                 options=[f"--nodes={nodes}", f"--ntasks-per-node={per_node}"])
+    assert job.state == "COMPLETED", job.log
+    assert f"{nodes * per_node} ranks on {nodes} nodes (n[1-{nodes}]), started by {told}" in job.log
+    assert "passed" in job.log
+    assert assert_right(tmp_path / "in.h5", tmp_path / "out.h5", causal=True)["ranks"] == nodes * per_node
+
+
+@launchers
+def test_ranks_threads_and_devices(submit, tmp_path, site, told):
+    """Ranks fill the nodes that were asked for, know their cores, see all GPUs of their node; and none outlive a job
+    whose rank fails.  Without the environment of the shell that called sbatch."""
+    if site:
+        needs_pmi2()
+    (tmp_path / "probe.sbatch").write_text(
+        "#!/bin/bash\nsource slurm/launch.sh\n"
+        "says='echo rank on $SLURMD_NODENAME, threads $OMP_NUM_THREADS, GPUs $CUDA_VISIBLE_DEVICES'\n"
+        'launch 2 4 bash -c "$says"\necho one node\nlaunch 1 2 bash -c "$says"\n'
+        "launch 2 4 python3 fails.py\n")
+    (tmp_path / "fails.py").write_text("import os, time\nfrom mpi4py import MPI\n"
+                                       "if MPI.COMM_WORLD.rank == 1:\n    os._exit(3)\ntime.sleep(100)\n")
+    job = submit("probe.sbatch", site=site, options=["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2",
+                                                     "--gpus-per-node=2", "--export=NONE"])
+    assert job.state == "FAILED", job.log
+    all_, one = job.log.split("one node\n")
+    said = "rank on {}, threads 2, GPUs 0,1\n"
+    assert [all_.count(said.format(node)) for node in ("n1", "n2")] == [2, 2], job.log
+    assert [one.count(said.format(node)) for node in ("n1", "n2")] == [2, 0], job.log
+
+
+@pytest.mark.parametrize("site, variables, counts, options", [
+    ("", {}, [1, 2, 3], []),
+    (SRUN, {"MPIATTN_NODES": "3 1"}, [1, 3], ["--backward"]),
+], ids=["mpiexec", "srun"])
+def test_bench(submit, tmp_path, site, variables, counts, options):
+    if site:
+        needs_pmi2()
+    write_input(tmp_path / "in.h5", backward=True)
+    job = submit("slurm/bench.sbatch", "in.h5", "--causal", *options, site=site,
+                 options=["--nodes=3", "--ntasks-per-node=2"], **variables)
+    assert job.state == "COMPLETED", job.log
+    _, header, table = job.log.partition("\nnodes  ranks  tile  forward  speed-up  waiting  sent per rank")
+    assert header, job.log
+    assert [row.split()[:2] for row in table.splitlines()[2:-1]] == [[str(n), str(2 * n)] for n in counts]
+    result, = tmp_path.glob("mpiattn-scaling-*.h5")
+    assert result.name in table.splitlines()[-1]
+    with h5py.File(result) as file:
+        assert list(file["nodes"]) == counts
+        assert list(file["ranks"]) == [2 * n for n in counts]
+        assert set(file) == {"nodes", "ranks", "tile", "json", "forward", *(["backward"] if options else [])}
+        for name in {"forward", "backward"} & set(file):
+            seconds = file[name]["seconds"][:]
+            assert np.allclose(file[name]["speedup"][:], seconds[0] / seconds)
+            assert (file[name]["wait_seconds"][:] < seconds).all()
+            assert (file[name]["sent_bytes"][:] > 0).all()
+        assert '"per_rank"' in file["json"].asstr()[-1]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("mpiattn-")] == []
+
+
+def test_check(submit):
+    known = subprocess.run([sys.executable, "-m", "mpiattn", "check", "--help"], env=launch.environment(),
+                           capture_output=True, timeout=60)
+    if known.returncode:
+        pytest.skip("this mpiattn has no command check yet")
+    job = submit("slurm/check.sbatch")
+    assert job.state == "COMPLETED", job.log
+    assert "4 ranks on 2 nodes" in job.log
+
+
+@pytest.mark.parametrize("script, arguments, site, variables, message", [
+    ("run", ["no.h5", "out.h5"], "", {}, "no file 'no.h5' that"),
+    ("run", ["in.h5"], "", {}, "usage: sbatch slurm/run.sbatch IN.h5 OUT.h5"),
+    ("run", ["in.h5", "--causal"], "", {}, "usage: "),
+    ("bench", [], "", {}, "usage: sbatch slurm/bench.sbatch IN.h5"),
+    ("bench", ["no.h5"], "", {}, "no file 'no.h5' that"),
+    ("bench", ["in.h5"], "", {"MPIATTN_NODES": "1 9"}, "MPIATTN_NODES is '1 9'; it must be numbers from 1 to"),
+    ("bench", ["in.h5"], "", {"MPIATTN_SCRATCH": "/none"}, "MPIATTN_SCRATCH is '/none'; it must be a folder"),
+    ("check", [], "", {"MPIATTN_SLURM": "elsewhere"}, "submit beside slurm/ or export MPIATTN_SLURM"),
+    ("check", [], "source none/activate || return\n", {}, "slurm/env.sh failed, see above"),
+    ("check", [], "python3() { return 1; }\n", {}, "has no mpiattn: activate its environment in slurm/env.sh"),
+    ("check", [], SRUN + "srun() { echo none; }\n", {}, "set MPIATTN_LAUNCH in slurm/env.sh"),
+    ("check", [], 'python3() { [ "$1" = -c ]; }\n', {}, "mpi4py can't load its MPI, see above"),
+])
+def test_clear_errors(submit, tmp_path, script, arguments, site, variables, message):
+    """Said before any rank is started, and the job has failed."""
+    before = set(tmp_path.iterdir())
+    job = submit(f"slurm/{script}.sbatch", *arguments, site=site, options=["--nodes=2"], **variables)
+    assert (job.state, job.exit_code) == ("FAILED", 2), job.log
+    assert message in job.log
+    assert {path.suffix for path in set(tmp_path.iterdir()) - before} == {".log"}
+
+
+@pytest.mark.parametrize("script, arguments", [("run", ["bad.h5", "out.h5"]), ("bench", ["bad.h5"])])
+def test_a_failed_run_fails_the_job(submit, tmp_path, script, arguments):
+    (tmp_path / "bad.h5").write_text("not HDF5")
+    job = submit(f"slurm/{script}.sbatch", *arguments, options=["--nodes=2"])
+    assert job.state == "FAILED", job.log
+    assert "IN is 'bad.h5'" in job.log
+    assert not list(tmp_path.glob("*out.h5*")) and not list(tmp_path.glob("mpiattn-*"))
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.s*")), ids=lambda path: path.name)
+def test_shell(script):
+    subprocess.run(["bash", "-n", script], check=True, timeout=60)
+    if shellcheck := shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{slurm_cluster.PATH}"):
+        subprocess.run([shellcheck, "--external-sources", "--shell=bash", script], check=True, cwd=SCRIPTS, timeout=60)
