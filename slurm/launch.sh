@@ -45,9 +45,9 @@ choose_launcher() {
     fi
     found=$(srun --mpi=list 2>&1) || found=""
     found=$(tr -s '[:space:]' ' ' <<< "$found")
-    [[ " $found " == *" $plugin "* ]] ||
-        die "mpi4py uses $library. Its mpiexec is not on PATH ($(command -v mpiexec || echo "there is none")), and srun" \
-            "has no --mpi=$plugin ($found). Load the MPI's module, or set MPIATTN_LAUNCH in $slurm/env.sh"
+    mpiexec=$(command -v mpiexec) || mpiexec="none on PATH"
+    [[ " $found " == *" $plugin "* ]] || die "mpi4py uses $library; this mpiexec is not its own: $mpiexec; srun lacks" \
+        "--mpi=$plugin: $found. Load the MPI's module, or set MPIATTN_LAUNCH, in $slurm/env.sh"
     echo "srun --mpi=$plugin"
 }
 

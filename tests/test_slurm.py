@@ -81,8 +81,8 @@ def test_run(submit, tmp_path, site, told, nodes, per_node):
 
 @launchers
 def test_ranks_threads_and_devices(submit, tmp_path, site, told):
-    """Ranks fill the nodes that were asked for, know their cores, see all GPUs of their node; and none outlive a job
-    whose rank fails.  Without the environment of the shell that called sbatch."""
+    """Ranks fill the nodes that were asked for, know their cores, see all GPUs of their node; a rank that is killed
+    ends the job.  All that without the environment of the shell that called sbatch."""
     if site:
         needs_pmi2()
     (tmp_path / "probe.sbatch").write_text(
@@ -91,7 +91,7 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, told):
         'launch 2 4 bash -c "$says"\necho one node\nlaunch 1 2 bash -c "$says"\n'
         "launch 2 4 python3 fails.py\n")
     (tmp_path / "fails.py").write_text("import os, time\nfrom mpi4py import MPI\n"
-                                       "if MPI.COMM_WORLD.rank == 1:\n    os._exit(3)\ntime.sleep(100)\n")
+                                       "if MPI.COMM_WORLD.rank == 1:\n    os.kill(os.getpid(), 9)\ntime.sleep(100)\n")
     job = submit("probe.sbatch", site=site, options=["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2",
                                                      "--gpus-per-node=2", "--export=NONE"])
     assert job.state == "FAILED", job.log
@@ -151,7 +151,7 @@ def test_check(submit):
     ("check", [], "", {"MPIATTN_SLURM": "elsewhere"}, "submit beside slurm/ or export MPIATTN_SLURM"),
     ("check", [], "source none/activate || return\n", {}, "slurm/env.sh failed, see above"),
     ("check", [], "python3() { return 1; }\n", {}, "has no mpiattn: activate its environment in slurm/env.sh"),
-    ("check", [], SRUN + "srun() { echo none; }\n", {}, "set MPIATTN_LAUNCH in slurm/env.sh"),
+    ("check", [], SRUN + "srun() { echo none; }\n", {}, "or set MPIATTN_LAUNCH, in slurm/env.sh"),
     ("check", [], 'python3() { [ "$1" = -c ]; }\n', {}, "mpi4py can't load its MPI, see above"),
 ])
 def test_clear_errors(submit, tmp_path, script, arguments, site, variables, message):
