@@ -27,9 +27,9 @@ END
 }
 
 # The launcher for that MPI: its own mpiexec, which finds the nodes of the job by itself, else an srun that speaks its
-# protocol.  The mpiexec of another MPI would start so many programs of one rank each.
+# protocol.  The mpiexec of another MPI would start as many programs of one rank each.
 choose_launcher() {
-    local library mpiexec found own options="" plugin
+    local library mpiexec offered own options="" plugin
     library=$(mpi_library) || die "mpi4py can't load its MPI, see above; load the MPI's module in $slurm/env.sh"
     case $library in
         *"Open MPI"*)   own="open mpi|openrte|prte|prrte" plugin=pmix
@@ -43,11 +43,11 @@ choose_launcher() {
         echo "mpiexec$options"
         return
     fi
-    found=$(srun --mpi=list 2>&1) || found=""
-    found=$(tr -s '[:space:]' ' ' <<< "$found")
+    offered=$(srun --mpi=list 2>&1) || offered=""
+    offered=$(tr -s "[:space:]" " " <<< "$offered")
     mpiexec=$(command -v mpiexec) || mpiexec="none on PATH"
-    [[ " $found " == *" $plugin "* ]] || die "mpi4py uses $library; this mpiexec is not its own: $mpiexec; srun lacks" \
-        "--mpi=$plugin: $found. Load the MPI's module, or set MPIATTN_LAUNCH, in $slurm/env.sh"
+    [[ " $offered " == *" $plugin "* ]] || die "mpi4py uses $library; this mpiexec is not its own: $mpiexec;" \
+        "srun lacks --mpi=$plugin: $offered. Load the MPI's module, or set MPIATTN_LAUNCH, in $slurm/env.sh"
     echo "srun --mpi=$plugin"
 }
 

@@ -175,7 +175,7 @@ class Cluster:
         assert not check or not outcome.returncode, f"{command[0]}: {outcome.stdout}{outcome.stderr}"
         return outcome
 
-    def submit(self, script, *arguments, options=(), cwd, env=None, seconds=60):
+    def submit(self, script, *arguments, options=(), cwd, env=None, seconds=120):
         """`sbatch options script arguments` in folder `cwd`; waits for its end, and kills it after `seconds`."""
         log = Path(cwd) / f"{Path(script).name}.{secrets.token_hex(4)}.log"
         told = self._client("sbatch", "--parsable", f"--output={log}", *options, script, *arguments, env=env, cwd=cwd)

@@ -112,7 +112,8 @@ def test_no_cycles():
 
 
 @pytest.mark.parametrize("path", [*MODULES.values(), *sorted(Path(__file__).parent.rglob("*.py")),
-                                  *sorted((launch.ROOT / "docs").rglob("*.py"))],
+                                  *sorted((launch.ROOT / "docs").rglob("*.py")),
+                                  *sorted((launch.ROOT / "slurm").rglob("*.py"))],
                          ids=lambda path: str(path.relative_to(launch.ROOT)))
 def test_files_are_short(path):
     assert len(path.read_text().splitlines()) < LINES
