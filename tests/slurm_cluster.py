@@ -4,7 +4,8 @@
         job = cluster.submit("slurm/run.sbatch", "in.h5", "out.h5", options=["--nodes=3"], cwd=folder)
         assert job.state == "COMPLETED", job.log
 
-Nothing outside the folder is read or written: other clusters and munged of the system are left alone.
+Nothing outside the folder is read or written: other clusters and munged of the system are left alone.  A second process
+ends all that the cluster has started, jobs too, when `with` ends or when this process is gone, killed or not.
 """
 
 import contextlib
@@ -16,11 +17,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "setpriv")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 START_SECONDS = 30
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])      # daemons are in sbin
@@ -78,6 +80,25 @@ def _free_ports(count):
         return [one.getsockname()[1] for one in sockets]
 
 
+def processes(conf):
+    """Numbers of the processes that were started with this configuration and have not ended."""
+    mark = f"SLURM_CONF={conf}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):                  # gone meanwhile, or another user's
+            if mark in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
+
+
+def _reap(conf):
+    """Wait for the end of standard input, then end the cluster's processes."""
+    sys.stdin.read()
+    while found := list(processes(conf)):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
 class Cluster:
     """`nodes` nodes of 4 CPUs and 2 GPUs (by name only), called n1, n2, ...; started by `with`.
 
@@ -85,19 +106,23 @@ class Cluster:
     """
 
     def __init__(self, folder, nodes=3):
-        self.folder, self.names, self.daemons = Path(folder), [f"n{i + 1}" for i in range(nodes)], []
+        self.folder, self.names, self._daemons = Path(folder), [f"n{i + 1}" for i in range(nodes)], []
         self.conf = self.folder / "slurm.conf"
 
     def __enter__(self):
+        self._reaper = subprocess.Popen([sys.executable, __file__, self.conf], stdin=subprocess.PIPE,
+                                        start_new_session=True)
         try:
             self._start()
         except BaseException:
-            self._stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_):
-        self._stop()
+        self._reaper.communicate()
+        for daemon in self._daemons:
+            daemon.wait()
 
     def _start(self):
         host, (*ports,) = socket.gethostname().split(".")[0], _free_ports(1 + len(self.names))
@@ -123,46 +148,20 @@ class Cluster:
         return len(re.findall(r"State=IDLE ", outcome.stdout))
 
     def _daemon(self, program, *arguments, log=None):
-        """Start one that dies with this process, however that ends."""
         with open(self.folder / f"{log or program}.out", "w") as out:
-            self.daemons.append(subprocess.Popen(["setpriv", "--pdeathsig", "KILL", program, *map(str, arguments)],
-                                                 env=self._environment(), stdin=subprocess.DEVNULL, stdout=out,
-                                                 stderr=subprocess.STDOUT, start_new_session=True))
+            self._daemons.append(subprocess.Popen([program, *map(str, arguments)], env=self._environment(),
+                                                  stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                                                  start_new_session=True))
 
     def _until(self, done):
         end = time.monotonic() + START_SECONDS
         while not done():
-            dead = [daemon.args[3] for daemon in self.daemons if daemon.poll() is not None]
+            dead = [daemon.args[0] for daemon in self._daemons if daemon.poll() is not None]
             if dead or time.monotonic() > end:
                 logs = "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in self.folder.glob("*.out"))
                 raise NotUpError(f"{', '.join(dead)} ended\n{logs}" if dead
                                     else f"not up after {START_SECONDS} s\n{logs}")
             time.sleep(0.1)
-
-    def _stop(self):
-        if self.daemons:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._client("scancel", "--full", "--signal=KILL", f"--user={os.getuid()}", check=False)
-        for daemon in reversed(self.daemons):
-            daemon.terminate()
-        for daemon in self.daemons:
-            try:
-                daemon.wait(5)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
-        self.daemons = []
-        for pid in self.left():                            # what a killed slurmd has orphaned
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def left(self):
-        """Processes that were started with this cluster's configuration."""
-        mark = f"SLURM_CONF={self.conf}".encode()
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    yield int(path.parent.name)
 
     def _environment(self, env=None):
         inherited = {name: value for name, value in (env or os.environ).items()
@@ -192,3 +191,7 @@ class Cluster:
             time.sleep(0.1)
         code = int(re.search(r" ExitCode=(\d+):", shown)[1])
         return Job(state, code, log.read_text() if log.exists() else f"(no output)\n{shown}")
+
+
+if __name__ == "__main__":
+    _reap(sys.argv[1])

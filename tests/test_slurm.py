@@ -29,7 +29,7 @@ def cluster(tmp_path_factory):
             yield cluster
     except slurm_cluster.NotUpError as error:
         pytest.skip(f"Slurm can't be started here: {error}")
-    assert not list(cluster.left())
+    assert not list(slurm_cluster.processes(cluster.conf))
 
 
 @pytest.fixture
