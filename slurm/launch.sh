@@ -29,7 +29,7 @@ END
 # The launcher for that MPI: its own mpiexec, which finds the nodes of the job by itself, else an srun that speaks its
 # protocol.  The mpiexec of another MPI would start as many programs of one rank each.
 choose_launcher() {
-    local library mpiexec offered own options="" plugin
+    local library own plugin options="" version offered mpiexec
     library=$(mpi_library) || die "mpi4py can't load its MPI, see above; load the MPI's module in $slurm/env.sh"
     case $library in
         *"Open MPI"*)   own="open mpi|openrte|prte|prrte" plugin=pmix
@@ -38,8 +38,8 @@ choose_launcher() {
         *Intel*)        own="intel" plugin=pmi2 ;;
         *)              own="hydra|mpich|mvapich" plugin=pmi2 ;;
     esac
-    mpiexec=$(mpiexec --version 2>&1) || mpiexec=""
-    if [[ -n $own && ${mpiexec,,} =~ $own ]]; then
+    version=$(mpiexec --version 2>&1) || version=""
+    if [[ -n $own && ${version,,} =~ $own ]]; then
         echo "mpiexec$options"
         return
     fi

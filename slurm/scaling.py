@@ -75,12 +75,13 @@ def main():
         print(f"scaling: no run has left its results in {args.folder}", file=sys.stderr)
         return 1
     data = columns(runs)
+    print(as_text(data), flush=True)
     try:
         write(args.output, data)
     except FileError as error:
         print(f"scaling: {error}", file=sys.stderr)
         return 1
-    print(f"{as_text(data)}\nwritten: {args.output}")
+    print(f"written: {args.output}")
     return 0
 
 

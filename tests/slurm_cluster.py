@@ -122,7 +122,7 @@ class Cluster:
     def __exit__(self, *_):
         self._reaper.communicate()
         for daemon in self._daemons:
-            daemon.wait()
+            daemon.wait(20)
 
     def _start(self):
         host, (*ports,) = socket.gethostname().split(".")[0], _free_ports(1 + len(self.names))
@@ -160,7 +160,7 @@ class Cluster:
             if dead or time.monotonic() > end:
                 logs = "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in self.folder.glob("*.out"))
                 raise NotUpError(f"{', '.join(dead)} ended\n{logs}" if dead
-                                    else f"not up after {START_SECONDS} s\n{logs}")
+                                 else f"not up after {START_SECONDS} s\n{logs}")
             time.sleep(0.1)
 
     def _environment(self, env=None):

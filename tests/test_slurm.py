@@ -101,17 +101,18 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, told):
     assert [one.count(said.format(node)) for node in ("n1", "n2")] == [2, 0], job.log
 
 
-@pytest.mark.parametrize("site, variables, counts, options", [
-    ("", {}, [1, 2, 3], []),
-    (SRUN, {"MPIATTN_NODES": "3 1"}, [1, 3], ["--backward"]),
+@pytest.mark.parametrize("variables, counts, options", [
+    ({}, [1, 2, 3], []),
+    ({"MPIATTN_NODES": "3 1", "MPIATTN_LAUNCH": "srun --mpi=pmi2"}, [1, 3], ["--backward"]),
 ], ids=["mpiexec", "srun"])
-def test_bench(submit, tmp_path, site, variables, counts, options):
-    if site:
+def test_bench(submit, tmp_path, variables, counts, options):
+    if variables:
         needs_pmi2()
     write_input(tmp_path / "in.h5", backward=True)
-    job = submit("slurm/bench.sbatch", "in.h5", "--causal", *options, site=site,
+    job = submit("slurm/bench.sbatch", "in.h5", "--causal", *options,
                  options=["--nodes=3", "--ntasks-per-node=2"], **variables)
     assert job.state == "COMPLETED", job.log
+    assert f"started by {variables.get('MPIATTN_LAUNCH', 'mpiexec')}" in job.log
     _, header, table = job.log.partition("\nnodes  ranks  tile  forward  speed-up  waiting  sent per rank")
     assert header, job.log
     assert [row.split()[:2] for row in table.splitlines()[2:-1]] == [[str(n), str(2 * n)] for n in counts]
@@ -169,6 +170,7 @@ def test_a_failed_run_fails_the_job(submit, tmp_path, script, arguments):
     job = submit(f"slurm/{script}.sbatch", *arguments, options=["--nodes=2"])
     assert job.state == "FAILED", job.log
     assert "IN is 'bad.h5'" in job.log
+    assert "Traceback" not in job.log
     assert not list(tmp_path.glob("*out.h5*")) and not list(tmp_path.glob("mpiattn-*"))
 
 
