@@ -17,8 +17,8 @@ from .traffic import token_bytes
 DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 # Layouts that "auto" may take, the simplest first: it is taken where another is no faster.
 AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
-# Predicted times that differ by no more than this share are the same.
-SAME_TIME = 0.01
+# Predicted times that differ by no more than this share are the same: the model knows no better, and bytes are exact.
+SAME_TIME = 0.05
 
 
 class Choice(NamedTuple):
@@ -78,8 +78,8 @@ def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, 
 
     pairs: of layouts, those of queries and of keys; default those of "auto".  direction: of DIRECTIONS.
 
-    Best is the least predicted time; among those that are as fast within a hundredth, the fewest bytes sent, then the
-    least memory, then the first layout.
+    Best is the least predicted time; among those that are as fast within SAME_TIME, the fewest bytes sent, then
+    the least memory, then the first layout.
     """
     check_route(route, problem)
     schedules_of = {(*shape, kind): [cost.build(kind, *shape, route, problem, machine, one)
