@@ -1,4 +1,4 @@
-"""Package metadata, and the kernel sources laid into the package as mpiattn/kernels."""
+"""Package metadata; the kernel sources and the tests are laid into the package, as mpiattn/kernels and mpiattn/tests."""
 
 import re
 from pathlib import Path
@@ -16,8 +16,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels"],
-    package_dir={"mpiattn.kernels": "kernels"},
+    packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels", "mpiattn.tests",
+              "mpiattn.tests.mpi"],
+    package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests"},
     package_data={"mpiattn.kernels": ["README.md", "cuda/*", "cpu/*"]},
     install_requires=["numpy>=1.24", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3"],
     extras_require={

@@ -1,4 +1,4 @@
-"""Where the kernel sources are: inside the package when installed, beside it in a checkout."""
+"""Where the kernel sources and the tests are: inside the package when installed, beside it in a checkout."""
 
 from pathlib import Path
 
@@ -7,8 +7,17 @@ from .errors import FileError
 
 def kernel_dir():
     """The folder of kernel sources, with a folder for each kind of device."""
+    return _folder("kernels", "README.md", "kernel sources")
+
+
+def test_dir():
+    """The folder of mpiattn's own tests."""
+    return _folder("tests", "conftest.py", "tests")
+
+
+def _folder(name, holds, what):
     package = Path(__file__).resolve().parent
-    for folder in (package / "kernels", package.parent / "kernels"):
-        if (folder / "README.md").is_file():
+    for folder in (package / name, package.parent / name):
+        if (folder / holds).is_file():
             return folder
-    raise FileError(f"no kernel sources beside {package}; the installation is incomplete")
+    raise FileError(f"no {what} beside {package}; the installation is incomplete")

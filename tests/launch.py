@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parent
+DOCS, SLURM = TESTS.parent / "docs", TESTS.parent / "slurm"             # not there where mpiattn is installed
+# The folder that holds mpiattn: the checkout, or where mpiattn is installed with its tests inside.
+ROOT = next(folder for folder in TESTS.parents if (folder / "mpiattn" / "__init__.py").is_file())
 
 # What a launcher leaves in the environment of its ranks; a second mpiexec would mistake it for its own.
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "PALS_", "MV2_COMM_", "HYDI_", "HYDRA_", "OMPI_", "PRTE_", "MPI_LOCAL",

@@ -23,7 +23,7 @@ def run_pytest(n, *arguments, **options):
 @pytest.mark.parametrize("n", RANKS)
 def test_multi_rank(n):
     selection = ["-m", "many"] if n >= MANY else []
-    outcome = run_pytest(n, str(launch.ROOT / "tests" / "mpi"), *selection, timeout=LIMIT, cwd=launch.ROOT,
+    outcome = run_pytest(n, str(launch.TESTS / "mpi"), *selection, timeout=LIMIT, cwd=launch.ROOT,
                          env={"MPIATTN_LAUNCHES": ",".join(map(str, RANKS))})
     assert " passed" in outcome.stdout, outcome.stdout      # a run that collects nothing must not pass
     print(outcome.stdout)
@@ -60,7 +60,7 @@ def test_one_rank_that_fails_ends_the_job(tmp_path):
     """The other ranks wait for it in a barrier; its traceback, with its rank, must come out and soon."""
     folder = tmp_path / "mpi"
     folder.mkdir()
-    (folder / "conftest.py").write_text((launch.ROOT / "tests" / "mpi" / "conftest.py").read_text())
+    (folder / "conftest.py").write_text((launch.TESTS / "mpi" / "conftest.py").read_text())
     (folder / "test_it.py").write_text("def test_it(comm):\n"
                                        "    assert comm.rank != 1, 'the second rank is wrong'\n"
                                        "    comm.Barrier()\n")
@@ -74,7 +74,7 @@ def test_one_rank_that_fails_ends_the_job(tmp_path):
 
 def test_whole_suite_under_a_launcher(tmp_path):
     """Serial tests run on rank 0 only, launch tests are skipped, the rank count is in the header."""
-    tests = str(launch.ROOT / "tests")
+    tests = str(launch.TESTS)
     outcome = launch.mpirun(2, [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider",
                                 f"{tests}/test_mask.py", f"{tests}/test_launch.py", f"{tests}/mpi/test_scatter.py"],
                             timeout=60, cwd=launch.ROOT)

@@ -4,7 +4,6 @@ import ast
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import launch
 import pytest
@@ -19,7 +18,7 @@ LAYERS = [
      "gpuaware", "hdf5", "backends"},
     {"buffers", "passes", "executor"},
     {"plan", "oneshot", "io", "verify", "verify_gradients", "torch"},
-    {"cli", "bench", "__main__"},
+    {"cli", "bench", "check", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
         "cost", "memory", "choice", "sources", "errors", "reference", "newfile", "documents", "activity"}
@@ -34,7 +33,7 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if launch.TESTS not in path.parents}
 
 
 def part(module):
@@ -111,12 +110,17 @@ def test_no_cycles():
         visit(module)
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *sorted(Path(__file__).parent.rglob("*.py")),
-                                  *sorted((launch.ROOT / "docs").rglob("*.py")),
-                                  *sorted((launch.ROOT / "slurm").rglob("*.py"))],
+@pytest.mark.parametrize("path", [*MODULES.values(), *sorted(launch.TESTS.rglob("*.py")),
+                                  *sorted(launch.DOCS.rglob("*.py")), *sorted(launch.SLURM.rglob("*.py"))],
                          ids=lambda path: str(path.relative_to(launch.ROOT)))
 def test_files_are_short(path):
     assert len(path.read_text().splitlines()) < LINES
+
+
+def test_names_of_test_files_differ():
+    """All are collected in one process, by their names, where the whole suite runs under a launcher."""
+    names = [path.name for path in launch.TESTS.rglob("test_*.py")]
+    assert len(set(names)) == len(names)
 
 
 def python(code):

@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",
     "run": "attention of an HDF5 file over the ranks of this launch (under mpiexec or srun)",
     "plan": "every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
+    "check": "whether this installation and this launch are fit for work; the first thing to run on a new cluster",
     "info": "what this installation and this launch have",
 }
 
@@ -25,7 +26,7 @@ examples:
   mpiattn generate qkv.h5 --seqlen 4099 --heads 8 --head-dim 64
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --causal --verify
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal
-  mpiexec -n 2 mpiattn info
+  mpiexec -n 4 mpiattn check
 """
 
 

@@ -8,9 +8,9 @@ import sys
 import launch
 import pytest
 
-EXAMPLE = launch.ROOT / "docs" / "train_transformer.py"
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None,
-                                 reason="torch is not installed (the torch extra has it)")
+EXAMPLE = launch.DOCS / "train_transformer.py"
+needs_example = pytest.mark.skipif(importlib.util.find_spec("torch") is None or not EXAMPLE.is_file(),
+                                   reason="takes torch (extra torch) and the docs of a checkout")
 
 # The example with something wrong in it: losses must show it.
 SABOTAGE = """
@@ -52,7 +52,7 @@ def losses_of(text):
     return float(rows[0]), float(rows[-1])
 
 
-@needs_torch
+@needs_example
 @pytest.mark.parametrize("ranks, options, says", [
     (4, ["--tile", "2x2"], "tile 2x2, zigzag"),
     (3, ["--tile", "qring", "--layout", "striped", "--seqlen", "101"], "tile 3x1, striped"),
@@ -65,7 +65,7 @@ def test_training_is_that_of_dense_attention(ranks, options, says):
     assert first > 4.5 and last < (3.5 if "20" in options else 2.7)
 
 
-@needs_torch
+@needs_example
 @pytest.mark.parametrize("wrong", ["documents", "gradient"])
 def test_training_shows_what_is_wrong(tmp_path, wrong):
     script = tmp_path / "sabotage.py"
@@ -75,22 +75,22 @@ def test_training_shows_what_is_wrong(tmp_path, wrong):
     assert "NOT the same" in outcome.stdout and "Traceback" not in outcome.stderr
 
 
-@needs_torch
+@needs_example
 def test_training_is_deterministic():
     command = [sys.executable, EXAMPLE, "--steps", "5", "--seed", "3"]
     first, again = (launch.mpirun(2, command, timeout=120).stdout for _ in range(2))
     assert first == again and len(first.splitlines()) == 7
 
 
-@needs_torch
+@needs_example
 def test_step_of_the_documentation():
     """Gradients summed over three ranks are those of one."""
-    text = (launch.ROOT / "docs" / "training.md").read_text()
+    text = (launch.DOCS / "training.md").read_text()
     code = re.search(r"<!-- test: step -->\n```python\n(.*?)```", text, re.DOTALL)[1]
     assert float(launch.mpirun(3, [sys.executable, "-c", STEP, code], timeout=120).stdout) < 1e-4
 
 
-@needs_torch
+@needs_example
 @pytest.mark.parametrize("options, message", [(["--steps", "0"], "--steps is 0"), (["--tile", "3x1"], "tile is 3x1")])
 def test_training_errors(options, message):
     outcome = launch.mpirun(2, [sys.executable, EXAMPLE, *options], check=False, timeout=120)

@@ -1,0 +1,52 @@
+"""Whether a folder takes files as `mpiattn run` makes them, and whether all ranks then see the same."""
+
+import contextlib
+import os
+import secrets
+
+import h5py
+import numpy as np
+
+from .. import io
+from ..errors import FileError
+from ..layout import Layout
+
+DATA = "numbers"
+
+
+def gather(peers, folder):
+    """Write a small file, read it on every rank, remove it; collective.
+
+    Returns {"folder", "parallel" (h5py has MPI), "written" (None or why not), "read" (by rank: None or why not)}, the
+    same on every rank.
+    """
+    path = peers.allgather(os.path.join(os.path.abspath(folder), f".mpiattn-check-{secrets.token_hex(8)}.h5"))[0]
+    found = {"folder": folder, "parallel": io.parallel(), "written": None, "read": []}
+    layout = Layout("contiguous", 3 * peers.size, peers.size)
+    try:
+        try:
+            output = io.Output(peers, path, {DATA: ((layout.seqlen,), np.int64)})
+            try:
+                output.write(DATA, layout.positions(peers.rank), layout, axis=0)
+                output.commit({})
+            finally:
+                output.abandon()
+        except FileError as error:                   # the same on every rank
+            return {**found, "written": str(error)}
+        found["read"] = peers.allgather(_read(path, layout.seqlen))
+        return found
+    finally:
+        if peers.rank == 0:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _read(path, length):
+    """Why this rank does not read what was written, None if it does."""
+    if not os.path.exists(path):
+        return "not there"
+    try:
+        with h5py.File(path, "r") as file:
+            return None if np.array_equal(file[DATA][:], np.arange(length)) else "other contents"
+    except (OSError, KeyError) as error:
+        return str(error)

@@ -1,0 +1,114 @@
+"""Judges what the ranks of a node share: cores, threads, devices; `ranks` as in `mpiattn.check.judge_launch`."""
+
+from .item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
+
+# The variable that a BLAS reads, by what its name begins with.
+VARIABLE = {"scipy-openblas": "OPENBLAS_NUM_THREADS", "openblas": "OPENBLAS_NUM_THREADS", "mkl": "MKL_NUM_THREADS",
+            "blis": "BLIS_NUM_THREADS"}
+
+
+def _cores(node):
+    """The cores that a node's ranks may use, together."""
+    return frozenset().union(*(rank["cores"] for rank in node))
+
+
+def _crowd(node):
+    """The fewest cores that more ranks share: (ranks, cores), None if every rank can have a core of its own."""
+    for cores in sorted({_cores(node), *(frozenset(rank["cores"]) for rank in node)}, key=len):
+        inside = [rank["rank"] for rank in node if cores.issuperset(rank["cores"])]
+        if len(inside) > len(cores):
+            return inside, cores
+    return None
+
+
+def crowded(ranks):
+    """Whether some ranks cannot have a core of their own."""
+    return any(map(_crowd, by_node(ranks)))
+
+
+def binding(ranks):
+    """A core for every rank."""
+    nodes = by_node(ranks)
+    text = (f"{span([len(rank['cores']) for rank in ranks])} cores that a rank may use, "
+            f"{span([len(_cores(node)) for node in nodes])} a node")
+    found = [(node, *_crowd(node)) for node in nodes if _crowd(node)]
+    if not found:
+        return Item("binding", PASS, text)
+    told = [f"{ranks_text(crowd)} share {count(len(cores), 'core')} of {node[0]['host']}" for node, crowd, cores in found]
+    if any(len(_cores(node)) < len(node) for node, *_ in found):
+        advice = "ranks that share a core wait for each other: start at most as many ranks a node as it has cores"
+    else:
+        advice = ("the launcher binds several ranks to one core: let it give each its own (mpiexec -bind-to core, "
+                  "--bind-to core of Open MPI, srun --cpu-bind=cores)")
+    return Item("binding", WARN, "; ".join(told), advice)
+
+
+def threads(ranks):
+    """No more BLAS threads than cores."""
+    used = [rank["blas"]["threads"] for rank in ranks]
+    library = (ranks[0]["blas"]["library"] or "").lower()
+    variable = next((name for start, name in VARIABLE.items() if library.startswith(start)), "OMP_NUM_THREADS")
+    share = min(max(1, len(_cores(node)) // len(node)) for node in by_node(ranks))
+    advice = f"let every rank have its share of the cores: set {variable}={share} for all of them"
+    if None in used:
+        if all(rank["blas"]["settings"] for rank in ranks):
+            return Item("threads", PASS, "BLAS does not say how many it uses; they are limited by "
+                                         + ", ".join(sorted(ranks[0]["blas"]["settings"])))
+        return Item("threads", WARN, "BLAS does not say how many it uses, and no variable limits them", advice)
+    text = f"{span(used)} of BLAS in a rank"
+    for node in by_node(ranks):
+        total, cores = sum(rank["blas"]["threads"] for rank in node), len(_cores(node))
+        if total > cores and any(rank["blas"]["threads"] > 1 for rank in node):
+            return Item("threads", WARN, f"{text}, {total} on {count(cores, 'core')} of {node[0]['host']}", advice)
+    return Item("threads", PASS, text)
+
+
+def gpu_aware(ranks, probes):
+    """Whether MPI takes device buffers; probes: of every node, what `mpiattn.check.gpuprobe.probe` says, or None."""
+    claim, why = ranks[0]["mpi"]["gpu_aware"], ranks[0]["mpi"]["gpu_aware_why"]
+    tried = [probe for probe in probes if probe]
+    if not tried:
+        return Item("GPU-aware MPI", PASS, f"no devices, so not probed ({'yes' if claim else 'no'}: {why})")
+    worst = min(tried, key=lambda probe: ("no", "unknown", "yes").index(probe["answer"]))
+    text = f"{worst['answer']}: {worst['text']}; {why}"
+    if worst["answer"] == "unknown":
+        return Item("GPU-aware MPI", WARN, text, "see why the probe cannot run; until then device buffers go through "
+                                                 "the host's memory")
+    if worst["answer"] == "no" and claim:
+        return Item("GPU-aware MPI", FAIL, text, "this MPI says that it takes device buffers and fails with one: load "
+                                                 "a build that fits the driver, or switch its GPU support off")
+    if worst["answer"] == "no":
+        return Item("GPU-aware MPI", WARN, text, "device buffers go through the host's memory, which is slower: load "
+                                                 "an MPI built with CUDA, if the site has one")
+    if not claim:
+        return Item("GPU-aware MPI", WARN, text, "it works, but this MPI does not say so and is not relied on: set "
+                                                 "what its makers document (MPIR_CVAR_ENABLE_GPU=1 of MPICH, "
+                                                 "MPICH_GPU_SUPPORT_ENABLED=1 of Cray's)")
+    return Item("GPU-aware MPI", PASS, text)
+
+
+def devices(ranks):
+    """A device for every rank, and a rank for every device."""
+    if not any(rank["devices"] for rank in ranks):
+        return Item("devices", PASS, f"none ({ranks[0]['no_devices_why']})")
+    told = []
+    for node in by_node(ranks):
+        name = node[0]["host"]
+        blind = [rank["rank"] for rank in node if not rank["devices"]]
+        taken, visible = {}, {device for rank in node for device in rank["devices"]}
+        for rank in node:
+            if rank["devices"]:
+                device = rank["devices"][rank["local_rank"] % len(rank["devices"])]
+                taken.setdefault(device, []).append(rank["rank"])
+        if blind:
+            told.append(f"{ranks_text(blind)} on {name} see no device")
+        told += [f"{ranks_text(some)} share device {device} of {name}"
+                 for device, some in taken.items() if len(some) > 1]
+        if visible - set(taken):
+            told.append(f"{count(len(visible - set(taken)), 'device')} of {name} not used")
+    if told:
+        return Item("devices", WARN, "; ".join(told),
+                    "start as many ranks a node as it has devices, all of which every rank may see: a rank takes the "
+                    "device of its number on the node")
+    names = sorted({name for rank in ranks for name in rank["device_names"]})
+    return Item("devices", PASS, f"one for each rank: {', '.join(names)}")

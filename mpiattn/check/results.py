@@ -1,0 +1,61 @@
+"""Small attention problems on the ranks at hand, forward and backward, against float64."""
+
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from ..cost import SCHEDULES
+from ..plan import MeshAttention
+from ..schedule import ROUTES
+from ..tiling import tiles
+from ..verify import verify
+from ..verify_gradients import verify_gradients
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+class Case(NamedTuple):
+    """How one problem is computed."""
+
+    tile: tuple
+    causal: bool
+    schedule: str
+    route: str
+
+    def __str__(self):
+        a, b = self.tile
+        return f"tile {a}x{b}, {'causal' if self.causal else 'full'}, {self.schedule}, {self.route} route"
+
+
+def cases(ranks):
+    """Every tile of that many ranks, full and causal, with every schedule and route."""
+    return [Case(*how) for how in product(tiles(ranks), (False, True), SCHEDULES, ROUTES)]
+
+
+def gather(peers, timeout, progress=lambda done: None):
+    """Run every case: [{"case", "passed", "text"}], the same on every rank; collective."""
+    return [_run(peers, case, timeout, progress) for case in cases(peers.size)]
+
+
+def _run(peers, case, timeout, progress):
+    seqlen = 6 * peers.size + 5                    # chunks of different lengths
+    rng = np.random.default_rng(seqlen)
+    q, dout = rng.standard_normal((2, 1, seqlen, HEADS, HEAD_DIM), np.float32)
+    k, v = rng.standard_normal((2, 1, seqlen, KV_HEADS, HEAD_DIM), np.float32)
+    inputs = {"q": q, "k": k, "v": v, "dout": dout}
+
+    def read(name, start, stop):
+        return inputs[name][:, start:stop]
+    with MeshAttention(peers.comm, seqlen=seqlen, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+                       causal=case.causal, tile=case.tile, schedule=case.schedule, route=case.route,
+                       layout="zigzag" if case.causal else "contiguous", timeout=timeout) as plan:
+        mine = [np.ascontiguousarray(inputs[name][:, plan.positions]) for name in ("q", "k", "v", "dout")]
+        out, lse = plan.forward(*mine[:3])
+        gradients = plan.backward(mine[3], *mine[:3], out, lse)
+        layouts = plan.q_layout, plan.k_layout
+        reports = (verify(peers, plan.problem, layouts[0], out, lse, read),
+                   verify_gradients(peers, plan.problem, *layouts, out, lse, gradients, read))
+    progress(1)
+    failed = [str(report) for report in reports if not report.passed]
+    return {"case": str(case), "passed": not failed, "text": "; ".join(failed)}

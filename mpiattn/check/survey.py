@@ -1,0 +1,41 @@
+"""The whole check: gathers on all ranks, then judges, on every rank alike."""
+
+from ..peers import time_limit
+from . import facts, folder, gpuprobe, judge_launch, judge_node, judge_work, links, results
+
+
+def steps(ranks):
+    """How many steps `survey` reports as done."""
+    return 4 + len(results.cases(ranks))
+
+
+def survey(job, where, timeout, progress=lambda done: None):
+    """Check everything; where: a folder for a small file.  Collective; gives (items, facts) on every rank.
+
+    job: as of `mpiattn.cli.launch`.  timeout: seconds that a rank waits for others.  progress: called with the number
+    of steps just done.
+    """
+    peers = job.peers
+
+    def phase(name, work):
+        found = job(name, work)
+        progress(1)
+        return found
+    ranks = phase("look at the ranks", lambda: facts.gather(peers))
+    probes = phase("probe devices", lambda: _probes(peers, ranks, timeout))
+    cases = job("compute", lambda: results.gather(peers, timeout, progress))
+    rates = phase("measure links", lambda: links.gather(peers, ranks))
+    file = phase("write a file", lambda: folder.gather(peers, where))
+    items = [judge_launch.size(ranks), judge_launch.versions(ranks), judge_launch.mpi(ranks), judge_node.binding(ranks),
+             judge_node.threads(ranks), judge_node.devices(ranks), judge_node.gpu_aware(ranks, probes),
+             judge_work.results(cases), judge_work.links(rates, ranks, judge_node.crowded(ranks)),
+             judge_work.files(file, ranks)]
+    return items, {"ranks": ranks, "probes": probes, "cases": cases, "links": rates, "files": file}
+
+
+def _probes(peers, ranks, timeout):
+    """What the first rank of every node that has devices finds, None by the others."""
+    mine = ranks[peers.rank]
+    asked = mine["devices"] and mine["local_rank"] == 0
+    limit = min(gpuprobe.TIMEOUT, time_limit(timeout) / 2)             # the others wait
+    return peers.allgather(gpuprobe.probe(timeout=limit) if asked else None)

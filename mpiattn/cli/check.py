@@ -1,0 +1,100 @@
+"""Whether this installation and this launch are fit for work: the first thing to run on a new cluster.
+
+Looks at how the ranks were started, what they share, and their MPI; computes small problems on them in every mesh;
+measures links; writes a small file. Each item is PASS, WARN or FAIL, with what to do about it; code 1 if one is FAIL.
+
+With --full it runs the tests of mpiattn on these ranks instead (extra `test`); what follows -- is for pytest.
+
+examples:
+  mpiexec -n 4 mpiattn check
+  srun mpiattn check --folder /scratch/me --json check.json
+  mpiexec -n 4 mpiattn check --full -- -k gradients
+"""
+
+import importlib.util
+import shutil
+import textwrap
+
+from ..agreement import agreement
+from ..errors import FileError
+from ..sources import test_dir
+from . import launch_rank, options
+from .jsonfile import check_json, write_json
+from .launch import on_all_ranks
+from .progress import Progress
+
+TIMEOUT = 60.0             # seconds; nothing here takes a rank as long
+
+
+def add_arguments(parser):
+    """Declare the arguments of `mpiattn check`."""
+    parser.add_argument("--folder", metavar="DIR",
+                        help="where a small file is written, read and removed (default: the current folder)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS",
+                        help="how long a rank waits for others before it says which and for what, and ends the job "
+                             f"(default: {TIMEOUT:g}; inf: for ever)")
+    options.add_json(parser)
+    parser.add_argument("--full", action="store_true", help="run the tests of mpiattn on these ranks instead")
+    parser.add_argument("pytest", nargs="*", metavar="-- ARG", help="with --full, arguments for pytest")
+    parser.set_defaults(wrong=parser.error)
+
+
+def run(args):
+    """`mpiattn check`."""
+    if args.full:
+        return _full(args)
+    if args.pytest:
+        args.wrong(f"{args.pytest[0]!r} is for pytest, which --full runs")
+    timeout = TIMEOUT if args.timeout is None else args.timeout
+    return on_all_ranks(lambda job: _run(job, args, timeout), timeout)
+
+
+def _run(job, args, timeout):
+    from ..check.survey import steps, survey           # starts MPI, which --full must not
+    comm = job.comm
+    # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
+    speaks = comm.rank == 0 and launch_rank() == 0
+    with agreement(job.peers, only=0):
+        if speaks:
+            check_json(args.json)
+    with Progress("check", steps(comm.size), " steps") as progress:
+        items, found = survey(job, args.folder or ".", timeout, progress)
+    failed = any(item.status == "FAIL" for item in items)
+    with agreement(job.peers, only=0):
+        if speaks and args.json:
+            write_json(args.json, {"passed": not failed, "items": [item._asdict() for item in items], **found})
+        if speaks and args.json != "-":
+            print(as_text(items), flush=True)
+    return int(failed)
+
+
+def as_text(items, width=None):
+    """Items for people, one below the other, advice after an arrow."""
+    width = max(60, min(width or shutil.get_terminal_size((120, 0)).columns, 120))
+    longest = max(len(item.name) for item in items)
+    lines = []
+    for item in items:
+        start = f"{item.status}  {item.name.ljust(longest)}  "
+        lines += textwrap.wrap(item.text, width, initial_indent=start, subsequent_indent=" " * len(start),
+                               break_long_words=False, break_on_hyphens=False)
+        if item.advice:
+            lines += textwrap.wrap(item.advice, width, initial_indent=" " * len(start) + "-> ",
+                                   subsequent_indent=" " * (len(start) + 3), break_long_words=False,
+                                   break_on_hyphens=False)
+    counts = [sum(item.status == status for item in items) for status in ("PASS", "WARN", "FAIL")]
+    return "\n".join([*lines, "{} PASS, {} WARN, {} FAIL".format(*counts)])
+
+
+def _full(args):
+    """Run the tests: those of one process on rank 0, the others on all ranks; gives pytest's exit code."""
+    for name in ("folder", "timeout", "json"):
+        if getattr(args, name) is not None:
+            args.wrong(f"--{name} is given with --full, which knows only what follows --")
+    if importlib.util.find_spec("pytest") is None:
+        args.wrong("--full needs pytest: pip install pytest, or mpiattn with its extra `test`")
+    try:
+        tests = test_dir()
+    except FileError as error:
+        args.wrong(str(error))
+    import pytest
+    return int(pytest.main(["-p", "no:cacheprovider", *args.pytest, str(tests)]))
