@@ -1,4 +1,4 @@
-"""Package metadata; the kernel sources and the tests are laid into the package, as mpiattn/kernels and mpiattn/tests."""
+"""Package metadata; kernel sources and tests are laid into the package as mpiattn/kernels and mpiattn/tests."""
 
 import re
 from pathlib import Path

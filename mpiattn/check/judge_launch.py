@@ -16,7 +16,8 @@ def size(ranks):
     """As many ranks as the launcher started, on how many nodes."""
     launched, here = ranks[0]["launched"], len(ranks)
     if launched not in (None, here):
-        return Item("ranks", FAIL, f"the launcher started {launched}, this MPI ({ranks[0]['mpi']['library']}) sees {here}",
+        library = ranks[0]["mpi"]["library"]
+        return Item("ranks", FAIL, f"the launcher started {launched}, this MPI ({library}) sees {here}",
                     "mpiexec belongs to another MPI than mpi4py: use the mpiexec of that MPI, or install mpi4py anew "
                     "with yours loaded (pip install --force-reinstall --no-binary=mpi4py mpi4py); with srun, name the "
                     "interface that this MPI knows: srun --mpi=pmix or pmi2 (srun --mpi=list)")

@@ -34,7 +34,8 @@ def binding(ranks):
     found = [(node, *_crowd(node)) for node in nodes if _crowd(node)]
     if not found:
         return Item("binding", PASS, text)
-    told = [f"{ranks_text(crowd)} share {count(len(cores), 'core')} of {node[0]['host']}" for node, crowd, cores in found]
+    told = [f"{ranks_text(crowd)} share {count(len(cores), 'core')} of {node[0]['host']}"
+            for node, crowd, cores in found]
     if any(len(_cores(node)) < len(node) for node, *_ in found):
         advice = "ranks that share a core wait for each other: start at most as many ranks a node as it has cores"
     else:

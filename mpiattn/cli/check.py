@@ -12,6 +12,7 @@ examples:
 """
 
 import importlib.util
+import os
 import shutil
 import textwrap
 
@@ -50,7 +51,8 @@ def run(args):
 
 
 def _run(job, args, timeout):
-    from ..check.survey import steps, survey           # starts MPI, which --full must not
+    from ..check.survey import steps, survey  # starts MPI, which --full must not
+
     comm = job.comm
     # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
     speaks = comm.rank == 0 and launch_rank() == 0
@@ -97,4 +99,6 @@ def _full(args):
     except FileError as error:
         args.wrong(str(error))
     import pytest
-    return int(pytest.main(["-p", "no:cacheprovider", *args.pytest, str(tests)]))
+    # Whatever configuration of pytest lies above the installation is of something else.
+    alone = ["-c", os.devnull, "--rootdir", str(tests), "-p", "no:cacheprovider", "-ra"]
+    return int(pytest.main([*alone, *args.pytest, str(tests)]))
