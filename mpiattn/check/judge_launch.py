@@ -5,6 +5,7 @@ Here as in every `judge_*`, `ranks` are the facts of every rank (`mpiattn.check.
 
 from ..cli.installation import THREAD_LEVELS as LEVELS
 from .item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
+from .launcher import ADVICE
 
 LEVEL = "FUNNELED"         # one thread of a rank calls MPI, beside those of the BLAS
 LARGEST_TAG = 32767        # what MPI promises at least, and more than is used
@@ -17,10 +18,7 @@ def size(ranks):
     launched, here = ranks[0]["launched"], len(ranks)
     if launched not in (None, here):
         library = ranks[0]["mpi"]["library"]
-        return Item("ranks", FAIL, f"the launcher started {launched}, this MPI ({library}) sees {here}",
-                    "mpiexec belongs to another MPI than mpi4py: use the mpiexec of that MPI, or install mpi4py anew "
-                    "with yours loaded (pip install --force-reinstall --no-binary=mpi4py mpi4py); with srun, name the "
-                    "interface that this MPI knows: srun --mpi=pmix or pmi2 (srun --mpi=list)")
+        return Item("ranks", FAIL, f"the launcher started {launched}, this MPI ({library}) sees {here}", ADVICE)
     nodes = by_node(ranks)
     return Item("ranks", PASS, f"{here} on {count(len(nodes), 'node')}, {span([len(node) for node in nodes])} a node")
 

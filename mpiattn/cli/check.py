@@ -15,8 +15,12 @@ import importlib.util
 import os
 import shutil
 import textwrap
+import time
+from collections import Counter
 
 from ..agreement import agreement
+from ..check.item import FAIL, PASS, WARN
+from ..check.launcher import foreign
 from ..errors import FileError
 from ..sources import test_dir
 from . import launch_rank, options
@@ -46,6 +50,13 @@ def run(args):
         return _full(args)
     if args.pytest:
         args.wrong(f"{args.pytest[0]!r} is for pytest, which --full runs")
+    wrong = foreign()
+    if wrong:
+        if launch_rank() == 0:
+            _tell(args, [wrong], {})
+        else:
+            time.sleep(1)           # a launcher ends all ranks with the first that fails: let rank 0 speak first
+        return 1
     timeout = TIMEOUT if args.timeout is None else args.timeout
     return on_all_ranks(lambda job: _run(job, args, timeout), timeout)
 
@@ -61,13 +72,21 @@ def _run(job, args, timeout):
             check_json(args.json)
     with Progress("check", steps(comm.size), " steps") as progress:
         items, found = survey(job, args.folder or ".", timeout, progress)
-    failed = any(item.status == "FAIL" for item in items)
     with agreement(job.peers, only=0):
-        if speaks and args.json:
-            write_json(args.json, {"passed": not failed, "items": [item._asdict() for item in items], **found})
-        if speaks and args.json != "-":
-            print(as_text(items), flush=True)
-    return int(failed)
+        if speaks:
+            _tell(args, items, found)
+    return int(_failed(items))
+
+
+def _failed(items):
+    return any(item.status == FAIL for item in items)
+
+
+def _tell(args, items, found):
+    if args.json:
+        write_json(args.json, {"passed": not _failed(items), "items": [item._asdict() for item in items], **found})
+    if args.json != "-":
+        print(as_text(items), flush=True)
 
 
 def as_text(items, width=None):
@@ -83,8 +102,8 @@ def as_text(items, width=None):
             lines += textwrap.wrap(item.advice, width, initial_indent=" " * len(start) + "-> ",
                                    subsequent_indent=" " * (len(start) + 3), break_long_words=False,
                                    break_on_hyphens=False)
-    counts = [sum(item.status == status for item in items) for status in ("PASS", "WARN", "FAIL")]
-    return "\n".join([*lines, "{} PASS, {} WARN, {} FAIL".format(*counts)])
+    counts = Counter(item.status for item in items)
+    return "\n".join([*lines, ", ".join(f"{counts[status]} {status}" for status in (PASS, WARN, FAIL))])
 
 
 def _full(args):
