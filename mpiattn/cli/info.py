@@ -1,7 +1,6 @@
 """What this installation and this launch have.
 
-Alone it shows versions, BLAS, MPI and devices; under mpiexec or srun also how many ranks run on which hosts, so
-it is the first thing to run on a new cluster:
+Alone it shows versions, BLAS, MPI and devices; under mpiexec or srun also how many ranks run on which hosts:
 
   mpiattn info
   mpiexec -n 2 mpiattn info --json info.json
