@@ -214,6 +214,13 @@ def test_wrong_options_are_said_once(tmp_path):
         assert outcome.returncode and outcome.stderr.count(text) == 1, outcome.stderr
 
 
+def test_full_starts_no_mpi():
+    """A process that has started MPI can't safely start mpiexec, as the tests do where there is no launcher."""
+    loaded = subprocess.run([sys.executable, "-c", "import sys, mpiattn.cli.check; print(*sys.modules)"], text=True,
+                            env=launch.environment(), capture_output=True, timeout=60, check=True).stdout.split()
+    assert "mpiattn.cli.check" in loaded and "mpi4py" not in loaded
+
+
 def test_full_without_pytest():
     spoil = ("import importlib.util as util\nhonest = util.find_spec\n"
              "util.find_spec = lambda name, *more: None if name == 'pytest' else honest(name, *more)")

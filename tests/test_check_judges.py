@@ -124,7 +124,7 @@ def test_devices():
     says(judge_node.devices(job(4, **seen("a", "b"))), "WARN", "ranks 0, 2 share device a of n0",
          "ranks 1, 3 share device b of n0", "as many ranks a node as it has devices")
     says(judge_node.devices(job(4, 2, **seen("a", "b", "c"))), "WARN", "1 device of n0 not used; 1 device of n1")
-    says(judge_node.devices(job(2, devices=lambda rank: ["a"] * rank)), "WARN", "rank 0 on n0 see no device")
+    says(judge_node.devices(job(2, devices=lambda rank: ["a"] * rank)), "WARN", "no device is seen by rank 0 of n0")
     alone = job(3, devices=lambda rank: ["abc"[rank]])           # each was given one that the others do not see
     says(judge_node.devices(alone), "PASS")
 

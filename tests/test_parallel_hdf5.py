@@ -71,3 +71,11 @@ def test_no_out_where_it_cannot_be_written(tmp_path):
     outcome = mpirun(3, "-m", "mpiattn", "run", source, tmp_path / "none" / "out.h5")
     assert outcome.returncode == 1
     assert outcome.stderr.count("mpiattn: OUT is") == 1
+
+
+def test_check(tmp_path):
+    outcome = mpirun(3, "-m", "mpiattn", "check", "--folder", tmp_path)
+    assert outcome.returncode == 0, outcome
+    text = " ".join(outcome.stdout.split())
+    assert "PASS files all ranks wrote a file in" in text and "(h5py has MPI), all read it" in text
+    assert not list(tmp_path.iterdir())

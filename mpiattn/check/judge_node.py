@@ -102,7 +102,7 @@ def devices(ranks):
                 device = rank["devices"][rank["local_rank"] % len(rank["devices"])]
                 taken.setdefault(device, []).append(rank["rank"])
         if blind:
-            told.append(f"{ranks_text(blind)} on {name} see no device")
+            told.append(f"no device is seen by {ranks_text(blind)} of {name}")
         told += [f"{ranks_text(some)} share device {device} of {name}"
                  for device, some in taken.items() if len(some) > 1]
         if visible - set(taken):

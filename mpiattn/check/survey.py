@@ -2,6 +2,7 @@
 
 from ..peers import time_limit
 from . import facts, folder, gpuprobe, judge_launch, judge_node, judge_work, links, results
+from .item import by_node
 
 
 def steps(ranks):
@@ -34,8 +35,7 @@ def survey(job, where, timeout, progress=lambda done: None):
 
 
 def _probes(peers, ranks, timeout):
-    """What the first rank of every node that has devices finds, None by the others."""
-    mine = ranks[peers.rank]
-    asked = mine["devices"] and mine["local_rank"] == 0
+    """By rank, what the first of every node that sees devices finds, None by the others."""
+    asked = {min(seeing) for node in by_node(ranks) if (seeing := [rank["rank"] for rank in node if rank["devices"]])}
     limit = min(gpuprobe.TIMEOUT, time_limit(timeout) / 2)             # the others wait
-    return peers.allgather(gpuprobe.probe(timeout=limit) if asked else None)
+    return peers.allgather(gpuprobe.probe(timeout=limit) if peers.rank in asked else None)

@@ -2,13 +2,10 @@
 
 import json
 
-import pytest
-
 from mpiattn.check.survey import steps, survey
 from mpiattn.cli.launch import Job
 
 
-@pytest.mark.many
 def test_nothing_fails_here(comm, tmp_path_factory):
     folder = comm.bcast(str(tmp_path_factory.mktemp("check")) if comm.rank == 0 else None)
     done = []
