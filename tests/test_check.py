@@ -89,7 +89,7 @@ def test_the_mpiexec_of_another_mpi():
     outcomes = [subprocess.run(CHECK, env=launch.environment({size: "2", rank: str(number)}), text=True,
                                capture_output=True, timeout=60) for number in range(2)]
     assert [outcome.returncode for outcome in outcomes] == [1, 1]
-    says = "for Open MPI, mpi4py has MPICH" if mpich else ", this MPI (Open MPI"
+    says = " for Open MPI, mpi4py has MPICH" if mpich else ", this MPI (Open MPI"
     assert f"the launcher started 2{says}" in " ".join(outcomes[0].stdout.split())
     assert outcomes[0].stdout.count("mpiexec belongs to another MPI") == 1
     assert outcomes[1].stdout == "" and "PASS" not in outcomes[1].stderr
