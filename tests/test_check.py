@@ -75,7 +75,7 @@ def test_two_nodes():
     if launch.vendor() != "mpich":
         pytest.skip("only MPICH can pretend to have two nodes")
     items, data, _ = check(4, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
-    assert "4 on 2 nodes, 2 a node" in items["ranks"]["text"]
+    assert "4 ranks on 2 nodes, 2 a node" in items["ranks"]["text"]
     assert "between nodes: " in items["links"]["text"]
     nodes = [rank["node"] for rank in data["ranks"]]
     assert [link["between"] for link in data["links"]] == [nodes[rank - 1] != nodes[rank] for rank in range(4)]
@@ -89,8 +89,8 @@ def test_the_mpiexec_of_another_mpi():
     outcomes = [subprocess.run(CHECK, env=launch.environment({size: "2", rank: str(number)}), text=True,
                                capture_output=True, timeout=60) for number in range(2)]
     assert [outcome.returncode for outcome in outcomes] == [1, 1]
-    says = " for Open MPI, mpi4py has MPICH" if mpich else ", this MPI (Open MPI"
-    assert f"the launcher started 2{says}" in " ".join(outcomes[0].stdout.split())
+    says = " of Open MPI, mpi4py has MPICH" if mpich else ", this MPI sees 1 (Open MPI"
+    assert f"the launcher started 2 ranks{says}" in " ".join(outcomes[0].stdout.split())
     assert outcomes[0].stdout.count("mpiexec belongs to another MPI") == 1
     assert outcomes[1].stdout == "" and "PASS" not in outcomes[1].stderr
 
@@ -99,7 +99,7 @@ def test_srun_without_an_interface_to_mpi():
     launch.require_launch()
     outcome = subprocess.run(CHECK, env=launch.environment({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}),
                              text=True, capture_output=True, timeout=60)
-    assert outcome.returncode == 1 and "the launcher started 3, this MPI" in outcome.stdout
+    assert outcome.returncode == 1 and "the launcher started 3 ranks, this MPI" in outcome.stdout
 
 
 def test_versions_that_differ():

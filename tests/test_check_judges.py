@@ -42,13 +42,13 @@ def test_all_is_well():
                  judge_node.binding(ranks), judge_node.threads(ranks), judge_node.devices(ranks),
                  judge_node.gpu_aware(ranks, [None] * 6)):
         says(item, "PASS")
-    says(judge_launch.size(ranks), "PASS", "6 on 2 nodes, 2 to 4 a node")
-    says(judge_launch.size(job(4, launched=lambda rank: 4)), "PASS", "4 on 1 node, 4 a node")
+    says(judge_launch.size(ranks), "PASS", "6 ranks on 2 nodes, 2 to 4 a node")
+    says(judge_launch.size(job(4, launched=lambda rank: 4)), "PASS", "4 ranks on 1 node, 4 a node")
 
 
 def test_another_mpi_launched():
-    says(judge_launch.size(job(1, launched=lambda rank: 4)), "FAIL", "the launcher started 4, this MPI (MPI 1) sees 1",
-         "mpiexec belongs to another MPI", "srun --mpi")
+    says(judge_launch.size(job(1, launched=lambda rank: 4)), "FAIL",
+         "the launcher started 4 ranks, this MPI sees 1 (MPI 1)", "mpiexec belongs to another MPI", "srun --mpi")
 
 
 @pytest.mark.parametrize("name, status", [("mpiattn", "FAIL"), ("mpi4py", "FAIL"), ("Python", "WARN"),

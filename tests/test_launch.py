@@ -64,9 +64,9 @@ def test_one_rank_that_fails_ends_the_job(tmp_path):
     (folder / "test_it.py").write_text("def test_it(comm):\n"
                                        "    assert comm.rank != 1, 'the second rank is wrong'\n"
                                        "    comm.Barrier()\n")
-    tests = launch.ROOT / "tests"              # whose helpers the copied conftest imports
+    path = launch.ROOT, launch.TESTS, launch.TESTS / "mpi"         # with the helpers that the copied conftest imports
     outcome = run_pytest(3, folder, timeout=60, check=False, cwd=tmp_path,
-                         env={"PYTHONPATH": os.pathsep.join(map(str, [launch.ROOT, tests, tests / "mpi"]))})
+                         env={"PYTHONPATH": os.pathsep.join(map(str, path))})
     assert outcome.returncode
     assert "failed on rank 1 of 3" in outcome.stderr
     assert "the second rank is wrong" in outcome.stderr

@@ -13,7 +13,7 @@ import pytest
 import slurm_cluster
 from files import assert_right, write_input
 
-SCRIPTS = launch.ROOT / "slurm"
+SCRIPTS = launch.SLURM
 SRUN = "mpiexec() { return 127; }\n"                   # in env.sh: as if there were no mpiexec, so srun has to do
 # Open MPI's transport for ranks of one node does not reach the others, which here are this machine too.
 ACROSS_NODES = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"} if launch.vendor() == "openmpi" else {}
@@ -132,10 +132,6 @@ def test_bench(submit, tmp_path, variables, counts, options):
 
 
 def test_check(submit):
-    known = subprocess.run([sys.executable, "-m", "mpiattn", "check", "--help"], env=launch.environment(),
-                           capture_output=True, timeout=60)
-    if known.returncode:
-        pytest.skip("this mpiattn has no command check yet")
     job = submit("slurm/check.sbatch")
     assert job.state == "COMPLETED", job.log
     assert "4 ranks on 2 nodes" in job.log

@@ -18,9 +18,10 @@ def size(ranks):
     launched, here = ranks[0]["launched"], len(ranks)
     if launched not in (None, here):
         library = ranks[0]["mpi"]["library"]
-        return Item("ranks", FAIL, f"the launcher started {launched}, this MPI ({library}) sees {here}", ADVICE)
+        return Item("ranks", FAIL, f"the launcher started {launched} ranks, this MPI sees {here} ({library})", ADVICE)
     nodes = by_node(ranks)
-    return Item("ranks", PASS, f"{here} on {count(len(nodes), 'node')}, {span([len(node) for node in nodes])} a node")
+    return Item("ranks", PASS, f"{count(here, 'rank')} on {count(len(nodes), 'node')}, "
+                               f"{span([len(node) for node in nodes])} a node")
 
 
 def versions(ranks):

@@ -21,4 +21,4 @@ def foreign():
     if "MPICH" not in says.upper():
         return None
     library = " ".join(says.splitlines()[0].split())
-    return Item("ranks", FAIL, f"the launcher started {launched} for Open MPI, mpi4py has {library}", ADVICE)
+    return Item("ranks", FAIL, f"the launcher started {launched} ranks of Open MPI, mpi4py has {library}", ADVICE)
