@@ -1,5 +1,6 @@
 """Whatever communicator a program has, and any number of plans on it; nothing is left behind."""
 
+import resource
 import sys
 
 import numpy as np
@@ -87,6 +88,23 @@ def test_plans_on_fresh_communicators_leave_nothing(comm):
         plan.close()
         assert MPI.COMM_NULL == mesh.cart == mesh.row == mesh.column == home.comm
         fresh.Free()
+
+
+@on(2)
+def test_a_hundred_plans_leave_no_memory(group):
+    """Each holds some megabytes while it is open."""
+    def resident():
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    sizes = []
+    for _ in range(100):
+        with MeshAttention(group, seqlen=128, heads=8, head_dim=256) as plan:
+            chunk = np.ones((1, 64, 8, 256), np.float32)
+            plan.backward(chunk, chunk, chunk, chunk, *plan.forward(chunk, chunk, chunk))
+            held = plan.nbytes
+        sizes.append(resident())
+    assert held > 4e6
+    assert sizes[-1] - sizes[19] < 4 * held                # and not 80 times
 
 
 def test_plans_share_one_duplicate_and_mesh(comm):
