@@ -5,6 +5,7 @@ was nor what it was doing.  So before MPI starts, the process that the launcher 
 the parent waits for it and does nothing else.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -53,7 +54,8 @@ def _wait(pid, note):
 
     def forward(number, frame):
         asked.append(number)
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):          # it has just ended
+            os.kill(pid, number)
     for number in FORWARDED:
         signal.signal(number, forward)
     _, status = os.waitpid(pid, 0)
