@@ -5,6 +5,8 @@ q_cuts[d] to q_cuts[d + 1] and the keys from k_cuts[d] to k_cuts[d + 1]; what li
 group a batch entry, or one for all where they are cut alike.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .errors import ArgumentError
@@ -65,6 +67,8 @@ def _padding(name, lengths, batch, tokens):
 
 
 def _cuts(name, cu_seqlens, batch, tokens):
+    if not (isinstance(cu_seqlens, Sequence) or (isinstance(cu_seqlens, np.ndarray) and cu_seqlens.ndim)):
+        raise ArgumentError(f"{name} is {_brief(cu_seqlens)}; it must be a sequence of positions")
     nested = len(cu_seqlens) > 0 and np.ndim(cu_seqlens[0]) > 0
     if nested and len(cu_seqlens) != batch:
         raise ArgumentError(f"{name} has {len(cu_seqlens)} entries; it must be one for all, or one for each of {batch}")

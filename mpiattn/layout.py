@@ -10,6 +10,7 @@ moved by slicing and no index array of the whole sequence is ever made.
     zigzag                      0 1 10 11     2 3 8 9       4 5 6 7
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -55,6 +56,9 @@ class Layout:
                 raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
         if self.sizes is None:
             return
+        if not (isinstance(self.sizes, Iterable) and all(isinstance(size, Integral) for size in self.sizes)):
+            raise ArgumentError(f"sizes is {self.sizes!r}; it must be whole numbers, one a chunk")
+        object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
         if self.kind != "contiguous":
             raise ArgumentError(f"sizes are given with layout {self.kind!r}; only 'contiguous' takes them")
         if len(self.sizes) != self.chunks or sum(self.sizes) != self.seqlen or min(self.sizes) < 0:

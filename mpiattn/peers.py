@@ -16,6 +16,7 @@ from mpi4py import MPI
 from .errors import ArgumentError, PeerFailure
 
 TIMEOUT = 600.0            # seconds; what ranks do between two calls may differ by minutes
+SUSPENDED = 1.0            # seconds; this process did not run in what is longer between two looks, so it did not wait
 _LOST = []                 # requests that were given up: MPI may still write to their buffers, so they are kept
 
 
@@ -53,9 +54,11 @@ class Peers:
         """
         if MPI.Request.Testall(requests):
             return
-        deadline = time.monotonic() + self.timeout
+        waited, last = 0.0, time.monotonic()
         while not MPI.Request.Testall(requests):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            waited, last = waited + min(now - last, SUSPENDED), now
+            if waited > self.timeout:
                 self.lost(requests)
                 raise PeerFailure(f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
                                   f"{self.timeout:g} s {tell() if tell else 'for the other ranks'}")

@@ -88,9 +88,13 @@ class MeshAttention:
                              "route": route, "direction": direction, "backend": self._backend.name,
                              "max_message": max_message, "timeout": timeout})
             self.problem, self.route = problem, route
-            chosen = choice.evaluate(problem, comm.size, route, direction=direction, pairs=layouts,
-                                     kinds=cost.SCHEDULES if schedule == "auto" else (schedule,),
-                                     shapes=None if shape is None else [shape])[0]
+            chosen = None
+            with agreement(peers, only=0):            # time and memory for it grow with the square of the ranks
+                if comm.rank == 0:
+                    chosen = choice.evaluate(problem, comm.size, route, direction=direction, pairs=layouts,
+                                             kinds=cost.SCHEDULES if schedule == "auto" else (schedule,),
+                                             shapes=None if shape is None else [shape])[0]
+            chosen = peers.allgather(chosen)[0]
             self.q_layout, self.k_layout = q_layout, k_layout = chosen.layouts
             self.balance = chosen.balance
             self.schedule = cost.build(chosen.schedule, chosen.a, chosen.b, route, problem)
@@ -145,6 +149,11 @@ class MeshAttention:
     def sent(self):
         """What this plan's transfers have sent from this rank so far: (bytes, messages)."""
         return self._exchange.sent_bytes, self._exchange.sent_messages
+
+    @property
+    def timeout(self):
+        """Seconds that this rank waits for others."""
+        return self._peers.timeout
 
     @property
     def wait_seconds(self):
@@ -296,8 +305,6 @@ class MeshAttention:
 
     def _check_inputs(self, q, k, v):
         p, tokens, tokens_k = self.problem, len(self.positions), len(self.positions_k)
-        if self._mesh.wreck:
-            raise MpiattnError("a pass on this plan's mesh did not end; close the plan and make a new one")
         self._check("q", q, (p.batch, tokens, p.heads, p.head_dim))
         self._check("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim))
         self._check("v", v, (p.batch, tokens_k, p.kv_heads, p.value_dim))
@@ -349,6 +356,8 @@ class MeshAttention:
     def _check_open(self):
         if self._home is None:
             raise ArgumentError("the plan is closed; make a new one")
+        if self._mesh.wreck:                # and no word of it to the others: old messages may still be under way
+            raise MpiattnError("a pass on this plan's mesh did not end; close the plan and make a new one")
 
     def close(self):
         """Give up the buffers and, with the communicator's last plan, what mpiattn holds of it; collective."""

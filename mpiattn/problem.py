@@ -98,7 +98,8 @@ class Problem:
         if not isinstance(self.causal, bool | np.bool_):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
         put("causal", bool(self.causal))
-        put("window", _window(self.window))
+        everything = self.seqlen + self.seqlen_k             # a side that is longer sees no more
+        put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
         if self.softcap is not None:
             put("softcap", _finite("softcap", self.softcap))
             if self.softcap <= 0:

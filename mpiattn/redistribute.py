@@ -73,7 +73,8 @@ class Redistribution:
         counts, in_counts = list(map(_count, leaving)), list(map(_count, arriving))
         exchange.wait(exchange.alltoall(
             self.peers.comm, outgoing.reshape(-1).view(np.uint8), counts, _starts(counts),
-            incoming.reshape(-1).view(np.uint8), in_counts, _starts(in_counts), self.row_bytes, self.tokens))
+            incoming.reshape(-1).view(np.uint8), in_counts, _starts(in_counts), self.row_bytes,
+            min(self.tokens, max(self.slabs.lengths))))
         exchange.close()
 
     def _packed(self, rows, pairs, side):
@@ -125,20 +126,28 @@ def all_on(root, layout):
 
 
 def _check_tokens(array, layout, axis, length):
-    if not isinstance(array, np.ndarray):
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(f"array is a {type(array).__name__}; it must be a NumPy array")
+    if array.dtype.hasobject:
+        raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
     if not 0 <= axis < array.ndim or array.shape[axis] != length:
         raise ArgumentError(f"array has shape {array.shape}; it must have {length} tokens along axis {axis}")
 
 
+def _check_root(peers, root):
+    if root is not None and (not isinstance(root, Integral) or not 0 <= root < peers.size):
+        raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {peers.size - 1}")
+
+
 def _checked_row(peers, layout, array, root, axis, length):
     """Shape and dtype of one token's row of an array that `root`, or for None every rank, must hold."""
-    agree_on(peers, {"root": root, "axis": axis, "tokens": layout.seqlen})
     with agreement(peers):
-        if root is not None and (not isinstance(root, Integral) or not 0 <= root < peers.size):
-            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {peers.size - 1}")
+        _check_root(peers, root)
+        if not isinstance(axis, Integral):
+            raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
         if length is not None:
             _check_tokens(array, layout, axis, length)
+    agree_on(peers, {"root": root, "axis": axis, "tokens": layout.seqlen})
     row = None if length is None else (array.shape[:axis] + array.shape[axis + 1:], array.dtype)
     if root is None:
         agree_on(peers, {"shape of a token and dtype of array": row})
@@ -163,12 +172,12 @@ def scatter(peers, layout, array, root, axis, max_message=MAX_MESSAGE):
 
 def gather(peers, layout, chunk, root, axis, max_message=MAX_MESSAGE):
     """The whole array of all chunks on `root`, or for None on every rank; None elsewhere."""
+    with agreement(peers):
+        _check_root(peers, root)
     agree_on(peers, {"root": root})
     at = 0 if root is None else root
     shape, dtype = _checked_row(peers, layout, chunk, None, axis, layout.length(peers.rank))
     with agreement(peers):
-        if not isinstance(at, Integral) or not 0 <= at < peers.size:
-            raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {peers.size - 1}")
         whole = np.empty((layout.seqlen if root in (None, peers.rank) else 0, *shape), dtype)
 
     def keep(start, rows):

@@ -111,7 +111,9 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
     grads = gradients(dout, q, k, v, lse, delta, causal, scale, **masks)
     if sinks is None:
         return grads
-    return *grads, -(np.exp(np.asarray(sinks, np.float64)[:, None] - lse) * delta).sum(axis=(0, 2))
+    score = np.asarray(sinks, np.float64)[:, None]
+    weight = np.where(score == -np.inf, 0, np.exp(score - np.where(lse == -np.inf, 0, lse)))
+    return *grads, -(weight * delta).sum(axis=(0, 2))
 
 
 def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, window=(None, None), softcap=None,

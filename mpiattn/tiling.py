@@ -29,7 +29,7 @@ def parse_tile(tile, ranks):
     else:
         try:
             pair = tuple(index(side) for side in tile)
-        except TypeError:
+        except (TypeError, ValueError):                # what does not hold numbers, an array of more dimensions
             raise ArgumentError(f"tile is {tile!r}; {may_be}") from None
     if len(pair) != 2 or pair not in tiles(ranks):
         raise ArgumentError(f"tile is {'x'.join(map(str, pair))}; {may_be}")

@@ -45,6 +45,18 @@ def test_ranges_are_the_positions_and_nothing_large_is_made():
             assert [i for tokens in layout.ranges(chunk) for i in tokens] == layout.positions(chunk).tolist()
 
 
+@pytest.mark.parametrize("sizes", [np.array([5, 2]), [5, 2], (np.int64(5), 2)])
+def test_sizes_are_any_whole_numbers(sizes):
+    layout = Layout("contiguous", 7, 2, sizes)
+    assert layout.lengths == (5, 2) and layout == Layout("contiguous", 7, 2, (5, 2)) and hash(layout)
+
+
+@pytest.mark.parametrize("sizes", [7, [5.0, 2.0], ["5", "2"]])
+def test_sizes_that_are_not(sizes):
+    with pytest.raises(ArgumentError, match="whole numbers"):
+        Layout("contiguous", 7, 2, sizes)
+
+
 def test_even_part():
     assert [even_part(7, 3, i) for i in range(3)] == [range(0, 3), range(3, 5), range(5, 7)]
     assert [len(even_part(2, 4, i)) for i in range(4)] == [1, 1, 0, 0]

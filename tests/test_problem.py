@@ -44,6 +44,16 @@ def test_bytes_of_a_partial_on_the_wire():
     assert Problem(**SHAPE, dtype="float64", wire_dtype="float32").dq_bytes == 4 * 16 * 4
 
 
+def test_window_without_end():
+    """A side that reaches over everything is no limit, however large."""
+    plain = Problem(**SHAPE, seqlen_k=7, causal=True)
+    for side in (17, 2 ** 62, 2 ** 63 - 1, 10 ** 30):
+        for window in ((side, None), (None, side), (side, side)):
+            problem = Problem(**SHAPE, seqlen_k=7, causal=True, window=window)
+            assert (problem.mask.key_interval(np.arange(10))[1] == plain.mask.key_interval(np.arange(10))[1]).all()
+            assert problem.pairs == plain.pairs
+
+
 def test_flops_count_attended_pairs():
     assert Problem(**SHAPE).flops == 2 * 4 * 32 * 100
     assert Problem(**SHAPE, causal=True).flops == 2 * 4 * 32 * 55

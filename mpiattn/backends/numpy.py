@@ -88,19 +88,21 @@ class NumpyBackend:
         return panel
 
     def delta(self, delta, dout, out, dlse):
-        for start in range(0, len(out), MERGE_ROWS):
-            at = slice(start, start + MERGE_ROWS)
-            np.sum(dout[at].astype(delta.dtype) * out[at].astype(delta.dtype), axis=-1, out=delta[at])
-        if dlse is not None:
-            delta -= dlse
+        with np.errstate(all="ignore"):
+            for start in range(0, len(out), MERGE_ROWS):
+                at = slice(start, start + MERGE_ROWS)
+                np.sum(dout[at].astype(delta.dtype) * out[at].astype(delta.dtype), axis=-1, out=delta[at])
+            if dlse is not None:
+                delta -= dlse
 
     def zero(self, arrays):
         for array in arrays:
             array.fill(0)
 
     def add(self, arrays, others, after=()):
-        for array, other in zip(arrays, others):
-            array += other
+        with np.errstate(all="ignore"):
+            for array, other in zip(arrays, others):
+                array += other
 
     def merge(self, out, lse, out_b, lse_b, after=()):
         with np.errstate(all="ignore"):
@@ -127,7 +129,8 @@ class NumpyBackend:
         np.take(src, rows, axis=0, out=dst, mode="clip")   # "raise" would buffer the whole result
 
     def copy(self, dst, src):
-        np.copyto(dst, src, casting="same_kind")
+        with np.errstate(all="ignore"):            # a narrower dtype may overflow or underflow
+            np.copyto(dst, src, casting="same_kind")
 
     # Wire
 

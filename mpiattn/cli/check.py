@@ -53,7 +53,8 @@ def run(args):
     wrong = foreign()
     if wrong:
         if launch_rank() == 0:
-            _tell(args, [wrong], {})
+            _write(args, [wrong], {})
+            _print(args, [wrong])
         else:
             time.sleep(1)           # a launcher ends all ranks with the first that fails: let rank 0 speak first
         return 1
@@ -74,7 +75,9 @@ def _run(job, args, timeout):
         items, found = survey(job, args.folder or ".", timeout, progress)
     with agreement(job.peers, only=0):
         if speaks:
-            _tell(args, items, found)
+            _write(args, items, found)
+    if speaks:
+        _print(args, items)
     return int(_failed(items))
 
 
@@ -82,11 +85,14 @@ def _failed(items):
     return any(item.status == FAIL for item in items)
 
 
-def _tell(args, items, found):
-    if args.json:
-        write_json(args.json, {"passed": not _failed(items), "items": [item._asdict() for item in items], **found})
+def _print(args, items):
     if args.json != "-":
         print(as_text(items), flush=True)
+
+
+def _write(args, items, found):
+    if args.json:
+        write_json(args.json, {"passed": not _failed(items), "items": [item._asdict() for item in items], **found})
 
 
 def as_text(items, width=None):

@@ -32,6 +32,7 @@ def run(args):
 def _run(job, args):
     comm = job.comm
     facts_of_hosts = _hosts(comm)
+    data = None
     with agreement(job.peers, only=0):
         # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
         if comm.rank == 0 and launch_rank() == 0:
@@ -40,8 +41,8 @@ def _run(job, args):
                     "processor": host.processor(), "backends": list(backends.NAMES), "kernels": _kernels()}
             if args.json:
                 write_json(args.json, data)
-            if args.json != "-":
-                print(facts(list(_lines(data))), flush=True)
+    if data and args.json != "-":
+        print(facts(list(_lines(data))), flush=True)
     return 0
 
 

@@ -62,6 +62,8 @@ def on_all_ranks(work, timeout=None):
             raise
         if not isinstance(error, KeyboardInterrupt):
             _speak(comm, _story(comm, job, error))
+        elif comm.rank:
+            time.sleep(FLUSH)                          # rank 0 may have files to clear away
         comm.Abort(1)
 
 

@@ -76,6 +76,7 @@ def _run(job, args):
                          route=args.route, wire_dtype=args.wire_dtype, backend=args.backend,
                          direction="both" if args.backward else "forward", max_message=args.max_message,
                          timeout=args.timeout)
+    peers.timeout = max(peers.timeout, plan.timeout)     # between phases as in a pass
     documents = read_documents(peers, source.file, {"cu_seqlens": ("--documents", args.documents),
                                                    "cu_seqlens_k": ("--documents-k", args.documents_k)})
     with agreement(peers):

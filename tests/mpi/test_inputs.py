@@ -82,3 +82,28 @@ def test_unsuitable_arrays_are_refused(comm):
                 with pytest.raises(ArgumentError, match=f"^{name} (is|has) .*{text}"):
                     plan.forward(*arrays)
         plan.forward(good, good, good)
+
+
+def test_the_programs_error_state_does_not_matter(comm):
+    """Partials that underflow on the wire are no FloatingPointError, on one rank or on all."""
+    shape = {"seqlen": 30 * comm.size, "heads": 2, "head_dim": 8, "tile": (1, comm.size), "wire_dtype": "float16"}
+    with MeshAttention(comm, **shape) as plan, np.errstate(all="raise"):
+        q, k, v = (1e-3 * array for array in my_chunks(plan, *draw(plan.problem)))
+        out, lse = plan.forward(q, k, v)
+        plan.backward((1e-5 * out).astype(out.dtype), q, k, v, out, lse)
+
+
+@pytest.mark.parametrize("how", [{"root": 1.5}, {"root": lambda: 0}, {"root": -1}, {"axis": "1"}, {"axis": None},
+                                 {"axis": 9}])
+def test_wrong_arguments_of_gather(comm, how):
+    """On the last rank alone: the same error on all, and the plan goes on."""
+    with MeshAttention(comm, seqlen=9, heads=2, head_dim=4) as plan:
+        chunk = np.ones((1, len(plan.positions), 2, 4), np.float32)
+        for call in (plan.gather, plan.scatter):
+            with pytest.raises(ArgumentError, match=f"^{next(iter(how))} is|^array"):
+                call(chunk if call == plan.gather else np.ones((1, 9, 2, 4), np.float32),
+                     **how if comm.rank == comm.size - 1 else {})
+        masked = np.ma.masked_array(chunk)
+        with pytest.raises(ArgumentError, match="MaskedArray"):
+            plan.gather(masked)
+        plan.forward(chunk, chunk, chunk)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiattn import ArgumentError, MeshAttention, PeerFailure
+from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
 from mpiattn.peers import Peers
 
 SHAPE = {"seqlen": 24, "heads": 2, "head_dim": 4}
@@ -69,6 +69,27 @@ def test_a_rank_does_not_come(comm, at_least):
     plan.close()
     with MeshAttention(comm, **SHAPE) as again:
         again.forward(*chunks(again))
+
+
+def test_plans_that_shared_the_mesh(comm, at_least):
+    """What is still under way is not read by another plan of that tile: it says so, on every rank that knows."""
+    at_least(2)
+    late, fresh = comm.size - 1, comm.Dup()
+    plans = [MeshAttention(fresh, **SHAPE, timeout=TIMEOUT) for _ in range(2)]
+    inputs = chunks(plans[0])
+    if comm.rank == late:
+        time.sleep(3 * TIMEOUT)
+    with pytest.raises(PeerFailure):
+        plans[0].forward(*inputs)
+    for call in (lambda plan: plan.forward(*inputs), lambda plan: plan.gather(inputs[0]),
+                 lambda plan: plan.scatter(inputs[0])):
+        for plan in plans:
+            with pytest.raises(MpiattnError, match="did not end"):
+                call(plan)
+    for plan in plans:
+        plan.close()
+    with MeshAttention(fresh, **SHAPE) as again:
+        again.forward(*inputs)
 
 
 def test_a_rank_makes_no_plan(comm, at_least):
