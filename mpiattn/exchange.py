@@ -6,6 +6,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 MAX_MESSAGE = 2 ** 30     # bytes; below the 2^31 - 1 that an MPI count can say
+PROGRESS = 3e-4           # seconds between two calls that let MPI move messages while a rank computes
 
 
 class Posted(NamedTuple):
@@ -33,7 +34,7 @@ class Exchange:
         self.peers, self.max_message = peers, max_message
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
-        self._row_types = {}
+        self._row_types, self._next = {}, 0.0
 
     def _pieces(self, buffer):
         for start in range(0, len(buffer), self.max_message):
@@ -106,6 +107,12 @@ class Exchange:
         if nbytes:
             self.sent_bytes += nbytes * messages
             self.sent_messages += int(messages)
+
+    def progress(self, posted):
+        """Let MPI move what was posted, for whoever computes meanwhile on the thread that MPI would need."""
+        if time.perf_counter() >= self._next:
+            MPI.Request.Testall([one.request for one in posted])
+            self._next = time.perf_counter() + PROGRESS
 
     def wait(self, posted, where=""):
         """Complete what was posted, staying inside MPI so that it makes progress.

@@ -6,6 +6,7 @@ slots and events; what a block computes is the pass's and the back end's busines
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -81,10 +82,13 @@ class Executor:
         for number, step in enumerate(self.schedule.steps):
             self.where = f"in step {number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} pass"
             pending = [self._post_collective(t) if t.collective else self._post(t) for t in step.transfers]
+            posted = [one for p in pending for one in p.posted]
+            self.backend.meanwhile = partial(self.exchange.progress, posted) if posted else None
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
                 self._run_tile() if step.fused else self._run_block(*blocks[0])
                 if progress:
                     progress(len(blocks))
+            self.backend.meanwhile = None
             for p in pending:
                 self._complete(p)
         results = {kind: self._accumulator(kind, 0).arrays for kind in self.buffers.reduced}

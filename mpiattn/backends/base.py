@@ -13,9 +13,13 @@ from typing import Protocol
 
 
 class Backend(Protocol):
-    """Arrays and work on them; an event is whatever `wait` takes, None for work that is done."""
+    """Arrays and work on them; an event is whatever `wait` takes, None for work that is done.
+
+    meanwhile: a callable or None, which launches that compute before they return call every now and then.
+    """
 
     name: str
+    meanwhile = None
 
     def empty(self, shape, dtype):
         """A new array with no contents yet."""

@@ -20,6 +20,7 @@ class DeferredBackend(NumpyBackend):
     """NumPy, as asynchronous as a GPU; see the module."""
 
     name = "deferred"
+    meanwhile = property(lambda self: None, lambda self, call: None)       # MPI is the calling thread's alone
 
     def __init__(self):
         super().__init__()

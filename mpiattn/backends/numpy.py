@@ -17,6 +17,7 @@ class NumpyBackend:
     """The protocol of `mpiattn.backends.base` on NumPy arrays."""
 
     name = "numpy"
+    meanwhile = None
 
     def __init__(self):
         self._scratch = {}
@@ -54,7 +55,7 @@ class NumpyBackend:
             for panel, work in self._panels(q, k, v, begin, end, out.dtype):
                 for rows, head, lo, hi in work:
                     tiles.forward(self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap,
-                                  panel, lo, hi)
+                                  panel, lo, hi, self.meanwhile)
 
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
         with np.errstate(all="ignore"):
@@ -63,7 +64,7 @@ class NumpyBackend:
                 dk_panel, dv_panel = self._panel("dk", dk[at], dq.dtype), self._panel("dv", dv[at], dq.dtype)
                 for rows, head, lo, hi in work:
                     tiles.backward(self._work, rows, q[:, head], dout[:, head], lse[:, head], delta[:, head],
-                                   dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi)
+                                   dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi, self.meanwhile)
                 dk[at], dv[at] = dk_panel, dv_panel
 
     def _panels(self, q, k, v, begin, end, dtype):

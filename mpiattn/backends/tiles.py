@@ -78,7 +78,7 @@ def _query(work, rows, q, scale, dtype):
     return query
 
 
-def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi):
+def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=None):
     """Add the keys [lo, hi) of a panel to the partial (out, lse) of one head's row tile.
 
     q, out, lse: of the head.  work(name, shape, dtype): a work array.
@@ -91,6 +91,8 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi):
     top = lse[at].copy()
     total = (top != -np.inf).astype(dtype)         # acc is normalised: its weights sum to 1, or 0 if empty
     for start in range(lo, hi, COLUMNS):
+        if meanwhile:
+            meanwhile()
         stop = min(start + COLUMNS, hi)
         score, hidden = _scores(work, rows, query, panel, start, stop, softcap)
         if softcap is not None:
@@ -112,7 +114,8 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi):
     lse[at] = top + np.log(total)
 
 
-def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_panel, dv_panel, lo, hi):
+def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_panel, dv_panel, lo, hi,
+             meanwhile=None):
     """Add what one head's row tile and the keys [lo, hi) of a panel contribute to dq, dk_panel and dv_panel.
 
     With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dQ += scale * dS @ K and
@@ -127,6 +130,8 @@ def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_pane
     product = work("product", acc.shape, dtype)
     base, minus = np.where(lse[at] == -np.inf, 0, lse[at])[:, None], delta[at][:, None]
     for start in range(lo, hi, COLUMNS):
+        if meanwhile:
+            meanwhile()
         stop = min(start + COLUMNS, hi)
         local = slice(start - panel.first, stop - panel.first)
         weight, hidden = _scores(work, rows, query, panel, start, stop, softcap)

@@ -76,6 +76,28 @@ def test_case_20_overlap_changes_no_bit(group):
             assert len(results) == 1
 
 
+def test_messages_move_while_a_rank_computes(comm, at_least):
+    """Every launch of a step with transfers lets MPI make progress, and none of a step without; no bit changes."""
+    at_least(2)
+    with MeshAttention(comm, **SHAPE | {"causal": False}, tile=(1, comm.size), schedule="greedy") as plan:
+        inputs = my_chunks(plan, *draw(plan.problem))
+        expected = bits(*plan.forward(*inputs))
+        called, moves, run_block = [], [], plan._executor._run_block
+
+        def counted(posted, progress=plan._exchange.progress):
+            called.append(len(posted))
+            progress(posted)
+
+        def watched(u, w):
+            before = len(called)
+            run_block(u, w)
+            moves.append(len(called) > before)
+        plan._exchange.progress, plan._executor._run_block = counted, watched
+        assert bits(*plan.forward(*inputs)) == expected
+    assert moves == [True] * (comm.size - 1) + [False]
+    assert all(called)
+
+
 def test_costs_change_no_bit_where_the_order_of_blocks_is_given(comm):
     """Forward, in Ring the keys come in one order and in Q-ring a row is one block, whatever the costs."""
     for a, b in ((1, comm.size), (comm.size, 1)):
