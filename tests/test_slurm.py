@@ -104,13 +104,14 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, told):
 @pytest.mark.parametrize("variables, counts, options", [
     ({}, [1, 2, 3], []),
     ({"MPIATTN_NODES": "3 1", "MPIATTN_LAUNCH": "srun --mpi=pmi2"}, [1, 3], ["--backward"]),
-], ids=["mpiexec", "srun"])
+    ({}, [1, 2], ["--window", "20,0"]),
+], ids=["mpiexec", "srun", "two nodes"])
 def test_bench(submit, tmp_path, variables, counts, options):
     if variables:
         needs_pmi2()
     write_input(tmp_path / "in.h5", backward=True)
     job = submit("slurm/bench.sbatch", "in.h5", "--causal", *options,
-                 options=["--nodes=3", "--ntasks-per-node=2"], **variables)
+                 options=[f"--nodes={max(counts)}", "--ntasks-per-node=2"], **variables)
     assert job.state == "COMPLETED", job.log
     assert f"started by {variables.get('MPIATTN_LAUNCH', 'mpiexec')}" in job.log
     _, header, table = job.log.partition("\nnodes  ranks  tile  forward  speed-up  waiting  sent per rank")
@@ -121,7 +122,7 @@ def test_bench(submit, tmp_path, variables, counts, options):
     with h5py.File(result) as file:
         assert list(file["nodes"]) == counts
         assert list(file["ranks"]) == [2 * n for n in counts]
-        assert set(file) == {"nodes", "ranks", "tile", "json", "forward", *(["backward"] if options else [])}
+        assert set(file) == {"nodes", "ranks", "tile", "json", "forward", *(["backward"] if "--backward" in options else [])}
         for name in {"forward", "backward"} & set(file):
             seconds = file[name]["seconds"][:]
             assert np.allclose(file[name]["speedup"][:], seconds[0] / seconds)
@@ -131,10 +132,12 @@ def test_bench(submit, tmp_path, variables, counts, options):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("mpiattn-")] == []
 
 
-def test_check(submit):
-    job = submit("slurm/check.sbatch")
+@pytest.mark.parametrize("nodes, per_node", [(2, 2), (3, 1)])
+def test_check(submit, nodes, per_node):
+    job = submit("slurm/check.sbatch", options=[f"--nodes={nodes}", f"--ntasks-per-node={per_node}"])
     assert job.state == "COMPLETED", job.log
-    assert "4 ranks on 2 nodes" in job.log
+    assert f"{nodes * per_node} ranks on {nodes} nodes" in job.log
+    assert "0 FAIL" in job.log
 
 
 @pytest.mark.parametrize("script, arguments, site, variables, message", [
