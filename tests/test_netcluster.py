@@ -43,6 +43,6 @@ def test_bytes_and_overlap(hosts):
     for (waits, sent), wire in zip(json.loads(outcome.stdout), on_the_wire):
         assert sent == 8 * 2 * 2048 * 4 * 128 * 4              # passes; k and v of a chunk
         assert sent < wire < 1.1 * sent + 2e6                  # headers, and starting the launch
-        apart, beside = sorted(waits["apart"])[1], min(waits["beside"])      # other processes may hold one run up, not all
+        apart, beside = sorted(waits["apart"])[1], min(waits["beside"])      # others may hold one run up, not all
         assert apart > 0.02                                    # 8 MiB at 1 Gb/s take 67 ms
         assert beside < 0.7 * apart
