@@ -37,8 +37,12 @@ def missing():
     return None
 
 
+class NotUpError(RuntimeError):
+    """This machine does not do what hosts take: bridges, pairs of cards, shaping."""
+
+
 class Hosts:
-    """`count` hosts behind one bridge; rate: of each one's card, both ways, as `tc` writes it."""
+    """`count` hosts behind one bridge; rate: of each one's card, as `tc` writes it.  NotUpError where that fails."""
 
     def __init__(self, count, rate="1gbit"):
         self.count, self.rate, self.tag = count, rate, f"m{os.getpid() % 100000}"
@@ -54,8 +58,10 @@ class Hosts:
     def __enter__(self):
         try:
             self._up()
-        except BaseException:
+        except BaseException as error:
             self.__exit__()
+            if isinstance(error, subprocess.CalledProcessError):
+                raise NotUpError(f"{' '.join(map(str, error.cmd))}: {error.stderr}") from error
             raise
         return self
 
@@ -72,8 +78,8 @@ class Hosts:
             inside = f"link set lo up\nlink set eth0 up\naddr add {self.address(i)}/16 dev eth0"
             subprocess.run(["ip", "-n", self._name(i), "-batch", "-"], input=inside, text=True, check=True,
                            capture_output=True)
-            subprocess.run(f"ip netns exec {self._name(i)} tc qdisc add dev eth0 root {shape}".split(), check=True,
-                           capture_output=True)
+            subprocess.run(f"ip netns exec {self._name(i)} tc qdisc add dev eth0 root {shape}".split(), text=True,
+                           check=True, capture_output=True)
         self.folder = Path(tempfile.mkdtemp(prefix="mpiattn-hosts-"))
         self.enter = self.folder / "enter"
         cases = "\n".join(f"{self.address(i)}) name={self._name(i)};;" for i in range(self.count))
