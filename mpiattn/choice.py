@@ -1,6 +1,6 @@
 """The choice of tile, schedule and layout by predicted time: the paper's loop over every factorisation of n.
 
-(Mesh-Attention, arXiv 2512.20968, section 3.)  Pure arithmetic, alike on every rank.
+(Mesh-Attention, arXiv 2512.20968, section 3.)  Pure arithmetic.
 """
 
 from typing import NamedTuple

@@ -4,9 +4,9 @@ It posts a step's transfers, launches the blocks that hide them, and completes t
 slots and events; what a block computes is the pass's and the back end's business, how bytes travel the exchange's.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +83,7 @@ class Executor:
             self.where = f"in step {number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} pass"
             pending = [self._post_collective(t) if t.collective else self._post(t) for t in step.transfers]
             posted = [one for p in pending for one in p.posted]
-            self.backend.meanwhile = partial(self.exchange.progress, posted) if posted else None
+            self.backend.meanwhile = functools.partial(self.exchange.progress, posted) if posted else None
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
                 self._run_tile() if step.fused else self._run_block(*blocks[0])
                 if progress:

@@ -6,6 +6,8 @@ import platform
 import re
 from importlib import metadata
 
+# Variables that BLAS libraries read when they are loaded, for how many threads they may use.
+BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 # Functions by which BLAS libraries tell how many threads they use; NumPy's wheels bring the first.
 BLAS_THREADS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads",
                 "MKL_Get_Max_Threads", "bli_thread_get_num_threads")

@@ -23,7 +23,6 @@ from .tiling import parse_tile
 def _one_of(name, value, choices):
     if value not in choices:
         raise ArgumentError(f"{name} is {value!r}; it may be {', '.join(choices)}")
-    return value
 
 
 class MeshAttention:
@@ -192,11 +191,11 @@ class MeshAttention:
         sinks: attention sinks, (heads,) in lse's dtype, the same on every rank: a score that every query of a head
             sees besides its keys, with value 0.  A query that sees no key then has lse = its head's sink.
         check: let ranks agree that their arguments are right and their documents the same, by two small
-            allreduces; without it a wrong argument raises on its own rank only, and leaves the others waiting.
+            allreduces; without it a wrong argument raises on its own rank only, and PeerFailure on the others.
         progress: called with the number of blocks (of a * b in all) that were just done.
 
-        If anything raises once the transfers have begun, the other ranks are left waiting for them and the plan
-        cannot be used again.
+        If anything raises once the transfers have begun, ranks that still wait for some raise PeerFailure after the
+        plan's timeout, and the plan cannot be used again.
         """
         self._check_open()
         p, tokens = self.problem, len(self.positions)

@@ -15,10 +15,11 @@ LAYERS = [
     {"errors", "reference", "", "host", "newfile"},
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
      "memory", "choice", "sources", "documents", "activity", "mesh", "peers", "agreement", "exchange", "redistribute",
-     "gpuaware", "hdf5", "backends"},
+     "gpuaware", "installation", "hdf5", "backends"},
     {"buffers", "passes", "executor"},
     {"plan", "oneshot", "io", "verify", "verify_gradients", "torch"},
-    {"cli", "bench", "check", "__main__"},
+    {"check"},
+    {"cli", "bench", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
         "cost", "memory", "choice", "sources", "errors", "reference", "newfile", "documents", "activity"}

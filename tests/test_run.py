@@ -12,7 +12,7 @@ from files import assert_right, write_input
 from launch import environment, mpiexec, mpirun, require_launch
 
 from mpiattn import reference
-from mpiattn.cli.threads import VARIABLES
+from mpiattn.host import BLAS_VARIABLES
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 
@@ -144,6 +144,6 @@ def test_ranks_share_the_cores():
     """Without a word from the user, BLAS gets a rank's share of the cores, at least one."""
     code = ("import os, sys; from mpiattn.cli.threads import limit_threads; limit_threads()\n"
             "sys.stdout.write(os.environ['OPENBLAS_NUM_THREADS'] + ' ')")
-    unset = [f"-u{name}" for name in VARIABLES]
+    unset = [f"-u{name}" for name in BLAS_VARIABLES]
     share = max(1, len(os.sched_getaffinity(0)) // 4)
     assert mpirun(4, ["env", *unset, sys.executable, "-c", code]).stdout.split() == [str(share)] * 4

@@ -6,7 +6,7 @@ That has to be set before NumPy is first imported, which is why it happens here.
 
 import os
 
-from ..cli.threads import VARIABLES
+from ..host import BLAS_VARIABLES
 
-if not any(name in os.environ for name in VARIABLES):
-    os.environ.update(dict.fromkeys(VARIABLES, "1"))
+if not any(name in os.environ for name in BLAS_VARIABLES):
+    os.environ.update(dict.fromkeys(BLAS_VARIABLES, "1"))

@@ -172,10 +172,13 @@ def _run(job, args):
             random = np.random.default_rng(0)
             arrays = [random.standard_normal(shape, np.float32).astype(args.dtype, copy=False) for _ in arrays]
             torch = _Torch(args.threads, cores, arrays, args.causal, args.backward)
-    plans = [MeshAttention(comm, seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, dtype=args.dtype,
-                           causal=args.causal, tile=shape, schedule=args.schedule, layout=args.layout,
-                           route=args.route, backend=args.backend) for shape in shapes]
-    chunks = [plans[0].scatter(array) for array in arrays]          # the layout is the same for every tile
+    plans, layout = [], args.layout
+    for shape in shapes:
+        plans.append(MeshAttention(comm, seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, dtype=args.dtype,
+                                   causal=args.causal, tile=shape, schedule=args.schedule, layout=layout,
+                                   route=args.route, backend=args.backend))
+        layout = plans[0].q_layout, plans[0].k_layout               # auto's for the first tile serves all
+    chunks = [plans[0].scatter(array) for array in arrays]
     passes = [_Mine(comm, plan, chunks, args.backward) for plan in plans]
     differences = _compare(peers, args, passes, torch)
     seconds, baseline = [[] for _ in plans], []

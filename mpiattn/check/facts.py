@@ -4,8 +4,7 @@ import socket
 
 from mpi4py import MPI
 
-from .. import host
-from ..cli import installation
+from .. import host, installation
 
 # Without PMI, srun starts as many programs of one rank as it was asked for ranks, and says so here only.
 LAUNCHED = (*installation.LAUNCHED_RANKS, "SLURM_STEP_NUM_TASKS")
@@ -15,7 +14,7 @@ def gather(peers):
     """The facts of every rank, as a list by rank of dicts that JSON can say; collective.
 
     rank, host, node (the first rank that shares memory with this one), local_rank, cores (those it may use),
-    versions, blas and mpi as of `mpiattn.cli.installation`, launched (ranks that the launcher counts, or None),
+    versions, blas and mpi as of `mpiattn.installation`, launched (ranks that the launcher counts, or None),
     devices (how each is known on the node), device_names and no_devices_why.
     """
     local = peers.comm.Split_type(MPI.COMM_TYPE_SHARED)

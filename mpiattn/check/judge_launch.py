@@ -3,7 +3,7 @@
 Here as in every `judge_*`, `ranks` are the facts of every rank (`mpiattn.check.facts`); nothing is looked up.
 """
 
-from ..cli.installation import THREAD_LEVELS as LEVELS
+from ..installation import THREAD_LEVELS as LEVELS
 from .item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
 from .launcher import ADVICE
 

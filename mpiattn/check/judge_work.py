@@ -2,7 +2,6 @@
 
 from statistics import fmean, median
 
-from ..cli.table import duration
 from .item import FAIL, PASS, WARN, Item, count, ranks_text
 
 SHOWN = 3                  # cases and links that are named
@@ -36,7 +35,7 @@ def links(found, ranks, crowded):
             continue
         rates = [rate_of(link) for link in some]
         where = "between nodes" if between else "inside a node"
-        told.append(f"{where}: {duration(median(link['latency'] for link in some))}, {gigabytes(median(rates))} "
+        told.append(f"{where}: {1e6 * median(link['latency'] for link in some):.3g} us, {gigabytes(median(rates))} "
                     f"(mean {gigabytes(fmean(rates))}, {gigabytes(min(rates))} to {gigabytes(max(rates))})")
         if between and median(rates) < LEAST_RATE:
             told[-1] += f", less than {gigabytes(LEAST_RATE)}"

@@ -8,15 +8,14 @@ Alone it shows versions, BLAS, MPI and devices; under mpiexec or srun also how m
 
 import socket
 
-from .. import backends, host
+from .. import backends, host, installation
 from ..agreement import agreement
 from ..errors import FileError
 from ..sources import kernel_dir
-from . import installation, launch_rank, options
+from . import launch_rank, options
 from .jsonfile import write_json
 from .launch import on_all_ranks
 from .table import facts
-from .threads import VARIABLES
 
 
 def add_arguments(parser):
@@ -86,8 +85,8 @@ def _lines(data):
     """Names and values for people."""
     mpi, blas, versions = data["mpi"], data["blas"], data["versions"]
     settings = ", ".join(f"{name}={value}" for name, value in blas["settings"].items()) or "no variable set"
-    if len(blas["settings"]) == len(VARIABLES) and len(set(blas["settings"].values())) == 1:
-        settings = f"{VARIABLES[0]} and the like: {blas['settings'][VARIABLES[0]]}"
+    if len(blas["settings"]) == len(host.BLAS_VARIABLES) and len(set(blas["settings"].values())) == 1:
+        settings = f"{host.BLAS_VARIABLES[0]} and the like: {blas['settings'][host.BLAS_VARIABLES[0]]}"
     yield from ((name, found or "not installed") for name, found in versions.items())
     yield "BLAS", f"{blas['library'] or 'unknown'}; threads: {blas['threads'] or 'unknown'} ({settings})"
     yield "MPI", f"{mpi['library']}; standard {mpi['standard']}"

@@ -2,7 +2,8 @@
 
 import os
 
-VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+from ..host import BLAS_VARIABLES
+
 # How launchers tell a rank the number of ranks on its host: MPICH's and Intel's, Open MPI's, Slurm's srun.
 LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
@@ -21,8 +22,8 @@ def limit_threads():
 
     Without it every rank would start a thread on every core, and on full hosts run several times slower.
     """
-    if any(name in os.environ for name in VARIABLES):
+    if any(name in os.environ for name in BLAS_VARIABLES):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for name in VARIABLES:
+    for name in BLAS_VARIABLES:
         os.environ[name] = str(max(1, cores // local_ranks()))

@@ -3,8 +3,7 @@
 import os
 import platform
 
-from .. import __version__, host
-from .threads import VARIABLES
+from . import __version__, host
 
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")      # in MPI's order
@@ -26,14 +25,14 @@ def blas():
     """NumPy's BLAS, the threads it uses and the variables that are set."""
     name, threads = host.blas()
     return {"library": name, "threads": threads,
-            "settings": {variable: os.environ[variable] for variable in VARIABLES if variable in os.environ}}
+            "settings": {variable: os.environ[variable] for variable in host.BLAS_VARIABLES if variable in os.environ}}
 
 
 def mpi(comm):
     """This MPI and what it can do, and how many ranks it and the launcher count."""
     from mpi4py import MPI
 
-    from ..gpuaware import gpu_aware
+    from .gpuaware import gpu_aware
     aware, why = gpu_aware()
     library = MPI.Get_library_version().splitlines()[0].split(", ")[0]
     return {"library": " ".join(library.replace("\0", "").split()),
