@@ -3,7 +3,7 @@
 Kinds as in `mpiattn.schedule`: "Q" and "KV" hold chunks received, a reduced kind X its accumulators X#0, X#1, ...
 and "+X" the partials received.  A packed arena holds the chunks of a whole group in order of rank instead, so that
 it is itself one long chunk: what a fused launch works on.  Where partials travel in a dtype of their own, `wire` holds
-by reduced kind the arrays that they are cast into to leave, None for one that leaves as it is.
+by reduced kind the arrays that they are cast into to leave, cut as "+X" is, None for one that leaves as it is.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Buffers:
         self.wire = {}
         for kind in self.reduced:
             if shapes[kind] != shapes[arena_of(kind)] and schedule.slots[arena_of(kind)]:
-                rows = len(self.arena[kind][0]) if self.packed else max(self.tokens(kind))
+                rows = len(self.arena[kind][0]) if self.packed else self._rows(arena_of(kind))
                 self.wire[kind] = tuple(
                     None if travelling == held else backend.empty((rows, *travelling[0]), travelling[1])
                     for held, travelling in zip(shapes[kind], shapes[arena_of(kind)]))

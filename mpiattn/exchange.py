@@ -108,11 +108,17 @@ class Exchange:
             self.sent_bytes += nbytes * messages
             self.sent_messages += int(messages)
 
-    def progress(self, posted):
-        """Let MPI move what was posted, for whoever computes meanwhile on the thread that MPI would need."""
-        if time.perf_counter() >= self._next:
-            MPI.Request.Testall([one.request for one in posted])
-            self._next = time.perf_counter() + PROGRESS
+    def due(self):
+        """Whether it is time again to let MPI move messages, for whoever computes on the thread that MPI would need."""
+        now = time.perf_counter()
+        if now < self._next:
+            return False
+        self._next = now + PROGRESS
+        return True
+
+    def complete(self, posted):
+        """Let MPI move what was posted; whether it is complete."""
+        return MPI.Request.Testall([one.request for one in posted])
 
     def wait(self, posted, where=""):
         """Complete what was posted, staying inside MPI so that it makes progress.

@@ -1,31 +1,46 @@
 """The executor: runs any schedule on a mesh with a back end, forward or backward.
 
-It posts a step's transfers, launches the blocks that hide them, and completes the transfers.  It knows hops,
-slots and events; what a block computes is the pass's and the back end's business, how bytes travel the exchange's.
+It posts transfers in the order of the schedule, launches the blocks that hide them, and completes them in the step
+that needs them.  It knows hops, slots and events; what a block computes is the pass's and the back end's business, how
+bytes travel the exchange's.
 """
 
-import functools
 import math
+import time
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from .buffers import Buffers, Chunk
 from .mask import local_interval
-from .schedule import GATHERED, IN_COLUMNS, arena_of, hop_of
+from .schedule import GATHERED, IN_COLUMNS, Transfer, arena_of, hop_of
+from .timeline import Moved, StepTimes, Timeline
 
 # Message tags: a kind's, and one more for each further array; between two ranks, messages of one tag keep their order.
 TAG = {"Q": 0, "KV": 4, "O": 6, "dQ": 8, "dKV": 9}
+# Transfers under way that are ahead of their step: so many that the link is never idle, so few that the first of them
+# does not share it with all the others.
+UNDER_WAY = 2
 
 
-class _Pending(NamedTuple):
-    """A posted transfer: what the exchange posted, the arrays that leave, what arrives, and what to do with that."""
+@dataclass
+class _Pending:
+    """A posted transfer of a step.
 
+    begun, arrived: seconds since the pass began when it was posted and when it was seen to be complete.  posted: what the exchange posted.  leaving, arriving:
+    the arrays that are sent and the chunk that comes.  then: what to do with that.
+    """
+
+    step: int
+    transfer: Transfer
+    begun: float
     posted: list
     leaving: tuple
     arriving: Chunk
     then: Callable
+    arrived: float = None
 
 
 def _row_bytes(array):
@@ -79,21 +94,38 @@ class Executor:
         self.activity = activity
         self.chunks = {("Q", 0): Chunk(q), ("KV", 0): Chunk(kv)}
         self.buffers.occupant.clear()
-        for number, step in enumerate(self.schedule.steps):
-            self.where = f"in step {number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} pass"
-            pending = [self._post_collective(t) if t.collective else self._post(t) for t in step.transfers]
-            posted = [one for p in pending for one in p.posted]
-            self.backend.meanwhile = functools.partial(self.exchange.progress, posted) if posted else None
+        self.number, self.began = 0, time.perf_counter()
+        self.to_post = deque((number, t) for number, step in enumerate(self.schedule.steps) for t in step.transfers)
+        self.under_way = deque()             # in the order of posting
+        self.times, self.moves = [], []
+        for self.number, step in enumerate(self.schedule.steps):
+            self.where = (f"in step {self.number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} "
+                          f"pass")
+            posted = self._now()
+            while self.to_post and self.to_post[0][0] == self.number:      # what this step needs, at once
+                self._post_next()
+            self._post_ahead()
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
+                self.backend.meanwhile = self._meanwhile if self.under_way else None
                 self._run_tile() if step.fused else self._run_block(*blocks[0])
                 if progress:
                     progress(len(blocks))
             self.backend.meanwhile = None
-            for p in pending:
-                self._complete(p)
+            computed = self._now()
+            while self.under_way and self.under_way[0].step == self.number:
+                self._complete(self.under_way.popleft())
+            self.times.append(StepTimes(posted, computed, self._now()))
         results = {kind: self._accumulator(kind, 0).arrays for kind in self.buffers.reduced}
         self.chunks = {}                    # the caller's arrays are the caller's
         return results
+
+    def _now(self):
+        return time.perf_counter() - self.began
+
+    def trace(self):
+        """The `Timeline` of the last pass on this rank."""
+        return Timeline(self.schedule.direction, tuple(self.times), tuple(self.moves),
+                        self.times[-1].ended if self.times else 0.0)
 
     def forget(self):
         """Nothing in the buffers is needed any more."""
@@ -169,6 +201,30 @@ class Executor:
         """The communicator that a kind moves in, and my rank there."""
         return (self.mesh.column, self.mesh.r) if kind in IN_COLUMNS else (self.mesh.row, self.mesh.c)
 
+    def _post_next(self):
+        """Post the next transfer."""
+        step, transfer = self.to_post.popleft()
+        posted, *rest = self._post_collective(transfer) if transfer.collective else self._post(transfer)
+        self.under_way.append(_Pending(step, transfer, self._now(), posted, *rest))
+
+    def _post_ahead(self):
+        """Post what comes next, where it may be posted already and few are under way."""
+        while (self.to_post and self.to_post[0][1].after <= self.number
+               and sum(pending.arrived is None for pending in self.under_way) < UNDER_WAY):
+            self._post_next()
+
+    def _meanwhile(self):
+        """Let MPI move messages while a launch computes, and start the next ones when some have arrived."""
+        if self.exchange.due():
+            self._look()
+            self._post_ahead()
+
+    def _look(self):
+        """Note which transfers have arrived."""
+        for pending in self.under_way:
+            if pending.arrived is None and self.exchange.complete(pending.posted):
+                pending.arrived = self._now()
+
     def _post(self, transfer):
         """Post a transfer between pairs: my own chunk over the hop's distance, or a neighbour's one further."""
         kind, (hop,), (slot,) = transfer.kind, transfer.hops, transfer.slots
@@ -184,23 +240,24 @@ class Executor:
                 posted += self.exchange.receive(comm, self.backend.incoming(array, before),
                                                   (me - ahead) % comm.size, TAG[kind] + i)
         if self.activity.sends(kind, rank, hop, route):
-            leaving = self._travelling(kind, self.chunks[kind, (hop - 1 if ring else 0) if gathered else hop])
+            leaving = self._travelling(kind, self.chunks[kind, (hop - 1 if ring else 0) if gathered else hop],
+                                       self.buffers.slot_start(arena_of(kind), slot))
             sending = leaving.arrays
             for i, array in enumerate(sending):
                 posted += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
                                                (me + ahead) % comm.size, TAG[kind] + i)
         if not gathered:
             self.chunks.pop((kind, hop), None)
-            return _Pending(posted, sending, arriving, lambda: self._merge(kind, target, arriving))
-        return _Pending(posted, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving}))
+            return posted, sending, arriving, lambda: self._merge(kind, target, arriving)
+        return posted, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving})
 
-    def _travelling(self, kind, chunk):
-        """A chunk as it travels: itself, or a partial cast to the dtype of the wire."""
+    def _travelling(self, kind, chunk, start=0):
+        """A chunk as it travels: itself, or a partial cast to the dtype of the wire from that row on."""
         if kind not in self.buffers.wire:
             return chunk
         arrays, ready = [], list(chunk.ready)
         for held, wire in zip(chunk.arrays, self.buffers.wire[kind]):
-            arrays.append(held if wire is None else wire[:len(held)])
+            arrays.append(held if wire is None else wire[start:start + len(held)])
             if wire is not None:
                 ready.append(self.backend.copy(arrays[-1], held))
         return Chunk(tuple(arrays), tuple(ready))
@@ -242,7 +299,7 @@ class Executor:
                 for dst, src in zip(at, own.arrays):
                     self.backend.copy(dst, src)
             self.chunks[kind, 0] = gathered
-        return _Pending(posted, own.arrays, gathered, place)
+        return posted, own.arrays, gathered, place
 
     def _exchange_partials(self, transfer):
         kind = transfer.kind
@@ -271,11 +328,17 @@ class Executor:
                 partial, _ = self.buffers.take_slot(arena_of(kind), slot_of[hop], own)
                 partial.ready = received.ready
                 self._merge(kind, 0, partial)
-        return _Pending(posted, leaving.arrays, received, merge_in_order)
+        return posted, leaving.arrays, received, merge_in_order
 
     def _complete(self, pending):
         """Wait for a transfer and put what arrived to its use."""
-        self.exchange.wait(pending.posted, self.where)
+        if pending.arrived is None:
+            self.exchange.wait(pending.posted, self.where)
+            pending.arrived = self._now()
+        if pending.posted:
+            kind, hops = pending.transfer.kind, pending.transfer.hops
+            self.moves.append(Moved(kind, 0 if pending.transfer.collective else hops[0], pending.step, pending.begun,
+                                    pending.arrived))
         for array in pending.leaving:
             self.backend.sent(array)
         if pending.arriving is not None:

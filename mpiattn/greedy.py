@@ -91,10 +91,11 @@ class _Tile:
         return tuple(blocks)
 
 
-def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward"):
+def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=0):
     """Schedule of a tile of a query chunks x b KV chunks, each transfer overlapped with blocks.
 
     costs: c_Q, c_KV, c_O (or c_dQ) and c_dKV, how many blocks hide one such transfer; positive numbers.
+    ahead: how many steps before its own a transfer may be posted.
     """
     costs = Costs(*costs)
     if min(costs) <= 0:
@@ -120,4 +121,4 @@ def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward"):
     rest = tile.take(a * b)
     if rest:
         steps.append(Step((), rest))
-    return with_slots("greedy", direction, a, b, route, steps)
+    return with_slots("greedy", direction, a, b, route, steps, ahead)

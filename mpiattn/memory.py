@@ -25,7 +25,7 @@ def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
             places, received = 1 + slots[kind], slots[arena_of(kind)] * travelling[kind]
             if received and problem.wire_dtype != problem.partial_dtype:
                 lse = problem.batch * problem.heads * problem.partial_itemsize if kind == "O" else 0
-                cast = (places if fused else 1) * (travelling[kind] - lse)
+                cast = (places if fused else slots[arena_of(kind)]) * (travelling[kind] - lse)
         total += tokens * (nbytes * places * (2 if sorted_again else 1) + received + cast)
     return total
 

@@ -13,7 +13,7 @@ partial straight to the owner of its queries.  "ring": Q and KV from neighbour t
 too, merged with the neighbour's on its way.  The bytes are the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil
 from typing import NamedTuple
@@ -57,24 +57,26 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One movement, posted before the blocks of its step and completed after them.
+    """One movement, posted before the blocks of its step at the latest and completed after them.
 
     kind: of a gathered kind, chunks `hops` arrive; of a reduced kind, my partials `hops` leave, and as many
         partials of others arrive and are merged.
     slots: the buffer slot that each arrival takes, in the arena `arena_of(kind)`.
     collective: one MPI collective over the group instead of messages between pairs.
+    after: number of the first step in which it may be posted: what it needs is there, and its slots are free.
     """
 
     kind: str
     hops: tuple
     slots: tuple
     collective: bool = False
+    after: int = 0
 
     def __str__(self):
         verb = "recv" if self.kind in GATHERED else "send"
         moved = ", ".join(f"{self.kind}#{hop} -> {arena_of(self.kind)}[{slot}]"
                           for hop, slot in zip(self.hops, self.slots))
-        return f"{'all ' if self.collective else ''}{verb} {moved}"
+        return f"{'all ' if self.collective else ''}{verb} {moved} from {self.after}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Schedule:
     direction: "forward" or "backward", which says what is reduced.
     accumulators: by reduced kind, the slot of each accumulator #1, #2, ...; #0 is the result.
     slots: number of slots of every arena.
+    ahead: how many steps before the one that needs it a transfer may be posted, where all else allows.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Schedule:
     steps: tuple
     accumulators: dict
     slots: dict
+    ahead: int = 0
 
     @property
     def collective(self):
@@ -120,8 +124,9 @@ class Schedule:
 
     def __str__(self):
         slots = ", ".join(f"{count} {kind}" for kind, count in self.slots.items())
-        head = (f"{self.name} {self.a}x{self.b}, {self.direction}, {self.route} route: {len(self.steps)} steps; "
-                f"slots: {slots}\nstep  {'transfer':<28}  blocks (Q#u,KV#w) that hide it")
+        head = (f"{self.name} {self.a}x{self.b}, {self.direction}, {self.route} route, up to {self.ahead} "
+                f"steps ahead: {len(self.steps)} steps; slots: {slots}\n"
+                f"step  {'transfer, from which step on':<28}  blocks (Q#u,KV#w) that hide it")
         return "\n".join([head] + [f"{i:4}  {step}" for i, step in enumerate(self.steps)])
 
 
@@ -149,27 +154,49 @@ class _Lifetimes:
         return slot, count
 
 
-def with_slots(name, direction, a, b, route, steps):
+def _passed_on(route, transfer):
+    """Whether what arrives is what a neighbor has just received or merged."""
+    return route == "ring" and not transfer.collective
+
+
+def _first_steps(direction, route, steps, ahead):
+    """By step, the first step in which each of its transfers may be posted; they are posted in order."""
+    there, first, found = {}, 0, []           # there: (kind, hop) -> first step in which it is whole
+    for i, step in enumerate(steps):
+        found.append([])
+        for t in step.transfers:
+            ring, gathered = _passed_on(route, t), t.kind in GATHERED
+            needs = [(t.kind, hop - gathered) for hop in t.hops] if ring or not gathered else []
+            first = max([first, i if t.collective else i - ahead, *(there.get(need, 0) for need in needs)])
+            found[-1].append(first)
+            if ring:
+                there |= {(t.kind, hop + (not gathered)): i + 1 for hop in t.hops}
+        there |= {(kind, hop_of(kind, *block)): i + 1 for block in step.blocks for kind in REDUCED[direction]}
+    return found
+
+
+def with_slots(name, direction, a, b, route, steps, ahead=0):
     """The Schedule of `steps`, with the fewest buffer slots that their uses allow.
 
-    steps: Steps whose transfers have no slots yet.  A slot is written again only in a step after the
-    last one that reads it, so the executor can post its receive at the start of that step.
+    steps: Steps whose transfers have no slots yet.  ahead: how many steps before its own a transfer may be posted;
+    each takes a slot for that long.  A slot is written again only in a step after the last one that reads it, so a
+    receive can be posted at the start of that step.
     """
     if route not in ROUTES:
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
     reduced = REDUCED[direction]
-    lives = _Lifetimes()
+    first_steps, lives = _first_steps(direction, route, steps, ahead), _Lifetimes()
     for i, step in enumerate(steps):
-        for t in step.transfers:
-            passed_on = route == "ring" and not t.collective
+        for t, first in zip(step.transfers, first_steps[i]):
             for hop in t.hops:
+                lives.use((arena_of(t.kind), hop), first)
                 lives.use((arena_of(t.kind), hop), i)
                 if t.kind in GATHERED:
-                    if passed_on and hop > 1:
+                    if _passed_on(route, t) and hop > 1:
                         lives.use((t.kind, hop - 1), i)   # goes on to the neighbour
                 else:
                     lives.use((t.kind, hop), i)
-                    if passed_on and hop + 1 < (b if t.kind in IN_COLUMNS else a):
+                    if _passed_on(route, t) and hop + 1 < (b if t.kind in IN_COLUMNS else a):
                         lives.use((t.kind, hop + 1), i)   # what arrives is merged there
         for block in step.blocks:
             for kind in (*GATHERED, *reduced):
@@ -180,13 +207,22 @@ def with_slots(name, direction, a, b, route, steps):
         slots, count[arena] = lives.slots(arena)
         slot |= slots
     placed = []
-    for step in steps:
-        transfers = tuple(Transfer(t.kind, t.hops, tuple(slot[arena_of(t.kind), hop] for hop in t.hops), t.collective)
-                          for t in step.transfers)
+    for step, first in zip(steps, first_steps):
+        transfers = tuple(replace(t, slots=tuple(slot[arena_of(t.kind), hop] for hop in t.hops), after=after)
+                          for t, after in zip(step.transfers, first))
         placed.append(Step(transfers, step.blocks, step.fused))
     accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, b if kind in IN_COLUMNS else a))
                     for kind in reduced}
-    return Schedule(name, direction, a, b, route, tuple(placed), accumulators, count)
+    return Schedule(name, direction, a, b, route, tuple(placed), accumulators, count, ahead)
+
+
+def apart(schedule):
+    """The same transfers and blocks in the same order, but never both in a step, so that nothing overlaps."""
+    steps = []
+    for step in schedule.steps:
+        steps += [Step((), step.blocks, step.fused)] * bool(step.blocks)
+        steps += [Step(step.transfers)] * bool(step.transfers)
+    return with_slots(schedule.name, schedule.direction, schedule.a, schedule.b, schedule.route, steps)
 
 
 def blocks_to_hide(cost):

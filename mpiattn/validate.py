@@ -1,7 +1,8 @@
 """Checks a schedule against the rules of the algorithm by playing it, with no knowledge of how it was made.
 
 Since a schedule is the same on every rank, playing one rank is playing all: what arrives as Q#u is what a
-neighbour holds as Q#(u-1) at the same step, and a partial that arrives was made by the same steps.
+neighbour holds as Q#(u-1) at the same step, and a partial that arrives was made by the same steps.  Every transfer is
+posted in the first step that allows it and completed in its own: whatever lies between is then right too.
 """
 
 from .errors import ScheduleError
@@ -13,12 +14,17 @@ class _Play:
         self.s = schedule
         self.reduced = REDUCED[schedule.direction]
         self.have = {("Q", 0): None, ("KV", 0): None}      # chunk -> slot, once it has arrived
+        self.coming = set()                                # chunks whose transfer was posted
         self.arena = {}                                    # (arena, slot) -> what was last written there
         self.done = set()                                  # blocks run
         # by reduced kind: contributions merged into #0, #1, ..., as hops to the owner; rows sent; slot -> hop
         self.held = {kind: [set() for _ in range(schedule.extent(kind))] for kind in self.reduced}
         self.sent = {kind: set() for kind in self.reduced}
         self.alive = {}
+        self.posts = {}                                    # step -> transfers that may be posted from it on
+        for step in schedule.steps:
+            for t in step.transfers:
+                self.posts.setdefault(t.after, []).append(t)
 
     def fail(self, step, what):
         raise ScheduleError(f"{self.s.name} {self.s.a}x{self.s.b} {self.s.direction}, step {step}: {what}")
@@ -57,12 +63,16 @@ class _Play:
                 self.fail(i, f"{t.kind}#{hop} does not exist")
             if t.kind in self.reduced:
                 self.accumulate(i, t.kind, hop)
+                self.sent[t.kind].add(hop)
                 if self.blocks_of(t.kind, hop) - self.done:
                     self.fail(i, f"{t.kind}#{hop} is sent before its blocks are complete")
-            elif (t.kind, hop) in self.have:
+            elif (t.kind, hop) in self.coming:
                 self.fail(i, f"{t.kind}#{hop} is received twice")
+            elif self.passes_on(t):
+                self.read(i, t.kind, hop - 1)
+            self.coming.add((t.kind, hop))
             self.check_slot(i, arena_of(t.kind), slot)
-            self.arena[arena_of(t.kind), slot] = (i, hop) if t.kind in self.reduced else hop
+            self.arena[arena_of(t.kind), slot] = hop
 
     def passes_on(self, t):
         return self.s.route == "ring" and not t.collective
@@ -75,12 +85,11 @@ class _Play:
                     self.read(i, t.kind, hop - 1)
                 self.have[t.kind, hop] = slot
                 continue
-            if self.arena[arena_of(t.kind), slot] != (i, hop):
+            if self.arena[arena_of(t.kind), slot] != hop:
                 self.fail(i, f"the partial in {arena_of(t.kind)}[{slot}] was overwritten before it was merged")
             target = (hop + 1) % self.s.extent(t.kind) if self.passes_on(t) else 0
             self.accumulate(i, t.kind, target)
             arrived.append((target, self.held[t.kind][hop] | {hop}))
-            self.sent[t.kind].add(hop)
             self.alive.pop((t.kind, self.s.accumulators[t.kind][hop - 1]), None)
         for target, contributions in arrived:
             held = self.held[t.kind]
@@ -90,6 +99,9 @@ class _Play:
 
     def step(self, i, step):
         for t in step.transfers:
+            if t.after > i:
+                self.fail(i, f"{t} may be posted only after the step that needs it")
+        for t in self.posts.get(i, ()):
             self.post(i, t)
         for block in step.blocks:
             if tuple(block) in self.done:

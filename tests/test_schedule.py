@@ -9,7 +9,7 @@ import pytest
 from mpiattn.collective import collective
 from mpiattn.errors import ArgumentError, ScheduleError
 from mpiattn.greedy import greedy
-from mpiattn.schedule import ROUTES, Block, Costs, Step, Transfer, with_slots
+from mpiattn.schedule import ROUTES, Block, Costs, Step, Transfer, apart, with_slots
 from mpiattn.validate import validate
 
 SIDES = (1, 2, 3, 4, 6)
@@ -20,23 +20,20 @@ def moves(schedule):
     return [(t.kind, t.hops) for step in schedule.steps for t in step.transfers]
 
 
-def without_overlap(schedule):
-    """Blocks and transfers in the same order, never both in a step, so that buffers live as shortly as they can."""
-    steps = []
-    for step in schedule.steps:
-        steps += [Step((), step.blocks)] * bool(step.blocks) + [Step(step.transfers)] * bool(step.transfers)
-    return with_slots(schedule.name, schedule.direction, schedule.a, schedule.b, schedule.route, steps)
-
-
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("a", "b"), TILES)
 def test_every_tile_is_valid(a, b, route):
     rng = random.Random(f"{a} {b} {route}")
     for _ in range(12):
         costs = Costs(*(rng.choice([0.01, 0.3, 1, 1.5, 4, 1000]) for _ in range(3)))
+        direction, ahead = rng.choice(["forward", "backward"]), rng.choice([1, 2, 3, 100])
+        early, late = greedy(a, b, costs, route, direction, ahead), greedy(a, b, costs, route, direction)
+        assert validate(early) == early.slots
+        assert [step.blocks for step in early.steps] == [step.blocks for step in late.steps]
+        assert all(early.slots[kind] >= late.slots[kind] for kind in late.slots)
         schedule = greedy(a, b, costs, route)
         assert validate(schedule) == schedule.slots
-        validate(without_overlap(schedule))
+        validate(apart(schedule))
         assert sorted(moves(schedule)) == sorted([("Q", (u,)) for u in range(1, a)] + [("O", (u,)) for u in range(1, a)]
                                                  + [("KV", (w,)) for w in range(1, b)])
     schedule = collective(a, b, route)
@@ -54,6 +51,15 @@ def test_one_row_is_ring_attention(n, route):
     assert [step.blocks for step in schedule.steps] == [(Block(0, w),) for w in range(n)]
     assert moves(schedule) == [("KV", (w,)) for w in range(1, n)]
     assert schedule.slots == {"Q": 0, "KV": min(2, n - 1), "O": 0, "+O": 0}
+
+
+def test_receiving_ahead_takes_slots():
+    """Of a ring on the direct route: one more for every step ahead; from neighbors a chunk comes when it is there."""
+    for ahead in range(5):
+        assert greedy(1, 8, ahead=ahead).slots["KV"] == min(2 + ahead, 7)
+        assert [t.after for step in greedy(1, 8, ahead=ahead).steps for t in step.transfers] == [
+            max(0, i - ahead) for i in range(7)]
+        assert greedy(1, 8, route="ring", ahead=ahead).slots["KV"] == 2
 
 
 def test_qring_needs_few_slots():
@@ -119,7 +125,8 @@ def test_a_large_tile_takes_no_time():
 
 def test_text_names_every_step():
     text = str(greedy(2, 2))
-    assert "greedy 2x2, forward, direct route" in text and "recv KV#1 -> KV[0]" in text and "send O#1 -> +O[0]" in text
+    assert "greedy 2x2, forward, direct route" in text
+    assert "recv KV#1 -> KV[0] from 0" in text and "send O#1 -> +O[0] from 4" in text
 
 
 @pytest.mark.parametrize("costs", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
@@ -208,7 +215,26 @@ def no_such_accumulator(s):
 def sent_before_complete(s):
     at = index_of(s, "O", 2)
     rest = edit(s, at, transfers=())
-    return edit(rest, 0, transfers=(*rest.steps[0].transfers, s.steps[at].transfers[0]))
+    return edit(rest, 0, transfers=(*rest.steps[0].transfers, replace(s.steps[at].transfers[0], after=0)))
+
+
+def posted_too_early(s):
+    """A partial may go along with an earlier step's transfer, but not before its blocks are complete."""
+    at = index_of(s, "O", 2)
+    transfer = s.steps[at].transfers[0]
+    return edit(s, at, transfers=(replace(transfer, after=transfer.after - 1),))
+
+
+def posted_too_late(s):
+    at = index_of(s, "KV", 2)
+    return edit(s, at, transfers=(replace(s.steps[at].transfers[0], after=at + 1),))
+
+
+def slot_taken_too_early(s):
+    """KV#3 before the step in which its slot is free."""
+    at = index_of(s, "KV", 3)
+    return edit(s, at, transfers=(replace(s.steps[at].transfers[0], after=0, slots=s.steps[index_of(s, "KV", 1)]
+                                          .transfers[0].slots),))
 
 
 def added_to_after_sent(s):
@@ -238,7 +264,8 @@ CORRUPTIONS = [
     (one_slot_for_all_kv, "overwritten"), (one_slot_for_all_q, "overwritten"), (shared_accumulator, "is taken by"),
     (no_such_accumulator, "does not exist"), (sent_before_complete, "before its blocks are complete"),
     (added_to_after_sent, "before its blocks are complete"), (sent_twice, "after it was sent"),
-    (slots_missing, "slots"),
+    (slots_missing, "slots"), (posted_too_late, "only after the step that needs it"),
+    (posted_too_early, "before its blocks are complete"), (slot_taken_too_early, "overwritten|before it has arrived"),
 ]
 
 

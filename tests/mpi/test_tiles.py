@@ -8,7 +8,7 @@ from runs import agreed, attend, check, my_chunks, on, problem_of, run, subcomm,
 
 from mpiattn import MeshAttention
 from mpiattn.greedy import greedy
-from mpiattn.schedule import Costs, Step, with_slots
+from mpiattn.schedule import Costs, apart
 
 SHAPE = {"batch": 2, "seqlen": 61, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float64", "causal": True}
 EXTREME_COSTS = [Costs(0.01, 0.01, 0.01), Costs(100, 0.1, 3), Costs(0.1, 100, 1), Costs(1.5, 2.5, 50)]
@@ -55,24 +55,16 @@ def with_schedules(comm, a, b, route, backend, make):
     return bits(*result)
 
 
-def without_overlap(schedule):
-    """The same blocks and transfers in the same order, but never both in one step."""
-    steps = []
-    for step in schedule.steps:
-        steps += [Step((), step.blocks)] * bool(step.blocks) + [Step(step.transfers)] * bool(step.transfers)
-    return with_slots(schedule.name, schedule.direction, schedule.a, schedule.b, schedule.route, steps)
-
-
 @on(4, 6)
 def test_case_20_overlap_changes_no_bit(group):
-    """Transfers beside blocks, transfers and blocks never in one step, and both completing late: the same bits."""
+    """Transfers beside blocks, ahead of them, never in one step, and all completing late: the same bits."""
     for a, b in tiles(group.size):
         for route in ("direct", "ring"):
-            beside = partial(greedy, a, b, Costs(1, 2, 2), route)
-            apart = {way: without_overlap(beside(way)) for way in ("forward", "backward")}
-            results = {with_schedules(group, a, b, route, "numpy", beside),
-                       with_schedules(group, a, b, route, "numpy", apart.get),
-                       with_schedules(group, a, b, route, "deferred", beside)}
+            beside, early = (partial(greedy, a, b, Costs(1, 2, 2), route, ahead=ahead) for ahead in (0, 3))
+            never = {way: apart(beside(way)) for way in ("forward", "backward")}
+            results = {with_schedules(group, a, b, route, backend, make)
+                       for backend, make in (("numpy", beside), ("numpy", never.get), ("numpy", early),
+                                             ("deferred", beside), ("deferred", early))}
             assert len(results) == 1
 
 
@@ -84,15 +76,16 @@ def test_messages_move_while_a_rank_computes(comm, at_least):
         expected = bits(*plan.forward(*inputs))
         called, moves, run_block = [], [], plan._executor._run_block
 
-        def counted(posted, progress=plan._exchange.progress):
-            called.append(len(posted))
-            progress(posted)
+        def counted(complete=plan._executor._look):
+            called.append(len(plan._executor.under_way))
+            complete()
 
         def watched(u, w):
             before = len(called)
             run_block(u, w)
             moves.append(len(called) > before)
-        plan._exchange.progress, plan._executor._run_block = counted, watched
+        plan._exchange.due = lambda: True
+        plan._executor._look, plan._executor._run_block = counted, watched
         assert bits(*plan.forward(*inputs)) == expected
     assert moves == [True] * (comm.size - 1) + [False]
     assert all(called)
