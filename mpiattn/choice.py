@@ -1,4 +1,4 @@
-"""The choice of tile, schedule and layout by predicted time: the paper's loop over every factorisation of n.
+"""The choice of tile, schedule, route and layout by predicted time: the paper's loop over every factorisation of n.
 
 (Mesh-Attention, arXiv 2512.20968, section 3.)  Pure arithmetic.
 """
@@ -9,7 +9,9 @@ from . import cost, memory
 from .errors import ArgumentError
 from .layout import KINDS, Layout
 from .load import Load, block_pairs
+from .machine import DEFAULT
 from .schedule import ROUTES
+from .simulate import simulate
 from .tiling import tiles
 from .traffic import token_bytes
 
@@ -22,18 +24,22 @@ SAME_TIME = 0.05
 
 
 class Choice(NamedTuple):
-    """A tile, a schedule kind and a layout, with what they are predicted to need.
+    """A tile, a schedule kind, a route and a layout, with what they are predicted to need.
 
-    layouts: of queries and of keys.  balance: work of the busiest rank over the mean.  seconds: of the passes asked
-    for.  sent: bytes that a rank sends in each pass by kind, mean over ranks.  nbytes: memory of the largest rank.
+    layouts: of queries and of keys.  ahead: how many steps ahead transfers may be posted.  balance: work of the busiest
+    rank over the mean.  seconds: of the passes asked for.  waiting: the share of them that a rank waits, mean over
+    ranks.  sent: bytes that a rank sends in each pass by kind, mean over ranks.  nbytes: memory of the largest rank.
     """
 
     a: int
     b: int
     schedule: str
+    route: str
     layouts: tuple
+    ahead: int
     balance: float
     seconds: float
+    waiting: float
     sent: dict
     nbytes: int
 
@@ -63,41 +69,73 @@ def layouts(argument, problem, ranks):
     return [pair]
 
 
-def check_route(route, problem):
-    """Raise ArgumentError unless partials can take that route."""
-    if route not in ROUTES:
-        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
-    if route == "ring" and problem.wire_dtype != problem.partial_dtype:
+def routes(route, problem, machine):
+    """The routes that an argument leaves to choose from; raises ArgumentError where partials cannot take it.
+
+    Both send the same bytes as far, but where the ranks of a node share its card: neighbors cross less often.
+    """
+    if route not in (*ROUTES, "auto"):
+        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}, auto")
+    lowered = problem.wire_dtype != problem.partial_dtype
+    if route == "ring" and lowered:
         raise ArgumentError(f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are rounded at "
                             f"every hop, it must be {problem.partial_dtype!r}")
+    if route != "auto":
+        return [route]
+    return ["direct"] if lowered or machine.node_bandwidth is None else ["direct", "ring"]
 
 
-def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, pairs=None,
-             machine=cost.DEFAULT_MACHINE, direction="forward"):
-    """Every tile (or those of `shapes`) with every schedule kind and pair of layouts as a Choice, best first.
+def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, pairs=None, machine=DEFAULT,
+             direction="forward", nodes=None, overlap=True, max_memory=None):
+    """Every tile (or those of `shapes`) with every schedule kind, route and pair of layouts as a Choice, best first.
 
-    pairs: of layouts, those of queries and of keys; default those of "auto".  direction: of DIRECTIONS.
+    pairs: of layouts, those of queries and of keys; default those of "auto".  direction: of DIRECTIONS.  nodes: the
+    node of every rank, see `mpiattn.simulate`.  overlap: see `mpiattn.cost.build`.  max_memory: bytes; then all that
+    needs more comes last, and transfers are posted as far ahead as they may be within it.
 
     Best is the least predicted time; among those that are as fast within SAME_TIME, the fewest bytes sent, then
     the least memory, then the first layout.
     """
-    check_route(route, problem)
-    schedules_of = {(*shape, kind): [cost.build(kind, *shape, route, problem, machine, one)
-                                     for one in DIRECTIONS[direction]]
-                    for shape in shapes or tiles(ranks) for kind in kinds}
+    if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int) or max_memory <= 0):
+        raise ArgumentError(f"max_memory is {max_memory!r}; it must be a positive number of bytes, or None")
+
+    def schedules(a, b, kind, way, ahead):
+        return [cost.build(kind, a, b, way, problem, machine, one, nodes, ahead, overlap)
+                for one in DIRECTIONS[direction]]
+    made = {(*shape, kind, way): schedules(*shape, kind, way, cost.AHEAD)
+            for shape in shapes or tiles(ranks) for kind in kinds for way in routes(route, problem, machine)}
     choices = []
     for pair in pairs or layouts("auto", problem, ranks):
         work, lengths = block_pairs(problem.mask, *pair), [layout.lengths for layout in pair]
-        for a, b in shapes or tiles(ranks):
-            load = Load(work, *lengths, a, b)
-            for kind in kinds:
-                schedules = schedules_of[a, b, kind]
-                seconds = sum(cost.predicted_seconds(schedule, problem, load, machine) for schedule in schedules)
-                sent = {schedule.direction: _sent(schedule, problem, load) for schedule in schedules}
-                choices.append(Choice(a, b, kind, pair, load.balance, seconds, sent,
-                                      _nbytes(schedules, problem, pair)))
-    least = (1 + SAME_TIME) * min(choice.seconds for choice in choices)
-    return sorted(choices, key=lambda c: (max(c.seconds, least), c.sent_bytes, c.nbytes))
+        loads = {shape: Load(work, *lengths, *shape) for shape in {key[:2] for key in made}}
+        for (a, b, kind, way), built in made.items():
+            load, ahead, nbytes = loads[a, b], built[0].ahead, _nbytes(built, problem, pair)
+            while ahead and max_memory is not None and nbytes > max_memory:
+                ahead -= 1
+                built = schedules(a, b, kind, way, ahead)
+                nbytes = _nbytes(built, problem, pair)
+            runs = [simulate(schedule, problem, load, machine, nodes) for schedule in built]
+            seconds = sum(run.seconds for run in runs)
+            waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
+            sent = {schedule.direction: _sent(schedule, problem, load) for schedule in built}
+            choices.append(Choice(a, b, kind, way, pair, ahead, load.balance, seconds, waiting, sent, nbytes))
+    fits = [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
+    least = (1 + SAME_TIME) * min(choice.seconds for choice in fits or choices)
+    return sorted(choices, key=lambda c: (bool(fits) and c not in fits, max(c.seconds, least), c.sent_bytes, c.nbytes))
+
+
+def check_memory(choices, max_memory):
+    """Raise ArgumentError unless the best of the choices needs no more than max_memory bytes on any rank; or None."""
+    if max_memory is not None and choices[0].nbytes > max_memory:
+        least = min(choices, key=lambda choice: choice.nbytes)
+        raise ArgumentError(f"max_memory is {max_memory} bytes a rank; the least that these arguments leave to choose "
+                            f"from needs {least.nbytes} (tile {least.a}x{least.b}, {least.schedule}, {least.route} "
+                            f"route, {least.layouts[0].kind} layout)")
+
+
+def times_as_long(seconds, fastest):
+    """How many times as long as the fastest; 1 where neither takes any time."""
+    return seconds / fastest if fastest else 1.0
 
 
 def _sent(schedule, problem, load):

@@ -29,8 +29,9 @@ UNDER_WAY = 2
 class _Pending:
     """A posted transfer of a step.
 
-    begun, arrived: seconds since the pass began when it was posted and when it was seen to be complete.  posted: what the exchange posted.  leaving, arriving:
-    the arrays that are sent and the chunk that comes.  then: what to do with that.
+    begun, arrived: seconds since the pass began when it was posted and when it was seen to be complete.  posted: what
+    the exchange posted.  leaving, arriving: the arrays that are sent and the chunk that comes.  then: what to do with
+    that.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Executor:
         self.backend, self.q_layout, self.k_layout = work.backend, q_layout, k_layout
         self.buffers = Buffers(self.backend, work.shapes(), schedule, mesh, self.q_layout, self.k_layout)
         self.where = ""                     # the step that is run, in words
+        self.times, self.moves = [], []     # of the last pass: its steps, its transfers
         self.sorting = None                 # of the keys of a packed arena by position: order, its inverse, arrays
         if self.buffers.packed and schedule.slots["KV"]:
             order = np.argsort(self._arena_key_positions(), kind="stable")
@@ -98,11 +100,11 @@ class Executor:
         self.to_post = deque((number, t) for number, step in enumerate(self.schedule.steps) for t in step.transfers)
         self.under_way = deque()             # in the order of posting
         self.times, self.moves = [], []
-        for self.number, step in enumerate(self.schedule.steps):
-            self.where = (f"in step {self.number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} "
-                          f"pass")
+        for number, step in enumerate(self.schedule.steps):
+            self.number = number
+            self.where = (f"in step {number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} pass")
             posted = self._now()
-            while self.to_post and self.to_post[0][0] == self.number:      # what this step needs, at once
+            while self.to_post and self.to_post[0][0] == number:      # what this step needs, at once
                 self._post_next()
             self._post_ahead()
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
@@ -112,7 +114,7 @@ class Executor:
                     progress(len(blocks))
             self.backend.meanwhile = None
             computed = self._now()
-            while self.under_way and self.under_way[0].step == self.number:
+            while self.under_way and self.under_way[0].step == number:
                 self._complete(self.under_way.popleft())
             self.times.append(StepTimes(posted, computed, self._now()))
         results = {kind: self._accumulator(kind, 0).arrays for kind in self.buffers.reduced}
@@ -123,9 +125,10 @@ class Executor:
         return time.perf_counter() - self.began
 
     def trace(self):
-        """The `Timeline` of the last pass on this rank."""
-        return Timeline(self.schedule.direction, tuple(self.times), tuple(self.moves),
-                        self.times[-1].ended if self.times else 0.0)
+        """The `Timeline` of the last pass on this rank, None before the first."""
+        if not self.times:
+            return None
+        return Timeline(self.schedule.direction, tuple(self.times), tuple(self.moves), self.times[-1].ended)
 
     def forget(self):
         """Nothing in the buffers is needed any more."""

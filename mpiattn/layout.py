@@ -41,12 +41,15 @@ class Layout:
 
     kind: "contiguous", "striped" or "zigzag".
     sizes: for "contiguous" only, the length of every chunk where it is not the even split.
+    order: the number in this cut of the chunk that each rank holds, where that is not its own: a plan gives its chunks
+        to ranks node by node.  The methods then go by rank.
     """
 
     kind: str
     seqlen: int
     chunks: int
     sizes: tuple = None
+    order: tuple = None
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -66,6 +69,7 @@ class Layout:
 
     def ranges(self, chunk):
         """The tokens of a chunk as a tuple of Python ranges, in increasing order."""
+        chunk = chunk if self.order is None else self.order[chunk]
         if self.kind == "striped":
             return (range(chunk, max(chunk, self.seqlen), self.chunks),)
         if self.kind == "zigzag":
@@ -83,7 +87,7 @@ class Layout:
     @property
     def lengths(self):
         """Number of tokens in every chunk."""
-        return self.sizes or tuple(self.length(chunk) for chunk in range(self.chunks))
+        return tuple(self.length(chunk) for chunk in range(self.chunks))
 
     def positions(self, chunk):
         """Global positions of a chunk's tokens: int64, increasing."""

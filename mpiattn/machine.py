@@ -85,6 +85,16 @@ class Machine:
         backward = direction == "backward"
         return flops * PRODUCTS[direction] / (speed * (self.backward if backward else 1))
 
+    def __str__(self):
+        speeds = ", ".join(f"{rate / 1e9:g} in {dtype}" for dtype, rate in self.flops.items())
+        links = [(self.between, "between nodes")]
+        if self.ranks_per_node > 1:
+            links.insert(0, (self.inside, f"inside a node of {self.ranks_per_node} ranks"))
+        told = [f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} us a message {where}" +
+                ("" if link.overlap == 1 else f" ({link.overlap:.0%} of it beside blocks)") for link, where in links]
+        shared = "" if self.node_bandwidth is None else f" ({self.node_bandwidth / 1e9:.3g} GB/s a node)"
+        return f"Gflop/s: {speeds}; {self.launch * 1e6:.3g} us a block; {', '.join(told)}{shared}"
+
     def with_ranks(self, ranks_per_node):
         """The same with another number of ranks a node."""
         return replace(self, ranks_per_node=ranks_per_node)
@@ -128,14 +138,16 @@ BUILT_IN = {machine.name: machine for machine in (DEFAULT, H100)}
 
 
 def load(path):
-    """The machine of a JSON file, or a built-in one by name; raises ArgumentError."""
+    """The machine of a JSON file, or a built-in one by name, or itself; raises ArgumentError."""
+    if isinstance(path, Machine):
+        return path
     if path in BUILT_IN:
         return BUILT_IN[path]
     try:
         with open(path) as file:
             data = json.load(file)
-    except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
+    except (OSError, TypeError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) else f"{error}"
         raise ArgumentError(f"machine is {path!r}; it may be {', '.join(BUILT_IN)} or a file that `mpiattn tune` "
                             f"wrote ({told})") from None
     return Machine.from_dict(data, f"machine {path!r}")

@@ -6,6 +6,9 @@
     r=0    |  0    1    2    3      column group (b ranks): shares K and V
     r=1    |  4    5    6    7
 
+Where consecutive ranks of the communicator are on different nodes, a plan may order them node by node, so that a row
+group sits inside a node if it fits.
+
 Each communicator that a caller passes is duplicated once; all plans on it share the duplicate and, tile by
 tile, one mesh, so thousands of plans may be alive.  Both are freed with their last user.
 """
@@ -22,13 +25,18 @@ _WRECKS = []                      # with messages under way that nobody waits fo
 class Mesh:
     """Ranks in b rows x a columns of a communicator whose size is a * b.
 
+    order: the ranks of the communicator in the order of the mesh, None for their own.
     cart: the communicator of dims (1, b, a).  row, column: this rank's groups; r, c: its place, which is
-    its rank in `column` and `row`.
+    its rank in `column` and `row`.  comm: all ranks in the communicator's own order.
     """
 
-    def __init__(self, comm, a, b):
+    def __init__(self, comm, a, b, order=None):
         self.a, self.b = a, b
-        self.cart = comm.Create_cart((1, b, a), periods=(True, True, True), reorder=False)
+        ordered = comm if order is None else comm.Split(0, order.index(comm.rank))
+        self.cart = ordered.Create_cart((1, b, a), periods=(True, True, True), reorder=False)
+        self.comm = self.cart if order is None else comm.Dup()
+        if order is not None:
+            ordered.Free()
         self.row = self.cart.Sub((False, False, True))
         self.column = self.cart.Sub((False, True, False))
         self.rank, self.size = self.cart.rank, self.cart.size
@@ -48,7 +56,7 @@ class Mesh:
         """Free the communicators; collective."""
         if self.wreck:
             return
-        for comm in (self.row, self.column, self.cart):
+        for comm in (self.row, self.column, self.cart, *([] if self.comm is self.cart else [self.comm])):
             comm.Free()
 
 
@@ -58,12 +66,20 @@ def _forget_owner(comm, key, home):
 
 
 class Home:
-    """What mpiattn keeps with one communicator of the caller's: a duplicate, and the meshes in use."""
+    """What mpiattn keeps with one communicator of the caller's: a duplicate, and the meshes in use.
+
+    nodes: of every rank, the lowest rank on its node.
+    """
 
     def __init__(self, comm, timeout):
         self.owner = comm
         self.comm, request = comm.Idup()
-        Peers(comm, timeout).wait([request])
+        peers = Peers(comm, timeout)
+        peers.wait([request])
+        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        lowest, = node.Get_group().Translate_ranks([0], self.comm.Get_group())
+        node.Free()
+        self.nodes = Peers(self.comm, timeout).allgather(lowest)
         self.users = 0
         self.meshes = {}
         self.wreck = []
@@ -90,6 +106,12 @@ class Home:
         """The ranks of the communicator."""
         return Peers(self.comm, timeout, self._abandon)
 
+    @property
+    def order(self):
+        """The ranks node by node, None where they are so already: then consecutive ones share a node."""
+        order = sorted(range(len(self.nodes)), key=lambda rank: (self.nodes[rank], rank))
+        return None if order == list(range(len(order))) else tuple(order)
+
     def _abandon(self, what):
         """As of a mesh; whoever enters the caller's communicator again gets a new home."""
         if self.owner is not None:
@@ -97,12 +119,15 @@ class Home:
         self.wreck.append(what)
         _WRECKS.append(self)
 
-    def mesh(self, a, b, timeout=TIMEOUT):
-        """The mesh of a tile, made if need be, with one user more; collective."""
-        mesh = self.meshes.get((a, b))
+    def mesh(self, a, b, timeout=TIMEOUT, order=None):
+        """The mesh of a tile, made if need be, with one user more; collective.
+
+        order: the ranks in the order of the mesh, None for their own.
+        """
+        mesh = self.meshes.get((a, b, order))
         # a pass may have ended on some ranks only, so they agree on whether they need a new mesh
         if self.peers(timeout).largest([mesh is None or bool(mesh.wreck)])[0]:
-            mesh = self.meshes[a, b] = Mesh(self.comm, a, b)
+            mesh = self.meshes[a, b, order] = Mesh(self.comm, a, b, order)
         mesh.users += 1
         return mesh
 
@@ -113,8 +138,7 @@ class Home:
         if mesh is not None:
             mesh.users -= 1
             if not mesh.users:
-                if self.meshes.get((mesh.a, mesh.b)) is mesh:
-                    del self.meshes[mesh.a, mesh.b]
+                self.meshes = {key: other for key, other in self.meshes.items() if other is not mesh}
                 mesh.free()
         self.users -= 1
         if not self.users:

@@ -1,28 +1,22 @@
 """What a program calls: `MeshAttention`, a plan that is made once and run many times."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 
 import numpy as np
 
-from . import backends, choice, cost, memory
+from . import memory
 from .activity import Activity
 from .agreement import agree_on, agreement
+from .choice import times_as_long
 from .documents import documents
 from .errors import ArgumentError, MpiattnError
 from .exchange import MAX_MESSAGE, Exchange
 from .executor import Executor
 from .mesh import Home
 from .passes import Backward, Forward
-from .peers import Peers, check_timeout, time_limit
-from .problem import Problem
+from .peers import Peers, time_limit
+from .planning import one_of, settle
 from .redistribute import gather, scatter
-from .tiling import parse_tile
-
-
-def _one_of(name, value, choices):
-    if value not in choices:
-        raise ArgumentError(f"{name} is {value!r}; it may be {', '.join(choices)}")
 
 
 class MeshAttention:
@@ -43,7 +37,7 @@ class MeshAttention:
     tile: "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto".
     layout: "contiguous", "striped", "zigzag" or "auto"; `positions` tells which tokens a rank then holds.
         A `Layout` of uneven contiguous chunks serves too, or a pair, of queries and of keys.
-    schedule: "greedy", "collective" or "auto".  route: "direct" or "ring".
+    schedule: "greedy", "collective" or "auto".  route: "direct", "ring" or "auto".
     direction: "forward", "backward" or "both": for the predicted time of which passes "auto" chooses, among all that
         is left to it.  The plan runs either.
     wire_dtype: in which partials (out, dq, dk, dv, not lse) travel; default the dtype in which they accumulate,
@@ -52,11 +46,15 @@ class MeshAttention:
     backend: "numpy" or "auto".
     max_message: bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and
         gather down to one token's row.
+    max_memory: bytes that a rank may need at most (`Choice.nbytes`, without the back end's scratch): tiles and
+        schedules that need more are not taken, and chunks are received less far ahead.
+    machine: whose predicted times "auto" goes by: a `mpiattn.machine.Machine`, the name of a built-in one or a file;
+        None for what `mpiattn tune` has stored for such a launch, else a default.
+    overlap: let transfers go on while blocks are computed; without it, to measure what it is worth.
     timeout: seconds that this rank waits for others, in a call or a transfer, before it raises PeerFailure; default
         600 or, where that is longer, ten times the predicted time of the passes.  inf: for ever.
 
-    q_layout, k_layout, schedule, problem: what was chosen and asked.  balance: the most pairs (query, key) that a rank
-    attends to over their mean, under the plan's own masks.
+    q_layout, k_layout, schedule, problem: what was chosen and asked.
 
     Results are deterministic: the same mesh, layout, schedule, route and back end give the same bits.
     Raises ArgumentError, the same on every rank.
@@ -64,50 +62,34 @@ class MeshAttention:
 
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
                  window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto",
-                 schedule="auto", route="direct", direction="forward", wire_dtype=None, backend="auto",
-                 max_message=MAX_MESSAGE, timeout=None):
+                 schedule="auto", route="auto", direction="forward", wire_dtype=None, backend="auto",
+                 max_message=MAX_MESSAGE, max_memory=None, machine=None, overlap=True, timeout=None):
         limit = time_limit(timeout)
         self._home, self._mesh = Home.enter(comm, limit), None
         try:
             peers = self._home.peers(limit)
-            with agreement(peers):
-                check_timeout(timeout)
-                problem = Problem(seqlen=seqlen, heads=heads, head_dim=head_dim, batch=batch, kv_heads=kv_heads,
-                                  value_dim=value_dim, seqlen_k=seqlen_k, dtype=dtype, causal=causal, scale=scale,
-                                  window=window, softcap=softcap, wire_dtype=wire_dtype)
-                shape = parse_tile(tile, comm.size)
-                layouts = choice.layouts(layout, problem, comm.size)
-                _one_of("direction", direction, tuple(choice.DIRECTIONS))
-                _one_of("schedule", schedule, (*cost.SCHEDULES, "auto"))
-                choice.check_route(route, problem)
-                if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
-                    raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
-                self._backend = backends.get(backend)
-            agree_on(peers, {**asdict(problem), "tile": shape, "layout": layouts, "schedule": schedule,
-                             "route": route, "direction": direction, "backend": self._backend.name,
-                             "max_message": max_message, "timeout": timeout})
-            self.problem, self.route = problem, route
-            chosen = None
-            with agreement(peers, only=0):            # time and memory for it grow with the square of the ranks
-                if comm.rank == 0:
-                    chosen = choice.evaluate(problem, comm.size, route, direction=direction, pairs=layouts,
-                                             kinds=cost.SCHEDULES if schedule == "auto" else (schedule,),
-                                             shapes=None if shape is None else [shape])[0]
-            chosen = peers.allgather(chosen)[0]
-            self.q_layout, self.k_layout = q_layout, k_layout = chosen.layouts
-            self.balance = chosen.balance
-            self.schedule = cost.build(chosen.schedule, chosen.a, chosen.b, route, problem)
-            self._mesh = self._home.mesh(chosen.a, chosen.b, limit)
-            self._peers = Peers(self._mesh.cart, time_limit(timeout, chosen.seconds), self._mesh.abandon)
+            shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
+                     "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
+                     "window": window, "softcap": softcap, "wire_dtype": wire_dtype}
+            self._plan, self._backend = settle(self._home, peers, shape, {
+                "tile": tile, "layout": layout, "schedule": schedule, "route": route, "direction": direction,
+                "backend": backend, "max_message": max_message, "max_memory": max_memory, "machine": machine,
+                "overlap": overlap, "timeout": timeout})
+            self.problem, chosen = self._plan.problem, self._plan.choice
+            self.schedule, self._layouts = self._plan.schedule(), chosen.layouts        # these by rank of the mesh
+            self.q_layout, self.k_layout = self._plan.layouts_by_rank()
+            self._mesh = self._home.mesh(chosen.a, chosen.b, limit, self._plan.order)
+            self._peers = Peers(self._mesh.comm, time_limit(timeout, chosen.seconds), self._mesh.abandon)
             self._exchange = Exchange(self._peers, max_message)
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
-                self._executor = Executor(self._mesh, self.schedule, Forward(problem, self._backend), self._exchange,
-                                          q_layout, k_layout)
-                self._activity = Activity(problem.mask, q_layout, k_layout, chosen.a, chosen.b)
+                self._executor = Executor(self._mesh, self.schedule, Forward(self.problem, self._backend),
+                                          self._exchange, *self._layouts)
+                self._activity = Activity(self.problem.mask, *self._layouts, chosen.a, chosen.b)
+                tokens, tokens_k = (layout.length(self.chunk) for layout in self._layouts)
+            p = self.problem
+            self._nbytes = (memory.chunk_bytes(p, tokens, tokens_k) + self._executor.nbytes
+                            + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
             self._backward = None
-            tokens, tokens_k = q_layout.length(comm.rank), k_layout.length(comm.rank)
-            self._nbytes = (memory.chunk_bytes(problem, tokens, tokens_k) + self._executor.nbytes
-                            + self._backend.scratch_bytes(problem.head_dim, problem.value_dim, problem.dtype))
         except BaseException:
             self._home.leave(self._mesh)
             self._home = None
@@ -121,6 +103,36 @@ class MeshAttention:
         return self.schedule.a, self.schedule.b
 
     @property
+    def route(self):
+        """How chunks travel."""
+        return self._plan.choice.route
+
+    @property
+    def machine(self):
+        """The machine whose predicted times "auto" went by."""
+        return self._plan.machine
+
+    @property
+    def balance(self):
+        """The most pairs (query, key) that a rank attends to over their mean, under the plan's own masks."""
+        return self._plan.choice.balance
+
+    @property
+    def predicted_seconds(self):
+        """Of the passes of `direction`, on that machine."""
+        return self._plan.choice.seconds
+
+    @property
+    def memory_cost(self):
+        """How many times as long they are predicted to take as they would without max_memory."""
+        return times_as_long(self._plan.choice.seconds, self._plan.fastest)
+
+    @property
+    def chunk(self):
+        """Which chunk this rank holds, its rank in the mesh: not its own rank where that is not node by node."""
+        return self._mesh.rank
+
+    @property
     def backend(self):
         """Name of the back end."""
         return self._backend.name
@@ -128,12 +140,12 @@ class MeshAttention:
     @property
     def positions(self):
         """Positions in the sequence of this rank's query tokens: int64, increasing."""
-        return self.q_layout.positions(self._mesh.rank)
+        return self._layouts[0].positions(self.chunk)
 
     @property
     def positions_k(self):
         """Positions in the sequence of this rank's key and value tokens: int64, increasing."""
-        return self.k_layout.positions(self._mesh.rank)
+        return self._layouts[1].positions(self.chunk)
 
     @property
     def nbytes(self):
@@ -159,6 +171,15 @@ class MeshAttention:
         """Seconds that this rank has so far waited for transfers."""
         return self._exchange.wait_seconds
 
+    def trace(self, direction="forward"):
+        """When steps and transfers of the last such pass began and ended on this rank: a `mpiattn.timeline.Timeline`.
+
+        None where there has been none.
+        """
+        one_of("direction", direction, ("forward", "backward"))
+        executor = self._executor if direction == "forward" else self._backward
+        return executor and executor.trace()
+
     @property
     def activity(self):
         """Which blocks and transfers the plan's own masks leave (`mpiattn.activity.Activity`)."""
@@ -169,7 +190,7 @@ class MeshAttention:
         groups = documents(self.problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k)
         if groups is None:
             return self._activity
-        return Activity(self.problem.mask, self.q_layout, self.k_layout, *self.tile, groups)
+        return Activity(self.problem.mask, *self._layouts, *self.tile, groups)
 
     # Running
 
@@ -273,10 +294,9 @@ class MeshAttention:
 
     def _backward_executor(self):
         if self._backward is None:
-            p, (a, b) = self.problem, self.tile
-            schedule = cost.build(self.schedule.name, a, b, self.route, p, direction="backward")
-            self._backward = Executor(self._mesh, schedule, Backward(p, self._backend), self._exchange,
-                                      self.q_layout, self.k_layout)
+            p = self.problem
+            self._backward = Executor(self._mesh, self._plan.schedule("backward"), Backward(p, self._backend),
+                                      self._exchange, *self._layouts)
             self._nbytes += (self._backward.nbytes
                              + memory.gradient_bytes(p, len(self.positions), len(self.positions_k))
                              + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))

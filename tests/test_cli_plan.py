@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import launch
 import pytest
@@ -15,6 +16,7 @@ from mpiattn.cli.jsonfile import write_json
 from mpiattn.cli.plan import picture
 from mpiattn.errors import FileError
 from mpiattn.layout import Layout
+from mpiattn.machine import DEFAULT
 from mpiattn.problem import Problem
 
 MHA = ["--seqlen", "1048576", "--heads", "32", "--head-dim", "128"]
@@ -30,6 +32,12 @@ def plan(capsys, *arguments):
     told = capsys.readouterr()
     assert not told.err
     return told.out
+
+
+def refused(capsys, *arguments):
+    """The message of a plan that fails."""
+    assert main(["plan", *map(str, arguments)]) == 1
+    return capsys.readouterr().err
 
 
 def as_json(capsys, *arguments):
@@ -124,7 +132,41 @@ def test_ulysses_and_usp(capsys):
 
 def test_says_what_the_machine_is(capsys):
     text = plan(capsys, "--ranks", 4, *MHA)
-    assert "60 Gflop/s" in text and "3 GB/s" in text and "10 us a message" in text and "50 us a block" in text
+    assert "60 in float32" in text and "3 GB/s and 10 us a message" in text and "50 us a block" in text
+    assert "100 Gb/s" in text and "waits" in text
+    text = plan(capsys, "--ranks", 4, *MHA, "--machine", "h100", "--ranks-per-node", 2)
+    assert "machine, h100:" in text and "inside a node of 2 ranks" in text and "Not measured here" in text
+
+
+def test_machine_of_a_file(capsys, tmp_path):
+    """A file changes what is predicted; a wrong one is named with what it may be."""
+    file = tmp_path / "slow.json"
+    slow = replace(DEFAULT, name="slow", flops={"float32": 1e9})
+    file.write_text(json.dumps(slow.as_dict()))
+    fast, told = (as_json(capsys, "--ranks", 4, *MHA, *extra) for extra in ([], ["--machine", file]))
+    assert told["machine"] == slow.as_dict() and told["machine"]["name"] == "slow"
+    assert row(told, "2x2")["seconds"] == pytest.approx(60 * row(fast, "2x2")["seconds"], rel=0.01)
+    for text, wrong in (("{", "slow.json"), ("[]", "slow.json"), ('{"name": "x"}', "slow.json"),
+                        (json.dumps({**slow.as_dict(), "color": 1}), "color"),
+                        (json.dumps({**slow.as_dict(), "launch": -1}), "launch")):
+        file.write_text(text)
+        assert wrong in refused(capsys, "--ranks", 4, *MHA, "--machine", file)
+    assert "default, h100" in refused(capsys, "--ranks", 4, *MHA, "--machine", "cray")
+
+
+def test_memory_limit(capsys):
+    """It takes the fastest of what fits and says what that costs; the least possible is named where nothing fits."""
+    free = as_json(capsys, "--ranks", 64, *MHA, "--machine", "h100")
+    most = row(free, free["tile"])["memory_bytes"]
+    least = min(one["memory_bytes"] for one in free["tiles"])
+    assert free["memory_cost"] == 1
+    limited = as_json(capsys, "--ranks", 64, *MHA, "--machine", "h100", "--max-memory", least)
+    chosen = row(limited, limited["tile"])
+    assert chosen["memory_bytes"] <= least < most
+    assert limited["memory_cost"] >= 1 and limited["tile"] != free["tile"]
+    assert "times as long as without that limit" in plan(capsys, "--ranks", 64, *MHA, "--max-memory", f"{2 * most}B")
+    text = refused(capsys, "--ranks", 64, *MHA, "--machine", "h100", "--max-memory", "1M")
+    assert "max_memory is 1048576 bytes a rank; the least" in text and "tile 1x64" in text
 
 
 @pytest.mark.parametrize("kind", cost.SCHEDULES)

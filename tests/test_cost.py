@@ -5,9 +5,18 @@ import pytest
 from mpiattn import ArgumentError, choice, cost, memory
 from mpiattn.layout import Layout
 from mpiattn.load import Load, block_pairs
+from mpiattn.machine import Link, Machine
 from mpiattn.problem import Problem
+from mpiattn.simulate import simulate
 from mpiattn.tiling import tiles
 from mpiattn.traffic import mean_sent
+
+
+def machine(flops, bandwidth, latency=0.0, launch=0.0, **more):
+    """Ranks of one kind, each a node."""
+    link = Link(latency, bandwidth)
+    return Machine("test", link, link, {"float32": flops, "float16": flops}, launch=launch, merging=1e30, **more)
+
 
 PROBLEM = Problem(seqlen=1 << 20, heads=32, head_dim=128, dtype="float16")
 
@@ -24,13 +33,12 @@ def test_every_tile_with_every_schedule_best_first():
 
 def test_ties_go_to_the_least_traffic():
     """Where compute hides everything, times agree, and the tile with the least traffic is taken."""
-    slow = cost.Machine(flops=1e6, bandwidth=1e15, latency=0, launch=0)
-    best = choice.evaluate(PROBLEM, 16, machine=slow)[0]
+    best = choice.evaluate(PROBLEM, 16, machine=machine(flops=1e6, bandwidth=1e15))[0]
     assert mean_sent(PROBLEM, 16, best.a, best.b) == min(mean_sent(PROBLEM, 16, a, b) for a, b in tiles(16))
 
 
 def test_a_slow_network_wants_little_traffic():
-    slow = cost.Machine(bandwidth=1e6)
+    slow = machine(flops=60e9, bandwidth=1e6)
     best = choice.evaluate(PROBLEM, 64, machine=slow)[0]
     assert mean_sent(PROBLEM, 64, best.a, best.b) == min(mean_sent(PROBLEM, 64, a, b) for a, b in tiles(64))
     ring = choice.evaluate(PROBLEM, 64, machine=slow, shapes=[(1, 64)])[0]
@@ -38,29 +46,29 @@ def test_a_slow_network_wants_little_traffic():
 
 
 def test_a_step_takes_the_longer_of_transfer_and_blocks():
-    machine = cost.Machine(flops=1e12, bandwidth=1e9, latency=1e-3, launch=1e-2)
+    one = machine(flops=1e12, bandwidth=1e9, latency=1e-3, launch=1e-2)
     problem = Problem(seqlen=400, heads=2, head_dim=5)
     block = 1e-2 + problem.flops / 16 / 1e12
     hop = 2 * 1e-3 + 100 * 2 * 10 * 4 / 1e9
     layout = Layout("contiguous", 400, 4)
     load = Load(block_pairs(problem.mask, layout, layout), layout.lengths, layout.lengths, 1, 4)
-    schedule = cost.build("greedy", 1, 4, "direct", problem, machine)
-    assert cost.predicted_seconds(schedule, problem, load, machine) == pytest.approx(3 * max(block, hop) + block)
-    fused = cost.build("collective", 1, 4, "direct", problem, machine)
-    expected = 3 * hop + 1e-2 + problem.flops / 4 / 1e12
-    assert cost.predicted_seconds(fused, problem, load, machine) == pytest.approx(expected)
-    backward = cost.build("greedy", 1, 4, "direct", problem, machine, "backward")
+    schedule = cost.build("greedy", 1, 4, "direct", problem, one)
+    assert simulate(schedule, problem, load, one).seconds == pytest.approx(3 * max(block, hop) + block)
+    fused = cost.build("collective", 1, 4, "direct", problem, one)
+    expected = 3 * (hop - 1e-3) + 1e-2 + problem.flops / 4 / 1e12       # k and v are two collectives, but one message
+    assert simulate(fused, problem, load, one).seconds == pytest.approx(expected)
+    backward = cost.build("greedy", 1, 4, "direct", problem, one, "backward")
     at_least = 4 * 1e-2 + 2.5 * problem.flops / 4 / 1e12
-    assert cost.predicted_seconds(backward, problem, load, machine) >= at_least
+    assert simulate(backward, problem, load, one).seconds >= at_least
 
 
 def test_the_slowest_rank_counts():
     """Causal attention in contiguous chunks: the last rank of a ring computes twice the mean."""
-    machine = cost.Machine(flops=1e6, bandwidth=1e15, latency=0, launch=0)
+    slow = machine(flops=1e6, bandwidth=1e15)
     problem = Problem(seqlen=800, heads=2, head_dim=5, causal=True)
     seconds = {}
     for kind in ("contiguous", "zigzag", "striped"):
-        best = choice.evaluate(problem, 8, shapes=[(1, 8)], pairs=choice.layouts(kind, problem, 8), machine=machine)[0]
+        best = choice.evaluate(problem, 8, shapes=[(1, 8)], pairs=choice.layouts(kind, problem, 8), machine=slow)[0]
         seconds[kind] = best.seconds
         assert best.seconds == pytest.approx(best.balance * problem.flops / 8 / 1e6)
     assert seconds["contiguous"] > 1.8 * seconds["zigzag"]
@@ -91,10 +99,10 @@ def test_both_passes_are_the_sum_of_each():
 
 
 def test_costs_are_blocks_that_hide_a_hop():
-    machine = cost.Machine(flops=1e9, bandwidth=1e9, latency=0, launch=0)
+    one = machine(flops=1e9, bandwidth=1e9)
     problem = Problem(seqlen=64, heads=4, kv_heads=2, head_dim=8, dtype="float16")
     block = 16 * 16 * 2 * 4 * 16 / 1e9
-    costs = cost.transfer_costs(problem, 4, machine)
+    costs = cost.transfer_costs(problem, 2, 2, one)
     assert costs.q == pytest.approx(16 * 4 * 8 * 2 / 1e9 / block)
     assert costs.kv == pytest.approx(16 * 2 * 16 * 2 / 1e9 / block)
     assert costs.o == pytest.approx(16 * 4 * 9 * 4 / 1e9 / block)

@@ -14,17 +14,19 @@ PACKAGE = launch.ROOT / "mpiattn"
 LAYERS = [
     {"errors", "reference", "", "host", "newfile"},
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
-     "memory", "machine", "timeline", "choice", "sources", "documents", "activity", "mesh", "peers", "agreement", "exchange", "redistribute",
-     "gpuaware", "installation", "hdf5", "backends"},
+     "memory", "machine", "timeline", "simulate", "choice", "sources", "documents", "activity", "mesh", "peers",
+     "agreement", "exchange", "redistribute", "gpuaware", "installation", "hdf5", "backends"},
     {"buffers", "passes", "executor"},
-    {"plan", "oneshot", "io", "verify", "verify_gradients", "torch"},
+    {"plan", "planning", "oneshot", "io", "verify", "verify_gradients", "torch"},
     {"check"},
     {"cli", "bench", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
-        "cost", "memory", "machine", "timeline", "choice", "sources", "errors", "reference", "newfile", "documents", "activity"}
+        "cost", "memory", "machine", "timeline", "simulate", "choice", "sources", "errors", "reference", "newfile",
+        "documents", "activity"}
 NO_MPI = PURE | {"backends", "buffers", "passes", "executor", "hdf5", "host", ""}       # at import; below them, on call
-ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", "machine", "timeline", ""}   # without NumPy
+ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", "machine", "timeline",
+              ""}                                                                       # without NumPy
 LINES = 400
 
 

@@ -23,8 +23,8 @@ from ..cli import Parser, options
 from ..cli.jsonfile import write_json
 from ..cli.launch import on_all_ranks
 from ..cli.table import duration, facts, table
-from ..cost import PRODUCTS
 from ..errors import ArgumentError, MpiattnError, VerificationError
+from ..machine import PRODUCTS
 from ..plan import MeshAttention
 from ..problem import ITEMSIZE
 from ..tiling import parse_tile, tiles

@@ -1,10 +1,12 @@
 """Options that several subcommands share, so that they read and mean the same everywhere."""
 
 import argparse
+import re
 
 from ..backends import NAMES
 from ..cost import SCHEDULES
 from ..layout import KINDS
+from ..machine import BUILT_IN
 from ..problem import ITEMSIZE
 from ..schedule import ROUTES
 
@@ -33,9 +35,33 @@ def add_layout(parser):
 
 def add_route(parser):
     """--route."""
-    parser.add_argument("--route", default="direct", choices=ROUTES,
+    parser.add_argument("--route", default="auto", choices=(*ROUTES, "auto"),
                         help="direct: a chunk goes straight from its owner, or as MPI's collectives send it; ring: "
-                             "from neighbour to neighbour; the bytes are the same (default: %(default)s)")
+                             "from neighbour to neighbour; the bytes are the same; auto: the shorter predicted time "
+                             "(default: %(default)s)")
+
+
+def parse_bytes(text):
+    """Bytes of a number with or without a unit: 512M, 1.5 GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kKMGT]?)(?:i?B)?", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 800000000, 512M or 1.5G (1G is "
+                                         f"1024 M)")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def add_max_memory(parser):
+    """--max-memory, bytes."""
+    parser.add_argument("--max-memory", type=parse_bytes, metavar="BYTES",
+                        help="what a rank may need for its chunks, results and buffers, as 512M or 1.5G: tiles and "
+                             "schedules that need more are not taken, and chunks are received less far ahead")
+
+
+def add_machine(parser):
+    """--machine, a name or file for `mpiattn.machine.load`."""
+    parser.add_argument("--machine", metavar="NAME|FILE",
+                        help=f"whose links and speed predictions are made for: {', '.join(BUILT_IN)}, or a JSON file "
+                             f"as `mpiattn tune` writes")
 
 
 def add_backend(parser):

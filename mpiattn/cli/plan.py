@@ -4,9 +4,10 @@ A tile AxB gives every rank A query chunks x B KV chunks: a mesh of B rows x A c
 Ring-Attention. Sizes are in tokens, heads and elements; output is in binary units (1 KiB = 1024 B) and seconds.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 
-from .. import __version__, choice, cost, traffic
+from .. import __version__, choice, cost, machine, traffic
 from ..errors import ArgumentError
 from ..problem import ITEMSIZE, Problem
 from ..tiling import parse_tile, tiles
@@ -22,9 +23,6 @@ examples:
   mpiattn plan --ranks 6 --seqlen 6000 --heads 8 --head-dim 64 --tile 3x2 --schedule greedy --steps
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --json - | python -m json.tool
 """
-
-MACHINE = cost.DEFAULT_MACHINE
-
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn plan`."""
@@ -47,6 +45,10 @@ def add_arguments(parser):
     options.add_route(parser)
     options.add_schedule(parser)
     options.add_tile(parser)
+    options.add_max_memory(parser)
+    options.add_machine(parser)
+    parser.add_argument("--ranks-per-node", type=int, metavar="N",
+                        help="ranks (GPUs) of a node, consecutive ones (default: the machine's)")
     parser.add_argument("--steps", action="store_true",
                         help="print the schedule of --tile step by step, and the buffer slots it was seen to need")
     options.add_json(parser)
@@ -63,9 +65,13 @@ def run(args):
                       causal=args.causal, window=args.window, wire_dtype=args.wire_dtype)
     asked = parse_tile(args.tile, args.ranks)
     kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
-    choices = choice.evaluate(problem, args.ranks, args.route, kinds, direction=args.direction,
-                              pairs=choice.layouts(args.layout, problem, args.ranks))
+    on = _machine(args)
+    evaluate = partial(choice.evaluate, problem, args.ranks, args.route, kinds, direction=args.direction, machine=on,
+                       pairs=choice.layouts(args.layout, problem, args.ranks))
+    choices = evaluate(max_memory=args.max_memory)
+    choice.check_memory(choices, args.max_memory)
     auto = choices[0]
+    fastest = auto.seconds if args.max_memory is None else min(one.seconds for one in evaluate())
     best = {}
     for one in choices:                         # best first
         best.setdefault((one.a, one.b), one)
@@ -73,10 +79,12 @@ def run(args):
     rows = [_tile(problem, args, best[shape], ring) for shape in tiles(args.ranks)]
     shown = best[asked or (auto.a, auto.b)]
     data = {"mpiattn": __version__, "ranks": args.ranks, "problem": asdict(problem), "direction": args.direction,
-            "route": args.route, "schedule": args.schedule, "layout": args.layout, "machine": asdict(MACHINE),
+            "route": args.route, "schedule": args.schedule, "layout": args.layout, "machine": on.as_dict(),
+            "max_memory": args.max_memory,
+            "memory_cost": choice.times_as_long(auto.seconds, fastest),
             "auto": f"{auto.a}x{auto.b}", "tile": f"{shown.a}x{shown.b}", "tiles": rows,
             "others": _others(problem, args, ring)}
-    schedules = [cost.build(shown.schedule, shown.a, shown.b, args.route, problem, direction=direction)
+    schedules = [cost.build(shown.schedule, shown.a, shown.b, shown.route, problem, on, direction, ahead=shown.ahead)
                  for direction in choice.DIRECTIONS[args.direction]] if args.steps else []
     if schedules:
         data["steps"] = {schedule.direction: {**asdict(schedule), "validated_slots": validate(schedule)}
@@ -84,12 +92,22 @@ def run(args):
     if args.json:
         write_json(args.json, data)
     if args.json != "-":
-        text = _text(problem, data)
+        text = _text(problem, data, on)
         for schedule in schedules:
             slots = data["steps"][schedule.direction]["validated_slots"]
             text += f"\n\n{schedule}\nvalidated; slots ever in use: {_counts(slots)}"
         print(text, flush=True)
     return 0
+
+
+def _machine(args):
+    """The machine that predictions are made for."""
+    on = machine.load(args.machine or "default")
+    if args.ranks_per_node is None:
+        return on
+    if args.ranks_per_node < 1:
+        raise ArgumentError(f"ranks-per-node is {args.ranks_per_node}; it must be at least 1")
+    return replace(on, ranks_per_node=args.ranks_per_node)
 
 
 # Figures
@@ -108,8 +126,8 @@ def _tile(problem, args, one, ring):
             "saving": _saving(one.sent_bytes, ring),
             "saving_elements": _saving(*(traffic.volume(ranks, *shape, share, args.direction)
                                          for shape in ((a, b), (1, ranks)))),
-            "memory_bytes": one.nbytes, "balance": one.balance, "seconds": one.seconds, "schedule": one.schedule,
-            "layout": one.layouts[0].kind}
+            "memory_bytes": one.nbytes, "balance": one.balance, "seconds": one.seconds, "waiting": one.waiting,
+            "schedule": one.schedule, "route": one.route, "ahead": one.ahead, "layout": one.layouts[0].kind}
 
 
 def _others(problem, args, ring):
@@ -144,10 +162,11 @@ elements   the same counted in elements, as Mesh-Attention (arXiv 2512.20968) do
            {row}(a-1) + {column}(b-1){share} chunks
 memory     q, k, v, results and buffers of a rank, without the back end's scratch
 balance    attended pairs of the busiest rank over the mean
-time       predicted: the sum over steps of the longer of transfers and blocks, for ranks that do {flops:g} Gflop/s
-           ({double:g} in float64), send {bandwidth:g} GB/s while receiving as much, and need {latency:g} us a message
-           and {launch:g} us a block: one core and its share of a 100 Gb/s link. It is for comparing tiles, no promise
-auto       the least time; of times within {same:.0%}, the least sent/rank"""
+time       predicted, by running the schedule on a described machine, {machine}:
+           {facts}
+           assumes {assumes}
+waits      the share of that time that a rank waits, mean over ranks
+auto       the least time; of times within {same:.0%}, the least sent/rank{limit}"""
 
 WHAT = {"forward": "Q, K and V in {dtype}, partials O in {partial}",
         "backward": "Q is q and dout in {dtype}, lse and delta in\n"
@@ -164,7 +183,7 @@ def _percent(share):
     return "-" if share is None else percent(share)
 
 
-def _text(problem, data):
+def _text(problem, data, on):
     """Table, legend and picture for people."""
     p, ranks = problem, data["ranks"]
     shape = f"{p.seqlen} x {p.seqlen_k} tokens, " if p.seqlen_k != p.seqlen else f"{p.seqlen} tokens, "
@@ -177,12 +196,11 @@ def _text(problem, data):
     what = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
     legend = LEGEND.format(what=what, ranks=ranks, row=row, column=column, same=choice.SAME_TIME,
                            share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
-                           flops=MACHINE.flops / 1e9, double=MACHINE.flops / 2e9, bandwidth=MACHINE.bandwidth / 1e9,
-                           latency=MACHINE.latency * 1e6, launch=MACHINE.launch * 1e6)
+                           machine=on.name, facts=on, assumes=on.assumes, limit=_limit(data))
     a, b = map(int, data["tile"].split("x"))
     kinds = [kind for kind in data["tiles"][0]["sent_bytes"] if kind != "total"]
-    header = ("tile", "sent/rank", *kinds, "saved", "elements", "memory/rank", "balance", "time", "schedule",
-              "layout", "")
+    header = ("tile", "sent/rank", *kinds, "saved", "elements", "memory/rank", "balance", "time", "waits",
+              "schedule", "layout", "")
     parts = [head, table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
     if ranks > 1:
         parts += ["", picture(a, b)]
@@ -198,12 +216,21 @@ def _rows(data, kinds):
             marks = marks[:1]
         yield (f"{tile} {names.get(tile, '')}", size(sent["total"]), *(size(sent[kind]) for kind in kinds),
                _percent(row["saving"]), _percent(row["saving_elements"]), size(row["memory_bytes"]),
-               f"{row['balance']:.2f}", duration(row["seconds"]), row["schedule"], row["layout"],
+               f"{row['balance']:.2f}", duration(row["seconds"]), percent(row["waiting"]),
+               row["schedule"] + (", ring route" if row["route"] == "ring" else ""), row["layout"],
                f"<- {', '.join(marks)}" if marks else "")
     for row in data["others"]:
         if "sent_bytes" in row:
             yield (row["method"], size(row["sent_bytes"]), *("" for _ in kinds), _percent(row["saving"]),
-                   _percent(row["saving_elements"]), "", "", "", "", "", "")
+                   _percent(row["saving_elements"]), *[""] * 7)
+
+
+def _limit(data):
+    """What a limit of memory has cost."""
+    if data["max_memory"] is None:
+        return ""
+    return (f"; only tiles within {size(data['max_memory'])} a rank, which takes "
+            f"{data['memory_cost']:.3g} times as long as without that limit")
 
 
 def _impossible(others):

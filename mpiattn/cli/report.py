@@ -5,8 +5,8 @@ A rank's own part is a dict: its tokens, its pairs, of each pass what it sent an
 
 from dataclasses import asdict
 
-from ..cost import PRODUCTS
 from ..load import balance
+from ..machine import PRODUCTS
 from .table import duration, facts, percent, size
 
 MASKS = ("window", "softcap", "documents", "documents_k")
@@ -47,7 +47,11 @@ def _times(seconds, phases):
 
 def _waiting(name, ranks, seconds):
     waits = [rank[name]["wait_seconds"] / seconds[name] for rank in ranks]
-    return f"{percent(sum(waits) / len(waits))} of {name} (most: {percent(max(waits))})"
+    steps = [[step["ended"] - step["computed"] for step in rank[name]["steps"]] for rank in ranks]
+    by_step = [sum(step) / len(ranks) / seconds[name] for step in zip(*steps)]
+    worst = max(range(len(by_step)), key=by_step.__getitem__)
+    return (f"{percent(sum(waits) / len(waits))} of {name} (most: {percent(max(waits))}; in step {worst + 1} of "
+            f"{len(by_step)}: {percent(by_step[worst])})")
 
 
 def _sent(name, ranks):

@@ -12,6 +12,7 @@ examples:
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --causal --documents cu_seqlens --backward
 """
 
+import math
 import resource
 import socket
 
@@ -46,6 +47,8 @@ def add_arguments(parser):
     options.add_backend(parser)
     parser.add_argument("--max-message", type=int, default=MAX_MESSAGE, metavar="BYTES",
                         help="longest MPI message; longer ones are split (default: %(default)s)")
+    options.add_max_memory(parser)
+    options.add_machine(parser)
     parser.add_argument("--verify", action="store_true",
                         help="every rank checks its rows, and with --backward its keys, before they are written, in "
                              "float64 against q, k, v and dout read again from IN; a sample where that is too much "
@@ -75,7 +78,7 @@ def _run(job, args):
                          scale=args.scale, tile=args.tile, layout=args.layout, schedule=args.schedule,
                          route=args.route, wire_dtype=args.wire_dtype, backend=args.backend,
                          direction="both" if args.backward else "forward", max_message=args.max_message,
-                         timeout=args.timeout)
+                         max_memory=args.max_memory, machine=args.machine, timeout=args.timeout)
     peers.timeout = max(peers.timeout, plan.timeout)     # between phases as in a pass
     documents = read_documents(peers, source.file, {"cu_seqlens": ("--documents", args.documents),
                                                    "cu_seqlens_k": ("--documents-k", args.documents_k)})
@@ -126,7 +129,8 @@ def _compute(job, args, plan, source, documents, activity):
             found = job(direction, lambda: call(progress=progress, **documents))
         sent, messages, waited = (now - then for now, then in zip((*plan.sent, plan.wait_seconds), before))
         return found, {"sent_bytes": sent, "sent_messages": messages, "wait_seconds": waited,
-                       **_formulas(job.comm, plan, activity, direction)}
+                       "steps": [step._asdict() for step in plan.trace(direction).steps],
+                       **_formulas(plan, activity, direction)}
     (out, lse), local["forward"] = measured("forward", lambda **how: plan.forward(q, k, v, **how))
     results |= {"out": out, "lse": lse}
     if args.backward:
@@ -174,17 +178,18 @@ def _local(comm, plan, activity):
     """What this rank has to do; pairs are those of one head, over the batch."""
     entries = plan.problem.batch // len(activity.documents or [0])      # that one group of documents stands for
     return {"rank": comm.rank, "host": socket.gethostname(), "tokens": len(plan.positions),
-            "tokens_k": len(plan.positions_k), "pairs": entries * activity.work(comm.rank)}
+            "tokens_k": len(plan.positions_k), "pairs": entries * activity.work(plan.chunk)}
 
 
-def _formulas(comm, plan, activity, direction):
+def _formulas(plan, activity, direction):
     """Bytes that this rank should send in a pass, and would on a ring."""
     def sent(a, b, activity, collective):
-        return traffic.sent(plan.problem, plan.q_layout.lengths, plan.k_layout.lengths, a, b, comm.rank, plan.route,
-                            direction, activity, collective).total
-    ring = Activity(plan.problem.mask, plan.q_layout, plan.k_layout, 1, comm.size, activity.documents)
+        return traffic.sent(plan.problem, *lengths, a, b, plan.chunk, plan.route, direction, activity, collective).total
+    layouts, ranks = (activity.q_layout, activity.k_layout), math.prod(plan.tile)
+    lengths = [layout.lengths for layout in layouts]
+    ring = Activity(plan.problem.mask, *layouts, 1, ranks, activity.documents)
     return {"formula_bytes": sent(*plan.tile, activity, plan.schedule.name == "collective"),
-            "ring_bytes": sent(1, comm.size, ring, False)}
+            "ring_bytes": sent(1, ranks, ring, False)}
 
 
 def _chosen(plan, args):
@@ -193,7 +198,10 @@ def _chosen(plan, args):
     asked = {"softcap": p.softcap, "documents": args.documents, "documents_k": args.documents_k}
     if p.window != (None, None):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
-    return {"mpiattn": __version__, "tile": f"{a}x{b}", "ranks": a * b, "layout": plan.q_layout.kind,
+    if args.max_memory is not None:
+        asked |= {"max_memory": args.max_memory, "memory_cost": plan.memory_cost}
+    return {"mpiattn": __version__, "tile": f"{a}x{b}", "ranks": a * b, "machine": plan.machine.name,
+            "predicted_seconds": plan.predicted_seconds, "layout": plan.q_layout.kind,
             "schedule": plan.schedule.name, "route": plan.route, "wire_dtype": p.wire_dtype, "backend": plan.backend,
             "causal": p.causal, "scale": p.scale, "backward": args.backward,
             **{name: value for name, value in asked.items() if value is not None}}

@@ -1,0 +1,109 @@
+"""What a plan settles before it makes anything: whether the ranks agree on the problem, and what they choose for it."""
+
+import functools
+from dataclasses import asdict, dataclass, replace
+
+from . import backends, choice, cost
+from .agreement import agree_on, agreement
+from .errors import ArgumentError
+from .exchange import MAX_MESSAGE
+from .machine import DEFAULT, Machine
+from .machine import load as load_machine
+from .peers import check_timeout
+from .problem import Problem
+from .tiling import parse_tile
+
+
+def one_of(name, value, choices):
+    """Raise ArgumentError unless a value is among the choices."""
+    if value not in choices:
+        raise ArgumentError(f"{name} is {value!r}; it may be {', '.join(map(str, choices))}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to attend, as `MeshAttention` documents it."""
+
+    tile: str = "auto"
+    layout: str = "auto"
+    schedule: str = "auto"
+    route: str = "auto"
+    direction: str = "forward"
+    backend: str = "auto"
+    max_message: int = MAX_MESSAGE
+    max_memory: int = None
+    machine: Machine = None
+    overlap: bool = True
+    timeout: float = None
+
+    def checked(self, problem, ranks):
+        """With tile and layout as values; raises ArgumentError."""
+        check_timeout(self.timeout)
+        one_of("direction", self.direction, tuple(choice.DIRECTIONS))
+        one_of("schedule", self.schedule, (*cost.SCHEDULES, "auto"))
+        one_of("overlap", self.overlap, (True, False))
+        choice.routes(self.route, problem, DEFAULT)
+        if isinstance(self.max_message, bool) or not isinstance(self.max_message, int) or not (
+                0 < self.max_message < 2 ** 31):
+            raise ArgumentError(f"max_message is {self.max_message!r}; it must be from 1 to 2^31 - 1 bytes")
+        return replace(self, tile=parse_tile(self.tile, ranks), layout=choice.layouts(self.layout, problem, ranks))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen, the same on every rank.
+
+    order: the ranks in the order of the mesh, None for their own.  nodes: the node of every rank of the mesh.
+    fastest: predicted seconds of the best choice without a limit of memory.
+    """
+
+    problem: Problem
+    choice: choice.Choice
+    machine: Machine
+    order: tuple
+    nodes: list
+    fastest: float
+    overlap: bool
+
+    def schedule(self, direction="forward"):
+        """The schedule of a pass."""
+        c = self.choice
+        return cost.build(c.schedule, c.a, c.b, c.route, self.problem, self.machine, direction, self.nodes, c.ahead,
+                          self.overlap)
+
+    def layouts_by_rank(self):
+        """The layouts of queries and of keys by the rank of the caller's communicator."""
+        if self.order is None:
+            return self.choice.layouts
+        place = tuple(self.order.index(rank) for rank in range(len(self.order)))
+        return tuple(replace(layout, order=place) for layout in self.choice.layouts)
+
+
+def settle(home, peers, shape, options):
+    """(Plan, back end) for a problem of `shape`, the keywords of `Problem`; collective.
+
+    Raises ArgumentError, the same on every rank.
+    """
+    ranks = peers.size
+    with agreement(peers):
+        problem, asked = Problem(**shape), Options(**options)
+        checked = asked.checked(problem, ranks)
+        backend = backends.get(asked.backend)
+    agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options},
+                     "backend": backend.name})
+    # pieces that the caller has cut are his to hold; else the mesh goes by nodes
+    order = home.order if isinstance(asked.layout, str) else None
+    nodes = [home.nodes[rank] for rank in order or range(ranks)]
+    found = None
+    with agreement(peers, only=0):                # time and memory for it grow with the square of the ranks
+        if peers.rank == 0:
+            machine = DEFAULT if asked.machine is None else load_machine(asked.machine)
+            evaluate = functools.partial(
+                choice.evaluate, problem, ranks, asked.route, pairs=checked.layout, direction=asked.direction,
+                kinds=cost.SCHEDULES if asked.schedule == "auto" else (asked.schedule,), machine=machine, nodes=nodes,
+                shapes=checked.tile and [checked.tile], overlap=asked.overlap)
+            free = evaluate()
+            choices = free if asked.max_memory is None else evaluate(max_memory=asked.max_memory)
+            choice.check_memory(choices, asked.max_memory)
+            found = Plan(problem, choices[0], machine, order, nodes, min(one.seconds for one in free), asked.overlap)
+    return peers.allgather(found)[0], backend

@@ -1,0 +1,84 @@
+"""What a plan chooses and tells: memory limits, machines, overlap off, the times of its steps."""
+
+import json
+
+import numpy as np
+import pytest
+from dense import bits, draw_all
+from runs import attend, my_chunks
+
+from mpiattn import ArgumentError, MeshAttention
+from mpiattn.machine import DEFAULT, H100
+
+SHAPE = {"seqlen": 203, "heads": 4, "head_dim": 8, "causal": True, "direction": "both"}
+
+
+def results(comm, **how):
+    """A plan's results as bits, its bytes before and after, and what it chose."""
+    with MeshAttention(comm, **SHAPE, **how) as plan:
+        found = bits(*attend(plan, my_chunks(plan, *draw_all(plan.problem))))
+        return found, plan.nbytes, (plan.tile, plan.schedule.name, plan.route, plan.schedule.ahead), plan.memory_cost
+
+
+def test_less_memory_takes_slots_but_no_bit(comm, at_least):
+    """Two steps ahead, one, none: the same blocks in the same order; `nbytes` shrinks with what is planned."""
+    at_least(4)
+    how = {"tile": "ring", "schedule": "greedy", "layout": "contiguous"}
+    free, nbytes, chosen, cost = results(comm, **how)
+    assert cost == 1 and chosen[3] == 2
+    with MeshAttention(comm, **SHAPE, **how) as plan:
+        most = plan._plan.choice.nbytes
+    limited, fewer, chosen, cost = results(comm, **how, max_memory=most - 1)
+    assert chosen[3] < 2 and cost >= 1
+    assert limited == free
+    assert comm.allreduce(fewer < nbytes)
+
+
+def test_memory_that_nothing_fits(comm):
+    for wrong in (1000, 0, "1G"):
+        with pytest.raises(ArgumentError, match="max_memory is"):
+            MeshAttention(comm, **SHAPE, max_memory=wrong)
+
+
+def test_machines(comm, tmp_path_factory):
+    path = comm.bcast(str(tmp_path_factory.mktemp("machine") / "slow.json") if not comm.rank else None)
+    if not comm.rank:
+        with open(path, "w") as file:
+            json.dump(DEFAULT.as_dict() | {"name": "slow", "flops": {"float32": 1e6}}, file)
+    comm.Barrier()
+    seconds = {}
+    for machine in (DEFAULT, H100, "h100", path):
+        with MeshAttention(comm, **SHAPE, machine=machine) as plan:
+            seconds[plan.machine.name] = plan.predicted_seconds
+    assert seconds["slow"] > seconds["default"] > seconds["h100"] > 0
+    with pytest.raises(ArgumentError, match="machine is 'nowhere'"):
+        MeshAttention(comm, **SHAPE, machine="nowhere")
+    with pytest.raises(ArgumentError, match="machine is 7"):
+        MeshAttention(comm, **SHAPE, machine=7)
+
+
+def test_the_times_of_steps(comm):
+    """One after another, each with its blocks before its end; every transfer of the schedule, within the pass."""
+    for overlap in (True, False):
+        with MeshAttention(comm, **SHAPE, schedule="greedy", tile="ring", overlap=overlap) as plan:
+            assert plan.trace() is None and plan.trace("backward") is None
+            before = plan.wait_seconds
+            attend(plan, my_chunks(plan, *draw_all(plan.problem)))
+            waited = 0.0
+            for direction in ("forward", "backward"):
+                trace, schedule = plan.trace(direction), plan._plan.schedule(direction)
+                assert len(trace.steps) == len(schedule.steps) and trace.direction == direction
+                times = np.array(trace.steps).reshape(-1)
+                assert (np.diff(times) >= 0).all() and times[0] >= 0 and times[-1] == trace.seconds
+                waited += trace.waiting
+                for moved in trace.moves:
+                    assert 0 <= moved.begun <= moved.arrived <= trace.steps[moved.step].ended
+                assert {(m.kind, m.hop, m.step) for m in trace.moves} <= {
+                    (t.kind, t.hops[0], i) for i, step in enumerate(schedule.steps) for t in step.transfers}
+                overlapping = [i for i, step in enumerate(schedule.steps) if step.transfers and step.blocks]
+                assert bool(overlapping) == (overlap and comm.size > 1)
+            assert plan.wait_seconds - before <= waited + 1e-3
+            with pytest.raises(ArgumentError, match=r"direction is 'sideways'"):
+                plan.trace("sideways")
+    with pytest.raises(ArgumentError, match="overlap is 2"):
+        MeshAttention(comm, **SHAPE, overlap=2)

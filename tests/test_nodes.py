@@ -1,0 +1,70 @@
+"""Ranks that a launcher dealt out over nodes in turn: a mesh's rows still sit inside a node, and results are right."""
+
+import json
+import sys
+
+import launch
+import pytest
+
+SCRIPT = """
+import json
+import numpy as np
+from mpi4py import MPI
+import mpiattn
+from mpiattn.reference import attention
+comm = MPI.COMM_WORLD
+rng = np.random.default_rng(1)
+q, k, v = rng.standard_normal((3, 1, 97, 2, 8))
+expected = attention(q, k, v, causal=True)[0]
+node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+leader = node.bcast(comm.rank)
+told = {}
+with mpiattn.MeshAttention(comm, seqlen=97, heads=2, head_dim=8, dtype="float64", causal=True, tile="4x2") as plan:
+    told["row"] = plan._mesh.row.allgather(leader)
+    chunks = [plan.scatter(x if comm.rank == 5 else None, root=5) for x in (q, k, v)]
+    mine = all(np.array_equal(chunk, x[:, plan.positions]) for chunk, x in zip(chunks, (q, k, v)))
+    out, lse = plan.forward(*chunks)
+    whole = plan.gather(out, root=3)
+    told["right"] = bool(mine and (comm.rank != 3 or np.abs(whole - expected).max() < 1e-12))
+    told["positions"] = np.array_equal(plan.positions, plan.q_layout.positions(comm.rank))
+    told["chunk"] = plan.chunk
+pieces = [np.array_split(x, comm.size, axis=1)[comm.rank] for x in (q, k, v)]
+out, lse = mpiattn.attention(*pieces, comm=comm, causal=True, tile="4x2")         # pieces in the callers' own order
+told["pieces"] = bool(np.abs(out - np.array_split(expected, comm.size, axis=1)[comm.rank]).max() < 1e-12)
+told = comm.gather(told)
+if not comm.rank:
+    print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_rows_sit_inside_a_node(nodes):
+    launch.require_launch()
+    if launch.vendor() != "mpich":
+        pytest.skip("MPICH can be told to see two nodes where there is one")
+    env = {"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"} if nodes == 2 else None
+    told = json.loads(launch.mpirun(8, [sys.executable, "-c", SCRIPT], env=env).stdout)
+    assert all(len(set(rank["row"])) == 1 for rank in told)
+    assert len({rank["row"][0] for rank in told}) == nodes
+    assert all(rank["right"] and rank["positions"] and rank["pieces"] for rank in told)
+    chunks = [rank["chunk"] for rank in told]
+    assert sorted(chunks) == list(range(8)) and (chunks == list(range(8))) == (nodes == 1)
+
+
+def test_run_on_nodes_in_turn(tmp_path):
+    """The command's files and figures do not depend on who holds what."""
+    launch.require_launch()
+    if launch.vendor() != "mpich":
+        pytest.skip("MPICH can be told to see two nodes where there is one")
+    mpiattn = [sys.executable, "-m", "mpiattn"]
+    launch.mpirun(1, [*mpiattn, "generate", tmp_path / "in.h5", "--seqlen", "301", "--heads", "4", "--head-dim", "8",
+                      "--dout"])
+    launch.mpirun(6, [*mpiattn, "run", tmp_path / "in.h5", tmp_path / "out.h5", "--causal", "--backward", "--verify",
+                      "--tile", "3x2", "--json", tmp_path / "told.json"], env={"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"})
+    told = json.loads((tmp_path / "told.json").read_text())
+    for name in ("forward", "backward"):
+        assert all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] for rank in told["per_rank"])
+        assert all(len(rank[name]["steps"]) == len(told["per_rank"][0][name]["steps"]) > 1
+                   for rank in told["per_rank"])
+    assert sum(rank["pairs"] for rank in told["per_rank"]) == 301 * 302 // 2
+    assert told["verify"]["passed"] and told["verify_gradients"]["passed"]
