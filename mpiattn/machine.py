@@ -1,6 +1,7 @@
 """A machine, as far as predicting the time of a schedule takes it: links inside and between nodes, and blocks."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -141,10 +142,11 @@ def load(path):
     """The machine of a JSON file, or a built-in one by name, or itself; raises ArgumentError."""
     if isinstance(path, Machine):
         return path
-    if path in BUILT_IN:
-        return BUILT_IN[path]
     try:
-        with open(path) as file:
+        name = os.fspath(path)                       # what is no path would be taken for a file that is open
+        if name in BUILT_IN:
+            return BUILT_IN[name]
+        with open(name) as file:
             data = json.load(file)
     except (OSError, TypeError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else f"{error}"
