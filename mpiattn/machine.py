@@ -86,6 +86,10 @@ class Machine:
         backward = direction == "backward"
         return flops * PRODUCTS[direction] / (speed * (self.backward if backward else 1))
 
+    def paced(self, flops):
+        """The same with blocks of a known speed in every dtype and pass."""
+        return replace(self, flops=dict.fromkeys(("float16", "bfloat16", "float32", "float64"), flops), backward=1.0)
+
     def __str__(self):
         speeds = ", ".join(f"{rate / 1e9:g} in {dtype}" for dtype, rate in self.flops.items())
         links = [(self.between, "between nodes")]

@@ -98,6 +98,8 @@ def settle(home, peers, shape, options):
     with agreement(peers, only=0):                # time and memory for it grow with the square of the ranks
         if peers.rank == 0:
             machine = DEFAULT if asked.machine is None else load_machine(asked.machine)
+            if pace := backends.pace(backend.name):
+                machine = machine.paced(pace * 1e9)
             evaluate = functools.partial(
                 choice.evaluate, problem, ranks, asked.route, pairs=checked.layout, direction=asked.direction,
                 kinds=cost.SCHEDULES if asked.schedule == "auto" else (asked.schedule,), machine=machine, nodes=nodes,

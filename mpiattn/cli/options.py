@@ -3,7 +3,6 @@
 import argparse
 import re
 
-from ..backends import NAMES
 from ..cost import SCHEDULES
 from ..layout import KINDS
 from ..machine import BUILT_IN
@@ -66,9 +65,10 @@ def add_machine(parser):
 
 def add_backend(parser):
     """--backend."""
-    parser.add_argument("--backend", default="auto", choices=("auto", *NAMES),
-                        help="what computes the blocks; auto: the fastest that this machine can run; deferred: late "
-                             "on purpose, for tests (default: %(default)s)")
+    parser.add_argument("--backend", default="auto", metavar="NAME",
+                        help="what computes the blocks: auto, the fastest that this machine can run; numpy; for tests "
+                             "deferred, late on purpose, and paced:GFLOPS, which emulates slower compute by sleeping "
+                             "(default: %(default)s)")
 
 
 def parse_window(text):

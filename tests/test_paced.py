@@ -1,0 +1,58 @@
+"""The paced back end: NumPy's results, no sooner than its speed allows."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mpiattn import ArgumentError, backends
+
+RNG = np.random.default_rng(0)
+TOKENS, HEADS, DIM = 32, 4, 8
+PAIRS = TOKENS * (TOKENS + 1) // 2                                # of one head, causal
+
+
+def chunks():
+    return [RNG.standard_normal((TOKENS, heads, DIM)).astype(np.float32) for heads in (HEADS, 2, 2)]
+
+
+def intervals(groups=1):
+    return np.zeros((groups, TOKENS), np.int32), np.tile(np.arange(1, TOKENS + 1, dtype=np.int32), (groups, 1))
+
+
+def blocks(backend, arrays, count, backward=False, groups=1):
+    """(results, seconds) of some blocks of two heads a group."""
+    q, k, v = arrays
+    out, lse = np.empty((TOKENS, HEADS, DIM), np.float32), np.empty((TOKENS, HEADS), np.float32)
+    backend.clear(out, lse)
+    grads = [np.zeros(array.shape, np.float32) for array in arrays]
+    start = time.perf_counter()
+    for _ in range(count):
+        if backward:
+            backend.attend_backward(q, q, np.full_like(lse, 3), np.zeros_like(lse), k, v, *intervals(groups), *grads, 0.3)
+        else:
+            backend.attend(q, k, v, *intervals(groups), out, lse, 0.3)
+    return [out, lse, *grads], time.perf_counter() - start
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_same_results_no_sooner(backward):
+    """Time is what the attended pairs of every head take: less than that by the slack of the first launch at most."""
+    arrays, looks = chunks(), []
+    seconds = (2.5 if backward else 1) * 4 * DIM * PAIRS * HEADS / 1e7                      # 6.8 ms, 17 ms
+    paced = backends.get("paced:0.01")
+    paced.meanwhile = lambda: looks.append(1)
+    for groups in (1, 2):
+        told, took = blocks(paced, arrays, 3, backward, groups)
+        expected, _ = blocks(backends.get("numpy"), arrays, 3, backward, groups)
+        assert all(np.array_equal(*pair) for pair in zip(told, expected))
+        assert took >= 2.9 * seconds
+    assert len(looks) >= 6
+    assert paced.name == "paced:0.01" and backends.pace(paced.name) == 0.01
+
+
+@pytest.mark.parametrize("name", ["paced:", "paced:0", "paced:-1", "paced:fast", "paced:inf", "paced:nan"])
+def test_wrong_speeds(name):
+    with pytest.raises(ArgumentError, match="paced"):
+        backends.get(name)
+    assert backends.pace("numpy") is None
