@@ -29,7 +29,8 @@ def blocks(backend, arrays, count, backward=False, groups=1):
     start = time.perf_counter()
     for _ in range(count):
         if backward:
-            backend.attend_backward(q, q, np.full_like(lse, 3), np.zeros_like(lse), k, v, *intervals(groups), *grads, 0.3)
+            lses, deltas = np.full_like(lse, 3), np.zeros_like(lse)
+            backend.attend_backward(q, q, lses, deltas, k, v, *intervals(groups), *grads, 0.3)
         else:
             backend.attend(q, k, v, *intervals(groups), out, lse, 0.3)
     return [out, lse, *grads], time.perf_counter() - start
