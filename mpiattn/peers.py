@@ -38,13 +38,14 @@ def time_limit(timeout, predicted=0.0):
 class Peers:
     """The ranks of `comm`, waited for up to `timeout` seconds.
 
-    lost: called with the requests that were given up; it must keep them.
+    lost: called with the requests that were given up; it must keep them.  idle: called between two looks at what is
+    waited for; a rank that shares this core may be the one.
 
     The methods are collective; each raises PeerFailure on a rank whose peers do not come in time.
     """
 
-    def __init__(self, comm, timeout=TIMEOUT, lost=_LOST.append):
-        self.comm, self.timeout, self.lost = comm, timeout, lost
+    def __init__(self, comm, timeout=TIMEOUT, lost=_LOST.append, idle=os.sched_yield):
+        self.comm, self.timeout, self.lost, self.idle = comm, timeout, lost, idle
         self.rank, self.size = comm.rank, comm.size
 
     def wait(self, requests, tell=None):
@@ -62,7 +63,7 @@ class Peers:
                 self.lost(requests)
                 raise PeerFailure(f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
                                   f"{self.timeout:g} s {tell() if tell else 'for the other ranks'}")
-            os.sched_yield()                   # a rank that shares this core may be the one that is waited for
+            self.idle()
 
     def barrier(self):
         """Return once every rank has come."""

@@ -79,7 +79,8 @@ class MeshAttention:
             self.schedule, self._layouts = self._plan.schedule(), chosen.layouts        # these by rank of the mesh
             self.q_layout, self.k_layout = self._plan.layouts_by_rank()
             self._mesh = self._home.mesh(chosen.a, chosen.b, limit, self._plan.order)
-            self._peers = Peers(self._mesh.comm, time_limit(timeout, chosen.seconds), self._mesh.abandon)
+            self._peers = Peers(self._mesh.comm, time_limit(timeout, chosen.seconds), self._mesh.abandon,
+                                self._backend.idle)
             self._exchange = Exchange(self._peers, max_message)
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
                 self._executor = Executor(self._mesh, self.schedule, Forward(self.problem, self._backend),

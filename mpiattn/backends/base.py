@@ -21,6 +21,9 @@ class Backend(Protocol):
     name: str
     meanwhile = None
 
+    def idle(self):
+        """What a rank does between two looks at the messages that it waits for."""
+
     def empty(self, shape, dtype):
         """A new array with no contents yet."""
 

@@ -1,5 +1,8 @@
 """The NumPy back end: every launch is complete when it returns, and accumulates in float32 (float64)."""
 
+import math
+import os
+
 import numpy as np
 
 from . import tiles
@@ -22,6 +25,9 @@ class NumpyBackend:
     def __init__(self):
         self._scratch = {}
 
+    def idle(self):
+        os.sched_yield()
+
     def empty(self, shape, dtype):
         return np.empty(shape, dtype)
 
@@ -38,7 +44,7 @@ class NumpyBackend:
 
     def _work(self, name, shape, dtype):
         """A contiguous work array of `shape`, from memory that is kept between calls."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         held = self._scratch.get((name, dtype))
         if held is None or held.size < size:
             held = self._scratch[name, dtype] = np.empty(size, dtype)

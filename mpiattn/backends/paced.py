@@ -12,7 +12,7 @@ import numpy as np
 
 from .numpy import NumpyBackend
 
-NAP = 1e-3              # seconds between two looks at the messages
+NAP = 2e-3              # seconds between two looks at the messages
 SLACK = 0.1             # a launch begins when the one before has ended, if no later than this share of its time
 BACKWARD = 2.5          # five matrix products of a block against two
 
@@ -27,6 +27,9 @@ class PacedBackend(NumpyBackend):
         super().__init__()
         self.name, self.speed = f"paced:{gflops:g}", gflops * 1e9
         self._over = 0.0
+
+    def idle(self):
+        time.sleep(NAP)        # a machine of its own would not take the core from the others while it waits
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
         with self._paced(self._flops(q, v, begin, end)):
