@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import re
+from functools import cache
 from importlib import metadata
 
 # Variables that BLAS libraries read when they are loaded, for how many threads they may use.
@@ -20,6 +21,7 @@ def cores():
     return set(range(os.cpu_count() or 1))
 
 
+@cache
 def processor():
     """The model of the processor, as Linux names it."""
     try:

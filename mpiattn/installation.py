@@ -34,11 +34,16 @@ def mpi(comm):
 
     from .gpuaware import gpu_aware
     aware, why = gpu_aware()
+    return {"library": mpi_library(), "standard": ".".join(map(str, MPI.Get_version())),
+            "thread_level": THREAD_LEVELS[_level(MPI)], "largest_tag": comm.Get_attr(MPI.TAG_UB),
+            "gpu_aware": aware, "gpu_aware_why": why, "ranks": comm.size, "launched_ranks": launched_ranks()}
+
+
+def mpi_library():
+    """Name and version of the MPI library."""
+    from mpi4py import MPI
     library = MPI.Get_library_version().splitlines()[0].split(", ")[0]
-    return {"library": " ".join(library.replace("\0", "").split()),
-            "standard": ".".join(map(str, MPI.Get_version())), "thread_level": THREAD_LEVELS[_level(MPI)],
-            "largest_tag": comm.Get_attr(MPI.TAG_UB), "gpu_aware": aware, "gpu_aware_why": why,
-            "ranks": comm.size, "launched_ranks": launched_ranks()}
+    return " ".join(library.replace("\0", "").split())
 
 
 def launched_ranks(variables=LAUNCHED_RANKS):

@@ -14,16 +14,16 @@ PACKAGE = launch.ROOT / "mpiattn"
 LAYERS = [
     {"errors", "reference", "", "host", "newfile"},
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
-     "memory", "machine", "timeline", "simulate", "choice", "sources", "documents", "activity", "mesh", "peers",
-     "agreement", "exchange", "redistribute", "gpuaware", "installation", "hdf5", "backends"},
+     "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "documents", "activity", "mesh",
+     "peers", "agreement", "exchange", "redistribute", "tuned", "gpuaware", "installation", "hdf5", "backends"},
     {"buffers", "passes", "executor"},
-    {"plan", "planning", "oneshot", "io", "verify", "verify_gradients", "torch"},
+    {"plan", "planning", "oneshot", "io", "verify", "verify_gradients", "torch", "tuning"},
     {"check"},
-    {"cli", "bench", "__main__"},
+    {"cli", "bench", "plots", "__main__"},
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
-        "cost", "memory", "machine", "timeline", "simulate", "choice", "sources", "errors", "reference", "newfile",
-        "documents", "activity"}
+        "cost", "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "errors", "reference",
+        "newfile", "documents", "activity"}
 NO_MPI = PURE | {"backends", "buffers", "passes", "executor", "hdf5", "host", ""}       # at import; below them, on call
 ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", "machine", "timeline",
               ""}                                                                       # without NumPy

@@ -15,10 +15,12 @@ from typing import Protocol
 class Backend(Protocol):
     """Arrays and work on them; an event is whatever `wait` takes, None for work that is done.
 
+    name, version: what its speed depends on; figures measured with another are not those of this one.
     meanwhile: a callable or None, which launches that compute before they return call every now and then.
     """
 
     name: str
+    version: str
     meanwhile = None
 
     def idle(self):

@@ -20,6 +20,7 @@ class NumpyBackend:
     """The protocol of `mpiattn.backends.base` on NumPy arrays."""
 
     name = "numpy"
+    version = np.__version__
     meanwhile = None
 
     def __init__(self):
