@@ -1,16 +1,17 @@
 """How fast ranks send to their neighbours, all at once around a ring, as chunks travel."""
 
 import time
-from statistics import median
 
 import numpy as np
-from mpi4py import MPI
+
+from ..backends import get
+from ..tuning.samples import take_turns
+from ..tuning.wire import Wire
 
 SHORT = 8                            # bytes, for the time that a message takes whatever its length
 SIZES = (2 ** 20, 4 * 2 ** 20)       # bytes, for the rate
-TURNS, REPEATS = 30, 7               # exchanges of short and of long messages, at most ...
-LIMIT = 2.0                          # ... and seconds that the long ones of a size may take
-TAG = 1
+TURNS, REPEATS = 30, 7               # exchanges of short messages in a row, and of everything at most ...
+LIMIT = 2.0                          # ... and seconds that all may take
 
 
 def gather(peers, ranks):
@@ -21,32 +22,26 @@ def gather(peers, ranks):
     """
     if peers.size == 1:
         return []
-    source = (peers.rank - 1) % peers.size
-    _seconds(peers, SHORT)                                     # connections are made with the first message
-    latency = _seconds(peers, SHORT, TURNS) / TURNS
-    return peers.allgather({"from": source, "to": peers.rank, "latency": latency,
-                            "between": ranks[source]["node"] != ranks[peers.rank]["node"],
-                            "rates": {size: size / _typical(peers, size) for size in SIZES}})
+    backend = get("numpy")
+    works = [_arriving(Wire(peers, backend, SHORT), TURNS), *(_arriving(Wire(peers, backend, size)) for size in SIZES)]
+    latency, *long = np.moveaxis(np.median(take_turns(peers, works, LIMIT, most=REPEATS), axis=1), -1, 0).tolist()
+    backend.close()
+    return [{"from": source, "to": rank, "latency": latency[rank] / TURNS,
+             "between": ranks[source]["node"] != ranks[rank]["node"],
+             "rates": {size: size / took[rank] for size, took in zip(SIZES, long)}}
+            for rank in range(peers.size) for source in [(rank - 1) % peers.size]]
 
 
-def _typical(peers, size):
-    """Median of the seconds that a message of some bytes takes to this rank."""
-    first = np.array([_seconds(peers, size)])
-    peers.reduce(first, MPI.MAX)
-    repeats = min(REPEATS, max(1, int(LIMIT / first[0])))
-    return median(_seconds(peers, size) for _ in range(repeats))
+def _arriving(wire, times=1):
+    """A work for `take_turns`: seconds until as many messages of the neighbour's have come, whatever mine take."""
+    before, after = (wire.peers.rank - 1) % wire.peers.size, (wire.peers.rank + 1) % wire.peers.size
 
-
-def _seconds(peers, size, turns=1):
-    """Seconds until as many messages of the neighbour's have come."""
-    given, taken = np.zeros(size, np.uint8), np.empty(size, np.uint8)
-    before, after = (peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size
-    taken[...] = 1                                             # its memory is there before time is taken
-    peers.barrier()
-    start = time.perf_counter()
-    for _ in range(turns):
-        send = peers.comm.Isend([given, MPI.BYTE], after, TAG)
-        peers.wait([peers.comm.Irecv([taken, MPI.BYTE], before, TAG)], lambda: f"for {size} bytes of rank {before}")
-        took = time.perf_counter() - start
-        peers.wait([send], lambda: f"to send {size} bytes to rank {after}")
-    return took
+    def work(turn):
+        start = time.perf_counter()
+        for _ in range(times):
+            coming, leaving = wire.receive(before), wire.send(after)
+            wire.exchange.wait(coming)
+            took = time.perf_counter() - start
+            wire.complete(leaving)
+        return took
+    return work

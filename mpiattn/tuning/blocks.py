@@ -1,0 +1,119 @@
+"""Blocks: what they take besides their work, and the speed of their work, by dtype; all ranks computing at once."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..machine import PRODUCTS
+from ..passes import Backward, Forward
+from ..problem import Problem
+from .samples import Sample, take_turns
+
+HEADS = 2
+SMALLEST = 128                       # tokens of a block
+LARGEST = 2 ** 14
+MERGED = 2 ** 13                     # tokens of a partial: megabytes, as those of chunks
+LONG = 2e-3                          # of the seconds that all blocks may take: the largest takes that, or a bit more
+PASSES = {"forward": Forward, "backward": Backward}
+
+
+class Found(NamedTuple):
+    """launch: seconds.  flops: operations a second forward, by dtype.  backward: in units of that, of all dtypes."""
+
+    launch: Sample
+    flops: dict
+    backward: Sample
+
+
+class Blocks:
+    """Inputs and results of one size, dtype and direction; `run` computes the block, over all its pairs."""
+
+    def __init__(self, backend, tokens, dtype, head_dim, direction, heads=HEADS):
+        problem = Problem(seqlen=tokens, heads=heads, head_dim=head_dim, dtype=dtype)
+        self.backend, self.work = backend, PASSES[direction](problem, backend)
+        self.flops = PRODUCTS[direction] * problem.flops
+        shapes, rng = self.work.shapes(), np.random.default_rng(tokens)
+
+        def draw(token, dtype):
+            return backend.contiguous(rng.standard_normal((tokens, *token), np.float32).astype(dtype))
+        self.q, self.kv = [draw(*one) for one in shapes["Q"]], [draw(*one) for one in shapes["KV"]]
+        if direction == "backward":          # the lse of a row sets its weights: about what such rows have
+            lse = self.q[2]
+            backend.wait(backend.copy(lse, backend.contiguous(np.full(lse.shape, np.log(tokens) + 0.5, lse.dtype))))
+        self.reduced = {kind: [backend.empty((tokens, *token), dtype) for token, dtype in shapes[kind]]
+                        for kind in shapes if kind in ("O", "dQ", "dKV")}
+        for kind, arrays in self.reduced.items():
+            backend.wait(self.work.clear(kind, arrays))
+        self.interval = np.zeros((1, tokens), np.int32), np.full((1, tokens), tokens, np.int32)
+
+    def launch(self):
+        """Launch the block; returns the event."""
+        return self.work.launch(self.q, self.kv, self.interval, self.reduced, ())
+
+    def run(self, turn=0):
+        """Compute the block."""
+        self.backend.wait(self.launch())
+
+
+def sizes(peers, backend, dtype, head_dim, seconds):
+    """Tokens of the three blocks to be timed, of which the largest takes a share of `seconds`; collective."""
+    tokens, took = 2 * SMALLEST, 0.0
+    while took < LONG * seconds and tokens < LARGEST:
+        tokens *= 2
+        took = np.max(take_turns(peers, [Blocks(backend, tokens, dtype, head_dim, "forward").run], 0).min(axis=1))
+    doublings = int(np.log2(tokens / SMALLEST))
+    return SMALLEST, SMALLEST << doublings // 2, tokens
+
+
+def fit(flops, seconds, launch=None):
+    """(launch, rate) such that launch + flops / rate is about `seconds`, least squares of the relative errors.
+
+    flops, seconds: arrays over blocks.  launch: where it is known; it is never below 0.
+    """
+    flops, seconds = np.asarray(flops, float), np.asarray(seconds, float)
+    if launch is None:
+        rows = np.stack([1 / seconds, flops / seconds], axis=1)
+        (launch, slope), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
+        if launch >= 0 and slope > 0:
+            return float(launch), float(1 / slope)
+        launch = 0.0
+    rest, weight = np.maximum(seconds - launch, seconds / 2), flops / seconds
+    return launch, float((weight ** 2).sum() / (weight * rest / seconds).sum())
+
+
+def measure(peers, backend, dtypes, head_dim, seconds, progress):
+    """What blocks are found to take; collective."""
+    chosen = sizes(peers, backend, dtypes[0], head_dim, seconds)
+    blocks = {(dtype, direction): [Blocks(backend, tokens, dtype, head_dim, direction) for tokens in chosen]
+              for dtype in dtypes for direction in PASSES}
+    took = take_turns(peers, [block.run for some in blocks.values() for block in some], seconds, progress)
+    times = dict(zip(blocks, np.split(took, len(blocks), axis=-1)))
+    flops = {kind: [block.flops for block in some] for kind, some in blocks.items()}
+
+    def quartiles(kind):
+        """Of the seconds of each size: low, typical, high."""
+        return np.percentile(times[kind].reshape(-1, len(flops[kind])), (25, 50, 75), axis=0)
+    launches = np.array([[fit(flops[kind], one)[0] for one in quartiles(kind)]
+                         for kind in blocks if kind[1] == "forward"])
+    launch, count = float(np.median(launches[:, 1])), took[..., 0].size
+    rates = {kind: np.array([fit(flops[kind], one, launch)[1] for one in quartiles(kind)]) for kind in blocks}
+    backward = np.median([rates[dtype, "backward"] / rates[dtype, "forward"][1] for dtype in dtypes], axis=0)
+
+    def about(typical, values):
+        """A sample of a figure that was fitted to the median and to the quartiles of what was timed."""
+        return Sample(float(typical), float(np.min(values)), float(np.max(values)), count)
+    return Found(about(launch, np.median(launches, axis=0).tolist() + [launch]),
+                 {dtype: about(rates[dtype, "forward"][1], rates[dtype, "forward"]) for dtype in dtypes},
+                 about(backward[1], backward))
+
+
+def merging(peers, backend, head_dim, seconds, progress):
+    """Bytes of partials a second that a rank merges into its own; collective."""
+    rng = np.random.default_rng(0)
+    shapes = (MERGED, HEADS, head_dim), (MERGED, HEADS)
+    partials = [[backend.contiguous(rng.standard_normal(shape, np.float32)) for shape in shapes] for _ in range(2)]
+
+    def merge(turn):
+        backend.wait(backend.merge(*partials[0], *partials[1]))
+    took = take_turns(peers, [merge], seconds, progress)
+    return Sample.of(sum(array.nbytes for array in partials[0]) / took)

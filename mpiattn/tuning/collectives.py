@@ -1,0 +1,44 @@
+"""MPI's collectives against messages between pairs that move the same bytes, over all ranks."""
+
+import numpy as np
+
+from .samples import Sample, take_turns
+from .wire import ITEMSIZE, TAG, Wire
+
+CHUNK = 2 ** 20                      # bytes of a chunk ...
+ALL = 64 * 2 ** 20                   # ... and at most of those of all ranks together
+LEAST = 2 ** 12
+
+
+def measure(peers, backend, seconds, progress):
+    """Seconds of a collective in units of those of pairs, None for one rank; collective."""
+    if peers.size == 1:
+        progress(seconds)
+        return None
+    tokens = max(LEAST, min(CHUNK, ALL // peers.size)) // ITEMSIZE
+    wire, comm, row = Wire(peers, backend, tokens * peers.size * ITEMSIZE), peers.comm, ITEMSIZE
+    exchange = wire.exchange
+    counts, starts = [tokens] * peers.size, [tokens * rank for rank in range(peers.size)]
+    others = [tokens * (rank != peers.rank) for rank in range(peers.size)]
+
+    def part(buffer, rank):
+        return buffer[rank * tokens * row:(rank + 1) * tokens * row]
+
+    def gather(turn):
+        wire.complete(exchange.allgather(comm, part(backend.outgoing(wire.given), peers.rank),
+                                         backend.incoming(wire.taken), counts, starts, row))
+
+    def alltoall(turn):
+        wire.complete(exchange.alltoall(comm, backend.outgoing(wire.given), others, starts,
+                                        backend.incoming(wire.taken), others, starts, row, tokens))
+
+    def pairs(turn):
+        taken, given, posted = backend.incoming(wire.taken), backend.outgoing(wire.given), []
+        for hop in range(1, peers.size):
+            dest, source = (peers.rank + hop) % peers.size, (peers.rank - hop) % peers.size
+            posted += exchange.receive(comm, part(taken, source), source, TAG)
+            posted += exchange.send(comm, part(given, dest), dest, TAG)
+        wire.complete(posted)
+    took = take_turns(peers, [gather, alltoall, pairs], seconds, progress)
+    exchange.close()
+    return Sample.of(np.mean(took[..., :2], axis=-1) / took[..., 2])

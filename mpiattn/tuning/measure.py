@@ -1,0 +1,73 @@
+"""The whole measurement: a `Machine`, the samples behind its figures, and which of them are the default's."""
+
+from typing import NamedTuple
+
+from .. import host
+from ..machine import DEFAULT, Link, Machine
+from . import blocks, collectives, links, overlap
+from .samples import Sample
+
+# Shares of the time that the parts take, in order.
+SHARES = {"blocks": 0.4, "merging": 0.05, "inside": 0.1, "between": 0.15, "inside overlap": 0.1,
+          "between overlap": 0.1, "collective": 0.1}
+
+
+class Measured(NamedTuple):
+    """machine: what was found.  samples: a `Sample` of every figure that was measured, by name.  lacking: what this
+    launch does not have, by field of the machine: those are the default's."""
+
+    machine: Machine
+    samples: dict
+    lacking: dict
+
+
+def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seconds: None):
+    """Measure the machine that these ranks run on, for about `seconds`; collective, the same result on every rank.
+
+    job: as of `mpiattn.cli.launch`.  nodes: of every rank (`mpiattn.tuned.nodes_of`).  dtypes: of blocks, one at least.
+    progress: called with the seconds that have just gone by, `seconds` in all.
+    """
+    peers, samples, lacking = job.peers, {}, {}
+
+    def part(name, what, *arguments):
+        """One part of the measurement, a phase of the job."""
+        found = job(f"measure {name}", lambda: what(*arguments, SHARES[name] * seconds, progress))
+        return peers.allgather(found)[0]               # sums in another order may differ in the last bit
+    computed = part("blocks", blocks.measure, peers, backend, dtypes, head_dim)
+    samples |= {"launch": computed.launch, **{f"flops {dtype}": one for dtype, one in computed.flops.items()},
+                "backward": computed.backward}
+    samples["merging"] = part("merging", blocks.merging, peers, backend, head_dim)
+    sides, node = {}, None
+    for side, between in (("inside", False), ("between", True)):
+        found = part(side, links.measure, peers, nodes, backend, between)
+        if found is None:
+            sides[side] = getattr(DEFAULT, side)
+            lacking[side] = "one node" if between else "no node with two ranks"
+            continue
+        samples |= {f"{side} latency": found.latency, f"{side} bandwidth": found.bandwidth}
+        sides[side] = Link(found.latency.typical, found.bandwidth.typical)
+        if found.node:
+            samples["node_bandwidth"] = found.node
+            node = found.node.typical
+    for side, between in (("inside", False), ("between", True)):
+        hidden = part(f"{side} overlap", overlap.measure, peers, nodes, backend, between, sides[side].bandwidth,
+                      computed.flops[dtypes[0]].typical, dtypes[0], head_dim)
+        if hidden is not None:
+            samples[f"{side} overlap"] = hidden
+            sides[side] = sides[side]._replace(overlap=hidden.typical)
+    together = part("collective", collectives.measure, peers, backend)
+    if together is None:
+        lacking["collective"] = "one rank"
+        together = Sample(DEFAULT.collective, DEFAULT.collective, DEFAULT.collective, 0)
+    else:
+        samples["collective"] = together
+    several = max(nodes) + 1
+    machine = Machine("measured", **sides, node_bandwidth=node,
+                      ranks_per_node=max(nodes.count(one) for one in set(nodes)),
+                      flops={dtype: one.typical for dtype, one in computed.flops.items()},
+                      backward=computed.backward.typical, launch=computed.launch.typical,
+                      merging=samples["merging"].typical, collective=together.typical,
+                      assumes=f"measured by mpiattn tune: {len(nodes)} ranks on {several} node{'s' * (several > 1)}, "
+                              f"{host.processor()}, {backend.name} back end, head_dim {head_dim}"
+                              + "".join(f"; {field} of the default ({why})" for field, why in lacking.items()))
+    return Measured(peers.allgather(machine)[0], samples, lacking)

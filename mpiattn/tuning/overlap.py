@@ -1,0 +1,49 @@
+"""Overlap: the share of a transfer that goes on while the rank computes, as the executor lets it."""
+
+import functools
+
+import numpy as np
+
+from .blocks import Blocks
+from .links import exists, partners, swapping
+from .samples import Sample, take_turns
+from .wire import Wire
+
+TARGET = 0.03                        # seconds of the block and of the transfer beside it
+MOST_BYTES, LEAST_BYTES = 32 * 2 ** 20, 2 ** 16
+LEAST_TOKENS = 64
+
+
+def measure(peers, nodes, backend, between, bandwidth, speed, dtype, head_dim, seconds, progress):
+    """The share of transfers that blocks hide, None where there are no such links; collective.
+
+    bandwidth: bytes a second of such links.  speed: operations a second of blocks of `dtype`.  Both make a block take
+    about as long as the transfer: one that takes longer hides more of it than goes on in the transfer's own time.
+    """
+    if not exists(nodes, between):
+        progress(seconds)
+        return None
+    nbytes = int(np.clip(TARGET * bandwidth, LEAST_BYTES, MOST_BYTES))
+    tokens = max(LEAST_TOKENS, int((nbytes / bandwidth * speed / (4 * head_dim)) ** 0.5))
+    wire, block = Wire(peers, backend, nbytes), Blocks(backend, tokens, dtype, head_dim, "forward", heads=1)
+
+    def both(turn):
+        ends = partners(nodes, peers.rank, between, turn)
+        if ends is None:
+            return np.nan
+        dest, source = ends
+        posted = wire.receive(source) + wire.send(dest)
+        backend.meanwhile = functools.partial(wire.exchange.progress, posted)
+        event = block.launch()
+        backend.meanwhile = None
+        wire.complete(posted)
+        backend.wait(event)
+        return None
+    took = take_turns(peers, [swapping(wire, nodes, between), block.run, both], seconds, progress)
+    return Sample.of(hidden(took))
+
+
+def hidden(took):
+    """Share hidden, in [0, 1], of seconds (..., 3): of the transfer, of the block, and of both at once."""
+    transfer, block, together = np.moveaxis(took, -1, 0)
+    return np.clip((transfer + block - together) / np.minimum(transfer, block), 0, 1)
