@@ -8,14 +8,16 @@ Alone it shows versions, BLAS, MPI and devices; under mpiexec or srun also how m
 
 import socket
 
-from .. import backends, host, installation
+from .. import backends, host, installation, machines
 from ..agreement import agreement
-from ..errors import FileError
+from ..errors import ArgumentError, FileError
 from ..sources import kernel_dir
 from . import launch_rank, options
 from .jsonfile import write_json
 from .launch import on_all_ranks
 from .table import facts
+
+HEAD_DIM = 128             # for which a machine is looked up, as `mpiattn tune` measures it
 
 
 def add_arguments(parser):
@@ -29,15 +31,17 @@ def run(args):
 
 
 def _run(job, args):
+    from ..tuned import nodes_of
     comm = job.comm
-    facts_of_hosts = _hosts(comm)
+    facts_of_hosts, nodes = _hosts(comm), nodes_of(job.peers)
     data = None
     with agreement(job.peers, only=0):
         # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
         if comm.rank == 0 and launch_rank() == 0:
             data = {"versions": installation.versions(), "blas": installation.blas(),
                     "mpi": installation.mpi(comm), "hosts": facts_of_hosts,
-                    "processor": host.processor(), "backends": list(backends.NAMES), "kernels": _kernels()}
+                    "processor": host.processor(), "machine": _machine(nodes),
+                    "backends": list(backends.NAMES), "kernels": _kernels()}
             if args.json:
                 write_json(args.json, data)
     if data and args.json != "-":
@@ -79,6 +83,19 @@ def _kernels():
         return str(error)
 
 
+def _machine(nodes):
+    """The machine that plans of this launch reckon with, of the fastest back end, and where it is from."""
+    from ..tuned import key_of
+    backend = backends.get()
+    key = key_of(backend, nodes, HEAD_DIM)
+    backend.close()
+    try:
+        machine, where = machines.resolve(key)
+    except ArgumentError as error:
+        return {"name": None, "from": str(error), "key": key._asdict(), "figures": None}
+    return {"name": machine.name, "from": where, "key": key._asdict(), "figures": machine.as_dict()}
+
+
 # Telling
 
 def _lines(data):
@@ -102,5 +119,6 @@ def _lines(data):
         yield f"  {entry['host']}", (f"ranks: {entry['ranks']}, cores: {entry['cores']}, "
                                      f"CUDA devices: {devices}")
     yield "processor", data["processor"]
+    yield "machine", data["machine"]["from"]
     yield "back ends", ", ".join(data["backends"])
     yield "kernel sources", data["kernels"]

@@ -1,0 +1,189 @@
+"""Measures the machine that these ranks run on, and stores it for the plans of launches like this one.
+
+Links inside a node and between nodes, how much of a transfer goes on while a rank computes, blocks of every dtype,
+merging, and MPI's collectives, all with all ranks at work. Plans reckon with what was found when they choose a tile, a
+layout and a schedule. Run it as the work will run: as many ranks a node, cores and threads a rank, on several nodes if
+the work is to run on several. What one rank or one node cannot show is the default's.
+
+The store is $XDG_CONFIG_HOME/mpiattn/machines.json (~/.config); MPIATTN_MACHINE=FILE goes before it.
+
+examples:
+  mpiexec -n 4 mpiattn tune
+  srun mpiattn tune --quick --head-dim 64 --out cluster.json --no-store
+"""
+
+import argparse
+import json
+import math
+import os
+
+from ..agreement import agreement
+from ..errors import ArgumentError
+from ..newfile import NewFile, check_target
+from . import launch_rank, options
+from .jsonfile import check_json, write_json
+from .launch import on_all_ranks
+from .progress import Progress
+from .table import duration, facts, percent, table
+
+SECONDS, QUICK = 10.0, 2.0
+TIMEOUT = 60.0             # seconds; no part of it takes a rank as long
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def _dtypes(text):
+    from ..problem import dtype_name
+    try:
+        return tuple(dict.fromkeys(dtype_name(one.strip(), "--dtype") for one in text.split(",")))
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text):
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return seconds
+
+
+def _whole(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least 1")
+    return number
+
+
+def add_arguments(parser):
+    """Declare the arguments of `mpiattn tune`."""
+    options.add_backend(parser)
+    parser.add_argument("--head-dim", type=_whole, default=128, metavar="N",
+                        help="of the blocks that are timed; plans of another take the nearest that was measured "
+                             "(default: %(default)s)")
+    parser.add_argument("--dtype", type=_dtypes, default=DTYPES, metavar="LIST",
+                        help="of the blocks that are timed, with commas between; plans reckon with the nearest wider "
+                             f"dtype for one that is left out (default: {','.join(DTYPES)})")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", type=_seconds, default=SECONDS, metavar="S",
+                        help="about how long it may take; what is slow is done three times even so "
+                             "(default: %(default)g)")
+    budget.add_argument("--quick", dest="seconds", action="store_const", const=QUICK, help=f"--seconds {QUICK:g}")
+    parser.add_argument("--out", metavar="FILE",
+                        help="write the machine to a file too, which MeshAttention(machine=FILE) and "
+                             "MPIATTN_MACHINE=FILE take")
+    parser.add_argument("--no-store", action="store_true", help="leave the store as it is")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS",
+                        help="how long a rank waits for others before it says which and for what, and ends the job "
+                             "(default: %(default)g; inf: for ever)")
+    options.add_json(parser)
+
+
+def run(args):
+    """`mpiattn tune`."""
+    return on_all_ranks(lambda job: _run(job, args), args.timeout)
+
+
+def _run(job, args):
+    from .. import backends, machines
+    from ..tuned import key_of, nodes_of
+    from ..tuning.measure import measure
+    # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
+    peers, speaks = job.peers, job.comm.rank == 0 and launch_rank() == 0
+    with agreement(peers):
+        backend = backends.get(args.backend)
+    with agreement(peers, only=0):
+        if speaks:                                     # before the time is spent
+            check_json(args.json)
+            if args.out:
+                check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [])
+            if not args.no_store:
+                machines.check_store()
+    nodes = nodes_of(peers)
+    with Progress("tune", args.seconds, " s") as progress:
+        found = measure(job, nodes, backend, args.dtype, args.head_dim, args.seconds, progress)
+    backend.close()
+    with agreement(peers, only=0):
+        if speaks:
+            key = key_of(backend, nodes, args.head_dim)
+            samples = {name: one._asdict() for name, one in found.samples.items()}
+            entry = machines.Entry(key, found.machine, machines.now(), samples)
+            replaced = None if args.no_store else machines.store(entry)
+            if args.out:
+                _write_machine(args.out, found.machine)
+            if args.json:
+                write_json(args.json, {**entry.as_dict(), "default": found.lacking, "replaced": replaced,
+                                       "store": None if args.no_store else machines.path(), "out": args.out,
+                                       "seconds": job.seconds})
+            if args.json != "-":
+                print(_text(args, key, nodes, found, replaced, sum(job.seconds.values())), flush=True)
+    return 0
+
+
+def _write_machine(path, machine):
+    new = NewFile("--out", path)
+    try:
+        with open(new.partial, "w") as file:
+            file.write(json.dumps(machine.as_dict(), indent=2, allow_nan=False) + "\n")
+        new.publish()
+    finally:
+        new.discard()
+
+
+# Telling
+
+def _rate(speed):
+    return f"{speed / 1e9:.3g} GB/s"
+
+
+def _operations(speed):
+    return f"{speed / 1e9:.4g} GFLOP/s"
+
+
+def _times(ratio):
+    return f"{ratio:.3g} times"
+
+
+# How the figures are called and written, by what a sample's name ends with.
+FIGURES = {"latency": duration, "bandwidth": _rate, "overlap": percent, "node_bandwidth": _rate, "launch": duration,
+           "backward": _times, "merging": _rate, "collective": _times}
+NAMES = {"inside latency": "inside a node: latency", "inside bandwidth": "  bandwidth of a rank",
+         "inside overlap": "  hidden by blocks", "between latency": "between nodes: latency",
+         "between bandwidth": "  bandwidth of a rank", "node_bandwidth": "  bandwidth of a node",
+         "between overlap": "  hidden by blocks", "launch": "a block takes besides work",
+         "backward": "  backward, of forward's speed", "merging": "merging partials",
+         "collective": "collectives take, of pairs"}
+
+
+def _row(name, sample):
+    dtype = name.removeprefix("flops ")
+    show = _operations if dtype != name else FIGURES[name.split()[-1]]
+    typical, low, high = map(show, sample[:3])
+    return (f"  {dtype} blocks" if dtype != name else NAMES[name], typical, f"{low} to {high}", sample.count)
+
+
+def _text(args, key, nodes, found, replaced, seconds):
+    from .. import machines
+    names = [*(name for name in NAMES if name in found.samples and name.startswith(("inside", "between", "node"))),
+             "launch", *(name for name in found.samples if name.startswith("flops ")), "backward", "merging",
+             *(["collective"] if "collective" in found.samples else [])]
+    several = max(nodes) + 1
+    threads = "unknown" if key.threads is None else key.threads
+    head = [("ranks", f"{len(nodes)} on {several} node{'s' * (several > 1)}, {key.ranks_per_node} a node at most"),
+            ("a rank", f"{key.processor}; {key.cores} core{'s' * (key.cores > 1)}, BLAS threads: {threads} "
+                       f"({key.blas or 'BLAS unknown'})"),
+            ("back end", f"{key.backend}, head_dim {key.head_dim}"), ("MPI", key.mpi)]
+    tail = [("took", f"{duration(seconds)}; quartiles are of all ranks and turns")]
+    if found.lacking:
+        tail.append(("not measured", "the default's: " + "; ".join(f"{field} ({why})"
+                                                                  for field, why in found.lacking.items())))
+    if args.out:
+        tail.append(("written", args.out))
+    if args.no_store:
+        tail += [("stored", "no"), ("plans", "reckon as before")]
+    else:
+        tail.append(("stored", f"{machines.path()}{', in place of what was measured before' * replaced}"))
+        tail.append(("plans", f"of launches like this one, on {'several nodes' if key.several_nodes else 'one node'}, "
+                              "now reckon with it"))
+    if os.environ.get(machines.VARIABLE):
+        tail.append(("", f"but {machines.VARIABLE}={os.environ[machines.VARIABLE]} is set and goes before the store"))
+    rows = [_row(name, found.samples[name]) for name in names]
+    return "\n\n".join([facts(head), table(rows, ("", "typical", "quartiles", "samples")), facts(tail)])
