@@ -10,6 +10,7 @@ Without a launcher, tests/mpi is collected only if it is named, and then runs on
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +23,10 @@ if importlib.util.find_spec("mpiattn") is None:
 import launch  # noqa: E402  (beside this file; pytest puts the folder on the path)
 
 MPI_TESTS = HERE / "mpi"
+# Machines that somebody measured here must not decide what is tested, nor may a test change them.
+CONFIG = tempfile.TemporaryDirectory(prefix="mpiattn-config-")
+os.environ["XDG_CONFIG_HOME"] = CONFIG.name
+os.environ.pop("MPIATTN_MACHINE", None)
 LAUNCHED = launch.under_launcher()
 if LAUNCHED:
     from mpi4py import MPI

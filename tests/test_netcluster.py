@@ -49,3 +49,14 @@ def test_bytes_and_overlap(hosts):
         apart, beside = sorted(waits["apart"])[1], min(waits["beside"])      # others may hold one run up, not all
         assert apart > 0.02                                    # 8 MiB at 1 Gb/s take 67 ms
         assert beside < 0.7 * apart
+
+
+def test_tune_finds_the_link(hosts, tmp_path):
+    """Two ranks a host share its card, whose rate is known; what is inside a host does not go through it."""
+    command = [sys.executable, "-m", "mpiattn", "tune", "--quick", "--dtype", "float32", "--json", "-", "--no-store"]
+    data = json.loads(hosts.mpirun(4, command, env={"MPIR_CVAR_NOLOCAL": "0"}).stdout)
+    machine, rate = data["machine"], 1e9 / 8
+    assert data["key"]["ranks_per_node"] == 2 and data["key"]["several_nodes"]
+    assert 0.3 * rate < machine["between"]["bandwidth"] < 1.1 * rate < machine["inside"]["bandwidth"]
+    assert 0.3 * rate < machine["node_bandwidth"] < 1.1 * rate
+    assert machine["between"]["overlap"] > 0

@@ -1,0 +1,111 @@
+"""Measuring the machine, on real ranks with both back ends, and the machine that a plan is given."""
+
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from runs import on
+
+from mpiattn import backends, machines
+from mpiattn.cli.launch import Job
+from mpiattn.errors import ArgumentError
+from mpiattn.machine import DEFAULT, H100
+from mpiattn.problem import Problem
+from mpiattn.tuned import key_of, machine_for, nodes_of
+from mpiattn.tuning.blocks import fit
+from mpiattn.tuning.links import partners
+from mpiattn.tuning.measure import measure
+from mpiattn.tuning.overlap import hidden
+
+NODES = [[0], [0, 0], [0, 1], [0, 0, 0, 1, 1], [0, 1, 0, 1, 2, 2, 0], [0, 1, 1, 2], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("between, crossing", [(False, None), (True, None), (True, 1)])
+def test_partners(nodes, between, crossing):
+    """All who take part send to one and receive from one, who knows it, over the right kind of link."""
+    sizes = [nodes.count(node) for node in sorted(set(nodes))]
+    seen = set()
+    for turn in range(12):
+        ends = {rank: partners(nodes, rank, between, turn, crossing) for rank in range(len(nodes))}
+        ends = {rank: pair for rank, pair in ends.items() if pair}
+        expected = (len(sizes) * (crossing or min(sizes)) * (len(sizes) > 1) if between
+                    else sum(size for size in sizes if size > 1))
+        assert len(ends) == expected
+        for rank, (dest, source) in ends.items():
+            assert ends[dest][1] == rank and ends[source][0] == rank != dest
+            assert (nodes[rank] != nodes[dest]) == between
+            seen.add((nodes[rank], nodes[dest]) if between else (rank, dest))
+    places = len(sizes) * (len(sizes) - 1) if between else sum(size * (size - 1) for size in sizes)
+    assert len(seen) == places                        # every pair of nodes, or of ranks of a node, in its turn
+
+
+def test_fit():
+    flops = np.array([1e6, 1e7, 1e9])
+    assert fit(flops, 2e-4 + flops / 3e10) == pytest.approx((2e-4, 3e10))
+    assert fit(flops, 2e-4 + flops / 3e10, launch=2e-4) == pytest.approx((2e-4, 3e10))
+    launch, rate = fit(flops, np.maximum(flops / 3e10 - 1e-5, 1e-6))     # less than nothing besides the work
+    assert launch == 0 and 2e10 < rate < 5e11
+
+
+def test_hidden():
+    """Of a transfer of 2 s and a block of 1 s, and of 3 s: nothing, half of what could be, all, and noise."""
+    times = [(2, 1, 3), (2, 1, 2.5), (2, 1, 2), (2, 1, 4), (2, 1, 1), (2, 3, 4), (np.nan, 1, np.nan)]
+    assert hidden(np.array(times)).tolist()[:-1] == [0, 0.5, 1, 0, 1, 0.5]
+    assert np.isnan(hidden(np.array(times))[-1])
+
+
+@pytest.mark.parametrize("name", ["numpy", "deferred"])
+@on(1, 3, 4)
+def test_measure(group, name):
+    """On pretended nodes, the last of one rank: every figure is there, and is the default's where it cannot be."""
+    nodes = {1: [0], 3: [0, 0, 0], 4: [0, 0, 1, 1]}[group.size]
+    backend, told = backends.get(name), []
+    job, seconds = Job(group), 0.1
+    found = measure(job, nodes, backend, ("float32", "bfloat16"), 8, seconds, told.append)
+    backend.close()
+    machine = found.machine
+    assert sum(told) == pytest.approx(seconds) and min(told) >= 0
+    assert len(set(group.allgather(json.dumps(machine.as_dict())))) == 1
+    assert set(machine.flops) == {"float32", "bfloat16"} and machine.ranks_per_node == max(map(nodes.count, nodes))
+    assert set(found.lacking) == {1: {"inside", "between", "collective"}, 3: {"between"}, 4: set()}[group.size]
+    for side in ("inside", "between"):
+        link, lacking = getattr(machine, side), side in found.lacking
+        assert (link == getattr(DEFAULT, side)) == lacking == (f"{side} bandwidth" not in found.samples)
+        assert link.latency > 0 and link.bandwidth > 0 and 0 <= link.overlap <= 1
+        assert lacking or link == tuple(found.samples[f"{side} {field}"].typical for field in link._fields)
+        assert (f"{side} of the default" in machine.assumes) == lacking
+    assert machine.node_bandwidth is None or group.size == 4
+    for sample in found.samples.values():
+        assert 0 <= sample.low <= sample.typical <= sample.high < float("inf") and sample.count >= 3
+
+
+def test_machine_for(comm, tmp_path_factory, monkeypatch):
+    """Rank 0's store, variable and file decide, for all ranks."""
+    peers = Job(comm).peers
+    nodes = nodes_of(peers)
+    assert len(nodes) == comm.size and nodes[0] == 0 and set(range(max(nodes) + 1)) == set(nodes)
+    backend, problem = backends.get("numpy"), Problem(seqlen=16, heads=2, head_dim=8)
+    default = DEFAULT.with_ranks(max(map(nodes.count, nodes)))
+    assert machine_for(peers, nodes, backend, problem) == default
+    mine = replace(default, name="mine", launch=1.0)
+    folder = tmp_path_factory.mktemp("config")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    if comm.rank == 0:
+        key = key_of(backend, nodes, problem.head_dim)
+        assert key.backend == f"numpy {np.__version__}" and key.several_nodes == (max(nodes) > 0)
+        machines.store(machines.Entry(key, mine, machines.now(), {}))
+    assert machine_for(peers, nodes, backend, problem) == mine
+    assert machine_for(peers, nodes, backends.get("deferred"), problem) == default
+    assert machine_for(peers, nodes, backend, problem, "h100") == H100
+    assert machine_for(peers, nodes, backend, problem, mine.with_ranks(5)) == mine.with_ranks(5)
+    if comm.rank == 0:
+        monkeypatch.setenv("MPIATTN_MACHINE", "h100")
+    assert machine_for(peers, nodes, backend, problem) == H100
+    for wrong, said in ((3, "machine is 3; it may be"), (os.fspath(folder / "none"), "none'; it may be default, h100")):
+        with pytest.raises(ArgumentError, match=said) as caught:
+            machine_for(peers, nodes, backend, problem, wrong)
+        assert caught.value.everywhere
+    backend.close()

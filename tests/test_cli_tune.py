@@ -1,0 +1,88 @@
+"""`mpiattn tune` as it is run: what it stores, what it says, what launches then reckon with, and what goes wrong."""
+
+import json
+import sys
+
+import launch
+import pytest
+
+MPIATTN = [sys.executable, "-m", "mpiattn"]
+QUICK = ["tune", "--seconds", "0.2", "--head-dim", "8", "--dtype", "float32,float64"]
+TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(n, *arguments) runs mpiattn with a store of this test's."""
+    def start(n, *arguments, env=None, **options):
+        env = {"XDG_CONFIG_HOME": str(tmp_path), **(env or {})}
+        return launch.mpirun(n, [*MPIATTN, *arguments], env=env, **options)
+    start.store = tmp_path / "mpiattn" / "machines.json"
+    return start
+
+
+def machine_of(run, n, **options):
+    return json.loads(run(n, "info", "--json", "-", **options).stdout)["machine"]
+
+
+def test_one_rank(run):
+    before = machine_of(run, 1)
+    assert before["name"] == "default" and before["from"].startswith("default, since")
+    text = run(1, *QUICK).stdout
+    assert "inside (no node with two ranks); between (one node); collective (one rank)" in text
+    assert "float64 blocks" in text and "bfloat16" not in text and "hidden by blocks" not in text
+    assert f"{run.store}\n" in text
+    after = machine_of(run, 1)
+    assert after["name"] == "measured" and "with head_dim 8" in after["from"]
+    assert set(after["figures"]["flops"]) == {"float32", "float64"}
+    assert machine_of(run, 2)["name"] == "default"                       # two ranks a node are another launch
+    assert "in place of what was measured before" in run(1, *QUICK).stdout
+    assert len(json.loads(run.store.read_text())["entries"]) == 1
+
+
+def test_three_ranks(run):
+    data = json.loads(run(3, *QUICK, "--json", "-").stdout)
+    assert data["store"] == str(run.store) and data["replaced"] is False and set(data["default"]) == {"between"}
+    assert data["key"]["ranks_per_node"] == 3 and not data["key"]["several_nodes"]
+    assert {"inside latency", "inside bandwidth", "inside overlap", "collective"} < set(data["samples"])
+    assert machine_of(run, 3)["figures"] == data["machine"]
+
+
+def test_two_nodes_and_a_file(run, tmp_path):
+    if launch.vendor() != "mpich":
+        pytest.skip("only MPICH can pretend to have two nodes")
+    file = tmp_path / "machine.json"
+    outcome = run(4, *QUICK, "--out", file, "--no-store", "--json", tmp_path / "all.json", env=TWO_NODES)
+    lines = outcome.stdout.splitlines()
+    assert "ranks     4 on 2 nodes, 2 a node at most" in lines and "plans    reckon as before" in lines, outcome.stdout
+    assert sum("hidden by blocks" in line for line in lines) == 2
+    data = json.loads((tmp_path / "all.json").read_text())
+    assert data["machine"] == json.loads(file.read_text()) and data["default"] == {} and data["store"] is None
+    assert data["key"]["ranks_per_node"] == 2 and data["key"]["several_nodes"]
+    assert not run.store.exists()
+    found = machine_of(run, 2, env={"MPIATTN_MACHINE": str(file)})
+    assert found["figures"] == data["machine"] and found["from"] == f"MPIATTN_MACHINE={file}"
+
+
+def test_trouble_with_the_store(run, tmp_path):
+    """A broken one is said once and not used; one that cannot be made is said before the time is spent."""
+    run.store.parent.mkdir()
+    run.store.write_text("{")
+    outcome = run(3, "info")
+    assert outcome.stderr.count("is not used: it is not JSON") == 1 and "default, since" in outcome.stdout
+    assert "MPIATTN_MACHINE is 'none'" in run(2, "info", env={"MPIATTN_MACHINE": "none"}).stdout
+    outcome = run(2, *QUICK[:2], "1e6", env={"XDG_CONFIG_HOME": str(run.store)}, check=False)
+    assert outcome.returncode and outcome.stderr.count("its folder cannot be made") == 1
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (["--seconds", "0"], "0 is not a positive number"), (["--head-dim", "0"], "0 is not a whole number"),
+    (["--dtype", "float8"], "--dtype is 'float8'; it may be float16"),
+    (["--quick", "--seconds", "3"], "not allowed with"),
+    (["--out", "/no/such/machine.json"], "--out is '/no/such/machine.json'; there is no folder"),
+    (["--timeout", "0"], "timeout is 0"),
+])
+def test_wrong_options_are_said_once(run, arguments, text):
+    outcome = run(2, "tune", *arguments, check=False)
+    assert outcome.returncode and outcome.stderr.count(text) == 1, outcome.stderr
+    assert "Traceback" not in outcome.stderr and not run.store.exists()
