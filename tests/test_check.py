@@ -136,7 +136,7 @@ def test_ranks_that_see_another_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["results._run", "links._seconds", "folder.gather", None])
+@pytest.mark.parametrize("place", ["results._run", "links.take_turns", "folder.gather", None])
 def test_a_rank_that_stops(tmp_path, place):
     spoil = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"         # at the start
     if place:

@@ -70,15 +70,16 @@ def fit(flops, seconds, launch=None):
 
     flops, seconds: arrays over blocks.  launch: where it is known; it is never below 0.
     """
-    flops, seconds = np.asarray(flops, float), np.asarray(seconds, float)
+    of_flops, of_launch = np.asarray(flops, float) / seconds, 1 / np.asarray(seconds, float)
     if launch is None:
-        rows = np.stack([1 / seconds, flops / seconds], axis=1)
-        (launch, slope), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
-        if launch >= 0 and slope > 0:
-            return float(launch), float(1 / slope)
-        launch = 0.0
-    rest, weight = np.maximum(seconds - launch, seconds / 2), flops / seconds
-    return launch, float((weight ** 2).sum() / (weight * rest / seconds).sum())
+        scale = of_flops.max() / of_launch.max()             # columns of one size
+        (launch, slope), *_ = np.linalg.lstsq(np.stack([of_launch * scale, of_flops], axis=1),
+                                              np.ones(len(of_flops)), rcond=None)
+        launch = max(0.0, float(launch * scale))
+    slope = of_flops @ (1 - launch * of_launch)
+    if slope <= 0:                                           # noise: no block takes as long as a launch
+        slope = of_flops.sum()
+    return launch, float(of_flops @ of_flops / slope)
 
 
 def measure(peers, backend, dtypes, head_dim, seconds, progress):

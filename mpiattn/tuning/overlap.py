@@ -9,7 +9,7 @@ from .links import exists, partners, swapping
 from .samples import Sample, take_turns
 from .wire import Wire
 
-TARGET = 0.03                        # seconds of the block and of the transfer beside it
+TARGET, SHORTEST = 0.03, 5e-3        # of all the seconds, what the block and the transfer beside it take; at least
 MOST_BYTES, LEAST_BYTES = 32 * 2 ** 20, 2 ** 16
 LEAST_TOKENS = 64
 
@@ -23,7 +23,7 @@ def measure(peers, nodes, backend, between, bandwidth, speed, dtype, head_dim, s
     if not exists(nodes, between):
         progress(seconds)
         return None
-    nbytes = int(np.clip(TARGET * bandwidth, LEAST_BYTES, MOST_BYTES))
+    nbytes = int(np.clip(max(TARGET * seconds, SHORTEST) * bandwidth, LEAST_BYTES, MOST_BYTES))
     tokens = max(LEAST_TOKENS, int((nbytes / bandwidth * speed / (4 * head_dim)) ** 0.5))
     wire, block = Wire(peers, backend, nbytes), Blocks(backend, tokens, dtype, head_dim, "forward", heads=1)
 
