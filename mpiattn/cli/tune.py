@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import sys
 
 from ..agreement import agreement
 from ..errors import ArgumentError
@@ -83,11 +84,18 @@ def run(args):
 
 
 def _run(job, args):
-    from .. import backends, machines
+    from .. import backends, installation, machines
+    from ..check.facts import LAUNCHED
     from ..tuned import key_of, nodes_of
     from ..tuning.measure import measure
     # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
     peers, speaks = job.peers, job.comm.rank == 0 and launch_rank() == 0
+    launched = installation.launched_ranks(LAUNCHED)
+    if launched not in (None, peers.size):             # its ranks do not know of each other: it would measure nonsense
+        if speaks:
+            print(f"mpiattn tune: the launcher started {launched} ranks, this MPI sees {peers.size}; `mpiattn check` "
+                  "says what to do about it", file=sys.stderr)
+        return 1
     with agreement(peers):
         backend = backends.get(args.backend)
     with agreement(peers, only=0):
