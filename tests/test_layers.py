@@ -98,6 +98,14 @@ def test_torch_is_optional():
     assert not {module for module in MODULES if "torch" in imports(module)[0]}
 
 
+def test_matplotlib_is_optional():
+    """Only pictures need it, and none loads it before it is drawn."""
+    assert {part(module) for module in MODULES if "matplotlib" in imports(module)[1]} == {"plots"}
+    pictures = ", ".join(f"mpiattn.{module}" for module in MODULES if part(module) == "plots")
+    loaded = python(f"import sys, {pictures}; print(*sys.modules)")
+    assert "matplotlib" not in loaded.split()
+
+
 def test_no_cycles():
     done, path = set(), []
 

@@ -1,0 +1,201 @@
+"""The assignment matrix: which rank computes which block, and what one rank has to receive and send for its tile.
+
+Rank r*a + c computes the blocks of the query chunks r*a ... r*a + a-1 and the KV chunks c, c + a, c + 2a, ...
+(Mesh-Attention, arXiv 2512.20968): a blocks high, every a-th column.  A tile of a x b blocks needs a-1 + b-1 chunks
+of others, a Ring's row of n blocks n-1.
+"""
+
+import numpy as np
+
+from ..cli.table import size
+from ..errors import ArgumentError
+from ..schedule import GATHERED, IN_COLUMNS, REDUCED
+from ..traffic import ELEMENTS, in_column, in_row, place
+from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
+
+MOST_NUMBERED = 16                     # ranks of a matrix whose blocks all bear their rank's number and color
+MOST_CELLS = 256                       # a side of the picture of the work of many blocks, which are averaged
+LIGHT = 0.75                           # share of a rank's color; the rest is white
+MOST_CHUNKS = 9                        # of a side of the tile, drawn one by one; larger tiles are abbreviated
+
+
+def check_rank(rank, a, b):
+    """Raise ArgumentError unless a mesh of tile a x b has that rank."""
+    if not 0 <= rank < a * b:
+        raise ArgumentError(f"rank is {rank}; of {a * b} ranks it may be 0 to {a * b - 1}")
+
+
+def chunks_of(rank, a, b):
+    """The query chunks and the KV chunks of a rank's tile, by hop: its own are first."""
+    return [in_row(rank, a, u) for u in range(a)], [in_column(rank, a, b, w) for w in range(b)]
+
+
+def _color_of(rank, a, b):
+    """Far from those of its neighbours in the row, whose blocks are side by side; darker ones for higher columns."""
+    from matplotlib import colormaps
+    r, c = place(rank, a)
+    return 1 - LIGHT * (1 - np.array(colormaps["cividis_r"]((c * b + r) / max(1, a * b - 1))[:3]))
+
+
+def draw_assignment(axes, a, b, rank=0, work=None):
+    """Draw the n x n blocks of a tile a x b, the tile of `rank` with a frame around it.
+
+    work: attended pairs of every block, (n, n), of `mpiattn.load.block_pairs`: blocks with less are paler, and empty
+    ones white.  Up to MOST_NUMBERED ranks every block bears its rank's number and color, beyond the one rank's alone.
+    """
+    from matplotlib.patches import Rectangle
+    check_rank(rank, a, b)
+    n = a * b
+    (r, _), (queries, keys) = place(rank, a), chunks_of(rank, a, b)
+    share = None if work is None else np.asarray(work) / max(1, np.max(work))
+    if n <= MOST_NUMBERED:
+        _draw_numbered(axes, a, b, rank, np.ones((n, n)) if share is None else share)
+    else:
+        if share is not None:
+            step = -(-n // MOST_CELLS)
+            whole = np.add.reduceat(np.add.reduceat(share, range(0, n, step), 0), range(0, n, step), 1)
+            counts = np.diff([*range(0, n, step), n])
+            axes.imshow(whole / np.outer(counts, counts), cmap="Greys", vmin=0, vmax=2.5, extent=(0, n, n, 0),
+                        interpolation="nearest")
+        for row in range(0, n, a):
+            axes.add_patch(Rectangle((0, row), n, a, fill=False, edgecolor=GRAY, linewidth=0.3))
+        axes.add_patch(Rectangle((0, r * a), n, a, facecolor=COLORS["Q"], alpha=0.35, linewidth=0))
+        for chunk in keys:
+            axes.add_patch(Rectangle((chunk, 0), 1, n, facecolor=COLORS["KV"], alpha=0.6, linewidth=0))
+    for chunk in keys:                                                   # the frames around the tile
+        axes.add_patch(Rectangle((chunk, min(queries)), 1, a, fill=n > MOST_NUMBERED, facecolor=INK, edgecolor=INK,
+                                 linewidth=1.8 if n <= MOST_NUMBERED else 0.4, zorder=3, label="tile"))
+    _chunk_axes(axes, n)
+    axes.set_title(f"Blocks of {n} rank{'s' * (n > 1)}, tile {a}x{b}\n"
+                   + (f"number: the rank that computes it; framed: rank {rank}" if n <= MOST_NUMBERED else
+                      f"black: rank {rank}; blue and orange: chunks it needs")
+                   + ("" if share is None else "\npaler: the mask leaves less work"))
+
+
+def _draw_numbered(axes, a, b, rank, share):
+    from matplotlib.patches import Rectangle
+    n = a * b
+    for cut in range(1, n):
+        axes.axhline(cut, color="white", linewidth=1.5 if cut % a == 0 else 0.4)
+        axes.axvline(cut, color="white", linewidth=0.4)
+    for i in range(n):
+        for j in range(n):
+            owner = i // a * a + j % a
+            color = 1 - share[i, j] * (1 - _color_of(owner, a, b))
+            axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, label="block"))
+            luminance = color @ (0.299, 0.587, 0.114)
+            axes.text(j + 0.5, i + 0.52, str(owner), ha="center", va="center", fontsize=min(9, 100 / n),
+                      color=INK if luminance > 0.42 else "white", weight="bold" if owner == rank else "normal")
+
+
+def _chunk_axes(axes, n):
+    from matplotlib.ticker import FixedLocator, FuncFormatter
+    axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", anchor="N")
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.set_xlabel("KV chunk")
+    axes.set_ylabel("Q chunk")
+    step = 1 if n <= MOST_NUMBERED else n // 8
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator([chunk + 0.5 for chunk in range(0, n, step)]))
+        axis.set_major_formatter(FuncFormatter(lambda at, _: f"{at - 0.5:.0f}"))
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(True)
+
+
+def _shown(count):
+    """Hops to show of `count`, None for those left out."""
+    return list(range(count)) if count <= MOST_CHUNKS else [*range(MOST_CHUNKS - 2), None, count - 1]
+
+
+class _Needs:
+    """What the tile of a rank needs under a mask: by hop, whether a query chunk, a KV chunk and a block has work."""
+
+    def __init__(self, a, b, rank, work):
+        self.queries, self.keys = chunks_of(rank, a, b)
+        work = np.ones((a * b, a * b), bool) if work is None else np.asarray(work) > 0
+        self.blocks = work[np.ix_(self.queries, self.keys)]
+        self.rows, self.columns = self.blocks.any(axis=1), self.blocks.any(axis=0)
+        self.moved = int(self.rows[1:].sum()), int(self.columns[1:].sum())            # in the row, in the column
+        self.on_ring = int(work[rank].sum() - work[rank, rank])
+
+    def of(self, kind):
+        """The chunks of a kind by hop, whether each is needed, and how many travel."""
+        column = kind in IN_COLUMNS
+        return ((self.keys, self.columns) if column else (self.queries, self.rows)) + (self.moved[column],)
+
+
+def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
+    """Draw the tile of a rank alone: its blocks, the chunks that come to it and the partials that leave.
+
+    work: as of `draw_assignment`; what nobody needs under the mask is left empty.  direction: "forward" or "backward".
+    nbytes: by kind, bytes that come to the rank or leave it, to be told too.
+    """
+    from matplotlib.patches import Rectangle
+    check_rank(rank, a, b)
+    needs = _Needs(a, b, rank, work)
+    rows, columns = _shown(a), _shown(b)
+    across = len(columns) + 7.6
+    unit = axes.figure.get_size_inches()[0] / 2 * POINTS / across         # points of a block's side, about
+
+    def cell(x, y, text, label, **look):
+        axes.add_patch(Rectangle((x, y), 0.92, 0.92, label=label, **look))
+        axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.3 * unit / max(1, len(text))))
+
+    def chunk(x, y, kind, hop):
+        """A chunk beside the tile: filled where it travels, framed where it is the rank's own, dotted where neither."""
+        chunks, needed, _ = needs.of(kind)
+        state = "left out" if hop is None else "own" if hop == 0 else "moved" if needed[hop] else "not needed"
+        cell(x, y, "..." if hop is None else f"{kind}{chunks[hop]}", f"{kind} {state}", edgecolor=COLORS[kind],
+             facecolor=COLORS[kind] if state in ("moved", "left out") else "white", linewidth=1.2,
+             linestyle=":" if state == "not needed" else "-")
+
+    def told(kind, between):
+        way = "in" if kind in GATHERED else "out"
+        return (f"{way}:{between}{needs.of(kind)[2]} {kind}"
+                + (f"{between}({size(nbytes[kind])})" if nbytes else ""))
+    for y, u in enumerate(rows):
+        for x, w in enumerate(columns):
+            if u is not None and w is not None:
+                cell(x, y, "" if a * b > MOST_NUMBERED else f"{needs.queries[u]},{needs.keys[w]}",
+                     "block" if needs.blocks[u, w] else "empty block", edgecolor=PALE,
+                     facecolor=PALE if needs.blocks[u, w] else "white")
+    below = len(rows)
+    for kind in (*GATHERED, *REDUCED[direction]):
+        gathered = kind in GATHERED
+        if kind in IN_COLUMNS:
+            for x, w in enumerate(columns):
+                chunk(x, -1.5 if gathered else below + 0.5, kind, w)
+            axes.text(len(columns) / 2, -1.7 if gathered else below + 1.7, told(kind, " "), ha="center",
+                      va="bottom" if gathered else "top")
+        else:
+            for y, u in enumerate(rows):
+                chunk(-1.5 if gathered else len(columns) + 0.5, y, kind, u)
+            axes.text(-1.7 if gathered else len(columns) + 1.7, below / 2, told(kind, "\n"),
+                      ha="right" if gathered else "left", va="center")
+    axes.set(xlim=(-3.8, len(columns) + 3.8), ylim=(below + (2.6 if direction == "backward" else 0.2), -2.6),
+             aspect="equal", anchor="N")
+    axes.set_axis_off()
+    axes.set_title(_told_of_tile(a, b, rank, direction, needs))
+
+
+def _told_of_tile(a, b, rank, direction, needs):
+    head = f"Rank {rank}, {direction}: {a} x {b} blocks; white: its own chunks"
+    (row, column), moved = ELEMENTS[direction], needs.moved
+    names = {"forward": ("Q, O", "K, V"), "backward": ("Q, dO, dQ", "K, V, dK, dV")}[direction]
+    counts = " + ".join(f"{hops} of each {name}" for hops, name in zip(moved, names) if hops)
+    if not counts:
+        return f"{head}\nnothing moves"
+    ring = f"; on a Ring {column * needs.on_ring}" if a > 1 else ""
+    return f"{head}\n{counts}:\n{row * moved[0] + column * moved[1]} chunks move (filled){ring}"
+
+
+@styled
+def assignment(a, b, rank=0, work=None, direction="forward", nbytes=None):
+    """A figure of `draw_assignment` and, beside it, `draw_tile`."""
+    figure = new_figure(8.4, 4.3)
+    left, right = figure.subplots(1, 2)
+    draw_assignment(left, a, b, rank, work)
+    draw_tile(right, a, b, rank, work, direction, nbytes)
+    return figure

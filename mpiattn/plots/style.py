@@ -1,0 +1,138 @@
+"""What all pictures share: colors, text, units, and the file, which is the same for the same picture.
+
+Kinds keep their color in every picture (of Okabe and Ito's palette, which the color blind can tell apart), but no
+picture needs it: lines differ in dashes and markers too, waiting is hatched, and names stand where the things are.
+"""
+
+import functools
+import os
+import re
+
+from ..cli.table import duration, size
+from ..errors import ArgumentError, FileError
+from ..newfile import NewFile, check_target
+
+# What would change from run to run, or tell of the machine, is left out of the file.
+METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None},
+            "pdf": {"CreationDate": None, "Creator": None, "Producer": None}}
+SETTINGS = {
+    "svg.fonttype": "none", "svg.hashsalt": "mpiattn", "pdf.fonttype": 42, "savefig.dpi": 150,
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 8,
+    "axes.titlesize": 9, "axes.titlelocation": "left", "axes.labelsize": 8, "axes.linewidth": 0.6,
+    "axes.spines.top": False, "axes.spines.right": False, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+    "xtick.minor.width": 0.4, "ytick.minor.width": 0.4, "hatch.linewidth": 0.6, "lines.linewidth": 1.4,
+    "figure.constrained_layout.h_pad": 0.06, "figure.constrained_layout.w_pad": 0.06,
+}
+INK, GRAY, PALE = "#1a1a1a", "#767676", "#e6e6e6"
+COLORS = {"blocks": "#1f3b57", "waiting": "#ffffff", "Q": "#56b4e9", "KV": "#e69f00", "O": "#009e73", "dQ": "#009e73",
+          "dKV": "#d55e00"}
+HATCH = "/////"
+POINTS = 72                                      # in an inch
+
+
+def check(name, path):
+    """Raise ArgumentError or FileError, naming the argument, if a picture could not be drawn or not be written there.
+
+    To be called before any work.
+    """
+    if kind_of(path) not in METADATA:
+        raise ArgumentError(f"{name} is {path!r}; it must end in {', '.join(f'.{kind}' for kind in METADATA)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ArgumentError(f"{name} is {path!r}; pictures need matplotlib ({error}); the `plot` extra has it: "
+                            "pip install 'mpiattn[plot]'") from None
+    check_target(name, path)
+
+
+def kind_of(path):
+    """What a file is by its name: "png", "svg", "pdf" or something else."""
+    return os.path.splitext(path)[1].lower().lstrip(".")
+
+
+def styled(function):
+    """Draw with these settings whatever the caller's are, and leave the caller's alone."""
+    @functools.wraps(function)
+    def drawn(*args, **kwargs):
+        import matplotlib
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(SETTINGS)
+            return function(*args, **kwargs)
+    return drawn
+
+
+def new_figure(width, height):
+    """An empty figure of so many inches, which no window and no other figure knows of."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+@styled
+def save(figure, path, name="path"):
+    """Write a figure as .png, .svg or .pdf, whole or not at all; the same figure gives the same bytes.
+
+    Raises ArgumentError and FileError, which name the argument `name`.
+    """
+    check(name, path)
+    new = NewFile(name, path)
+    try:
+        figure.savefig(new.partial, format=kind_of(path), metadata=METADATA[kind_of(path)])
+        if kind_of(path) == "svg":
+            _shorten(new.partial)
+        new.publish()
+    except OSError as error:
+        raise FileError(f"{name} is {path!r}; it cannot be written: {error.strerror or error}") from None
+    finally:
+        new.discard()
+
+
+def _shorten(path):
+    """Leave out of an SVG file what says nothing: digits beyond a hundredth of a point, turns by nothing, indents."""
+    def of_tag(found):
+        tag = re.sub(r' transform="rotate\(-0 [^"]*\)"|; stroke-linejoin: miter', "", found[0])
+        tag = re.sub(r"(\.\d\d)\d+", r"\1", tag)
+        return re.sub(r"(?<=[MLCQ]) | ?\n(?=[MLCQz])|(?<=z)\n|(?<=\d) ?\n(?=\")", "", tag)
+    with open(path, encoding="utf-8") as file:
+        text = re.sub(r"\n\s+", "\n", re.sub(r"<[a-z][^>]*>", of_tag, file.read()))
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(re.sub(r'<g id="\w+">\n(<(?:path|text)\b[^\n]*\n)</g>\n|<g id="\w+"/>\n', r"\1", text))
+
+
+def label_ends(axes, labels):
+    """Names at the ends of lines: (x, y, text, color) each; moved apart where they would overlap.
+
+    For axes whose limits are set.
+    """
+    _, height = axes.figure.get_size_inches()
+    space = 1.25 * SETTINGS["font.size"] / (POINTS * height * axes.get_position().height)
+    taken = -1.0
+    to_axes = axes.transData + axes.transAxes.inverted()
+    for (x, y), (text, color) in sorted(((tuple(to_axes.transform((x, y))), (text, color))
+                                         for x, y, text, color in labels), key=lambda label: label[0][1]):
+        taken = max(y, taken + space * (text.count("\n") + 1))
+        axes.annotate(text, (x, y), xytext=(x + 0.02, taken), xycoords="axes fraction", textcoords="axes fraction",
+                      va="center", ha="left", color=color, annotation_clip=False)
+
+
+def time_axis(axis):
+    """Label an axis of seconds in readable units."""
+    from matplotlib.ticker import FuncFormatter
+    axis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds) if seconds else "0"))
+
+
+def size_axis(axis):
+    """Label an axis of bytes in binary units, at powers of two where it is logarithmic."""
+    from matplotlib.ticker import FuncFormatter
+    axis.set_major_formatter(FuncFormatter(lambda nbytes, _: size(nbytes)))
+
+
+def rank_axis(axis, ranks):
+    """Label a logarithmic axis of numbers of ranks, with these ticks."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    axis.set_major_locator(FixedLocator(ranks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:.0f}"))
