@@ -1,0 +1,173 @@
+"""What ranks do when in a pass, predicted (`mpiattn.simulate`) or measured (the executor's trace), at one scale.
+
+Of one rank: a lane of blocks and of waiting, and one of each kind of transfer.  Of several ranks: a row each.  What is
+drawn is `mpiattn.timeline.Timeline`, with times as arrays over ranks or, of measured ones, a dict of ranks' own.
+"""
+
+import math
+from typing import NamedTuple
+
+from ..cli.table import duration, percent
+from ..errors import ArgumentError
+from ..schedule import GATHERED, REDUCED
+from ..timeline import Moved, StepTimes, Timeline
+from .style import COLORS, HATCH, INK, POINTS, new_figure, styled, time_axis
+
+LANE, ROW = 0.26, 0.42                # inches of a lane and of a rank's row, about
+WHOLE = 0.8                           # height of the bars of a lane of its own
+NARROW = 3.0                          # points up to which a bar has no edges, which would hide it
+SAME_TIME = 0.1                       # share of a transfer's time that still counts as after the one before it
+
+
+class Bar(NamedTuple):
+    """Something that lasts, in seconds since the pass began; `level` of those that are under way at once."""
+
+    what: str
+    start: float
+    stop: float
+    text: str = ""
+    level: int = 0
+
+
+def of_rank(timeline, rank):
+    """The timeline of one rank, in numbers; raises ArgumentError where it is of others."""
+    if isinstance(timeline, dict):
+        if rank not in timeline:
+            raise ArgumentError(f"rank is {rank}; the timeline is of {', '.join(map(str, timeline))}")
+        return timeline[rank]
+
+    def pick(times):
+        if getattr(times, "ndim", 0) == 0:
+            return float(times)
+        if not 0 <= rank < len(times):
+            raise ArgumentError(f"rank is {rank}; the timeline is of {len(times)} ranks")
+        return float(times[rank])
+    steps = tuple(StepTimes(*map(pick, step)) for step in timeline.steps)
+    moves = tuple(Moved(kind, hop, step, pick(begun), pick(arrived)) for kind, hop, step, begun, arrived
+                  in timeline.moves)
+    return Timeline(timeline.direction, steps, moves, timeline.seconds)
+
+
+def slowest(timeline):
+    """The rank that ends last; 0 of a timeline of one rank."""
+    if isinstance(timeline, dict):
+        return max(timeline, key=lambda rank: timeline[rank].steps[-1].ended)
+    ended = timeline.steps[-1].ended
+    return int(ended.argmax()) if getattr(ended, "ndim", 0) else 0
+
+
+def lanes(timeline):
+    """The bars of one rank's timeline by lane: "blocks" (and waiting, after each step's), then kinds of transfers."""
+    found = {"blocks": []}
+    for posted, computed, ended in timeline.steps:
+        if computed > posted:
+            found["blocks"].append(Bar("blocks", posted, computed))
+        if ended > computed:
+            found["blocks"].append(Bar("waiting", computed, ended))
+    for kind in (*GATHERED, *REDUCED[timeline.direction]):
+        bars, until = [], []                             # until: when each level is free
+        for move in sorted((move for move in timeline.moves if move.kind == kind and not math.isnan(move.begun)),
+                           key=lambda move: move.begun):
+            after = move.begun + SAME_TIME * (move.arrived - move.begun)
+            level = next((i for i, end in enumerate(until) if end <= after), len(until))
+            until[level:level + 1] = [move.arrived]
+            bars.append(Bar(kind, move.begun, move.arrived, f"#{move.hop}" if move.hop else "all", level))
+        if bars:
+            found[kind] = bars
+    return found
+
+
+def told(timeline):
+    """Seconds and waiting of one rank's timeline, in words."""
+    seconds, waiting = timeline.steps[-1].ended, sum(step.ended - step.computed for step in timeline.steps)
+    return f"{duration(seconds)}, of which {duration(waiting) if waiting else 'none'} waiting" \
+        + (f" ({percent(waiting / seconds)})" if waiting else "")
+
+
+def _draw_bars(axes, bars, bottom, height):
+    """Draw bars between heights, with their texts where there is room."""
+    from matplotlib.patches import Rectangle
+    levels = 1 + max((bar.level for bar in bars), default=0)
+    points = 0.85 * POINTS * axes.figure.get_size_inches()[0] / axes.get_xlim()[1]        # of a second, about
+    for bar in bars:
+        waits, length = bar.what == "waiting", points * (bar.stop - bar.start)
+        y, tall = bottom + height * (1 - (bar.level + 1) / levels), height / levels
+        axes.add_patch(Rectangle((bar.start, y), bar.stop - bar.start, tall, facecolor=COLORS[bar.what], label=bar.what,
+                                 edgecolor=INK if waits else "white", linewidth=0.4 if length > NARROW else 0,
+                                 hatch=HATCH if waits else None))
+        if height == WHOLE and levels <= 2 and length > 5.5 * len(bar.text):
+            axes.text((bar.start + bar.stop) / 2, y + tall / 2, bar.text, ha="center", va="center", color=INK,
+                      fontsize=7 if levels == 1 else 6)
+
+
+def _frame(axes, ticks, until):
+    axes.set(xlim=(0, until), ylim=(0, len(ticks)))
+    axes.set_yticks([len(ticks) - 0.5 - i for i in range(len(ticks))], ticks)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    time_axis(axes.xaxis)
+
+
+def draw_lanes(axes, timeline, rank=None, until=None):
+    """Draw what one rank does, a lane a thing; by default the slowest.
+
+    until: seconds at which the axis ends; default: the end of the pass.
+    """
+    rank = slowest(timeline) if rank is None else rank
+    one = of_rank(timeline, rank)
+    bars = lanes(one)
+    _frame(axes, list(bars), until or _end(one))
+    for i, lane in enumerate(bars.values()):
+        _draw_bars(axes, lane, len(bars) - i - (1 + WHOLE) / 2, WHOLE)
+    return rank
+
+
+def draw_ranks(axes, timeline, ranks, until=None):
+    """Draw a row for each of some ranks: blocks and waiting above, under them a line of each kind of transfer."""
+    found = {rank: lanes(of_rank(timeline, rank)) for rank in ranks}
+    _frame(axes, [f"rank {rank}" for rank in ranks], until or max(_end(of_rank(timeline, rank)) for rank in ranks))
+    for i, bars in enumerate(found.values()):
+        top = len(ranks) - i - 0.05
+        blocks, *transfers = bars.values()
+        _draw_bars(axes, blocks, top - 0.5, 0.5)
+        for j, lane in enumerate(transfers):
+            _draw_bars(axes, [bar._replace(level=0) for bar in lane], top - 0.5 - 0.1 * (j + 1), 0.08)
+
+
+def _end(one):
+    return max([step.ended for step in one.steps] + [move.arrived for move in one.moves if not math.isnan(move.arrived)]
+               + [1e-9])
+
+
+@styled
+def timeline(entries, ranks=None, title=None):
+    """A figure of one or more timelines, one above the other at the same scale.
+
+    entries: pairs of a name ("predicted", "measured", ...) and a Timeline or, of measured ones, a dict from ranks to
+        Timelines.
+    ranks: a list: a row for each of these.  Default: what the slowest rank of each does, in lanes.
+    """
+    if not entries:
+        raise ArgumentError("entries is empty; it must be pairs of a name and a Timeline")
+    shown = [(name, one, ranks or [slowest(one)]) for name, one in entries]
+    until = max(_end(of_rank(one, rank)) for _, one, some in shown for rank in some)
+    if ranks:
+        heights = [ROW * len(ranks)] * len(shown)
+    else:
+        heights = [LANE * len(lanes(of_rank(one, some[0]))) for _, one, some in shown]
+    figure = new_figure(8.4, sum(heights) + 0.45 * len(shown) + 0.4 + 0.3 * bool(title))
+    if title:
+        figure.suptitle(title, x=0.008, ha="left", fontsize=9, weight="bold")
+    grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for (name, one, some), axes in zip(shown, grid[:, 0]):
+        last = max(some, key=lambda rank, one=one: of_rank(one, rank).steps[-1].ended)
+        (draw_ranks(axes, one, some, until) if ranks else draw_lanes(axes, one, some[0], until))
+        axes.set_title(f"{name}, rank {last}: {told(of_rank(one, last))}")
+    grid[-1, 0].set_xlabel("time since the pass began; hatched: waiting for transfers, to and from it; " + (
+        "lines: " + ", ".join(_kinds(shown)) + " that arrive" if ranks else "lanes of kinds: what arrives, #hop"))
+    return figure
+
+
+def _kinds(shown):
+    return [kind for kind in (*GATHERED, "O", "dQ", "dKV")
+            if any(kind in lanes(of_rank(one, rank)) for _, one, some in shown for rank in some)]
