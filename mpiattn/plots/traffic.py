@@ -1,0 +1,106 @@
+"""Bytes that a rank sends against the number of ranks: Ring, the best tile of a mesh, Ulysses and USP.
+
+Means over ranks where nothing is masked, by the formulas of `mpiattn.traffic`, which the tests count.
+"""
+
+from .. import traffic as formulas
+from ..cli.table import percent
+from ..errors import ArgumentError
+from ..schedule import REDUCED
+from ..tiling import tiles
+from .style import GRAY, INK, label_ends, new_figure, rank_axis, size_axis, styled
+
+FEWEST = 2
+
+
+def counts(most):
+    """The numbers of ranks to show: powers of two up to `most`, and `most`."""
+    return sorted({2 ** i for i in range(1, most.bit_length()) if 2 ** i <= most} | {most})
+
+
+def best_tile(problem, ranks, direction="forward"):
+    """The tile that sends least, and its bytes: ((a, b), bytes)."""
+    return min((((a, b), mesh(problem, ranks, a, b, direction)) for a, b in tiles(ranks)), key=lambda found: found[1])
+
+
+def mesh(problem, ranks, a, b, direction="forward"):
+    """Mean bytes that a rank sends on a tile of a x b in a direction, of "both" the sum."""
+    directions = REDUCED if direction == "both" else (direction,)
+    return sum(formulas.mean_sent(problem, ranks, a, b, one) for one in directions)
+
+
+def lines(problem, most, direction="forward"):
+    """By method, the pairs of ranks and bytes to draw; none where a method is not possible."""
+    found = {"Ring": [], "best mesh": [], "USP": [], "Ulysses": []}
+    for ranks in counts(most):
+        found["Ring"].append((ranks, mesh(problem, ranks, 1, ranks, direction)))
+        found["best mesh"].append((ranks, best_tile(problem, ranks, direction)[1]))
+        group, nbytes = formulas.best_usp(problem, ranks, direction)
+        if group > 1:
+            found["USP"].append((ranks, nbytes))
+        nbytes = formulas.ulysses(problem, ranks, direction)
+        if nbytes is not None:
+            found["Ulysses"].append((ranks, nbytes))
+    return {name: points for name, points in found.items() if points}
+
+
+LOOK = {"Ring": {"color": INK, "marker": "o", "linestyle": "-"},
+        "best mesh": {"color": "#0072b2", "marker": "s", "linestyle": "-", "linewidth": 2.2},
+        "USP": {"color": "#d55e00", "marker": "^", "linestyle": "--"},
+        "Ulysses": {"color": GRAY, "marker": "D", "linestyle": ":", "markerfacecolor": "white", "markersize": 7,
+                    "zorder": 1}}
+
+
+def draw_traffic(axes, problem, most, direction="forward", tile=None):
+    """Draw bytes a rank against ranks, up to `most`.
+
+    tile: (a, b) of `most` ranks, to be marked where it is not the one that sends least.
+    """
+    if most < FEWEST:
+        raise ArgumentError(f"ranks is {most}; it must be at least {FEWEST} where traffic is to be drawn")
+    found, labels = lines(problem, most, direction), []
+    for name, points in found.items():
+        axes.plot(*zip(*points), **{"markersize": 3.5, **LOOK[name]}, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    shown = counts(most)
+    rank_axis(axes.xaxis, shown if len(shown) < 10 else shown[::2])
+    size_axis(axes.yaxis)
+    (a, b), _ = best_tile(problem, most, direction)
+    ring, color = found["Ring"][-1][1], LOOK["best mesh"]["color"]
+    sizes = [nbytes for points in found.values() for _, nbytes in points if nbytes]
+    axes.set(xlim=(shown[0] * 0.85, most * 1.15), ylim=(min(sizes, default=1) / 2.5, max(sizes, default=1) * 1.5))
+    for ranks in shown[:-1]:
+        (one, other), sent = best_tile(problem, ranks, direction)
+        if one > 1:
+            axes.annotate(f"{one}x{other}", (ranks, sent), xytext=(2, 4), textcoords="offset points", fontsize=6.5,
+                          color=color)
+
+    def less(sent):
+        return f":\n{percent(1 - sent / ring)} less" if sent <= ring else ":\nmore than Ring"
+    group = formulas.best_usp(problem, most, direction)[0]
+    names = {"best mesh": f"best mesh, {a}x{b}" if a > 1 else "best mesh: Ring", "USP": f"USP, {group}x{most // group}"}
+    for name in [name for name in found if name != "Ulysses"]:
+        sent = found[name][-1][1]
+        plain = name == "Ring" or not ring or (name == "best mesh" and a == 1)
+        labels.append((most, sent, names.get(name, name) + ("" if plain else less(sent)), LOOK[name]["color"]))
+    if tile not in (None, (a, b), (1, most)):
+        sent = mesh(problem, most, *tile, direction)
+        axes.plot([most], [sent], marker="*", markersize=9, color=color, linestyle="", label="tile")
+        labels.append((most, sent, f"tile {tile[0]}x{tile[1]}{less(sent)}", color))
+    label_ends(axes, labels)
+    if "Ulysses" in found:
+        axes.text(0.02, 0.03, f"diamonds: Ulysses, on no more ranks than the {problem.kv_heads} KV heads", color=GRAY,
+                  transform=axes.transAxes)
+    axes.set_xlabel("ranks, the same sequence on all of them")
+    passes = "forward and backward" if direction == "both" else direction
+    axes.set_title(f"Bytes a rank sends, {passes}; exact, no mask")
+    axes.grid(axis="y", linewidth=0.3, color=GRAY, alpha=0.5)
+
+
+@styled
+def traffic(problem, most, direction="forward", tile=None):
+    """A figure of `draw_traffic`."""
+    figure = new_figure(5.6, 3.6)
+    draw_traffic(figure.subplots(), problem, most, direction, tile)
+    return figure
