@@ -137,7 +137,8 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
     needs = _Needs(a, b, rank, work)
     rows, columns = _shown(a), _shown(b)
     across = len(columns) + 7.6
-    unit = axes.figure.get_size_inches()[0] / 2 * POINTS / across         # points of a block's side, about
+    width = axes.figure.get_size_inches()[0] * axes.get_position().width
+    unit = width * POINTS / across                                       # points of a block's side, about
 
     def cell(x, y, text, label, **look):
         axes.add_patch(Rectangle((x, y), 0.92, 0.92, label=label, **look))

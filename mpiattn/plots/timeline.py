@@ -18,6 +18,9 @@ WHOLE = 0.8                           # height of the bars of a lane of its own
 NARROW = 3.0                          # points up to which a bar has no edges, which would hide it
 SAME_TIME = 0.1                       # share of a transfer's time that still counts as after the one before it
 
+SAYS = "time since the pass began; hatched: waiting for what arrives and what leaves"
+LANES_SAY = f"{SAYS}; lanes of kinds: what arrives, #hop"
+
 
 class Bar(NamedTuple):
     """Something that lasts, in seconds since the pass began; `level` of those that are under way at once."""
@@ -95,7 +98,7 @@ def _draw_bars(axes, bars, bottom, height):
         axes.add_patch(Rectangle((bar.start, y), bar.stop - bar.start, tall, facecolor=COLORS[bar.what], label=bar.what,
                                  edgecolor=INK if waits else "white", linewidth=0.4 if length > NARROW else 0,
                                  hatch=HATCH if waits else None))
-        if height == WHOLE and levels <= 2 and length > 5.5 * len(bar.text):
+        if bar.text and height == WHOLE and levels <= 2 and length > 5.5 * len(bar.text):
             axes.text((bar.start + bar.stop) / 2, y + tall / 2, bar.text, ha="center", va="center", color=INK,
                       fontsize=7 if levels == 1 else 6)
 
@@ -116,7 +119,7 @@ def draw_lanes(axes, timeline, rank=None, until=None):
     rank = slowest(timeline) if rank is None else rank
     one = of_rank(timeline, rank)
     bars = lanes(one)
-    _frame(axes, list(bars), until or _end(one))
+    _frame(axes, list(bars), _end(one) if until is None else until)
     for i, lane in enumerate(bars.values()):
         _draw_bars(axes, lane, len(bars) - i - (1 + WHOLE) / 2, WHOLE)
     return rank
@@ -163,8 +166,7 @@ def timeline(entries, ranks=None, title=None):
         last = max(some, key=lambda rank, one=one: of_rank(one, rank).steps[-1].ended)
         (draw_ranks(axes, one, some, until) if ranks else draw_lanes(axes, one, some[0], until))
         axes.set_title(f"{name}, rank {last}: {told(of_rank(one, last))}")
-    grid[-1, 0].set_xlabel("time since the pass began; hatched: waiting for transfers, to and from it; " + (
-        "lines: " + ", ".join(_kinds(shown)) + " that arrive" if ranks else "lanes of kinds: what arrives, #hop"))
+    grid[-1, 0].set_xlabel(f"{SAYS}; lines: {', '.join(_kinds(shown))} that arrive" if ranks else LANES_SAY)
     return figure
 
 

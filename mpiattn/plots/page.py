@@ -1,0 +1,40 @@
+"""A plan on one page: who computes which block, what one rank's tile needs, bytes against ranks, and the timeline."""
+
+from ..traffic import token_bytes
+from .assignment import draw_assignment, draw_tile
+from .style import new_figure, styled
+from .timeline import LANE, LANES_SAY, draw_lanes, lanes, of_rank, slowest, told
+from .traffic import FEWEST, draw_traffic
+
+WIDTH, TOP = 13.0, 4.4                # inches
+
+
+@styled
+def page(problem, work, load, schedules, timelines, title, machine):
+    """A figure of a plan for a `Problem`; the rank that is shown is the slowest of the first pass.
+
+    work, load: `mpiattn.load.block_pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: of each
+    pass, the latter predicted.  title: the plan in words.  machine: what it is predicted for, in words.
+    """
+    (a, b, ranks), rank, first = load.pairs.shape, slowest(timelines[0]), schedules[0]
+    heights = [LANE * len(lanes(of_rank(one, rank))) + 0.25 for one in timelines]
+    widths = [1, 1, 0.8] if ranks >= FEWEST else [1, 1]
+    figure = new_figure(WIDTH, TOP + sum(heights) + 0.6)
+    figure.suptitle(title, x=0.005, ha="left", fontsize=9, weight="bold")
+    rows = figure.add_gridspec(1 + len(timelines), 1, height_ratios=[TOP, *heights])
+    top = rows[0].subgridspec(1, len(widths), width_ratios=widths)
+    shade = work if problem.causal or problem.window != (None, None) else None
+    draw_assignment(figure.add_subplot(top[0]), a, b, rank, shade)
+    nbytes = {kind: float(load.moved(kind, first.route, first.collective)[:, rank].sum() * of_token)
+              for kind, of_token in token_bytes(problem, first.direction).items()}
+    draw_tile(figure.add_subplot(top[1]), a, b, rank, shade, first.direction, nbytes)
+    if ranks >= FEWEST:
+        direction = first.direction if len(schedules) == 1 else "both"
+        draw_traffic(figure.add_subplot(top[2]), problem, ranks, direction, (a, b))
+    until = max(one.seconds for one in timelines)
+    for row, one in enumerate(timelines, 1):
+        axes = figure.add_subplot(rows[row])
+        draw_lanes(axes, one, rank, until)
+        axes.set_title(f"Rank {rank} in the {one.direction} pass, predicted for {machine}: {told(of_rank(one, rank))}")
+    axes.set_xlabel(LANES_SAY)
+    return figure
