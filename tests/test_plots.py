@@ -185,6 +185,12 @@ def test_traffic_of_few_ranks_and_both_directions():
     assert lines["Ring"][-1, 1] == pytest.approx(sum(formulas.mean_sent(problem, 7, 1, 7, direction)
                                                      for direction in ("forward", "backward")))
     assert "best mesh: Ring" in texts(axes)
+    axes, = traffic(Problem(1000, 4, 8), 6).axes         # 4 heads allow USP in pairs, and Ulysses on 4 ranks
+    assert {"USP, 2x3:\n40.0 % less"} < set(texts(axes))
+    axes, = traffic(Problem(1000, 2, 8), 7).axes         # 7 ranks have no group: the line ends at 4
+    assert "USP" in texts(axes)
+    with pytest.raises(ArgumentError, match="no tokens"):
+        traffic(Problem(0, 2, 8), 4)
     with pytest.raises(ArgumentError, match="ranks is 1"):
         traffic(problem, 1)
 
@@ -212,7 +218,8 @@ def test_scaling():
 
 @pytest.mark.parametrize("series, message", [
     ([], "series is empty"), ([Series("x", [2, 1], [1, 1])], "increasing"),
-    ([Series("x", [1], [1, 2])], "with 2 times"), ([Series("x", [1, 2], [[1], []])], "one at least"), ([Series("x", [1], [0.0])], "positive"),
+    ([Series("x", [1], [1, 2])], "with 2 times"), ([Series("x", [1, 2], [[1], []])], "one at least"),
+    ([Series("x", [1], [0.0])], "positive"),
 ])
 def test_scaling_errors(series, message):
     with pytest.raises(ArgumentError, match=message):

@@ -16,6 +16,7 @@ from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
 MOST_NUMBERED = 16                     # ranks of a matrix whose blocks all bear their rank's number and color
 MOST_CELLS = 256                       # a side of the picture of the work of many blocks, which are averaged
 LIGHT = 0.75                           # share of a rank's color; the rest is white
+LONG = 100                             # ranks whose numbers leave no room for the kind before them
 MOST_CHUNKS = 9                        # of a side of the tile, drawn one by one; larger tiles are abbreviated
 
 
@@ -142,14 +143,15 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
 
     def cell(x, y, text, label, **look):
         axes.add_patch(Rectangle((x, y), 0.92, 0.92, label=label, **look))
-        axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.3 * unit / max(1, len(text))))
+        axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.4 * unit / max(1, len(text))))
 
     def chunk(x, y, kind, hop):
         """A chunk beside the tile: filled where it travels, framed where it is the rank's own, dotted where neither."""
         chunks, needed, _ = needs.of(kind)
         state = "left out" if hop is None else "own" if hop == 0 else "moved" if needed[hop] else "not needed"
-        cell(x, y, "..." if hop is None else f"{kind}{chunks[hop]}", f"{kind} {state}", edgecolor=COLORS[kind],
-             facecolor=COLORS[kind] if state in ("moved", "left out") else "white", linewidth=1.2,
+        text = "..." if hop is None else f"{kind if a * b < LONG else ''}{chunks[hop]}"
+        cell(x, y, text, f"{kind} {state}", edgecolor=COLORS[kind], linewidth=1.2,
+             facecolor=COLORS[kind] if state in ("moved", "left out") else "white",
              linestyle=":" if state == "not needed" else "-")
 
     def told(kind, between):

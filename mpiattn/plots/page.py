@@ -18,7 +18,8 @@ def page(problem, work, load, schedules, timelines, title, machine):
     """
     (a, b, ranks), rank, first = load.pairs.shape, slowest(timelines[0]), schedules[0]
     heights = [LANE * len(lanes(of_rank(one, rank))) + 0.25 for one in timelines]
-    widths = [1, 1, 0.8] if ranks >= FEWEST else [1, 1]
+    sends = ranks >= FEWEST and problem.seqlen + problem.seqlen_k > 0
+    widths = [1, 1, 0.8] if sends else [1, 1]
     figure = new_figure(WIDTH, TOP + sum(heights) + 0.6)
     figure.suptitle(title, x=0.005, ha="left", fontsize=9, weight="bold")
     rows = figure.add_gridspec(1 + len(timelines), 1, height_ratios=[TOP, *heights])
@@ -28,10 +29,10 @@ def page(problem, work, load, schedules, timelines, title, machine):
     nbytes = {kind: float(load.moved(kind, first.route, first.collective)[:, rank].sum() * of_token)
               for kind, of_token in token_bytes(problem, first.direction).items()}
     draw_tile(figure.add_subplot(top[1]), a, b, rank, shade, first.direction, nbytes)
-    if ranks >= FEWEST:
+    if sends:
         direction = first.direction if len(schedules) == 1 else "both"
         draw_traffic(figure.add_subplot(top[2]), problem, ranks, direction, (a, b))
-    until = max(one.seconds for one in timelines)
+    until = max(one.seconds for one in timelines) or None
     for row, one in enumerate(timelines, 1):
         axes = figure.add_subplot(rows[row])
         draw_lanes(axes, one, rank, until)

@@ -59,6 +59,8 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
     if most < FEWEST:
         raise ArgumentError(f"ranks is {most}; it must be at least {FEWEST} where traffic is to be drawn")
     found, labels = lines(problem, most, direction), []
+    if not found["Ring"][-1][1]:
+        raise ArgumentError("the problem has no tokens; nothing is sent that could be drawn")
     for name, points in found.items():
         axes.plot(*zip(*points), **{"markersize": 3.5, **LOOK[name]}, label=name)
     axes.set_xscale("log", base=2)
@@ -81,9 +83,10 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
     group = formulas.best_usp(problem, most, direction)[0]
     names = {"best mesh": f"best mesh, {a}x{b}" if a > 1 else "best mesh: Ring", "USP": f"USP, {group}x{most // group}"}
     for name in [name for name in found if name != "Ulysses"]:
-        sent = found[name][-1][1]
-        plain = name == "Ring" or not ring or (name == "best mesh" and a == 1)
-        labels.append((most, sent, names.get(name, name) + ("" if plain else less(sent)), LOOK[name]["color"]))
+        ranks, sent = found[name][-1]
+        told = (name if name == "Ring" or ranks < most else                # its line ends where it is possible no more
+                names[name] + ("" if names[name].endswith("Ring") else less(sent)))
+        labels.append((ranks, sent, told, LOOK[name]["color"]))
     if tile not in (None, (a, b), (1, most)):
         sent = mesh(problem, most, *tile, direction)
         axes.plot([most], [sent], marker="*", markersize=9, color=color, linestyle="", label="tile")
