@@ -231,6 +231,7 @@ def test_picture():
     (["--ranks", "4", *MHA, "--tile", "3x2"], 1, "it may be 1x4, 2x2, 4x1"),
     (["--ranks", "4", *MHA, "--kv-heads", "5"], 1, "must divide heads"),
     (["--ranks", "4", *MHA, "--json", "/no/such/folder/plan.json"], 1, "--json is '/no/such/folder/plan.json'"),
+    (["--ranks", "4", *MHA, "--plot", "page.jpg"], 1, "--plot is 'page.jpg'; it must end in .png, .svg, .pdf"),
     (["--ranks", "4", *MHA, "--route", "star"], 2, "--route"),
     (["--ranks", "4", *MHA, "--route", "ring", "--wire-dtype", "float16"], 1, "on the ring route"),
     (["--ranks", "4", *MHA, "--window", "1"], 2, "--window"),
@@ -244,8 +245,18 @@ def test_errors(arguments, code, message):
     assert not outcome.stdout and "Traceback" not in outcome.stderr
 
 
-def run(*arguments):
-    return subprocess.run([sys.executable, "-m", "mpiattn", "plan", *arguments], env=launch.environment(),
+def test_without_matplotlib_names_the_extra(tmp_path):
+    """Before any work: the table would come after it."""
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')\n")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])}
+    outcome = run("--ranks", "4", *MHA, "--plot", str(tmp_path / "page.svg"), env=path)
+    assert outcome.returncode == 1 and not outcome.stdout and "Traceback" not in outcome.stderr
+    assert "pictures need matplotlib (not here)" in outcome.stderr and "pip install 'mpiattn[plot]'" in outcome.stderr
+    assert not (tmp_path / "page.svg").exists()
+
+
+def run(*arguments, env=None):
+    return subprocess.run([sys.executable, "-m", "mpiattn", "plan", *arguments], env=launch.environment(env),
                           text=True, capture_output=True, timeout=60)
 
 

@@ -7,16 +7,21 @@ from statistics import median
 import numpy as np
 import pytest
 
+from mpiattn import cost
 from mpiattn import traffic as formulas
+from mpiattn.cli import main
+from mpiattn.cli.table import duration, size
 from mpiattn.errors import ArgumentError, FileError
 from mpiattn.layout import Layout
 from mpiattn.load import Load, block_pairs
+from mpiattn.machine import DEFAULT
 from mpiattn.plots import style
 from mpiattn.plots.assignment import assignment
 from mpiattn.plots.scaling import Series, scaling
 from mpiattn.plots.timeline import timeline
 from mpiattn.plots.traffic import traffic
 from mpiattn.problem import Problem
+from mpiattn.simulate import simulate
 from mpiattn.timeline import Moved, StepTimes, Timeline
 
 pytest.importorskip("matplotlib", reason="takes matplotlib (extra plot)")
@@ -224,6 +229,57 @@ def test_scaling():
 def test_scaling_errors(series, message):
     with pytest.raises(ArgumentError, match=message):
         scaling(series, "nothing")
+
+
+# A plan on one page
+
+def plan(monkeypatch, capsys, *arguments):
+    """The figure that `mpiattn plan` draws, and its table."""
+    drawn = []
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(style, "save", lambda figure, path, name: drawn.append((figure, path, name)))
+    assert main(["plan", *map(str, arguments), "--plot", "page.svg"]) == 0
+    (figure, *rest), = drawn
+    assert rest == ["page.svg", "--plot"]
+    return figure, capsys.readouterr().out
+
+
+def test_page(monkeypatch, capsys):
+    """The tile that the table marks, its slowest rank, and its predicted time."""
+    figure, table = plan(monkeypatch, capsys, "--ranks", 12, "--seqlen", 12000, "--heads", 4, "--head-dim", 64,
+                         "--causal", "--layout", "contiguous", "--tile", "3x4", "--direction", "both", "--schedule",
+                         "greedy")
+    matrix, tile, sent, forward, backward = figure.axes
+    assert "12 ranks, batch 1, 12000 tokens" in figure.get_suptitle() and "tile 3x4, greedy" in figure.get_suptitle()
+    problem, layout = Problem(12000, 4, 64, causal=True), Layout("contiguous", 12000, 12)
+    work = block_pairs(problem.mask, layout, layout)
+    load = Load(work, layout.lengths, layout.lengths, 3, 4)
+    runs = [simulate(cost.build("greedy", 3, 4, "direct", problem, direction=direction), problem, load, DEFAULT)
+            for direction in ("forward", "backward")]
+    rank = int(runs[0].steps[-1].ended.argmax())
+    assert len(patches(matrix, "tile")) == 4 and patches(matrix, "tile")[0][1] == rank // 3 * 3
+    assert f"Rank {rank}, forward: 3 x 4 blocks" in tile.get_title(loc="left")
+    moved = load.moved("KV")[:, rank].sum() * problem.kv_bytes
+    assert any(size(moved) in text for text in texts(tile))
+    assert {line.get_label() for line in sent.lines} >= {"Ring", "best mesh"}
+    for axes, run in zip((forward, backward), runs):
+        assert f"in the {run.direction} pass, predicted for machine default" in axes.get_title(loc="left")
+        assert max(stop for _, stop in spans(axes, "blocks") + spans(axes, "waiting")) == pytest.approx(
+            run.steps[-1].ended[rank])
+        assert axes.get_xlim() == (0, max(run.seconds for run in runs))
+    marked = next(line for line in table.splitlines() if line.startswith("3x4"))
+    assert duration(sum(run.seconds for run in runs)) in marked
+
+
+@pytest.mark.parametrize("ranks, seqlen, panels", [(1, 100, 3), (2, 0, 3), (7, 3, 4)])
+def test_page_of_little(monkeypatch, capsys, ranks, seqlen, panels):
+    figure, _ = plan(monkeypatch, capsys, "--ranks", ranks, "--seqlen", seqlen, "--heads", 1, "--head-dim", 1,
+                     "--causal")
+    assert len(figure.axes) == panels
+    needed = {(i, j) for i in range(ranks) for j in range(i + 1) if i < seqlen} if seqlen < 100 else {(0, 0)}
+    white = {(y, x) for patch in figure.axes[0].patches if patch.get_label() == "block"
+             and patch.get_facecolor()[:3] == (1, 1, 1) for x, y in [patch.get_xy()]}
+    assert white == {(i, j) for i in range(ranks) for j in range(ranks)} - needed
 
 
 # Files

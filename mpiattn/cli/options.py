@@ -115,6 +115,12 @@ def add_timeout(parser):
                              "(default: 600 or, where that is longer, ten times the predicted time; inf: for ever)")
 
 
+def add_plot(parser):
+    """--plot, a path for `mpiattn.plots.style.save`."""
+    parser.add_argument("--plot", metavar="FILE",
+                        help="draw it too, whole or not at all, as .png, .svg or .pdf; takes matplotlib (extra plot)")
+
+
 def add_json(parser):
     """--json, a path for `mpiattn.cli.jsonfile.write_json`."""
     parser.add_argument("--json", metavar="FILE",

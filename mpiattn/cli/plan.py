@@ -9,7 +9,11 @@ from functools import partial
 
 from .. import __version__, choice, cost, machine, traffic
 from ..errors import ArgumentError
+from ..load import Load, block_pairs
+from ..plots import style
+from ..plots.page import page
 from ..problem import ITEMSIZE, Problem
+from ..simulate import simulate
 from ..tiling import parse_tile, tiles
 from ..validate import validate
 from . import launch_rank, options
@@ -51,6 +55,7 @@ def add_arguments(parser):
                         help="ranks (GPUs) of a node, consecutive ones (default: the machine's)")
     parser.add_argument("--steps", action="store_true",
                         help="print the schedule of --tile step by step, and the buffer slots it was seen to need")
+    options.add_plot(parser)
     options.add_json(parser)
 
 
@@ -60,6 +65,8 @@ def run(args):
         return 0                                # started by mpiexec all the same: one rank says it all
     if args.ranks < 1:
         raise ArgumentError(f"ranks is {args.ranks}; it must be at least 1")
+    if args.plot is not None:
+        style.check("--plot", args.plot)
     problem = Problem(seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, batch=args.batch,
                       kv_heads=args.kv_heads, value_dim=args.value_dim, seqlen_k=args.seqlen_k, dtype=args.dtype,
                       causal=args.causal, window=args.window, wire_dtype=args.wire_dtype)
@@ -85,15 +92,17 @@ def run(args):
             "auto": f"{auto.a}x{auto.b}", "tile": f"{shown.a}x{shown.b}", "tiles": rows,
             "others": _others(problem, args, ring)}
     schedules = [cost.build(shown.schedule, shown.a, shown.b, shown.route, problem, on, direction, ahead=shown.ahead)
-                 for direction in choice.DIRECTIONS[args.direction]] if args.steps else []
-    if schedules:
+                 for direction in choice.DIRECTIONS[args.direction]]
+    if args.steps:
         data["steps"] = {schedule.direction: {**asdict(schedule), "validated_slots": validate(schedule)}
                          for schedule in schedules}
+    if args.plot is not None:
+        _plot(args.plot, problem, data, shown, schedules, on)
     if args.json:
         write_json(args.json, data)
     if args.json != "-":
         text = _text(problem, data, on)
-        for schedule in schedules:
+        for schedule in schedules if args.steps else ():
             slots = data["steps"][schedule.direction]["validated_slots"]
             text += f"\n\n{schedule}\nvalidated; slots ever in use: {_counts(slots)}"
         print(text, flush=True)
@@ -108,6 +117,16 @@ def _machine(args):
     if args.ranks_per_node < 1:
         raise ArgumentError(f"ranks-per-node is {args.ranks_per_node}; it must be at least 1")
     return replace(on, ranks_per_node=args.ranks_per_node)
+
+
+def _plot(path, problem, data, shown, schedules, on):
+    """Draw the tile that is shown, on a page."""
+    work = block_pairs(problem.mask, *shown.layouts)
+    load = Load(work, *(layout.lengths for layout in shown.layouts), shown.a, shown.b)
+    title = (f"{_head(problem, data)}\ntile {shown.a}x{shown.b}, {shown.schedule} schedule, {shown.route} route, "
+             f"{shown.layouts[0].kind} layout")
+    timelines = [simulate(schedule, problem, load, on) for schedule in schedules]
+    style.save(page(problem, work, load, schedules, timelines, title, f"machine {on.name}"), path, "--plot")
 
 
 # Figures
@@ -183,15 +202,20 @@ def _percent(share):
     return "-" if share is None else percent(share)
 
 
-def _text(problem, data, on):
-    """Table, legend and picture for people."""
-    p, ranks = problem, data["ranks"]
+def _head(p, data):
+    """What is planned for, in a line."""
+    ranks = data["ranks"]
     shape = f"{p.seqlen} x {p.seqlen_k} tokens, " if p.seqlen_k != p.seqlen else f"{p.seqlen} tokens, "
     heads = f"{p.heads} heads" + (f" ({p.kv_heads} KV)" if p.kv_heads != p.heads else "")
     dims = f"{p.head_dim}" + (f" ({p.value_dim} of values)" if p.value_dim != p.head_dim else "")
-    head = (f"{ranks} rank{'s' * (ranks > 1)}, batch {p.batch}, {shape}{heads} x {dims}, {p.dtype}, "
+    return (f"{ranks} rank{'s' * (ranks > 1)}, batch {p.batch}, {shape}{heads} x {dims}, {p.dtype}, "
             f"{'causal' if p.causal else 'full'}{_window(p)}, {data['direction']}, {data['route']} route; chunks of "
-            f"{-(-p.seqlen // ranks)} tokens\n")
+            f"{-(-p.seqlen // ranks)} tokens")
+
+
+def _text(problem, data, on):
+    """Table, legend and picture for people."""
+    p, ranks = problem, data["ranks"]
     row, column = traffic.ELEMENTS[data["direction"]]
     what = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
     legend = LEGEND.format(what=what, ranks=ranks, row=row, column=column, same=choice.SAME_TIME,
@@ -201,7 +225,7 @@ def _text(problem, data, on):
     kinds = [kind for kind in data["tiles"][0]["sent_bytes"] if kind != "total"]
     header = ("tile", "sent/rank", *kinds, "saved", "elements", "memory/rank", "balance", "time", "waits",
               "schedule", "layout", "")
-    parts = [head, table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
+    parts = [f"{_head(p, data)}\n", table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
     if ranks > 1:
         parts += ["", picture(a, b)]
     return "\n".join(parts)

@@ -17,6 +17,7 @@ MOST_NUMBERED = 16                     # ranks of a matrix whose blocks all bear
 MOST_CELLS = 256                       # a side of the picture of the work of many blocks, which are averaged
 LIGHT = 0.75                           # share of a rank's color; the rest is white
 LONG = 100                             # ranks whose numbers leave no room for the kind before them
+MOST_LINES = 32                        # between the rows of a mesh
 MOST_CHUNKS = 9                        # of a side of the tile, drawn one by one; larger tiles are abbreviated
 
 
@@ -47,7 +48,7 @@ def draw_assignment(axes, a, b, rank=0, work=None):
     from matplotlib.patches import Rectangle
     check_rank(rank, a, b)
     n = a * b
-    (r, _), (queries, keys) = place(rank, a), chunks_of(rank, a, b)
+    queries, keys = chunks_of(rank, a, b)
     share = None if work is None else np.asarray(work) / max(1, np.max(work))
     if n <= MOST_NUMBERED:
         _draw_numbered(axes, a, b, rank, np.ones((n, n)) if share is None else share)
@@ -58,11 +59,13 @@ def draw_assignment(axes, a, b, rank=0, work=None):
             counts = np.diff([*range(0, n, step), n])
             axes.imshow(whole / np.outer(counts, counts), cmap="Greys", vmin=0, vmax=2.5, extent=(0, n, n, 0),
                         interpolation="nearest")
-        for row in range(0, n, a):
+        for row in range(0, n, a) if b <= MOST_LINES else ():
             axes.add_patch(Rectangle((0, row), n, a, fill=False, edgecolor=GRAY, linewidth=0.3))
-        axes.add_patch(Rectangle((0, r * a), n, a, facecolor=COLORS["Q"], alpha=0.35, linewidth=0))
-        for chunk in keys:
-            axes.add_patch(Rectangle((chunk, 0), 1, n, facecolor=COLORS["KV"], alpha=0.6, linewidth=0))
+        needs = Needs(a, b, rank, work)
+        for u in np.flatnonzero(needs.rows):
+            axes.add_patch(Rectangle((0, queries[u]), n, 1, facecolor=COLORS["Q"], alpha=0.35, linewidth=0, label="Q"))
+        for w in np.flatnonzero(needs.columns):
+            axes.add_patch(Rectangle((keys[w], 0), 1, n, facecolor=COLORS["KV"], alpha=0.6, linewidth=0, label="KV"))
     for chunk in keys:                                                   # the frames around the tile
         axes.add_patch(Rectangle((chunk, min(queries)), 1, a, fill=n > MOST_NUMBERED, facecolor=INK, edgecolor=INK,
                                  linewidth=1.8 if n <= MOST_NUMBERED else 0.4, zorder=3, label="tile"))
@@ -110,7 +113,7 @@ def _shown(count):
     return list(range(count)) if count <= MOST_CHUNKS else [*range(MOST_CHUNKS - 2), None, count - 1]
 
 
-class _Needs:
+class Needs:
     """What the tile of a rank needs under a mask: by hop, whether a query chunk, a KV chunk and a block has work."""
 
     def __init__(self, a, b, rank, work):
@@ -135,15 +138,15 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
     """
     from matplotlib.patches import Rectangle
     check_rank(rank, a, b)
-    needs = _Needs(a, b, rank, work)
+    needs = Needs(a, b, rank, work)
     rows, columns = _shown(a), _shown(b)
-    across = len(columns) + 7.6
-    width = axes.figure.get_size_inches()[0] * axes.get_position().width
-    unit = width * POINTS / across                                       # points of a block's side, about
+    down = len(rows) + (5.2 if direction == "backward" else 2.8)
+    inches = axes.figure.get_size_inches() * axes.get_position().size
+    unit = POINTS * min(inches / (len(columns) + 7.6, down))             # points of a block's side, about
 
     def cell(x, y, text, label, **look):
         axes.add_patch(Rectangle((x, y), 0.92, 0.92, label=label, **look))
-        axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.4 * unit / max(1, len(text))))
+        axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.15 * unit / max(1, len(text))))
 
     def chunk(x, y, kind, hop):
         """A chunk beside the tile: filled where it travels, framed where it is the rank's own, dotted where neither."""
@@ -177,7 +180,7 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
                 chunk(-1.5 if gathered else len(columns) + 0.5, y, kind, u)
             axes.text(-1.7 if gathered else len(columns) + 1.7, below / 2, told(kind, "\n"),
                       ha="right" if gathered else "left", va="center")
-    axes.set(xlim=(-3.8, len(columns) + 3.8), ylim=(below + (2.6 if direction == "backward" else 0.2), -2.6),
+    axes.set(xlim=(-3.8, len(columns) + 3.8), ylim=(down - 2.6, -2.6),
              aspect="equal", anchor="N")
     axes.set_axis_off()
     axes.set_title(_told_of_tile(a, b, rank, direction, needs))

@@ -24,7 +24,7 @@ def page(problem, work, load, schedules, timelines, title, machine):
     figure.suptitle(title, x=0.005, ha="left", fontsize=9, weight="bold")
     rows = figure.add_gridspec(1 + len(timelines), 1, height_ratios=[TOP, *heights])
     top = rows[0].subgridspec(1, len(widths), width_ratios=widths)
-    shade = work if problem.causal or problem.window != (None, None) else None
+    shade = work if problem.causal or problem.window != (None, None) or not work.all() else None
     draw_assignment(figure.add_subplot(top[0]), a, b, rank, shade)
     nbytes = {kind: float(load.moved(kind, first.route, first.collective)[:, rank].sum() * of_token)
               for kind, of_token in token_bytes(problem, first.direction).items()}

@@ -108,7 +108,7 @@ def label_ends(axes, labels):
     For axes whose limits are set.
     """
     _, height = axes.figure.get_size_inches()
-    space = 1.25 * SETTINGS["font.size"] / (POINTS * height * axes.get_position().height)
+    space = 1.6 * SETTINGS["font.size"] / (POINTS * height * axes.get_position().height)
     taken = -1.0
     to_axes = axes.transData + axes.transAxes.inverted()
     for (x, y), (text, color) in sorted(((tuple(to_axes.transform((x, y))), (text, color))

@@ -95,9 +95,11 @@ def _draw_bars(axes, bars, bottom, height):
     for bar in bars:
         waits, length = bar.what == "waiting", points * (bar.stop - bar.start)
         y, tall = bottom + height * (1 - (bar.level + 1) / levels), height / levels
-        axes.add_patch(Rectangle((bar.start, y), bar.stop - bar.start, tall, facecolor=COLORS[bar.what], label=bar.what,
-                                 edgecolor=INK if waits else "white", linewidth=0.4 if length > NARROW else 0,
-                                 hatch=HATCH if waits else None))
+        edge = INK if waits else "white"
+        if length <= NARROW:                             # edges would hide it; without, a short transfer would vanish
+            edge = "none" if bar.what in ("blocks", "waiting") else COLORS[bar.what]
+        axes.add_patch(Rectangle((bar.start, y), bar.stop - bar.start, tall, facecolor=COLORS[bar.what],
+                                 edgecolor=edge, linewidth=0.4, hatch=HATCH if waits else None, label=bar.what))
         if bar.text and height == WHOLE and levels <= 2 and length > 5.5 * len(bar.text):
             axes.text((bar.start + bar.stop) / 2, y + tall / 2, bar.text, ha="center", va="center", color=INK,
                       fontsize=7 if levels == 1 else 6)
