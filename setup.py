@@ -26,7 +26,7 @@ setup(
         "openmpi": ["openmpi>=5.0"],
         "cuda13": ["cupy-cuda13x>=13.6"],
         "cuda12": ["cupy-cuda12x>=13.0"],
-        "plot": ["matplotlib>=3.7"],
+        "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=7.4", "ruff>=0.6"],
         "bench": ["torch>=2.5"],
         "torch": ["torch>=2.5"],

@@ -1,9 +1,11 @@
 """The pictures: what is drawn, read off the figures' artists; the files, which are the same for the same picture."""
 
 import os
+import runpy
 import xml.etree.ElementTree as ElementTree
 from statistics import median
 
+import launch
 import numpy as np
 import pytest
 
@@ -297,14 +299,31 @@ def test_the_same_picture_gives_the_same_file(tmp_path, kind):
     assert (tmp_path / f"one.{kind}").read_bytes().startswith(start)
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def written(path):
+    """The texts of an SVG file."""
+    return ["".join(element.itertext()) for element in ElementTree.parse(path).iter(f"{SVG}text")]
+
+
+@pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")
+def test_committed_pictures_say_what_is_drawn_now(tmp_path):
+    """If not: python docs/figures/draw.py."""
+    folder = launch.DOCS / "figures"
+    figures = runpy.run_path(str(folder / "draw.py"))["figures"]()
+    assert sorted(figures) == sorted(path.name for path in folder.glob("*.svg"))
+    for name, figure in figures.items():
+        style.save(figure, str(tmp_path / name))
+        assert written(folder / name) == written(tmp_path / name), f"{name} is out of date"
+
+
 def test_svg_is_text_and_short(tmp_path):
     style.save(assignment(2, 3, 1), str(tmp_path / "a.svg"))
     text = (tmp_path / "a.svg").read_text()
+    assert {"Blocks of 6 ranks, tile 2x3", "KV chunk", "KV5"} <= set(written(tmp_path / "a.svg"))
     root = ElementTree.fromstring(text)
-    svg = "{http://www.w3.org/2000/svg}"
-    written = ["".join(element.itertext()) for element in root.iter(f"{svg}text")]
-    assert {"Blocks of 6 ranks, tile 2x3", "KV chunk", "KV5"} <= set(written)
-    assert len(list(root.iter(f"{svg}path"))) >= 36 + 6 + 3
+    assert len(list(root.iter(f"{SVG}path"))) >= 36 + 6 + 3
     assert "<dc:date>" not in text and len(text) < 25_000
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     assert len(set(ids)) == len(ids)

@@ -141,12 +141,12 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
     needs = Needs(a, b, rank, work)
     rows, columns = _shown(a), _shown(b)
     down = len(rows) + (5.2 if direction == "backward" else 2.8)
-    inches = axes.figure.get_size_inches() * axes.get_position().size
-    unit = POINTS * min(inches / (len(columns) + 7.6, down))             # points of a block's side, about
+    width, height = axes.figure.get_size_inches() * axes.get_position().size       # the layout changes them
+    unit = POINTS * min(1.25 * width / (len(columns) + 7.6), 0.83 * height / down)  # points of a block's side, about
 
     def cell(x, y, text, label, **look):
         axes.add_patch(Rectangle((x, y), 0.92, 0.92, label=label, **look))
-        axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.15 * unit / max(1, len(text))))
+        axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.4 * unit / max(1, len(text))))
 
     def chunk(x, y, kind, hop):
         """A chunk beside the tile: filled where it travels, framed where it is the rank's own, dotted where neither."""

@@ -98,6 +98,8 @@ def _shorten(path):
         return re.sub(r"(?<=[MLCQ]) | ?\n(?=[MLCQz])|(?<=z)\n|(?<=\d) ?\n(?=\")", "", tag)
     with open(path, encoding="utf-8") as file:
         text = re.sub(r"\n\s+", "\n", re.sub(r"<[a-z][^>]*>", of_tag, file.read()))
+    family = "font-family: 'DejaVu Sans', sans-serif"
+    text = text.replace(f"{family}; ", "").replace("*{", f"*{{{family}; ", 1)
     with open(path, "w", encoding="utf-8") as file:
         file.write(re.sub(r'<g id="\w+">\n(<(?:path|text)\b[^\n]*\n)</g>\n|<g id="\w+"/>\n', r"\1", text))
 

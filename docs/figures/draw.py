@@ -1,0 +1,45 @@
+"""Draws the pictures of this folder again: `python docs/figures/draw.py [FOLDER]`, with the extra `plot`."""
+
+import sys
+from pathlib import Path
+
+from mpiattn import cost, machine
+from mpiattn.layout import Layout
+from mpiattn.load import Load, block_pairs
+from mpiattn.plots.assignment import assignment
+from mpiattn.plots.style import save
+from mpiattn.plots.timeline import timeline
+from mpiattn.plots.traffic import traffic
+from mpiattn.problem import Problem
+from mpiattn.simulate import simulate
+
+LONG = Problem(524288, heads=32, head_dim=128, dtype="bfloat16", causal=True)
+ON = machine.H100
+
+
+def predicted(problem, a, b, layout="zigzag"):
+    """The timeline of a tile's forward pass on ON, greedy schedule."""
+    cut = Layout(layout, problem.seqlen, a * b)
+    load = Load(block_pairs(problem.mask, cut, cut), cut.lengths, cut.lengths, a, b)
+    return simulate(cost.build("greedy", a, b, "direct", problem, ON), problem, load, ON)
+
+
+def figures():
+    """Every picture by its file's name."""
+    layout = Layout("contiguous", 12 * 64, 12)
+    work = block_pairs(Problem(layout.seqlen, 1, 1, causal=True).mask, layout, layout)
+    return {
+        "assignment.svg": assignment(3, 4, 7),
+        "assignment-causal.svg": assignment(3, 4, 7, work),
+        "timeline.svg": timeline(
+            [(f"{name} {a}x{b}, predicted", predicted(LONG, a, b)) for name, a, b in (("Ring", 1, 64), ("mesh", 8, 8))],
+            title=f"{LONG.seqlen} tokens x {LONG.heads} heads x {LONG.head_dim}, causal, {LONG.dtype}, 64 ranks of "
+                  "machine h100, forward"),
+        "traffic.svg": traffic(Problem(1048576, heads=32, head_dim=128), 256),
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    for name, figure in figures().items():
+        save(figure, str(folder / name), "FOLDER")
