@@ -66,6 +66,13 @@ def ask(path, function):
 
 def blas():
     """NumPy's BLAS and the threads it uses: (name, threads), either None where it cannot be told."""
+    name, path, function = _blas()
+    return name, function and ask(path, function)
+
+
+@cache
+def _blas():
+    """Name of NumPy's BLAS, its library and the function that tells its threads; None what cannot be told."""
     import numpy as np
     try:
         built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
@@ -74,7 +81,6 @@ def blas():
         name = None
     for path in loaded(r"blas|mkl|blis"):
         for function in BLAS_THREADS:
-            threads = ask(path, function)
-            if threads is not None:
-                return name, threads
-    return name, None
+            if ask(path, function) is not None:
+                return name, path, function
+    return name, None, None

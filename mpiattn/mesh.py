@@ -65,6 +65,14 @@ def _forget_owner(comm, key, home):
     home.owner = None
 
 
+def nodes_of(peers):
+    """The node of every rank, as the lowest rank on it; collective."""
+    node = peers.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    lowest = min(node.Get_group().Translate_ranks(range(node.size), peers.comm.Get_group()))
+    node.Free()
+    return peers.allgather(lowest)
+
+
 class Home:
     """What mpiattn keeps with one communicator of the caller's: a duplicate, and the meshes in use.
 
@@ -74,12 +82,8 @@ class Home:
     def __init__(self, comm, timeout):
         self.owner = comm
         self.comm, request = comm.Idup()
-        peers = Peers(comm, timeout)
-        peers.wait([request])
-        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        lowest, = node.Get_group().Translate_ranks([0], self.comm.Get_group())
-        node.Free()
-        self.nodes = Peers(self.comm, timeout).allgather(lowest)
+        Peers(comm, timeout).wait([request])
+        self.nodes = nodes_of(Peers(self.comm, timeout))
         self.users = 0
         self.meshes = {}
         self.wreck = []

@@ -8,10 +8,10 @@ from .agreement import agree_on, agreement
 from .errors import ArgumentError
 from .exchange import MAX_MESSAGE
 from .machine import DEFAULT, Machine
-from .machine import load as load_machine
 from .peers import check_timeout
 from .problem import Problem
 from .tiling import parse_tile
+from .tuned import machine_for
 
 
 def one_of(name, value, choices):
@@ -97,7 +97,7 @@ def settle(home, peers, shape, options):
     found = None
     with agreement(peers, only=0):                # time and memory for it grow with the square of the ranks
         if peers.rank == 0:
-            machine = DEFAULT if asked.machine is None else load_machine(asked.machine)
+            machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
             if pace := backends.pace(backend.name):
                 machine = machine.paced(pace * 1e9)
             evaluate = functools.partial(

@@ -31,7 +31,7 @@ def run(args):
 
 
 def _run(job, args):
-    from ..tuned import nodes_of
+    from ..mesh import nodes_of
     comm = job.comm
     facts_of_hosts, nodes = _hosts(comm), nodes_of(job.peers)
     data = None

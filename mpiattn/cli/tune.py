@@ -86,7 +86,8 @@ def run(args):
 def _run(job, args):
     from .. import backends, installation, machines
     from ..check.facts import LAUNCHED
-    from ..tuned import key_of, nodes_of
+    from ..mesh import nodes_of
+    from ..tuned import key_of
     from ..tuning.measure import measure
     # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
     peers, speaks = job.peers, job.comm.rank == 0 and launch_rank() == 0

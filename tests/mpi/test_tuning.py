@@ -1,19 +1,18 @@
 """Measuring the machine, on real ranks with both back ends, and the machine that a plan is given."""
 
 import json
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from runs import on
 
-from mpiattn import backends, machines
+from mpiattn import MeshAttention, backends, machines
 from mpiattn.cli.launch import Job
 from mpiattn.errors import ArgumentError
 from mpiattn.machine import DEFAULT, H100
-from mpiattn.problem import Problem
-from mpiattn.tuned import key_of, machine_for, nodes_of
+from mpiattn.mesh import nodes_of
+from mpiattn.tuned import key_of
 from mpiattn.tuning.blocks import fit
 from mpiattn.tuning.links import partners
 from mpiattn.tuning.measure import measure
@@ -82,30 +81,30 @@ def test_measure(group, name):
         assert 0 <= sample.low <= sample.typical <= sample.high < float("inf") and sample.count >= 3
 
 
-def test_machine_for(comm, tmp_path_factory, monkeypatch):
-    """Rank 0's store, variable and file decide, for all ranks."""
-    peers = Job(comm).peers
-    nodes = nodes_of(peers)
-    assert len(nodes) == comm.size and nodes[0] == 0 and set(range(max(nodes) + 1)) == set(nodes)
-    backend, problem = backends.get("numpy"), Problem(seqlen=16, heads=2, head_dim=8)
+def test_machine_of_a_plan(comm, tmp_path_factory, monkeypatch):
+    """Rank 0's store, variable and file decide, for all ranks; an argument goes before them."""
+    def machine(**how):
+        with MeshAttention(comm, seqlen=16, heads=2, head_dim=8, **how) as plan:
+            return plan.machine
+    nodes = nodes_of(Job(comm).peers)
+    assert len(nodes) == comm.size and nodes[0] == 0 and all(nodes[node] == node for node in nodes)
     default = DEFAULT.with_ranks(max(map(nodes.count, nodes)))
-    assert machine_for(peers, nodes, backend, problem) == default
+    assert machine() == default
     mine = replace(default, name="mine", launch=1.0)
     folder = tmp_path_factory.mktemp("config")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     if comm.rank == 0:
-        key = key_of(backend, nodes, problem.head_dim)
-        assert key.backend == f"numpy {np.__version__}" and key.several_nodes == (max(nodes) > 0)
+        key = key_of(backends.get("numpy"), nodes, 8)
+        assert key.backend == f"numpy {np.__version__}" and key.several_nodes == (len(set(nodes)) > 1)
         machines.store(machines.Entry(key, mine, machines.now(), {}))
-    assert machine_for(peers, nodes, backend, problem) == mine
-    assert machine_for(peers, nodes, backends.get("deferred"), problem) == default
-    assert machine_for(peers, nodes, backend, problem, "h100") == H100
-    assert machine_for(peers, nodes, backend, problem, mine.with_ranks(5)) == mine.with_ranks(5)
+    assert machine() == mine
+    assert machine(backend="deferred") == default
+    assert machine(machine="h100") == H100
+    assert machine(machine=mine.with_ranks(5)) == mine.with_ranks(5)
     if comm.rank == 0:
         monkeypatch.setenv("MPIATTN_MACHINE", "h100")
-    assert machine_for(peers, nodes, backend, problem) == H100
-    for wrong, said in ((3, "machine is 3; it may be"), (os.fspath(folder / "none"), "none'; it may be default, h100")):
+    assert machine() == H100
+    for wrong, said in ((3, "machine is 3; it may be"), ("/none", "none'; it may be default, h100")):
         with pytest.raises(ArgumentError, match=said) as caught:
-            machine_for(peers, nodes, backend, problem, wrong)
+            machine(machine=wrong)
         assert caught.value.everywhere
-    backend.close()
