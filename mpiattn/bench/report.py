@@ -1,0 +1,95 @@
+"""What a benchmark says: as data for JSON and as a table."""
+
+from ..cli.table import duration, facts, percent, size, table
+from .summary import EMULATED
+
+
+def cases_as_data(asked, which, plans, summaries):
+    """Every case of one size for JSON: what was asked, what was chosen, and the figures of its plan.
+
+    which, plans: of `mpiattn.bench.measure.Measured`.  summaries: by plan, the summaries of its passes by name.
+    "measured_as": number, among the cases of its size, of the first for which the same was chosen.
+    """
+    first = [which.index(i) for i in range(len(plans))]
+    return [{"seqlen": case.seqlen, "asked": {"tile": case.tile, "schedule": case.schedule, "route": case.route},
+             "overlap": case.overlap, **plans[i]["facts"], "measured_as": first[i], "passes": summaries[i]}
+            for case, i in zip(asked, which)]
+
+
+def _bandwidth(rate):
+    return f"{size(rate)}/s"
+
+
+def _runs(found):
+    return f"{duration(found['min'])} - {duration(found['max'])}"
+
+
+def _ranks(found):
+    unit = duration(found["max"]).split()[1]
+    scale = {"us": 1e6, "ms": 1e3, "s": 1}[unit]
+    return "/".join(f"{found[side] * scale:.3g}" for side in ("min", "mean", "max")) + f" {unit}"
+
+
+def _name(case):
+    asked = {side: "auto: " if case["asked"][side] == "auto" else "" for side in case["asked"]}
+    return (f"{asked['tile']}{case['tile']}", f"{asked['schedule']}{case['schedule']}",
+            f"{asked['route']}{case['route']}" + ("" if case["overlap"] else ", apart"), case["layout"])
+
+
+HEADER = ("tile", "schedule", "route", "layout", "pass", "median", "runs", "ranks min/mean/max", "GFLOP/s", "of ideal",
+          "waits", "sent/rank", "algorithm", "bus", "predicted", "")
+
+
+def _rows(cases, direction):
+    for case in cases:
+        for i, (name, found) in enumerate(case["passes"].items()):
+            yield (*(_name(case) if not i else [""] * 4), name, duration(found["seconds"]["median"]),
+                   _runs(found["seconds"]), _ranks(found["ranks"]), f"{found['gflops_per_second']:.3g}",
+                   percent(found["of_ideal"]), percent(found["waiting"]["mean"]), size(found["sent_bytes"]["mean"]),
+                   _bandwidth(found["algorithm_bandwidth"]), _bandwidth(found["bus_bandwidth"]),
+                   duration(case["predicted_seconds"]) if name == direction else "",
+                   "" if found["counted"] else "BYTES NOT AS BY THE FORMULA")
+
+
+def _of_size(cases, data):
+    """The table of one size; below it the cases for which the same was chosen as for one in it."""
+    measured = [case for number, case in enumerate(cases) if case["measured_as"] == number]
+    checks = sum(len(case["checked"]) for case in measured)
+    label = f", {EMULATED}" if data["compute"] == EMULATED else ""
+    title = f"{cases[0]['seqlen']} tokens{label}; {checks} results checked: right"
+    same = {}
+    for number, case in enumerate(cases):
+        if case["measured_as"] != number:
+            same.setdefault(case["measured_as"], []).append(" ".join(_name(case)[:3]))
+    return ["", title, table(_rows(measured, data["direction"]), HEADER),
+            *(f"{' '.join(_name(cases[number])[:3])} is also {'; '.join(others)}" for number, others in same.items())]
+
+
+def _problem(data):
+    p = data["problem"]
+    heads = f"{p['heads']} heads" + (f" ({p['kv_heads']} KV)" if p["kv_heads"] != p["heads"] else "")
+    window = "" if p["window"] == [None, None] else ", window " + ",".join(
+        "" if side is None else str(side) for side in p["window"])
+    return (f"batch {p['batch']}, {heads} x {p['head_dim']}, {p['dtype']}, {'causal' if p['causal'] else 'full'}"
+            f"{window}")
+
+
+def as_text(data):
+    """Facts, and a table for every size."""
+    machine, versions, emulated = data["environment"], data["versions"], data["compute"] == EMULATED
+    head = [("problem", _problem(data)),
+            ("ranks", f"{data['ranks']} on {data['hosts']} host{'s' * (data['hosts'] > 1)}"),
+            ("back end", data["backend"] + (f": {EMULATED}, all times are of it" if emulated else "")),
+            ("machine", f"{machine['processor']}, {machine['cores']} cores for {machine['ranks_on_host']} ranks on the "
+                        f"fullest host; BLAS threads of each: {machine['blas_threads'] or 'unknown'}"),
+            ("versions", f"mpiattn {data['mpiattn']}, NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), "
+                         f"{versions['mpi']}"),
+            ("measured", f"{data['runs']} runs of each case in turn, after {data['warmup']} unmeasured; median of the "
+                         "slowest rank's time"),
+            ("predicted", f"on machine {data['machine']['name']}: {data['machine']['assumes'] or 'measured'}")]
+    if machine["cores"] < machine["ranks_on_host"] and not emulated:
+        head.append(("WARNING", "fewer cores than ranks: these times say little"))
+    text = [facts(head)]
+    for seqlen in dict.fromkeys(case["seqlen"] for case in data["cases"]):
+        text += _of_size([case for case in data["cases"] if case["seqlen"] == seqlen], data)
+    return "\n".join(text)

@@ -1,0 +1,49 @@
+"""Inputs of a benchmark: any element of q, k, v and dout from its place alone.
+
+So each rank makes its own tokens, whichever its layout gives it, and a check can have any others.
+"""
+
+import math
+
+import numpy as np
+
+NAMES = ("q", "k", "v", "dout")
+PIECE = 2 ** 20            # elements made at a time
+
+
+def _mixed(counter):
+    """A uint64 hash of every counter, in place (the finalizer of splitmix64)."""
+    counter *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        counter ^= counter >> np.uint64(shift)
+        counter *= np.uint64(factor)
+    counter ^= counter >> np.uint64(31)
+    return counter
+
+
+class Tensors:
+    """The tensors of a `Problem`: uniform numbers of mean 0 and variance 1, in its dtype."""
+
+    def __init__(self, problem):
+        p = self.problem = problem
+        self.rows = {"q": (p.heads, p.head_dim), "k": (p.kv_heads, p.head_dim), "v": (p.kv_heads, p.value_dim),
+                     "dout": (p.heads, p.value_dim)}
+
+    def tokens(self, name, positions):
+        """The tokens of a tensor at some positions: (batch, tokens, heads, dim)."""
+        row, batch = self.rows[name], self.problem.batch
+        width, positions = math.prod(row), np.asarray(positions, np.uint64)
+        tokens = np.empty((batch, len(positions), width), self.problem.dtype)
+        step = max(1, PIECE // width)
+        for b in range(batch):
+            first = (NAMES.index(name) * batch + b) << 48         # no sequence has as many elements
+            within = np.arange(first, first + width, dtype=np.uint64)
+            for start in range(0, len(positions), step):
+                at = slice(start, start + step)
+                bits = _mixed(positions[at, None] * np.uint64(width) + within) >> np.uint64(11)
+                tokens[b, at] = (bits * 2.0 ** -52 - 1) * math.sqrt(3)      # 53 bits as [-1, 1)
+        return tokens.reshape(batch, len(positions), *row)
+
+    def read(self, name, start, stop):
+        """The tokens of a tensor from one position to another, as `mpiattn.verify.Source` reads them."""
+        return self.tokens(name, np.arange(start, stop))

@@ -1,0 +1,138 @@
+"""How fast attention is on the ranks of this launch: a sweep over sizes, tiles, schedules and routes.
+
+Every rank makes its own tokens. Each case is first run once and compared with float64 attention, all rows or a seeded
+sample; if one is off, that is said and nothing is measured. Then the cases of a size are run in turn, run 1 of each,
+run 2 of each, so that what drifts hits all alike; cases for which the same is chosen are run once for all of them.
+With --direction both a run is a forward and then a backward pass.
+
+  median     seconds of the slowest rank, median over runs; "runs" their least and most; "ranks" of each rank's median
+  GFLOP/s    operations of all attended pairs over that: 2 (head_dim + value_dim) a pair and head, backward 2.5 times
+  of ideal   (pairs of the busiest rank / speed of one rank on one block, with no transfers) over that, where the speed
+             is measured on all ranks at once, in turn with the cases
+  waits      share of its time that a rank waits for transfers, mean over ranks
+  algorithm  bytes of the whole q, k, v and out (backward dout, dq, dk and dv too) over the median
+  bus        bytes that a rank has sent, mean over ranks, over the median
+  predicted  by the machine that the plan goes by; see --machine
+
+examples:
+  mpiexec -n 4 mpiattn bench --seqlen 4096 8192 --tile all --causal
+  mpiexec -n 4 mpiattn bench --direction both --tile auto ring --schedule greedy collective --json bench.json
+  srun mpiattn bench --seqlen 131072 --heads 32 --kv-heads 8 --dtype bfloat16 --no-overlap --hdf5 bench.h5
+"""
+
+from dataclasses import asdict
+
+from .. import __version__, choice, cost, host
+from ..agreement import agreement
+from ..bench import measure, report
+from ..bench.cases import cases
+from ..bench.store import write_hdf5
+from ..bench.summary import passes_of
+from ..errors import ArgumentError
+from ..newfile import check_target
+from ..problem import ITEMSIZE
+from ..schedule import ROUTES
+from . import options
+from .jsonfile import check_json, write_json
+from .launch import on_all_ranks
+
+
+def add_arguments(parser):
+    """Declare the arguments of `mpiattn bench`."""
+    parser.add_argument("--seqlen", type=int, nargs="+", default=[4096], metavar="N", help="tokens (default: 4096)")
+    parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
+    parser.add_argument("--kv-heads", type=int, metavar="H",
+                        help="key and value heads, a divisor of --heads (default: --heads)")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: 128)")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
+    options.add_masks(parser)
+    parser.add_argument("--direction", default="forward", choices=tuple(choice.DIRECTIONS),
+                        help="which passes to measure, and to choose for (default: %(default)s)")
+    parser.add_argument("--tile", nargs="+", default=["auto", "ring"], metavar="AxB",
+                        help="tiles, as of `mpiattn run`; all: every one of the ranks (default: auto ring)")
+    parser.add_argument("--schedule", nargs="+", default=["auto"], choices=(*cost.SCHEDULES, "auto"),
+                        metavar="NAME", help=f"{', '.join(cost.SCHEDULES)}, auto (default: auto)")
+    parser.add_argument("--route", nargs="+", default=["auto"], choices=(*ROUTES, "auto"), metavar="NAME",
+                        help=f"{', '.join(ROUTES)}, auto (default: auto)")
+    parser.add_argument("--no-overlap", action="store_true",
+                        help="measure every case (but of collective schedules) without overlap too")
+    options.add_layout(parser)
+    options.add_wire_dtype(parser)
+    options.add_backend(parser)
+    options.add_max_memory(parser)
+    options.add_machine(parser)
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=1, metavar="N",
+                        help="runs before them, besides that of the check (default: %(default)s)")
+    options.add_timeout(parser)
+    options.add_json(parser)
+    parser.add_argument("--hdf5", metavar="FILE",
+                        help="write every run of every rank as HDF5 too, whole or not at all")
+
+
+def run(args):
+    """`mpiattn bench`."""
+    return on_all_ranks(lambda job: _run(job, args), args.timeout)
+
+
+def _run(job, args):
+    comm, peers = job.comm, job.peers
+    with agreement(peers, only=0):
+        if comm.rank == 0:
+            _check(args)
+    with agreement(peers):
+        asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap)
+    how = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "batch", "dtype", "causal",
+                                                  "window", "direction", "layout", "wire_dtype", "backend",
+                                                  "max_memory", "machine", "timeout")}
+    found, passes = [], []
+    for of_size in asked:
+        measured = measure.measure(job, of_size, how, choice.DIRECTIONS[args.direction], args.runs, args.warmup)
+        by_plan = [passes_of(plan, measured.problem) for plan in measured.plans]
+        summaries = [{name: one.summary() for name, one in of_plan.items()} for of_plan in by_plan]
+        found += report.cases_as_data(of_size, measured.which, measured.plans, summaries)
+        passes += [by_plan[i] for i in measured.which]
+    data = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers),
+            "backend": measured.backend, "compute": measured.compute, "machine": measured.machine.as_dict(),
+            "problem": _problem(measured.problem), "direction": args.direction, "runs": args.runs,
+            "warmup": args.warmup, "cases": found}
+    with agreement(peers, only=0):
+        if comm.rank == 0:
+            if args.hdf5:
+                write_hdf5(args.hdf5, data, passes)
+            if args.json:
+                write_json(args.json, data)
+    if comm.rank == 0 and args.json != "-":
+        print(report.as_text(data), flush=True)
+    return 0
+
+
+def _check(args):
+    for name, least in (("runs", 1), ("warmup", 0)):
+        if getattr(args, name) < least:
+            raise ArgumentError(f"--{name} is {getattr(args, name)}; it must be at least {least}")
+    check_json(args.json)
+    if args.hdf5:
+        check_target("--hdf5", args.hdf5)
+
+
+def _problem(problem):
+    """What all sizes have in common."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(problem).items()
+            if name not in ("seqlen", "seqlen_k")}
+
+
+def _environment(peers):
+    """On what it was measured; collective."""
+    from mpi4py import MPI
+    node = peers.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    told = peers.allgather((node.rank == 0, node.size, len(host.cores())))
+    node.Free()
+    blas, threads = host.blas()
+    _, ranks, cores = max(told, key=lambda one: one[1] / one[2])
+    return {"hosts": sum(first for first, *_ in told),
+            "environment": {"processor": host.processor(), "cores": cores, "ranks_on_host": ranks, "blas": blas,
+                            "blas_threads": threads},
+            "versions": {"numpy": host.version("numpy"),
+                         "mpi": " ".join(MPI.Get_library_version().splitlines()[0].split(", ")[0].split())}}

@@ -1,0 +1,90 @@
+"""`mpiattn bench` as a user calls it: every case right and measured, in a table, JSON and HDF5."""
+
+import json
+import sys
+
+import h5py
+import numpy as np
+import pytest
+from launch import mpirun
+
+BENCH = [sys.executable, "-m", "mpiattn", "bench", "--seqlen", "130", "--heads", "4", "--head-dim", "16", "--runs", "2"]
+
+
+def bench(n, *options, **how):
+    return mpirun(n, [*BENCH, *options], **how)
+
+
+def test_sweep(tmp_path):
+    """Two sizes, every tile, both schedules and routes, with and without overlap, forward and backward."""
+    outcome = bench(4, "--seqlen", "130", "67", "--kv-heads", "2", "--causal", "--layout", "zigzag", "--direction",
+                    "both", "--tile", "all", "auto", "--schedule", "greedy", "collective", "--route", "direct", "ring",
+                    "--no-overlap", "--json", tmp_path / "b.json", "--hdf5", tmp_path / "b.h5", timeout=120)
+    assert "both" in outcome.stdout and "BYTES" not in outcome.stdout
+    data = json.loads((tmp_path / "b.json").read_text())
+    sizes = {seqlen: [case for case in data["cases"] if case["seqlen"] == seqlen] for seqlen in (130, 67)}
+    assert data["compute"] == "real" and [len(found) for found in sizes.values()] == [24, 24]
+    for seqlen, found in sizes.items():
+        pairs = seqlen * (seqlen + 1) // 2
+        for number, case in enumerate(found):
+            first = found[case["measured_as"]]
+            assert (case["measured_as"] == number) == (case["asked"]["tile"] != "auto")      # every tile was asked for
+            assert [case[name] for name in ("tile", "schedule", "route")] == [first[name] for name in
+                                                                              ("tile", "schedule", "route")]
+            assert case["asked"]["tile"] in (case["tile"], "auto")
+            assert case["checked"]["forward"]["rows"] == case["checked"]["backward"]["keys"] == seqlen
+            for name, products in (("forward", 2), ("backward", 5), ("both", 7)):
+                figures = case["passes"][name]
+                assert figures["counted"] and len(figures["runs"]) == 2 and figures["ideal_seconds"] > 0
+                flops = figures["gflops_per_second"] * figures["seconds"]["median"] * 1e9
+                assert flops == pytest.approx(products * 2 * 16 * 4 * pairs)
+    ring = next(case for case in sizes[130] if case["tile"] == "1x4" and case["schedule"] == "greedy")
+    assert ring["passes"]["forward"]["sent_bytes"]["mean"] == 3 * 130 / 4 * 2 * 2 * 16 * 4
+    with h5py.File(tmp_path / "b.h5") as file:
+        assert file.attrs["ranks"] == 4 and file.attrs["problem.kv_heads"] == 2
+        for case, group in ((case, file[f"{seqlen}/{number}"]) for seqlen, found in sizes.items()
+                            for number, case in enumerate(found)):
+            for name, figures in case["passes"].items():
+                raw = group[name]
+                assert np.median(raw["seconds"][:].max(axis=1)) == figures["seconds"]["median"]
+                assert raw["waiting"].shape == raw["sent"].shape == (2, 4)
+                assert (raw["sent"][:] == raw["formula"][:]).all() and raw["ideal"].shape == (4,)
+                assert raw.attrs["waiting.mean"] == figures["waiting"]["mean"]
+            assert group.attrs["tile"] == case["tile"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.h5", "b.json"]
+
+
+def test_emulated_compute_is_called_so():
+    outcome = bench(2, "--backend", "paced:0.05", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous",
+                    "--json", "-")
+    data = json.loads(outcome.stdout)
+    figures = data["cases"][0]["passes"]["forward"]
+    assert (data["compute"], data["backend"]) == ("emulated compute", "paced:0.05")
+    assert figures["ideal_seconds"] == pytest.approx(2 * 2 * 16 * 4 * 65 * 130 / 0.05e9)
+    assert figures["seconds"]["min"] > 0.99 * figures["ideal_seconds"]      # a pace is no faster than it says
+    assert data["machine"]["flops"]["float32"] == 0.05e9
+    assert bench(2, "--backend", "paced:1").stdout.count("emulated compute") == 2
+
+
+def test_a_wrong_result_is_not_measured(tmp_path):
+    """A back end that is wrong with two blocks or more: the case is named, and nothing is written."""
+    code = ("import sys; from mpiattn.backends.numpy import NumpyBackend as B; merge = B.merge\n"
+            "def wrong(self, out, lse, *rest, **more):\n"
+            "    merge(self, out, lse, *rest, **more)\n"
+            "    out += 0.01\n"
+            "B.merge = wrong\n"
+            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    outcome = mpirun(3, [sys.executable, "-c", code, *BENCH[3:], "--tile", "ring", "qring", "--json",
+                         tmp_path / "b.json", "--hdf5", tmp_path / "b.h5"], check=False)
+    assert outcome.returncode == 1 and not outcome.stdout
+    assert outcome.stderr.count("130 tokens, tile 3x1") == 1 and "FAILED" in outcome.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--runs", "0"], "--runs is 0"), (["--tile", "3x1"], "tile is 3x1"), (["--seqlen", "0"], "seqlen is 0"),
+    (["--kv-heads", "3"], "kv_heads is 3"), (["--hdf5", "/nowhere/b.h5"], "--hdf5 is '/nowhere/b.h5'"),
+    (["--tile", "ring", "--route", "ring", "--wire-dtype", "float16"], "wire_dtype is 'float16'")])
+def test_errors(options, message):
+    outcome = bench(2, *options, check=False)
+    assert outcome.returncode and outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr
