@@ -99,6 +99,7 @@ def _run(job, args):
         return 1
     with agreement(peers):
         backend = backends.get(args.backend)
+    peers.idle = backend.idle
     with agreement(peers, only=0):
         if speaks:                                     # before the time is spent
             check_json(args.json)
