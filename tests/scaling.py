@@ -1,0 +1,264 @@
+"""What is claimed of speed, measured on hosts that this machine makes up: network namespaces with shaped cards.
+
+    python tests/scaling.py mesh --hosts 16 64         # the chosen mesh against Ring where transfers bound the time
+    python tests/scaling.py overlap                    # blocks and transfers that take equally long
+    python tests/scaling.py auto --hosts 12 16 36 64   # what "auto" chooses against everything else, at three rates
+    python tests/scaling.py bytes --hosts 16           # the counters of the cards against the formula
+    python tests/scaling.py strong --hosts 4 16 64     # one problem on ever more hosts
+    python tests/scaling.py all --folder results
+
+Each experiment launches `mpiattn bench` with a paced back end: blocks are really computed and then sleep until the time
+is over that they take at a given speed, for two cores cannot compute for 64 hosts at once.  All times are of emulated
+compute and real messages.  Every launch is kept as JSON in --folder; code 1 if a claim does not hold.  Nothing else may
+run meanwhile.  Takes what tests/netcluster.py takes.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import netcluster
+
+PAYLOAD = 0.94             # share of a card's rate that is left for messages, as tests/netcluster.py says
+LATENCY = 1e-3             # seconds of a message between two of such hosts, which share two cores
+LAUNCH = 1e-3              # seconds of a block besides its work: waking up on a shared core
+TIMEOUT = 3600             # seconds of a launch
+WIRE = 4                   # bytes of an element that travels, float32
+RING_WAITS, OFF = 0.91, 0.015       # the share of Ring's time that it waits in "mesh", and how far it may be off
+
+
+class Heads(NamedTuple):
+    """Few of them, for NumPy takes a while for each."""
+
+    name: str
+    q: int
+    kv: int
+    dim: int
+
+    def block_flops(self, chunk):
+        """Operations of a block of `chunk` queries and keys."""
+        return 4 * self.q * self.dim * chunk ** 2
+
+    def hop_bytes(self, chunk):
+        """Bytes of a hop of Ring: keys and values of a chunk."""
+        return 2 * self.kv * self.dim * WIRE * chunk
+
+
+MHA, GQA = Heads("MHA", 2, 2, 128), Heads("GQA 8:1", 8, 1, 64)
+
+
+class Setting(NamedTuple):
+    """Hosts of one rank each, the rate of their cards in bytes a second, Gflop/s of each, and tokens of each."""
+
+    hosts: int
+    rate: float
+    gflops: float
+    chunk: int
+    heads: Heads = MHA
+
+    def __str__(self):
+        return (f"{self.hosts} hosts of {self.gflops:.3g} Gflop/s (emulated compute) at {self.rate * 8e-6:g} Mb/s, "
+                f"{self.heads.name}, {self.hosts * self.chunk} tokens")
+
+    def machine(self):
+        """What `mpiattn bench` has to reckon with."""
+        link = {"latency": LATENCY, "bandwidth": PAYLOAD * self.rate, "overlap": 1.0}
+        return {"name": "shaped hosts", "inside": link, "between": link, "flops": {"float32": self.gflops * 1e9},
+                "launch": LAUNCH, "assumes": f"{PAYLOAD:.0%} of the rate of the cards"}
+
+
+class Lab:
+    """Launches benchmarks, keeps what they say, and judges claims."""
+
+    def __init__(self, folder, runs):
+        self.folder, self.runs, self.claims, self.launches = Path(folder), runs, [], 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def bench(self, name, setting, *options, hosts=None, runs=None, warmup=1):
+        """What `mpiattn bench --json` says of a setting; hosts: those that are up, if any."""
+        if hosts is None:
+            with netcluster.Hosts(setting.hosts, f"{setting.rate * 8e-3:.0f}kbit") as hosts:
+                return self.bench(name, setting, *options, hosts=hosts, runs=runs, warmup=warmup)
+        machine, heads = self.folder / "machine.json", setting.heads
+        machine.write_text(json.dumps(setting.machine()))
+        command = [sys.executable, "-m", "mpiattn", "bench", "--seqlen", setting.hosts * setting.chunk, "--heads",
+                   heads.q, "--kv-heads", heads.kv, "--head-dim", heads.dim, "--backend", f"paced:{setting.gflops:.6g}",
+                   "--machine", machine, "--runs", runs or self.runs, "--warmup", warmup, "--json", "-", *options]
+        print(f"{name}: {setting}", flush=True)
+        try:
+            outcome = hosts.mpirun(setting.hosts, list(map(str, command)), timeout=TIMEOUT)
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"{name} failed:\n{error.stdout}\n{error.stderr}")
+        data = json.loads(outcome.stdout)
+        self.launches += 1
+        kept = {"experiment": name, "setting": {**setting._asdict(), "heads": heads._asdict()}, **data}
+        (self.folder / f"{self.launches:02}-{name}.json").write_text(json.dumps(kept, indent=1))
+        for case in data["cases"]:
+            self._show(case, setting)
+        return data
+
+    def _show(self, case, setting):
+        note = "" if case["overlap"] else ", apart"
+        for name, found in case["passes"].items():
+            took = found["seconds"]
+            print(f"  {case['asked']['tile']:>5} {case['tile']:>5} {case['schedule']:>10}{note} {name:>8}: "
+                  f"{took['median']:7.3f} s ({took['min']:.3f} - {took['max']:.3f}), "
+                  f"{took['median'] / bound(found, setting):.3f} of its bound, waits "
+                  f"{found['waiting']['mean']:.1%}, {found['sent_bytes']['mean'] / 2**20:.2f} MiB"
+                  f"{'' if found['counted'] else ' NOT AS BY THE FORMULA'}", flush=True)
+            self.claim(f"{case['tile']} {name} sends what the formula says", found["counted"], 1, 1)
+
+    def claim(self, text, value, low=float("-inf"), high=float("inf")):
+        """Judge a number by its limits."""
+        right = low <= value <= high
+        self.claims.append(right)
+        if (low, high) != (1, 1) or not right:
+            limits = " and ".join([f"at least {low:g}"] * (low > float("-inf")) + [f"at most {high:g}"] * (
+                high < float("inf")))
+            print(f"  {'holds' if right else 'FAILS'}: {text}: {value:.3f}, {limits}", flush=True)
+
+
+def bound(figures, setting):
+    """Seconds that a pass takes at least: its bytes over the cards' rate, or its blocks."""
+    return max(figures["sent_bytes"]["max"] / setting.rate, figures["ideal_seconds"])
+
+
+def find(data, tile=None, schedule=None, overlap=True):
+    """The passes of the case that was asked for so; None: whatever."""
+    return next(case["passes"] for case in data["cases"] if tile in (None, case["asked"]["tile"])
+                and schedule in (None, case["asked"]["schedule"]) and case["overlap"] == overlap)
+
+
+def seconds(passes, name="forward"):
+    """Median seconds of a pass."""
+    return passes[name]["seconds"]["median"]
+
+
+def where_ring_waits(lab, n, rate, chunk):
+    """The setting where Ring waits the share RING_WAITS of its time.
+
+    On a full machine a step takes some milliseconds besides its block, so one launch is made to see how many.
+    """
+    hop, flops = MHA.hop_bytes(chunk) / (PAYLOAD * rate), MHA.block_flops(chunk) / 1e9
+    block = (1 - RING_WAITS) * hop / (1 + RING_WAITS / (n - 1))            # n - 1 hops, and a block after the last
+    setting = Setting(n, rate, flops / block, chunk)
+    ring = find(lab.bench(f"mesh-{n}-pace", setting, "--tile", "ring", "--schedule", "greedy"))["forward"]
+    missing = (1 - RING_WAITS - (1 - ring["waiting"]["mean"])) * ring["seconds"]["median"] / n
+    if block + missing < 0.2 * block:
+        sys.exit(f"{n} ranks keep these cores too busy: a step takes {-missing:.3g} s more than its block")
+    return setting._replace(gflops=flops / (block + missing))
+
+
+def mesh(lab, hosts):
+    """Where transfers bound the time, the chosen mesh gains over Ring what it sends less."""
+    rate, chunk = 10e6 / 8, 64
+    for n in hosts:
+        setting = where_ring_waits(lab, n, rate, chunk)
+        for direction in ("forward", "both"):
+            data = lab.bench(f"mesh-{n}-{direction}", setting, "--direction", direction, "--tile", "ring", "auto",
+                             "--schedule", "greedy")
+            ring, chosen = find(data, f"1x{n}"), find(data, "auto")
+            for name in ring:
+                if name == "forward" == direction:
+                    lab.claim("Ring's share of waiting", ring[name]["waiting"]["mean"], RING_WAITS - OFF,
+                              RING_WAITS + OFF)
+                if name == direction:
+                    lab.claim(f"Ring over the chosen mesh, {name}", seconds(ring, name) / seconds(chosen, name),
+                              3.4 if n >= 64 else 2.4)
+                    lab.claim(f"chosen mesh over its bound, {name}",
+                              seconds(chosen, name) / bound(chosen[name], setting), high=1.15)
+                    lab.claim(f"Ring over its bound, {name}", seconds(ring, name) / bound(ring[name], setting),
+                              high=1.10)
+
+
+def overlap(lab, hosts):
+    """Where blocks take as long as transfers, the two together take little more than one."""
+    rate, chunk = 10e6 / 8, 128
+    for n in hosts:
+        side = round(n ** 0.5)
+        moved = 2 * (side - 1) * MHA.hop_bytes(chunk)                      # of the square mesh: Q and O, K and V
+        setting = Setting(n, rate, n * MHA.block_flops(chunk) / (moved / (PAYLOAD * rate)) / 1e9, chunk)
+        data = lab.bench(f"overlap-{n}", setting, "--tile", f"{side}x{n // side}", "--schedule", "greedy",
+                         "--no-overlap")
+        together, apart = find(data), find(data, overlap=False)
+        lab.claim("together over the longer of the two", seconds(together) / bound(together["forward"], setting),
+                  high=1.25)
+        lab.claim("apart over together", seconds(apart) / seconds(together), 1.3)
+
+
+def auto(lab, hosts):
+    """What "auto" chooses is as fast as the best of what it chooses among, whatever bounds the time."""
+    for n, (heads, chunk, gflops), rate in product(hosts, ((MHA, 32, 0.075), (GQA, 64, 0.3)), (2.5e6, 5e6, 10e6)):
+        setting = Setting(n, rate / 8, gflops, chunk, heads)
+        data = lab.bench(f"auto-{n}-{heads.name[:3]}-{rate / 1e6:g}", setting, "--tile", "auto", "all", "--schedule",
+                         "auto", "greedy", "collective", warmup=0)
+        chosen = seconds(find(data, "auto", "auto"))
+        kinds = [seconds(find(data, "auto", kind)) for kind in ("greedy", "collective")]
+        lab.claim("auto over the faster of greedy and collective", chosen / min(kinds), high=1.05)
+        lab.claim("auto over the best of all tiles", chosen / min(seconds(case["passes"]) for case in data["cases"]),
+                  high=1.10)
+
+
+def wire_bytes(lab, hosts):
+    """What the cards have sent, by their own counters, is what the formula says: two launches that differ in runs."""
+    for n in hosts:
+        setting = Setting(n, 20e6 / 8, 0.4, 64)
+        for tile in ("ring", "auto"):
+            sent, counts = [], (1, 9)
+            with netcluster.Hosts(n, f"{setting.rate * 8e-3:.0f}kbit") as up:
+                for runs in counts:
+                    before = up.sent()
+                    data = lab.bench(f"bytes-{n}-{tile}", setting, "--tile", tile, hosts=up, runs=runs, warmup=0)
+                    sent.append([now - then for now, then in zip(up.sent(), before)])
+            formula = data["cases"][0]["passes"]["forward"]["formula_bytes"]
+            a_run = [(many - few) / (counts[1] - counts[0]) for few, many in zip(*sent)]
+            lab.claim(f"{tile}: least sent by a card over the formula", min(a_run) / formula["min"], 0.95, 1.05)
+            lab.claim(f"{tile}: most sent by a card over the formula", max(a_run) / formula["max"], 0.95, 1.05)
+
+
+def strong(lab, hosts):
+    """One problem on ever more hosts."""
+    tokens, found = 2048, []
+    for n in hosts:
+        setting = Setting(n, 10e6 / 8, 0.2, tokens // n)
+        data = lab.bench(f"strong-{n}", setting, "--tile", "ring", "auto", "--schedule", "greedy")
+        predicted = {case["asked"]["tile"]: case["predicted_seconds"] for case in data["cases"]}
+        found.append({"hosts": n, "ring": find(data, f"1x{n}")["forward"]["runs"],
+                      "mesh": find(data, "auto")["forward"]["runs"], "predicted_mesh": predicted["auto"],
+                      "predicted_ring": predicted[f"1x{n}"], "ideal": find(data)["forward"]["ideal_seconds"]})
+        if len(found) > 1:
+            before, now = (sorted(one["mesh"])[len(one["mesh"]) // 2] for one in found[-2:])
+            lab.claim(f"{n} hosts over {found[-2]['hosts']}", now / before, high=1.0)
+    (lab.folder / "strong.json").write_text(json.dumps(found, indent=1))
+
+
+EXPERIMENTS = {"mesh": (mesh, (16, 64)), "overlap": (overlap, (16,)), "auto": (auto, (12, 16, 36, 64)),
+               "bytes": (wire_bytes, (16,)), "strong": (strong, (4, 16, 64))}
+
+
+def main():
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="+", choices=(*EXPERIMENTS, "all"))
+    parser.add_argument("--hosts", type=int, nargs="+", help="how many (default: those of each experiment)")
+    parser.add_argument("--runs", type=int, default=3, help="measured runs of a case (default: %(default)s)")
+    parser.add_argument("--folder", default="scaling", help="for the results (default: %(default)s)")
+    args = parser.parse_args()
+    why = netcluster.missing()
+    if why:
+        sys.exit(f"no hosts here: {why}")
+    lab = Lab(args.folder, args.runs)
+    for name in EXPERIMENTS if "all" in args.experiments else args.experiments:
+        experiment, hosts = EXPERIMENTS[name]
+        print(f"{name}: {experiment.__doc__}", flush=True)
+        experiment(lab, args.hosts or hosts)
+    print(f"{sum(lab.claims)} of {len(lab.claims)} claims hold")
+    return int(not all(lab.claims))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
