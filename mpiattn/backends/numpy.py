@@ -16,6 +16,27 @@ def _flat(array):
     return array.reshape(-1).view(np.uint8)
 
 
+def _packing(q, k, begin):
+    """How many query heads of a KV head to take as one: where their rows together make up about a row tile.
+
+    One product of many rows is faster than many of few.  Every head must see the same.
+    """
+    per_kv = q.shape[1] // max(k.shape[1], 1)
+    return per_kv if len(begin) == 1 and len(q) < tiles.ROWS else 1
+
+
+def _pack(array, per_kv):
+    """(tokens, heads, ...) as (tokens * per_kv, KV heads, ...), a copy."""
+    tokens, heads, *dim = array.shape
+    return array.reshape(tokens, heads // per_kv, per_kv, *dim).swapaxes(1, 2).reshape(-1, heads // per_kv, *dim)
+
+
+def _unpack(array, packed, per_kv):
+    """Copy back what `_pack` has made of an array."""
+    tokens, heads, *dim = array.shape
+    array[...] = packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2).reshape(array.shape)
+
+
 class NumpyBackend:
     """The protocol of `mpiattn.backends.base` on NumPy arrays."""
 
@@ -58,6 +79,14 @@ class NumpyBackend:
         lse.fill(-np.inf)
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+        per_kv = _packing(q, k, begin)
+        if per_kv > 1:
+            queries, *partial = (_pack(array, per_kv) for array in (q, out, lse))
+            interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
+            NumpyBackend.attend(self, queries, k, v, *interval, *partial, scale, softcap)
+            for array, packed in zip((out, lse), partial):
+                _unpack(array, packed, per_kv)
+            return
         with np.errstate(all="ignore"):            # inf - inf and the like are answers here, not mistakes
             for panel, work in self._panels(q, k, v, begin, end, out.dtype):
                 for rows, head, lo, hi in work:
@@ -65,6 +94,13 @@ class NumpyBackend:
                                   panel, lo, hi, self.meanwhile)
 
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+        per_kv = _packing(q, k, begin)
+        if per_kv > 1:
+            *queries, packed = (_pack(array, per_kv) for array in (q, dout, lse, delta, dq))
+            interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
+            NumpyBackend.attend_backward(self, *queries, k, v, *interval, packed, dk, dv, scale, softcap)
+            _unpack(dq, packed, per_kv)
+            return
         with np.errstate(all="ignore"):
             for panel, work in self._panels(q, k, v, begin, end, dq.dtype):
                 at = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
