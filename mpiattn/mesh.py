@@ -66,17 +66,19 @@ def _forget_owner(comm, key, home):
 
 
 def nodes_of(peers):
-    """The node of every rank, as the lowest rank on it; collective."""
+    """The node of every rank, numbered from 0 on in order of their lowest ranks; collective."""
     node = peers.comm.Split_type(MPI.COMM_TYPE_SHARED)
     lowest = min(node.Get_group().Translate_ranks(range(node.size), peers.comm.Get_group()))
     node.Free()
-    return peers.allgather(lowest)
+    everywhere = peers.allgather(lowest)
+    number = {lowest: i for i, lowest in enumerate(sorted(set(everywhere)))}
+    return [number[lowest] for lowest in everywhere]
 
 
 class Home:
     """What mpiattn keeps with one communicator of the caller's: a duplicate, and the meshes in use.
 
-    nodes: of every rank, the lowest rank on its node.
+    nodes: of every rank, see `nodes_of`.
     """
 
     def __init__(self, comm, timeout):

@@ -181,6 +181,11 @@ class MeshAttention:
         executor = self._executor if direction == "forward" else self._backward
         return executor and executor.trace()
 
+    def predicted_trace(self, direction="forward"):
+        """The predicted `Timeline` of such a pass, its times as arrays over the ranks of the mesh."""
+        one_of("direction", direction, ("forward", "backward"))
+        return self._plan.predicted(direction)
+
     @property
     def activity(self):
         """Which blocks and transfers the plan's own masks leave (`mpiattn.activity.Activity`)."""

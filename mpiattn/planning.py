@@ -7,9 +7,11 @@ from . import backends, choice, cost
 from .agreement import agree_on, agreement
 from .errors import ArgumentError
 from .exchange import MAX_MESSAGE
+from .load import Load, block_pairs
 from .machine import DEFAULT, Machine
 from .peers import check_timeout
 from .problem import Problem
+from .simulate import simulate
 from .tiling import parse_tile
 from .tuned import machine_for
 
@@ -70,6 +72,12 @@ class Plan:
         c = self.choice
         return cost.build(c.schedule, c.a, c.b, c.route, self.problem, self.machine, direction, self.nodes, c.ahead,
                           self.overlap)
+
+    def predicted(self, direction="forward"):
+        """The predicted `mpiattn.timeline.Timeline` of a pass, of all ranks of the mesh."""
+        c = self.choice
+        load = Load(block_pairs(self.problem.mask, *c.layouts), *(one.lengths for one in c.layouts), c.a, c.b)
+        return simulate(self.schedule(direction), self.problem, load, self.machine, self.nodes)
 
     def layouts_by_rank(self):
         """The layouts of queries and of keys by the rank of the caller's communicator."""

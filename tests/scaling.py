@@ -3,6 +3,7 @@
     python tests/scaling.py mesh --hosts 16 64         # the chosen mesh against Ring where transfers bound the time
     python tests/scaling.py overlap                    # blocks and transfers that take equally long
     python tests/scaling.py auto --hosts 12 16 36 64   # what "auto" chooses against everything else, at three rates
+    python tests/scaling.py predict                    # times for 32 and 64 hosts by what was measured on 4 and 16
     python tests/scaling.py bytes --hosts 16           # the counters of the cards against the formula
     python tests/scaling.py strong --hosts 4 16 64     # one problem on ever more hosts
     python tests/scaling.py all --folder results
@@ -23,6 +24,11 @@ from typing import NamedTuple
 
 import netcluster
 import numpy as np
+
+from mpiattn import choice
+from mpiattn.machine import load
+from mpiattn.problem import Problem
+from mpiattn.tiling import parse_tile
 
 PAYLOAD = 0.94             # share of a card's rate that is left for messages, as tests/netcluster.py says
 LATENCY = 1e-3             # seconds of a message between two of such hosts, which share two cores
@@ -72,6 +78,11 @@ class Setting(NamedTuple):
                 "launch": LAUNCH, "assumes": f"{PAYLOAD:.0%} of the rate of the cards"}
 
 
+def kilobits(rate):
+    """Bytes a second as `tc` writes a rate."""
+    return f"{rate * 8e-3:.0f}kbit"
+
+
 class Lab:
     """Launches benchmarks, keeps what they say, and judges claims."""
 
@@ -79,13 +90,15 @@ class Lab:
         self.folder, self.runs, self.claims, self.launches = Path(folder), runs, [], 0
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def bench(self, name, setting, *options, hosts=None, runs=None, warmup=1):
-        """What `mpiattn bench --json` says of a setting; hosts: those that are up, if any."""
+    def bench(self, name, setting, *options, hosts=None, runs=None, warmup=1, machine=None):
+        """What `mpiattn bench --json` says of a setting; hosts: that are up, machine: that was measured, if any."""
         if hosts is None:
-            with netcluster.Hosts(setting.hosts, f"{setting.rate * 8e-3:.0f}kbit") as hosts:
-                return self.bench(name, setting, *options, hosts=hosts, runs=runs, warmup=warmup)
-        machine, heads = self.folder / "machine.json", setting.heads
-        machine.write_text(json.dumps(setting.machine()))
+            with netcluster.Hosts(setting.hosts, kilobits(setting.rate)) as hosts:
+                return self.bench(name, setting, *options, hosts=hosts, runs=runs, warmup=warmup, machine=machine)
+        heads = setting.heads
+        if machine is None:
+            machine = self.folder / "machine.json"
+            machine.write_text(json.dumps(setting.machine()))
         command = [sys.executable, "-m", "mpiattn", "bench", "--seqlen", setting.hosts * setting.chunk, "--heads",
                    heads.q, "--kv-heads", heads.kv, "--head-dim", heads.dim, "--backend", f"paced:{setting.gflops:.6g}",
                    "--machine", machine, "--runs", runs or self.runs, "--warmup", warmup, "--json", "-", *options]
@@ -193,13 +206,39 @@ def auto(lab, hosts):
             lab.claim("auto over the best of all tiles", chosen / np.median(best), high=1 + max(0.10, spread))
 
 
+def predict(lab, hosts):
+    """What is predicted for more hosts by a machine that was measured on few of them."""
+    chunk, rate, block = 16, 8e6 / 8, 30e-3
+    speed = MHA.block_flops(chunk) / block / 1e9
+    for few in (4, 16):
+        tuned = lab.folder / f"tuned-on-{few}.json"
+        print(f"predict: tune on {few} hosts", flush=True)
+        with netcluster.Hosts(few, kilobits(rate)) as up:
+            up.mpirun(few, [sys.executable, "-m", "mpiattn", "tune", "--backend", f"paced:{speed:.6g}", "--head-dim",
+                            MHA.dim, "--dtype", "float32", "--seconds", 40, "--no-store", "--out", tuned],
+                      timeout=TIMEOUT)
+    for n in hosts:
+        side = 2 ** (n.bit_length() // 2)
+        tiles = ["ring", *(f"{a}x{n // a}" for a in (side // 2, side, 2 * side))]
+        setting = Setting(n, rate, speed, chunk)
+        data = lab.bench(f"predict-{n}", setting, "--tile", *tiles, "--schedule", "greedy", "--direction", "both",
+                         machine=lab.folder / "tuned-on-16.json")
+        problem = Problem(seqlen=n * chunk, heads=MHA.q, head_dim=MHA.dim)
+        for few, case in product((4, 16), data["cases"]):
+            on = load(lab.folder / f"tuned-on-{few}.json").paced(speed * 1e9)
+            shape = parse_tile(case["tile"], n)
+            predicted, = choice.evaluate(problem, n, kinds=("greedy",), shapes=[shape], machine=on, direction="both")
+            lab.claim(f"{case['tile']}: predicted by {few} hosts over measured",
+                      predicted.seconds / seconds(case["passes"], "both"), 0.8, 1.2)
+
+
 def wire_bytes(lab, hosts):
     """What the cards have sent, by their own counters, is what the formula says: two launches that differ in runs."""
     for n in hosts:
         setting = Setting(n, 20e6 / 8, 0.4, 64)
         for tile in ("ring", "auto"):
             sent, counts = [], (1, 9)
-            with netcluster.Hosts(n, f"{setting.rate * 8e-3:.0f}kbit") as up:
+            with netcluster.Hosts(n, kilobits(setting.rate)) as up:
                 for runs in counts:
                     before = up.sent()
                     data = lab.bench(f"bytes-{n}-{tile}", setting, "--tile", tile, hosts=up, runs=runs, warmup=0)
@@ -211,23 +250,26 @@ def wire_bytes(lab, hosts):
 
 
 def strong(lab, hosts):
-    """One problem on ever more hosts."""
-    tokens, found = 2048, []
+    """One problem on ever more hosts: Ring sends as much whatever their number, and comes to a halt there."""
+    tokens, rate, found = 2048, 17e6 / 8, []
     for n in hosts:
-        setting = Setting(n, 10e6 / 8, 0.2, tokens // n)
-        data = lab.bench(f"strong-{n}", setting, "--tile", "ring", "auto", "--schedule", "greedy")
-        predicted = {case["asked"]["tile"]: case["predicted_seconds"] for case in data["cases"]}
-        found.append({"hosts": n, "ring": find(data, f"1x{n}")["forward"]["runs"],
-                      "mesh": find(data, "auto")["forward"]["runs"], "predicted_mesh": predicted["auto"],
-                      "predicted_ring": predicted[f"1x{n}"], "ideal": find(data)["forward"]["ideal_seconds"]})
-        if len(found) > 1:
-            before, now = (sorted(one["mesh"])[len(one["mesh"]) // 2] for one in found[-2:])
-            lab.claim(f"{n} hosts over {found[-2]['hosts']}", now / before, high=1.0)
+        setting = Setting(n, rate, 0.13, tokens // n)
+        data = lab.bench(f"strong-{n}", setting, "--tile", "ring", "auto", "--schedule", "greedy", warmup=0)
+        of = {"ring": f"1x{n}", "mesh": "auto"}
+        found.append({"hosts": n, **{name: find(data, tile)["forward"]["runs"] for name, tile in of.items()},
+                      "predicted": {name: next(case["predicted_seconds"] for case in data["cases"]
+                                               if case["asked"]["tile"] == tile) for name, tile in of.items()},
+                      "tile": next(case["tile"] for case in data["cases"] if case["asked"]["tile"] == "auto"),
+                      "ideal": find(data)["forward"]["ideal_seconds"]})
     (lab.folder / "strong.json").write_text(json.dumps(found, indent=1))
+    first, last = next(one for one in found if one["hosts"] >= 16), found[-1]
+    gained = {name: np.median(first[name]) / np.median(last[name]) for name in ("ring", "mesh")}
+    lab.claim(f"Ring's gain from {first['hosts']} to {last['hosts']} hosts", gained["ring"], high=1.25)
+    lab.claim(f"the mesh's gain from {first['hosts']} to {last['hosts']} hosts", gained["mesh"], low=2.5)
 
 
 EXPERIMENTS = {"mesh": (mesh, (16, 64)), "overlap": (overlap, (16,)), "auto": (auto, (12, 16, 36, 64)),
-               "bytes": (wire_bytes, (16,)), "strong": (strong, (4, 16, 64))}
+               "predict": (predict, (32, 64)), "bytes": (wire_bytes, (16,)), "strong": (strong, (4, 8, 16, 32, 64))}
 
 
 def main():

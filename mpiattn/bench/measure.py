@@ -151,6 +151,7 @@ class Measured(NamedTuple):
 
     problem, machine, backend: of its plans.  compute: "real", or EMULATED where its time is not.  which: for each case
     which plan it is.  plans: of each its "facts" and, by pass, a list by rank of what `Subject.told` says.
+    timelines: by pass of the first case, (predicted, measured), by rank of the mesh.
     """
 
     problem: object
@@ -159,6 +160,7 @@ class Measured(NamedTuple):
     compute: str
     which: list
     plans: list
+    timelines: dict
 
 
 def _chosen(case, plan):
@@ -220,7 +222,10 @@ def measure(job, cases, how, passes, runs, warmup):
     plans = [{"facts": subject.facts(),
               "passes": {name: [rank[i][name] for rank in told] for name in passes}}
              for i, subject in enumerate(subjects)]
+    plan = subjects[which[0]].plan
+    measured = [dict(peers.allgather((plan.chunk, plan.trace(name)))) for name in passes]
+    timelines = {name: (plan.predicted_trace(name), found) for name, found in zip(passes, measured)}
     for subject in subjects:
         subject.plan.close()
     one.close()
-    return Measured(problem, machine, backend, EMULATED if one.known else "real", which, plans)
+    return Measured(problem, machine, backend, EMULATED if one.known else "real", which, plans, timelines)

@@ -30,6 +30,8 @@ from ..bench.store import write_hdf5
 from ..bench.summary import passes_of
 from ..errors import ArgumentError
 from ..newfile import check_target
+from ..plots import style
+from ..plots.timeline import timeline
 from ..problem import ITEMSIZE
 from ..schedule import ROUTES
 from . import options
@@ -67,6 +69,9 @@ def add_arguments(parser):
                         help="runs before them, besides that of the check (default: %(default)s)")
     options.add_timeout(parser)
     options.add_json(parser)
+    parser.add_argument("--plot", metavar="FILE",
+                        help="draw when the slowest rank does what in the last run of the first case, predicted above "
+                             "measured: FILE.png, .svg or .pdf; needs the extra `plot`")
     parser.add_argument("--hdf5", metavar="FILE",
                         help="write every run of every rank as HDF5 too, whole or not at all")
 
@@ -101,6 +106,8 @@ def _run(job, args):
         if comm.rank == 0:
             if args.hdf5:
                 write_hdf5(args.hdf5, data, passes)
+            if args.plot:
+                _plot(args.plot, measured, found[-len(of_size)])
             if args.json:
                 write_json(args.json, data)
     if comm.rank == 0 and args.json != "-":
@@ -115,6 +122,20 @@ def _check(args):
     check_json(args.json)
     if args.hdf5:
         check_target("--hdf5", args.hdf5)
+    if args.plot:
+        style.check("--plot", args.plot)
+
+
+def _plot(path, measured, case):
+    """Draw the first case of the last size."""
+    pairs = []
+    for name, (predicted, found) in measured.timelines.items():
+        pairs += [(f"{name}, predicted for {measured.machine.name}", predicted),
+                  (f"{name}, measured{', emulated compute' * (measured.compute != 'real')}", found)]
+    p = measured.problem
+    title = (f"{p.seqlen} tokens x {p.heads} heads x {p.head_dim}, {p.dtype}, tile {case['tile']}, {case['schedule']}, "
+             f"{case['route']} route")
+    style.save(timeline(pairs, title=title), path, "--plot")
 
 
 def _problem(problem):

@@ -10,7 +10,7 @@ from ..problem import Problem
 from .samples import Sample, take_turns
 
 HEADS = 2
-SMALLEST = 128                       # tokens of a block
+SMALLEST, LEAST = 128, 16            # tokens of the smallest block that is timed; where that takes long, at least
 LARGEST = 2 ** 14
 MERGED = 2 ** 13                     # tokens of a partial: megabytes, as those of chunks
 LONG = 2e-3                          # of the seconds that all blocks may take: the largest takes that, or a bit more
@@ -57,12 +57,16 @@ class Blocks:
 
 def sizes(peers, backend, dtype, head_dim, seconds):
     """Tokens of the three blocks to be timed, of which the largest takes a share of `seconds`; collective."""
-    tokens, took = 2 * SMALLEST, 0.0
-    while took < LONG * seconds and tokens < LARGEST:
-        tokens *= 2
-        took = np.max(take_turns(peers, [Blocks(backend, tokens, dtype, head_dim, "forward").run], 0).min(axis=1))
-    doublings = int(np.log2(tokens / SMALLEST))
-    return SMALLEST, SMALLEST << doublings // 2, tokens
+    def is_long(tokens):
+        block = Blocks(backend, tokens, dtype, head_dim, "forward")
+        return np.max(take_turns(peers, [block.run], 0).min(axis=1)) >= LONG * seconds
+    smallest = SMALLEST
+    while smallest > LEAST and is_long(smallest):
+        smallest //= 2
+    doublings = 2
+    while smallest << doublings < LARGEST and not is_long(smallest << doublings):
+        doublings += 1
+    return smallest, smallest << doublings // 2, smallest << doublings
 
 
 def fit(flops, seconds, launch=None):

@@ -8,14 +8,19 @@ from .wire import ITEMSIZE, TAG, Wire
 CHUNK = 2 ** 20                      # bytes of a chunk ...
 ALL = 64 * 2 ** 20                   # ... and at most of those of all ranks together
 LEAST = 2 ** 12
+TURNS = 12                           # of three works, that there has to be time for
 
 
-def measure(peers, backend, seconds, progress):
-    """Seconds of a collective in units of those of pairs, None for one rank; collective."""
+def measure(peers, backend, bandwidth, seconds, progress):
+    """Seconds of a collective in units of those of pairs, None for one rank; collective.
+
+    bandwidth: bytes a second of the slowest links.
+    """
     if peers.size == 1:
         progress(seconds)
         return None
-    tokens = max(LEAST, min(CHUNK, ALL // peers.size)) // ITEMSIZE
+    in_time = int(bandwidth * seconds / (TURNS * (peers.size - 1)))
+    tokens = max(LEAST, min(CHUNK, ALL // peers.size, in_time)) // ITEMSIZE
     wire, comm, row = Wire(peers, backend, tokens * peers.size * ITEMSIZE), peers.comm, ITEMSIZE
     exchange = wire.exchange
     counts, starts = [tokens] * peers.size, [tokens * rank for rank in range(peers.size)]

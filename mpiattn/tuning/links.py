@@ -9,7 +9,9 @@ from .wire import Wire
 
 SHORT = 8                            # bytes, for what a message takes besides its bytes
 EXCHANGES = 30                       # short ones in a row
-SIZES = (2 ** 20, 8 * 2 ** 20)       # bytes, as chunks have
+SIZES = (2 ** 20, 8 * 2 ** 20)       # bytes, as chunks have, ...
+PROBE = 2 ** 16                      # ... or less on links so slow that those would take too long, at least this
+TURNS = 4                            # at least, that there has to be time for
 SHARING = 0.9                        # of the rate of one rank a node: with less, all ranks of it share a card
 
 
@@ -72,7 +74,11 @@ def measure(peers, nodes, backend, between, seconds, progress):
     if not exists(nodes, between):
         progress(seconds)
         return None
-    short, long = Wire(peers, backend, SHORT), [Wire(peers, backend, size) for size in SIZES]
+    probe = Wire(peers, backend, PROBE)
+    took = take_turns(peers, [swapping(probe, nodes, between)], 0)
+    most = seconds / TURNS * probe.nbytes / np.nanmedian(took)
+    short = Wire(peers, backend, SHORT)
+    long = [Wire(peers, backend, int(max(size * min(1, most / sum(SIZES)), PROBE))) for size in SIZES]
     smallest = min(nodes.count(node) for node in set(nodes))
     shared = between and smallest > 1
     works = [swapping(short, nodes, between, EXCHANGES), *(swapping(wire, nodes, between) for wire in long)]

@@ -55,7 +55,8 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
         if hidden is not None:
             samples[f"{side} overlap"] = hidden
             sides[side] = sides[side]._replace(overlap=hidden.typical)
-    together = part("collective", collectives.measure, peers, backend)
+    slowest = min(sides[side].bandwidth for side in sides if side not in lacking or len(lacking) == 2)
+    together = part("collective", collectives.measure, peers, backend, slowest)
     if together is None:
         lacking["collective"] = "one rank"
         together = Sample(DEFAULT.collective, DEFAULT.collective, DEFAULT.collective, 0)

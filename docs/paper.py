@@ -1,0 +1,70 @@
+"""What the simulator says of the paper's experiments, beside what the paper (arXiv 2512.20968) publishes.
+
+    python docs/paper.py
+
+256 GPUs, 32 heads x 128, 128k to 1M tokens, Ring against the tile that is predicted to be fastest.  The machine is the
+built-in "h100", from datasheets; the paper's GPUs, network, dtype and mask are not known here, so what would change the
+comparison is varied: links and blocks twice as fast and half as fast, full and causal attention.
+"""
+
+from dataclasses import replace
+
+from mpiattn import choice
+from mpiattn.cli.table import percent, table
+from mpiattn.layout import Layout
+from mpiattn.machine import H100
+from mpiattn.problem import Problem
+from mpiattn.traffic import volume
+
+LENGTHS = [2 ** 17, 2 ** 18, 2 ** 19, 2 ** 20]
+VARIED = {"h100": (1, 1), "links x 2": (2, 1), "links / 2": (0.5, 1), "blocks x 2": (1, 2), "blocks / 2": (1, 0.5),
+          "links / 4, blocks x 2": (0.25, 2)}
+
+
+def machine(links, blocks):
+    """The h100 with links and blocks so many times as fast."""
+    return replace(H100, flops={dtype: rate * blocks for dtype, rate in H100.flops.items()},
+                   inside=H100.inside._replace(bandwidth=H100.inside.bandwidth * links),
+                   between=H100.between._replace(bandwidth=H100.between.bandwidth * links))
+
+
+def compared(tokens, ranks, causal, on, direction="both"):
+    """(Ring, the fastest tile) as Choices of the greedy schedule."""
+    problem = Problem(seqlen=tokens, heads=32, head_dim=128, dtype="bfloat16", causal=causal)
+    layout = Layout("striped" if causal else "contiguous", tokens, ranks)
+    choices = choice.evaluate(problem, ranks, kinds=("greedy",), pairs=[(layout, layout)], machine=on,
+                              direction=direction)
+    best = min(choices, key=lambda one: one.seconds)
+    return next(one for one in choices if (one.a, one.b) == (1, ranks)), best
+
+
+def speedups(causal, on, direction):
+    """Speed-up over Ring by length, the tiles, and what they save of Ring's traffic, in elements as in the paper."""
+    found = [compared(tokens, 256, causal, on, direction) for tokens in LENGTHS]
+    ring_volume = volume(256, 1, 256, direction=direction)
+    return ([ring.seconds / best.seconds for ring, best in found], [f"{best.a}x{best.b}" for _, best in found],
+            [1 - volume(256, best.a, best.b, direction=direction) / ring_volume for _, best in found])
+
+
+def rows():
+    """The table, cell by cell."""
+    yield "the paper", "", "2.9 mean, 3.4 best", "", "79.0 % mean, 85.4 % best", "91.5 %"
+    for name, factors in VARIED.items():
+        on = machine(*factors)
+        for causal in (False, True):
+            gains, chosen, saved = speedups(causal, on, "both")
+            ring, _ = compared(2 ** 20, 128, causal, on)
+            yield (name, "causal" if causal else "full", " ".join(f"{gain:.2f}" for gain in gains), " ".join(chosen),
+                   f"{percent(sum(saved) / 4)} mean, {percent(max(saved))} best", percent(ring.waiting))
+
+
+def main():
+    """Print the table."""
+    print("256 GPUs, 32 heads x 128, bfloat16, forward + backward, greedy schedules")
+    print(f"machine h100: {H100}\n")
+    print(table(rows(), ("machine", "mask", "speed-up at 128k 256k 512k 1M", "tiles", "less traffic",
+                         "Ring waits, 128 GPUs, 1M")))
+
+
+if __name__ == "__main__":
+    main()
