@@ -133,7 +133,7 @@ class Hosts:
         return subprocess.run(["ip", "netns", "exec", self._name(i), *command], text=True, check=True,
                               capture_output=True).stdout
 
-    def change_rate(self, rate):
+    def set_rate(self, rate):
         """Give every card another rate, launches or not."""
         self.rate = rate
         for i in range(self.count):
