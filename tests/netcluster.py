@@ -82,6 +82,9 @@ class Hosts:
     def _name(self, i):
         return f"{self.tag}h{i}"
 
+    def _veth(self, i):
+        return f"{self.tag}v{i}"
+
     def address(self, i):
         """Of host i."""
         return f"{SUBNET}.{(i + 1) // 256}.{(i + 1) % 256}"
@@ -104,7 +107,7 @@ class Hosts:
         lines = [f"link add {self.bridge} type bridge", f"link set {self.bridge} up",
                  f"addr add {SUBNET}.255.254/16 dev {self.bridge}"]
         for i in range(self.count):
-            name, veth = self._name(i), f"{self.tag}v{i}"
+            name, veth = self._name(i), self._veth(i)
             lines += [f"netns add {name}",
                       f"link add {veth} type veth peer name eth0 address {self._card(i)} netns {name}",
                       f"link set {veth} master {self.bridge} up"]
@@ -145,6 +148,8 @@ class Hosts:
             for pid in map(int, left.split()):              # what outlived its launcher would keep the host's card
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            # first its card, which would go some time after the namespace, and so keep its name from the next host
+            subprocess.run(["ip", "link", "del", self._veth(i)], capture_output=True)
             subprocess.run(["ip", "netns", "del", self._name(i)], capture_output=True)
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
         if hasattr(self, "folder"):
