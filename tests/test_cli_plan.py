@@ -165,6 +165,10 @@ def test_memory_limit(capsys):
     assert chosen["memory_bytes"] <= least < most
     assert limited["memory_cost"] >= 1 and limited["tile"] != free["tile"]
     assert "times as long as without that limit" in plan(capsys, "--ranks", 64, *MHA, "--max-memory", f"{2 * most}B")
+    for text in ("much", "-1", "1P", ""):
+        with pytest.raises(SystemExit):
+            plan(capsys, "--ranks", 64, *MHA, "--max-memory", text)
+        assert "is no number of bytes" in capsys.readouterr().err or text == "-1"
     text = refused(capsys, "--ranks", 64, *MHA, "--machine", "h100", "--max-memory", "1M")
     assert "max_memory is 1048576 bytes a rank; the least" in text and "tile 1x64" in text
 

@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import sys
 import xml.etree.ElementTree as ElementTree
 from statistics import median
 
@@ -344,3 +345,16 @@ def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(FileError, match=r"--plot is .*a\.svg'; it cannot be written: No space left"):
         style.save(figure, str(tmp_path / "a.svg"), "--plot")
     assert os.listdir(tmp_path) == ["a.svg"] and (tmp_path / "a.svg").read_text() == "old"
+
+
+def test_a_benchmark_draws_what_it_measured(tmp_path):
+    """Predicted above measured, both passes; the measured lanes end when the last run did."""
+    launch.require_launch()
+    command = [sys.executable, "-m", "mpiattn", "bench", "--seqlen", "96", "--heads", "2", "--head-dim", "8", "--runs",
+               "1", "--tile", "ring", "--direction", "both", "--plot"]
+    launch.mpirun(3, [*command, tmp_path / "b.svg"])
+    drawn = " ".join(ElementTree.parse(tmp_path / "b.svg").getroot().itertext())
+    for text in ("forward, predicted for", "forward, measured", "backward, predicted for", "backward, measured",
+                 "96 tokens x 2 heads x 8", "tile 1x3"):
+        assert text in drawn
+    assert "--plot" in launch.mpirun(3, [*command, tmp_path / "b.txt"], check=False).stderr

@@ -71,6 +71,9 @@ def test_the_times_of_steps(comm):
                 times = np.array(trace.steps).reshape(-1)
                 assert (np.diff(times) >= 0).all() and times[0] >= 0 and times[-1] == trace.seconds
                 waited += trace.waiting
+                predicted = plan.predicted_trace(direction)
+                assert len(predicted.steps) == len(trace.steps) and predicted.seconds > 0
+                assert predicted.steps[-1].ended.shape == (comm.size,)
                 for moved in trace.moves:
                     assert 0 <= moved.begun <= moved.arrived <= trace.steps[moved.step].ended
                 assert {(m.kind, m.hop, m.step) for m in trace.moves} <= {
