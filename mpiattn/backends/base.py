@@ -47,6 +47,23 @@ class Backend(Protocol):
         softcap: scores s become softcap * tanh(s / softcap); None for none.
         """
 
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        """Make (out, lse) the partial of what the queries of one sequence see of its keys in a pool of pages.
+
+        q (queries, heads, head_dim).  keys (kv_heads, slots, head_dim), values (kv_heads, slots, value_dim): the pool;
+        pages: int32, the numbers of the sequence's pages in order, each page_size consecutive slots.  Query i sees
+        the keys [begin[i], end[i]) of those, int32 (queries,); slots that nobody sees may hold anything.
+        """
+
+    def unnormalize(self, out, lse, top):
+        """Make a partial sums, to be added up over ranks: out *= exp(lse - top), lse = exp(lse - top).
+
+        top (tokens, heads): the largest lse of all ranks.
+        """
+
+    def normalize(self, out, lse, top):
+        """Make sums that have been added up a partial again."""
+
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
         """Add to dq, dk and dv, in the partial's dtype, what a block contributes.
 

@@ -65,6 +65,16 @@ class DeferredBackend(NumpyBackend):
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
         return self._launch((out, lse), after, super().attend, q, k, v, begin, end, out, lse, scale, softcap)
 
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        return self._launch((out, lse), after, super().attend_pages, q, keys, values, pages, page_size, begin, end, out,
+                            lse, scale, softcap)
+
+    def unnormalize(self, out, lse, top):
+        return self._launch((out, lse), (), super().unnormalize, out, lse, top)
+
+    def normalize(self, out, lse, top):
+        return self._launch((out, lse), (), super().normalize, out, lse, top)
+
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
         return self._launch((dq, dk, dv), after, super().attend_backward, q, dout, lse, delta, k, v, begin, end,
                             dq, dk, dv, scale, softcap)

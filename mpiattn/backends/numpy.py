@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from . import tiles
+from . import paged, tiles
 from .tiles import Panel, row_tiles
 
 PANEL = 4096            # keys of one head converted (or made contiguous) at a time
@@ -92,6 +92,21 @@ class NumpyBackend:
                 for rows, head, lo, hi in work:
                     tiles.forward(self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap,
                                   panel, lo, hi, self.meanwhile)
+
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        with np.errstate(all="ignore"):
+            paged.attend(self._work, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap,
+                         self.meanwhile)
+
+    def unnormalize(self, out, lse, top):
+        with np.errstate(all="ignore"):
+            np.exp(lse - np.where(top == -np.inf, 0, top), out=lse)
+            out *= lse[..., None]
+
+    def normalize(self, out, lse, top):
+        with np.errstate(all="ignore"):
+            out /= np.where(lse == 0, 1, lse)[..., None]
+            lse[...] = top + np.log(lse)
 
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
         per_kv = _packing(q, k, begin)

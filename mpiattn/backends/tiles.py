@@ -78,10 +78,10 @@ def _query(work, rows, q, scale, dtype):
     return query
 
 
-def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=None):
+def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=None, columns=COLUMNS):
     """Add the keys [lo, hi) of a panel to the partial (out, lse) of one head's row tile.
 
-    q, out, lse: of the head.  work(name, shape, dtype): a work array.
+    q, out, lse: of the head.  work(name, shape, dtype): a work array.  columns: keys of a score tile.
     """
     at, dtype = rows.at, out.dtype
     query = _query(work, rows, q, scale, dtype)
@@ -90,10 +90,10 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
     np.copyto(acc, out[at])
     top = lse[at].copy()
     total = (top != -np.inf).astype(dtype)         # acc is normalised: its weights sum to 1, or 0 if empty
-    for start in range(lo, hi, COLUMNS):
+    for start in range(lo, hi, columns):
         if meanwhile:
             meanwhile()
-        stop = min(start + COLUMNS, hi)
+        stop = min(start + columns, hi)
         score, hidden = _scores(work, rows, query, panel, start, stop, softcap)
         if softcap is not None:
             score *= softcap
