@@ -129,6 +129,11 @@ class Exchange:
         self.peers.wait([one.request for one in posted], lambda: f"{where} to {self._missing(posted)}".lstrip())
         self.wait_seconds += time.perf_counter() - start
 
+    def finish(self, request, verb, nbytes, where):
+        """Complete a collective of all peers that was started elsewhere, to which this rank has given `nbytes`."""
+        self._count(nbytes, self.peers.size > 1)
+        self.wait([Posted(request, verb, nbytes, self.peers.comm)], where)
+
     def _missing(self, posted):
         """What has not been completed, in words."""
         told, everyone = [], self.peers.comm.Get_group()

@@ -1,0 +1,155 @@
+"""Trees that combine one partial of every rank: who trades with whom, round by round, as plain data.
+
+(Tree Attention, arXiv 2408.04093, section 5.)  Merging partials is associative, so any tree gives attention over
+all keys.  Here the partial of lower ranks is always the left operand.  Then the two ranks of a trade compute the same
+from the same operands, and all ranks end with the same bits.
+
+    butterfly of 5 ranks          reduction of 5 ranks to rank 0
+    0 <- 1                        0 <- 1    2 <- 3
+    0 <> 2   3 <> 4               0 <- 2
+    0 <> 3   2 <> 4               0 <- 4
+    0 -> 1
+"""
+
+from typing import NamedTuple
+
+WAYS = ("allreduce", "butterfly", "levels")
+
+
+class Move(NamedTuple):
+    """One rank's part of one round: a message to and from `peer`, or one of both.
+
+    What is received is merged into what this rank has or, if `final`, replaces it.
+    """
+
+    peer: int
+    sends: bool
+    receives: bool
+    final: bool = False
+
+
+def _to(peer, final=False):
+    return Move(peer, True, False, final)
+
+
+def _from(peer, final=False):
+    return Move(peer, False, True, final)
+
+
+def butterfly(members, rank):
+    """Moves of a rank after which every one of `members`, increasing ranks, has the whole.
+
+    Of a number of members that is no power of two, the first are paired, and one of each pair waits for the result.
+    """
+    members = list(members)
+    power = 1 << (len(members).bit_length() - 1)
+    extra = len(members) - power
+    paired, rest = members[:2 * extra], members[2 * extra:]
+    at = members.index(rank)
+    if at < 2 * extra and at % 2:
+        return [_to(members[at - 1]), _from(members[at - 1], final=True)]
+    active = paired[::2] + rest
+    place, moves, distance = active.index(rank), [], 1
+    while distance < power:
+        moves.append(Move(active[place ^ distance], True, True))
+        distance *= 2
+    if at < 2 * extra:
+        return [_from(members[at + 1]), *moves, _to(members[at + 1], final=True)]
+    return moves
+
+
+def reduction(members, rank, root):
+    """Moves of a rank after which `root`, one of `members`, has the whole; a binomial tree."""
+    members = list(members)
+    top = members.index(root)
+    members = members[top:] + members[:top]
+    at, moves, distance = members.index(rank), [], 1
+    while distance < len(members):
+        if at & distance:
+            return [*moves, _to(members[at - distance])]
+        if at + distance < len(members):
+            moves.append(_from(members[at + distance]))
+        distance *= 2
+    return moves
+
+
+def spreading(members, rank, root):
+    """Moves of a rank after which all `members` have what `root` has: a reduction backward."""
+    return [Move(move.peer, move.receives, move.sends, final=True) for move in reversed(reduction(members, rank, root))]
+
+
+def levels(nodes, rank, root=None):
+    """Moves in two levels: inside each node to its leader, between leaders, and inside each node again.
+
+    nodes: the node of every rank.  root: the one rank that shall have the result, None for all.
+    """
+    members = {node: [r for r, of in enumerate(nodes) if of == node] for node in nodes}
+    leaders = sorted(root if root is not None and nodes[root] == node else of[0] for node, of in members.items())
+    mine = members[nodes[rank]]
+    leader = next(r for r in leaders if r in mine)
+    moves = reduction(mine, rank, leader)
+    if rank == leader:
+        moves += butterfly(leaders, rank) if root is None else reduction(leaders, rank, root)
+    return moves + (spreading(mine, rank, leader) if root is None else [])
+
+
+def moves(way, nodes, rank, root=None):
+    """Moves of a rank, "butterfly" or "levels"; nodes: the node of every rank; root: None for all."""
+    if way == "levels":
+        return levels(nodes, rank, root)
+    everyone = range(len(nodes))
+    return butterfly(everyone, rank) if root is None else reduction(everyone, rank, root)
+
+
+def _seconds(plans, nbytes, nodes, inside, between):
+    """Seconds until the last rank has made its moves; plans: those of every rank.
+
+    Ranks of a node that send to others in the same round share the node's link.
+    """
+    clock, done, pending = [0.0] * len(plans), [0] * len(plans), set(range(len(plans)))
+    crossing = {}
+    for rank, plan in enumerate(plans):
+        for turn, move in enumerate(plan):
+            if move.sends and nodes[move.peer] != nodes[rank]:
+                crossing[nodes[rank], turn] = crossing.get((nodes[rank], turn), 0) + 1
+    while pending:
+        for rank in sorted(pending):
+            if done[rank] == len(plans[rank]):
+                pending.discard(rank)
+                continue
+            peer = plans[rank][done[rank]].peer
+            if done[peer] < len(plans[peer]) and plans[peer][done[peer]].peer == rank:
+                across = nodes[rank] != nodes[peer]
+                link, sharing = inside, 1
+                if across:
+                    link, sharing = between, max(crossing.get((nodes[r], done[r]), 1) for r in (rank, peer))
+                after = max(clock[rank], clock[peer]) + link.latency + sharing * nbytes / link.bandwidth
+                for r in (rank, peer):
+                    clock[r] = after
+                    done[r] += 1
+    return max(clock)
+
+
+def predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root=None):
+    """Seconds that a way is predicted to take.
+
+    nbytes: of a partial, of which lse_bytes are its lse.  nodes: the node of every rank.  inside, between: links of
+    ranks of one node and of two, anything with `latency` in seconds and `bandwidth` in bytes a second.
+    Of MPI's Allreduce it is taken that it needs the rounds of a butterfly, and moves 2 (p-1)/p times the bytes at most.
+    """
+    ranks = len(nodes)
+    if way != "allreduce":
+        return _seconds([moves(way, nodes, rank, root) for rank in range(ranks)], nbytes, nodes, inside, between)
+    plans = [butterfly(range(ranks), rank) for rank in range(ranks)]
+    latency = _seconds(plans, 0, nodes, inside, between)
+    slowest = between if len(set(nodes)) > 1 else inside
+    ring = 2 * (ranks - 1) / ranks / slowest.bandwidth * max(nodes.count(node) for node in nodes)
+    return sum(min(_seconds(plans, size, nodes, inside, between), latency + ring * size)
+               for size in (lse_bytes, nbytes))
+
+
+def choose(nbytes, lse_bytes, nodes, inside, between, root=None):
+    """The way of the shortest predicted time; arguments as of `predicted_seconds`."""
+    ways = [way for way in WAYS if way != "levels" or 1 < len(set(nodes)) < len(nodes)]
+    ways.sort(key=lambda way: way != "butterfly")             # the first of equals
+    return min(ways, key=lambda way: predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root))
