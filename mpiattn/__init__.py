@@ -14,6 +14,8 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {"MeshAttention": ".plan", "attention": ".oneshot", "Layout": ".layout",
+          "KVCache": ".kvcache", "tree_decode": ".decode", "ring_decode": ".rings",
+          "query_ring_decode": ".rings",
           "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors",
           "PeerFailure": ".errors"}
 __all__ = [*_HOMES, "__version__"]

@@ -46,42 +46,45 @@ def _write_tokens(dataset, start, rows, axis):
 class Input:
     """An input file, open on every rank; made, used and closed collectively.
 
-    shapes: the keyword arguments of `Problem` that it fixes.  max_message: as of `MeshAttention`.
-    backward: it must hold dout besides q, k, v.
+    shapes: what look(path) returns of it; by default the keyword arguments of `Problem` that it fixes.
+    max_message: as of `MeshAttention`.  backward: it must hold dout besides q, k, v.  argument: what errors call it.
     """
 
-    def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False):
-        self.peers, self.path, self.max_message = peers, path, max_message
+    def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False, look=None, argument="IN"):
+        self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
         with agreement(peers):                        # every rank looks for itself: hosts may see different files
-            self.shapes = read_shapes(path, backward)
-        agree_on(peers, {f"the content of IN, {str(path)!r}": self.shapes})
-        with agreement(peers), file_errors("IN", path, "read"):
+            self.shapes = look(path) if look else read_shapes(path, backward)
+        agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
+        with agreement(peers), file_errors(argument, path, "read"):
             self.file = _open(path, "r", peers.comm)
 
-    def chunk(self, name, layout, progress=None):
+    def chunk(self, name, layout, progress=None, entry=None, first=0):
         """This rank's chunk of a dataset: (batch, tokens, heads, dim), stored tokens first.
 
         progress: called with the number of tokens that this rank has just read.
+        entry, first: of one batch entry alone, and of the layout's tokens from there on.
         """
         data = self.file[name]
-        shape = (data.shape[0], *data.shape[2:])
-        slabs = Layout("contiguous", data.shape[1], self.peers.size)
+        shape = (data.shape[0] if entry is None else 1, *data.shape[2:])
+        slabs = Layout("contiguous", layout.seqlen, self.peers.size)
 
         def read(start, stop):
-            rows = self._tokens(data, start, stop, _collective())
+            rows = self.tokens(name, first + start, first + stop, entry, _collective())
             if progress:
                 progress(stop - start)
             return np.moveaxis(rows, 1, 0)
         move = Redistribution(self.peers, slabs, layout, shape, dtype_of(data), self.max_message)
         return move.to_chunk(read).swapaxes(0, 1)
 
-    def tokens(self, name, start, stop):
-        """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective."""
-        return self._tokens(self.file[name], start, stop)
+    def tokens(self, name, start, stop, entry=None, how=None):
+        """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective unless `how` is.
 
-    def _tokens(self, data, start, stop, how=None):
-        with file_errors("IN", self.path, "read"):
-            return hdf5.read(data, (0, start, 0, 0), (data.shape[0], stop - start, *data.shape[2:]), how)
+        entry: of one batch entry alone.  how: a transfer's properties.
+        """
+        data = self.file[name]
+        batch = data.shape[0] if entry is None else 1
+        with file_errors(self.argument, self.path, "read"):
+            return hdf5.read(data, (entry or 0, start, 0, 0), (batch, stop - start, *data.shape[2:]), how)
 
     def close(self):
         """Close the file; collective."""
@@ -91,36 +94,36 @@ class Input:
 class Output:
     """An output file that appears when it is committed; made, used, committed and abandoned collectively.
 
-    shapes: name -> (shape, dtype).  inputs: files that must not be written over.
+    shapes: name -> (shape, dtype).  inputs: files that must not be written over.  argument: what errors call it.
     """
 
-    def __init__(self, peers, path, shapes, inputs=(), max_message=MAX_MESSAGE):
-        self.peers, self.path, self.max_message = peers, path, max_message
+    def __init__(self, peers, path, shapes, inputs=(), max_message=MAX_MESSAGE, argument="OUT"):
+        self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
         self.new = self.file = None
         try:
-            with agreement(peers, only=0), file_errors("OUT", path, "written"):
+            with agreement(peers, only=0), file_errors(argument, path, "written"):
                 if peers.rank == 0:
-                    self.new = NewFile("OUT", path, inputs)
+                    self.new = NewFile(argument, path, inputs)
                     with h5py.File(self.new.partial, "w", libver="v108") as file:
                         create_datasets(file, shapes)
                     reserve(self.new.partial)
             partial = peers.allgather(self.new and self.new.partial)[0]
-            with agreement(peers), file_errors("OUT", path, "written"):
+            with agreement(peers), file_errors(argument, path, "written"):
                 if parallel() or peers.rank == 0:
                     self.file = _open(partial, "r+", peers.comm)
         except BaseException:
             self.abandon()
             raise
 
-    def write(self, name, chunk, layout, axis=1, progress=None):
-        """Write every rank's chunk of a dataset, tokens along `axis`."""
+    def write(self, name, chunk, layout, axis=1, progress=None, first=0):
+        """Write every rank's chunk of a dataset, tokens along `axis`, from token `first` on."""
         slabs = Layout("contiguous", layout.seqlen, self.peers.size) if parallel() else all_on(0, layout)
 
         def write(start, rows):
             if self.file is None:
                 return
-            with file_errors("OUT", self.path, "written"):
-                _write_tokens(self.file[name], start, rows, axis)
+            with file_errors(self.argument, self.path, "written"):
+                _write_tokens(self.file[name], first + start, rows, axis)
             if progress:
                 progress(len(rows))
         rows = np.moveaxis(chunk, axis, 0)
@@ -129,12 +132,12 @@ class Output:
 
     def commit(self, attributes):
         """Write attributes, close the file and give it its name."""
-        with agreement(self.peers), file_errors("OUT", self.path, "written"):
+        with agreement(self.peers), file_errors(self.argument, self.path, "written"):
             if self.file is not None:
                 self.file.attrs.update(attributes)
                 self.file.close()
                 self.file = None
-        with agreement(self.peers, only=0), file_errors("OUT", self.path, "written"):
+        with agreement(self.peers, only=0), file_errors(self.argument, self.path, "written"):
             if self.new:
                 self.new.publish()
 

@@ -35,6 +35,11 @@ class PacedBackend(NumpyBackend):
         with self._paced(self._flops(q, v, begin, end)):
             super().attend(q, k, v, begin, end, out, lse, scale, softcap, after)
 
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))
+        with self._paced(2 * (keys.shape[2] + values.shape[2]) * pairs * q.shape[1]):
+            super().attend_pages(q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, after)
+
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
         with self._paced(BACKWARD * self._flops(q, v, begin, end)):
             super().attend_backward(q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap, after)

@@ -1,0 +1,118 @@
+"""KV caches as HDF5 files, which any number of ranks can load.
+
+A file holds k and v (1, tokens, kv_heads, dim), the sequences one after another in natural token order, and cu_seqlens,
+where they begin and end: what `mpiattn run` takes as packed documents.  Where cu_seqlens is missing, every batch entry
+is a sequence.
+"""
+
+import os
+
+import h5py
+import numpy as np
+
+from .agreement import agreement
+from .errors import ArgumentError, FileError
+from .hdf5 import dtype_of, file_errors
+from .hdf5 import write as write_at
+from .io import Input, Output
+from .problem import ITEMSIZE, dtype_name
+
+
+def read_cache_shapes(path, argument="path"):
+    """What a file fixes: kv_heads, head_dim, value_dim, dtype, and of each sequence (batch entry, first token, length).
+
+    Raises FileError where the file does not fit.
+    """
+    def no(why):
+        return FileError(f"{argument} is {str(path)!r}; {why}")
+    if not os.path.isfile(path):
+        raise no("there is no such file")
+    with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
+        for name in ("k", "v"):
+            if not isinstance(file.get(name), h5py.Dataset):
+                raise no(f"it has no dataset {name!r}, it must have k and v")
+        k, v = file["k"], file["v"]
+        if not (k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]):
+            raise no(f"its shapes do not fit: k {k.shape}, v {v.shape}; they must be (batch, tokens, kv_heads, dim)")
+        names = [dtype_of(data) for data in (k, v)]
+        if len(set(names)) > 1 or names[0] not in ITEMSIZE:
+            raise no(f"its k and v have dtypes {', '.join(names)}; they must have one and the same of "
+                     f"{', '.join(ITEMSIZE)}")
+        dtype_name(names[0])                               # from here on NumPy knows bfloat16
+        batch, tokens = k.shape[:2]
+        spans = [(entry, 0, tokens) for entry in range(batch)]
+        if "cu_seqlens" in file:
+            cuts = np.atleast_2d(file["cu_seqlens"][()])
+            if (cuts.ndim != 2 or cuts.dtype.kind not in "iu" or len(cuts) not in (1, batch) or cuts.shape[1] < 2
+                    or (np.diff(cuts, axis=1) < 0).any() or cuts.min() < 0 or cuts.max() > tokens):
+                raise no(f"its cu_seqlens is {np.array2string(cuts, threshold=9)}; it must increase from 0 to "
+                         f"{tokens}, for all {batch} batch entries or each")
+            spans = [(entry, int(start), int(stop - start)) for entry in range(batch)
+                     for start, stop in zip(cuts[entry % len(cuts)], cuts[entry % len(cuts)][1:])]
+        return {"kv_heads": k.shape[2], "head_dim": k.shape[3], "value_dim": v.shape[3], "dtype": names[0],
+                "spans": spans}
+
+
+def save(cache, path, argument="path"):
+    """Write a cache to a file, which appears whole or not at all; collective."""
+    peers, total = cache._peers, sum(cache.lengths)
+    starts = np.cumsum([0, *cache.lengths])
+    shapes = {name: ((1, total, cache.kv_heads, dim), cache.dtype)
+              for name, dim in (("k", cache.head_dim), ("v", cache.value_dim))}
+    output = Output(peers, path, {**shapes, "cu_seqlens": ((len(starts),), "int64")},
+                    max_message=cache._exchange.max_message, argument=argument)
+    try:
+        for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache._ledgers)):
+            with agreement(peers):                         # a copy of one sequence's keys and values is made
+                chunks = cache.local(sequence)
+            for name, chunk in zip(("k", "v"), chunks):
+                output.write(name, chunk[None], ledger, first=start)
+        with agreement(peers), file_errors(argument, path, "written"):
+            if output.file is not None:
+                write_at(output.file["cu_seqlens"], (0,), starts.astype(np.int64))
+        output.commit({"page_size": cache.page_size})
+    finally:
+        output.abandon()                                   # does nothing once the file has its name
+
+
+def load(make, comm, path, options, argument="path", progress=None):
+    """A cache with a file's sequences; make(comm, **options) makes it.  See `mpiattn.KVCache.load`.
+
+    progress: called with the number of tokens that this rank has just read.
+    """
+    from .mesh import Home
+    from .peers import check_timeout, time_limit
+    check_timeout(options.get("timeout"))
+    home = Home.enter(comm, time_limit(options.get("timeout")))
+    try:
+        peers = home.peers(time_limit(options.get("timeout")))
+        source = Input(peers, path, look=lambda path: read_cache_shapes(path, argument), argument=argument)
+        try:
+            return _fill(make, comm, source, options, progress)
+        finally:
+            source.close()
+    finally:
+        home.leave()
+
+
+def _fill(make, comm, source, options, progress):
+    spans = source.shapes["spans"]
+    fixed = {name: value for name, value in source.shapes.items() if name != "spans"}
+    given = sorted(set(options) & {*fixed, "sequences"})
+    with agreement(source.peers):
+        if given:
+            raise ArgumentError(f"{', '.join(given)} is given; the file fixes it")
+        if not spans:
+            raise ArgumentError("the file holds no sequence; it must hold one at least")
+    total = sum(length for _, _, length in spans)
+    cache = make(comm, **{"capacity": max(total, 1), "sequences": len(spans), **fixed, **options})
+    try:
+        for sequence, (entry, first, length) in enumerate(spans):
+            target = cache._ledgers[sequence].copy()
+            target.deal(length)
+            chunks = [source.chunk(name, target, progress, entry, first) for name in ("k", "v")]
+            cache._take([sequence], [target], *chunks, mine=True)
+        return cache
+    except BaseException:
+        cache.close()
+        raise

@@ -1,0 +1,125 @@
+"""One decoding call: what is asked, checked, and this rank's part of it before ranks combine theirs."""
+
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+
+from .agreement import agree_on, agreement
+from .combine import Partial
+from .errors import ArgumentError
+from .problem import Problem
+
+
+def _check_array(name, array, shape, dtype):
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
+    if len(array.shape) != len(shape) or any(b is not None and a != b for a, b in zip(array.shape, shape)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ArgumentError(f"{name} has shape {array.shape}; it must be ({wanted})")
+    if array.dtype.name != dtype or not array.dtype.isnative:
+        raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
+
+
+class Call:
+    """The queries of one call with a cache; arguments as of `mpiattn.tree_decode`.
+
+    A row is one query of one sequence: `queries` of each of `sequences`.  ways: what `way` may be besides auto.
+    """
+
+    def __init__(self, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
+                 way=None, ways=(), root=None, check=True):
+        cache._check_open()
+        self.cache, self.backend = cache, cache._backend
+        with agreement(cache._peers) if check else nullcontext():
+            self.sequences = cache._sequences(sequences)
+            _check_array("q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
+            if root is not None and root not in range(cache.ranks):
+                raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
+            if way is not None and way not in ("auto", *ways):
+                raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
+            lengths = [cache.lengths[sequence] for sequence in self.sequences]
+            self.problems = [Problem(seqlen=q.shape[1], heads=q.shape[2], head_dim=cache.head_dim, seqlen_k=length,
+                                     kv_heads=cache.kv_heads, value_dim=cache.value_dim, dtype=cache.dtype,
+                                     causal=causal, scale=scale, window=window, softcap=softcap) for length in lengths]
+            self.queries, self.heads = q.shape[1:3]
+            if sinks is not None:
+                _check_array("sinks", sinks, (self.heads,), cache.partial_dtype)
+                sinks = self.backend.contiguous(sinks)
+            self.rows = len(self.sequences) * self.queries
+            self.q = self.backend.contiguous(q).reshape(self.rows, self.heads, cache.head_dim)
+        if check:
+            agree_on(cache._peers, {"q's number of queries and heads": q.shape[1:3], "sequences": self.sequences,
+                                    "root": root, "way": way, "causal": causal, "window": window, "softcap": softcap,
+                                    "scale": scale, "sinks": None if sinks is None else sinks.tolist()})
+        self.sinks, self.root = sinks, root
+        positions = np.arange(self.queries)
+        self._seen = [problem.mask.key_interval(positions) for problem in self.problems]       # (1, queries) each
+
+    @property
+    def partial_bytes(self):
+        """Bytes of a partial and, of these, of its lse."""
+        lse = self.rows * self.heads * np.dtype(self.cache.partial_dtype).itemsize
+        return lse * (self.cache.value_dim + 1), lse
+
+    def partial(self, rows=None):
+        """A new partial, with no contents yet, of all rows or of so many."""
+        return Partial(self.backend, self.rows if rows is None else rows, self.heads, self.cache.value_dim,
+                       self.cache.partial_dtype)
+
+    def seen(self, i, rank):
+        """Which of a rank's keys of the i-th sequence its queries see: begin and end, int32 (queries,)."""
+        ledger = self.cache._ledgers[self.sequences[i]]
+        return tuple(ledger.below(rank, bound[0]).astype(np.int32) for bound in self._seen[i])
+
+    def attend(self, partial, q=None, rows=None, after=()):
+        """Launch attention over this rank's keys into a partial.
+
+        q, rows: where they and the partial hold only some rows, those and which ones, a range.  after: events of q.
+        """
+        cache = self.cache
+        keys = [(*cache._pools, cache.table(sequence), cache.page_size) for sequence in self.sequences]
+        q, rows = (self.q, range(self.rows)) if rows is None else (q, rows)
+        self.attend_to(keys, cache.rank, partial, q, rows, after)
+
+    def attend_to(self, keys, rank, partial, q, rows, after=()):
+        """Launch attention of rows over the keys of a rank: for each sequence (keys, values, pages, page size)."""
+        event = None
+        for i, problem in enumerate(self.problems):
+            first, start, stop = i * self.queries, *(min(max(bound, i * self.queries), (i + 1) * self.queries)
+                                                     for bound in (rows.start, rows.stop))
+            if start == stop:
+                continue
+            mine, at = slice(start - rows.start, stop - rows.start), slice(start - first, stop - first)
+            begin, end = (bound[at] for bound in self.seen(i, rank))
+            if (begin < end).any():
+                event = self.backend.attend_pages(q[mine], *keys[i], begin, end, partial.out[mine], partial.lse[mine],
+                                                  problem.scale, problem.softcap, after=after)
+            else:
+                event = self.backend.clear(partial.out[mine], partial.lse[mine])
+        partial.ready = (event,)
+
+    def result(self, partial):
+        """out (sequences, queries, heads, value_dim) in the cache's dtype and lse (sequences, heads, queries)."""
+        for event in partial.ready:
+            self.backend.wait(event)                    # it may have just arrived, which launches do not wait for
+        if self.sinks is not None:
+            self.backend.sink(partial.out, partial.lse, self.sinks)
+        cache = self.cache
+        shape = len(self.sequences), self.queries, self.heads
+        lse = np.empty((shape[0], shape[2], shape[1]), cache.partial_dtype)
+        out = partial.out.reshape(*shape, cache.value_dim)
+        if cache.dtype != cache.partial_dtype or not isinstance(out, np.ndarray):
+            out = np.empty(out.shape, cache.dtype)
+            self.backend.copy(out, partial.out.reshape(out.shape))
+        self.backend.wait(self.backend.copy(lse, partial.lse.reshape(shape).transpose(0, 2, 1)))
+        return out, lse
+
+    @contextmanager
+    def transfers(self):
+        """Run transfers; if they do not end, what is still under way must never meet another call's messages."""
+        try:
+            yield
+        except BaseException:
+            if not self.cache._home.wreck:
+                self.cache._peers.lost(self)
+            raise

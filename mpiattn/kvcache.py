@@ -1,0 +1,337 @@
+"""The KV cache of a batch of sequences, spread over the ranks: `KVCache`."""
+
+from contextlib import nullcontext
+from numbers import Integral
+
+import numpy as np
+
+from . import backends, tree
+from . import machine as machines
+from .agreement import agree_on, agreement
+from .combine import Combiner
+from .errors import ArgumentError, MpiattnError
+from .exchange import MAX_MESSAGE, Exchange
+from .layout import Layout
+from .ledger import Ledger
+from .mesh import Home
+from .pages import Pages, stretches
+from .peers import check_timeout, time_limit
+from .problem import Problem
+
+
+def cache_pages(capacity, ranks, sequences, page_size):
+    """Pages of a rank that hold its share of `capacity` tokens: each sequence may waste most of one."""
+    return -(-capacity // (ranks * page_size)) + sequences - 1
+
+
+def _machine(machine):
+    """The Machine that is meant by one, a name, a file, or None for the default."""
+    if machine is None or isinstance(machine, machines.Machine):
+        return machine or machines.DEFAULT
+    return machines.load(machine)
+
+
+class KVCache:
+    """Keys and values of `sequences` sequences whose tokens are spread over the ranks of a communicator.
+
+    Every rank has a pool of pages; a sequence has pages of each, for the tokens that the rank holds (`mpiattn.ledger`
+    tells which).  Ranks do not send keys or values to each other: `append` leaves them where they are.  Making a cache,
+    `append`, `truncate`, `free`, `save`, `load` and `close` are collective.
+
+    comm: an mpi4py intracommunicator, which stays the caller's.
+    capacity: tokens in all, over ranks and sequences.  Memory for them is taken at once: `nbytes`.
+    sequences: how many there are; each begins empty.
+    kv_heads, head_dim, value_dim: of the keys and values; value_dim is head_dim if left out.
+    dtype: "float16", "bfloat16", "float32" or "float64", of keys, values and queries.
+    page_size: tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
+    backend: "numpy" or "auto".
+    machine: what chooses how results are combined: a `mpiattn.machine.Machine`, a name or a file; None for the default.
+    max_message, timeout: as of `MeshAttention`.
+
+    Raises ArgumentError, the same on every rank.
+    """
+
+    def __init__(self, comm, *, capacity, kv_heads, head_dim, value_dim=None, sequences=1, dtype="float32",
+                 page_size=64, backend="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
+        check_timeout(timeout)
+        self._home = Home.enter(comm, time_limit(timeout))
+        try:
+            self._peers = peers = self._home.peers(time_limit(timeout))
+            with agreement(peers):
+                problem = Problem(seqlen=0, heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+                for name, value in (("capacity", capacity), ("sequences", sequences), ("page_size", page_size)):
+                    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
+                if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
+                    raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
+                self.machine = _machine(machine)
+                self._backend = backends.get(backend)
+            agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
+                             "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
+                             "page_size": page_size, "backend": self._backend.name, "machine": self.machine,
+                             "max_message": max_message, "timeout": timeout})
+            self.rank, self.ranks = peers.rank, peers.size
+            self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim
+            self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
+            self.capacity, self.sequences, self.page_size = capacity, sequences, page_size
+            self.pages = cache_pages(capacity, self.ranks, sequences, page_size)
+            self._ledgers = [Ledger(self.ranks, first) for first in range(sequences)]
+            self._pages = Pages(self.pages, page_size, sequences)
+            self._in_use = np.zeros(self.ranks, np.int64)                # pages, of every rank
+            slots = self.pages * page_size
+            with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
+                self._pools = tuple(self._backend.empty((self.kv_heads, slots, dim), self.dtype)
+                                    for dim in (self.head_dim, self.value_dim))
+            self._exchange = Exchange(peers, max_message)
+            self.nodes = self._home.nodes
+            self._combiner = Combiner(self._exchange, self._backend, self.nodes)
+            self._ways = {}
+        except BaseException:
+            self._home.leave()
+            self._home = None
+            raise
+
+    # What there is
+
+    @property
+    def backend(self):
+        """Name of the back end."""
+        return self._backend.name
+
+    @property
+    def nbytes(self):
+        """Bytes of this rank's pool of pages."""
+        return sum(pool.nbytes for pool in self._pools)
+
+    @property
+    def lengths(self):
+        """Number of tokens of every sequence."""
+        return tuple(ledger.seqlen for ledger in self._ledgers)
+
+    @property
+    def local_lengths(self):
+        """Number of tokens of every sequence that this rank holds."""
+        return tuple(ledger.length(self.rank) for ledger in self._ledgers)
+
+    def positions(self, sequence):
+        """Positions in the sequence of the tokens that this rank holds: int64, increasing."""
+        return self._ledgers[self._sequences([sequence])[0]].positions(self.rank)
+
+    @property
+    def free_pages(self):
+        """Pages of this rank that no sequence has."""
+        return self._pages.free
+
+    @property
+    def sent(self):
+        """What decoding with this cache has sent from this rank so far: (bytes, messages)."""
+        return self._exchange.sent_bytes, self._exchange.sent_messages
+
+    # Changes
+
+    def append(self, k, v, *, sequences=None, counts=None, layout=None, check=True):
+        """Append tokens to sequences; collective.
+
+        k (len(sequences), tokens, kv_heads, head_dim), v (len(sequences), tokens, kv_heads, value_dim), in the cache's
+        dtype.  Without a layout every rank gives the same tokens and keeps those that fall to it: each token goes to a
+        rank that holds the fewest of its sequence.  With a `Layout` every rank gives its chunk alone, which it keeps:
+        after a prefill, append(k, v, layout=plan.k_layout).
+        sequences: their numbers; None for all.  counts: how many of the tokens (of the whole, with a layout) each
+            sequence gets, the others being padding; None for all.
+        check: let ranks agree that their arguments are right and the same, by two small allreduces.
+
+        If the cache is full on some rank, every rank raises ArgumentError and nothing has changed.
+        """
+        self._check_open()
+        with agreement(self._peers) if check else nullcontext():
+            sequences = self._sequences(sequences)
+            tokens = self._check_tokens(k, v, sequences, layout)
+            counts = self._counts(counts, sequences, tokens)
+        if check:
+            agree_on(self._peers, {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout})
+        ledgers = [self._ledgers[sequence].copy() for sequence in sequences]
+        for ledger, count in zip(ledgers, counts):
+            if layout is None:
+                ledger.deal(count)
+            else:
+                start = ledger.seqlen
+                ledger.place(layout)
+                ledger.truncate(start + count)
+        self._take(sequences, ledgers, k, v, layout is not None)
+
+    def _take(self, sequences, ledgers, k, v, mine):
+        """Store tokens, those by which `ledgers` exceed the sequences' own; mine: k and v hold this rank's alone."""
+        in_use = self._in_use + sum(self._pages.needed(after.counts) - self._pages.needed(self._ledgers[of].counts)
+                                    for of, after in zip(sequences, ledgers))
+        if (in_use > self.pages).any():
+            full = int(np.argmax(in_use))
+            error = ArgumentError(f"the cache is full: rank {full} would need {in_use[full]} pages of "
+                                  f"{self.page_size} tokens and has {self.pages}; capacity is {self.capacity} "
+                                  "tokens in all")
+            error.everywhere = True                     # every rank knows what all ranks hold
+            raise error
+        event = None
+        for i, (sequence, ledger) in enumerate(zip(sequences, ledgers)):
+            event = self._write(sequence, ledger, k[i], v[i], mine) or event
+        self._in_use = in_use
+        self._backend.wait(event)                       # the caller's arrays are the caller's again
+
+    def _write(self, sequence, ledger, k, v, mine):
+        """Put the tokens of `ledger` that are new into pages; returns the event."""
+        before, event = self._ledgers[sequence], None
+        at = before.length(self.rank)
+        self._pages.resize(sequence, ledger.length(self.rank))
+        self._ledgers[sequence] = ledger
+        table = self._pages.table(sequence)
+        done = 0
+        for new in ledger.ranges(self.rank, before.seqlen):
+            rows = range(done, done + len(new)) if mine else range(new.start - before.seqlen, new.stop - before.seqlen,
+                                                                   new.step)
+            for first, last in stretches(table, self.page_size, at + done, at + done + len(new)):
+                part, rows = rows[:last - first], rows[last - first:]
+                for pool, source in zip(self._pools, (k, v)):
+                    event = self._backend.copy(pool[:, first:last],
+                                               source[part.start:part.stop:part.step].swapaxes(0, 1))
+            done += len(new)
+        return event
+
+    def truncate(self, lengths, *, sequences=None, check=True):
+        """Keep the first tokens of sequences and give up the pages of the others; collective.
+
+        lengths: how many to keep, one number or one for each of the sequences, not more than there are.
+        sequences: their numbers; None for all.
+        """
+        self._check_open()
+        with agreement(self._peers) if check else nullcontext():
+            sequences = self._sequences(sequences)
+            lengths = [lengths] * len(sequences) if isinstance(lengths, Integral) else list(lengths)
+            if len(lengths) != len(sequences) or not all(
+                    isinstance(length, Integral) and 0 <= length <= self._ledgers[sequence].seqlen
+                    for sequence, length in zip(sequences, lengths)):
+                held = [self._ledgers[sequence].seqlen for sequence in sequences]
+                raise ArgumentError(f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, "
+                                    f"which have {held}")
+        if check:
+            agree_on(self._peers, {"sequences": sequences, "lengths": lengths})
+        for sequence, length in zip(sequences, lengths):
+            ledger = self._ledgers[sequence]
+            self._in_use = self._in_use - self._pages.needed(ledger.counts)
+            ledger.truncate(length)
+            self._in_use = self._in_use + self._pages.needed(ledger.counts)
+            self._pages.resize(sequence, ledger.length(self.rank))
+
+    def free(self, sequences=None, *, check=True):
+        """Give up all tokens of sequences, None for all, and their pages; collective."""
+        self.truncate(0, sequences=sequences, check=check)
+
+    # For decoding and files
+
+    def table(self, sequence):
+        """This rank's block table of a sequence: int32, the numbers of its pages in order."""
+        return self._pages.table(sequence)
+
+    def local(self, sequence):
+        """Copies of this rank's keys and values of a sequence, (tokens, kv_heads, dim), in order of position."""
+        self._check_open()
+        count = self._ledgers[sequence].length(self.rank)
+        copies = [np.empty((count, self.kv_heads, pool.shape[2]), self.dtype) for pool in self._pools]
+        self._backend.wait(self._copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies]))
+        return copies
+
+    def _copy_out(self, sequence, arrays):
+        """Launch the copying of this rank's keys and values of a sequence into (kv_heads, tokens, dim); the event."""
+        done, event = 0, None
+        count = self._ledgers[sequence].length(self.rank)
+        for first, last in stretches(self.table(sequence), self.page_size, 0, count):
+            for array, pool in zip(arrays, self._pools):
+                event = self._backend.copy(array[:, done:done + last - first], pool[:, first:last])
+            done += last - first
+        return event
+
+    def way(self, nbytes, lse_bytes, root=None):
+        """How a partial of that size is combined fastest: one of `mpiattn.tree.WAYS`, by prediction."""
+        key = nbytes, lse_bytes, root
+        if key not in self._ways:
+            links = self.machine.inside, self.machine.between
+            self._ways[key] = tree.choose(nbytes, lse_bytes, self.nodes, *links, root)
+        return self._ways[key]
+
+    def save(self, path):
+        """Write all sequences to an HDF5 file, which appears whole or not at all; collective.  See `load`."""
+        from .cachefile import save
+        self._check_open()
+        save(self, path)
+
+    @classmethod
+    def load(cls, comm, path, **options):
+        """A cache of the sequences of an HDF5 file, on any number of ranks; collective.
+
+        path: of `save`, or any file with k and v (batch, seqlen, kv_heads, dim): its batch entries are the sequences
+            or, where it has a dataset cu_seqlens, the documents that it cuts.
+        options: as of `KVCache`; capacity is the file's tokens if it is left out.
+        """
+        from .cachefile import load
+        return load(cls, comm, path, options)
+
+    # Arguments
+
+    def _sequences(self, sequences):
+        """Numbers of sequences as a list."""
+        if sequences is None:
+            return list(range(self.sequences))
+        try:
+            numbers = [int(sequence) for sequence in sequences if isinstance(sequence, Integral)]
+            wrong = len(numbers) != len(sequences)
+        except TypeError:
+            wrong = True
+        if wrong or len(set(numbers)) < len(numbers) or not all(0 <= n < self.sequences for n in numbers):
+            raise ArgumentError(f"sequences is {sequences!r}; it must be different numbers from 0 to "
+                                f"{self.sequences - 1}")
+        return numbers
+
+    def _check_tokens(self, k, v, sequences, layout):
+        """Number of tokens that are given, by all ranks together."""
+        if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
+            raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, one a rank")
+        for name, array, dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+            if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+                raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
+            tokens = (k.shape[1] if k.ndim == 4 else 0) if layout is None else layout.length(self.rank)
+            shape = len(sequences), tokens, self.kv_heads, dim
+            if array.shape != shape:
+                raise ArgumentError(f"{name} has shape {array.shape}; on this rank it must be {shape}")
+            if array.dtype.name != self.dtype or not array.dtype.isnative:
+                raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {self.dtype}")
+        return k.shape[1] if layout is None else layout.seqlen
+
+    @staticmethod
+    def _counts(counts, sequences, tokens):
+        if counts is None:
+            return [tokens] * len(sequences)
+        counts = list(counts)
+        if len(counts) != len(sequences) or not all(isinstance(n, Integral) and 0 <= n <= tokens for n in counts):
+            raise ArgumentError(f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of "
+                                f"{len(sequences)} sequences")
+        return list(map(int, counts))
+
+    # End
+
+    def _check_open(self):
+        if self._home is None:
+            raise ArgumentError("the cache is closed; make a new one")
+        if self._home.wreck:                # and no word of it to the others: old messages may still be under way
+            raise MpiattnError("a call on this cache's communicator did not end; close the cache and make a new one")
+
+    def close(self):
+        """Give up the memory and, with the communicator's last user, what mpiattn holds of it; collective."""
+        if self._home is not None:
+            self._backend.close()
+            self._exchange.close()
+            self._home.leave()
+            self._home = self._pools = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
