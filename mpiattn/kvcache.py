@@ -6,13 +6,14 @@ from numbers import Integral
 import numpy as np
 
 from . import backends, tree
-from . import machine as machines
 from .agreement import agree_on, agreement
 from .combine import Combiner
 from .errors import ArgumentError, MpiattnError
 from .exchange import MAX_MESSAGE, Exchange
 from .layout import Layout
 from .ledger import Ledger
+from .machine import DEFAULT
+from .machine import load as load_machine
 from .mesh import Home
 from .pages import Pages, stretches
 from .peers import check_timeout, time_limit
@@ -22,13 +23,6 @@ from .problem import Problem
 def cache_pages(capacity, ranks, sequences, page_size):
     """Pages of a rank that hold its share of `capacity` tokens: each sequence may waste most of one."""
     return -(-capacity // (ranks * page_size)) + sequences - 1
-
-
-def _machine(machine):
-    """The Machine that is meant by one, a name, a file, or None for the default."""
-    if machine is None or isinstance(machine, machines.Machine):
-        return machine or machines.DEFAULT
-    return machines.load(machine)
 
 
 class KVCache:
@@ -45,7 +39,7 @@ class KVCache:
     dtype: "float16", "bfloat16", "float32" or "float64", of keys, values and queries.
     page_size: tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
     backend: "numpy" or "auto".
-    machine: what chooses how results are combined: a `mpiattn.machine.Machine`, a name or a file; None for the default.
+    machine: whose predicted times choose how results are combined; as of `MeshAttention`.
     max_message, timeout: as of `MeshAttention`.
 
     Raises ArgumentError, the same on every rank.
@@ -64,7 +58,7 @@ class KVCache:
                         raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
                 if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
-                self.machine = _machine(machine)
+                self.machine = DEFAULT if machine is None else load_machine(machine)
                 self._backend = backends.get(backend)
             agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
                              "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,

@@ -6,17 +6,18 @@ traceback is printed and the job ends.
 The cases that any version must pass, forward and backward, on both back ends where `runs.check` runs them; `-k case_7_`
 finds the seventh.  Those of a given number of ranks run on as many of the launch's.
 
-     1 even, ranks 1 to 8            12 rows that see nothing         22 bytes and messages: the formula
-     2 ring-flash-attention's        13 large scores, NaN             23 scatter, gather, positions
-     3 fewer tokens than ranks       14 half types are kept           24 any memory layout, read-only
-     4 10,000 tokens, 3 and 7 ranks  15 half types: error by tile     25 plans interleaved, sub-communicators
-     5 grouped query heads           16 merge (tests/test_backend)    26 one rank is wrong: all raise the same
-     6 value_dim is not head_dim     19 thirty repeats, same bits     27 finite differences
-     7 packed documents              20 overlap, same bits            29 deferred as numpy, same bits
-     8 windows                       21 every tile and schedule       30 split messages, same bits
-     9 the masks mixed                                                31 3,000 plans
-    10 softcap, scale
-    11 other number of keys          test_sweep.py draws all of these at random.
+     1 even, ranks 1 to 8            13 large scores, NaN             23 scatter, gather, positions
+     2 ring-flash-attention's        14 half types are kept           24 any memory layout, read-only
+     3 fewer tokens than ranks       15 half types: error by tile     25 plans interleaved, sub-communicators
+     4 10,000 tokens, 3 and 7 ranks  16 merge (tests/test_backend)    26 one rank is wrong: all raise the same
+     5 grouped query heads           17 decode, ranks without keys    27 finite differences
+     6 value_dim is not head_dim     18 decode step by step           28 decode, same bits on 1 to 9 ranks
+     7 packed documents              19 thirty repeats, same bits     29 deferred as numpy, same bits
+     8 windows                       20 overlap, same bits            30 split messages, same bits
+     9 the masks mixed               21 every tile and schedule       31 3,000 plans
+    10 softcap, scale                22 bytes and messages: the formula
+    11 other number of keys
+    12 rows that see nothing         test_sweep.py draws most of these at random.
 """
 
 import os

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
+from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, PeerFailure, tree_decode
 from mpiattn.peers import Peers
 
 SHAPE = {"seqlen": 24, "heads": 2, "head_dim": 4}
@@ -69,6 +69,30 @@ def test_a_rank_does_not_come(comm, at_least):
     plan.close()
     with MeshAttention(comm, **SHAPE) as again:
         again.forward(*chunks(again))
+
+
+@pytest.mark.parametrize("way", ["butterfly", "allreduce"])
+def test_a_rank_raises_while_decoding(comm, at_least, way):
+    at_least(2)
+    guilty, fresh = comm.size - 1, comm.Dup()
+    cache = KVCache(fresh, capacity=40, kv_heads=1, head_dim=4, timeout=TIMEOUT)
+    cache.append(*np.ones((2, 1, 24, 1, 4), np.float32))
+    if comm.rank == guilty:
+        cache._backend.attend_pages = None               # not callable
+    q, ending = np.ones((1, 1, 2, 4), np.float32), None
+    try:
+        tree_decode(q, cache, way=way)
+    except (TypeError, PeerFailure) as error:
+        ending = error
+    endings = comm.allgather(type(ending).__name__)
+    assert endings[guilty] == "TypeError" and "PeerFailure" in endings
+    if isinstance(ending, PeerFailure):
+        assert f"has waited {TIMEOUT:g} s" in str(ending) and "combining" in str(ending) and "bytes" in str(ending)
+    if ending is not None:
+        with pytest.raises(MpiattnError, match="make a new one"):
+            tree_decode(q, cache, check=False)
+    comm.Barrier()
+    cache.close()
 
 
 def test_plans_that_shared_the_mesh(comm, at_least):

@@ -1,0 +1,291 @@
+"""Decoding over a cache that is spread over the ranks, against dense attention of what was appended."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from dense import TOLERANCE, Inputs, bits, largest, naive
+from runs import BACKENDS, agreed, on, once
+from test_counted import Counting
+
+from mpiattn import (
+    ArgumentError,
+    KVCache,
+    Layout,
+    MeshAttention,
+    combine,
+    query_ring_decode,
+    reference,
+    ring_decode,
+    tree_decode,
+)
+from mpiattn.tree import WAYS
+
+RINGS = {"ring": ring_decode, "qring": query_ring_decode}
+NINE = [*range(1, 9), pytest.param(9, marks=pytest.mark.many)]
+
+
+class Mirror:
+    """A cache, and beside it all that was appended, whole on every rank."""
+
+    def __init__(self, comm, kv_heads, head_dim, value_dim=None, seed=0, **options):
+        self.comm, self.rng = comm, np.random.default_rng(seed)
+        self.cache = KVCache(comm, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, **options)
+        self.shapes = (kv_heads, head_dim), (kv_heads, value_dim or head_dim)
+        self.whole = [tuple(np.empty((0, *shape), self.cache.dtype) for shape in self.shapes)
+                      for _ in range(self.cache.sequences)]
+
+    def draw(self, *shape):
+        return self.rng.standard_normal(shape).astype(self.cache.dtype)
+
+    def append(self, tokens, layout=None, **how):
+        """Random tokens, dealt or placed by a kind of layout."""
+        sequences = how.get("sequences", range(self.cache.sequences))
+        k, v = (self.draw(len(sequences), tokens, *shape) for shape in self.shapes)
+        for sequence, count, *new in zip(sequences, how.get("counts", [tokens] * len(sequences)), k, v):
+            self.whole[sequence] = tuple(np.concatenate([held, more[:count]])
+                                         for held, more in zip(self.whole[sequence], new))
+        if layout is not None:
+            how["layout"] = layout = Layout(layout, tokens, self.comm.size)
+            mine = layout.positions(self.comm.rank)
+            k, v = k[:, mine], v[:, mine]
+        self.cache.append(k, v, **how)
+
+    def truncate(self, lengths):
+        self.cache.truncate(lengths)
+        self.whole = [tuple(array[:length] for array in pair) for pair, length in zip(self.whole, lengths)]
+
+    def expected(self, q, causal=True, sequences=None, **how):
+        """out and lse of all sequences, dense, in float64."""
+        whole = [self.whole[sequence] for sequence in sequences or range(len(self.whole))]
+        parts = [reference.attention(q[i:i + 1], k[None], v[None], causal, **how) for i, (k, v) in enumerate(whole)]
+        return tuple(np.concatenate(part) for part in zip(*parts))
+
+    def wrong(self, got, q, **how):
+        """What is wrong with a result, or None."""
+        for name, array, ref in zip(("out", "lse"), got, self.expected(q, **how)):
+            if (np.isneginf(array) != np.isneginf(ref)).any() or not np.array_equal(np.isnan(array), np.isnan(ref)):
+                return f"{name} is not finite in the same places"
+            finite = np.isfinite(ref)
+            off = largest(array[finite].astype(np.float64) - ref[finite])
+            allowed = TOLERANCE[self.cache.partial_dtype] * max(largest(ref), 1)
+            if name == "out" and self.cache.dtype != self.cache.partial_dtype:
+                allowed += 2 * largest(ref) * {"float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}[self.cache.dtype]
+            if not off <= allowed:
+                return f"{name} is off by {off:.3g}, allowed {allowed:.3g}"
+        return None
+
+    def check(self, queries=1, heads=None, ways=WAYS, **how):
+        """Every way against dense attention; of a tree every rank has the same bits."""
+        q = self.draw(len(how.get("sequences", self.whole)), queries, heads or 2 * self.shapes[0][0], self.shapes[0][1])
+        for way in ways:
+            call = {**how, "way": way} if way in WAYS else how
+            got = RINGS.get(way, tree_decode)(q, self.cache, **call)
+            agreed(self.comm, self.wrong(got, q, **how), (way, how))
+            assert way in ("ring", "allreduce") or len(set(self.comm.allgather(bits(*got)))) == 1, (way, how)
+        return q
+
+
+@on(4, 8)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_case_17_tree_decode(group, batch):
+    """Also where ranks hold no keys: 31 tokens, then 3."""
+    for backend in BACKENDS:
+        mirror = Mirror(group, 8, 64, sequences=batch, capacity=200, page_size=16, backend=backend)
+        for tokens in (3, 28):
+            mirror.append(tokens, "contiguous")
+            assert tokens > 3 or 0 in group.allgather(mirror.cache.local_lengths[0]) or group.size < 4
+            mirror.check(heads=8, ways=(*WAYS, *RINGS))
+        mirror.cache.close()
+
+
+@on(4)
+def test_case_18_step_by_step(group):
+    """A prefill whose keys stay where they are, then token by token: each step is the last row of a causal prefill."""
+    heads, kv_heads, dim, prompt, total = 4, 2, 16, 21, 40
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, total, n, dim), np.float32) for n in (heads, kv_heads, kv_heads))
+    out, lse = once(group, lambda: reference.attention(q, k, v, causal=True))
+    for backend in BACKENDS:
+        with (MeshAttention(group, batch=2, seqlen=prompt, heads=heads, kv_heads=kv_heads, head_dim=dim, causal=True,
+                            backend=backend) as plan,
+              KVCache(group, capacity=2 * total, sequences=2, kv_heads=kv_heads, head_dim=dim, page_size=4,
+                      backend=backend) as cache):
+            at = plan.positions
+            got, _ = plan.forward(q[:, at], k[:, at], v[:, at])
+            assert np.allclose(got, out[:, at], atol=1e-5)
+            cache.append(k[:, at], v[:, at], layout=plan.k_layout)
+            for token in range(prompt, total):
+                now = slice(token, token + 1)
+                cache.append(k[:, now], v[:, now])
+                got, got_lse = tree_decode(q[:, now], cache)
+                assert np.allclose(got, out[:, now], atol=1e-5) and np.allclose(got_lse, lse[..., now], atol=1e-5)
+            held = group.allgather(cache.local_lengths[0])
+            assert max(held) - min(held) <= 1, "tokens are dealt to the ranks with the fewest"
+
+
+@on(*NINE)
+def test_case_28_the_same_bits_on_every_rank(group):
+    """Unequal lengths, grouped heads, several queries; and what a root alone gets."""
+    mirror = Mirror(group, 2, 8, 5, sequences=3, capacity=300, page_size=3, dtype="float64")
+    mirror.append(19, counts=[19, 0, 4])
+    mirror.append(30, "zigzag", counts=[30, 2, 0])
+    q = mirror.check(3, ways=(*WAYS, *RINGS))
+    for way in WAYS:
+        root = group.size // 2
+        got = tree_decode(q, mirror.cache, way=way, root=root)
+        assert (got == (None, None)) if group.rank != root else (mirror.wrong(got, q) is None)
+    mirror.cache.close()
+
+
+@on(4)
+@pytest.mark.parametrize("dtype, page_size", [("float32", 1), ("float64", 16), ("float16", 16), ("bfloat16", 64)])
+def test_masks_dtypes_and_pages(group, dtype, page_size):
+    """Several queries, causal among them; pages of sequences that grow, shrink and share the pool."""
+    sinks = np.linspace(-1, 2, 4).astype("float64" if dtype == "float64" else "float32")
+    masks = ({}, {"causal": False}, {"window": (5, 0)}, {"window": (2, 1), "causal": False}, {"window": (0, None)},
+             {"softcap": 1.5, "scale": 0.7}, {"sinks": sinks}, {"sequences": [2, 0]})
+    for backend in BACKENDS:
+        mirror = Mirror(group, 2, 8, 12, sequences=3, capacity=400, page_size=page_size, dtype=dtype, backend=backend,
+                        max_message=100)
+        for step in range(4):
+            mirror.append(17, counts=[17, 1 + step, 9])
+            mirror.append(2, "striped", sequences=[2])
+            mirror.truncate([max(0, length - 4 * (i == step % 3)) for i, length in enumerate(mirror.cache.lengths)])
+        for how in masks:
+            mirror.check(4, ways=("allreduce", "butterfly", "levels", *RINGS) if how else ("auto",), **how)
+        mirror.cache.free([1])
+        mirror.whole[1] = tuple(array[:0] for array in mirror.whole[1])
+        mirror.check(2, ways=("butterfly", "allreduce", "qring"))
+        mirror.cache.close()
+
+
+@on(2)
+def test_large_scores_and_nan(group):
+    """No overflow; what a NaN reaches is the queries that see it, of any way."""
+    mirror = Mirror(group, 1, 4, capacity=64, page_size=4)
+    mirror.append(20)
+    k, v = 1e4 * np.ones((1, 1, 1, 4), np.float32), np.full((1, 1, 1, 4), np.nan, np.float32)
+    for key, value in ((k, v), (-k, k), (k, k)):
+        mirror.cache.append(key, value)
+        mirror.whole[0] = tuple(np.concatenate([held, new[0]]) for held, new in zip(mirror.whole[0], (key, value)))
+    for how in ({}, {"window": (1, 0)}, {"window": (2, 0)}):
+        mirror.check(5, ways=(*WAYS, *RINGS), **how)
+    mirror.cache.close()
+
+
+def test_random_appends_and_truncates(comm):
+    """Contents of the pages, whatever was done before: a token is its sequence and a number of its own."""
+    rng = np.random.default_rng(comm.size)
+    cache = KVCache(comm, capacity=600, sequences=3, kv_heads=2, head_dim=1, dtype="float64", page_size=4)
+    plain, number = [[] for _ in range(3)], 0
+    for step in range(2000):
+        sequence, count = int(rng.integers(3)), int(rng.choice([1, 1, 1, 7]))
+        if rng.random() < 0.55 and sum(map(len, plain)) + count <= cache.capacity:
+            new = np.arange(number, number + count, dtype=np.float64).reshape(1, count, 1, 1) * [[1], [-1]]
+            cache.append(new, 2 * new, sequences=[sequence], check=False)
+            plain[sequence] += range(number, number + count)
+            number += count
+        else:
+            length = max(0, len(plain[sequence]) - count) if rng.random() < 0.98 else 0
+            cache.truncate([length], sequences=[sequence], check=False)
+            del plain[sequence][length:]
+        if step % 50 == 0 or step == 1999:
+            assert cache.lengths == tuple(map(len, plain))
+            for s, tokens in enumerate(plain):
+                k, v = cache.local(s)
+                mine = np.array(tokens, np.float64)[cache.positions(s)].reshape(-1, 1, 1) * [[1], [-1]]
+                assert np.array_equal(k, mine) and np.array_equal(v, 2 * mine)
+    cache.close()
+
+
+@on(4)
+def test_sent_bytes_do_not_depend_on_the_context(group):
+    """Counted where they are handed to MPI; memory is the cache, two partials, and tiles of a fixed size."""
+    heads, dim, peaks = 4, 8, []
+    q = np.ones((1, 1, heads, dim), np.float32)
+    for tokens in (4096, 65_536, 1_000_000):
+        layout = Layout("contiguous", tokens, group.size)
+        mine = np.ones((2, 1, layout.length(group.rank), 2, dim), np.float32)
+        with KVCache(group, capacity=tokens, kv_heads=2, head_dim=dim) as cache:
+            cache.append(*mine, layout=layout)
+            del mine
+            least = layout.length(group.rank) * 2 * 2 * dim * 4
+            assert least <= cache.nbytes <= least + 2 * 2 * cache.page_size * 2 * dim * 4
+            for way in WAYS:
+                counting = cache._combiner.comm = Reducing(cache._combiner.comm)
+                before = cache.sent
+                tracemalloc.start()
+                out, _ = tree_decode(q, cache, way=way)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
+                cache._combiner.comm = counting.comm
+                partial = heads * (dim + 1) * 4
+                formula = combine.moved_bytes(way, partial, heads * 4, cache.nodes, group.rank)
+                assert counting.bytes == formula == cache.sent[0] - before[0]
+                assert formula == {"butterfly": 2 * partial, "allreduce": partial + heads * 4}.get(way, formula)
+                assert np.allclose(out, 1)
+    assert max(peaks) < 2 ** 20 and max(peaks) < min(peaks) + 2 ** 19, "no copy of keys, at 16 MB a rank"
+
+
+class Reducing(Counting):
+    """Counts reductions too, each array once."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.size = comm.size
+
+    def Iallreduce(self, given, taken, operation):
+        self._add(given.nbytes)
+        return self.comm.Iallreduce(given, taken, operation)
+
+
+@on(3)
+def test_errors_are_the_same_on_every_rank(group):
+    one = np.zeros((1, 1, 2, 4), np.float32)
+    odd = group.rank == 1
+    with KVCache(group, capacity=12, kv_heads=2, head_dim=4, page_size=4) as cache:
+        cache.append(*np.zeros((2, 1, 9, 2, 4), np.float32))
+        q = np.zeros((1, 1, 4, 4), np.float32)
+        calls = [
+            (lambda: cache.append(one[..., :3] if odd else one, one), r"k has shape \(1, 1, 2, 3\).*rank 1 of 3"),
+            (lambda: cache.append(one.astype("float64"), one), "k has dtype float64; it must be float32"),
+            (lambda: cache.append(one, one, counts=[int(odd)]), r"counts is \[0\] on rank 0 but \[1\] on rank 1"),
+            (lambda: cache.append(one, one, sequences=[1]), r"sequences is \[1\]; it must be different numbers from 0"),
+            (lambda: cache.append(one, one, layout=Layout("striped", 1, 2)), "it must be a Layout of 3 chunks"),
+            (lambda: cache.append(*np.zeros((2, 1, 40, 2, 4), np.float32)), "the cache is full: rank 0 would need 5 "),
+            (lambda: cache.truncate(10), "lengths is .10.; .* which have .9."),
+            (lambda: cache.truncate(3 + odd), "lengths is .3. on rank 0 but .4. on rank 1"),
+            (lambda: tree_decode(q[..., :3], cache), r"q has shape \(1, 1, 4, 3\); it must be \(1, any, any, 4\)"),
+            (lambda: tree_decode(q[:, :, :3], cache), "kv_heads is 2; it must divide heads, which is 3"),
+            (lambda: tree_decode(q, cache, way="best"), "way is 'best'; it may be auto, allreduce, butterfly, levels"),
+            (lambda: tree_decode(q, cache, root=3), "root is 3; it must be None or a rank from 0 to 2"),
+            (lambda: tree_decode(q, cache, softcap=1.0 + odd), "softcap is 1.0 on rank 0 but 2.0 on rank 1"),
+            (lambda: tree_decode(q, cache, sinks=np.zeros(2, np.float32)), r"sinks has shape \(2,\)"),
+            (lambda: KVCache(group, capacity=8, kv_heads=1, head_dim=4, page_size=0), "page_size is 0"),
+            (lambda: KVCache(group, capacity=8 + odd, kv_heads=1, head_dim=4), "capacity is 8 on rank 0 but 9 on"),
+        ]
+        for call, message in calls:
+            with pytest.raises(ArgumentError, match=message) as raised:
+                call()
+            assert raised.value.everywhere
+            assert len(set(group.allgather(str(raised.value)))) == 1
+            assert cache.lengths == (9,)
+        out, lse = tree_decode(q, cache)
+        assert not out.any() and np.allclose(lse, np.log(9)), "what was refused has changed nothing"
+    with pytest.raises(ArgumentError, match="the cache is closed"):
+        tree_decode(q, cache)
+
+
+@on(2)
+def test_half_types_are_as_near_as_a_naive_run(group):
+    for dtype in ("float16", "bfloat16"):
+        mirror = Mirror(group, 2, 32, capacity=300, dtype=dtype)
+        mirror.append(256, "striped")
+        q = mirror.draw(1, 1, 4, 32)
+        ref, _ = mirror.expected(q)
+        low = naive(Inputs(q, *(array[None] for array in mirror.whole[0])), dtype, causal=True, window=(None, None))
+        out, _ = tree_decode(q, mirror.cache)
+        assert out.dtype.name == dtype
+        assert largest(out.astype(np.float64) - ref) <= 2 * largest(low.out.astype(np.float64) - ref)
+        mirror.cache.close()

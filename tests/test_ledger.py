@@ -1,0 +1,177 @@
+"""Which rank holds which token, and its pages, against lists; trees of messages, played through without MPI."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from mpiattn import ArgumentError, Layout, tree
+from mpiattn.ledger import Ledger
+from mpiattn.machine import DEFAULT, Link
+from mpiattn.pages import Pages, stretches
+
+
+def owners_of(layout, ranks):
+    owners = [None] * layout.seqlen
+    for rank in range(ranks):
+        for position in layout.positions(rank):
+            owners[position] = rank
+    return owners
+
+
+def test_example_of_the_docstring():
+    ledger = Ledger(3)
+    ledger.place(Layout("contiguous", 8, 3, (5, 3, 0)))
+    ledger.deal(10)
+    assert owners_of(ledger, 3)[8:] == [2, 2, 2, 1, 2, 1, 2, 0, 1, 2]
+
+
+def checked(ledger, expected, ranks, rng):
+    """A ledger against the owner of every token, looked at from one rank."""
+    rank = rng.randrange(ranks)
+    mine = [position for position, owner in enumerate(expected) if owner == rank]
+    assert ledger.seqlen == len(expected) and ledger.length(rank) == len(mine)
+    assert ledger.positions(rank).tolist() == mine
+    cut = rng.randint(0, len(expected) + 3)
+    assert ledger.below(rank, [cut, 0]).tolist() == [sum(position < cut for position in mine), 0]
+    since = [position for part in ledger.ranges(rank, cut) for position in part]
+    assert since == [position for position in mine if position >= cut]
+
+
+@pytest.mark.parametrize("ranks, page_size", [(4, 1), (5, 16), (9, 64)])
+def test_ten_thousand_appends_and_truncates(ranks, page_size):
+    """Three sequences that share one rank's pages: owners and slots are those of a plain list of tokens."""
+    rng = random.Random(ranks)
+    me, sequences = rng.randrange(ranks), 3
+    ledgers = [Ledger(ranks, first) for first in range(sequences)]
+    expected = [[] for _ in range(sequences)]
+    pages = Pages(60 + 3000 // page_size, page_size, sequences)
+    for step in range(10_000):
+        s = rng.randrange(sequences)
+        ledger, plain = ledgers[s], expected[s]
+        action = rng.choices(["deal", "place", "truncate", "free"], [80, 2, 17, 1])[0]
+        if action == "deal" and len(plain) < 400:
+            ledger.deal(rng.choice([1, 1, 1, 2, 30]))
+            counts = [plain.count(rank) for rank in range(ranks)]
+            for _, owner in sorted((position, rank) for rank in range(ranks)
+                                   for part in ledger.ranges(rank, len(plain)) for position in part):
+                assert counts[owner] == min(counts), "a token goes to a rank that holds the fewest"
+                counts[owner] += 1
+                plain.append(owner)
+        elif action == "place" and len(plain) < 400:
+            layout = Layout(rng.choice(["contiguous", "striped", "zigzag"]), rng.randint(0, 60), ranks)
+            ledger.place(layout)
+            plain += owners_of(layout, ranks)
+        elif action in ("truncate", "free"):
+            length = 0 if action == "free" else max(0, len(plain) - rng.choice([1, 3, 50]))
+            ledger.truncate(length)
+            del plain[length:]
+        pages.resize(s, ledger.length(me))
+        if step % 7:
+            continue
+        checked(ledger, plain, ranks, rng)
+        spans = stretches(pages.table(s), page_size, 0, ledger.length(me))
+        found = [slot for first, last in spans for slot in range(first, last)]
+        assert len(found) == ledger.length(me)
+        assert all(b != a for (_, a), (b, _) in pairwise(spans)), "consecutive slots are one stretch"
+        taken = np.concatenate([pages.table(sequence) for sequence in range(sequences)])
+        assert len(set(taken.tolist())) == len(taken) == pages.count - pages.free, "a page belongs to one sequence"
+
+
+def test_pages():
+    """Sequences that grow in turn stay in few stretches; a full pool says so and changes nothing."""
+    pages = Pages(64, 4, 2)
+    for tokens in range(1, 100):
+        pages.resize(0, tokens)
+        pages.resize(1, tokens)
+    assert [len(stretches(pages.table(s), 4, 0, 99)) for s in range(2)] == [1, 1]
+    with pytest.raises(ArgumentError, match="14 free pages on this rank; 15 more"):
+        pages.resize(0, 100 + 15 * 4 - 3)
+    assert pages.free == 14
+    assert stretches(pages.table(0), 4, 5, 6) == [(5, 6)]
+    assert stretches(np.array([7, 8, 3], np.int32), 4, 3, 10) == [(31, 36), (12, 14)]
+
+
+def test_a_layout_of_other_ranks():
+    with pytest.raises(ArgumentError, match="it must have one a rank, 3"):
+        Ledger(3).place(Layout("striped", 10, 4))
+
+
+# Trees
+
+def play(plans):
+    """What every rank has in the end, as nested pairs (lower operand, higher), and how many rounds it took."""
+    have, done = [(rank,) for rank in range(len(plans))], [0] * len(plans)
+    rounds = [0] * len(plans)
+    moved = True
+    while moved:
+        moved = False
+        for rank, plan in enumerate(plans):
+            if done[rank] == len(plan):
+                continue
+            move = plan[done[rank]]
+            peer = move.peer
+            if done[peer] == len(plans[peer]) or plans[peer][done[peer]].peer != rank:
+                continue
+            other = plans[peer][done[peer]]
+            assert (move.sends, move.receives, move.final) == (other.receives, other.sends, other.final)
+            mine, theirs = have[rank], have[peer]
+            both = (mine, theirs) if rank < peer else (theirs, mine)
+            have[rank] = have[rank] if not move.receives else theirs if move.final else both
+            have[peer] = have[peer] if not other.receives else mine if move.final else both
+            rounds[rank] = rounds[peer] = max(rounds[rank], rounds[peer]) + 1
+            done[rank], done[peer], moved = done[rank] + 1, done[peer] + 1, True
+    assert done == list(map(len, plans)), "nobody is left waiting"
+    return have, max(rounds)
+
+
+def leaves(thing):
+    return [thing[0]] if isinstance(thing[0], int) else [leaf for part in thing for leaf in leaves(part)]
+
+
+@pytest.mark.parametrize("ranks", [*range(1, 18), 64, 100])
+def test_trees(ranks):
+    """Every rank's partial counts once, on all ranks in the same order, or on the root; in few rounds."""
+    rng = random.Random(ranks)
+    for nodes in ([0] * ranks, [rank // 4 for rank in range(ranks)], [rng.randrange(3) for _ in range(ranks)]):
+        for way in ("butterfly", "levels"):
+            have, rounds = play([tree.moves(way, nodes, rank) for rank in range(ranks)])
+            assert len(set(map(str, have))) == 1 and sorted(leaves(have[0])) == list(range(ranks))
+            power = 1 << (ranks.bit_length() - 1)
+            assert way == "levels" or rounds == power.bit_length() - 1 + (2 if ranks > power else 0)
+            root = rng.randrange(ranks)
+            plans = [tree.moves(way, nodes, rank, root) for rank in range(ranks)]
+            have, rounds = play(plans)
+            assert sorted(leaves(have[root])) == list(range(ranks))
+            assert sum(move.sends for plan in plans for move in plan) == ranks - 1
+            assert way == "levels" or rounds <= (ranks - 1).bit_length()
+
+
+def test_levels_send_once_between_nodes():
+    """Of four ranks a node, one sends to other nodes."""
+    nodes = [rank // 4 for rank in range(32)]
+    for way, most in (("levels", 1), ("butterfly", 4)):
+        senders = {rank for rank in range(32) for move in tree.moves(way, nodes, rank)
+                   if move.sends and nodes[move.peer] != nodes[rank]}
+        assert all(sum(nodes[rank] == node for rank in senders) == most for node in range(8))
+
+
+def test_choice():
+    """Few bytes go by messages between pairs, many by MPI's Allreduce; in two levels where nodes have several ranks."""
+    inside, between = DEFAULT.inside, DEFAULT.between
+    apart, shared = list(range(64)), [rank // 8 for rank in range(64)]
+
+    def seconds(way, nbytes, nodes, **links):
+        links = {"inside": inside, "between": between, **links}
+        return tree.predicted_seconds(way, nbytes, nbytes // 128, nodes, **links)
+    assert tree.choose(4128, 32, apart, inside, between) == "butterfly"
+    assert tree.choose(64 * 2 ** 20, 2 ** 19, apart, inside, between) == "allreduce"
+    assert tree.choose(4128, 32, shared, inside, between) == "levels"
+    assert tree.choose(4128, 32, [0] * 64, inside, between) == "butterfly"
+    assert tree.choose(4128, 32, [0], inside, between) == "butterfly"
+    assert seconds("butterfly", 0, apart) == pytest.approx(6 * between.latency)
+    assert seconds("allreduce", 0, apart) == pytest.approx(12 * between.latency)
+    assert seconds("butterfly", 3000, apart, between=Link(0, 1000)) == pytest.approx(18)
+    assert seconds("butterfly", 3000, shared, inside=Link(0, 1e12), between=Link(0, 1000)) == pytest.approx(72)
+    assert seconds("levels", 3000, shared, inside=Link(0, 1e12), between=Link(0, 1000)) == pytest.approx(9)
