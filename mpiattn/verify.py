@@ -176,8 +176,13 @@ def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LI
         lses.add(lse[:, :, rows], expected_lse)
         if progress:
             progress(len(rows))
+    return conclude(peers, problem, outs, lses, len(chosen), len(positions))
+
+
+def conclude(peers, problem, outs, lses, checked, rows):
+    """The Report of every rank's `Errors` of out and lse, over `checked` of its rows; collective."""
     maxima = np.array([outs.error, outs.magnitude, lses.error, lses.magnitude])
-    counts = np.array([len(chosen), len(positions), outs.differing + lses.differing])
+    counts = np.array([checked, rows, outs.differing + lses.differing])
     peers.reduce(maxima, MPI.MAX)
     peers.reduce(counts, MPI.SUM)
     out_error, out_size, lse_error, lse_size = maxima.tolist()

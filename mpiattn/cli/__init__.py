@@ -14,6 +14,7 @@ from .threads import limit_threads
 COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",
     "run": "attention of an HDF5 file over the ranks of this launch (under mpiexec or srun)",
+    "decode": "attention of a few queries over a cache of keys and values (under mpiexec or srun)",
     "plan": "every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
     "bench": "how fast attention is on the ranks of this launch: sizes, tiles, schedules and routes",
     "check": "whether this installation and this launch are fit for work; the first thing to run on a new cluster",
@@ -21,12 +22,13 @@ COMMANDS = {
     "info": "what this installation and this launch have",
 }
 
-WATCHED = ("run", "bench")                   # long ones, whose ranks may come to be killed
+WATCHED = ("run", "decode", "bench")         # long ones, whose ranks may come to be killed
 
 EXAMPLES = """\
 examples:
   mpiattn generate qkv.h5 --seqlen 4099 --heads 8 --head-dim 64
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --causal --verify
+  mpiexec -n 4 mpiattn decode cache.h5 queries.h5 out.h5 --verify
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal
   mpiexec -n 4 mpiattn check
 """

@@ -84,6 +84,11 @@ def add_masks(parser):
     """--causal and --window."""
     parser.add_argument("--causal", action="store_true",
                         help="a query sees the keys up to its own position; the last query sees all")
+    add_window(parser)
+
+
+def add_window(parser):
+    """--window."""
     parser.add_argument("--window", type=parse_window, default=(None, None), metavar="LEFT,RIGHT",
                         help="how many keys before and after its own position a query sees; an empty side has no "
                              "limit: 1024,0 is sliding and causal, 512, has no limit to the right")

@@ -1,0 +1,195 @@
+"""Attention of a few queries of each sequence over a cache of its keys and values, spread over this launch's ranks.
+
+CACHE holds k and v (batch, tokens, kv_heads, ...) in natural token order; its batch entries are the sequences or, where
+it has a dataset cu_seqlens, the documents that it cuts: what mpiattn.KVCache.save writes, and mpiattn generate. QUERIES
+holds q (sequences, queries, heads, head_dim), those of the last tokens of each sequence. OUT holds out, as q, and lse
+(sequences, heads, queries), and as attributes what was chosen. It appears whole or not at all; an existing file is
+replaced.
+
+examples:
+  mpiattn generate cache.h5 --seqlen 100000 --heads 8 --documents 5
+  mpiattn generate queries.h5 --batch 5 --seqlen 1 --heads 8
+  mpiexec -n 4 mpiattn decode cache.h5 queries.h5 out.h5 --verify
+"""
+
+import os
+import socket
+
+import h5py
+import numpy as np
+
+from .. import __version__, combine
+from ..agreement import agreement
+from ..cachefile import load, read_cache_shapes
+from ..decode import tree_decode
+from ..errors import FileError, VerificationError
+from ..exchange import MAX_MESSAGE
+from ..hdf5 import dtype_of, file_errors
+from ..io import Input, Output
+from ..kvcache import KVCache
+from ..layout import Layout
+from ..problem import Problem
+from ..tree import WAYS
+from ..verify_decode import choose, verify_decode
+from . import options
+from .jsonfile import check_json, write_json
+from .launch import on_all_ranks
+from .progress import Progress
+from .table import duration, facts, size
+
+
+def add_arguments(parser):
+    """Declare the arguments of `mpiattn decode`."""
+    parser.add_argument("cache", metavar="CACHE", help="HDF5 file with datasets k, v, and cu_seqlens or not")
+    parser.add_argument("queries", metavar="QUERIES", help="HDF5 file with dataset q")
+    parser.add_argument("output", metavar="OUT", help="HDF5 file to make, with datasets out and lse")
+    parser.add_argument("--full", action="store_true",
+                        help="a query sees the tokens after its own too (default: causal)")
+    options.add_window(parser)
+    parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
+    parser.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(head_dim))")
+    parser.add_argument("--way", default="auto", choices=(*WAYS, "auto"),
+                        help="how partial results are combined: allreduce, the paper's, two of MPI's Allreduce; "
+                             "butterfly, messages between pairs in half as many rounds; levels, inside nodes and "
+                             "between them; auto: the shortest predicted time (default: %(default)s)")
+    parser.add_argument("--page-size", type=int, default=64, metavar="TOKENS",
+                        help="tokens of a page of the cache (default: %(default)s)")
+    options.add_backend(parser)
+    options.add_machine(parser)
+    parser.add_argument("--max-message", type=int, default=MAX_MESSAGE, metavar="BYTES",
+                        help="longest MPI message; longer ones are split (default: %(default)s)")
+    parser.add_argument("--verify", action="store_true",
+                        help="check the rows, shared among the ranks, before they are written, in float64 against "
+                             "CACHE, read again; a sample where that is too much work; code 1 and no OUT if one is off")
+    options.add_timeout(parser)
+    options.add_json(parser)
+
+
+def run(args):
+    """`mpiattn decode`."""
+    return on_all_ranks(lambda job: _run(job, args), args.timeout)
+
+
+def _query_shape(path):
+    """Shape and dtype of the queries of a file."""
+    if not os.path.isfile(path):
+        raise FileError(f"QUERIES is {str(path)!r}; there is no such file")
+    with file_errors("QUERIES", path, "read"), h5py.File(path, "r") as file:
+        if not isinstance(file.get("q"), h5py.Dataset) or file["q"].ndim != 4:
+            raise FileError(f"QUERIES is {str(path)!r}; it must have a dataset q (sequences, queries, heads, head_dim)")
+        return {"shape": file["q"].shape, "dtype": dtype_of(file["q"])}
+
+
+def _problems(args, cache, asked):
+    """The problem of every sequence; FileError where the queries do not fit the cache."""
+    sequences, queries, heads, head_dim = asked["shape"]
+    fits = (cache.sequences, cache.head_dim, cache.dtype)
+    if (sequences, head_dim, asked["dtype"]) != fits:
+        raise FileError(f"QUERIES is {args.queries!r}; its q is {asked['shape']} in {asked['dtype']}; for CACHE it "
+                        f"must be (sequences, queries, heads, head_dim) with {fits[0]} sequences and head_dim "
+                        f"{fits[1]}, in {fits[2]}")
+    return [Problem(seqlen=queries, seqlen_k=length, heads=heads, kv_heads=cache.kv_heads, head_dim=head_dim,
+                    value_dim=cache.value_dim, dtype=cache.dtype, causal=not args.full, window=args.window,
+                    softcap=args.softcap, scale=args.scale) for length in cache.lengths]
+
+
+def _run(job, args):
+    comm, peers = job.comm, job.peers
+    with agreement(peers, only=0):
+        if comm.rank == 0:
+            check_json(args.json, (args.cache, args.queries, args.output))
+    source = Input(peers, args.cache, look=lambda path: read_cache_shapes(path, "CACHE"), argument="CACHE")
+    queries = Input(peers, args.queries, look=_query_shape, argument="QUERIES")
+    spans = source.shapes["spans"]
+    with Progress("read", 2 * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
+        cache = job("read", lambda: load(KVCache, comm, args.cache, {
+            "page_size": args.page_size, "backend": args.backend, "machine": args.machine,
+            "max_message": args.max_message, "timeout": args.timeout}, "CACHE", progress))
+    with cache:
+        with agreement(peers):
+            problems = _problems(args, cache, queries.shapes)
+            q = queries.tokens("q", 0, queries.shapes["shape"][1])
+        shape = queries.shapes["shape"]
+        output = Output(peers, args.output, {"out": ((*shape[:3], cache.value_dim), cache.dtype),
+                                             "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype)},
+                        (args.cache, args.queries), args.max_message)
+        try:
+            way = args.way if args.way != "auto" else cache.way(*_partial_bytes(cache, shape))
+            out, lse = job("decode", lambda: tree_decode(q, cache, causal=not args.full, window=args.window,
+                                                         softcap=args.softcap, scale=args.scale, way=way))
+            report = None
+            if args.verify:
+                report = job("verify", lambda: _verify(peers, problems, spans, source, q, out, lse))
+            chosen = {"mpiattn": __version__, "way": way, "ranks": comm.size, "nodes": len(set(cache.nodes)),
+                      "page_size": cache.page_size, "backend": cache.backend, "causal": not args.full,
+                      "scale": problems[0].scale}
+            job("write", lambda: _write(output, out, lse, peers, chosen))
+        finally:
+            output.abandon()                        # does nothing once the file has its name
+            source.close()
+            queries.close()
+        _tell(job, args, cache, shape, chosen, report)
+    return 0
+
+
+def _partial_bytes(cache, shape):
+    lse = int(np.prod(shape[:3])) * np.dtype(cache.partial_dtype).itemsize
+    return lse * (cache.value_dim + 1), lse
+
+
+def _verify(peers, problems, spans, source, q, out, lse):
+    """The report; VerificationError if the result is off."""
+    def read(sequence, name, start, stop):
+        entry, first, _ = spans[sequence]
+        return source.tokens(name, first + start, first + stop, entry)
+    with Progress("verify", len(choose(problems, peers.rank, peers.size)[0]), " rows") as progress:
+        report = verify_decode(peers, problems, q, out, lse, read, progress=progress)
+    if not report.passed:
+        error = VerificationError(f"verification failed, OUT is not written: {report}")
+        error.everywhere = True                 # the report is the same on every rank
+        raise error
+    return report
+
+
+def _write(output, out, lse, peers, attributes):
+    layout = Layout("contiguous", out.shape[1], peers.size)
+    mine = layout.positions(peers.rank)
+    output.write("out", out[:, mine], layout)
+    output.write("lse", lse[..., mine], layout, axis=2)
+    output.commit(attributes)
+
+
+def _tell(job, args, cache, shape, chosen, report):
+    """Print the table, or write JSON, on rank 0."""
+    ranks = job.peers.allgather({
+        "rank": cache.rank, "host": socket.gethostname(), "tokens": sum(cache.local_lengths), "nbytes": cache.nbytes,
+        "sent_bytes": cache.sent[0], "sent_messages": cache.sent[1],
+        "formula_bytes": combine.moved_bytes(chosen["way"], *_partial_bytes(cache, shape), cache.nodes, cache.rank)})
+    with agreement(job.peers, only=0):
+        if job.comm.rank == 0 and args.json:
+            write_json(args.json, {
+                "cache": args.cache, "queries": args.queries, "output": args.output, **chosen, "seconds": job.seconds,
+                "sequences": list(cache.lengths), "heads": shape[2], "kv_heads": cache.kv_heads,
+                "dtype": cache.dtype, "per_rank": ranks,
+                **({"verify": {**report._asdict(), "passed": report.passed}} if report else {})})
+    if job.comm.rank or args.json == "-":
+        return
+
+    def span(name, show=str):
+        low, high = (show(pick(rank[name] for rank in ranks)) for pick in (min, max))
+        return low if low == high else f"{low} to {high}"
+    lengths, equal = cache.lengths, all(rank["sent_bytes"] == rank["formula_bytes"] for rank in ranks)
+    tokens = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
+    print(facts([
+        ("cache", f"{len(lengths)} sequence{'s' * (len(lengths) > 1)} of {tokens} tokens, {cache.kv_heads} KV heads, "
+                  f"head_dim {cache.head_dim}, {cache.dtype}"),
+        ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
+        ("ranks", f"{len(ranks)} on {chosen['nodes']} node{'s' * (chosen['nodes'] > 1)}, {cache.backend} back end"),
+        ("tokens per rank", span("tokens")),
+        ("memory per rank", f"{span('nbytes', size)} of pages"),
+        ("combined by", chosen["way"]),
+        ("time", ", ".join(f"{duration(seconds)} {phase}" for phase, seconds in job.seconds.items())),
+        ("sent per rank", f"{span('sent_bytes', size)}; formula: {span('formula_bytes', size)}, "
+                          f"{'equal on every rank' if equal else 'DIFFERENT'}"),
+        *([("verify", report)] if report else []),
+        ("written", args.output)]), flush=True)

@@ -1,0 +1,103 @@
+"""`mpiattn decode` as a user calls it; caches saved on some ranks and loaded on others."""
+
+import json
+import sys
+from itertools import pairwise
+
+import h5py
+import numpy as np
+import pytest
+from files import write_input
+from launch import mpirun
+
+from mpiattn import reference
+
+DECODE = [sys.executable, "-m", "mpiattn", "decode"]
+
+SAVE = """
+import sys
+import numpy as np
+from mpi4py import MPI
+from mpiattn import KVCache, Layout
+comm, (path, dtype) = MPI.COMM_WORLD, sys.argv[1:]
+rng = np.random.default_rng(0)
+with KVCache(comm, capacity=200, sequences=3, kv_heads=2, head_dim=16, value_dim=8, page_size=4, dtype=dtype) as cache:
+    for tokens, layout in ((40, Layout("zigzag", 40, comm.size)), (9, None), (30, Layout("striped", 30, comm.size))):
+        k, v = (rng.standard_normal((3, tokens, 2, dim)).astype(dtype) for dim in (16, 8))
+        mine = slice(None) if layout is None else layout.positions(comm.rank)
+        cache.append(k[:, mine], v[:, mine], layout=layout, counts=[tokens, 0, tokens // 2])
+    cache.save(path)
+"""
+
+
+def assert_decoded(cache, queries, out, tolerance=1e-5, **masks):
+    """The output holds float64 attention of every sequence."""
+    with h5py.File(cache) as given, h5py.File(queries) as asked, h5py.File(out) as made:
+        cuts = given["cu_seqlens"][:]
+        assert made["out"].id.get_type() == given["k"].id.get_type()
+        for i, (start, stop) in enumerate(pairwise(cuts)):
+            ref, lse = reference.attention(asked["q"][i:i + 1], *(given[name][:, start:stop] for name in "kv"),
+                                           **{"causal": True, **masks})
+            assert np.abs(made["out"][i] - ref[0]).max() <= tolerance * max(1, np.abs(ref).max())
+            assert np.array_equal(np.isneginf(made["lse"][i]), np.isneginf(lse[0]))
+            seen = ~np.isneginf(lse[0])
+            assert np.abs(made["lse"][i][seen] - lse[0][seen]).max(initial=0) < 1e-4
+        return dict(made.attrs)
+
+
+@pytest.mark.parametrize("save_ranks, ranks, dtype, options, masks", [
+    (3, 4, "float32", ["--way", "allreduce", "--page-size", "1"], {}),
+    (4, 2, "bfloat16", ["--window", "9,0", "--way", "levels"], {"window": (9, 0)}),
+    (1, 3, "float64", ["--softcap", "2", "--scale", "0.5", "--full", "--backend", "deferred"],
+     {"softcap": 2, "scale": 0.5, "causal": False}),
+])
+def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, masks):
+    cache, out = tmp_path / "cache.h5", tmp_path / "out.h5"
+    mpirun(save_ranks, [sys.executable, "-c", SAVE, cache, dtype])
+    with h5py.File(cache) as file:
+        assert file["cu_seqlens"][:].tolist() == [0, 79, 79, 79 + 39]
+    queries = write_input(tmp_path / "q.h5", batch=3, seqlen=3, heads=4, dtype=dtype, k=None, v=None)
+    outcome = mpirun(ranks, [*DECODE, cache, queries, out, "--verify", "--json", tmp_path / "told.json", *options])
+    told_file = tmp_path / "told.json"
+    outcome = mpirun(ranks, [*DECODE, cache, queries, out, "--verify", "--json", told_file, *options])
+    chosen = assert_decoded(cache, queries, out, {"bfloat16": 1e-2}.get(dtype, 1e-5), **masks)
+    told = json.loads(told_file.read_text())
+    assert chosen["ranks"] == told["ranks"] == ranks
+    assert told["sequences"] == [79, 0, 39] and told["verify"]["passed"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.h5", "out.h5", "q.h5", "told.json"]
+
+
+def test_decode_of_generated_files(tmp_path):
+    """Batch entries are sequences; a wrong result is not written."""
+    for name, options in (("cache", ["--seqlen", "900", "--batch", "2"]), ("q", ["--seqlen", "1", "--batch", "2"])):
+        mpirun(1, [sys.executable, "-m", "mpiattn", "generate", tmp_path / f"{name}.h5", "--heads", "2", *options])
+    files = [tmp_path / name for name in ("cache.h5", "q.h5", "out.h5")]
+    wrong = ("import sys, mpiattn.cli.decode as d; from mpiattn.cli import main; right = d.tree_decode\n"
+             "def tree_decode(*args, **how):\n    out, lse = right(*args, **how)\n    return out * 1.0001, lse\n"
+             "d.tree_decode = tree_decode; sys.exit(main(sys.argv[1:]))")
+    outcome = mpirun(2, [sys.executable, "-c", wrong, "decode", *files, "--verify"], check=False)
+    assert outcome.returncode and not files[2].exists()
+    assert outcome.stderr.count("verification failed, OUT is not written: 2 of 2 all rows") == 1
+    mpirun(2, [*DECODE, *files])
+    with h5py.File(files[0]) as given, h5py.File(files[1]) as asked, h5py.File(files[2]) as made:
+        ref, _ = reference.attention(asked["q"][:], given["k"][:], given["v"][:])
+        assert np.abs(made["out"][:] - ref).max() < 1e-5 * np.abs(ref).max()
+
+
+@pytest.mark.parametrize("break_it, message", [
+    (lambda files: files[0].unlink(), "CACHE is '{0}'; there is no such file"),
+    (lambda files: files[1].unlink(), "QUERIES is '{1}'; there is no such file"),
+    (lambda files: write_input(files[1], batch=2, k=None, v=None), "QUERIES is '{1}'; its q is (2, 67, 4, 16) in f"),
+    (lambda files: write_input(files[1], k=None, v=None, dtype="float16"), "in float16; for CACHE it must be"),
+    (lambda files: write_input(files[0], v=None), "CACHE is '{0}'; it has no dataset 'v'"),
+    (lambda files: write_input(files[0], cu_seqlens=[0, 9, 5]), "its cu_seqlens is [[0 9 5]]; it must increase from 0"),
+    (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
+])
+def test_errors_are_said_once(tmp_path, break_it, message):
+    files = [tmp_path / name for name in ("cache.h5", "q.h5", "out.h5")]
+    write_input(files[0])
+    write_input(files[1], k=None, v=None)
+    break_it(files)
+    outcome = mpirun(2, [*DECODE, *files], check=False)
+    assert outcome.returncode and not files[2].exists()
+    assert outcome.stderr.count(message.format(*files)) == 1 and "Traceback" not in outcome.stderr
