@@ -1,0 +1,50 @@
+"""The examples of docs on decoding: the text that is generated, the energy whose gradient is attention, the code shown."""
+
+import re
+import sys
+
+import launch
+import pytest
+
+needs_docs = pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")
+
+
+def code_of(page, name):
+    text = (launch.DOCS / page).read_text()
+    return re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+
+
+@needs_docs
+def test_generation_is_that_of_one_rank():
+    """It goes on with the text of the prompt, which no rank has seen whole."""
+    text = (launch.DOCS.parent / "LICENSE").read_text()
+    command = [sys.executable, launch.DOCS / "generate.py", "--check", "--tokens", "40"]
+    told = launch.mpirun(4, command, timeout=120).stdout
+    assert "the same tokens as on one rank" in told and "NOT" not in told
+    assert told.split(":\n", 1)[1].startswith(f"{text[:8]}|{text[8:48]}")
+    held = [int(n) for n in re.search(r"hold (.*) keys", told)[1].split(", ")]
+    assert len(held) == 4 and sum(held) == 600 + 8 - 1 + 40 and max(held) - min(held) <= 1
+
+
+@needs_docs
+def test_generation_shows_what_is_wrong(tmp_path):
+    """A rank that decodes its own keys only takes other tokens."""
+    script = tmp_path / "sabotage.py"
+    script.write_text("import runpy, sys, mpiattn.combine as c\n"
+                      "c.Combiner.run = lambda self, way, mine, spare, root=None: mine\n"
+                      f"sys.exit(runpy.run_path({str(launch.DOCS / 'generate.py')!r})['main']())\n")
+    outcome = launch.mpirun(2, [sys.executable, script, "--check", "--tokens", "20"], timeout=120, check=False)
+    assert outcome.returncode and "NOT the same tokens" in outcome.stdout
+
+
+@needs_docs
+def test_energy():
+    told = launch.mpirun(3, [sys.executable, "-c", code_of("energy.md", "energy")], timeout=60).stdout
+    same, off = (float(number) for number in re.findall(r"by (\S+?)[, ]", told))
+    assert same < 1e-12 and 0 < off < 1e-6
+
+
+@needs_docs
+def test_code_of_the_page():
+    told = launch.mpirun(3, [sys.executable, "-c", code_of("decoding.md", "decode")], timeout=60).stdout
+    assert told.split() == ["(1000,", "1000)", "(2,", "1,", "8,", "64)", "(990,", "1000)"]
