@@ -1,4 +1,4 @@
-"""The examples of docs on decoding: the text that is generated, the energy whose gradient is attention, the code shown."""
+"""The examples of docs on decoding: a text that is generated, the energy whose gradient is attention, the code."""
 
 import re
 import sys

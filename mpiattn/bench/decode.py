@@ -67,7 +67,7 @@ def _run(job, args):
     blas, threads = host.blas()
     data = {name: getattr(args, name) for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "dtype",
                                                    "page_size", "runs")}
-    data |= {"ranks": job.peers.size, "results": results,
+    data |= {"ranks": job.peers.size, **{name: results[0][name] for name in ("nodes", "backend")}, "results": results,
              "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
              "versions": {"mpiattn": __version__, "numpy": host.version("numpy"),
                           "mpi": " ".join(MPI.Get_library_version().splitlines()[0].split(", ")[0].split())}}
@@ -126,10 +126,10 @@ def _measure(peers, args, context):
                 timed.append(_timed(peers, work[name]))
         nbytes = np.array([_key_bytes(cache)])
         peers.reduce(nbytes, MPI.MAX)
-        return {"context": context, "chosen": chosen, "nodes": len(set(cache.nodes)),
+        return {"context": context, "chosen": chosen, "nodes": len(set(cache.nodes)), "backend": cache.backend,
                 "partial_bytes": call.partial_bytes[0], "key_bytes": int(nbytes[0]), "difference": difference,
-                "sent_bytes": sent, "backend": cache.backend,
-                "seconds": seconds, "median": {name: float(np.median(timed)) for name, timed in seconds.items()}}
+                "sent_bytes": sent, "seconds": seconds,
+                "median": {name: float(np.median(timed)) for name, timed in seconds.items()}}
 
 
 def _compare(peers, args, cache, calls, partial_bytes):
@@ -145,16 +145,20 @@ def _compare(peers, args, cache, calls, partial_bytes):
         told = peers.allgather((of_rank, formula))
         sent[name] = max(of for of, _ in told)
         if any(formula not in (None, of) for of, formula in told):
-            raise VerificationError(f"{name} sent {told} bytes, which is not the formula")
+            _fail(f"{name} sent {told} bytes, which is not the formula")
     first = next(iter(outs.values()))
     off = np.array([max(float(np.abs(out - first).max() / np.abs(first).max()) for out in outs.values())])
     peers.reduce(off, MPI.MAX)
     if not off[0] <= TOLERANCE[args.dtype]:
-        error = VerificationError(f"results differ by {off[0]:.2g} of the largest value, more than "
-                                  f"{TOLERANCE[args.dtype]:g}")
-        error.everywhere = True
-        raise error
+        _fail(f"results differ by {off[0]:.2g} of the largest value, more than {TOLERANCE[args.dtype]:g}")
     return sent, float(off[0])
+
+
+def _fail(text):
+    """Raise what every rank has found alike."""
+    error = VerificationError(text)
+    error.everywhere = True
+    raise error
 
 
 def _combining(cache, call, way):
@@ -206,7 +210,7 @@ def _text(data):
     lines = [facts([
         ("problem", f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} queries each, "
                     f"{data['heads']} heads over {kv_heads} KV heads x {data['head_dim']}, {data['dtype']}"),
-        ("ranks", f"{data['ranks']} on {data['results'][0]['nodes']} node(s), {data['results'][0]['backend']} back end"),
+        ("ranks", f"{data['ranks']} on {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['backend']} back end"),
         ("machine", f"{data['machine']['processor']}; NumPy {versions['numpy']} "
                     f"({data['machine']['blas'] or 'unknown BLAS'}, threads: "
                     f"{data['machine']['blas_threads'] or 'unknown'}), {versions['mpi']}"),
@@ -221,7 +225,8 @@ def _text(data):
                 for name in median]
         lines.append(f"\n{result['context']} tokens, a partial of {size(result['partial_bytes'])}, keys of "
                      f"{size(result['key_bytes'])} a rank; auto is {result['chosen']}; results differ by "
-                     f"{result['difference']:.1e}; keys are read at {percent(median['sum'] / median['keys'])} of a sum\n"
+                     f"{result['difference']:.1e}; keys are read at {percent(median['sum'] / median['keys'])} of a "
+                     "sum's speed\n"
                      + table(rows, ("", "median", "sent by a rank", f"times {result['chosen']}")))
     return "\n".join(lines)
 
