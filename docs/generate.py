@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, tree_decode
 
-TEXT = (Path(__file__).resolve().parents[1] / "LICENSE").read_text()
+TEXT = " ".join((Path(__file__).resolve().parents[1] / "LICENSE").read_text().split())
 HEADS, WIDTH, SHARP = 8, 64, 60.0                # SHARP: what a match adds to a score
 RNG = np.random.default_rng(0)
 EMBEDDING = RNG.standard_normal((128, WIDTH), np.float32)

@@ -12,12 +12,11 @@ from .errors import ArgumentError, MpiattnError
 from .exchange import MAX_MESSAGE, Exchange
 from .layout import Layout
 from .ledger import Ledger
-from .machine import DEFAULT
-from .machine import load as load_machine
 from .mesh import Home
 from .pages import Pages, stretches
 from .peers import check_timeout, time_limit
 from .problem import Problem
+from .tuned import machine_for
 
 
 def cache_pages(capacity, ranks, sequences, page_size):
@@ -39,7 +38,7 @@ class KVCache:
     dtype: "float16", "bfloat16", "float32" or "float64", of keys, values and queries.
     page_size: tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
     backend: "numpy" or "auto".
-    machine: whose predicted times choose how results are combined; as of `MeshAttention`.
+    machine: whose predicted times choose how results are combined, as of `MeshAttention`; then the one that was found.
     max_message, timeout: as of `MeshAttention`.
 
     Raises ArgumentError, the same on every rank.
@@ -58,11 +57,10 @@ class KVCache:
                         raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
                 if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
-                self.machine = DEFAULT if machine is None else load_machine(machine)
                 self._backend = backends.get(backend)
             agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
                              "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
-                             "page_size": page_size, "backend": self._backend.name, "machine": self.machine,
+                             "page_size": page_size, "backend": self._backend.name, "machine": machine,
                              "max_message": max_message, "timeout": timeout})
             self.rank, self.ranks = peers.rank, peers.size
             self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim
@@ -72,6 +70,11 @@ class KVCache:
             self._ledgers = [Ledger(self.ranks, first) for first in range(sequences)]
             self._pages = Pages(self.pages, page_size, sequences)
             self._in_use = np.zeros(self.ranks, np.int64)                # pages, of every rank
+            found = None
+            with agreement(peers, only=0):            # what is stored of machines may differ from host to host
+                if peers.rank == 0:
+                    found = machine_for(self._home.nodes, self._backend, head_dim, machine)
+            self.machine = peers.allgather(found)[0]
             slots = self.pages * page_size
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
                 self._pools = tuple(self._backend.empty((self.kv_heads, slots, dim), self.dtype)
