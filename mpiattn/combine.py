@@ -36,6 +36,7 @@ class Combiner:
     def __init__(self, exchange, backend, nodes):
         self.exchange, self.backend, self.nodes = exchange, backend, nodes
         self.peers, self.comm = exchange.peers, exchange.peers.comm
+        self._moves = {}                               # by way and root: a token takes little longer than finding them
 
     def run(self, way, mine, spare, root=None):
         """The whole, in `mine` or `spare`: on all ranks, or on `root`; elsewhere what is returned means nothing.
@@ -44,7 +45,9 @@ class Combiner:
         """
         if way == "allreduce":
             return self._allreduce(mine, spare, root)
-        for number, move in enumerate(tree.moves(way, self.nodes, self.peers.rank, root)):
+        if (way, root) not in self._moves:
+            self._moves[way, root] = tree.moves(way, self.nodes, self.peers.rank, root)
+        for number, move in enumerate(self._moves[way, root]):
             mine, spare = self._make(move, mine, spare, f"in round {number + 1} of combining partials")
         return mine
 

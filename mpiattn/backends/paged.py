@@ -50,6 +50,57 @@ def _matrix(work, name, pool, slots, dtype):
     return matrix
 
 
+def _columns(rows):
+    """Keys of a score tile of so many rows."""
+    return min(max(COLUMNS, ROWS * COLUMNS // rows), LONGEST)
+
+
+def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile):
+    """Attention where every query sees all the keys, where they lie: one product for all KV heads.
+
+    Of few keys it takes a fraction of the time that a call for each head does.
+    """
+    kv_heads, queries, dtype = len(keys), len(q), out.dtype
+
+    def by_head(array):
+        """(queries, heads, ...) as (kv_heads, queries * heads of one, ...)."""
+        split = array.reshape(queries, kv_heads, -1, *array.shape[2:])
+        return split.swapaxes(0, 1).reshape(kv_heads, -1, *array.shape[2:])
+    query = by_head(np.multiply(q, dtype.type(scale), dtype=dtype))
+    rows = query.shape[1]
+    acc, total = np.zeros((kv_heads, rows, values.shape[2]), dtype), np.zeros((kv_heads, rows, 1), dtype)
+    top, product = np.full(total.shape, -np.inf, dtype), work("product", acc.shape, dtype)
+    columns = _columns(kv_heads * rows)
+    for start, stop in ((start, last) for first, last in found for start in range(first, last, columns)):
+        if meanwhile:
+            meanwhile()
+        at = slice(start, min(start + columns, stop))
+        score = work("score", (kv_heads, rows, at.stop - start), dtype)
+        np.matmul(query, keys[:, at].swapaxes(1, 2), out=score)
+        if softcap is not None:
+            score *= 1 / softcap
+            np.tanh(score, out=score)
+            score *= softcap
+        new_top = np.maximum(top, score.max(axis=2, keepdims=True))
+        base = np.where(new_top == -np.inf, 0, new_top)
+        score -= base
+        np.exp(score, out=score)
+        decay = np.exp(top - base)
+        total *= decay
+        total += score.sum(axis=2, keepdims=True)
+        acc *= decay
+        np.matmul(score, values[:, at], out=product)
+        acc += product
+        top = new_top
+    acc *= np.divide(1, total, out=np.zeros_like(total), where=total != 0)
+    top += np.log(total)
+
+    def by_query(array):
+        return array.reshape(kv_heads, queries, -1, array.shape[2]).swapaxes(0, 1)
+    out[...] = by_query(acc).reshape(out.shape)
+    lse[...] = by_query(top).reshape(lse.shape)
+
+
 def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, meanwhile=None):
     """See `mpiattn.backends.base.Backend.attend_pages`; work(name, shape, dtype): a work array."""
     out.fill(0)
@@ -60,8 +111,11 @@ def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale,
     if not rows:
         return
     lo, hi = min(tile.lo for tile in rows), max(tile.hi for tile in rows)
-    columns = min(max(COLUMNS, ROWS * COLUMNS // (queries * per_kv)), LONGEST)
     found = stretches(pages, page_size, lo, hi)
+    if keys.dtype == out.dtype and DIRECT * (len(found) - 1) <= hi - lo and (begin == lo).all() and (end == hi).all():
+        _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile)
+        return
+    columns = _columns(queries * per_kv)
     packed = (queries * per_kv, -1)
     for kv_head in range(len(keys)):
         mine = slice(kv_head * per_kv, (kv_head + 1) * per_kv)
