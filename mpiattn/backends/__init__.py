@@ -2,7 +2,7 @@
 
 from ..errors import ArgumentError
 
-NAMES = ("numpy", "deferred", "paced:GFLOPS")
+NAMES = ("numpy", "deferred", "emulated", "paced:GFLOPS")
 
 
 def pace(name):
@@ -19,13 +19,16 @@ def pace(name):
 
 
 def get(name="auto"):
-    """A new back end: "numpy", "deferred" and "paced:GFLOPS" (for tests), or "auto", the fastest that can run here."""
+    """A new back end: "numpy", or "auto", the fastest that can run here; for tests the others of NAMES."""
     if name in ("auto", "numpy"):
         from .numpy import NumpyBackend
         return NumpyBackend()
     if name == "deferred":
         from .deferred import DeferredBackend
         return DeferredBackend()
+    if name == "emulated":
+        from .emulated import EmulatedBackend
+        return EmulatedBackend()
     gflops = pace(name)
     if gflops:
         from .paced import PacedBackend

@@ -1,0 +1,160 @@
+// Adds a block's attention to the partial (out, lse) of its rows: FlashAttention-2 with row intervals.
+//
+// A thread block takes TILE_ROWS packed rows of one KV head (rows.cuh) and goes through the tiles of TILE_COLUMNS keys that any
+// of them sees.  Q stays in shared memory, K and V pass through STAGES buffers each: K of a later tile arrives during the
+// softmax and the product with V, V during the product with K.  Scores stay in registers.
+//
+// grid: (tiles of rows, KV heads, splits).  With more than one split, which decoding needs, each goes through its part of the keys
+// and writes a partial of its own, (splits, tokens, heads, VALUE_DIM) and (splits, tokens, heads), for merge.cu to put together.
+
+#include "product.cuh"
+#include "rows.cuh"
+#include "softmax.cuh"
+
+using T = ELEMENT;
+constexpr int THREADS = 32 * WARPS;
+constexpr int M = TILE_ROWS / (16 * WARPS), N = TILE_COLUMNS / 8, D = padded(VALUE_DIM) / 8;
+using QTile = Tile<T, TILE_ROWS, padded(HEAD_DIM)>;
+using KTile = Tile<T, TILE_COLUMNS, padded(HEAD_DIM)>;
+using VTile = Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>;
+constexpr unsigned Q_AT = 0, K_AT = QTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
+static_assert(V_AT + STAGES * VTile::BYTES == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
+static_assert(TILE_ROWS % (16 * WARPS) == 0 && TILE_COLUMNS % 16 == 0, "tiles are made of 16 rows and 16 keys");
+
+// Hides what a tile of keys from `first` on holds outside its rows' intervals.
+template <class Seen>
+__device__ __forceinline__ void hide_unseen(float (&score)[M][N][4], Seen seen, int first) {
+    const int column = first + lane_index() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const Interval keys = seen(m, h);
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (!keys.sees(column + 8 * n + e))
+                        score[m][n][2 * h + e] = minus_infinity();
+        }
+}
+
+// acc and the sums, relative to top, become a partial that is merged with the rows' own, or with `fresh` put in its place.
+__device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax<M>& softmax, const Rows& rows,
+                                      int first_row, float* out, float* lse, bool fresh) {
+    float sum[M][2], held[M][2];
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = first_row + 16 * m + 8 * h;
+            sum[m][h] = quad_sum(softmax.sum[m][h]);
+            held[m][h] = fresh || row >= rows.count ? minus_infinity() : lse[rows.index(row)];
+        }
+    __syncwarp();                                                    // one lane of a quad writes what all have read
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = first_row + 16 * m + 8 * h;
+            const bool empty = sum[m][h] == 0;
+            if (row >= rows.count || (empty && !fresh))              // a row that saw nothing keeps what it has
+                continue;
+            const long long at = rows.index(row);
+            const float mine = empty ? minus_infinity() : softmax.top[m][h] * LN_2 + logf(sum[m][h]);
+            const float weight = merge_weight(held[m][h], mine), factor = empty ? 0 : weight / sum[m][h];
+#pragma unroll
+            for (int d = 0; d < D; ++d)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int column = 8 * d + lane_index() % 4 * 2 + e;
+                    float& to = out[at * VALUE_DIM + column];
+                    if (column < VALUE_DIM)
+                        to = (held[m][h] == minus_infinity() ? 0 : to * (1 - weight)) + acc[m][d][2 * h + e] * factor;
+                }
+            if (lane_index() % 4 == 0)
+                lse[at] = merge_lse(held[m][h], mine);
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int* __restrict__ begin,
+        const int* __restrict__ end, float* __restrict__ out, float* __restrict__ lse, int tokens, int keys, int kv_heads,
+        int groups, float inner, float factor) {
+    const int kv_head = blockIdx.y, splits = gridDim.z;
+    const Rows rows(tokens, kv_heads, kv_head);
+    const Intervals intervals(begin, end, kv_head * groups / kv_heads, tokens);
+    // Later rows often see more keys: they go first, so that no long tile is left for the end.
+    const int first_row = (gridDim.x - 1 - blockIdx.x) * TILE_ROWS;
+    const int last_row = min(first_row + TILE_ROWS, rows.count);
+    const Hull hull = hull_of(intervals, Rows::token(first_row), Rows::token(last_row - 1) + 1);
+
+    const int all = hull.empty() ? 0 : (hull.hi - hull.lo + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int share = (all + splits - 1) / splits, skipped = min(all, int(blockIdx.z) * share);
+    const int tiles = min(share, all - skipped), first_key = hull.lo + skipped * TILE_COLUMNS;
+
+    const auto load_k = [&](int tile) {
+        if (tile < tiles)
+            copy_rows<KTile, HEAD_DIM, THREADS>(K_AT + tile % STAGES * KTile::BYTES, k, [&](int j) {
+                return key_start<HEAD_DIM>(first_key + tile * TILE_COLUMNS + j, keys, kv_heads, kv_head);
+            });
+        commit_copies();
+    };
+    const auto load_v = [&](int tile) {
+        if (tile < tiles)
+            copy_rows<VTile, VALUE_DIM, THREADS>(V_AT + tile % STAGES * VTile::BYTES, v, [&](int j) {
+                return key_start<VALUE_DIM>(first_key + tile * TILE_COLUMNS + j, keys, kv_heads, kv_head);
+            });
+        commit_copies();
+    };
+
+    const int warp_row = warp_index() * 16 * M, my_row = first_row + warp_row + lane_index() / 4;
+    const auto seen = [&](int m, int h) {
+        return intervals.of(Rows::token(min(my_row + 16 * m + 8 * h, rows.count - 1)));
+    };
+    float acc[M][D][4];
+    set_zero(acc);
+    Softmax<M> softmax;
+    if (tiles > 0) {
+        copy_rows<QTile, HEAD_DIM, THREADS>(Q_AT, q, [&](int i) { return row_start<HEAD_DIM>(rows, first_row + i); });
+        load_k(0);
+#pragma unroll
+        for (int stage = 1; stage < STAGES; ++stage) {
+            load_v(stage - 1);
+            load_k(stage);
+        }
+    }
+    // At the top, K and V of the tiles before `tile` + STAGES are on their way but for the last V; 2 * STAGES - 1 groups.
+    for (int tile = 0; tile < tiles; ++tile) {
+        const int first = first_key + tile * TILE_COLUMNS;
+        const bool masked = !hull.covers(first, first + TILE_COLUMNS);
+        wait_copies<2 * STAGES - 2>();
+        __syncthreads();                                             // K is here, and V of the last tile is done with
+        load_v(tile + STAGES - 1);
+
+        float score[M][N][4];
+        set_zero(score);
+        Product<T>::template with_rows<QTile, KTile>(score, Q_AT, warp_row, K_AT + tile % STAGES * KTile::BYTES);
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    score[m][n][i] = bend(score[m][n][i], inner);
+        if (masked)
+            hide_unseen(score, seen, first);
+
+        const unsigned values = V_AT + tile % STAGES * VTile::BYTES;
+        wait_copies<2 * STAGES - 2>();
+        const bool careful = __syncthreads_or(masked && copied_not_finite<VTile, THREADS>(values));
+        load_k(tile + STAGES);                                       // V is here, and K is done with
+        softmax.weigh(score, acc, factor);
+        if (careful)
+            product_of_seen<VTile>(acc, score, values, 0, [&](int m, int h, int j) { return seen(m, h).sees(first + j); });
+        else
+            Product<T>::template with_columns<VTile>(acc, score, values, 0);
+    }
+    const long long partial = (long long)blockIdx.z * tokens * rows.heads;
+    store(acc, softmax, rows, my_row, out + partial * VALUE_DIM, lse + partial, splits > 1);
+}

@@ -1,0 +1,182 @@
+// Products of a warp's rows with tiles in shared memory, results and left operands as warp.cuh spreads them.
+//
+//     Product<T>::with_rows       c += A B^T     A, B tiles, both with the inner dimension along their rows: scores
+//     Product<T>::with_columns    c += W B       W in registers, rounded to T where T is 16 bits wide: outputs
+//     product_of_seen             c += W B       leaving out pairs that are not seen, for a B that is not finite
+//
+// A warp has 16 * M rows.  Of B with_rows takes all rows, and with_columns the columns from `first` on.
+
+#pragma once
+
+#include "tile.cuh"
+
+template <int M, int N>
+__device__ __forceinline__ void set_zero(float (&c)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                c[m][n][i] = 0;
+}
+
+// T is f16 or bf16: tensor cores.
+template <class T>
+struct Product {
+    template <class A, class B, int M, int N>
+    static __device__ __forceinline__ void with_rows(float (&c)[M][N][4], unsigned a, int a_row, unsigned b) {
+        const int lane = lane_index();
+#pragma unroll
+        for (int k = 0; k < A::COLUMNS; k += 16) {
+            unsigned left[M][4];
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+                load_matrices(left[m], A::at(a, a_row + 16 * m + lane % 16, k + lane / 16 * 8));
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                unsigned right[4];
+                load_matrices(right, B::at(b, 8 * n + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    multiply_add(T{}, c[m][n], left[m], right[0], right[1]);
+                    multiply_add(T{}, c[m][n + 1], left[m], right[2], right[3]);
+                }
+            }
+        }
+    }
+
+    // W is 16 * M x 8 * K, B has 8 * K rows.
+    template <class B, int M, int N, int K>
+    static __device__ __forceinline__ void with_columns(float (&c)[M][N][4], const float (&w)[M][K][4], unsigned b,
+                                                        int first) {
+        const int lane = lane_index();
+#pragma unroll
+        for (int k = 0; k < K; k += 2) {
+            unsigned left[M][4];
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    left[m][i] = Element<T>::pack(w[m][k + i / 2][i % 2 * 2], w[m][k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                unsigned right[4];
+                load_matrices_transposed(right, B::at(b, 8 * k + lane % 16, first + 8 * n + lane / 16 * 8));
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    multiply_add(T{}, c[m][n], left[m], right[0], right[1]);
+                    multiply_add(T{}, c[m][n + 1], left[m], right[2], right[3]);
+                }
+            }
+        }
+    }
+};
+
+// float: ordinary arithmetic, since tensor cores would round its operands to 11 bits.
+template <>
+struct Product<float> {
+    template <class A, class B, int M, int N>
+    static __device__ __forceinline__ void with_rows(float (&c)[M][N][4], unsigned a, int a_row, unsigned b) {
+        const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll 2
+        for (int k = 0; k < A::COLUMNS; k += 4) {
+            float4 left[M][2];
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    left[m][h] = shared_at<float4>(A::at(a, a_row + 16 * m + 8 * h + row, k));
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float4 right = shared_at<float4>(B::at(b, 8 * n + column + e, k));
+#pragma unroll
+                    for (int m = 0; m < M; ++m)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            float& sum = c[m][n][2 * h + e];
+                            sum += left[m][h].x * right.x;
+                            sum += left[m][h].y * right.y;
+                            sum += left[m][h].z * right.z;
+                            sum += left[m][h].w * right.w;
+                        }
+                }
+        }
+    }
+
+    template <class B, int M, int N, int K>
+    static __device__ __forceinline__ void with_columns(float (&c)[M][N][4], const float (&w)[M][K][4], unsigned b,
+                                                        int first) {
+        const int quad = lane_index() / 4 * 4, column = first + lane_index() % 4 * 2;
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+#pragma unroll 1
+            for (int source = 0; source < 4; ++source)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float left[M][2];
+#pragma unroll
+                    for (int m = 0; m < M; ++m)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h)
+                            left[m][h] = __shfl_sync(ALL_LANES, w[m][k][2 * h + e], quad + source);
+#pragma unroll
+                    for (int n = 0; n < N; ++n) {
+                        const float2 right = pair_at<float>(B::at(b, 8 * k + 2 * source + e, column + 8 * n));
+#pragma unroll
+                        for (int m = 0; m < M; ++m)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h) {
+                                c[m][n][2 * h] += left[m][h] * right.x;
+                                c[m][n][2 * h + 1] += left[m][h] * right.y;
+                            }
+                    }
+                }
+    }
+};
+
+// As with_columns, for tiles that are rare: a pair that sees(m, h, j) is false of is not multiplied, since 0 * NaN is NaN.
+// sees: of this lane's row 16 * m + 8 * h + lane / 4 and the row j of B.  W is used up: it is shifted through its first eight
+// columns, which keeps the loop short and indices into registers constant.
+template <class B, int M, int N, int K, class Sees>
+__device__ __forceinline__ void product_of_seen(float (&c)[M][N][4], float (&w)[M][K][4], unsigned b, int first,
+                                                Sees sees) {
+    const int quad = lane_index() / 4 * 4, column = first + lane_index() % 4 * 2;
+#pragma unroll 1
+    for (int j = 0; j < 8 * K; j += 8) {
+#pragma unroll 1
+        for (int source = 0; source < 4; ++source)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float left[M][2];
+                bool seen[M][2];
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        left[m][h] = __shfl_sync(ALL_LANES, w[m][0][2 * h + e], quad + source);
+                        seen[m][h] = sees(m, h, j + 2 * source + e);
+                    }
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    const float2 right = pair_at<typename B::Type>(B::at(b, j + 2 * source + e, column + 8 * n));
+#pragma unroll
+                    for (int m = 0; m < M; ++m)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            c[m][n][2 * h] += seen[m][h] ? left[m][h] * right.x : 0;
+                            c[m][n][2 * h + 1] += seen[m][h] ? left[m][h] * right.y : 0;
+                        }
+                }
+            }
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int k = 0; k + 1 < K; ++k)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    w[m][k][i] = w[m][k + 1][i];
+    }
+}

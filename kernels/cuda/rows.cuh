@@ -1,0 +1,83 @@
+// Which keys a row sees, and which tiles of keys a thread block has to look at.
+//
+// The query heads of a KV head are packed: row r of a KV head is token r / HEADS_PER_KV of its query head
+// r % HEADS_PER_KV.  They share keys and values, and so a tile of rows; a single token of many heads fills a tile too.
+
+#pragma once
+
+#include "warp.cuh"
+
+// Keys [begin, end) by their index in the chunk.
+struct Interval {
+    int begin, end;
+
+    __device__ __forceinline__ bool sees(int key) const { return begin <= key && key < end; }
+};
+
+// The intervals of the tokens of one group of heads.
+struct Intervals {
+    const int* begin;
+    const int* end;
+
+    __device__ __forceinline__ Intervals(const int* begins, const int* ends, int group, int tokens)
+        : begin(begins + (long long)group * tokens), end(ends + (long long)group * tokens) {}
+    __device__ __forceinline__ Interval of(int token) const { return {begin[token], end[token]}; }
+};
+
+// Of several rows: no row sees anything outside [lo, hi), every row sees all of [full_from, full_to).
+struct Hull {
+    int lo, hi, full_from, full_to;
+
+    __device__ __forceinline__ bool empty() const { return lo >= hi; }
+    __device__ __forceinline__ bool touches(int first, int last) const { return lo < last && hi > first; }
+    __device__ __forceinline__ bool covers(int first, int last) const { return full_from <= first && last <= full_to; }
+};
+
+constexpr int NO_KEY = 0x7fffffff;
+
+// The hull of the tokens [first, last), found by every warp for itself.
+__device__ __forceinline__ Hull hull_of(const Intervals& intervals, int first, int last) {
+    Hull hull = {NO_KEY, 0, 0, NO_KEY};
+    for (int token = first + lane_index(); token < last; token += 32) {
+        const Interval keys = intervals.of(token);
+        if (keys.begin < keys.end) {
+            hull.lo = min(hull.lo, keys.begin);
+            hull.hi = max(hull.hi, keys.end);
+        }
+        hull.full_from = max(hull.full_from, keys.begin);
+        hull.full_to = min(hull.full_to, keys.end);
+    }
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) {
+        hull.lo = min(hull.lo, __shfl_xor_sync(ALL_LANES, hull.lo, mask));
+        hull.hi = max(hull.hi, __shfl_xor_sync(ALL_LANES, hull.hi, mask));
+        hull.full_from = max(hull.full_from, __shfl_xor_sync(ALL_LANES, hull.full_from, mask));
+        hull.full_to = min(hull.full_to, __shfl_xor_sync(ALL_LANES, hull.full_to, mask));
+    }
+    return hull;
+}
+
+// The packed rows of one KV head of a chunk.
+struct Rows {
+    int count, heads, first_head;                  // rows; query heads in all; the first of this KV head
+
+    __device__ __forceinline__ Rows(int tokens, int kv_heads, int kv_head)
+        : count(tokens * HEADS_PER_KV), heads(kv_heads * HEADS_PER_KV), first_head(kv_head * HEADS_PER_KV) {}
+    static __device__ __forceinline__ int token(int row) { return row / HEADS_PER_KV; }
+    // Of (token, head) in arrays (tokens, heads).
+    __device__ __forceinline__ long long index(int row) const {
+        return (long long)token(row) * heads + first_head + row % HEADS_PER_KV;
+    }
+};
+
+// Where token j of a KV head begins in an array (tokens, kv_heads, DIM); negative outside the chunk.
+template <int DIM>
+__device__ __forceinline__ long long key_start(int j, int keys, int kv_heads, int kv_head) {
+    return j < keys ? ((long long)j * kv_heads + kv_head) * DIM : -1;
+}
+
+// The same of a packed row in an array (tokens, heads, DIM).
+template <int DIM>
+__device__ __forceinline__ long long row_start(const Rows& rows, int row) {
+    return row < rows.count ? rows.index(row) * DIM : -1;
+}

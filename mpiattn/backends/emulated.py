@@ -1,0 +1,91 @@
+"""A test-only back end that runs the CUDA kernels' sources on the CPU, compiled under kernels/emulation.
+
+It shows that kernels are right, and nothing about their speed.  It needs a C++ compiler: $CXX, c++, g++ or clang++.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ArgumentError, MpiattnError
+from ..sources import kernel_dir
+from . import kernel_source
+from .kernels import KernelLaunches
+from .numpy import NumpyBackend
+
+COMPILERS = ("c++", "g++", "clang++")
+# Shadow stacks and fortified longjmp take a change of fiber for an attack.
+OPTIONS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE",
+           "-Wno-unknown-pragmas")
+PROCESSORS = 3                  # as if a GPU had so many, which decides how finely decoding splits the keys
+
+_C_TYPES = {np.int32: ctypes.c_int, np.int64: ctypes.c_longlong, np.float32: ctypes.c_float}
+
+
+def compiler():
+    """Path of a C++ compiler, or None."""
+    return next(filter(None, map(shutil.which, (*filter(None, [os.environ.get("CXX")]), *COMPILERS))), None)
+
+
+def cache_dir():
+    """Where compiled kernels are kept: $XDG_CACHE_HOME/mpiattn or ~/.cache/mpiattn."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpiattn" / "emulated"
+
+
+@cache
+def _environment():
+    """What compiled kernels depend on besides their source: the emulation and the compiler."""
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    folder = kernel_dir() / "emulation"
+    return version, *OPTIONS, *(path.read_text() for path in sorted(folder.iterdir()))
+
+
+@cache
+def library(kernel):
+    """A compiled kernel, from the cache or compiled into it."""
+    target = cache_dir() / f"{kernel.name}-{kernel_source.digest(kernel, *_environment())}.so"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        emulation = kernel_dir() / "emulation"
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:     # other ranks may compile the same
+            made = Path(folder) / target.name
+            command = [compiler(), *OPTIONS, f"-I{emulation}", f"-I{kernel_source.path('')}",
+                       f'-DSOURCE="{kernel.file}"', f"-DKERNEL={kernel.name}", *kernel.options(),
+                       emulation / "main.cpp", "-o", made]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise MpiattnError(f"{kernel.file} does not compile for the CPU:\n{done.stderr}")
+            made.replace(target)
+    function = ctypes.CDLL(str(target)).emulate
+    function.restype = ctypes.c_char_p
+    return function
+
+
+class EmulatedBackend(KernelLaunches, NumpyBackend):
+    """The kernels on NumPy arrays, one thread block after the other; every launch is complete when it returns."""
+
+    name = "emulated"
+    processors = PROCESSORS
+    descending = False                  # the order in which the warps of a block run
+
+    def __init__(self):
+        super().__init__()
+        if compiler() is None:
+            raise ArgumentError(f"backend is 'emulated', which needs a C++ compiler: $CXX, {', '.join(COMPILERS)}")
+
+    def _run(self, kernel, grid, *arguments):
+        if 0 in grid:
+            return
+        held = [_C_TYPES[type(each)](each) if isinstance(each, np.generic) else ctypes.c_void_p(each.ctypes.data)
+                for each in arguments]
+        at = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
+        error = library(kernel)((ctypes.c_uint * 3)(*grid), kernel.threads, kernel.shared_bytes, int(self.descending),
+                                at, len(held))
+        if error:
+            raise MpiattnError(f"{kernel.name}: {error.decode()}")

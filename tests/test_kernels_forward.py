@@ -1,0 +1,248 @@
+"""The CUDA kernels' sources on the CPU: attention, and what is done to partials, against float64."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from blocks import chunks, dense, everything, partial, windows
+from dense import bits, error, largest
+
+from mpiattn import backends
+from mpiattn.backends import emulated
+from mpiattn.errors import ArgumentError
+
+pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+
+EPSILON = {dtype: float(ml_dtypes.finfo(dtype).eps) for dtype in ("float32", "float16", "bfloat16")}
+NOISE = 2e-6                # of float32 sums, of max|result|
+
+
+@pytest.fixture(params=[False, True], ids=["ascending", "descending"])
+def backend(request):
+    """Both orders of a block's warps: what lacks a barrier differs between them."""
+    made = backends.get("emulated")
+    made.descending = request.param
+    yield made
+    made.close()
+
+
+def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None):
+    out, lse = into or partial(backend, *q.shape[:2], v.shape[2], "float32")
+    backend.attend(q, k, v, begin, end, out, lse, scale, softcap)
+    return out, lse
+
+
+def assert_right(got, ref, v):
+    """Rounding a weight moves a row by half an epsilon of its values at most; float32 does not round them."""
+    dtype = v.dtype.name
+    rounding = 0 if dtype == "float32" else 1.01 * EPSILON[dtype] / 2 * largest(v.astype(np.float64))
+    assert (np.isneginf(got[1]) == np.isneginf(ref[1])).all()
+    assert error(got[0], ref[0]) <= rounding + NOISE * largest(ref[0])
+    assert error(got[1], ref[1]) <= NOISE * max(largest(ref[1]), 1)
+
+
+def causal(queries, keys):
+    end = np.clip(np.arange(keys - queries, keys) + 1, 0, keys)[None].astype(np.int32)
+    return np.zeros_like(end), end
+
+
+def documents(queries, keys):
+    """Three documents that do not begin with tiles, a hole of rows that see nothing between them."""
+    begin, end = np.zeros((2, 1, queries), np.int32)
+    for first, last in ((0, 0.21), (0.3, 0.34), (0.34, 1)):
+        rows = slice(int(first * queries), int(last * queries))
+        begin[:, rows], end[:, rows] = int(first * keys), int(last * keys)
+    return begin, end
+
+
+MASKS = {"full": everything, "causal": causal, "windows": windows, "documents": documents}
+
+# dtype, head dim, value dim, heads, KV heads, queries, keys
+SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 200, 150),
+          ("float16", 96, 32, 6, 2, 70, 90), ("bfloat16", 192, 128, 1, 1, 150, 100),
+          ("bfloat16", 256, 256, 1, 1, 90, 130), ("float16", 64, 64, 2, 2, 140, 200),
+          ("float32", 40, 20, 3, 1, 65, 33), ("float16", 20, 36, 2, 1, 33, 150)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_forward(backend, shape):
+    dtype, head_dim, value_dim, heads, kv_heads, queries, keys = shape
+    q, k, v = chunks(queries, keys, heads, kv_heads, head_dim, value_dim, dtype)
+    for name, mask in MASKS.items():
+        begin, end = mask(queries, keys)
+        assert_right(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v), name
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(0.3, 4.0), (-0.3, None), (0.0, None), (-0.3, 4.0)])
+def test_scores(backend, scale, softcap):
+    q, k, v = chunks(130, 70, 2, 2, 64, 64, "float16")
+    begin, end = windows(130, 70)
+    assert_right(attend(backend, q, k, v, begin, end, scale, softcap), dense(q, k, v, begin, end, scale, softcap), v)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(8, 1, 1), (4, 2, 3), (2, 2, 20)])
+def test_decode(backend, dtype, heads, kv_heads, queries):
+    """Few rows and many keys: the keys are split over thread blocks; a split may see nothing."""
+    q, k, v = chunks(queries, 400, heads, kv_heads, 64, 64, dtype)
+    for mask in MASKS.values():
+        begin, end = mask(queries, 400)
+        assert_right(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v)
+    into = attend(backend, q, k[:150], v[:150], *everything(queries, 150))
+    attend(backend, q, k[150:], v[150:], *everything(queries, 250), into=into)
+    assert_right(into, dense(q, k, v, *everything(queries, 400), 0.3), v)
+
+
+def test_groups_of_heads_have_their_own_intervals(backend):
+    for groups, heads, kv_heads in ((2, 4, 2), (4, 4, 4)):
+        q, k, v = chunks(70, 90, heads, kv_heads, 64, 64, "float32")
+        begin, end = windows(70, 90, groups)
+        assert_right(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v)
+    with pytest.raises(ArgumentError, match="3 groups"):
+        attend(backend, q, k, v, *np.zeros((2, 3, 70), np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_carry_in(backend, dtype):
+    """Blocks accumulate, in any order; rows that see nothing keep their bits."""
+    q, k, v = chunks(70, 100, 2, 1, 64, 64, dtype)
+    begin, end = windows(70, 100)
+    whole = dense(q, k, v, begin, end, 0.3)
+    for pieces in ([(0, 37), (37, 38), (38, 100)], [(64, 100), (0, 64)]):
+        into = partial(backend, 70, 2, 64, "float32")
+        for first, last in pieces:
+            at = [np.clip(edge, first, last) - first for edge in (begin, end)]
+            attend(backend, q, k[first:last], v[first:last], *at, into=into)
+        assert_right(into, whole, v)
+    before, nothing = bits(*into), np.zeros_like(begin)
+    attend(backend, q, k, v, nothing, nothing, into=into)
+    attend(backend, q, k[:0], v[:0], nothing, nothing, into=into)
+    assert bits(*into) == before
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_not_finite(backend, where, value, dtype):
+    """What isn't finite reaches exactly the rows that see it; a masked value is not multiplied by zero."""
+    arrays = chunks(140, 90, 2, 2, 64, 64, dtype)
+    arrays[where][20, 1, 2] = value
+    for begin, end in (everything(140, 90), windows(140, 90, seed=2)):
+        sees = (begin[0] <= 20) & (end[0] > 20)
+        out, lse = attend(backend, *arrays, begin, end)
+        ref, ref_lse = dense(*arrays, begin, end, 0.3)
+        limit = (NOISE + EPSILON[dtype] * (dtype != "float32")) * largest(ref) * 4
+        assert error(out, ref) <= limit and error(lse, ref_lse) <= NOISE * largest(ref_lse)
+        if np.isnan(value):
+            hit = np.zeros(out.shape, bool)
+            rows = (np.arange(140) == 20) & (begin[0] < end[0]) if where == 0 else sees
+            hit[rows, 1, 2 if where == 2 else slice(None)] = True
+            assert (np.isnan(out) == hit).all()
+
+
+@pytest.mark.parametrize(("dtype", "spread"), [("float32", 30), ("float16", 100)])
+def test_large_scores(backend, dtype, spread):
+    """Scores of +-1e4 and, for float16, beyond 65504: no overflow, and rounding only as of the scores themselves."""
+    q, k, v = chunks(140, 60, 2, 2, 64, 64, dtype, spread=spread, seed=1)
+    begin, end = everything(140, 60)
+    ref, ref_lse = dense(q, k, v, begin, end, 1.0)
+    assert largest(ref_lse) > (65504 if dtype == "float16" else 1e4)
+    out, lse = attend(backend, q, k, v, begin, end, 1.0)
+    eps = EPSILON["float32"]
+    assert error(lse, ref_lse) <= 8 * eps * largest(ref_lse)
+    assert error(out, ref) <= (8 * eps * largest(ref_lse) + EPSILON[dtype]) * largest(ref)
+
+
+def test_the_order_of_warps_changes_no_bit():
+    """Nor does another run; a missing barrier would."""
+    q, k, v = chunks(200, 150, 4, 2, 64, 64, "float16")
+    found = set()
+    for descending in (False, True, True):
+        backend = backends.get("emulated")
+        backend.descending = descending
+        found.add(bits(*attend(backend, q, k, v, *windows(200, 150))))
+    assert len(found) == 1
+
+
+# Partials
+
+def random_partials(rows=70, heads=3, dim=40):
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        out, lse = rng.standard_normal((rows, heads, dim)), 3 * rng.standard_normal((rows, heads))
+        empty = rng.random((rows, heads)) < 0.3
+        out[empty], lse[empty] = 0, -np.inf
+        yield out.astype(np.float32), lse.astype(np.float32)
+
+
+@pytest.mark.parametrize("wire", ["float32", "float16", "bfloat16"])
+def test_merge_and_add(backend, wire):
+    (out, lse), (out_b, lse_b) = random_partials()
+    out_b = out_b.astype(wire)
+    with np.errstate(all="ignore"):
+        total = np.logaddexp(lse, lse_b, dtype=np.float64)
+        weights = [np.where(np.isneginf(each), 0, np.exp(each - total))[..., None] for each in (lse, lse_b)]
+    ref = weights[0] * out + weights[1] * out_b.astype(np.float64)
+    summed, added = out.copy(), (out + out_b.astype(np.float32))
+    backend.merge(out, lse, out_b, lse_b)
+    backend.add([summed], [out_b])
+    assert error(out, ref) <= NOISE * largest(ref) and error(lse, total) <= NOISE * largest(total)
+    assert (summed == added).all()
+
+
+def test_identity_of_merge(backend):
+    (out, lse), _ = random_partials()
+    for first, second in itertools.permutations([(out, lse), (np.zeros_like(out), np.full_like(lse, -np.inf))]):
+        got = [each.copy() for each in first]
+        backend.merge(*got, *second)
+        assert (got[0] == out).all() and (got[1] == lse).all()
+    far = np.ones((1, 1, 1), np.float32), np.full((1, 1), 3e4, np.float32)
+    backend.merge(*far, np.full((1, 1, 1), 5, np.float32), np.full((1, 1), -3e4, np.float32))
+    assert far[0] == 1 and far[1] == np.float32(3e4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_delta_and_sinks(backend, dtype):
+    """As the NumPy back end has them."""
+    numpy = backends.get("numpy")
+    (out, lse), (dout, dlse) = random_partials()
+    lse[3], dlse[np.isneginf(dlse)] = -np.inf, 1
+    given = dout.astype(dtype), out.astype(dtype)
+    sinks = np.array([-np.inf, 0.5, 2], np.float32)
+    for each in (None, dlse):
+        delta = np.empty_like(lse), np.empty_like(lse)
+        for on, to in zip((numpy, backend), delta):
+            on.delta(to, *given, each)
+        assert error(delta[1], delta[0]) <= NOISE * largest(delta[0])
+    results = []
+    for on in (numpy, backend):
+        partial, gradient = (out.copy(), lse.copy()), np.empty(3, np.float32)
+        on.sink(*partial, sinks)
+        on.sink_gradient(gradient, sinks, partial[1], delta[0])
+        results.append((*partial, gradient))
+    for ref, got in zip(*results):
+        assert error(got, ref) <= NOISE * largest(ref)
+    assert results[1][2][0] == 0
+
+
+@pytest.mark.parametrize("to", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("of", ["float32", "float16", "bfloat16"])
+def test_cast(backend, of, to):
+    """Strides as the library has them, rounding to nearest even, overflow, subnormal numbers."""
+    source = np.random.default_rng(0).standard_normal((5, 3, 4, 7)).astype(np.float32)
+    source.flat[:9] = 1e6, -1e-6, 3e-8, 65519.9, 65520, np.inf, np.nan, 1 + 2 ** -9, 1 + 3 * 2 ** -11
+    with np.errstate(all="ignore"):
+        source = source.astype(of)
+        for view in (source, source.swapaxes(0, 1), source.transpose(1, 2, 0, 3), source[:, :, 1].transpose(2, 0, 1)):
+            got = np.empty(view.shape, to)
+            backend.copy(got, view)
+            np.testing.assert_array_equal(got.astype(np.float32), view.astype(to).astype(np.float32))
+
+
+def test_what_the_kernels_do_not_take():
+    backend = backends.get("emulated")
+    with pytest.raises(ArgumentError, match="dtype is float64"):
+        backend.scratch_bytes(64, 64, "float64")
+    with pytest.raises(ArgumentError, match="head_dim is 320"):
+        backend.scratch_bytes(320, 64, "float16")
