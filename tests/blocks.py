@@ -42,7 +42,51 @@ def windows(queries, keys, groups=1, seed=0):
     return ends[0], ends[1]
 
 
+def causal(queries, keys):
+    end = np.clip(np.arange(keys - queries, keys) + 1, 0, keys)[None].astype(np.int32)
+    return np.zeros_like(end), end
+
+
+def documents(queries, keys):
+    """Three documents that do not begin with tiles, a hole of rows that see nothing between them."""
+    begin, end = np.zeros((2, 1, queries), np.int32)
+    for first, last in ((0, 0.21), (0.3, 0.34), (0.34, 1)):
+        rows = slice(int(first * queries), int(last * queries))
+        begin[:, rows], end[:, rows] = int(first * keys), int(last * keys)
+    return begin, end
+
+
+MASKS = {"full": everything, "causal": causal, "windows": windows, "documents": documents}
+
+
 def partial(backend, tokens, heads, value_dim, dtype):
     out, lse = backend.empty((tokens, heads, value_dim), dtype), backend.empty((tokens, heads), dtype)
     backend.clear(out, lse)
     return out, lse
+
+
+def dense_gradients(q, dout, lse, delta, k, v, begin, end, scale, softcap=None):
+    """(dq, dk, dv) of what the rows see, and the sums of their terms' magnitudes, float64, one row at a time.
+
+    lse, delta: of the rows, as the back ends get them.
+    """
+    grads, sizes = ([np.zeros(array.shape) for array in (q, k, v)] for _ in range(2))
+    with np.errstate(all="ignore"):
+        for i, h in np.ndindex(*lse.shape):
+            g, kv = h * len(begin) // q.shape[1], h * k.shape[1] // q.shape[1]
+            keys, row = slice(begin[g, i], end[g, i]), q[i, h].astype(np.float64)
+            seen, values, grad = (array.astype(np.float64) for array in (k[keys, kv], v[keys, kv], dout[i, h]))
+            score, slope = seen @ row * scale, scale
+            if softcap is not None:
+                bent = np.tanh(score / softcap)
+                score, slope = softcap * bent, scale * (1 - bent ** 2)
+            weight = np.exp(score - (0 if lse[i, h] == -np.inf else lse[i, h]))
+            dscore = weight * (values @ grad - delta[i, h]) * slope
+            grads[0][i, h] += dscore @ seen
+            grads[1][keys, kv] += dscore[:, None] * row
+            grads[2][keys, kv] += weight[:, None] * grad
+            dscore = np.abs(dscore)
+            sizes[0][i, h] += dscore @ np.abs(seen)
+            sizes[1][keys, kv] += dscore[:, None] * np.abs(row)
+            sizes[2][keys, kv] += weight[:, None] * np.abs(grad)
+    return grads, sizes

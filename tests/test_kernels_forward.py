@@ -5,7 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from blocks import chunks, dense, everything, partial, windows
+from blocks import MASKS, chunks, dense, everything, partial, windows
 from dense import bits, error, largest
 
 from mpiattn import backends
@@ -41,22 +41,6 @@ def assert_right(got, ref, v):
     assert error(got[0], ref[0]) <= rounding + NOISE * largest(ref[0])
     assert error(got[1], ref[1]) <= NOISE * max(largest(ref[1]), 1)
 
-
-def causal(queries, keys):
-    end = np.clip(np.arange(keys - queries, keys) + 1, 0, keys)[None].astype(np.int32)
-    return np.zeros_like(end), end
-
-
-def documents(queries, keys):
-    """Three documents that do not begin with tiles, a hole of rows that see nothing between them."""
-    begin, end = np.zeros((2, 1, queries), np.int32)
-    for first, last in ((0, 0.21), (0.3, 0.34), (0.34, 1)):
-        rows = slice(int(first * queries), int(last * queries))
-        begin[:, rows], end[:, rows] = int(first * keys), int(last * keys)
-    return begin, end
-
-
-MASKS = {"full": everything, "causal": causal, "windows": windows, "documents": documents}
 
 # dtype, head dim, value dim, heads, KV heads, queries, keys
 SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 200, 150),

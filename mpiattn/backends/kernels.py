@@ -62,6 +62,26 @@ class KernelLaunches:
         """Over how many thread blocks to split the keys, so that all multiprocessors have work."""
         return max(1, min(column_tiles, BLOCKS_PER_PROCESSOR * self.processors // blocks))
 
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+        (tokens, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, v.shape
+        _check_groups(begin, kv_heads)
+        if not (tokens and keys):
+            return
+        packed, groups = heads // kv_heads, len(begin)
+        score, inner, factor = score_form(scale, softcap)
+        of_q, of_kv = (attention_kernel(work, q.dtype.name, head_dim, value_dim, packed, score)
+                       for work in ("gradient_q", "gradient_kv"))
+        inputs = [self.contiguous(array) for array in (q, dout, lse, delta, k, v, begin, end)]
+        numbers = (np.int32(tokens), np.int32(keys), np.int32(kv_heads), np.int32(groups), np.float32(inner),
+                   np.float32(factor), np.float32(scale))
+        kernel, cut = of_q
+        self._run(kernel, (-(-tokens * packed // cut.rows), kv_heads, cut.parts), *inputs, dq, *numbers)
+        kernel, cut = of_kv
+        tiles = -(-tokens * packed // cut.columns)
+        hulls = self._work_array("hulls", (groups, tiles, 4), "int32")
+        self._run(hulls_kernel(packed, cut), (tiles, groups, 1), *inputs[-2:], hulls, np.int32(tokens))
+        self._run(kernel, (-(-keys // cut.rows), kv_heads, cut.parts), *inputs, hulls, dk, dv, *numbers)
+
     # Partials
 
     def _run_rows(self, name, dtype, rows, *arguments):
@@ -103,6 +123,11 @@ def partials_kernel(name, dtype):
     """A kernel of partials.cu, for partials or outputs of a dtype."""
     shared = THREADS // 32 * 8 if name == "sink_gradient" else 0
     return Kernel(name, "partials.cu", (("ELEMENT", element(dtype)), ("THREADS", THREADS)), THREADS, shared)
+
+
+def hulls_kernel(heads_per_kv, cut):
+    """The kernel that says which keys the tiles of rows see that gradient_kv goes through."""
+    return Kernel("hulls", "hulls.cu", (("HEADS_PER_KV", heads_per_kv), ("TILE_COLUMNS", cut.columns)), 32)
 
 
 def cast_kernel(to, of):

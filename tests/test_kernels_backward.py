@@ -1,0 +1,110 @@
+"""The CUDA kernels' sources on the CPU: gradients against float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from blocks import MASKS, chunks, dense, dense_gradients, everything, windows
+from dense import bits, error, largest
+
+from mpiattn import backends
+from mpiattn.backends import emulated
+
+pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+
+NOISE = 2e-6                # of float32 sums, of the sum of the terms' magnitudes
+
+
+def block(queries, keys, heads, kv_heads, head_dim, value_dim, dtype, mask, scale=0.3, softcap=None, seed=0):
+    """Arguments of attend_backward up to the gradients; lse and delta as of a forward pass over these keys alone."""
+    q, k, v = chunks(queries, keys, heads, kv_heads, head_dim, value_dim, dtype, seed)
+    rng = np.random.default_rng(seed + 1)
+    dout = rng.standard_normal((queries, heads, value_dim)).astype(dtype)
+    begin, end = mask(queries, keys)
+    out, lse = dense(q, k, v, begin, end, scale, softcap)
+    delta = (dout.astype(np.float64) * out).sum(axis=2) - rng.standard_normal(lse.shape)
+    return [q, dout, lse.astype(np.float32), delta.astype(np.float32), k, v, begin, end]
+
+
+def run(backend, arguments, scale=0.3, softcap=None, into=None):
+    grads = into or [np.zeros(arguments[i].shape, np.float32) for i in (0, 4, 5)]
+    backend.attend_backward(*arguments, *grads, scale, softcap)
+    return grads
+
+
+def assert_right(arguments, grads, scale=0.3, softcap=None, before=0):
+    """Rounding P and dS moves each term by half an epsilon at most; float32 does not round them, but scores and lse."""
+    dtype = arguments[0].dtype.name
+    noise = NOISE + 2 * np.finfo(np.float32).eps * largest(arguments[2])
+    eps = 0 if dtype == "float32" else float(ml_dtypes.finfo(dtype).eps)
+    refs, sizes = dense_gradients(*arguments, scale, softcap)
+    for name, got, ref, size in zip(("dq", "dk", "dv"), grads, refs, sizes):
+        assert error(got, ref + before) <= 0.51 * eps * largest(size) + noise * (largest(size) + before), name
+
+
+@pytest.fixture(params=[False, True], ids=["ascending", "descending"])
+def backend(request):
+    made = backends.get("emulated")
+    made.descending = request.param
+    yield made
+    made.close()
+
+
+# dtype, head dim, value dim, heads, KV heads, queries, keys
+SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 140, 150),
+          ("float16", 96, 32, 6, 2, 70, 90), ("bfloat16", 192, 128, 1, 1, 100, 100),
+          ("float16", 256, 256, 1, 1, 70, 80), ("float32", 40, 20, 3, 1, 65, 33), ("float16", 20, 36, 2, 1, 33, 150),
+          ("float32", 256, 256, 1, 1, 40, 50)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_backward(backend, shape):
+    dtype, head_dim, value_dim, heads, kv_heads, queries, keys = shape
+    for mask in MASKS.values():
+        arguments = block(queries, keys, heads, kv_heads, head_dim, value_dim, dtype, mask)
+        assert_right(arguments, run(backend, arguments))
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(0.3, 4.0), (-0.3, None), (-0.3, 4.0)])
+def test_scores(backend, scale, softcap):
+    arguments = block(70, 80, 2, 2, 64, 64, "float32", windows, scale, softcap)
+    assert_right(arguments, run(backend, arguments, scale, softcap), scale, softcap)
+
+
+def test_groups_of_heads_have_their_own_intervals(backend):
+    arguments = block(70, 90, 4, 2, 64, 64, "float32", lambda queries, keys: windows(queries, keys, 2))
+    assert_right(arguments, run(backend, arguments))
+
+
+def test_gradients_are_added(backend):
+    """To what is there; without keys or queries, or where nothing is seen, not a bit changes."""
+    arguments = block(70, 80, 4, 2, 64, 64, "bfloat16", windows)
+    grads = [np.ones(arguments[i].shape, np.float32) for i in (0, 4, 5)]
+    assert_right(arguments, run(backend, arguments, into=grads), before=1)
+    before = bits(*grads)
+    run(backend, [*arguments[:6], arguments[6], arguments[6]], into=grads)
+    run(backend, [*arguments[:4], arguments[4][:0], arguments[5][:0], *arguments[6:]], into=[grads[0], *grads[1:]])
+    assert bits(*grads) == before
+
+
+@pytest.mark.parametrize("where", [0, 1, 4, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_not_finite(backend, where, dtype):
+    """A NaN in q, dout, k or v reaches exactly the gradients of pairs that it is part of."""
+    for mask in (everything, windows):
+        arguments = block(140, 90, 2, 2, 64, 64, dtype, mask)
+        arguments[where] = arguments[where].copy()
+        arguments[where][20, 1, 2] = np.nan
+        refs, sizes = dense_gradients(*arguments, 0.3)
+        for got, ref, size in zip(run(backend, arguments), refs, sizes):
+            assert (np.isnan(got) == np.isnan(ref)).all()
+            assert error(got, ref) <= (2 * NOISE + 0.004 * (dtype != "float32")) * largest(size)
+
+
+def test_the_order_of_warps_changes_no_bit():
+    arguments = block(150, 170, 4, 2, 64, 64, "float16", windows)
+    found = set()
+    for descending in (False, True, True):
+        backend = backends.get("emulated")
+        backend.descending = descending
+        found.add(bits(*run(backend, arguments)))
+    assert len(found) == 1
