@@ -1,9 +1,10 @@
 """Compiles kernels with NVRTC, which needs no GPU, and reads what the assembler says of them."""
 
 import re
+import sys
 from typing import NamedTuple
 
-from mpiattn.backends import kernel_source
+from mpiattn.backends import kernel_source, kernel_tiles
 
 try:
     from cuda.bindings import nvrtc
@@ -47,3 +48,21 @@ def build(kernel, architecture):
     numbers = [int(re.search(pattern, log)[1]) for pattern in (
         r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads", r"(\d+) bytes stack frame")]
     return Report(numbers[0], numbers[1] + numbers[2], numbers[3], log, cubin)
+
+
+def main():
+    """Print what every entry of the tile table takes on the architectures named in the arguments."""
+    print("work, dtype, dim, architecture, tile: registers, bytes spilled, bytes of shared memory")
+    for work, sizes in kernel_tiles.TILES.items():
+        for size, table in sizes.items():
+            for dim, cut in table.items():
+                dtype = "float32" if size == 4 else "bfloat16"
+                kernel, _ = kernel_tiles.attention_kernel(work, dtype, dim, dim, 1, 0)
+                for architecture in sys.argv[1:] or ["sm_80", "sm_90"]:
+                    report = build(kernel, architecture)
+                    print(f"{work} {dtype} {dim} {architecture} {tuple(cut)}: {report.registers} {report.spilled} "
+                          f"{kernel.shared_bytes}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

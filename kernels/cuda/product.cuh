@@ -27,7 +27,7 @@ struct Product {
     template <class A, class B, int M, int N>
     static __device__ __forceinline__ void with_rows(float (&c)[M][N][4], unsigned a, int a_row, unsigned b) {
         const int lane = lane_index();
-#pragma unroll
+#pragma unroll 2                                     // as tile.cuh has it
         for (int k = 0; k < A::COLUMNS; k += 16) {
             unsigned left[M][4];
 #pragma unroll

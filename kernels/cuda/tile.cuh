@@ -31,6 +31,7 @@ struct Tile {
 template <class Tile, int DIM, int THREADS, class Row>
 __device__ __forceinline__ void copy_rows(unsigned base, const typename Tile::Type* source, Row row) {
     using T = typename Tile::Type;
+#pragma unroll 1                                     // unrolled, its addresses take the registers that the products need
     for (int i = threadIdx.x; i < Tile::ROWS * Tile::CHUNKS; i += THREADS) {
         const int r = i / Tile::CHUNKS, column = i % Tile::CHUNKS * Tile::CHUNK;
         const unsigned to = Tile::at(base, r, column);

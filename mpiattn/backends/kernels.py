@@ -14,7 +14,8 @@ from .kernel_tiles import DECODE_ROWS, attention_kernel, element, score_form
 
 THREADS = 128                     # of a block of the kernels that wait for memory
 ELEMENTS_PER_THREAD = 8           # that such a kernel goes through in a loop, so that grids stay small
-BLOCKS_PER_PROCESSOR = 4          # thread blocks of a decoding kernel that keep a multiprocessor's memory busy
+# Thread blocks that a multiprocessor takes at a time, by their registers and shared memory on sm_90 for head dim 128.
+BLOCKS_PER_PROCESSOR = {"forward": 2, "decode": 6}
 
 
 class KernelLaunches:
@@ -25,8 +26,9 @@ class KernelLaunches:
         self._held = {}
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
-        kernel_tiles.tile("forward", kernel_tiles.itemsize(dtype), head_dim, value_dim)     # or says what cannot be
-        return 0
+        rows = {work: kernel_tiles.tile(work, kernel_tiles.itemsize(dtype), head_dim, value_dim).rows
+                for work in BLOCKS_PER_PROCESSOR}                  # of the partials of split keys
+        return 0 if backward else max(4 * (value_dim + 1) * rows[work] * self._blocks(work) for work in rows)
 
     def _work_array(self, name, shape, dtype):
         """A work array that the next launches may use, from memory that is kept between calls."""
@@ -45,11 +47,10 @@ class KernelLaunches:
             return
         packed = heads // kv_heads
         score, inner, factor = score_form(scale, softcap)
-        decoding = tokens * packed <= DECODE_ROWS
-        kernel, cut = attention_kernel("decode" if decoding else "forward", q.dtype.name, head_dim, value_dim, packed,
-                                       score)
+        work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
+        kernel, cut = attention_kernel(work, q.dtype.name, head_dim, value_dim, packed, score)
         row_tiles = -(-tokens * packed // cut.rows)
-        splits = self._splits(row_tiles * kv_heads, -(-keys // cut.columns)) if decoding else 1
+        splits = max(1, min(-(-keys // cut.columns), self._blocks(work) // (row_tiles * kv_heads)))
         into = (out, lse) if splits == 1 else (self._work_array("out", (splits, *out.shape), "float32"),
                                                self._work_array("lse", (splits, *lse.shape), "float32"))
         self._run(kernel, (row_tiles, kv_heads, splits), *map(self.contiguous, (q, k, v, begin, end)), *into,
@@ -58,9 +59,9 @@ class KernelLaunches:
         if splits > 1:
             self._merge(out, lse, *into, splits)
 
-    def _splits(self, blocks, column_tiles):
-        """Over how many thread blocks to split the keys, so that all multiprocessors have work."""
-        return max(1, min(column_tiles, BLOCKS_PER_PROCESSOR * self.processors // blocks))
+    def _blocks(self, work):
+        """How many thread blocks all multiprocessors take at a time: keys are split where there would be fewer."""
+        return BLOCKS_PER_PROCESSOR[work] * self.processors
 
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
         (tokens, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, v.shape
