@@ -60,3 +60,37 @@ def test_tune_finds_the_link(hosts, tmp_path):
     assert 0.3 * rate < machine["between"]["bandwidth"] < 1.1 * rate < machine["inside"]["bandwidth"]
     assert 0.3 * rate < machine["node_bandwidth"] < 1.1 * rate
     assert machine["between"]["overlap"] > 0
+
+
+NEIGHBORS = """
+import json, time
+import numpy as np
+from mpi4py import MPI
+comm, found = MPI.COMM_WORLD, []
+mine, theirs = np.zeros((2, 2 ** 18), np.uint8)
+for other in [comm.rank ^ 1] + 6 * [comm.rank ^ 2]:            # on my host, then on the other
+    time.sleep(0.15)                                           # a shaper saves up while nothing is sent
+    comm.Barrier()
+    start = time.perf_counter()
+    comm.Sendrecv(mine, other, recvbuf=theirs, source=other)
+    comm.Barrier()
+    found.append(time.perf_counter() - start)
+if not comm.rank:
+    print(json.dumps(found[2:]))                               # the first time the hosts are connected
+"""
+
+
+def test_a_message_takes_what_the_rate_says(hosts, monkeypatch):
+    """A rate set while the hosts are up; two ranks a host, whose own messages do not take its card."""
+    monkeypatch.setattr(hosts, "per_host", 2)
+    before = hosts.sent()
+    hosts.set_rate("20mbit")
+    try:
+        took = json.loads(hosts.mpirun(4, [sys.executable, "-c", NEIGHBORS]).stdout)
+    finally:
+        hosts.set_rate("1gbit")
+    moved, rate = 2 * 2 ** 18, 20e6 / 8
+    assert min(took) > (moved - 2 * netcluster.BURST) / rate   # a shaper with a large bucket lets it all through
+    assert min(took) < moved / (0.8 * rate)                    # the quickest of them, for others may hold some up
+    for now, then in zip(hosts.sent(), before):
+        assert 6 * moved < now - then < 1.1 * 6 * moved + 1e5
