@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from .peers import translate_ranks
+
 MAX_MESSAGE = 2 ** 30     # bytes; below the 2^31 - 1 that an MPI count can say
 PROGRESS = 3e-4           # seconds between two calls that let MPI move messages while a rank computes
 
@@ -136,13 +138,12 @@ class Exchange:
 
     def _missing(self, posted):
         """What has not been completed, in words."""
-        told, everyone = [], self.peers.comm.Get_group()
+        told = []
         for one in posted:
             if one.request == MPI.REQUEST_NULL or one.request.Test():
                 continue
-            group = one.comm.Get_group()
             ranks = range(one.comm.size) if one.peer is None else [one.peer]
-            names = ", ".join(str(rank) for rank in group.Translate_ranks(ranks, everyone))
+            names = ", ".join(str(rank) for rank in translate_ranks(one.comm, ranks, self.peers.comm))
             preposition = {"send": "to rank", "receive": "from rank"}.get(one.verb, "among ranks")
             told.append(f"{one.verb} {one.nbytes} bytes {preposition} {names}")
         return ", ".join(told)

@@ -16,7 +16,7 @@ tile, one mesh, so thousands of plans may be alive.  Both are freed with their l
 from mpi4py import MPI
 
 from .errors import ArgumentError
-from .peers import TIMEOUT, Peers
+from .peers import TIMEOUT, Peers, translate_ranks
 
 _KEY = None                       # MPI attribute under which a caller's communicator keeps its Home
 _WRECKS = []                      # with messages under way that nobody waits for
@@ -68,7 +68,7 @@ def _forget_owner(comm, key, home):
 def nodes_of(peers):
     """The node of every rank, numbered from 0 on in order of their lowest ranks; collective."""
     node = peers.comm.Split_type(MPI.COMM_TYPE_SHARED)
-    lowest = min(node.Get_group().Translate_ranks(range(node.size), peers.comm.Get_group()))
+    lowest = min(translate_ranks(node, range(node.size), peers.comm))
     node.Free()
     everywhere = peers.allgather(lowest)
     number = {lowest: i for i, lowest in enumerate(sorted(set(everywhere)))}

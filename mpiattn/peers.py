@@ -35,6 +35,12 @@ def time_limit(timeout, predicted=0.0):
     return timeout if _is_limit(timeout) else max(TIMEOUT, 10 * predicted)
 
 
+def translate_ranks(comm, ranks, other):
+    """Numbers in another communicator of some ranks of one."""
+    # called so, it is the same of mpi4py 3, where it is a class's method, and of mpi4py 4
+    return MPI.Group.Translate_ranks(comm.Get_group(), list(ranks), other.Get_group())
+
+
 class Peers:
     """The ranks of `comm`, waited for up to `timeout` seconds.
 

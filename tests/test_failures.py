@@ -71,8 +71,9 @@ def test_one_message_and_no_out(tmp_path, fate, phase, victim):
     else:
         assert f"{host} has waited {TIMEOUT:g} s" in said[0] and f"rank {victim} {host}" not in said[0]
         if phase == "steps":
-            assert re.search(r"in step \d of 4 of the forward pass to (send|receive) \d+ bytes (to|from) rank \d",
-                             said[0])
+            # what it had to send may have been on its way; who needs no more of it waits for all after the pass
+            assert re.search(r"in step \d of 4 of the forward pass to (send|receive) \d+ bytes (to|from) rank \d"
+                             "|for the other ranks", said[0])
 
 
 
