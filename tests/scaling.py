@@ -275,7 +275,8 @@ def strong(lab, hosts):
     first, last = next(one for one in found if one["hosts"] >= 16), found[-1]
     gained = {name: np.median(first[name]) / np.median(last[name]) for name in ("ring", "mesh")}
     lab.claim(f"Ring's gain from {first['hosts']} to {last['hosts']} hosts", gained["ring"], high=1.25)
-    lab.claim(f"the mesh's gain from {first['hosts']} to {last['hosts']} hosts", gained["mesh"], low=2.5)
+    # 4 would be ideal, but real blocks of 64 hosts keep two cores busy
+    lab.claim(f"the mesh's gain from {first['hosts']} to {last['hosts']} hosts", gained["mesh"], low=2)
 
 
 EXPERIMENTS = {"mesh": (mesh, (16, 64)), "overlap": (overlap, (16,)), "auto": (auto, (12, 16, 36, 64)),

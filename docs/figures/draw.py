@@ -1,5 +1,6 @@
 """Draws the pictures of this folder again: `python docs/figures/draw.py [FOLDER]`, with the extra `plot`."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from mpiattn import cost, machine
 from mpiattn.layout import Layout
 from mpiattn.load import Load, block_pairs
 from mpiattn.plots.assignment import assignment
+from mpiattn.plots.scaling import Series, scaling
 from mpiattn.plots.style import save
 from mpiattn.plots.timeline import timeline
 from mpiattn.plots.traffic import traffic
@@ -24,6 +26,15 @@ def predicted(problem, a, b, layout="zigzag"):
     return simulate(cost.build("greedy", a, b, "direct", problem, ON), problem, load, ON)
 
 
+def strong_scaling():
+    """Ring and mesh on ever more made-up hosts, as `python tests/scaling.py strong` has measured them."""
+    found = json.loads((Path(__file__).parent / "strong.json").read_text())
+    hosts = [one["hosts"] for one in found]
+    series = [Series(name, hosts, [one[name] for one in found]) for name in ("mesh", "ring")]
+    series += [Series(name, hosts, [one["predicted"][name] for one in found], True) for name in ("mesh", "ring")]
+    return scaling(series, "2048 tokens x 512, float32, forward: hosts with 17 Mb/s each, emulated compute")
+
+
 def figures():
     """Every picture by its file's name."""
     layout = Layout("contiguous", 12 * 64, 12)
@@ -35,6 +46,7 @@ def figures():
             [(f"{name} {a}x{b}, predicted", predicted(LONG, a, b)) for name, a, b in (("Ring", 1, 64), ("mesh", 8, 8))],
             title=f"{LONG.seqlen} tokens x {LONG.heads} heads x {LONG.head_dim}, causal, {LONG.dtype}, 64 ranks of "
                   "machine h100, forward"),
+        "scaling.svg": strong_scaling(),
         "traffic.svg": traffic(Problem(1048576, heads=32, head_dim=128), 256),
     }
 
