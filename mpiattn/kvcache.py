@@ -58,6 +58,7 @@ class KVCache:
                 if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
                 self._backend = backends.get(backend)
+            peers.idle = self._backend.idle
             agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
                              "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
                              "page_size": page_size, "backend": self._backend.name, "machine": machine,

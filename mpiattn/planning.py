@@ -107,7 +107,7 @@ def settle(home, peers, shape, options):
         if peers.rank == 0:
             machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
             if pace := backends.pace(backend.name):
-                machine = machine.paced(pace * 1e9)
+                machine = machine.paced(pace[0] * 1e9)
             evaluate = functools.partial(
                 choice.evaluate, problem, ranks, asked.route, pairs=checked.layout, direction=asked.direction,
                 kinds=cost.SCHEDULES if asked.schedule == "auto" else (asked.schedule,), machine=machine, nodes=nodes,

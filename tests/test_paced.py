@@ -49,10 +49,11 @@ def test_same_results_no_sooner(backward):
         assert all(np.array_equal(*pair) for pair in zip(told, expected))
         assert took >= 2.9 * seconds
     assert len(looks) >= 6
-    assert paced.name == "paced:0.01" and backends.pace(paced.name) == 0.01
+    assert paced.name == "paced:0.01" and backends.pace(paced.name) == (0.01, backends.NAP)
 
 
-@pytest.mark.parametrize("name", ["paced:", "paced:0", "paced:-1", "paced:fast", "paced:inf", "paced:nan"])
+@pytest.mark.parametrize("name", ["paced:", "paced:0", "paced:-1", "paced:fast", "paced:inf", "paced:nan", "paced:1:",
+                                  "paced:1:0", "paced:1:2:3"])
 def test_wrong_speeds(name):
     with pytest.raises(ArgumentError, match="paced"):
         backends.get(name)

@@ -2,20 +2,25 @@
 
 from ..errors import ArgumentError
 
-NAMES = ("numpy", "deferred", "emulated", "paced:GFLOPS")
+NAMES = ("numpy", "deferred", "emulated", "paced:GFLOPS[:MS]")
+NAP = 2.0               # milliseconds between two looks of a paced rank at its messages
 
 
 def pace(name):
-    """Billions of operations a second of a back end "paced:GFLOPS"; None of any other.  Raises ArgumentError."""
+    """Of a back end "paced:GFLOPS[:MS]" its billions of operations a second and milliseconds of a nap, else None.
+
+    Raises ArgumentError.
+    """
     if not isinstance(name, str) or not name.startswith("paced:"):
         return None
     try:
-        gflops = float(name.removeprefix("paced:"))
+        gflops, nap = ([float(number) for number in name.split(":")[1:]] + [NAP])[:2]
     except ValueError:
-        gflops = 0.0
-    if not 0 < gflops < float("inf"):
-        raise ArgumentError(f"backend is {name!r}; after paced: it must have a positive number of Gflop/s")
-    return gflops
+        gflops = nap = 0.0
+    if not (0 < gflops < float("inf") and 0 < nap < float("inf") and name.count(":") <= 2):
+        raise ArgumentError(f"backend is {name!r}; after paced: it must have a positive number of Gflop/s and may have "
+                            "another : and milliseconds")
+    return gflops, nap
 
 
 def get(name="auto"):
@@ -29,8 +34,8 @@ def get(name="auto"):
     if name == "emulated":
         from .emulated import EmulatedBackend
         return EmulatedBackend()
-    gflops = pace(name)
-    if gflops:
+    paced = pace(name)
+    if paced:
         from .paced import PacedBackend
-        return PacedBackend(gflops)
+        return PacedBackend(name, *paced)
     raise ArgumentError(f"backend is {name!r}; it may be auto, {', '.join(NAMES)}")

@@ -2,7 +2,8 @@
 
 Ranks that share a few cores cannot compute side by side, but they can sleep side by side.  Each launch of a block is
 really computed, and then sleeps until the time that its work takes at a given speed has passed, while MPI goes on
-moving messages.  The results are right; every figure of time is of emulated compute, and has to be called so.
+moving messages.  Waiting ranks nap between two looks at their messages, which is all the latency that they have in
+common.  The results are right; every figure of time is of emulated compute, and has to be called so.
 """
 
 import time
@@ -12,7 +13,6 @@ import numpy as np
 
 from .numpy import NumpyBackend
 
-NAP = 2e-3              # seconds between two looks at the messages
 SLACK = 0.1             # a launch begins when the one before has ended, if no later than this share of its time
 BACKWARD = 2.5          # five matrix products of a block against two
 
@@ -20,16 +20,18 @@ BACKWARD = 2.5          # five matrix products of a block against two
 class PacedBackend(NumpyBackend):
     """NumPy at `gflops` billion operations a second: 2 (head_dim + value_dim) a pair and head, 2.5 times that backward.
 
+    nap: milliseconds between two looks at the messages.
+
     The time for a launch starts when the one before it was over, so that waking up late does not add up.
     """
 
-    def __init__(self, gflops):
+    def __init__(self, name, gflops, nap):
         super().__init__()
-        self.name, self.speed = f"paced:{gflops:g}", gflops * 1e9
+        self.name, self.speed, self.nap = name, gflops * 1e9, nap * 1e-3
         self._over = 0.0
 
     def idle(self):
-        time.sleep(NAP)        # a machine of its own would not take the core from the others while it waits
+        time.sleep(self.nap)   # a machine of its own would not take the core from the others while it waits
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
         with self._paced(self._flops(q, v, begin, end)):
@@ -58,5 +60,5 @@ class PacedBackend(NumpyBackend):
             if self.meanwhile:
                 self.meanwhile()
                 left = self._over - time.perf_counter()
-            time.sleep(max(0.0, min(left, NAP)))
+            time.sleep(max(0.0, min(left, self.nap)))
         self._over = max(self._over, time.perf_counter() - SLACK * seconds)

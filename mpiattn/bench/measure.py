@@ -112,8 +112,8 @@ class OneRank:
     """
 
     def __init__(self, problem, ranks, backend, passes):
-        p, self.passes, gflops = problem, passes, backends.pace(backend)
-        self.known, self.seconds = gflops and gflops * 1e9, {name: [] for name in passes}
+        p, self.passes, paced = problem, passes, backends.pace(backend)
+        self.known, self.seconds = paced and paced[0] * 1e9, {name: [] for name in passes}
         if self.known:
             return
         tokens = -(-p.seqlen // ranks)

@@ -1,5 +1,6 @@
 """Decoding over a cache that is spread over the ranks, against dense attention of what was appended."""
 
+import time
 import tracemalloc
 
 import numpy as np
@@ -19,6 +20,7 @@ from mpiattn import (
     ring_decode,
     tree_decode,
 )
+from mpiattn.backends.paced import PacedBackend
 from mpiattn.tree import WAYS
 
 RINGS = {"ring": ring_decode, "qring": query_ring_decode}
@@ -241,6 +243,17 @@ class Reducing(Counting):
 
 
 @on(3)
+def test_ranks_wait_as_their_back_end_does(group, monkeypatch):
+    """A paced rank that waits for a late one gives the core away."""
+    looks = []
+    monkeypatch.setattr(PacedBackend, "idle", lambda backend: looks.append(time.sleep(1e-3)))
+    with KVCache(group, capacity=10, kv_heads=1, head_dim=2, backend="paced:1:1") as cache:
+        if group.rank == 0:
+            time.sleep(0.05)
+        tree_decode(np.ones((1, 1, 1, 2), np.float32), cache, check=False)
+    assert group.rank == 0 or looks
+
+
 def test_errors_are_the_same_on_every_rank(group):
     one = np.zeros((1, 1, 2, 4), np.float32)
     odd = group.rank == 1
