@@ -261,9 +261,9 @@ def wire_bytes(lab, hosts):
 
 def strong(lab, hosts):
     """One problem on ever more hosts: Ring sends as much whatever their number, and comes to a halt there."""
-    tokens, rate, found = 2048, 17e6 / 8, []
+    tokens, rate, found = 2048, 10e6 / 8, []
     for n in hosts:
-        setting = Setting(n, rate, 0.13, tokens // n)
+        setting = Setting(n, rate, 0.08, tokens // n)
         data = lab.bench(f"strong-{n}", setting, "--tile", "ring", "auto", "--schedule", "greedy", warmup=0)
         of = {"ring": f"1x{n}", "mesh": "auto"}
         found.append({"hosts": n, **{name: find(data, tile)["forward"]["runs"] for name, tile in of.items()},
