@@ -6,6 +6,7 @@ import os
 import numpy as np
 
 from . import paged, tiles
+from .halves import widen
 from .tiles import Panel, row_tiles
 
 PANEL = 4096            # keys of one head converted (or made contiguous) at a time
@@ -143,7 +144,7 @@ class NumpyBackend:
     def _panel(self, name, source, dtype):
         """Some keys of one head as a contiguous array of the accumulation dtype."""
         panel = self._work(name, source.shape, dtype)
-        np.copyto(panel, source)
+        widen(panel, source)
         return panel
 
     def delta(self, delta, dout, out, dlse):
