@@ -37,17 +37,24 @@ def agreement(peers, only=None):
     """Run the body on every one of the `Peers`; if it raises on any, the same error is raised on all.
 
     The body must not communicate, or only so that it fails on all ranks alike (an h5py that has MPI).  Costs one
-    allreduce of eight bytes when all is well.
+    small allreduce when all is well.
     only: the one rank on which the body does anything, for what concerns all (a file, say); the message then
     does not say on which ranks it failed.
+
+    Yields a dict, in which the body may put arguments that must be the same on every rank, as for `agree_on`: they are
+    compared by the same allreduce.
     """
-    error = None
+    error, same = None, {}
     try:
-        yield
+        yield same
     except Exception as caught:
         error = caught
-    if peers.largest([error is not None])[0]:
+    digest = _digest(same) if same and error is None else 0
+    failed, high, low = peers.largest([error is not None, digest, -digest])
+    if failed:
         _raise_everywhere(peers, error, only)
+    if high != -low:
+        _raise_different(peers, same)
 
 
 def _brief(value):
@@ -57,11 +64,15 @@ def _brief(value):
 
 def agree_on(peers, arguments):
     """Raise ArgumentError on every rank unless all gave the same `arguments`, a dict of name to value."""
-    text = repr(sorted(arguments.items())).encode()
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    high, low = peers.largest([digest, -digest])
-    if high == -low:
-        return
+    with agreement(peers) as same:
+        same |= arguments
+
+
+def _digest(arguments):
+    return int.from_bytes(hashlib.sha256(repr(sorted(arguments.items())).encode()).digest()[:7], "big")
+
+
+def _raise_different(peers, arguments):
     told = peers.allgather(arguments)
     for name in arguments:
         values = [t[name] for t in told]

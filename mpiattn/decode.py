@@ -21,7 +21,7 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
         between pairs, in half as many rounds, after which all ranks have the same bits; "levels", inside nodes, between
         them, and inside again; "auto" is the shortest time that the cache's machine predicts.
     root: the one rank that gets the result; None for all.
-    check: let ranks agree that their arguments are right and the same, by two small allreduces; without it a wrong
+    check: let ranks agree that their arguments are right and the same, by a small allreduce; without it a wrong
         argument raises on its own rank only, and PeerFailure on the others.
 
     Returns out (len(sequences), queries, heads, value_dim) in the cache's dtype and lse (len(sequences), heads,

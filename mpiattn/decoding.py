@@ -4,7 +4,7 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
-from .agreement import agree_on, agreement
+from .agreement import agreement
 from .combine import Partial
 from .errors import ArgumentError
 from .problem import Problem
@@ -30,7 +30,7 @@ class Call:
                  way=None, ways=(), root=None, check=True):
         cache._check_open()
         self.cache, self.backend = cache, cache._backend
-        with agreement(cache._peers) if check else nullcontext():
+        with agreement(cache._peers) if check else nullcontext({}) as same:
             self.sequences = cache._sequences(sequences)
             _check_array("q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
             if root is not None and root not in range(cache.ranks):
@@ -47,10 +47,9 @@ class Call:
                 sinks = self.backend.contiguous(sinks)
             self.rows = len(self.sequences) * self.queries
             self.q = self.backend.contiguous(q).reshape(self.rows, self.heads, cache.head_dim)
-        if check:
-            agree_on(cache._peers, {"q's number of queries and heads": q.shape[1:3], "sequences": self.sequences,
-                                    "root": root, "way": way, "causal": causal, "window": window, "softcap": softcap,
-                                    "scale": scale, "sinks": None if sinks is None else sinks.tolist()})
+            same |= {"q's number of queries and heads": q.shape[1:3], "sequences": self.sequences, "root": root,
+                     "way": way, "causal": causal, "window": window, "softcap": softcap, "scale": scale,
+                     "sinks": None if sinks is None else sinks.tolist()}
         self.sinks, self.root = sinks, root
         positions = np.arange(self.queries)
         self._seen = [problem.mask.key_interval(positions) for problem in self.problems]       # (1, queries) each

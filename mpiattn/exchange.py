@@ -39,8 +39,10 @@ class Exchange:
         self._row_types, self._next = {}, 0.0
 
     def _pieces(self, buffer):
-        for start in range(0, len(buffer), self.max_message):
-            yield buffer[start:start + self.max_message]
+        size = len(buffer)
+        if size <= self.max_message:
+            return [buffer] if size else []
+        return [buffer[start:start + self.max_message] for start in range(0, size, self.max_message)]
 
     def send(self, comm, buffer, dest, tag):
         """Post a send; returns what was posted.  An empty buffer sends nothing."""

@@ -136,17 +136,16 @@ class KVCache:
         after a prefill, append(k, v, layout=plan.k_layout).
         sequences: their numbers; None for all.  counts: how many of the tokens (of the whole, with a layout) each
             sequence gets, the others being padding; None for all.
-        check: let ranks agree that their arguments are right and the same, by two small allreduces.
+        check: let ranks agree that their arguments are right and the same, by a small allreduce.
 
         If the cache is full on some rank, every rank raises ArgumentError and nothing has changed.
         """
         self._check_open()
-        with agreement(self._peers) if check else nullcontext():
+        with agreement(self._peers) if check else nullcontext({}) as same:
             sequences = self._sequences(sequences)
             tokens = self._check_tokens(k, v, sequences, layout)
             counts = self._counts(counts, sequences, tokens)
-        if check:
-            agree_on(self._peers, {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout})
+            same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
         ledgers = [self._ledgers[sequence].copy() for sequence in sequences]
         for ledger, count in zip(ledgers, counts):
             if layout is None:
@@ -200,7 +199,7 @@ class KVCache:
         sequences: their numbers; None for all.
         """
         self._check_open()
-        with agreement(self._peers) if check else nullcontext():
+        with agreement(self._peers) if check else nullcontext({}) as same:
             sequences = self._sequences(sequences)
             lengths = [lengths] * len(sequences) if isinstance(lengths, Integral) else list(lengths)
             if len(lengths) != len(sequences) or not all(
@@ -209,8 +208,7 @@ class KVCache:
                 held = [self._ledgers[sequence].seqlen for sequence in sequences]
                 raise ArgumentError(f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, "
                                     f"which have {held}")
-        if check:
-            agree_on(self._peers, {"sequences": sequences, "lengths": lengths})
+            same |= {"sequences": sequences, "lengths": lengths}
         for sequence, length in zip(sequences, lengths):
             ledger = self._ledgers[sequence]
             self._in_use = self._in_use - self._pages.needed(ledger.counts)

@@ -10,6 +10,7 @@ from .halves import widen
 from .tiles import Panel, row_tiles
 
 PANEL = 4096            # keys of one head converted (or made contiguous) at a time
+LOWEST = float(np.finfo(np.float32).min)
 MERGE_ROWS = 1024       # tokens merged at a time, to bound the temporaries
 
 
@@ -36,6 +37,17 @@ def _unpack(array, packed, per_kv):
     """Copy back what `_pack` has made of an array."""
     tokens, heads, *dim = array.shape
     array[...] = packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2).reshape(array.shape)
+
+
+def _merge(out, lse, out_b, lse_b):
+    """`NumpyBackend.merge` of some rows, in few calls: a token's partial is so small that calls are what it takes."""
+    weight = lse - np.maximum(lse_b, LOWEST)       # where both are empty, -inf - -inf would be nan
+    np.exp(weight, out=weight)
+    weight += 1
+    np.reciprocal(weight, out=weight)              # of out_b
+    np.logaddexp(lse, lse_b, out=lse)
+    out *= (1 - weight)[..., None]
+    out += weight[..., None] * out_b
 
 
 class NumpyBackend:
@@ -168,11 +180,7 @@ class NumpyBackend:
         with np.errstate(all="ignore"):
             for start in range(0, len(out), MERGE_ROWS):
                 at = slice(start, start + MERGE_ROWS)
-                empty = lse_b[at] == -np.inf       # also keeps -inf - -inf out
-                weight = np.where(empty, 0, 1 / (1 + np.exp(lse[at] - lse_b[at])))[..., None]
-                out[at] *= 1 - weight
-                out[at] += weight * out_b[at]
-                lse[at] = np.logaddexp(lse[at], lse_b[at])
+                _merge(out[at], lse[at], out_b[at], lse_b[at])
 
     def sink(self, out, lse, sinks):
         with np.errstate(all="ignore"):
