@@ -19,7 +19,8 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     sinks: as of `MeshAttention.forward`, the same on every rank.
     way: how partial results are combined: "allreduce", the paper's, by two of MPI's Allreduce; "butterfly", by messages
         between pairs, in half as many rounds, after which all ranks have the same bits; "levels", inside nodes, between
-        them, and inside again; "auto" is the shortest time that the cache's machine predicts.
+        them, and inside again; "auto" is the shortest time that the cache's machine predicts, as
+        `mpiattn tune` measured them if it did.
     root: the one rank that gets the result; None for all.
     check: let ranks agree that their arguments are right and the same, by a small allreduce; without it a wrong
         argument raises on its own rank only, and PeerFailure on the others.

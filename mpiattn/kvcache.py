@@ -245,11 +245,11 @@ class KVCache:
         return event
 
     def way(self, nbytes, lse_bytes, root=None):
-        """How a partial of that size is combined fastest: one of `mpiattn.tree.WAYS`, by prediction."""
+        """How a partial of that size is combined fastest: one of `mpiattn.tree.WAYS`, as the machine predicts."""
         key = nbytes, lse_bytes, root
         if key not in self._ways:
             links = self.machine.inside, self.machine.between
-            self._ways[key] = tree.choose(nbytes, lse_bytes, self.nodes, *links, root)
+            self._ways[key] = tree.choose(nbytes, lse_bytes, self.nodes, *links, root, self.machine.combining)
         return self._ways[key]
 
     def save(self, path):

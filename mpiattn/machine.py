@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import NamedTuple
 
 from .errors import ArgumentError
+from .tree import WAYS
 
 # Matrix products of a block, of which a forward pass takes two and a backward pass five.
 PRODUCTS = {"forward": 1.0, "backward": 2.5}
@@ -41,6 +42,8 @@ class Machine:
     launch: seconds a block takes besides its work.
     merging: bytes of partials a second that a rank merges into its own.
     collective: time of MPI's collectives in units of that of messages between pairs with the same bytes.
+    combining: for ways of combining partials (`mpiattn.tree.WAYS`), pairs of a partial's bytes, increasing, and the
+        seconds that were measured over those that the links let expect; what is not there takes these.
     assumes: where the figures are from, for people.
     """
 
@@ -54,6 +57,7 @@ class Machine:
     launch: float = 50e-6
     merging: float = 2e9
     collective: float = 1.0
+    combining: dict = field(default_factory=dict, hash=False)
     assumes: str = ""
 
     def __post_init__(self):
@@ -69,6 +73,11 @@ class Machine:
         for name, number in numbers.items():
             _check(name, number, number > 0, "positive")
         _check("launch", self.launch, self.launch >= 0, "at least 0")
+        for way, points in self.combining.items():
+            sizes = [nbytes for nbytes, factor in points if nbytes > 0 and factor > 0]
+            if way not in WAYS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
+                raise ArgumentError(f"combining of the machine has {way!r}: {points!r}; it may have {', '.join(WAYS)}, "
+                                    "each with pairs of bytes, increasing, and a factor, both positive")
         if not self.flops:
             raise ArgumentError("the machine has no flops; it needs those of one dtype at least")
 

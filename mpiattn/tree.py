@@ -11,6 +11,8 @@ from the same operands, and all ranks end with the same bits.
     0 -> 1
 """
 
+from bisect import bisect
+from math import log
 from typing import NamedTuple
 
 WAYS = ("allreduce", "butterfly", "levels")
@@ -148,8 +150,28 @@ def predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root=None)
                for size in (lse_bytes, nbytes))
 
 
-def choose(nbytes, lse_bytes, nodes, inside, between, root=None):
-    """The way of the shortest predicted time; arguments as of `predicted_seconds`."""
-    ways = [way for way in WAYS if way != "levels" or 1 < len(set(nodes)) < len(nodes)]
-    ways.sort(key=lambda way: way != "butterfly")             # the first of equals
-    return min(ways, key=lambda way: predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root))
+def ways(nodes):
+    """The ways that differ on these ranks: levels only where some nodes, not one, have several."""
+    return [way for way in WAYS if way != "levels" or 1 < len(set(nodes)) < len(nodes)]
+
+
+def _factor(points, nbytes):
+    """The factor for a partial, between the nearest of `points`, increasing pairs (bytes, factor); 1 without any."""
+    if not points:
+        return 1.0
+    at = bisect([size for size, _ in points], nbytes)
+    if at in (0, len(points)):
+        return points[min(at, len(points) - 1)][1]
+    (low, before), (high, after) = points[at - 1:at + 1]
+    return before + (after - before) * log(nbytes / low) / log(high / low)
+
+
+def choose(nbytes, lse_bytes, nodes, inside, between, root=None, factors=None):
+    """The way of the shortest predicted time; arguments as of `predicted_seconds`.
+
+    factors: {way: [(bytes of a partial, measured seconds over predicted), ...]}, by which predictions are corrected.
+    """
+    def seconds(way):
+        predicted = predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root)
+        return predicted * _factor((factors or {}).get(way), nbytes)
+    return min(sorted(ways(nodes), key=lambda way: way != "butterfly"), key=seconds)       # the first of equals

@@ -170,6 +170,10 @@ def test_choice():
     assert tree.choose(4128, 32, shared, inside, between) == "levels"
     assert tree.choose(4128, 32, [0] * 64, inside, between) == "butterfly"
     assert tree.choose(4128, 32, [0], inside, between) == "butterfly"
+    factors = {"butterfly": [(1000, 1.0), (16_000, 9.0)], "allreduce": [(1000, 1.5)]}       # 5 of 4000 bytes
+    for nbytes, way in ((500, "butterfly"), (1000, "butterfly"), (4000, "allreduce"), (10 ** 5, "allreduce")):
+        assert tree.choose(nbytes, 32, apart, inside, between, factors=factors) == way
+    assert tree.choose(4128, 32, shared, inside, between, factors={"levels": [(4000, 99.0)]}) == "butterfly"
     assert seconds("butterfly", 0, apart) == pytest.approx(6 * between.latency)
     assert seconds("allreduce", 0, apart) == pytest.approx(12 * between.latency)
     assert seconds("butterfly", 3000, apart, between=Link(0, 1000)) == pytest.approx(18)

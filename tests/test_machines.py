@@ -14,7 +14,7 @@ from mpiattn.machines import Entry, Key
 
 KEY = Key("Processor", 2, "openblas 0.3", 1, "numpy 2.4", "MPICH Version: 5.0.2", 4, False, 128)
 MACHINE = replace(DEFAULT, name="measured", inside=Link(3e-6, 7e9, 0.25), flops={"float32": 50e9}, ranks_per_node=4,
-                  node_bandwidth=2e9)
+                  node_bandwidth=2e9, combining={"butterfly": [[4128, 1.5], [66048, 2.0]]})
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,9 @@ BROKEN = {
     "no samples": without("samples"), "no cores": without("cores", "key"), "no flops": without("flops", "machine"),
     "head_dim": json.dumps(data()).replace('"head_dim": 128', '"head_dim": 0'),
     "a link that is none": json.dumps(data()).replace('"latency": 3e-06', '"latency": "fast"'),
+    "a way that is none": json.dumps(data()).replace('"butterfly"', '"flight"'),
+    "sizes that fall": json.dumps(data()).replace("4128", "70000"),
+    "combining that is none": json.dumps(data()).replace("[4128, 1.5]", "1.5"),
     "more than there is": json.dumps(data()).replace('"launch": 5e-05', '"launch": 5e-05, "colour": 1'),
 }
 

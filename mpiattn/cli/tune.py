@@ -1,9 +1,10 @@
 """Measures the machine that these ranks run on, and stores it for the plans of launches like this one.
 
 Links inside a node and between nodes, how much of a transfer goes on while a rank computes, blocks of every dtype,
-merging, and MPI's collectives, all with all ranks at work. Plans reckon with what was found when they choose a tile, a
-layout and a schedule. Run it as the work will run: as many ranks a node, cores and threads a rank, on several nodes if
-the work is to run on several. What one rank or one node cannot show is the default's.
+merging, MPI's collectives, and every way to combine partial results, all with all ranks at work. Plans reckon with what
+was found when they choose a tile, a layout and a schedule, and decoding when it chooses a way. Run it as the work will
+run: as many ranks a node, cores and threads a rank, on several nodes if the work is to run on several. What one rank or
+one node cannot show is the default's.
 
 The store is $XDG_CONFIG_HOME/mpiattn/machines.json (~/.config); MPIATTN_MACHINE=FILE goes before it.
 
@@ -164,17 +165,22 @@ NAMES = {"inside latency": "inside a node: latency", "inside bandwidth": "  band
 
 
 def _row(name, sample):
-    dtype = name.removeprefix("flops ")
-    show = _operations if dtype != name else FIGURES[name.split()[-1]]
+    what, *of = name.split()
+    if what == "flops":
+        called, show = f"  {of[0]} blocks", _operations
+    elif what == "combining":
+        called, show = f"combining {of[0]} heads: {of[1]}", duration
+    else:
+        called, show = NAMES[name], FIGURES[name.split()[-1]]
     typical, low, high = map(show, sample[:3])
-    return (f"  {dtype} blocks" if dtype != name else NAMES[name], typical, f"{low} to {high}", sample.count)
+    return called, typical, f"{low} to {high}", sample.count
 
 
 def _text(args, key, nodes, found, replaced, seconds):
     from .. import machines
     names = [*(name for name in NAMES if name in found.samples and name.startswith(("inside", "between", "node"))),
              "launch", *(name for name in found.samples if name.startswith("flops ")), "backward", "merging",
-             *(["collective"] if "collective" in found.samples else [])]
+             *(name for name in found.samples if name.startswith(("collective", "combining")))]
     several = max(nodes) + 1
     threads = "unknown" if key.threads is None else key.threads
     head = [("ranks", f"{len(nodes)} on {several} node{'s' * (several > 1)}, {key.ranks_per_node} a node at most"),

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from .. import host
 from ..machine import DEFAULT, Link, Machine
-from . import blocks, collectives, links, overlap
+from . import blocks, collectives, combining, links, overlap
 from .samples import Sample
 
 # Shares of the time that the parts take, in order.
-SHARES = {"blocks": 0.4, "merging": 0.05, "inside": 0.1, "between": 0.15, "inside overlap": 0.1,
-          "between overlap": 0.1, "collective": 0.1}
+SHARES = {"blocks": 0.35, "merging": 0.05, "inside": 0.1, "between": 0.15, "inside overlap": 0.1,
+          "between overlap": 0.1, "collective": 0.1, "combining": 0.05}
 
 
 class Measured(NamedTuple):
@@ -62,12 +62,19 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
         together = Sample(DEFAULT.collective, DEFAULT.collective, DEFAULT.collective, 0)
     else:
         samples["collective"] = together
+    combined = part("combining", combining.measure, peers, nodes, backend, head_dim, *sides.values())
+    if combined is None:
+        lacking["combining"] = "one rank"
+    else:
+        samples |= {f"combining {rows} {way}": one for way, by_rows in combined.items()
+                    for rows, one in by_rows.items()}
     several = max(nodes) + 1
     machine = Machine("measured", **sides, node_bandwidth=node,
                       ranks_per_node=max(nodes.count(one) for one in set(nodes)),
                       flops={dtype: one.typical for dtype, one in computed.flops.items()},
                       backward=computed.backward.typical, launch=computed.launch.typical,
                       merging=samples["merging"].typical, collective=together.typical,
+                      combining=combining.factors(combined or {}, head_dim, nodes, *sides.values()),
                       assumes=f"measured by mpiattn tune: {len(nodes)} ranks on {several} node{'s' * (several > 1)}, "
                               f"{host.processor()}, {backend.name} back end, head_dim {head_dim}"
                               + "".join(f"; {field} of the default ({why})" for field, why in lacking.items()))

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from runs import on
 
-from mpiattn import MeshAttention, backends, machines
+from mpiattn import KVCache, MeshAttention, backends, machines, tree
 from mpiattn.cli.launch import Job
 from mpiattn.errors import ArgumentError
 from mpiattn.machine import DEFAULT, H100
 from mpiattn.mesh import nodes_of
 from mpiattn.tuned import key_of
 from mpiattn.tuning.blocks import fit
+from mpiattn.tuning.combining import ROWS
 from mpiattn.tuning.links import partners
 from mpiattn.tuning.measure import measure
 from mpiattn.tuning.overlap import hidden
@@ -69,7 +70,8 @@ def test_measure(group, name):
     assert sum(told) == pytest.approx(seconds) and min(told) >= 0
     assert len(set(group.allgather(json.dumps(machine.as_dict())))) == 1
     assert set(machine.flops) == {"float32", "bfloat16"} and machine.ranks_per_node == max(map(nodes.count, nodes))
-    assert set(found.lacking) == {1: {"inside", "between", "collective"}, 3: {"between"}, 4: set()}[group.size]
+    alone = {"inside", "between", "collective", "combining"}
+    assert set(found.lacking) == {1: alone, 3: {"between"}, 4: set()}[group.size]
     for side in ("inside", "between"):
         link, lacking = getattr(machine, side), side in found.lacking
         assert (link == getattr(DEFAULT, side)) == lacking == (f"{side} bandwidth" not in found.samples)
@@ -77,6 +79,12 @@ def test_measure(group, name):
         assert lacking or link == tuple(found.samples[f"{side} {field}"].typical for field in link._fields)
         assert (f"{side} of the default" in machine.assumes) == lacking
     assert machine.node_bandwidth is None or group.size == 4
+    assert set(machine.combining) == set(tree.ways(nodes) if group.size > 1 else ())
+    for way, points in machine.combining.items():      # the factors make of the links' prediction what was measured
+        for rows, (nbytes, factor) in zip(ROWS, points):
+            predicted = tree.predicted_seconds(way, nbytes, 4 * rows, nodes, machine.inside, machine.between)
+            assert nbytes == 36 * rows
+            assert factor * predicted == pytest.approx(found.samples[f"combining {rows} {way}"].typical)
     for sample in found.samples.values():
         assert 0 <= sample.low <= sample.typical <= sample.high < float("inf") and sample.count >= 3
 
@@ -101,6 +109,10 @@ def test_machine_of_a_plan(comm, tmp_path_factory, monkeypatch):
     assert machine(backend="deferred") == default
     assert machine(machine="h100") == H100
     assert machine(machine=mine.with_ranks(5)) == mine.with_ranks(5)
+    for slow, way in (("butterfly", "allreduce"), ("allreduce", "butterfly")):
+        measured = replace(mine, combining={slow: [[100, 50.0]], "levels": [[100, 99.0]]})
+        with KVCache(comm, capacity=8, kv_heads=2, head_dim=8, machine=measured) as cache:
+            assert cache.way(72, 8) == (way if comm.size > 1 else "butterfly")
     if comm.rank == 0:
         monkeypatch.setenv("MPIATTN_MACHINE", "h100")
     assert machine() == H100
