@@ -60,16 +60,3 @@ def test_other_ranks_sleep_while_rank_0_works():
             "used = comm.gather(time.process_time() - start)\n"
             "if comm.rank == 0: print(max(used))")
     assert float(launch.mpirun(3, [sys.executable, "-c", code]).stdout) < 0.75
-
-
-@pytest.mark.parametrize("ranks, options", [(1, ["--kv-heads", "1"]), (3, ["--queries", "2", "--batch", "2"])])
-def test_decode(ranks, options):
-    command = [sys.executable, "-m", "mpiattn.bench.decode", "--context", "50", "7", "--heads", "2", "--head-dim", "8",
-               "--runs", "2", *options]
-    data = json.loads(launch.mpirun(ranks, [*command, "--json", "-"], timeout=120).stdout)
-    few, fewer = data["results"]
-    assert few["sent_bytes"]["butterfly"] == fewer["sent_bytes"]["butterfly"] and few["difference"] < 1e-5
-    assert (ranks == 1) or few["sent_bytes"]["ring"] > 4 * fewer["sent_bytes"]["ring"] > 0
-    assert all(len(timed) == 2 and min(timed) > 0 for timed in few["seconds"].values())
-    text = launch.mpirun(ranks, [*command, "--no-rings"], timeout=120).stdout
-    assert "combining butterfly" in text and "of MPI_Allreduce" in text and "query ring" not in text

@@ -81,10 +81,43 @@ def test_a_wrong_result_is_not_measured(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("ranks, options", [(1, ["--kv-heads", "1"]), (3, ["--queries", "2", "--batch", "2"])])
+def test_decode(ranks, options):
+    """Two contexts, the shorter one shorter than a page: every way is there, and what it sends."""
+    sizes = ["--decode", "--seqlen", "50", "7", *options]
+    data = json.loads(bench(ranks, *sizes, "--json", "-").stdout)
+    few, fewer = data["results"]
+    assert set(few["sent_bytes"]) == {"allreduce", "butterfly", "ring", "query-ring"}
+    assert few["sent_bytes"]["butterfly"] == fewer["sent_bytes"]["butterfly"]
+    assert max(few["difference"], few["error"], fewer["error"]) < 1e-5 and few["error"] > 0
+    assert (ranks == 1) or few["sent_bytes"]["ring"] > 4 * fewer["sent_bytes"]["ring"] > 0
+    assert all(len(timed) == 2 and min(timed) > 0 for timed in few["seconds"].values())
+    text = bench(ranks, *sizes, "--way", "auto", "ring").stdout
+    way = few["chosen"]
+    assert f"\ncombining {way} " in text and "of MPI_Allreduce" in text and "\nring " in text
+    assert "query-ring" not in text and "allreduce" not in text.replace(way, "")
+
+
+def test_wrong_decoding_is_not_measured():
+    """All ways agree, and all are wrong."""
+    code = ("import sys; from mpiattn.backends.numpy import NumpyBackend as B; attend = B.attend_pages\n"
+            "def wrong(self, q, keys, values, *rest, **more):\n"
+            "    attend(self, 1.01 * q, keys, values, *rest, **more)\n"
+            "B.attend_pages = wrong\n"
+            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    outcome = mpirun(2, [sys.executable, "-c", code, *BENCH[3:], "--decode"], check=False)
+    assert outcome.returncode == 1 and not outcome.stdout
+    assert outcome.stderr.count("results differ from float64 attention by") == 1 and "Traceback" not in outcome.stderr
+
+
 @pytest.mark.parametrize("options, message", [
     (["--runs", "0"], "--runs is 0"), (["--tile", "3x1"], "tile is 3x1"), (["--seqlen", "0"], "seqlen is 0"),
     (["--kv-heads", "3"], "kv_heads is 3"), (["--hdf5", "/nowhere/b.h5"], "--hdf5 is '/nowhere/b.h5'"),
-    (["--tile", "ring", "--route", "ring", "--wire-dtype", "float16"], "wire_dtype is 'float16'")])
+    (["--tile", "ring", "--route", "ring", "--wire-dtype", "float16"], "wire_dtype is 'float16'"),
+    (["--queries", "3"], "--queries is 3; it has no meaning without --decode"),
+    (["--decode", "--tile", "ring"], "--tile is ['ring']; it has no meaning with --decode"),
+    (["--decode", "--queries", "0"], "--queries is 0"), (["--decode", "--seqlen", "9", "0"], "--seqlen is 0"),
+    (["--decode", "--kv-heads", "3"], "kv_heads is 3")])
 def test_errors(options, message):
     outcome = bench(2, *options, check=False)
     assert outcome.returncode and outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr

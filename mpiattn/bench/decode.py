@@ -1,98 +1,66 @@
-"""Tree decoding over the ranks of this launch, against rings, a plain MPI_Allreduce, and a plain sum of the keys.
+"""Tree decoding over the ranks of a launch, against rings, a plain MPI_Allreduce, and a plain sum of the keys.
 
-  mpiexec -n 4 python -m mpiattn.bench.decode --context 65536
-  mpiexec -n 2 python -m mpiattn.bench.decode --context 4096 65536 1000000 --no-rings
-  python tests/netcluster.py 64 100mbit -- python -m mpiattn.bench.decode --context 4096 --json decode.json
-
-A call is one token of each sequence: its time is that of the slowest rank, without the checks of arguments. Ways are
-measured in turn, and their results compared. "Combining" is a way without attention, on results that are there;
-Allreduce is MPI's own, once, of the same bytes. "Keys" is attention on each rank alone: bytes of keys and values a
-second, beside those of NumPy's sum over the same memory.
+A call is one or a few tokens of each sequence: its time is that of the slowest rank, without the checks of arguments.
+First every way is run once and compared with float64 attention and with the others; then they are measured in turn.
+"Combining" is a way without attention, on results that are there; MPI_Allreduce is MPI's own, once, of the same bytes.
+"Keys" is attention on each rank alone: bytes of keys and values a second, beside those of NumPy's sum over the same
+memory.
 """
 
-import argparse
-import sys
 import time
 
 import numpy as np
 from mpi4py import MPI
 
-from .. import __version__, combine, host
+from .. import __version__, combine, host, tree
 from ..agreement import agreement
-from ..cli import Parser, options
-from ..cli.jsonfile import write_json
-from ..cli.launch import on_all_ranks
 from ..cli.table import duration, facts, percent, size, table
 from ..decode import tree_decode
 from ..decoding import Call
 from ..errors import ArgumentError, VerificationError
-from ..kvcache import KVCache
-from ..layout import Layout
 from ..problem import ITEMSIZE
 from ..rings import query_ring_decode, ring_decode
-from ..tree import WAYS
+from ..tuning.combining import combining
+from .decode_inputs import Inputs
 
-PIECE = 16384                # tokens that a rank draws at a time
-# Largest difference of two ways' results over the largest value: some times what rounding makes of it.
+# Largest difference of two results over the largest value: some times what rounding makes of it.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-13}
-RINGS = {"ring": ring_decode, "query ring": query_ring_decode}
+RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
+OWN = {"decode", "queries", "page_size", "way"}       # options that nothing but decoding takes
+SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "batch", "dtype", "backend", "machine", "runs", "warmup",
+          "timeout", "json"}
 
 
-def _arguments():
-    parser = Parser(prog="python -m mpiattn.bench.decode", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, nargs="+", default=[65536], metavar="N",
-                        help="tokens of each sequence, over all ranks; several are measured one after another "
-                             "(default: 65536)")
-    for name, default, what in (("--batch", 1, "sequences"), ("--queries", 1, "queries of each sequence"),
-                                ("--heads", 8, "query heads"), ("--head-dim", 128, "elements of a head"),
-                                ("--page-size", 64, "tokens of a page"), ("--runs", 7, "measured calls of each way")):
-        parser.add_argument(name, type=int, default=default, help=f"{what} (default: %(default)s)")
-    parser.add_argument("--kv-heads", type=int, help="key and value heads (default: --heads)")
-    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
-    parser.add_argument("--no-rings", action="store_true", help="leave out the rings, which long contexts make slow")
-    for add in (options.add_backend, options.add_machine, options.add_json):
-        add(parser)
-    return parser
+def add_arguments(parser):
+    """Declare the options of `mpiattn bench --decode`."""
+    group = parser.add_argument_group("decoding", "Tokens that are decoded one or a few at a time, instead of passes. "
+                                      "Of the options above those of sizes, dtype, machine and runs hold.")
+    group.add_argument("--decode", action="store_true",
+                       help="measure decoding over a cache of --seqlen tokens of each sequence")
+    group.add_argument("--queries", type=int, default=1, metavar="N",
+                       help="tokens of each sequence that are decoded at once (default: %(default)s)")
+    group.add_argument("--way", nargs="+", default=["all"], choices=("all", "auto", *tree.WAYS, *RINGS), metavar="NAME",
+                       help=f"how results are combined: {', '.join(tree.WAYS)}, auto; or what that is measured "
+                            f"against: {', '.join(RINGS)}, which long contexts make slow (default: all)")
+    group.add_argument("--page-size", type=int, default=64, metavar="N",
+                       help="tokens of a page of the cache (default: %(default)s)")
 
 
-def _run(job, args):
+def measure(job, args):
+    """The measurement as data for JSON; collective.  Raises ArgumentError and VerificationError."""
     with agreement(job.peers):
-        for name in ("batch", "queries", "runs"):
-            if getattr(args, name) < 1:
-                raise ArgumentError(f"--{name} is {getattr(args, name)}; it must be at least 1")
-        if min(args.context) < 1:
-            raise ArgumentError(f"--context is {min(args.context)}; it must be at least 1")
-    results = [_measure(job.peers, args, context) for context in args.context]
+        for name, given in (("seqlen", min(args.seqlen)), ("batch", args.batch), ("queries", args.queries)):
+            if given < 1:
+                raise ArgumentError(f"--{name} is {given}; it must be at least 1")
+    results = [_measure(job.peers, args, context) for context in args.seqlen]
+    data = {name: getattr(args, name) for name in ("batch", "queries", "heads", "head_dim", "dtype", "page_size",
+                                                   "runs", "warmup")}
     blas, threads = host.blas()
-    data = {name: getattr(args, name) for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "dtype",
-                                                   "page_size", "runs")}
-    data |= {"ranks": job.peers.size, **{name: results[0][name] for name in ("nodes", "backend")}, "results": results,
-             "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
-             "versions": {"mpiattn": __version__, "numpy": host.version("numpy"),
-                          "mpi": " ".join(MPI.Get_library_version().splitlines()[0].split(", ")[0].split())}}
-    with agreement(job.peers, only=0):
-        if job.peers.rank == 0:
-            if args.json:
-                write_json(args.json, data)
-            if args.json != "-":
-                print(_text(data), flush=True)
-    return 0
-
-
-def _filled(comm, args, context):
-    """A cache of random keys, drawn where they stay, and queries that are the same on every rank."""
-    kv_heads = args.kv_heads or args.heads
-    cache = KVCache(comm, capacity=args.batch * context, sequences=args.batch, kv_heads=kv_heads,
-                    head_dim=args.head_dim, dtype=args.dtype, page_size=args.page_size, backend=args.backend,
-                    machine=args.machine)
-    mine = np.random.default_rng([1, comm.rank])
-    for first in range(0, context, PIECE * comm.size):
-        layout = Layout("contiguous", min(PIECE * comm.size, context - first), comm.size)
-        shape = args.batch, layout.length(comm.rank), kv_heads, args.head_dim
-        cache.append(*(mine.standard_normal(shape, np.float32).astype(args.dtype) for _ in range(2)), layout=layout)
-    shape = args.batch, args.queries, args.heads, args.head_dim
-    return cache, np.random.default_rng(0).standard_normal(shape, np.float32).astype(args.dtype)
+    return {"mpiattn": __version__, "ranks": job.peers.size, **data, "kv_heads": args.kv_heads or args.heads,
+            **{name: results[0].pop(name) for name in ("nodes", "backend")}, "results": results,
+            "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
+            "versions": {"numpy": host.version("numpy"),
+                         "mpi": " ".join(MPI.Get_library_version().splitlines()[0].split(", ")[0].split())}}
 
 
 def _timed(peers, work):
@@ -105,21 +73,31 @@ def _timed(peers, work):
     return float(seconds[0])
 
 
+def _ways(asked, cache, chosen):
+    """The names of what is measured, each once."""
+    names = []
+    for name in asked:
+        names += [*tree.ways(cache.nodes), *RINGS] if name == "all" else [chosen if name == "auto" else name]
+    return list(dict.fromkeys(names))
+
+
 def _measure(peers, args, context):
-    cache, q = _filled(peers.comm, args, context)
-    with cache:
+    inputs = Inputs(peers, args, context)
+    with inputs.cache() as cache:
+        q = inputs.q
         call = Call(cache, q)
         chosen = cache.way(*call.partial_bytes)
-        ways = [way for way in WAYS if way != "levels" or 1 < len(set(cache.nodes)) < cache.ranks]
-        calls = {way: (lambda way=way: tree_decode(q, cache, way=way, check=False)) for way in ways}
-        if not args.no_rings:
-            calls |= {name: (lambda ring=ring: ring(q, cache, check=False)) for name, ring in RINGS.items()}
-        sent, difference = _compare(peers, args, cache, calls, call.partial_bytes)
-        work = {**calls, **{f"combining {way}": _combining(cache, call, way) for way in ways},
-                "MPI_Allreduce": _allreduce(peers.comm, call), "keys": _keys(cache, call),
+        ways = _ways(args.way, cache, chosen)
+        calls = {name: (lambda ring=RINGS[name]: ring(q, cache, check=False)) if name in RINGS else
+                 (lambda way=name: tree_decode(q, cache, way=way, check=False)) for name in ways}
+        sent, difference, error = _check(inputs, cache, calls, call.partial_bytes)
+        alone = {f"combining {way}": combining(cache._combiner, cache._backend, way, call.partial(), call.partial())
+                 for way in ways if way in tree.WAYS}
+        work = {**calls, **alone, "MPI_Allreduce": _allreduce(peers.comm, call), "keys": _keys(cache, call),
                 "sum": _sum(cache)}
-        for name in work:
-            work[name]()                                # warm, also what _compare has not run
+        for _ in range(args.warmup):
+            for run in work.values():
+                run()
         seconds = {name: [] for name in work}
         for _ in range(args.runs):
             for name, timed in seconds.items():
@@ -128,30 +106,42 @@ def _measure(peers, args, context):
         peers.reduce(nbytes, MPI.MAX)
         return {"context": context, "chosen": chosen, "nodes": len(set(cache.nodes)), "backend": cache.backend,
                 "partial_bytes": call.partial_bytes[0], "key_bytes": int(nbytes[0]), "difference": difference,
-                "sent_bytes": sent, "seconds": seconds,
+                "error": error, "sent_bytes": sent, "seconds": seconds,
                 "median": {name: float(np.median(timed)) for name, timed in seconds.items()}}
 
 
-def _compare(peers, args, cache, calls, partial_bytes):
-    """Run each way once: the most bytes that a rank sends in it, and the largest difference between any two results."""
-    sent, outs = {}, {}
+def _check(inputs, cache, calls, partial_bytes):
+    """Run each way once: the most bytes that a rank sends in it, and the largest differences over the largest value.
+
+    Differences: between any two results; and between any and float64 attention, of the first and last query of the
+    first and last sequence.
+    """
+    peers, sent, outs = inputs.peers, {}, {}
     for name, run in calls.items():
         before = cache.sent[0]
         outs[name] = run()[0].astype(np.float64)
-        of_rank = cache.sent[0] - before
-        formula = None
-        if name in WAYS:
+        of_rank, formula = cache.sent[0] - before, None
+        if name in tree.WAYS:
             formula = combine.moved_bytes(name, *partial_bytes, cache.nodes, cache.rank)
         told = peers.allgather((of_rank, formula))
         sent[name] = max(of for of, _ in told)
         if any(formula not in (None, of) for of, formula in told):
             _fail(f"{name} sent {told} bytes, which is not the formula")
     first = next(iter(outs.values()))
-    off = np.array([max(float(np.abs(out - first).max() / np.abs(first).max()) for out in outs.values())])
+    rows = {(sequence, query) for sequence in (0, len(first) - 1) for query in (0, first.shape[1] - 1)}
+    expected = {row: inputs.expected(*row)[0] for row in sorted(rows) if inputs.context >= inputs.args.queries - row[1]}
+    off = np.array([max(_off(out, first) for out in outs.values()),
+                    max((_off(out[row], ref) for out in outs.values() for row, ref in expected.items()), default=0.0)])
     peers.reduce(off, MPI.MAX)
-    if not off[0] <= TOLERANCE[args.dtype]:
-        _fail(f"results differ by {off[0]:.2g} of the largest value, more than {TOLERANCE[args.dtype]:g}")
-    return sent, float(off[0])
+    tolerance = TOLERANCE[inputs.args.dtype]
+    for what, one in zip(("one another", "float64 attention"), off):
+        if not one <= tolerance:
+            _fail(f"results differ from {what} by {one:.2g} of the largest value, more than {tolerance:g}")
+    return sent, *off.tolist()
+
+
+def _off(out, ref):
+    return float(np.abs(out - ref).max() / np.abs(ref).max())
 
 
 def _fail(text):
@@ -159,19 +149,6 @@ def _fail(text):
     error = VerificationError(text)
     error.everywhere = True
     raise error
-
-
-def _combining(cache, call, way):
-    mine, spare = call.partial(), call.partial()
-
-    def run():
-        mine.ready = spare.ready = ()
-        event = cache._backend.clear(mine.out, mine.lse)
-        mine.ready = (event,)
-        whole = cache._combiner.run(way, mine, spare)
-        for event in whole.ready:
-            cache._backend.wait(event)
-    return run
 
 
 def _allreduce(comm, call):
@@ -204,38 +181,28 @@ def _key_bytes(cache):
     return sum(cache.local_lengths) * cache.kv_heads * (cache.head_dim + cache.value_dim) * ITEMSIZE[cache.dtype]
 
 
-def _text(data):
-    kv_heads = data["kv_heads"] or data["heads"]
-    versions = data["versions"]
+def as_text(data):
+    """The measurement for people."""
+    versions, machine = data["versions"], data["machine"]
     lines = [facts([
-        ("problem", f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} queries each, "
-                    f"{data['heads']} heads over {kv_heads} KV heads x {data['head_dim']}, {data['dtype']}"),
+        ("problem", f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} "
+                    f"quer{'ies' if data['queries'] > 1 else 'y'} each, {data['heads']} heads over "
+                    f"{data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}"),
         ("ranks", f"{data['ranks']} on {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['backend']} back end"),
-        ("machine", f"{data['machine']['processor']}; NumPy {versions['numpy']} "
-                    f"({data['machine']['blas'] or 'unknown BLAS'}, threads: "
-                    f"{data['machine']['blas_threads'] or 'unknown'}), {versions['mpi']}"),
+        ("machine", f"{machine['processor']}; NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}, threads: "
+                    f"{machine['blas_threads'] or 'unknown'}), {versions['mpi']}"),
         ("measured", f"{data['runs']} calls of each, in turn")])]
     for result in data["results"]:
         median, sent = result["median"], result["sent_bytes"]
-        best = median[result["chosen"]]
+        base = result["chosen"] if result["chosen"] in median else next(iter(sent))
         rows = [(name, duration(median[name]), size(sent[name]) if name in sent else "",
-                 f"{median[name] / best:.3g}" if name in sent else
+                 f"{median[name] / median[base]:.3g}" if name in sent else
                  f"{median[name] / median['MPI_Allreduce']:.3g} of MPI_Allreduce" if name not in ("keys", "sum") else
                  f"{result['key_bytes'] / median[name] / 1e9:.3g} GB/s")
                 for name in median]
         lines.append(f"\n{result['context']} tokens, a partial of {size(result['partial_bytes'])}, keys of "
                      f"{size(result['key_bytes'])} a rank; auto is {result['chosen']}; results differ by "
-                     f"{result['difference']:.1e}; keys are read at {percent(median['sum'] / median['keys'])} of a "
-                     "sum's speed\n"
-                     + table(rows, ("", "median", "sent by a rank", f"times {result['chosen']}")))
+                     f"{result['difference']:.1e}, from float64 by {result['error']:.1e}; keys are read at "
+                     f"{percent(median['sum'] / median['keys'])} of a sum's speed\n"
+                     + table(rows, ("", "median", "sent by a rank", f"times {base}")))
     return "\n".join(lines)
-
-
-def main(argv=None):
-    """Run the benchmark; returns the exit code."""
-    args = _arguments().parse_args(argv)
-    return on_all_ranks(lambda job: _run(job, args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,17 +14,22 @@ With --direction both a run is a forward and then a backward pass.
   bus        bytes that a rank has sent, mean over ranks, over the median
   predicted  by the machine that the plan goes by; see --machine
 
+With --decode it is tokens of sequences whose keys are spread over the ranks: every way to combine the ranks' results,
+each checked too, beside rings and a plain MPI_Allreduce; see the options at the end.
+
 examples:
   mpiexec -n 4 mpiattn bench --seqlen 4096 8192 --tile all --causal
   mpiexec -n 4 mpiattn bench --direction both --tile auto ring --schedule greedy collective --json bench.json
   srun mpiattn bench --seqlen 131072 --heads 32 --kv-heads 8 --dtype bfloat16 --no-overlap --hdf5 bench.h5
+  mpiexec -n 4 mpiattn bench --decode --seqlen 65536 1000000 --heads 32 --kv-heads 8 --way butterfly allreduce
 """
 
+import argparse
 from dataclasses import asdict
 
 from .. import __version__, choice, cost, host
 from ..agreement import agreement
-from ..bench import measure, report
+from ..bench import decode, measure, report
 from ..bench.cases import cases
 from ..bench.store import write_hdf5
 from ..bench.summary import passes_of
@@ -74,11 +79,26 @@ def add_arguments(parser):
                              "measured: FILE.png, .svg or .pdf; needs the extra `plot`")
     parser.add_argument("--hdf5", metavar="FILE",
                         help="write every run of every rank as HDF5 too, whole or not at all")
+    decode.add_arguments(parser)
 
 
 def run(args):
     """`mpiattn bench`."""
-    return on_all_ranks(lambda job: _run(job, args), args.timeout)
+    return on_all_ranks(lambda job: _decode(job, args) if args.decode else _run(job, args), args.timeout)
+
+
+def _decode(job, args):
+    with agreement(job.peers, only=0):
+        if job.comm.rank == 0:
+            _check(args)
+    data = decode.measure(job, args)
+    with agreement(job.peers, only=0):
+        if job.comm.rank == 0:
+            if args.json:
+                write_json(args.json, data)
+            if args.json != "-":
+                print(decode.as_text(data), flush=True)
+    return 0
 
 
 def _run(job, args):
@@ -116,6 +136,14 @@ def _run(job, args):
 
 
 def _check(args):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    unused = defaults.keys() - decode.SHARED - decode.OWN if args.decode else decode.OWN - {"decode"}
+    for name in sorted(unused):
+        if getattr(args, name) != defaults[name]:
+            raise ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)!r}; it has no meaning "
+                                f"{'with' if args.decode else 'without'} --decode")
     for name, least in (("runs", 1), ("warmup", 0)):
         if getattr(args, name) < least:
             raise ArgumentError(f"--{name} is {getattr(args, name)}; it must be at least {least}")

@@ -1,0 +1,61 @@
+"""Keys, values and queries of a decoding benchmark: drawn piece by piece where they stay, and once more to check."""
+
+from functools import reduce
+
+import numpy as np
+
+from .. import reference
+from ..kvcache import KVCache
+from ..layout import Layout
+
+PIECE = 4096                 # tokens that a rank draws at a time
+
+
+class Inputs:
+    """Random tokens of `args.batch` sequences over the ranks, `context` of each, and their last `args.queries` queries.
+
+    q: (batch, queries, heads, head_dim), the same on every rank.
+    """
+
+    def __init__(self, peers, args, context):
+        self.peers, self.args, self.context = peers, args, context
+        self.kv_heads = args.kv_heads or args.heads
+        self.q = self._draw(np.random.default_rng(0), args.queries, args.heads)
+
+    def _draw(self, rng, tokens, heads):
+        shape = self.args.batch, tokens, heads, self.args.head_dim
+        return rng.standard_normal(shape, np.float32).astype(self.args.dtype)
+
+    def _pieces(self):
+        """One after another: first position, the piece's layout over the ranks, and this rank's k and v of it."""
+        rng, step = np.random.default_rng([1, self.peers.rank]), PIECE * self.peers.size
+        for first in range(0, self.context, step):
+            layout = Layout("contiguous", min(step, self.context - first), self.peers.size)
+            k, v = (self._draw(rng, layout.length(self.peers.rank), self.kv_heads) for _ in range(2))
+            yield first, layout, k, v
+
+    def cache(self):
+        """A `KVCache` of all tokens; collective."""
+        args = self.args
+        cache = KVCache(self.peers.comm, capacity=args.batch * self.context, sequences=args.batch,
+                        kv_heads=self.kv_heads, head_dim=args.head_dim, dtype=args.dtype, page_size=args.page_size,
+                        backend=args.backend, machine=args.machine, timeout=args.timeout)
+        try:
+            for _, layout, k, v in self._pieces():
+                cache.append(k, v, layout=layout)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    def expected(self, sequence, query):
+        """out (heads, head_dim) and lse (heads,) of one query, float64, of tokens that are drawn again; collective."""
+        at, position = slice(sequence, sequence + 1), self.context - self.args.queries + query
+        found = []
+        for first, layout, k, v in self._pieces():
+            found.append(reference.attention(self.q[at, query:query + 1], k[at], v[at], True, positions=[position],
+                                             keys=first + layout.positions(self.peers.rank),
+                                             lengths=(self.context, self.context)))
+        parts = self.peers.allgather(reduce(lambda one, other: reference.merge(*one, *other), found))
+        out, lse = reduce(lambda one, other: reference.merge(*one, *other), parts)
+        return out[0, 0], lse[0, :, 0]
