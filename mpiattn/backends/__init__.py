@@ -2,7 +2,7 @@
 
 from ..errors import ArgumentError
 
-NAMES = ("numpy", "deferred", "emulated", "paced:GFLOPS")
+NAMES = ("numpy", "deferred", "emulated", "deferred-emulated", "paced:GFLOPS")
 
 
 def pace(name):
@@ -29,6 +29,9 @@ def get(name="auto"):
     if name == "emulated":
         from .emulated import EmulatedBackend
         return EmulatedBackend()
+    if name == "deferred-emulated":
+        from .emulated import DeferredEmulatedBackend
+        return DeferredEmulatedBackend()
     gflops = pace(name)
     if gflops:
         from .paced import PacedBackend

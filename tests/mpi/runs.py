@@ -1,5 +1,10 @@
-"""Runs of a whole problem on a communicator, compared with the reference, and who takes part in them."""
+"""Runs of a whole problem on a communicator, compared with the reference, and who takes part in them.
 
+MPIATTN_BACKENDS=cuda, or others with commas between, is what they run on; without float64, which kernels do not take,
+these are tried in float32.
+"""
+
+import os
 import time
 from contextlib import contextmanager
 from inspect import signature
@@ -14,7 +19,8 @@ from mpiattn.executor import Executor
 from mpiattn.problem import Problem
 
 OF_PROBLEM = tuple(signature(Problem).parameters)
-BACKENDS = ("numpy", "deferred")
+BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "numpy,deferred").split(","))
+OF_KERNELS = {"cuda", "emulated", "deferred-emulated"}
 
 
 def on(*ranks):
@@ -22,8 +28,15 @@ def on(*ranks):
     return pytest.mark.parametrize("group", ranks, indirect=True, ids=lambda n: f"{n}_ranks")
 
 
+def narrow(arguments):
+    """Arguments that the back ends can take."""
+    if arguments.get("dtype") == "float64" and OF_KERNELS & set(BACKENDS):
+        return {**arguments, "dtype": "float32"}
+    return arguments
+
+
 def problem_of(arguments):
-    return Problem(**{name: value for name, value in arguments.items() if name in OF_PROBLEM})
+    return Problem(**{name: value for name, value in narrow(arguments).items() if name in OF_PROBLEM})
 
 
 def my_chunks(plan, q, k, v, *rest):
@@ -46,7 +59,7 @@ def attend(plan, mine, call=None, backward=True):
 
 def run(comm, inputs, call=None, backward=True, **arguments):
     """A plan's result on this rank and its positions, of queries and of keys; inputs: of the whole problem."""
-    with MeshAttention(comm, **arguments) as plan:
+    with MeshAttention(comm, **{"backend": BACKENDS[0], **narrow(arguments)}) as plan:
         return attend(plan, my_chunks(plan, *inputs), call, backward), plan.positions, plan.positions_k
 
 

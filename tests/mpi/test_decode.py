@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from dense import TOLERANCE, Inputs, bits, largest, naive
-from runs import BACKENDS, agreed, on, once
+from runs import BACKENDS, agreed, narrow, on, once
 from test_counted import Counting
 
 from mpiattn import (
@@ -30,7 +30,8 @@ class Mirror:
 
     def __init__(self, comm, kv_heads, head_dim, value_dim=None, seed=0, **options):
         self.comm, self.rng = comm, np.random.default_rng(seed)
-        self.cache = KVCache(comm, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, **options)
+        self.cache = KVCache(comm, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+                             **{"backend": BACKENDS[0], **narrow(options)})
         self.shapes = (kv_heads, head_dim), (kv_heads, value_dim or head_dim)
         self.whole = [tuple(np.empty((0, *shape), self.cache.dtype) for shape in self.shapes)
                       for _ in range(self.cache.sequences)]
@@ -142,6 +143,7 @@ def test_case_28_the_same_bits_on_every_rank(group):
 @pytest.mark.parametrize("dtype, page_size", [("float32", 1), ("float64", 16), ("float16", 16), ("bfloat16", 64)])
 def test_masks_dtypes_and_pages(group, dtype, page_size):
     """Several queries, causal among them; pages of sequences that grow, shrink and share the pool."""
+    dtype = narrow({"dtype": dtype})["dtype"]
     sinks = np.linspace(-1, 2, 4).astype("float64" if dtype == "float64" else "float32")
     masks = ({}, {"causal": False}, {"window": (5, 0)}, {"window": (2, 1), "causal": False}, {"window": (0, None)},
              {"softcap": 1.5, "scale": 0.7}, {"sinks": sinks}, {"sequences": [2, 0]})
