@@ -14,7 +14,11 @@ With --direction both a run is a forward and then a backward pass.
   bus        bytes that a rank has sent, mean over ranks, over the median
   predicted  by the machine that the plan goes by; see --machine
 
+With --kernel one rank measures its back end alone, one block at a time and no transfers, beside PyTorch's attention
+where that is installed: forward, backward, decoding over pages, what adding to a partial and what a launch costs.
+
 examples:
+  mpiattn bench --kernel --seqlen 8192 16384 --heads 32 --dtype bfloat16 --causal --direction both
   mpiexec -n 4 mpiattn bench --seqlen 4096 8192 --tile all --causal
   mpiexec -n 4 mpiattn bench --direction both --tile auto ring --schedule greedy collective --json bench.json
   srun mpiattn bench --seqlen 131072 --heads 32 --kv-heads 8 --dtype bfloat16 --no-overlap --hdf5 bench.h5
@@ -34,7 +38,7 @@ from ..plots import style
 from ..plots.timeline import timeline
 from ..problem import ITEMSIZE
 from ..schedule import ROUTES
-from . import options
+from . import kernel, options
 from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
 
@@ -74,10 +78,14 @@ def add_arguments(parser):
                              "measured: FILE.png, .svg or .pdf; needs the extra `plot`")
     parser.add_argument("--hdf5", metavar="FILE",
                         help="write every run of every rank as HDF5 too, whole or not at all")
+    kernel.add_arguments(parser)
 
 
 def run(args):
     """`mpiattn bench`."""
+    kernel.check_arguments(args)
+    if args.kernel:
+        return on_all_ranks(lambda job: kernel.run(job, args), args.timeout)
     return on_all_ranks(lambda job: _run(job, args), args.timeout)
 
 
