@@ -9,7 +9,23 @@ and consecutive chunks of a buffer are one longer chunk.  A partial is out (toke
 (tokens, heads), in float32, or float64 for float64 inputs; its identity is (0, -inf).
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+
+class WireBytes(NamedTuple):
+    """The bytes of an array as MPI reads or writes them: a flat uint8 array, in memory that MPI can reach.
+
+    ready: ready(stop) tells whether MPI may have the bytes up to `stop` by now; None where it may have all at once.
+    taken: taken(start, stop) is called as soon as MPI has received these bytes; None where nobody needs to know.
+    piece: bytes of a message at most, so that the pieces before can travel while the next one is made ready; None for
+    any number.  It is the same on every rank.
+    """
+
+    array: Any
+    ready: Callable = None
+    taken: Callable = None
+    piece: int = None
 
 
 class Backend(Protocol):
@@ -94,16 +110,17 @@ class Backend(Protocol):
     def copy(self, dst, src):
         """dst = src, cast to the dtype of dst."""
 
-    # Wire: flat uint8 buffers that MPI reads and writes
+    # Wire.  A back end tells of all that leaves when it is `ready`, or of nothing, and the same of what comes, so that
+    # messages keep their order.  collective: for a collective of MPI, which takes the array whole.
 
-    def outgoing(self, array, after=()):
-        """The bytes of an array once the events `after` are done; the array must not change until `sent`."""
+    def outgoing(self, array, after=(), collective=False):
+        """The `WireBytes` of an array as it is after the events `after`; it must not change until `sent`."""
 
     def sent(self, array):
         """The send of an array is complete."""
 
-    def incoming(self, array, after=()):
-        """Bytes for MPI to write, for an array whose last uses are `after`; it has no contents until `arrived`."""
+    def incoming(self, array, after=(), collective=False):
+        """`WireBytes` to receive an array whose last uses are `after`; it has no contents until `arrived`."""
 
     def arrived(self, array):
         """The bytes for an array have been received; returns the event after which it can be read."""

@@ -6,13 +6,15 @@ import os
 import numpy as np
 
 from . import paged, tiles
+from .base import WireBytes
 from .tiles import Panel, row_tiles
 
 PANEL = 4096            # keys of one head converted (or made contiguous) at a time
 MERGE_ROWS = 1024       # tokens merged at a time, to bound the temporaries
 
 
-def _flat(array):
+def flat(array):
+    """The bytes of a contiguous array, as an array."""
     return array.reshape(-1).view(np.uint8)
 
 
@@ -193,14 +195,14 @@ class NumpyBackend:
 
     # Wire
 
-    def outgoing(self, array, after=()):
-        return _flat(array)
+    def outgoing(self, array, after=(), collective=False):
+        return WireBytes(flat(array))
 
     def sent(self, array):
         pass
 
-    def incoming(self, array, after=()):
-        return _flat(array)
+    def incoming(self, array, after=(), collective=False):
+        return WireBytes(flat(array))
 
     def arrived(self, array):
         pass
