@@ -33,11 +33,13 @@ class Backend(Protocol):
 
     name, version: what its speed depends on; figures measured with another are not those of this one.
     meanwhile: a callable or None, which launches that compute before they return call every now and then.
+    staged_bytes: of host memory that is held for copies to and from the wire.
     """
 
     name: str
     version: str
     meanwhile = None
+    staged_bytes = 0
 
     def idle(self):
         """What a rank does between two looks at the messages that it waits for."""
@@ -45,11 +47,31 @@ class Backend(Protocol):
     def empty(self, shape, dtype):
         """A new array with no contents yet."""
 
+    def array(self, name, thing):
+        """An array of the caller's, an argument `name`: something with a shape and a dtype that `contiguous` takes.
+
+        Nothing is copied.  Raises ArgumentError where the back end cannot use it.
+        """
+
+    def result(self, shape, dtype):
+        """A new array for the caller, with no contents yet."""
+
+    def give(self, array):
+        """A NumPy array as a result for the caller, who alone has it."""
+
     def contiguous(self, array):
-        """The array itself if it is this back end's and contiguous, else a contiguous copy."""
+        """The array itself if it is this back end's and contiguous, else a contiguous copy, which is launched."""
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         """Bytes of working memory that launches on such inputs take, besides their arguments."""
+
+    # A call of the library's
+
+    def begin(self):
+        """What follows, copies too, comes after what the caller has done so far and after all launches so far."""
+
+    def finish(self):
+        """What the caller does from now on comes after all launches and copies so far."""
 
     # Launches
 

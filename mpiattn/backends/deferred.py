@@ -8,6 +8,7 @@ writing to one that MPI is still sending raises.  Results are those of the NumPy
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -38,6 +39,12 @@ class DeferredBackend(NumpyBackend):
         array = super().empty(shape, dtype)
         array.fill(np.nan)
         return array
+
+    def begin(self):
+        self.wait(self._later(self._launches, (), int))
+
+    def finish(self):
+        self.begin()
 
     def _later(self, thread, after, work, *args, share=1):
         delay = self._delays.uniform(0, LONGEST_DELAY / share)
@@ -129,12 +136,14 @@ class DeferredBackend(NumpyBackend):
         def taken(start, stop):
             pieces.append(self._later(self._copies_in, (), np.copyto, target[start:stop], staged[start:stop],
                                       share=-(-array.nbytes // PIECE)))
-        self._arriving[id(array)] = target, staged, pieces
+        self._arriving[id(array)] = pieces, partial(taken, 0, len(staged)) if collective else None
         return WireBytes(staged, taken=taken, piece=PIECE)
 
     def arrived(self, array):
-        target, staged, pieces = self._arriving.pop(id(array))
-        return pieces[-1] if pieces else self._later(self._copies_in, (), np.copyto, target, staged)
+        pieces, take_all = self._arriving.pop(id(array))
+        if take_all:
+            take_all()
+        return pieces[-1] if pieces else None
 
     def forget(self, array):
         array.fill(np.nan)

@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 
+from ..errors import ArgumentError
 from . import paged, tiles
 from .base import WireBytes
 from .tiles import Panel, row_tiles
@@ -45,6 +46,7 @@ class NumpyBackend:
     name = "numpy"
     version = np.__version__
     meanwhile = None
+    staged_bytes = 0
 
     def __init__(self):
         self._scratch = {}
@@ -55,8 +57,25 @@ class NumpyBackend:
     def empty(self, shape, dtype):
         return np.empty(shape, dtype)
 
+    def array(self, name, thing):
+        if not isinstance(thing, np.ndarray) or isinstance(thing, np.ma.MaskedArray):
+            raise ArgumentError(f"{name} is a {type(thing).__name__}; it must be a NumPy array")
+        return thing
+
+    def result(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def give(self, array):
+        return array
+
     def contiguous(self, array):
         return np.ascontiguousarray(array)
+
+    def begin(self):
+        pass
+
+    def finish(self):
+        pass
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
