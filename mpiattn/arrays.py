@@ -15,8 +15,9 @@ def checked(backend, name, thing, shape, dtype):
     """
     array = backend.array(name, thing)
     if len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape)):
-        wanted = shape if None not in shape else f"({', '.join('any' if n is None else str(n) for n in shape)})"
-        raise ArgumentError(f"{name} has shape {array.shape}; on this rank it must be {wanted}")
+        wanted = (f"on this rank it must be {shape}" if None not in shape else
+                  f"it must be ({', '.join('any' if n is None else str(n) for n in shape)})")
+        raise ArgumentError(f"{name} has shape {array.shape}; {wanted}")
     if array.dtype.name != dtype or not array.dtype.isnative:
         raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
     return array

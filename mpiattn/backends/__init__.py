@@ -2,7 +2,7 @@
 
 from ..errors import ArgumentError
 
-NAMES = ("numpy", "cuda", "deferred", "emulated", "paced:GFLOPS")
+NAMES = ("numpy", "cuda", "deferred", "emulated", "deferred-emulated", "paced:GFLOPS")
 
 
 def pace(name):
@@ -47,5 +47,8 @@ def get(name="auto", transport="auto", local_rank=0):
     if name == "emulated":
         from .emulated import EmulatedBackend
         return EmulatedBackend()
+    if name == "deferred-emulated":
+        from .emulated import DeferredEmulatedBackend
+        return DeferredEmulatedBackend()
     from .paced import PacedBackend
     return PacedBackend(pace(name))

@@ -292,8 +292,7 @@ class CudaBackend(_CupyLaunches):
 
 
 for _name in LAUNCHES:
-    if hasattr(_CupyLaunches, _name):
-        setattr(CudaBackend, _name, _launched(getattr(_CupyLaunches, _name)))
+    setattr(CudaBackend, _name, _launched(getattr(_CupyLaunches, _name)))
 
 
 class _Leaving:

@@ -67,8 +67,8 @@ def add_backend(parser):
     """--backend."""
     parser.add_argument("--backend", default="auto", metavar="NAME",
                         help="what computes the blocks: auto, the fastest that this machine can run; numpy; for tests "
-                             "deferred, late on purpose, emulated, the CUDA kernels on the CPU, and paced:GFLOPS, "
-                             "which emulates slower compute by sleeping (default: %(default)s)")
+                             "deferred, late on purpose, emulated, the CUDA kernels on the CPU, deferred-emulated, "
+                             "both, and paced:GFLOPS, which emulates slower compute by sleeping (default: %(default)s)")
 
 
 def parse_window(text):
