@@ -360,6 +360,15 @@ class MeshAttention:
         """
         return gather(self._peers, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
 
+    def give(self, array):
+        """A NumPy array as the back end's own, for `forward` and `backward`: with "cuda" a CuPy array."""
+        self._check_open()
+        return self._backend.give(array)
+
+    def drain(self):
+        """Return when results are there: with "cuda" calls return when all is launched."""
+        self._backend.drain()
+
     def _layout(self, keys):
         self._check_open()
         return self.k_layout if keys else self.q_layout

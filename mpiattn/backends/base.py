@@ -73,6 +73,9 @@ class Backend(Protocol):
     def finish(self):
         """What the caller does from now on comes after all launches and copies so far."""
 
+    def drain(self):
+        """Return when all launches and copies so far are done; raise if a launch has failed."""
+
     # Launches
 
     def clear(self, out, lse):

@@ -9,7 +9,7 @@ results are allocated on the caller's stream, where the caller uses and frees th
 """
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 
 import numpy as np
@@ -197,6 +197,13 @@ class CudaBackend(_CupyLaunches):
         _wait_for(self.stream, [self._event(self._in)])
         _wait_for(self._caller(), [self._event(self.stream)])
 
+    def drain(self):
+        try:
+            for stream in (self.stream, self._out, self._in):
+                stream.synchronize()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            self._failed(error)
+
     # Wire
 
     def _done(self, event):
@@ -278,14 +285,14 @@ class CudaBackend(_CupyLaunches):
             if event is not None:
                 event.synchronize()
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
-            raise MpiattnError(f"the GPU {self.version} has failed: {error}") from error
+            self._failed(error)
+
+    def _failed(self, error):
+        raise MpiattnError(f"the GPU {self.version} has failed: {error}") from error
 
     def close(self):
-        try:
-            for stream in (self.stream, self._out, self._in):
-                stream.synchronize()
-        except self.cupy.cuda.runtime.CUDARuntimeError:
-            pass                                           # whoever waited has been told
+        with suppress(MpiattnError):                       # whoever waited has been told
+            self.drain()
         self._pinned.clear()
         self._held.clear()
         self._functions.clear()

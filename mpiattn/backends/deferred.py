@@ -41,10 +41,14 @@ class DeferredBackend(NumpyBackend):
         return array
 
     def begin(self):
-        self.wait(self._later(self._launches, (), int))
+        self.drain()
 
     def finish(self):
-        self.begin()
+        self.drain()
+
+    def drain(self):
+        for thread in (self._launches, self._copies_in):
+            self.wait(self._later(thread, (), int))
 
     def _later(self, thread, after, work, *args, share=1):
         delay = self._delays.uniform(0, LONGEST_DELAY / share)

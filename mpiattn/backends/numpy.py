@@ -77,6 +77,9 @@ class NumpyBackend:
     def finish(self):
         pass
 
+    def drain(self):
+        pass
+
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
         panels = PANEL * (head_dim + value_dim)
