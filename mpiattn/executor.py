@@ -300,9 +300,10 @@ class Executor:
         tokens = [count * want for count, want in zip(tokens, wanted)]
         posted = []
         for mine, arena in zip(own.arrays, gathered.arrays):
-            leaving = self.backend.outgoing(mine)
-            posted += self.exchange.allgather(comm, leaving if wanted[me] else leaving[:0],
-                                                self.backend.incoming(arena), tokens, starts, _row_bytes(arena))
+            leaving = self.exchange.whole(self.backend.outgoing(mine, own.ready, collective=True))
+            posted += self.exchange.allgather(
+                comm, leaving if wanted[me] else leaving[:0],
+                self.exchange.whole(self.backend.incoming(arena, collective=True)), tokens, starts, _row_bytes(arena))
 
         def place():
             unsent = [(me - other) % comm.size for other in range(comm.size) if not wanted[other]]
@@ -333,8 +334,8 @@ class Executor:
         posted = []
         for mine, arena in zip(leaving.arrays, received.arrays):
             posted += self.exchange.alltoall(
-                comm, self.backend.outgoing(mine, leaving.ready), tokens, starts,
-                self.backend.incoming(arena), received_tokens,
+                comm, self.exchange.whole(self.backend.outgoing(mine, leaving.ready, collective=True)), tokens, starts,
+                self.exchange.whole(self.backend.incoming(arena, collective=True)), received_tokens,
                 [self.buffers.slot_start(arena_of(kind), slot) for slot in slots], _row_bytes(arena), longest)
 
         def merge_in_order():

@@ -5,14 +5,17 @@ import os
 
 import numpy as np
 
+from ..errors import ArgumentError
 from . import paged, tiles
+from .base import WireBytes
 from .tiles import Panel, row_tiles
 
 PANEL = 4096            # keys of one head converted (or made contiguous) at a time
 MERGE_ROWS = 1024       # tokens merged at a time, to bound the temporaries
 
 
-def _flat(array):
+def flat(array):
+    """The bytes of a contiguous array, as an array."""
     return array.reshape(-1).view(np.uint8)
 
 
@@ -43,6 +46,7 @@ class NumpyBackend:
     name = "numpy"
     version = np.__version__
     meanwhile = None
+    staged_bytes = 0
 
     def __init__(self):
         self._scratch = {}
@@ -53,8 +57,28 @@ class NumpyBackend:
     def empty(self, shape, dtype):
         return np.empty(shape, dtype)
 
+    def array(self, name, thing):
+        if not isinstance(thing, np.ndarray) or isinstance(thing, np.ma.MaskedArray):
+            raise ArgumentError(f"{name} is a {type(thing).__name__}; it must be a NumPy array")
+        return thing
+
+    def result(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def give(self, array):
+        return array
+
     def contiguous(self, array):
         return np.ascontiguousarray(array)
+
+    def begin(self):
+        pass
+
+    def finish(self):
+        pass
+
+    def drain(self):
+        pass
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
@@ -193,14 +217,14 @@ class NumpyBackend:
 
     # Wire
 
-    def outgoing(self, array, after=()):
-        return _flat(array)
+    def outgoing(self, array, after=(), collective=False):
+        return WireBytes(flat(array))
 
     def sent(self, array):
         pass
 
-    def incoming(self, array, after=()):
-        return _flat(array)
+    def incoming(self, array, after=(), collective=False):
+        return WireBytes(flat(array))
 
     def arrived(self, array):
         pass

@@ -66,6 +66,7 @@ def add_arguments(parser):
     options.add_layout(parser)
     options.add_wire_dtype(parser)
     options.add_backend(parser)
+    options.add_transport(parser)
     options.add_max_memory(parser)
     options.add_machine(parser)
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
@@ -98,7 +99,7 @@ def _run(job, args):
         asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap)
     how = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "batch", "dtype", "causal",
                                                   "window", "direction", "layout", "wire_dtype", "backend",
-                                                  "max_memory", "machine", "timeout")}
+                                                  "transport", "max_memory", "machine", "timeout")}
     found, passes = [], []
     for of_size in asked:
         measured = measure.measure(job, of_size, how, choice.DIRECTIONS[args.direction], args.runs, args.warmup)

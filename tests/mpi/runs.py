@@ -11,6 +11,7 @@ from inspect import signature
 
 import numpy as np
 import pytest
+from caller import caller
 from dense import TOLERANCE, Inputs, Result, bits, draw_all, error, expected, gradients_at, largest, masks, wrong
 from mpi4py import MPI
 
@@ -51,10 +52,12 @@ def my_chunks(plan, q, k, v, *rest):
 
 def attend(plan, mine, call=None, backward=True):
     """What a plan makes of this rank's inputs."""
-    options = {**(call or {}), "sinks": mine.sinks}
-    out, lse = plan.forward(*mine[:3], **options)
-    grads = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, **options) if backward else ()
-    return Result(out, lse, *grads)
+    with caller(plan.backend) as (give, take):
+        mine = Inputs(*map(give, mine))
+        options = {**(call or {}), "sinks": mine.sinks}
+        out, lse = plan.forward(*mine[:3], **options)
+        grads = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, **options) if backward else ()
+        return Result(*take(out, lse, *grads))
 
 
 def run(comm, inputs, call=None, backward=True, **arguments):

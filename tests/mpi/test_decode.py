@@ -4,6 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from caller import caller
 from dense import TOLERANCE, Inputs, bits, largest, naive
 from runs import BACKENDS, agreed, narrow, on, once
 from test_counted import Counting
@@ -50,7 +51,9 @@ class Mirror:
             how["layout"] = layout = Layout(layout, tokens, self.comm.size)
             mine = layout.positions(self.comm.rank)
             k, v = k[:, mine], v[:, mine]
-        self.cache.append(k, v, **how)
+        with caller(self.cache.backend) as (give, take):
+            self.cache.append(give(k), give(v), **how)
+            take()
 
     def truncate(self, lengths):
         self.cache.truncate(lengths)
@@ -81,7 +84,8 @@ class Mirror:
         q = self.draw(len(how.get("sequences", self.whole)), queries, heads or 2 * self.shapes[0][0], self.shapes[0][1])
         for way in ways:
             call = {**how, "way": way} if way in WAYS else how
-            got = RINGS.get(way, tree_decode)(q, self.cache, **call)
+            with caller(self.cache.backend) as (give, take):
+                got = take(*RINGS.get(way, tree_decode)(give(q), self.cache, **call))
             agreed(self.comm, self.wrong(got, q, **how), (way, how))
             assert way in ("ring", "allreduce") or len(set(self.comm.allgather(bits(*got)))) == 1, (way, how)
         return q
