@@ -100,8 +100,10 @@ class Combiner:
     def _reduce(self, array, ready, result, free, operation, where, root=None):
         """Reduce an array into another, on all ranks or on `root`; returns the events of the result."""
         whole = root is None or root == self.peers.rank
-        leaving = self.backend.outgoing(array, ready).view(array.dtype)
-        arriving = self.backend.incoming(result, free).view(array.dtype) if whole else None
+        leaving = self.exchange.whole(self.backend.outgoing(array, ready, collective=True)).view(array.dtype)
+        arriving = None
+        if whole:
+            arriving = self.exchange.whole(self.backend.incoming(result, free, collective=True)).view(array.dtype)
         step = max(1, self.exchange.max_message // array.dtype.itemsize)
         for start in range(0, math.prod(array.shape), step):
             given, taken = leaving[start:start + step], arriving[start:start + step] if whole else None

@@ -5,19 +5,10 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 
 from .agreement import agreement
+from .arrays import checked, on_host
 from .combine import Partial
 from .errors import ArgumentError
 from .problem import Problem
-
-
-def _check_array(name, array, shape, dtype):
-    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
-    if len(array.shape) != len(shape) or any(b is not None and a != b for a, b in zip(array.shape, shape)):
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ArgumentError(f"{name} has shape {array.shape}; it must be ({wanted})")
-    if array.dtype.name != dtype or not array.dtype.isnative:
-        raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
 
 
 class Call:
@@ -32,7 +23,7 @@ class Call:
         self.cache, self.backend = cache, cache._backend
         with agreement(cache._peers) if check else nullcontext({}) as same:
             self.sequences = cache._sequences(sequences)
-            _check_array("q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
+            q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
             if root is not None and root not in range(cache.ranks):
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
             if way is not None and way not in ("auto", *ways):
@@ -43,8 +34,7 @@ class Call:
                                      causal=causal, scale=scale, window=window, softcap=softcap) for length in lengths]
             self.queries, self.heads = q.shape[1:3]
             if sinks is not None:
-                _check_array("sinks", sinks, (self.heads,), cache.partial_dtype)
-                sinks = self.backend.contiguous(sinks)
+                sinks = on_host(checked(self.backend, "sinks", sinks, (self.heads,), cache.partial_dtype))
             self.rows = len(self.sequences) * self.queries
             self.q = self.backend.contiguous(q).reshape(self.rows, self.heads, cache.head_dim)
             same |= {"q's number of queries and heads": q.shape[1:3], "sequences": self.sequences, "root": root,
@@ -102,22 +92,24 @@ class Call:
         for event in partial.ready:
             self.backend.wait(event)                    # it may have just arrived, which launches do not wait for
         if self.sinks is not None:
-            self.backend.sink(partial.out, partial.lse, self.sinks)
+            self.backend.sink(partial.out, partial.lse, self.backend.contiguous(self.sinks))
         cache = self.cache
         shape = len(self.sequences), self.queries, self.heads
-        lse = np.empty((shape[0], shape[2], shape[1]), cache.partial_dtype)
+        lse = self.backend.result((shape[0], shape[2], shape[1]), cache.partial_dtype)
         out = partial.out.reshape(*shape, cache.value_dim)
         if cache.dtype != cache.partial_dtype or not isinstance(out, np.ndarray):
-            out = np.empty(out.shape, cache.dtype)
+            out = self.backend.result(out.shape, cache.dtype)
             self.backend.copy(out, partial.out.reshape(out.shape))
-        self.backend.wait(self.backend.copy(lse, partial.lse.reshape(shape).transpose(0, 2, 1)))
+        self.backend.copy(lse, partial.lse.reshape(shape).transpose(0, 2, 1))
         return out, lse
 
     @contextmanager
     def transfers(self):
         """Run transfers; if they do not end, what is still under way must never meet another call's messages."""
         try:
+            self.backend.begin()
             yield
+            self.backend.finish()
         except BaseException:
             if not self.cache._home.wreck:
                 self.cache._peers.lost(self)

@@ -1,7 +1,14 @@
-"""Nonblocking messages of flat byte buffers, split where they are too long, and counted."""
+"""Nonblocking messages of flat byte buffers, split where they are too long, and counted.
+
+What leaves may not be ready yet, on a GPU: a message is then posted later, by whoever looks at any message or waits for
+one.  A rank that waits to receive so goes on sending, and no rank waits for ever.
+"""
 
 import time
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from mpi4py import MPI
 
@@ -11,10 +18,12 @@ MAX_MESSAGE = 2 ** 30     # bytes; below the 2^31 - 1 that an MPI count can say
 PROGRESS = 3e-4           # seconds between two calls that let MPI move messages while a rank computes
 
 
-class Posted(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Posted:
     """A request, and for a message that says what is missing, what it does: a verb, bytes, and the rank in a group.
 
-    peer: None for a collective of all the group.
+    request: None until the bytes are ready.  peer: None for a collective of all the group.  then: what is called once
+    it is complete, None once it has been.
     """
 
     request: MPI.Request
@@ -22,12 +31,14 @@ class Posted(NamedTuple):
     nbytes: int
     comm: MPI.Comm
     peer: int = None
+    then: Callable = None
 
 
 class Exchange:
     """Posts and completes transfers for one plan.
 
-    peers: the ranks of the plan, by whose numbers a failure names them.  A buffer is a flat array of uint8.
+    peers: the ranks of the plan, by whose numbers a failure names them.  Messages are of `WireBytes`, collectives of
+    flat arrays of uint8, see `whole`.
     max_message: bytes of the longest message; a longer one goes in pieces.  sent_bytes and sent_messages count what was
     handed to MPI for other ranks.
     """
@@ -37,25 +48,56 @@ class Exchange:
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0
+        self._later = deque()               # what waits for its bytes, in order: what will be posted, whether, and how
+        self._coming = []                   # what was posted and has something to call when it is complete
 
-    def _pieces(self, buffer):
-        size = len(buffer)
-        if size <= self.max_message:
-            return [buffer] if size else []
-        return [buffer[start:start + self.max_message] for start in range(0, size, self.max_message)]
-
-    def send(self, comm, buffer, dest, tag):
-        """Post a send; returns what was posted.  An empty buffer sends nothing."""
-        posted = [Posted(comm.Isend([piece, MPI.BYTE], dest, tag), "send", len(piece), comm, dest)
-                  for piece in self._pieces(buffer)]
-        self.sent_bytes += len(buffer)
+    def send(self, comm, wire, dest, tag):
+        """Post a send, at once or when its bytes are ready; returns what is posted.  No bytes send nothing."""
+        posted = self._messages(comm.Isend, "send", comm, wire, dest, tag)
+        self.sent_bytes += len(wire.array)
         self.sent_messages += len(posted)
         return posted
 
-    def receive(self, comm, buffer, source, tag):
-        """Post a receive of exactly the buffer's bytes; returns what was posted."""
-        return [Posted(comm.Irecv([piece, MPI.BYTE], source, tag), "receive", len(piece), comm, source)
-                for piece in self._pieces(buffer)]
+    def receive(self, comm, wire, source, tag):
+        """Post a receive of exactly the bytes, at once or when they may be written; returns what is posted."""
+        return self._messages(comm.Irecv, "receive", comm, wire, source, tag)
+
+    def _messages(self, post, verb, comm, wire, peer, tag):
+        posted, size, total = [], min(self.max_message, wire.piece or self.max_message), len(wire.array)
+        for start in range(0, total, size):
+            stop = min(start + size, total)
+            one = Posted(None, verb, stop - start, comm, peer, wire.taken and partial(wire.taken, start, stop))
+            message = [wire.array[start:stop] if size < total else wire.array, MPI.BYTE], peer, tag
+            if wire.ready is None:
+                one.request = post(*message)
+            else:
+                self._later.append((one, partial(wire.ready, stop), partial(post, *message)))
+            if one.then:
+                self._coming.append(one)
+            posted.append(one)
+        if self._later or self._coming:
+            self.progress()
+        return posted
+
+    def progress(self):
+        """Post what has become ready, in order, and pass on what has arrived."""
+        while self._later and self._later[0][1]():
+            one, _, message = self._later.popleft()
+            one.request = message()
+        if self._coming:
+            there = [one for one in self._coming if one.request is not None]
+            for i in MPI.Request.Testsome([one.request for one in there]) or ():
+                then, there[i].then = there[i].then, None
+                then()
+            self._coming = [one for one in self._coming if one.then]
+
+    def whole(self, wire):
+        """The array of all bytes, as a collective takes it, once they are ready."""
+        def ready():
+            self.progress()
+            return wire.ready is None or wire.ready(len(wire.array))
+        self.peers.until(ready, lambda: "for its own work")
+        return wire.array
 
     def _row_type(self, row_bytes):
         """A datatype of one token's bytes: counts and displacements in tokens cannot overflow."""
@@ -122,6 +164,10 @@ class Exchange:
 
     def complete(self, posted):
         """Let MPI move what was posted; whether it is complete."""
+        if self._later or self._coming:
+            self.progress()
+            if any(one.request is None or one.then for one in posted):
+                return False
         return MPI.Request.Testall([one.request for one in posted])
 
     def wait(self, posted, where=""):
@@ -130,7 +176,12 @@ class Exchange:
         where: in what, for the PeerFailure when it takes longer than the peers are waited for.
         """
         start = time.perf_counter()
-        self.peers.wait([one.request for one in posted], lambda: f"{where} to {self._missing(posted)}".lstrip())
+        def tell():
+            return f"{where} to {self._missing(posted)}".lstrip()
+        if self._later or self._coming:
+            self.peers.until(lambda: self.complete(posted), tell, posted)
+        else:
+            self.peers.wait([one.request for one in posted], tell)
         self.wait_seconds += time.perf_counter() - start
 
     def finish(self, request, verb, nbytes, where):
@@ -142,7 +193,7 @@ class Exchange:
         """What has not been completed, in words."""
         told = []
         for one in posted:
-            if one.request == MPI.REQUEST_NULL or one.request.Test():
+            if one.request is not None and (one.request == MPI.REQUEST_NULL or one.request.Test()):
                 continue
             ranks = range(one.comm.size) if one.peer is None else [one.peer]
             names = ", ".join(str(rank) for rank in translate_ranks(one.comm, ranks, self.peers.comm))

@@ -195,8 +195,18 @@ class Executor:
             return own                                # alone, or gathered by a collective, which has placed it
         for dst, src in zip(self.buffers.view(kind, self.buffers.packed_start(kind, 0), tokens[0]), own.arrays):
             self.backend.copy(dst, src)
+        self._clear(kind, [hop for hop in range(1, len(tokens)) if (kind, hop) not in self.chunks])
         ready = tuple(event for (k, _), chunk in self.chunks.items() if k == kind for event in chunk.ready)
         return Chunk(self.buffers.arena[kind], ready)
+
+    def _clear(self, kind, hops):
+        """Put zeros into a packed arena where chunks would be that nobody sends, since no pair of theirs is seen.
+
+        Memory with no contents may hold what is not finite, which launches treat with care, by other roundings.
+        """
+        for hop in hops:
+            self.backend.zero(self.buffers.view(kind, self.buffers.packed_start(kind, hop),
+                                                self.buffers.tokens(kind)[hop]))
 
     # Transfers
 
@@ -290,16 +300,18 @@ class Executor:
         tokens = [count * want for count, want in zip(tokens, wanted)]
         posted = []
         for mine, arena in zip(own.arrays, gathered.arrays):
-            leaving = self.backend.outgoing(mine)
-            posted += self.exchange.allgather(comm, leaving if wanted[me] else leaving[:0],
-                                                self.backend.incoming(arena), tokens, starts, _row_bytes(arena))
+            leaving = self.exchange.whole(self.backend.outgoing(mine, own.ready, collective=True))
+            posted += self.exchange.allgather(
+                comm, leaving if wanted[me] else leaving[:0],
+                self.exchange.whole(self.backend.incoming(arena, collective=True)), tokens, starts, _row_bytes(arena))
 
         def place():
-            if not wanted[me]:                            # then the collective has not placed my own either
-                at = self.buffers.view(kind, starts[me], self.buffers.tokens(kind)[0])
-                for event in gathered.ready:
-                    self.backend.wait(event)
-                for dst, src in zip(at, own.arrays):
+            unsent = [(me - other) % comm.size for other in range(comm.size) if not wanted[other]]
+            for event in gathered.ready if unsent else ():
+                self.backend.wait(event)
+            self._clear(kind, [hop for hop in unsent if hop])
+            if 0 in unsent:                               # then the collective has not placed my own either
+                for dst, src in zip(self.buffers.view(kind, starts[me], self.buffers.tokens(kind)[0]), own.arrays):
                     self.backend.copy(dst, src)
             self.chunks[kind, 0] = gathered
         return posted, own.arrays, gathered, place
@@ -322,8 +334,8 @@ class Executor:
         posted = []
         for mine, arena in zip(leaving.arrays, received.arrays):
             posted += self.exchange.alltoall(
-                comm, self.backend.outgoing(mine, leaving.ready), tokens, starts,
-                self.backend.incoming(arena), received_tokens,
+                comm, self.exchange.whole(self.backend.outgoing(mine, leaving.ready, collective=True)), tokens, starts,
+                self.exchange.whole(self.backend.incoming(arena, collective=True)), received_tokens,
                 [self.buffers.slot_start(arena_of(kind), slot) for slot in slots], _row_bytes(arena), longest)
 
         def merge_in_order():

@@ -7,6 +7,7 @@ import numpy as np
 
 from . import backends, tree
 from .agreement import agree_on, agreement
+from .arrays import checked
 from .combine import Combiner
 from .errors import ArgumentError, MpiattnError
 from .exchange import MAX_MESSAGE, Exchange
@@ -16,6 +17,7 @@ from .mesh import Home
 from .pages import Pages, stretches
 from .peers import check_timeout, time_limit
 from .problem import Problem
+from .transport import check_transport, make_backend
 from .tuned import machine_for
 
 
@@ -37,7 +39,7 @@ class KVCache:
     kv_heads, head_dim, value_dim: of the keys and values; value_dim is head_dim if left out.
     dtype: "float16", "bfloat16", "float32" or "float64", of keys, values and queries.
     page_size: tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
-    backend: "numpy" or "auto".
+    backend, transport: as of `MeshAttention`.
     machine: whose predicted times choose how results are combined, as of `MeshAttention`; then the one that was found.
     max_message, timeout: as of `MeshAttention`.
 
@@ -45,7 +47,7 @@ class KVCache:
     """
 
     def __init__(self, comm, *, capacity, kv_heads, head_dim, value_dim=None, sequences=1, dtype="float32",
-                 page_size=64, backend="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
+                 page_size=64, backend="auto", transport="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
         check_timeout(timeout)
         self._home = Home.enter(comm, time_limit(timeout))
         try:
@@ -57,12 +59,14 @@ class KVCache:
                         raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
                 if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
                     raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
-                self._backend = backends.get(backend)
-            peers.idle = self._backend.idle
+                check_transport(backend, transport)
             agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
                              "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
-                             "page_size": page_size, "backend": self._backend.name, "machine": machine,
+                             "page_size": page_size, "backend": backends.resolved(backend), "transport": transport,
+                             "machine": machine,
                              "max_message": max_message, "timeout": timeout})
+            self._backend = make_backend(peers, self._home.nodes, backend, transport)
+            peers.idle = self._backend.idle
             self.rank, self.ranks = peers.rank, peers.size
             self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim
             self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
@@ -143,7 +147,7 @@ class KVCache:
         self._check_open()
         with agreement(self._peers) if check else nullcontext({}) as same:
             sequences = self._sequences(sequences)
-            tokens = self._check_tokens(k, v, sequences, layout)
+            k, v, tokens = self._check_tokens(k, v, sequences, layout)
             counts = self._counts(counts, sequences, tokens)
             same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
         ledgers = [self._ledgers[sequence].copy() for sequence in sequences]
@@ -167,15 +171,15 @@ class KVCache:
                                   "tokens in all")
             error.everywhere = True                     # every rank knows what all ranks hold
             raise error
-        event = None
+        self._backend.begin()
         for i, (sequence, ledger) in enumerate(zip(sequences, ledgers)):
-            event = self._write(sequence, ledger, k[i], v[i], mine) or event
+            self._write(sequence, ledger, k[i], v[i], mine)
         self._in_use = in_use
-        self._backend.wait(event)                       # the caller's arrays are the caller's again
+        self._backend.finish()                          # the caller's arrays are the caller's again
 
     def _write(self, sequence, ledger, k, v, mine):
-        """Put the tokens of `ledger` that are new into pages; returns the event."""
-        before, event = self._ledgers[sequence], None
+        """Launch the copying of the tokens of `ledger` that are new into pages."""
+        before = self._ledgers[sequence]
         at = before.length(self.rank)
         self._pages.resize(sequence, ledger.length(self.rank))
         self._ledgers[sequence] = ledger
@@ -187,10 +191,8 @@ class KVCache:
             for first, last in stretches(table, self.page_size, at + done, at + done + len(new)):
                 part, rows = rows[:last - first], rows[last - first:]
                 for pool, source in zip(self._pools, (k, v)):
-                    event = self._backend.copy(pool[:, first:last],
-                                               source[part.start:part.stop:part.step].swapaxes(0, 1))
+                    self._backend.copy(pool[:, first:last], source[part.start:part.stop:part.step].swapaxes(0, 1))
             done += len(new)
-        return event
 
     def truncate(self, lengths, *, sequences=None, check=True):
         """Keep the first tokens of sequences and give up the pages of the others; collective.
@@ -230,8 +232,10 @@ class KVCache:
         """Copies of this rank's keys and values of a sequence, (tokens, kv_heads, dim), in order of position."""
         self._check_open()
         count = self._ledgers[sequence].length(self.rank)
-        copies = [np.empty((count, self.kv_heads, pool.shape[2]), self.dtype) for pool in self._pools]
-        self._backend.wait(self._copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies]))
+        copies = [self._backend.result((count, self.kv_heads, pool.shape[2]), self.dtype) for pool in self._pools]
+        self._backend.begin()
+        self._copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])
+        self._backend.finish()
         return copies
 
     def _copy_out(self, sequence, arrays):
@@ -286,19 +290,13 @@ class KVCache:
         return numbers
 
     def _check_tokens(self, k, v, sequences, layout):
-        """Number of tokens that are given, by all ranks together."""
+        """k and v as arrays of the back end, and the number of tokens that are given, by all ranks together."""
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
             raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, one a rank")
-        for name, array, dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
-            if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-                raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
-            tokens = (k.shape[1] if k.ndim == 4 else 0) if layout is None else layout.length(self.rank)
-            shape = len(sequences), tokens, self.kv_heads, dim
-            if array.shape != shape:
-                raise ArgumentError(f"{name} has shape {array.shape}; on this rank it must be {shape}")
-            if array.dtype.name != self.dtype or not array.dtype.isnative:
-                raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {self.dtype}")
-        return k.shape[1] if layout is None else layout.seqlen
+        tokens = None if layout is None else layout.length(self.rank)
+        k = checked(self._backend, "k", k, (len(sequences), tokens, self.kv_heads, self.head_dim), self.dtype)
+        v = checked(self._backend, "v", v, (len(sequences), k.shape[1], self.kv_heads, self.value_dim), self.dtype)
+        return k, v, k.shape[1] if layout is None else layout.seqlen
 
     @staticmethod
     def _counts(counts, sequences, tokens):

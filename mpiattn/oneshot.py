@@ -1,8 +1,7 @@
 """`attention`: a plan made for the chunks at hand, run once and closed."""
 
-import numpy as np
-
 from .agreement import agreement
+from .backends.cuda_arrays import as_cupy, load_cupy, on_device
 from .errors import ArgumentError
 from .layout import Layout
 from .mesh import Home
@@ -15,7 +14,8 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
 
     q, k, v: this rank's chunks, as for `MeshAttention.forward`.  With the default layout they are consecutive
     pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
-    "zigzag" they are what `Layout` says.  options: further arguments of `MeshAttention`.
+    "zigzag" they are what `Layout` says.  options: further arguments of `MeshAttention`, of which backend is by default
+    "cuda" for arrays on a GPU, else "numpy".
 
     Returns out and lse.  To run more than once, make a plan.
     """
@@ -24,15 +24,19 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     peers = home.peers(limit)
     try:
         with agreement(peers):
+            if options.get("backend", "auto") == "auto" and on_device(q):
+                options["backend"] = "cuda"
+            if options.get("backend") == "cuda":
+                q, k, v = (as_cupy(load_cupy(), name, array) for name, array in (("q", q), ("k", k), ("v", v)))
             for name, array in (("q", q), ("k", k), ("v", v)):
-                if not isinstance(array, np.ndarray) or array.ndim != 4:
+                if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
                     raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)")
         lengths = peers.allgather((q.shape[1], k.shape[1]))
         q_sizes, k_sizes = zip(*lengths)
         if layout == "contiguous":
             layout = tuple(Layout(layout, sum(sizes), comm.size, sizes) for sizes in (q_sizes, k_sizes))
         with MeshAttention(comm, batch=q.shape[0], seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=q.shape[2],
-                           kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=q.dtype.name,
+                           kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=str(q.dtype),
                            causal=causal, scale=scale, layout=layout, **options) as plan:
             return plan.forward(q, k, v)
     finally:
@@ -40,4 +44,4 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
 
 
 def _what(array):
-    return f"of shape {array.shape}" if isinstance(array, np.ndarray) else f"a {type(array).__name__}"
+    return f"of shape {tuple(array.shape)}" if hasattr(array, "shape") else f"a {type(array).__name__}"

@@ -59,14 +59,21 @@ class Peers:
 
         tell: called when time is up for what this rank was waiting for, for the message.
         """
-        if MPI.Request.Testall(requests):
+        self.until(lambda: MPI.Request.Testall(requests), tell, requests)
+
+    def until(self, done, tell=None, kept=None):
+        """Call `done`, which lets MPI move messages, until it says that it is.
+
+        tell: as of `wait`.  kept: what MPI may still use when time is up.
+        """
+        if done():
             return
         waited, last = 0.0, time.monotonic()
-        while not MPI.Request.Testall(requests):
+        while not done():
             now = time.monotonic()
             waited, last = waited + min(now - last, SUSPENDED), now
             if waited > self.timeout:
-                self.lost(requests)
+                self.lost(kept)
                 raise PeerFailure(f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
                                   f"{self.timeout:g} s {tell() if tell else 'for the other ranks'}")
             self.idle()

@@ -7,6 +7,7 @@ import numpy as np
 from . import memory
 from .activity import Activity
 from .agreement import agree_on, agreement
+from .arrays import Folding, checked, on_host
 from .choice import times_as_long
 from .documents import documents
 from .errors import ArgumentError, MpiattnError
@@ -43,7 +44,10 @@ class MeshAttention:
     wire_dtype: in which partials (out, dq, dk, dv, not lse) travel; default the dtype in which they accumulate,
         float32 (float64 for float64).  A narrower one takes fewer bytes and rounds each partial once, which only the
         direct route can promise.
-    backend: "numpy" or "auto".
+    backend: "numpy", "cuda" (CuPy and a GPU) or "auto", which is "numpy".  "cuda" takes CuPy arrays, other libraries'
+        on the GPU, without a copy, and NumPy's; its results are CuPy's.
+    transport: of "cuda": "staged", through pinned host memory; "device", where MPI takes device memory itself; "auto",
+        "device" where that has been seen to work.
     max_message: bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and
         gather down to one token's row.
     max_memory: bytes that a rank may need at most (`Choice.nbytes`, without the back end's scratch): tiles and
@@ -63,7 +67,7 @@ class MeshAttention:
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
                  window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto",
                  schedule="auto", route="auto", direction="forward", wire_dtype=None, backend="auto",
-                 max_message=MAX_MESSAGE, max_memory=None, machine=None, overlap=True, timeout=None):
+                 transport="auto", max_message=MAX_MESSAGE, max_memory=None, machine=None, overlap=True, timeout=None):
         limit = time_limit(timeout)
         self._home, self._mesh = Home.enter(comm, limit), None
         try:
@@ -73,8 +77,8 @@ class MeshAttention:
                      "window": window, "softcap": softcap, "wire_dtype": wire_dtype}
             self._plan, self._backend = settle(self._home, peers, shape, {
                 "tile": tile, "layout": layout, "schedule": schedule, "route": route, "direction": direction,
-                "backend": backend, "max_message": max_message, "max_memory": max_memory, "machine": machine,
-                "overlap": overlap, "timeout": timeout})
+                "backend": backend, "transport": transport, "max_message": max_message, "max_memory": max_memory,
+                "machine": machine, "overlap": overlap, "timeout": timeout})
             self.problem, chosen = self._plan.problem, self._plan.choice
             self.schedule, self._layouts = self._plan.schedule(), chosen.layouts        # these by rank of the mesh
             self.q_layout, self.k_layout = self._plan.layouts_by_rank()
@@ -90,7 +94,7 @@ class MeshAttention:
             p = self.problem
             self._nbytes = (memory.chunk_bytes(p, tokens, tokens_k) + self._executor.nbytes
                             + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
-            self._backward = None
+            self._folding, self._backward = Folding(self._backend, p.batch), None
         except BaseException:
             self._home.leave(self._mesh)
             self._home = None
@@ -153,9 +157,9 @@ class MeshAttention:
         """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch.
 
         Where batch > 1 that includes a second q, k and v: `forward` folds the batch into the heads.  Once
-        `backward` has been called it includes what that needs.
+        `backward` has been called it includes what that needs, and with "cuda" the pinned memory taken so far.
         """
-        return self._nbytes
+        return self._nbytes + self._backend.staged_bytes
 
     @property
     def sent(self):
@@ -227,19 +231,18 @@ class MeshAttention:
         self._check_open()
         p, tokens = self.problem, len(self.positions)
         with self._agreement(check):
-            self._check_inputs(q, k, v)
-            sinks = self._sinks(sinks)
+            inputs, sinks = self._inputs(q, k, v), self._sinks(sinks)
             activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
-            out = np.empty((p.batch, tokens, p.heads, p.value_dim), p.dtype)
-            lse = np.empty((p.batch, p.heads, tokens), p.partial_dtype)
-            chunks = [self._fold(array) for array in (q, k, v)]
+            out = self._backend.result((p.batch, tokens, p.heads, p.value_dim), p.dtype)
+            lse = self._backend.result((p.batch, p.heads, tokens), p.partial_dtype)
+            chunks = [self._folding.fold(array) for array in inputs]
         self._agree_on_call(check, activity, sinks)
         with self._pass(self._executor):
             partial_out, partial_lse = self._executor.run(chunks[:1], chunks[1:], activity, progress)["O"]
             if sinks is not None:
-                self._backend.sink(partial_out, partial_lse, sinks)
-            self._unfold(out, partial_out)
-            self._backend.wait(self._backend.copy(lse, self._by_batch(partial_lse).transpose(1, 2, 0)))
+                self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
+            self._folding.unfold(out, partial_out)
+            self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
@@ -257,32 +260,30 @@ class MeshAttention:
         self._check_open()
         p, tokens = self.problem, len(self.positions)
         with self._agreement(check):
-            self._check_inputs(q, k, v)
-            self._check("dout", dout, (p.batch, tokens, p.heads, p.value_dim))
-            self._check("out", out, (p.batch, tokens, p.heads, p.value_dim))
-            for name, array in (("lse", lse), ("dlse", dlse)):
-                if array is not None or name == "lse":
-                    self._check(name, array, (p.batch, p.heads, tokens), p.partial_dtype)
+            q, k, v = self._inputs(q, k, v)
+            dout, out = (self._checked(name, array, (p.batch, tokens, p.heads, p.value_dim))
+                         for name, array in (("dout", dout), ("out", out)))
+            lse = self._checked("lse", lse, (p.batch, p.heads, tokens), p.partial_dtype)
+            dlse = None if dlse is None else self._checked("dlse", dlse, lse.shape, p.partial_dtype)
             sinks = self._sinks(sinks)
             activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
-            executor = self._backward_executor()
-            grads = [np.empty(array.shape, p.dtype) for array in (q, k, v)]
-            chunks = [self._fold(array) for array in (q, dout, out, k, v)]
-            lse, dlse = (None if array is None else self._fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
+            executor, fold = self._backward_executor(), self._folding.fold
+            grads = [self._backend.result(array.shape, p.dtype) for array in (q, k, v)]
+            queries, dout, out, *keys = map(fold, (q, dout, out, k, v))
+            lse, dlse = (None if array is None else fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
             delta = self._backend.empty(lse.shape, p.partial_dtype)
+            self._backend.delta(delta, dout, out, dlse)
         self._agree_on_call(check, activity, sinks)
         with self._pass(executor):
-            queries, dout, out, *keys = chunks
-            self._backend.wait(self._backend.delta(delta, dout, out, dlse))
             results = executor.run([queries, dout, lse, delta], keys, activity, progress)
             for grad, partial in zip(grads, (*results["dQ"], *results["dKV"])):
-                event = self._unfold(grad, partial)
+                self._folding.unfold(grad, partial)
             if sinks is not None:
-                dsinks = self._backend.empty(sinks.shape, p.partial_dtype)
-                event = self._backend.sink_gradient(dsinks, sinks, lse, delta)
-            self._backend.wait(event)
-            if sinks is not None:
-                grads.append(self._sum_over_ranks(dsinks.reshape(p.batch, p.heads).sum(axis=0)))
+                dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
+                self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
+        if sinks is not None:
+            mine = on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
+            grads.append(self._backend.give(self._sum_over_ranks(mine)))
         return tuple(grads)
 
     def _agreement(self, check):
@@ -292,7 +293,9 @@ class MeshAttention:
     def _pass(self, executor):
         """Run a pass; if it does not end, what is still under way must never meet another plan's messages."""
         try:
+            self._backend.begin()
             yield
+            self._backend.finish()
             executor.forget()
         except BaseException:
             self._mesh.abandon(executor)
@@ -315,62 +318,56 @@ class MeshAttention:
             agree_on(self._peers, {
                 "documents (cu_seqlens or lengths)":
                     groups and tuple((q_cuts.tolist(), k_cuts.tolist()) for q_cuts, k_cuts in groups),
-                "sinks": None if sinks is None else sinks[:self.problem.heads].tolist()})
+                "sinks": None if sinks is None else sinks.tolist()})
 
     def _sinks(self, sinks):
-        """Sinks of the folded heads, or None."""
+        """Sinks as a NumPy array, or None."""
         if sinks is None:
             return None
-        self._check("sinks", sinks, (self.problem.heads,), self.problem.partial_dtype)
+        return on_host(self._checked("sinks", sinks, (self.problem.heads,), self.problem.partial_dtype))
+
+    def _folded_sinks(self, sinks):
         return self._backend.contiguous(np.tile(sinks, self.problem.batch))
 
     def _sum_over_ranks(self, mine):
         """The sum of a small array over the ranks, in order of rank, so that it is the same on all."""
         return np.sum(self._peers.allgather(mine), axis=0)
 
-    def _check_inputs(self, q, k, v):
+    def _inputs(self, q, k, v):
         p, tokens, tokens_k = self.problem, len(self.positions), len(self.positions_k)
-        self._check("q", q, (p.batch, tokens, p.heads, p.head_dim))
-        self._check("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim))
-        self._check("v", v, (p.batch, tokens_k, p.kv_heads, p.value_dim))
+        return (self._checked("q", q, (p.batch, tokens, p.heads, p.head_dim)),
+                self._checked("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim)),
+                self._checked("v", v, (p.batch, tokens_k, p.kv_heads, p.value_dim)))
 
-    def _check(self, name, array, shape, dtype=None):
-        dtype = dtype or self.problem.dtype
-        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-            raise ArgumentError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
-        if array.shape != shape:
-            raise ArgumentError(f"{name} has shape {array.shape}; on this rank it must be {shape}")
-        if array.dtype.name != dtype or not array.dtype.isnative:
-            raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
-
-    def _fold(self, array):
-        """(batch, tokens, heads, ...) as (tokens, batch * heads, ...), contiguous; copied unless it is so already."""
-        batch, tokens, heads, *dim = array.shape
-        return self._backend.contiguous(array.swapaxes(0, 1)).reshape(tokens, batch * heads, *dim)
-
-    def _by_batch(self, array):
-        """(tokens, batch * heads, ...) as (tokens, batch, heads, ...)."""
-        tokens, heads, *dim = array.shape
-        return array.reshape(tokens, self.problem.batch, heads // self.problem.batch, *dim)
-
-    def _unfold(self, dst, src):
-        """Copy a folded partial into an array (batch, tokens, heads, dim), cast; returns the event."""
-        return self._backend.copy(dst, self._by_batch(src).swapaxes(0, 1))
+    def _checked(self, name, array, shape, dtype=None):
+        return checked(self._backend, name, array, shape, dtype or self.problem.dtype)
 
     def scatter(self, array, *, root=0, axis=1, keys=False):
         """This rank's chunk of a whole array whose tokens lie along `axis`, in natural order; collective.
 
         array: the whole, needed on `root` only; with root=None every rank gives it and nothing is sent.
         keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
+        On the back end "cuda" it is a CuPy array.
         """
-        return scatter(self._peers, self._layout(keys), array, root, axis, self._exchange.max_message)
+        chunk = scatter(self._peers, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
+        return self._backend.give(chunk)
 
     def gather(self, chunk, *, root=0, axis=1, keys=False):
         """The whole array of the ranks' chunks, in natural order; None except on `root`; collective.
 
-        chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole.
+        chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole, which
+        is a NumPy array: one device may not have the memory for it.
         """
-        return gather(self._peers, self._layout(keys), chunk, root, axis, self._exchange.max_message)
+        return gather(self._peers, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
+
+    def give(self, array):
+        """A NumPy array as the back end's own, for `forward` and `backward`: with "cuda" a CuPy array."""
+        self._check_open()
+        return self._backend.give(array)
+
+    def drain(self):
+        """Return when results are there: with "cuda" calls return when all is launched."""
+        self._backend.drain()
 
     def _layout(self, keys):
         self._check_open()

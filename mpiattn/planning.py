@@ -13,13 +13,8 @@ from .peers import check_timeout
 from .problem import Problem
 from .simulate import simulate
 from .tiling import parse_tile
+from .transport import check_transport, make_backend, one_of
 from .tuned import machine_for
-
-
-def one_of(name, value, choices):
-    """Raise ArgumentError unless a value is among the choices."""
-    if value not in choices:
-        raise ArgumentError(f"{name} is {value!r}; it may be {', '.join(map(str, choices))}")
 
 
 @dataclass(frozen=True)
@@ -32,6 +27,7 @@ class Options:
     route: str = "auto"
     direction: str = "forward"
     backend: str = "auto"
+    transport: str = "auto"
     max_message: int = MAX_MESSAGE
     max_memory: int = None
     machine: Machine = None
@@ -44,6 +40,7 @@ class Options:
         one_of("direction", self.direction, tuple(choice.DIRECTIONS))
         one_of("schedule", self.schedule, (*cost.SCHEDULES, "auto"))
         one_of("overlap", self.overlap, (True, False))
+        check_transport(self.backend, self.transport)
         choice.routes(self.route, problem, DEFAULT)
         if isinstance(self.max_message, bool) or not isinstance(self.max_message, int) or not (
                 0 < self.max_message < 2 ** 31):
@@ -96,9 +93,9 @@ def settle(home, peers, shape, options):
     with agreement(peers):
         problem, asked = Problem(**shape), Options(**options)
         checked = asked.checked(problem, ranks)
-        backend = backends.get(asked.backend)
     agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options},
-                     "backend": backend.name})
+                     "backend": backends.resolved(asked.backend)})
+    backend = make_backend(peers, home.nodes, asked.backend, asked.transport)
     # pieces that the caller has cut are his to hold; else the mesh goes by nodes
     order = home.order if isinstance(asked.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]

@@ -103,9 +103,10 @@ def _gather(call, mine, chunks):
     exchange, backend, comm = call.cache._exchange, call.backend, call.cache._peers.comm
     row = call.heads * (call.cache.value_dim + 1)
     arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
-    posted = exchange.allgather(comm, backend.outgoing(mine.packed, mine.ready), backend.incoming(arena),
-                                [len(rows) for rows in chunks], [rows.start for rows in chunks],
-                                row * arena.dtype.itemsize)
+    leaving = exchange.whole(backend.outgoing(mine.packed, mine.ready, collective=True))
+    arriving = exchange.whole(backend.incoming(arena, collective=True))
+    posted = exchange.allgather(comm, leaving, arriving, [len(rows) for rows in chunks],
+                                [rows.start for rows in chunks], row * arena.dtype.itemsize)
     exchange.wait(posted, "gathering results")
     backend.sent(mine.packed)
     backend.wait(backend.arrived(arena))

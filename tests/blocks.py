@@ -1,6 +1,11 @@
 """One block of attention alone: inputs, row intervals, and dense attention of them in float64."""
 
+import ml_dtypes
 import numpy as np
+from dense import error, largest
+
+EPSILON = {dtype: float(ml_dtypes.finfo(dtype).eps) for dtype in ("float32", "float16", "bfloat16")}
+NOISE = 2e-6                # of float32 sums, of max|result|
 
 
 def dense(q, k, v, begin, end, scale, softcap=None):
@@ -69,6 +74,15 @@ def partial(backend, tokens, heads, value_dim, dtype):
     out, lse = backend.empty((tokens, heads, value_dim), dtype), backend.empty((tokens, heads), dtype)
     backend.clear(out, lse)
     return out, lse
+
+
+def assert_rounded(got, ref, v):
+    """Rounding a weight moves a row by half an epsilon of its values at most; float32 does not round them."""
+    dtype = v.dtype.name
+    rounding = 0 if dtype == "float32" else 1.01 * EPSILON[dtype] / 2 * largest(v.astype(np.float64))
+    assert (np.isneginf(got[1]) == np.isneginf(ref[1])).all()
+    assert error(got[0], ref[0]) <= rounding + NOISE * largest(ref[0])
+    assert error(got[1], ref[1]) <= NOISE * max(largest(ref[1]), 1)
 
 
 def dense_gradients(q, dout, lse, delta, k, v, begin, end, scale, softcap=None):

@@ -12,7 +12,7 @@ import launch
 import pytest
 
 from mpiattn import host
-from mpiattn.check.gpuprobe import SENDING, probe
+from mpiattn.gpuprobe import SENDING, probe
 
 CHECK = [sys.executable, "-m", "mpiattn", "check"]
 # Spoils something on this rank, then runs the command line.

@@ -15,7 +15,7 @@ from mpiattn.sources import kernel_dir
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.MISSING is not None, reason=str(nvrtc.MISSING))
 DTYPES = {2: "bfloat16", 4: "float32"}
-PARTIALS = ("merge", "add", "delta", "sink", "sink_gradient")
+PARTIALS = ("merge", "add", "unnormalize", "normalize", "delta", "sink", "sink_gradient")
 
 
 def built(kernels, architecture):
@@ -36,6 +36,16 @@ def test_no_entry_of_the_tile_table_spills(work, architecture):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_pages_spill_nothing(architecture):
+    """Looking keys up in pages takes registers; page sizes that are a power of two and that are not."""
+    kernels = [attention_kernel("decode", DTYPES[size], dim, dim, packed, 0, page_size=page)[0]
+               for size, table in TILES["decode"].items() for dim in table for packed, page in ((8, 64), (1, 5))]
+    for kernel, report in zip(kernels, built(kernels, architecture)):
+        assert not report.spilled and not report.stack, kernel
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_100"])
 def test_every_kernel_compiles(architecture):
     """On the architectures that the table was not made for; capped scores, odd dims, packed heads; small kernels."""
@@ -43,6 +53,7 @@ def test_every_kernel_compiles(architecture):
     kernels += [cast_kernel("float16", "float32"), cast_kernel("bfloat16", "float16")]
     for work in TILES:
         kernels += [attention_kernel(work, *of)[0] for of in (("float16", 128, 64, 8, 2), ("float32", 60, 36, 3, 1))]
+    kernels += [attention_kernel("decode", dtype, 128, 128, 8, 2, page_size=16)[0] for dtype in DTYPES.values()]
     kernels.append(hulls_kernel(3, kernel_tiles.tile("gradient_kv", 2, 128, 128)))
     for kernel, report in zip(kernels, built(kernels, architecture)):
         assert report.cubin[:4] == b"\x7fELF", kernel

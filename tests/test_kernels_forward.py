@@ -2,10 +2,9 @@
 
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
-from blocks import MASKS, chunks, dense, everything, partial, windows
+from blocks import EPSILON, MASKS, NOISE, assert_rounded, chunks, dense, everything, partial, windows
 from dense import bits, error, largest
 
 from mpiattn import backends
@@ -13,9 +12,6 @@ from mpiattn.backends import emulated
 from mpiattn.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
-
-EPSILON = {dtype: float(ml_dtypes.finfo(dtype).eps) for dtype in ("float32", "float16", "bfloat16")}
-NOISE = 2e-6                # of float32 sums, of max|result|
 
 
 @pytest.fixture(params=[False, True], ids=["ascending", "descending"])
@@ -33,15 +29,6 @@ def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None):
     return out, lse
 
 
-def assert_right(got, ref, v):
-    """Rounding a weight moves a row by half an epsilon of its values at most; float32 does not round them."""
-    dtype = v.dtype.name
-    rounding = 0 if dtype == "float32" else 1.01 * EPSILON[dtype] / 2 * largest(v.astype(np.float64))
-    assert (np.isneginf(got[1]) == np.isneginf(ref[1])).all()
-    assert error(got[0], ref[0]) <= rounding + NOISE * largest(ref[0])
-    assert error(got[1], ref[1]) <= NOISE * max(largest(ref[1]), 1)
-
-
 # dtype, head dim, value dim, heads, KV heads, queries, keys
 SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 200, 150),
           ("float16", 96, 32, 6, 2, 70, 90), ("bfloat16", 192, 128, 1, 1, 150, 100),
@@ -55,14 +42,14 @@ def test_forward(backend, shape):
     q, k, v = chunks(queries, keys, heads, kv_heads, head_dim, value_dim, dtype)
     for name, mask in MASKS.items():
         begin, end = mask(queries, keys)
-        assert_right(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v), name
+        assert_rounded(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v), name
 
 
 @pytest.mark.parametrize(("scale", "softcap"), [(0.3, 4.0), (-0.3, None), (0.0, None), (-0.3, 4.0)])
 def test_scores(backend, scale, softcap):
     q, k, v = chunks(130, 70, 2, 2, 64, 64, "float16")
     begin, end = windows(130, 70)
-    assert_right(attend(backend, q, k, v, begin, end, scale, softcap), dense(q, k, v, begin, end, scale, softcap), v)
+    assert_rounded(attend(backend, q, k, v, begin, end, scale, softcap), dense(q, k, v, begin, end, scale, softcap), v)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -72,17 +59,17 @@ def test_decode(backend, dtype, heads, kv_heads, queries):
     q, k, v = chunks(queries, 400, heads, kv_heads, 64, 64, dtype)
     for mask in MASKS.values():
         begin, end = mask(queries, 400)
-        assert_right(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v)
+        assert_rounded(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v)
     into = attend(backend, q, k[:150], v[:150], *everything(queries, 150))
     attend(backend, q, k[150:], v[150:], *everything(queries, 250), into=into)
-    assert_right(into, dense(q, k, v, *everything(queries, 400), 0.3), v)
+    assert_rounded(into, dense(q, k, v, *everything(queries, 400), 0.3), v)
 
 
 def test_groups_of_heads_have_their_own_intervals(backend):
     for groups, heads, kv_heads in ((2, 4, 2), (4, 4, 4)):
         q, k, v = chunks(70, 90, heads, kv_heads, 64, 64, "float32")
         begin, end = windows(70, 90, groups)
-        assert_right(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v)
+        assert_rounded(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v)
     with pytest.raises(ArgumentError, match="3 groups"):
         attend(backend, q, k, v, *np.zeros((2, 3, 70), np.int32))
 
@@ -98,7 +85,7 @@ def test_carry_in(backend, dtype):
         for first, last in pieces:
             at = [np.clip(edge, first, last) - first for edge in (begin, end)]
             attend(backend, q, k[first:last], v[first:last], *at, into=into)
-        assert_right(into, whole, v)
+        assert_rounded(into, whole, v)
     before, nothing = bits(*into), np.zeros_like(begin)
     attend(backend, q, k, v, nothing, nothing, into=into)
     attend(backend, q, k[:0], v[:0], nothing, nothing, into=into)

@@ -5,8 +5,10 @@
 // softmax and the product with V, V during the product with K.  Scores stay in registers.
 //
 // grid: (tiles of rows, KV heads, splits).  With more than one split, which decoding needs, each goes through its part of the keys
-// and writes a partial of its own, (splits, tokens, heads, VALUE_DIM) and (splits, tokens, heads), for merge.cu to put together.
+// and writes a partial of its own, (splits, tokens, heads, VALUE_DIM) and (splits, tokens, heads), for `merge` to put together.
+// So does it, even with one split, with -DPAGE_SIZE=, where the keys lie in pages (keys.cuh): there is nothing to add to.
 
+#include "keys.cuh"
 #include "product.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
@@ -79,8 +81,8 @@ __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int* __restrict__ begin,
-        const int* __restrict__ end, float* __restrict__ out, float* __restrict__ lse, int tokens, int keys, int kv_heads,
-        int groups, float inner, float factor) {
+        const int* __restrict__ end, const int* __restrict__ pages, float* __restrict__ out, float* __restrict__ lse,
+        int tokens, int count, int slots, int kv_heads, int groups, float inner, float factor) {
     const int kv_head = blockIdx.y, splits = gridDim.z;
     const Rows rows(tokens, kv_heads, kv_head);
     const Intervals intervals(begin, end, kv_head * groups / kv_heads, tokens);
@@ -89,6 +91,9 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
     const int last_row = min(first_row + TILE_ROWS, rows.count);
     const Hull hull = hull_of(intervals, Rows::token(first_row), Rows::token(last_row - 1) + 1);
 
+    // What follows the last key that is seen may hold anything, and bits must not depend on it: zeros take its place.
+    const Keys keys = {pages, min(count, hull.hi), slots, kv_heads, kv_head};
+
     const int all = hull.empty() ? 0 : (hull.hi - hull.lo + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int share = (all + splits - 1) / splits, skipped = min(all, int(blockIdx.z) * share);
     const int tiles = min(share, all - skipped), first_key = hull.lo + skipped * TILE_COLUMNS;
@@ -96,14 +101,14 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
     const auto load_k = [&](int tile) {
         if (tile < tiles)
             copy_rows<KTile, HEAD_DIM, THREADS>(K_AT + tile % STAGES * KTile::BYTES, k, [&](int j) {
-                return key_start<HEAD_DIM>(first_key + tile * TILE_COLUMNS + j, keys, kv_heads, kv_head);
+                return keys.start<HEAD_DIM>(first_key + tile * TILE_COLUMNS + j);
             });
         commit_copies();
     };
     const auto load_v = [&](int tile) {
         if (tile < tiles)
             copy_rows<VTile, VALUE_DIM, THREADS>(V_AT + tile % STAGES * VTile::BYTES, v, [&](int j) {
-                return key_start<VALUE_DIM>(first_key + tile * TILE_COLUMNS + j, keys, kv_heads, kv_head);
+                return keys.start<VALUE_DIM>(first_key + tile * TILE_COLUMNS + j);
             });
         commit_copies();
     };
@@ -156,5 +161,5 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
             Product<T>::template with_columns<VTile>(acc, score, values, 0);
     }
     const long long partial = (long long)blockIdx.z * tokens * rows.heads;
-    store(acc, softmax, rows, my_row, out + partial * VALUE_DIM, lse + partial, splits > 1);
+    store(acc, softmax, rows, my_row, out + partial * VALUE_DIM, lse + partial, PAGE_SIZE || splits > 1);
 }

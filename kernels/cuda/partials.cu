@@ -11,16 +11,17 @@ constexpr int WARPS = THREADS / 32;
 
 __device__ __forceinline__ long long my_row() { return (long long)blockIdx.x * WARPS + warp_index(); }
 
-// Merges `parts` partials, (parts, rows, dim) and (parts, rows), one after the other into (out, lse).
+// Merges `parts` partials, (parts, rows, dim) and (parts, rows), one after the other into (out, lse), or if `fresh` into an
+// empty partial in its place.
 extern "C" __global__ void __launch_bounds__(THREADS)
 merge(float* __restrict__ out, float* __restrict__ lse, const T* __restrict__ out_b, const float* __restrict__ lse_b,
-      long long rows, int dim, int parts) {
+      long long rows, int dim, int parts, int fresh) {
     const long long row = my_row();
     if (row >= rows)
         return;
-    const float held = lse[row];
+    const float held = fresh ? minus_infinity() : lse[row];
     for (int column = lane_index(); column < dim; column += 32) {
-        float value = out[row * dim + column], total = held;
+        float value = fresh ? 0 : out[row * dim + column], total = held;
         for (int part = 0; part < parts; ++part) {
             const float other = lse_b[part * rows + row], weight = merge_weight(total, other);
             if (other != minus_infinity())
@@ -36,6 +37,33 @@ merge(float* __restrict__ out, float* __restrict__ lse, const T* __restrict__ ou
             total = merge_lse(total, lse_b[part * rows + row]);
         lse[row] = total;
     }
+}
+
+// A partial becomes sums that ranks can add up, of weights relative to top, and such sums become a partial again.
+extern "C" __global__ void __launch_bounds__(THREADS)
+unnormalize(float* __restrict__ out, float* __restrict__ lse, const float* __restrict__ top, long long rows, int dim) {
+    const long long row = my_row();
+    if (row >= rows)
+        return;
+    const float weight = expf(lse[row] - (top[row] == minus_infinity() ? 0 : top[row]));
+    for (int column = lane_index(); column < dim; column += 32)
+        out[row * dim + column] *= weight;
+    __syncwarp();                                                    // all lanes have read lse
+    if (lane_index() == 0)
+        lse[row] = weight;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+normalize(float* __restrict__ out, float* __restrict__ lse, const float* __restrict__ top, long long rows, int dim) {
+    const long long row = my_row();
+    if (row >= rows)
+        return;
+    const float sum = lse[row];
+    for (int column = lane_index(); column < dim; column += 32)
+        out[row * dim + column] /= sum == 0 ? 1 : sum;
+    __syncwarp();
+    if (lane_index() == 0)
+        lse[row] = top[row] + logf(sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

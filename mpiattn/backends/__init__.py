@@ -2,7 +2,7 @@
 
 from ..errors import ArgumentError
 
-NAMES = ("numpy", "deferred", "emulated", "paced:GFLOPS[:MS]")
+NAMES = ("numpy", "cuda", "deferred", "emulated", "deferred-emulated", "paced:GFLOPS[:MS]")
 NAP = 2.0               # milliseconds between two looks of a paced rank at its messages
 
 
@@ -23,19 +23,37 @@ def pace(name):
     return gflops, nap
 
 
-def get(name="auto"):
-    """A new back end: "numpy", or "auto", the fastest that can run here; for tests the others of NAMES."""
-    if name in ("auto", "numpy"):
+def resolved(name):
+    """The name of the back end that "auto" stands for, or the name itself."""
+    return "numpy" if name == "auto" else name
+
+
+def check_name(name):
+    """Raise ArgumentError unless there is a back end of that name."""
+    if not (isinstance(name, str) and (resolved(name) in NAMES[:-1] or pace(name))):
+        raise ArgumentError(f"backend is {name!r}; it may be auto, {', '.join(NAMES)}")
+
+
+def get(name="auto", transport="auto", local_rank=0):
+    """A new back end: "numpy", which is "auto"; "cuda", on a GPU; for tests the others of NAMES.
+
+    transport, local_rank: of "cuda" alone, see `mpiattn.backends.cuda.CudaBackend`.
+    """
+    check_name(name)
+    if resolved(name) == "numpy":
         from .numpy import NumpyBackend
         return NumpyBackend()
+    if name == "cuda":
+        from .cuda import CudaBackend
+        return CudaBackend(transport, local_rank)
     if name == "deferred":
         from .deferred import DeferredBackend
         return DeferredBackend()
     if name == "emulated":
         from .emulated import EmulatedBackend
         return EmulatedBackend()
-    paced = pace(name)
-    if paced:
-        from .paced import PacedBackend
-        return PacedBackend(name, *paced)
-    raise ArgumentError(f"backend is {name!r}; it may be auto, {', '.join(NAMES)}")
+    if name == "deferred-emulated":
+        from .emulated import DeferredEmulatedBackend
+        return DeferredEmulatedBackend()
+    from .paced import PacedBackend
+    return PacedBackend(name, *pace(name))

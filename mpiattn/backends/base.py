@@ -9,7 +9,23 @@ and consecutive chunks of a buffer are one longer chunk.  A partial is out (toke
 (tokens, heads), in float32, or float64 for float64 inputs; its identity is (0, -inf).
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+
+class WireBytes(NamedTuple):
+    """The bytes of an array as MPI reads or writes them: a flat uint8 array, in memory that MPI can reach.
+
+    ready: ready(stop) tells whether MPI may have the bytes up to `stop` by now; None where it may have all at once.
+    taken: taken(start, stop) is called as soon as MPI has received these bytes; None where nobody needs to know.
+    piece: bytes of a message at most, so that the pieces before can travel while the next one is made ready; None for
+    any number.  It is the same on every rank.
+    """
+
+    array: Any
+    ready: Callable = None
+    taken: Callable = None
+    piece: int = None
 
 
 class Backend(Protocol):
@@ -17,11 +33,13 @@ class Backend(Protocol):
 
     name, version: what its speed depends on; figures measured with another are not those of this one.
     meanwhile: a callable or None, which launches that compute before they return call every now and then.
+    staged_bytes: of host memory that is held for copies to and from the wire.
     """
 
     name: str
     version: str
     meanwhile = None
+    staged_bytes = 0
 
     def idle(self):
         """What a rank does between two looks at the messages that it waits for."""
@@ -29,11 +47,34 @@ class Backend(Protocol):
     def empty(self, shape, dtype):
         """A new array with no contents yet."""
 
+    def array(self, name, thing):
+        """An array of the caller's, an argument `name`: something with a shape and a dtype that `contiguous` takes.
+
+        Nothing is copied.  Raises ArgumentError where the back end cannot use it.
+        """
+
+    def result(self, shape, dtype):
+        """A new array for the caller, with no contents yet."""
+
+    def give(self, array):
+        """A NumPy array as a result for the caller, who alone has it."""
+
     def contiguous(self, array):
-        """The array itself if it is this back end's and contiguous, else a contiguous copy."""
+        """The array itself if it is this back end's and contiguous, else a contiguous copy, which is launched."""
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         """Bytes of working memory that launches on such inputs take, besides their arguments."""
+
+    # A call of the library's
+
+    def begin(self):
+        """What follows, copies too, comes after what the caller has done so far and after all launches so far."""
+
+    def finish(self):
+        """What the caller does from now on comes after all launches and copies so far."""
+
+    def drain(self):
+        """Return when all launches and copies so far are done; raise if a launch has failed."""
 
     # Launches
 
@@ -94,16 +135,17 @@ class Backend(Protocol):
     def copy(self, dst, src):
         """dst = src, cast to the dtype of dst."""
 
-    # Wire: flat uint8 buffers that MPI reads and writes
+    # Wire.  A back end tells of all that leaves when it is `ready`, or of nothing, and the same of what comes, so that
+    # messages keep their order.  collective: for a collective of MPI, which takes the array whole.
 
-    def outgoing(self, array, after=()):
-        """The bytes of an array once the events `after` are done; the array must not change until `sent`."""
+    def outgoing(self, array, after=(), collective=False):
+        """The `WireBytes` of an array as it is after the events `after`; it must not change until `sent`."""
 
     def sent(self, array):
         """The send of an array is complete."""
 
-    def incoming(self, array, after=()):
-        """Bytes for MPI to write, for an array whose last uses are `after`; it has no contents until `arrived`."""
+    def incoming(self, array, after=(), collective=False):
+        """`WireBytes` to receive an array whose last uses are `after`; it has no contents until `arrived`."""
 
     def arrived(self, array):
         """The bytes for an array have been received; returns the event after which it can be read."""

@@ -1,19 +1,23 @@
 """A test-only back end that runs late: what fails on it would fail on a GPU.
 
-Launches wait in one thread, copies from the wire in another, each with a random delay.  A buffer that is
-not ready, or was given back, holds NaN; writing to one that MPI is still sending raises.  Results are those of
-the NumPy back end, bit for bit.
+Launches wait in one thread, copies to the wire in a second and from it in a third, each with a random delay; copies
+are made piece by piece, those to the wire in any order.  A buffer that is not ready, or was given back, holds NaN;
+writing to one that MPI is still sending raises.  Results are those of the NumPy back end, bit for bit.
 """
 
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
-from .numpy import NumpyBackend
+from .base import WireBytes
+from .numpy import NumpyBackend, flat
 
-LONGEST_DELAY = 2e-3      # seconds
+LONGEST_DELAY = 2e-3      # seconds, of an array's copy or a launch
+PIECE = 4096              # bytes
+NAN = 0xFF                # a byte of one, in every dtype
 
 
 class DeferredBackend(NumpyBackend):
@@ -25,10 +29,10 @@ class DeferredBackend(NumpyBackend):
     def __init__(self):
         super().__init__()
         self._launches = ThreadPoolExecutor(1)
-        self._copies = ThreadPoolExecutor(1)
+        self._copies_out, self._copies_in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._delays = random.Random(0)
         self._sending = []
-        self._staged = {}
+        self._arriving = {}
         self._failure = None                   # the first; from then on every wait raises it
 
     def empty(self, shape, dtype):
@@ -36,8 +40,18 @@ class DeferredBackend(NumpyBackend):
         array.fill(np.nan)
         return array
 
-    def _later(self, thread, after, work, *args):
-        delay = self._delays.uniform(0, LONGEST_DELAY)
+    def begin(self):
+        self.drain()
+
+    def finish(self):
+        self.drain()
+
+    def drain(self):
+        for thread in (self._launches, self._copies_in):
+            self.wait(self._later(thread, (), int))
+
+    def _later(self, thread, after, work, *args, share=1):
+        delay = self._delays.uniform(0, LONGEST_DELAY / share)
 
         def run():
             for event in after:
@@ -103,25 +117,37 @@ class DeferredBackend(NumpyBackend):
     def copy(self, dst, src):
         return self._launch((dst,), (), super().copy, dst, src)
 
-    def outgoing(self, array, after=()):
-        for event in after:
-            self.wait(event)
+    def outgoing(self, array, after=(), collective=False):
         if array.size:
             self._sending.append(array)
-        return super().outgoing(array)
+        source, staged = flat(array), np.full(array.nbytes, NAN, np.uint8)
+        starts, copied = range(0, len(staged), PIECE), {}
+        for start in self._delays.sample(starts, len(starts)):
+            piece = slice(start, start + PIECE)
+            copied[start] = self._later(self._copies_out, after, np.copyto, staged[piece], source[piece],
+                                        share=len(starts))
+        return WireBytes(staged, lambda stop: all(copied[start].done() for start in range(0, stop, PIECE)), piece=PIECE)
 
     def sent(self, array):
         self._sending = [busy for busy in self._sending if busy is not array]
 
-    def incoming(self, array, after=()):
+    def incoming(self, array, after=(), collective=False):
         self._check_not_sending(array)
-        self._later(self._copies, after, array.fill, np.nan)
-        staged = self._staged[id(array)] = np.empty(array.nbytes, np.uint8)
-        return staged
+        self._later(self._copies_in, after, array.fill, np.nan)
+        staged, target = np.full(array.nbytes, NAN, np.uint8), flat(array)
+        pieces = []
+
+        def taken(start, stop):
+            pieces.append(self._later(self._copies_in, (), np.copyto, target[start:stop], staged[start:stop],
+                                      share=max(1, array.nbytes / PIECE)))
+        self._arriving[id(array)] = pieces, partial(taken, 0, len(staged)) if collective else None
+        return WireBytes(staged, taken=taken, piece=PIECE)
 
     def arrived(self, array):
-        staged = self._staged.pop(id(array))
-        return self._later(self._copies, (), np.copyto, super().incoming(array), staged)
+        pieces, take_all = self._arriving.pop(id(array))
+        if take_all:
+            take_all()
+        return pieces[-1] if pieces else None
 
     def forget(self, array):
         array.fill(np.nan)
@@ -134,5 +160,6 @@ class DeferredBackend(NumpyBackend):
 
     def close(self):
         self._launches.shutdown()
-        self._copies.shutdown()
+        self._copies_out.shutdown()
+        self._copies_in.shutdown()
         super().close()

@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import ArgumentError, MpiattnError
 from ..sources import kernel_dir
 from . import kernel_source
+from .deferred import DeferredBackend
 from .kernels import KernelLaunches
 from .numpy import NumpyBackend
 
@@ -89,3 +90,14 @@ class EmulatedBackend(KernelLaunches, NumpyBackend):
                                 at, len(held))
         if error:
             raise MpiattnError(f"{kernel.name}: {error.decode()}")
+
+
+class DeferredEmulatedBackend(DeferredBackend, EmulatedBackend):
+    """The emulation as late as `mpiattn.backends.deferred` makes it."""
+
+    name = "deferred-emulated"
+
+    def empty(self, shape, dtype):
+        array = np.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8).fill(0xFF)            # NaN, and no valid index
+        return array

@@ -89,10 +89,11 @@ def score_form(scale, softcap):
     return 1, scale, math.log2(math.e)
 
 
-def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, cut=None):
+def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, cut=None, page_size=0):
     """The kernel of some work and its tile.
 
-    score: the form of the scores, see `score_form`.  cut: a Tile other than the table's.
+    score: the form of the scores, see `score_form`.  cut: a Tile other than the table's.  page_size: of the pool that
+    holds the keys, forward; 0 where they are a chunk.
     """
     size = itemsize(dtype)
     cut = cut or tile(work, size, head_dim, value_dim)
@@ -106,4 +107,6 @@ def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, cut=
     defines = {"ELEMENT": element(dtype), "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "HEADS_PER_KV": heads_per_kv,
                "SCORE": score, "TILE_ROWS": cut.rows, "TILE_COLUMNS": cut.columns, "WARPS": cut.warps,
                "STAGES": cut.stages, "PARTS": cut.parts, "SHARED_BYTES": shared}
+    if name == "forward":
+        defines["PAGE_SIZE"] = page_size
     return Kernel(name, f"{name}.cu", tuple(defines.items()), 32 * cut.warps, shared), cut

@@ -41,23 +41,33 @@ class KernelLaunches:
     # Attention
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
-        (tokens, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, v.shape
-        _check_groups(begin, kv_heads)
-        if not (tokens and keys):
-            return
+        _check_groups(begin, k.shape[1])
+        if len(q) and len(k):
+            self._attend(q, k, v, None, len(k), begin, end, out, lse, scale, softcap)
+
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        if len(q):
+            self._attend(q, keys, values, pages, len(pages) * page_size, begin[None], end[None], out, lse, scale,
+                         softcap, page_size)
+
+    def _attend(self, q, k, v, pages, keys, begin, end, out, lse, scale, softcap, page_size=0):
+        """Add to a partial what rows see of a chunk of `keys`, or make it what they see of a pool's pages."""
+        tokens, heads, head_dim = q.shape
+        kv_heads, value_dim = k.shape[0 if page_size else 1], v.shape[2]
         packed = heads // kv_heads
         score, inner, factor = score_form(scale, softcap)
         work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
-        kernel, cut = attention_kernel(work, q.dtype.name, head_dim, value_dim, packed, score)
+        kernel, cut = attention_kernel(work, q.dtype.name, head_dim, value_dim, packed, score, page_size=page_size)
         row_tiles = -(-tokens * packed // cut.rows)
         splits = max(1, min(-(-keys // cut.columns), self._blocks(work) // (row_tiles * kv_heads)))
         into = (out, lse) if splits == 1 else (self._work_array("out", (splits, *out.shape), "float32"),
                                                self._work_array("lse", (splits, *lse.shape), "float32"))
-        self._run(kernel, (row_tiles, kv_heads, splits), *map(self.contiguous, (q, k, v, begin, end)), *into,
-                  np.int32(tokens), np.int32(keys), np.int32(kv_heads), np.int32(len(begin)), np.float32(inner),
-                  np.float32(factor))
+        begin, end = self.contiguous(begin), self.contiguous(end)
+        self._run(kernel, (row_tiles, kv_heads, splits), *map(self.contiguous, (q, k, v)), begin, end,
+                  self.contiguous(pages) if page_size else begin, *into, np.int32(tokens), np.int32(keys),
+                  np.int32(k.shape[1]), np.int32(kv_heads), np.int32(len(begin)), np.float32(inner), np.float32(factor))
         if splits > 1:
-            self._merge(out, lse, *into, splits)
+            self._merge(out, lse, *into, splits, fresh=bool(page_size))
 
     def _blocks(self, work):
         """How many thread blocks all multiprocessors take at a time: keys are split where there would be fewer."""
@@ -89,12 +99,18 @@ class KernelLaunches:
         """A kernel of partials.cu that gives every row a warp."""
         self._run(partials_kernel(name, dtype), (-(-rows // (THREADS // 32)), 1, 1), *arguments)
 
-    def _merge(self, out, lse, out_b, lse_b, parts):
+    def _merge(self, out, lse, out_b, lse_b, parts, fresh=False):
         self._run_rows("merge", out_b.dtype.name, lse.size, out, lse, out_b, lse_b, np.int64(lse.size),
-                       np.int32(out.shape[-1]), np.int32(parts))
+                       np.int32(out.shape[-1]), np.int32(parts), np.int32(fresh))
 
     def merge(self, out, lse, out_b, lse_b, after=()):
         self._merge(out, lse, out_b, lse_b, 1)
+
+    def unnormalize(self, out, lse, top):
+        self._run_rows("unnormalize", "float32", lse.size, out, lse, top, np.int64(lse.size), np.int32(out.shape[-1]))
+
+    def normalize(self, out, lse, top):
+        self._run_rows("normalize", "float32", lse.size, out, lse, top, np.int64(lse.size), np.int32(out.shape[-1]))
 
     def add(self, arrays, others, after=()):
         for array, other in zip(arrays, others):

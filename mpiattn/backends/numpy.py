@@ -5,7 +5,9 @@ import os
 
 import numpy as np
 
+from ..errors import ArgumentError
 from . import paged, tiles
+from .base import WireBytes
 from .halves import widen
 from .tiles import Panel, row_tiles
 
@@ -14,7 +16,8 @@ LOWEST = float(np.finfo(np.float32).min)
 MERGE_ROWS = 1024       # tokens merged at a time, to bound the temporaries
 
 
-def _flat(array):
+def flat(array):
+    """The bytes of a contiguous array, as an array."""
     return array.reshape(-1).view(np.uint8)
 
 
@@ -56,6 +59,7 @@ class NumpyBackend:
     name = "numpy"
     version = np.__version__
     meanwhile = None
+    staged_bytes = 0
 
     def __init__(self):
         self._scratch = {}
@@ -66,8 +70,28 @@ class NumpyBackend:
     def empty(self, shape, dtype):
         return np.empty(shape, dtype)
 
+    def array(self, name, thing):
+        if not isinstance(thing, np.ndarray) or isinstance(thing, np.ma.MaskedArray):
+            raise ArgumentError(f"{name} is a {type(thing).__name__}; it must be a NumPy array")
+        return thing
+
+    def result(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def give(self, array):
+        return array
+
     def contiguous(self, array):
         return np.ascontiguousarray(array)
+
+    def begin(self):
+        pass
+
+    def finish(self):
+        pass
+
+    def drain(self):
+        pass
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
@@ -202,14 +226,14 @@ class NumpyBackend:
 
     # Wire
 
-    def outgoing(self, array, after=()):
-        return _flat(array)
+    def outgoing(self, array, after=(), collective=False):
+        return WireBytes(flat(array))
 
     def sent(self, array):
         pass
 
-    def incoming(self, array, after=()):
-        return _flat(array)
+    def incoming(self, array, after=(), collective=False):
+        return WireBytes(flat(array))
 
     def arrived(self, array):
         pass

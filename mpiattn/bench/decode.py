@@ -21,10 +21,10 @@ from ..errors import ArgumentError, VerificationError
 from ..problem import ITEMSIZE
 from ..rings import query_ring_decode, ring_decode
 from ..tuning.combining import combining
+from .baseline import TOLERANCE
+from .clock import plain_sum
 from .decode_inputs import Inputs
 
-# Largest difference of two results over the largest value: some times what rounding makes of it.
-TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-13}
 RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
 OWN = {"decode", "queries", "page_size", "way"}       # options that nothing but decoding takes
 SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "batch", "dtype", "backend", "machine", "runs", "warmup",
@@ -170,10 +170,9 @@ def _keys(cache, call):
 
 def _sum(cache):
     """A plain sum over the memory of this rank's keys and values."""
-    count = sum(cache.local_lengths)
-    parts = [pool.reshape(-1).view(np.uint8)[:_key_bytes(cache) // 2] for pool in cache._pools]
-    kind = np.float64 if cache.dtype == "float64" else np.float32
-    return (lambda: [part[:part.size // 8 * 8].view(kind).sum() for part in parts]) if count else (lambda: None)
+    if not sum(cache.local_lengths):
+        return lambda: None
+    return plain_sum([pool.reshape(-1)[:_key_bytes(cache) // 2 // pool.itemsize] for pool in cache._pools])
 
 
 def _key_bytes(cache):

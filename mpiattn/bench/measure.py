@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import backends, traffic, verify, verify_gradients
+from ..arrays import on_host
 from ..cli.progress import Progress
 from ..errors import VerificationError
 from ..machine import PRODUCTS
@@ -41,7 +42,7 @@ class Subject:
 
     def __init__(self, case, plan, inputs, passes):
         self.case, self.plan, self.passes, self.reports = case, plan, passes, {}
-        *self.inputs, self.dout = inputs
+        *self.inputs, self.dout = map(plan.give, inputs)
         self.forward = ()                              # out, lse that gradients are computed from
         self.taken = {name: Taken([], [], []) for name in passes}
 
@@ -51,11 +52,11 @@ class Subject:
         Raises VerificationError, the same on every rank.
         """
         plan, limit = self.plan, CHECK_WORK / peers.size
-        out, lse = plan.forward(*self.inputs)
+        self.forward = plan.forward(*self.inputs)
+        out, lse = map(on_host, self.forward)
         self.reports["forward"] = verify.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
         if "backward" in self.passes:
-            self.forward = out, lse
-            gradients = plan.backward(self.dout, *self.inputs, out, lse)
+            gradients = list(map(on_host, plan.backward(self.dout, *self.inputs, *self.forward)))
             self.reports["backward"] = verify_gradients.verify_gradients(
                 peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, gradients, read, limit=limit)
         failed = [str(report) for report in self.reports.values() if not report.passed]
@@ -74,6 +75,7 @@ class Subject:
                 plan.forward(*self.inputs, check=False)
             else:
                 plan.backward(self.dout, *self.inputs, *self.forward, check=False)
+            plan.drain()
             seconds = time.perf_counter() - start
             if keep:
                 for found, kept in zip((seconds, plan.wait_seconds - waited, plan.sent[0] - sent), self.taken[name]):
@@ -120,7 +122,7 @@ class OneRank:
         self.plan = MeshAttention(MPI.COMM_SELF, seqlen=tokens, heads=p.heads, head_dim=p.head_dim, batch=p.batch,
                                   kv_heads=p.kv_heads, dtype=p.dtype, backend=backend)
         tensors = Tensors(self.plan.problem)
-        q, k, v, self.dout = (tensors.read(name, 0, tokens) for name in NAMES)
+        q, k, v, self.dout = (self.plan.give(tensors.read(name, 0, tokens)) for name in NAMES)
         self.inputs = q, k, v
         self.forward = self.plan.forward(*self.inputs)
 
@@ -133,6 +135,7 @@ class OneRank:
                 self.plan.forward(*self.inputs)
             else:
                 self.plan.backward(self.dout, *self.inputs, *self.forward)
+            self.plan.drain()
             if keep:
                 self.seconds[name].append(time.perf_counter() - start)
 

@@ -28,11 +28,10 @@ from ..machine import PRODUCTS
 from ..plan import MeshAttention
 from ..problem import ITEMSIZE
 from ..tiling import parse_tile, tiles
+from .baseline import TOLERANCE, load_torch
 
 POLL = 2e-3          # seconds between looks of a sleeping rank
 SETTLE = 0.05        # seconds for OpenMP threads to stop spinning after their last work
-# Largest difference of the two results over the largest value: some times what rounding makes of it.
-TOLERANCE = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-13}
 
 
 def _arguments():
@@ -61,11 +60,9 @@ class _Torch:
     """
 
     def __init__(self, threads, cores, arrays, causal, backward):
-        try:
-            import torch
-        except ImportError:
-            raise MpiattnError("torch is not installed; the `bench` extra has it: "
-                               "pip install 'mpiattn[bench]'") from None
+        torch = load_torch()
+        if torch is None:
+            raise MpiattnError("torch is not installed; the `bench` extra has it: pip install 'mpiattn[bench]'")
         self.torch, self.cores, self.causal = torch, cores, causal
         with self.spread():
             torch.set_num_threads(threads)

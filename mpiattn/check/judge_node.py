@@ -65,7 +65,7 @@ def threads(ranks):
 
 
 def gpu_aware(ranks, probes):
-    """Whether MPI takes device buffers; probes: of every node, what `mpiattn.check.gpuprobe.probe` says, or None."""
+    """Whether MPI takes device buffers; probes: of every node, what `mpiattn.gpuprobe.probe` says, or None."""
     claim, why = ranks[0]["mpi"]["gpu_aware"], ranks[0]["mpi"]["gpu_aware_why"]
     tried = [probe for probe in probes if probe]
     if not tried:

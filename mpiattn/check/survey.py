@@ -1,7 +1,8 @@
 """The whole check: gathers on all ranks, then judges, on every rank alike."""
 
+from .. import gpuprobe
 from ..peers import time_limit
-from . import facts, folder, gpuprobe, judge_launch, judge_node, judge_work, links, results
+from . import facts, folder, judge_launch, judge_node, judge_work, links, results
 from .item import by_node
 
 

@@ -16,8 +16,11 @@ With --direction both a run is a forward and then a backward pass.
 
 With --decode it is tokens of sequences whose keys are spread over the ranks: every way to combine the ranks' results,
 each checked too, beside rings and a plain MPI_Allreduce; see the options at the end.
+With --kernel one rank measures its back end alone, one block at a time and no transfers, beside PyTorch's attention
+where that is installed: forward, backward, decoding over pages, what adding to a partial and what a launch costs.
 
 examples:
+  mpiattn bench --kernel --seqlen 8192 16384 --heads 32 --dtype bfloat16 --causal --direction both
   mpiexec -n 4 mpiattn bench --seqlen 4096 8192 --tile all --causal
   mpiexec -n 4 mpiattn bench --direction both --tile auto ring --schedule greedy collective --json bench.json
   srun mpiattn bench --seqlen 131072 --heads 32 --kv-heads 8 --dtype bfloat16 --no-overlap --hdf5 bench.h5
@@ -39,7 +42,7 @@ from ..plots import style
 from ..plots.timeline import timeline
 from ..problem import ITEMSIZE
 from ..schedule import ROUTES
-from . import options
+from . import kernel, options
 from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
 
@@ -67,6 +70,7 @@ def add_arguments(parser):
     options.add_layout(parser)
     options.add_wire_dtype(parser)
     options.add_backend(parser)
+    options.add_transport(parser)
     options.add_max_memory(parser)
     options.add_machine(parser)
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
@@ -80,17 +84,23 @@ def add_arguments(parser):
     parser.add_argument("--hdf5", metavar="FILE",
                         help="write every run of every rank as HDF5 too, whole or not at all")
     decode.add_arguments(parser)
+    kernel.add_arguments(parser)
 
 
 def run(args):
     """`mpiattn bench`."""
-    return on_all_ranks(lambda job: _decode(job, args) if args.decode else _run(job, args), args.timeout)
+    work = kernel.run if args.kernel else _decode if args.decode else _run
+    return on_all_ranks(lambda job: _checked(work, job, args), args.timeout)
 
 
-def _decode(job, args):
+def _checked(work, job, args):
     with agreement(job.peers, only=0):
         if job.comm.rank == 0:
             _check(args)
+    return work(job, args)
+
+
+def _decode(job, args):
     data = decode.measure(job, args)
     with agreement(job.peers, only=0):
         if job.comm.rank == 0:
@@ -103,14 +113,11 @@ def _decode(job, args):
 
 def _run(job, args):
     comm, peers = job.comm, job.peers
-    with agreement(peers, only=0):
-        if comm.rank == 0:
-            _check(args)
     with agreement(peers):
         asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap)
     how = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "batch", "dtype", "causal",
                                                   "window", "direction", "layout", "wire_dtype", "backend",
-                                                  "max_memory", "machine", "timeout")}
+                                                  "transport", "max_memory", "machine", "timeout")}
     found, passes = [], []
     for of_size in asked:
         measured = measure.measure(job, of_size, how, choice.DIRECTIONS[args.direction], args.runs, args.warmup)
@@ -139,11 +146,13 @@ def _check(args):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = vars(parser.parse_args([]))
-    unused = defaults.keys() - decode.SHARED - decode.OWN if args.decode else decode.OWN - {"decode"}
-    for name in sorted(unused):
-        if getattr(args, name) != defaults[name]:
-            raise ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)!r}; it has no meaning "
-                                f"{'with' if args.decode else 'without'} --decode")
+    for kind, of in (("decode", decode), ("kernel", kernel)):
+        asked = getattr(args, kind)
+        unused = defaults.keys() - of.SHARED - of.OWN if asked else of.OWN
+        for name in sorted(unused):
+            if getattr(args, name) != defaults[name]:
+                raise ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)!r}; it has no meaning "
+                                    f"{'with' if asked else 'without'} --{kind}")
     for name, least in (("runs", 1), ("warmup", 0)):
         if getattr(args, name) < least:
             raise ArgumentError(f"--{name} is {getattr(args, name)}; it must be at least {least}")

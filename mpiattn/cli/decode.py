@@ -20,6 +20,7 @@ import numpy as np
 
 from .. import __version__, combine
 from ..agreement import agreement
+from ..arrays import on_host
 from ..cachefile import load, read_cache_shapes
 from ..decode import tree_decode
 from ..errors import FileError, VerificationError
@@ -55,6 +56,7 @@ def add_arguments(parser):
     parser.add_argument("--page-size", type=int, default=64, metavar="TOKENS",
                         help="tokens of a page of the cache (default: %(default)s)")
     options.add_backend(parser)
+    options.add_transport(parser)
     options.add_machine(parser)
     parser.add_argument("--max-message", type=int, default=MAX_MESSAGE, metavar="BYTES",
                         help="longest MPI message; longer ones are split (default: %(default)s)")
@@ -103,7 +105,8 @@ def _run(job, args):
     spans = source.shapes["spans"]
     with Progress("read", 2 * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
         cache = job("read", lambda: load(KVCache, comm, args.cache, {
-            "page_size": args.page_size, "backend": args.backend, "machine": args.machine,
+            "page_size": args.page_size, "backend": args.backend, "transport": args.transport,
+            "machine": args.machine,
             "max_message": args.max_message, "timeout": args.timeout}, "CACHE", progress))
     with cache:
         with agreement(peers):
@@ -115,8 +118,8 @@ def _run(job, args):
                         (args.cache, args.queries), args.max_message)
         try:
             way = args.way if args.way != "auto" else cache.way(*_partial_bytes(cache, shape))
-            out, lse = job("decode", lambda: tree_decode(q, cache, causal=not args.full, window=args.window,
-                                                         softcap=args.softcap, scale=args.scale, way=way))
+            out, lse = map(on_host, job("decode", lambda: tree_decode(
+                q, cache, causal=not args.full, window=args.window, softcap=args.softcap, scale=args.scale, way=way)))
             report = None
             if args.verify:
                 report = job("verify", lambda: _verify(peers, problems, spans, source, q, out, lse))

@@ -8,6 +8,7 @@ from ..layout import KINDS
 from ..machine import BUILT_IN
 from ..problem import ITEMSIZE
 from ..schedule import ROUTES
+from ..transport import TRANSPORTS
 
 
 def add_tile(parser):
@@ -66,10 +67,18 @@ def add_machine(parser):
 def add_backend(parser):
     """--backend."""
     parser.add_argument("--backend", default="auto", metavar="NAME",
-                        help="what computes the blocks: auto, the fastest that this machine can run; numpy; for tests "
-                             "deferred, late on purpose, emulated, the CUDA kernels on the CPU, and "
-                             "paced:GFLOPS[:MS], which emulates slower compute by sleeping, and looks for messages "
-                             "every 2 or so many milliseconds (default: %(default)s)")
+                        help="what computes the blocks: numpy, which is auto; cuda, on a GPU of each rank; for tests "
+                             "deferred, late on purpose, emulated, the CUDA kernels on the CPU, deferred-emulated, "
+                             "both, and paced:GFLOPS[:MS], which emulates slower compute by sleeping, and looks for "
+                             "messages every 2 or so many milliseconds (default: %(default)s)")
+
+
+def add_transport(parser):
+    """--transport."""
+    parser.add_argument("--transport", default="auto", choices=TRANSPORTS,
+                        help="of the back end cuda: staged, through pinned host memory; device, by an MPI that takes "
+                             "device memory itself; auto, device where that has been seen to work (default: "
+                             "%(default)s)")
 
 
 def parse_window(text):

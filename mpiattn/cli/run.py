@@ -19,6 +19,7 @@ import socket
 from .. import __version__, io, traffic, verify, verify_gradients
 from ..activity import Activity
 from ..agreement import agreement
+from ..arrays import on_host
 from ..errors import VerificationError
 from ..exchange import MAX_MESSAGE
 from ..plan import MeshAttention
@@ -45,6 +46,7 @@ def add_arguments(parser):
     options.add_route(parser)
     options.add_wire_dtype(parser)
     options.add_backend(parser)
+    options.add_transport(parser)
     parser.add_argument("--max-message", type=int, default=MAX_MESSAGE, metavar="BYTES",
                         help="longest MPI message; longer ones are split (default: %(default)s)")
     options.add_max_memory(parser)
@@ -77,8 +79,9 @@ def _run(job, args):
     plan = MeshAttention(comm, **source.shapes, causal=args.causal, window=args.window, softcap=args.softcap,
                          scale=args.scale, tile=args.tile, layout=args.layout, schedule=args.schedule,
                          route=args.route, wire_dtype=args.wire_dtype, backend=args.backend,
-                         direction="both" if args.backward else "forward", max_message=args.max_message,
-                         max_memory=args.max_memory, machine=args.machine, timeout=args.timeout)
+                         transport=args.transport, direction="both" if args.backward else "forward",
+                         max_message=args.max_message, max_memory=args.max_memory, machine=args.machine,
+                         timeout=args.timeout)
     peers.timeout = max(peers.timeout, plan.timeout)     # between phases as in a pass
     documents = read_documents(peers, source.file, {"cu_seqlens": ("--documents", args.documents),
                                                    "cu_seqlens_k": ("--documents-k", args.documents_k)})
@@ -132,11 +135,11 @@ def _compute(job, args, plan, source, documents, activity):
                        "steps": [step._asdict() for step in plan.trace(direction).steps],
                        **_formulas(plan, activity, direction)}
     (out, lse), local["forward"] = measured("forward", lambda **how: plan.forward(q, k, v, **how))
-    results |= {"out": out, "lse": lse}
+    results |= {"out": on_host(out), "lse": on_host(lse)}
     if args.backward:
         grads, local["backward"] = measured(
             "backward", lambda **how: plan.backward(*dout, q, k, v, out, lse, **how))
-        results |= dict(zip(("dq", "dk", "dv"), grads))
+        results |= dict(zip(("dq", "dk", "dv"), map(on_host, grads)))
     return results, {**local, "nbytes": plan.nbytes}
 
 

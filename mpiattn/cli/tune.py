@@ -58,6 +58,7 @@ def _whole(text):
 def add_arguments(parser):
     """Declare the arguments of `mpiattn tune`."""
     options.add_backend(parser)
+    options.add_transport(parser)
     parser.add_argument("--head-dim", type=_whole, default=128, metavar="N",
                         help="of the blocks that are timed; plans of another take the nearest that was measured "
                              "(default: %(default)s)")
@@ -85,9 +86,10 @@ def run(args):
 
 
 def _run(job, args):
-    from .. import backends, installation, machines
+    from .. import installation, machines
     from ..check.facts import LAUNCHED
     from ..mesh import nodes_of
+    from ..transport import check_transport, make_backend
     from ..tuned import key_of
     from ..tuning.measure import measure
     # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
@@ -99,7 +101,9 @@ def _run(job, args):
                   "says what to do about it", file=sys.stderr)
         return 1
     with agreement(peers):
-        backend = backends.get(args.backend)
+        check_transport(args.backend, args.transport)
+    nodes = nodes_of(peers)
+    backend = make_backend(peers, nodes, args.backend, args.transport)
     peers.idle = backend.idle
     with agreement(peers, only=0):
         if speaks:                                     # before the time is spent
@@ -108,7 +112,6 @@ def _run(job, args):
                 check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [])
             if not args.no_store:
                 machines.check_store()
-    nodes = nodes_of(peers)
     with Progress("tune", args.seconds, " s") as progress:
         found = measure(job, nodes, backend, args.dtype, args.head_dim, args.seconds, progress)
     backend.close()

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..backends.base import WireBytes
 from .samples import Sample, take_turns
 from .wire import ITEMSIZE, TAG, Wire
 
@@ -29,20 +30,24 @@ def measure(peers, backend, bandwidth, seconds, progress):
     def part(buffer, rank):
         return buffer[rank * tokens * row:(rank + 1) * tokens * row]
 
+    def arrays():
+        return (exchange.whole(backend.outgoing(wire.given, collective=True)),
+                exchange.whole(backend.incoming(wire.taken, collective=True)))
+
     def gather(turn):
-        wire.complete(exchange.allgather(comm, part(backend.outgoing(wire.given), peers.rank),
-                                         backend.incoming(wire.taken), counts, starts, row))
+        given, taken = arrays()
+        wire.complete(exchange.allgather(comm, part(given, peers.rank), taken, counts, starts, row))
 
     def alltoall(turn):
-        wire.complete(exchange.alltoall(comm, backend.outgoing(wire.given), others, starts,
-                                        backend.incoming(wire.taken), others, starts, row, tokens))
+        given, taken = arrays()
+        wire.complete(exchange.alltoall(comm, given, others, starts, taken, others, starts, row, tokens))
 
     def pairs(turn):
-        taken, given, posted = backend.incoming(wire.taken), backend.outgoing(wire.given), []
+        (given, taken), posted = arrays(), []
         for hop in range(1, peers.size):
             dest, source = (peers.rank + hop) % peers.size, (peers.rank - hop) % peers.size
-            posted += exchange.receive(comm, part(taken, source), source, TAG)
-            posted += exchange.send(comm, part(given, dest), dest, TAG)
+            posted += exchange.receive(comm, WireBytes(part(taken, source)), source, TAG)
+            posted += exchange.send(comm, WireBytes(part(given, dest)), dest, TAG)
         wire.complete(posted)
     took = take_turns(peers, [gather, alltoall, pairs], seconds, progress)
     exchange.close()

@@ -28,6 +28,15 @@ import pytest
 from mpi4py import MPI
 from runs import settle, subcomm
 
+if os.environ.get("MPIATTN_CUPY") == "fake":       # a GPU that is none; given "device", an MPI that can use its memory
+    import fake_cupy
+
+    from mpiattn import gpuaware, gpuprobe
+    fake_cupy.install().__enter__()
+    if os.environ["MPIATTN_TRANSPORT"] == "device":
+        gpuaware.gpu_aware = lambda: (True, "a test says so")
+        gpuprobe.probe = lambda: {"answer": "yes"}
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):

@@ -1,11 +1,17 @@
-"""Runs of a whole problem on a communicator, compared with the reference, and who takes part in them."""
+"""Runs of a whole problem on a communicator, compared with the reference, and who takes part in them.
 
+MPIATTN_BACKENDS=cuda, or others with commas between, is what they run on; without float64, which kernels do not take,
+these are tried in float32.
+"""
+
+import os
 import time
 from contextlib import contextmanager
 from inspect import signature
 
 import numpy as np
 import pytest
+from caller import caller
 from dense import TOLERANCE, Inputs, Result, bits, draw_all, error, expected, gradients_at, largest, masks, wrong
 from mpi4py import MPI
 
@@ -14,7 +20,8 @@ from mpiattn.executor import Executor
 from mpiattn.problem import Problem
 
 OF_PROBLEM = tuple(signature(Problem).parameters)
-BACKENDS = ("numpy", "deferred")
+BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "numpy,deferred").split(","))
+OF_KERNELS = {"cuda", "emulated", "deferred-emulated"}
 
 
 def on(*ranks):
@@ -22,8 +29,15 @@ def on(*ranks):
     return pytest.mark.parametrize("group", ranks, indirect=True, ids=lambda n: f"{n}_ranks")
 
 
+def narrow(arguments):
+    """Arguments that the back ends can take."""
+    if arguments.get("dtype") == "float64" and OF_KERNELS & set(BACKENDS):
+        return {**arguments, "dtype": "float32"}
+    return arguments
+
+
 def problem_of(arguments):
-    return Problem(**{name: value for name, value in arguments.items() if name in OF_PROBLEM})
+    return Problem(**{name: value for name, value in narrow(arguments).items() if name in OF_PROBLEM})
 
 
 def my_chunks(plan, q, k, v, *rest):
@@ -38,15 +52,17 @@ def my_chunks(plan, q, k, v, *rest):
 
 def attend(plan, mine, call=None, backward=True):
     """What a plan makes of this rank's inputs."""
-    options = {**(call or {}), "sinks": mine.sinks}
-    out, lse = plan.forward(*mine[:3], **options)
-    grads = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, **options) if backward else ()
-    return Result(out, lse, *grads)
+    with caller(plan.backend) as (give, take):
+        mine = Inputs(*map(give, mine))
+        options = {**(call or {}), "sinks": mine.sinks}
+        out, lse = plan.forward(*mine[:3], **options)
+        grads = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, **options) if backward else ()
+        return Result(*take(out, lse, *grads))
 
 
 def run(comm, inputs, call=None, backward=True, **arguments):
     """A plan's result on this rank and its positions, of queries and of keys; inputs: of the whole problem."""
-    with MeshAttention(comm, **arguments) as plan:
+    with MeshAttention(comm, **{"backend": BACKENDS[0], **narrow(arguments)}) as plan:
         return attend(plan, my_chunks(plan, *inputs), call, backward), plan.positions, plan.positions_k
 
 

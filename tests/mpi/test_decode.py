@@ -5,8 +5,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from caller import caller
 from dense import TOLERANCE, Inputs, bits, largest, naive
-from runs import BACKENDS, agreed, on, once
+from runs import BACKENDS, agreed, narrow, on, once
 from test_counted import Counting
 
 from mpiattn import (
@@ -32,7 +33,8 @@ class Mirror:
 
     def __init__(self, comm, kv_heads, head_dim, value_dim=None, seed=0, **options):
         self.comm, self.rng = comm, np.random.default_rng(seed)
-        self.cache = KVCache(comm, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, **options)
+        self.cache = KVCache(comm, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+                             **{"backend": BACKENDS[0], **narrow(options)})
         self.shapes = (kv_heads, head_dim), (kv_heads, value_dim or head_dim)
         self.whole = [tuple(np.empty((0, *shape), self.cache.dtype) for shape in self.shapes)
                       for _ in range(self.cache.sequences)]
@@ -51,7 +53,9 @@ class Mirror:
             how["layout"] = layout = Layout(layout, tokens, self.comm.size)
             mine = layout.positions(self.comm.rank)
             k, v = k[:, mine], v[:, mine]
-        self.cache.append(k, v, **how)
+        with caller(self.cache.backend) as (give, take):
+            self.cache.append(give(k), give(v), **how)
+            take()
 
     def truncate(self, lengths):
         self.cache.truncate(lengths)
@@ -82,7 +86,8 @@ class Mirror:
         q = self.draw(len(how.get("sequences", self.whole)), queries, heads or 2 * self.shapes[0][0], self.shapes[0][1])
         for way in ways:
             call = {**how, "way": way} if way in WAYS else how
-            got = RINGS.get(way, tree_decode)(q, self.cache, **call)
+            with caller(self.cache.backend) as (give, take):
+                got = take(*RINGS.get(way, tree_decode)(give(q), self.cache, **call))
             agreed(self.comm, self.wrong(got, q, **how), (way, how))
             assert way in ("ring", "allreduce") or len(set(self.comm.allgather(bits(*got)))) == 1, (way, how)
         return q
@@ -144,6 +149,7 @@ def test_case_28_the_same_bits_on_every_rank(group):
 @pytest.mark.parametrize("dtype, page_size", [("float32", 1), ("float64", 16), ("float16", 16), ("bfloat16", 64)])
 def test_masks_dtypes_and_pages(group, dtype, page_size):
     """Several queries, causal among them; pages of sequences that grow, shrink and share the pool."""
+    dtype = narrow({"dtype": dtype})["dtype"]
     sinks = np.linspace(-1, 2, 4).astype("float64" if dtype == "float64" else "float32")
     masks = ({}, {"causal": False}, {"window": (5, 0)}, {"window": (2, 1), "causal": False}, {"window": (0, None)},
              {"softcap": 1.5, "scale": 0.7}, {"sinks": sinks}, {"sequences": [2, 0]})

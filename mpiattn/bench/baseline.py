@@ -1,0 +1,123 @@
+"""PyTorch's scaled_dot_product_attention, each of its back ends apart, to be measured beside a back end's launches."""
+
+import contextlib
+import math
+import time
+
+import ml_dtypes
+import numpy as np
+
+from .clock import LEAST, MOST
+
+# Largest difference of two results over the largest value: some times what rounding makes of it.
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-13}
+
+# On a GPU: name, name in torch.nn.attention.SDPBackend, whether for backward alone, whether deterministic.
+ON_GPU = (("torch flash", "FLASH_ATTENTION", False, False), ("torch cuDNN", "CUDNN_ATTENTION", False, False),
+          ("torch efficient", "EFFICIENT_ATTENTION", False, False),
+          ("torch flash, deterministic", "FLASH_ATTENTION", True, True),
+          ("torch cuDNN, deterministic", "CUDNN_ATTENTION", True, True))
+ON_CPU = (("torch", None, False, False),)
+
+
+def load_torch():
+    """The module, or None where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
+
+
+def to_torch(torch, array, device):
+    """(tokens, heads, dim) as a tensor (1, heads, tokens, dim) in one piece; torch knows bfloat16 by another name."""
+    array = np.ascontiguousarray(array.swapaxes(0, 1))[None]
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
+
+
+def from_torch(torch, tensor):
+    """The reverse, in float32, or float64 for float64."""
+    tensor = tensor.detach().to("cpu")
+    return (tensor if tensor.dtype == torch.float64 else tensor.float()).numpy()[0].swapaxes(0, 1)
+
+
+class Sdpa:
+    """A pass of one of torch's back ends over the same arrays.
+
+    arrays: q, k, v, and dout for the backward pass, NumPy, (tokens, heads, dim).  `missing`: why it cannot, or None.
+    """
+
+    def __init__(self, torch, name, kind, deterministic, arrays, causal, backward, on_gpu):
+        self.torch, self.name, self.kind, self.deterministic = torch, name, kind, deterministic
+        self.causal, self.on_gpu, self.missing = causal, on_gpu, None
+        self.grouped = arrays[0].shape[1] != arrays[1].shape[1]
+        device = "cuda" if on_gpu else "cpu"
+        self.inputs = [to_torch(torch, array, device) for array in arrays[:3]]
+        self.dout, self.forward = None, None
+        try:
+            if backward:
+                self.dout = to_torch(torch, arrays[3], device)
+                for tensor in self.inputs:
+                    tensor.requires_grad_()
+                with self._kernel():
+                    self.forward = self._attention()
+            self.results = [from_torch(torch, result) for result in self.run()]
+        except RuntimeError as error:
+            self.missing = " ".join(str(error).split())[:200]
+
+    @contextlib.contextmanager
+    def _kernel(self):
+        """Only this back end of torch, and in a deterministic way if that is asked."""
+        torch = self.torch
+        with contextlib.ExitStack() as stack:
+            if self.kind is not None:
+                from torch.nn.attention import SDPBackend, sdpa_kernel
+                stack.enter_context(sdpa_kernel([getattr(SDPBackend, self.kind)]))
+            if self.deterministic:
+                torch.use_deterministic_algorithms(True)
+                stack.callback(torch.use_deterministic_algorithms, False)
+            yield
+
+    def _attention(self):
+        return self.torch.nn.functional.scaled_dot_product_attention(*self.inputs, is_causal=self.causal,
+                                                                     enable_gqa=self.grouped)
+
+    def run(self):
+        """One pass: out, or dq, dk and dv."""
+        with self._kernel():
+            if self.forward is None:
+                with self.torch.inference_mode():
+                    return [self._attention()]
+            return self.torch.autograd.grad(self.forward, self.inputs, self.dout, retain_graph=True)
+
+    def seconds(self, times=1):
+        """Seconds of one of `times` passes, by torch's own events on a GPU."""
+        if not self.on_gpu:
+            start = time.perf_counter()
+            for _ in range(times):
+                self.run()
+            return (time.perf_counter() - start) / times
+        events = [self.torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        for _ in range(times):
+            self.run()
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) / times / 1e3
+
+    def repeats(self):
+        """How often to repeat a pass so that a measurement takes LEAST seconds."""
+        self.seconds()
+        return min(MOST, max(1, math.ceil(LEAST / max(self.seconds(), 1e-9))))
+
+
+def baselines(arrays, causal, backward, on_gpu):
+    """A `Sdpa` of every back end of torch for these arrays; none where torch is not installed or sees no GPU."""
+    torch = load_torch()
+    if torch is None or (on_gpu and not torch.cuda.is_available()):
+        return []
+    return [Sdpa(torch, name, kind, deterministic, arrays, causal, backward, on_gpu)
+            for name, kind, only_backward, deterministic in (ON_GPU if on_gpu else ON_CPU)
+            if backward or not only_backward]

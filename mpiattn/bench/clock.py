@@ -1,0 +1,115 @@
+"""How long launches of a back end take: by events on its stream where it has one, else by the host's clock."""
+
+import math
+import time
+
+import numpy as np
+
+from .. import host
+
+LEAST = 0.01               # seconds that a measurement takes at least, by repeating what is short
+MOST = 200                 # repeats
+
+
+def host_array(backend, array, event=None):
+    """An array of a back end as a NumPy array, after an event."""
+    backend.wait(event)
+    return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
+class HostClock:
+    """Of launches that the host waits for."""
+
+    on_gpu = False
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    @property
+    def device(self):
+        """What computes, for people."""
+        return host.processor()
+
+    def seconds(self, launch, before=None, times=1):
+        """Seconds of one of `times` calls of launch(), which returns an event.
+
+        before: called ahead of each, and not timed.
+        """
+        total = 0.0
+        for _ in range(times):
+            if before:
+                self.backend.wait(before())
+            start = time.perf_counter()
+            self.backend.wait(launch())
+            total += time.perf_counter() - start
+        return total / times
+
+    def repeats(self, launch, before=None):
+        """How often to repeat a launch so that a measurement takes LEAST seconds."""
+        self.seconds(launch, before)                              # warm
+        return min(MOST, max(1, math.ceil(LEAST / max(self.seconds(launch, before), 1e-9))))
+
+    def memory_bandwidth(self, nbytes, dtype):
+        """(what was measured, a function that does it once, bytes that it moves): a plain sum over memory."""
+        data = np.zeros(max(1, nbytes // np.dtype(dtype).itemsize), dtype)
+        return "NumPy's sum", plain_sum([data]), data.nbytes
+
+
+class StreamClock(HostClock):
+    """Of launches on a stream of a GPU, by CuPy's events."""
+
+    on_gpu = True
+
+    def __init__(self, backend):
+        import cupy
+        super().__init__(backend)
+        self.cupy, self.stream = cupy, backend.stream
+
+    @property
+    def device(self):
+        """The GPU and its driver."""
+        runtime = self.cupy.cuda.runtime
+        name = runtime.getDeviceProperties(self.stream.device_id)["name"]
+        return f"{name.decode()}, CUDA {runtime.runtimeGetVersion()}, driver's CUDA {runtime.driverGetVersion()}"
+
+    def seconds(self, launch, before=None, times=1):
+        """As of HostClock; without `before`, launches follow each other, and the time between them counts."""
+        pairs, each = [], times if before else 1
+        for _ in range(each):
+            if before:
+                before()
+            start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+            start.record(self.stream)
+            for _ in range(times // each):
+                launch()
+            stop.record(self.stream)
+            pairs.append((start, stop))
+        stop.synchronize()
+        return sum(self.cupy.cuda.get_elapsed_time(*pair) for pair in pairs) / times / 1e3
+
+    def memory_bandwidth(self, nbytes, dtype):
+        """As of HostClock: a copy of half as many bytes, which moves each twice."""
+        with self.stream:
+            of, to = (self.cupy.zeros(max(1, nbytes // 8), np.float32) for _ in range(2))
+
+        def copy():
+            with self.stream:
+                self.cupy.copyto(to, of)
+        return "a copy", copy, of.nbytes + to.nbytes
+
+
+def clock_of(backend):
+    """The clock for a back end."""
+    return StreamClock(backend) if hasattr(backend, "stream") else HostClock(backend)
+
+
+def plain_sum(arrays):
+    """A function that sums arrays up, which takes as long as memory gives them; half types are read as float32."""
+    parts = [array.reshape(-1).view(np.uint8) for array in arrays]
+    kind = np.float64 if arrays[0].dtype == np.float64 else np.float32
+    parts = [part[:part.size // 8 * 8].view(kind) for part in parts]
+
+    def run():
+        for part in parts:
+            part.sum()
+    return run

@@ -1,0 +1,243 @@
+"""How fast one block is, by the launches of a back end: no ranks, no mesh, no transfers.
+
+Each result is first compared with dense float64 attention at a size where that is affordable, and with PyTorch's at
+full size; if one is off, nothing is measured.  Then what is compared is run in turn.
+"""
+
+import time
+from functools import partial
+
+import numpy as np
+
+from .. import reference
+from ..errors import VerificationError
+from ..machine import PRODUCTS
+from ..problem import Problem
+from .baseline import TOLERANCE, baselines
+from .clock import host_array
+from .tensors import NAMES, Tensors
+
+CHECKED_PAIRS = 2 ** 21        # pairs of a query and a key, over heads, that are compared with float64
+PAGE = 64                      # keys of a page
+TINY = 16                      # tokens of a block whose time is that of its launch
+
+
+class Block:
+    """One block on a back end, with its inputs as NumPy arrays too, (tokens, heads, dim): q, k, v, dout."""
+
+    def __init__(self, backend, problem):
+        self.backend, self.problem, p = backend, problem, problem
+        tensors = Tensors(p)
+        self.arrays = [tensors.tokens(name, np.arange(p.seqlen_k if name in "kv" else p.seqlen))[0] for name in NAMES]
+        self.q, self.k, self.v, self.dout = map(backend.contiguous, self.arrays)
+        interval = p.mask.key_interval(np.arange(p.seqlen))
+        self.pairs = int((interval[1] - interval[0]).sum()) * p.heads
+        self.begin, self.end = (backend.contiguous(side.astype(np.int32)) for side in interval)
+        self.out, self.lse = self.partial()
+        self.grads = ()
+
+    def partial(self):
+        """A new partial, with no contents yet."""
+        p, make = self.problem, self.backend.empty
+        return (make((p.seqlen, p.heads, p.value_dim), p.partial_dtype), make((p.seqlen, p.heads), p.partial_dtype))
+
+    def clear(self):
+        """Launch the emptying of the partial."""
+        return self.backend.clear(self.out, self.lse)
+
+    def attend(self):
+        """Launch the block, onto what the partial holds."""
+        return self.backend.attend(self.q, self.k, self.v, self.begin, self.end, self.out, self.lse,
+                                   self.problem.scale)
+
+    def prepare_backward(self):
+        """A forward pass, and delta of it, for `attend_backward`."""
+        p, backend = self.problem, self.backend
+        self.clear()
+        backend.wait(self.attend())
+        self.delta = backend.empty((p.seqlen, p.heads), p.partial_dtype)
+        cast = backend.empty(self.out.shape, p.dtype)
+        backend.copy(cast, self.out)
+        backend.delta(self.delta, self.dout, cast, None)
+        self.grads = tuple(backend.empty(array.shape, p.partial_dtype) for array in (self.q, self.k, self.v))
+        backend.wait(backend.zero(self.grads))
+
+    def attend_backward(self):
+        """Launch the block's gradients, which are added to what there is."""
+        return self.backend.attend_backward(self.q, self.dout, self.lse, self.delta, self.k, self.v, self.begin,
+                                            self.end, *self.grads, self.problem.scale)
+
+    def results(self, backward):
+        """out, or dq, dk, dv, of one launch, as NumPy arrays."""
+        if backward:
+            self.prepare_backward()
+            event = self.attend_backward()
+            return [host_array(self.backend, grad, event) for grad in self.grads]
+        self.clear()
+        event = self.attend()
+        return [host_array(self.backend, self.out, event)]
+
+
+def difference(got, expected):
+    """The largest difference of any array over its largest value."""
+    return max(float(np.abs(one.astype(np.float64) - two).max() / max(np.abs(two).max(), 1e-300))
+               for one, two in zip(got, expected))
+
+
+def check(what, got, expected, dtype):
+    """The difference, or VerificationError where it is not small."""
+    off = difference(got, expected)
+    if not off <= TOLERANCE[dtype]:
+        raise VerificationError(f"{what}: off by {off:.2g} of the largest value, {TOLERANCE[dtype]:g} is allowed; "
+                                "nothing is measured")
+    return off
+
+
+def check_small(backend, problem, backward):
+    """Compare a block of few tokens with float64; the difference."""
+    p, tokens = problem, max(1, min(problem.seqlen, int((CHECKED_PAIRS / problem.heads) ** 0.5)))
+    small = Block(backend, Problem(seqlen=tokens, heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim,
+                                   dtype=p.dtype, causal=p.causal))
+    q, k, v, dout = (array[None] for array in small.arrays)
+    expected = (reference.backward(dout, q, k, v, causal=p.causal) if backward
+                else reference.attention(q, k, v, causal=p.causal)[:1])
+    return check(f"{tokens} tokens against float64", small.results(backward), [array[0] for array in expected], p.dtype)
+
+
+def in_turn(subjects, runs):
+    """Seconds of every subject, (name, a function that times it once): run 1 of each, run 2 of each, ..."""
+    seconds = {name: [] for name, _ in subjects}
+    for _ in range(runs):
+        for name, timed in subjects:
+            seconds[name].append(timed())
+    return seconds
+
+
+def summary(name, seconds, **more):
+    """What there is to say of one subject."""
+    low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
+    return {"name": name, "median": median, "quartiles": [low, high], **more, "seconds": list(map(float, seconds))}
+
+
+def timed_by(clock, launch, before=None):
+    """A function that times a launch, repeated often enough."""
+    return partial(clock.seconds, launch, before, clock.repeats(launch, before))
+
+
+def with_torch(arrays, causal, backward, on_gpu, own, dtype):
+    """Subjects of torch that agree with `own` results, their differences, and why others are missing."""
+    subjects, differences, missing = [], {}, {}
+    for one in baselines(arrays, causal, backward, on_gpu):
+        if one.missing:
+            missing[one.name] = one.missing
+            continue
+        differences[one.name] = check(f"mpiattn against {one.name}", own, one.results, dtype)
+        subjects.append((one.name, partial(one.seconds, one.repeats())))
+    return subjects, differences, missing
+
+
+def measure_block(backend, clock, problem, direction, runs):
+    """One pass of one size beside torch's: a section of the result."""
+    backward = direction == "backward"
+    off = check_small(backend, problem, backward)
+    block = Block(backend, problem)
+    own = block.results(backward)
+    subjects, differences, missing = with_torch(block.arrays, problem.causal, backward, clock.on_gpu, own,
+                                                problem.dtype)
+    if not backward:
+        block.clear()
+    launch = (block.attend_backward, None) if backward else (block.attend, block.clear)
+    subjects.insert(0, ("mpiattn", timed_by(clock, *launch)))
+    flops = 2 * (problem.head_dim + problem.value_dim) * block.pairs * PRODUCTS[direction]
+    rows = [summary(name, seconds, flops_per_second=flops / float(np.median(seconds)),
+                    difference=differences.get(name, off if name == "mpiattn" else None))
+            for name, seconds in in_turn(subjects, runs).items()]
+    return {"what": direction, "seqlen": problem.seqlen, "flops": flops, "results": rows, "missing": missing}
+
+
+def measure_decode(backend, clock, problem, keys, runs):
+    """One query over `keys` keys in pages, as long as memory takes: a section of the result."""
+    p = Problem(seqlen=1, seqlen_k=keys, heads=8 * problem.kv_heads, kv_heads=problem.kv_heads,
+                head_dim=problem.head_dim, dtype=problem.dtype, causal=True)
+    tensors = Tensors(p)
+    arrays = [tensors.tokens(name, np.arange(keys if name in "kv" else 1))[0] for name in NAMES[:3]]
+    count = -(-keys // PAGE)
+    bounds = [np.full(1, side, np.int32) for side in (0, keys)]
+    q, out, lse = (backend.contiguous(arrays[0]), backend.empty((1, p.heads, p.value_dim), p.partial_dtype),
+                   backend.empty((1, p.heads), p.partial_dtype))
+    expected = reference.attention(*(array[None] for array in arrays))[0][0]
+    nbytes, subjects, differences = sum(array.nbytes for array in arrays[1:]), [], {}
+    for name, pages in (("mpiattn", np.arange(count)), ("mpiattn, pages in any order",
+                                                        np.random.default_rng(0).permutation(count))):
+        pages = pages.astype(np.int32)
+        pools = [backend.contiguous(_paged(array, pages)) for array in arrays[1:]]
+        launch = partial(backend.attend_pages, q, *pools, pages, PAGE, *bounds, out, lse, p.scale)
+        own = [host_array(backend, out, launch())]
+        differences[name] = check(f"{name} over {keys} keys against float64", own, [expected], p.dtype)
+        subjects.append((name, timed_by(clock, launch)))
+    others, more, missing = with_torch(arrays, False, False, clock.on_gpu, own, p.dtype)
+    what, move, moved = clock.memory_bandwidth(nbytes, p.dtype)
+    subjects += [*others, (what, timed_by(clock, move))]
+    rows = [summary(name, seconds, bytes_per_second=(moved if name == what else nbytes) / float(np.median(seconds)),
+                    difference={**differences, **more}.get(name))
+            for name, seconds in in_turn(subjects, runs).items()]
+    return {"what": "decode", "keys": keys, "heads": p.heads, "kv_heads": p.kv_heads, "page_size": PAGE,
+            "bytes": nbytes, "results": rows, "missing": missing}
+
+
+def _paged(array, pages):
+    """(keys, kv_heads, dim) as a pool (kv_heads, slots, dim) whose pages are `pages` in order."""
+    pool = np.zeros((array.shape[1], len(pages) * PAGE, array.shape[2]), array.dtype)
+    slots = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:len(array)]
+    pool[:, slots] = array.swapaxes(0, 1)
+    return pool
+
+
+def measure_carry(backend, clock, problem, keys, runs):
+    """What adding a block of `keys` keys to a partial costs more than making one: a section of the result."""
+    block = Block(backend, Problem(seqlen=problem.seqlen, seqlen_k=keys, heads=problem.heads,
+                                   kv_heads=problem.kv_heads, head_dim=problem.head_dim, dtype=problem.dtype))
+    held, other = (block.out, block.lse), block.partial()
+
+    def attend_onto(partial):
+        block.out, block.lse = partial
+        return block.attend()
+
+    def clear():                                                  # the same work ahead of both
+        return backend.clear(*other)
+    backend.clear(*held)
+    backend.wait(attend_onto(held))
+    seconds = in_turn([("onto a cleared partial", timed_by(clock, lambda: attend_onto(other), clear)),
+                       ("onto a partial", timed_by(clock, lambda: attend_onto(held), clear))], runs)
+    rows = [summary(name, found) for name, found in seconds.items()]
+    return {"what": "carry", "seqlen": problem.seqlen, "keys": keys, "results": rows,
+            "overhead": rows[1]["median"] / rows[0]["median"] - 1}
+
+
+def measure_launch(backend, clock, problem, runs):
+    """What a step takes besides its work: a block of few tokens and a merge: a section of the result.
+
+    Issuing is the host's part, until the launches have returned; it matters where they return before they are done.
+    """
+    tiny = Block(backend, Problem(seqlen=TINY, heads=problem.heads, kv_heads=problem.kv_heads,
+                                  head_dim=problem.head_dim, dtype=problem.dtype))
+    other = [backend.contiguous(np.zeros(array.shape, array.dtype)) for array in (tiny.out, tiny.lse)]
+
+    def merge():
+        return backend.merge(tiny.out, tiny.lse, *other)
+
+    def issued(launch, times):
+        backend.wait(launch())
+        start = time.perf_counter()
+        for _ in range(times):
+            event = launch()
+        spent = time.perf_counter() - start
+        backend.wait(event)
+        return spent / times
+    backend.wait(tiny.clear())
+    subjects = []
+    for name, launch in (("block", tiny.attend), ("merge", merge)):
+        subjects += [(name, timed_by(clock, launch)),
+                     (f"{name}, issuing", partial(issued, launch, clock.repeats(launch)))]
+    rows = [summary(name, seconds) for name, seconds in in_turn(subjects, runs).items()]
+    return {"what": "launch", "tokens": TINY, "results": rows}

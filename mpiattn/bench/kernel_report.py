@@ -1,0 +1,46 @@
+"""Results of `mpiattn bench --kernel` for people."""
+
+from ..cli.table import duration, facts, percent, table
+
+TITLES = {"forward": "forward of a block of {seqlen} tokens", "backward": "backward of a block of {seqlen} tokens",
+          "decode": "decoding: a query of {heads} heads over {keys} keys of {kv_heads} KV heads, pages of {page_size}",
+          "carry": "carry-in: a block of {seqlen} queries by {keys} keys", "launch": "launches: {tokens} tokens"}
+RATES = {"flops_per_second": "GFLOP/s", "bytes_per_second": "GB/s"}
+
+
+def _section(section):
+    own = section["results"][0]["median"]
+    rate = next((name for name in RATES if name in section["results"][0]), None)
+    rows = []
+    for row in section["results"]:
+        cells = [row["name"], duration(row["median"]), " - ".join(map(duration, row["quartiles"]))]
+        if rate:
+            cells += [f"{row[rate] / 1e9:.4g}", f"{own / row['median']:.3g}",
+                      "" if row["difference"] is None else f"{row['difference']:.1e}"]
+        rows.append(cells)
+    header = ("", "median", "quartiles", *((RATES[rate], "its speed over mpiattn's", "difference") if rate else ()))
+    lines = ["", TITLES[section["what"]].format(**section), table(rows, header)]
+    if "overhead" in section:
+        lines.append(f"adding to a partial costs {percent(section['overhead'])} more")
+    lines += [f"{name} is missing: {why}" for name, why in section.get("missing", {}).items()]
+    return lines
+
+
+def as_text(data):
+    """Facts, and a table for every section."""
+    p, versions, machine = data["problem"], data["versions"], data["environment"]
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    head = [("problem", f"{p['heads']} heads over {p['kv_heads']} KV heads x {p['head_dim']}, {p['dtype']}, "
+                        f"{'causal' if p['causal'] else 'full'}"),
+            ("back end", f"{data['backend']} on {machine['device']}"),
+            ("machine", f"{machine['processor']}; threads of BLAS: {machine['blas_threads'] or 'unknown'}, of torch: "
+                        f"{machine['torch_threads'] or 'none'}"),
+            ("versions", f"mpiattn {data['mpiattn']}, {libraries}"),
+            ("measured", f"{data['runs']} runs of each, in turn; medians. A difference is the largest over the largest "
+                         "value: mpiattn's from float64 at a size where that is affordable, torch's from mpiattn's")]
+    if data["compute"] != "real":
+        head.append(("compute", f"{data['compute']}: its times say nothing about a device"))
+    lines = [facts(head)]
+    for section in data["sections"]:
+        lines += _section(section)
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""`mpiattn bench --kernel`: its options, and one rank that measures its back end's launches."""
+
+from .. import __version__, backends, host
+from ..agreement import agreement
+from ..bench import kernel
+from ..bench.baseline import load_torch
+from ..bench.clock import clock_of
+from ..bench.kernel_report import as_text
+from ..choice import DIRECTIONS
+from ..errors import ArgumentError
+from ..problem import Problem
+from .jsonfile import check_json, write_json
+
+KEYS = {"decode_keys": 65536, "carry_keys": 4096}
+OWN = {"kernel", *KEYS}                               # options that nothing but this takes
+SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "dtype", "causal", "direction", "backend", "runs", "timeout",
+          "json"}
+
+
+def add_arguments(parser):
+    """Declare --kernel and its options, after all others."""
+    group = parser.add_argument_group("one rank's kernels")
+    group.add_argument("--kernel", action="store_true", help="measure the back end's launches on one rank, and no plan")
+    group.add_argument("--decode-keys", type=int, metavar="N",
+                       help=f"keys that a query of 8 heads a KV head sees (default: {KEYS['decode_keys']})")
+    group.add_argument("--carry-keys", type=int, metavar="N",
+                       help=f"keys of the block that is added to a partial (default: {KEYS['carry_keys']})")
+
+
+def run(job, args):
+    """Measure, on one rank; returns the exit code."""
+    with agreement(job.peers):
+        if job.comm.size > 1:
+            raise ArgumentError(f"--kernel measures one rank; this launch has {job.comm.size}")
+        sizes = {name: default if getattr(args, name) is None else getattr(args, name)
+                 for name, default in KEYS.items()}
+        for name, value in {"runs": args.runs, "seqlen": min(args.seqlen), **sizes}.items():
+            if value < 1:
+                raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        check_json(args.json)
+        problems = [Problem(seqlen=seqlen, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
+                            dtype=args.dtype, causal=args.causal) for seqlen in args.seqlen]
+        backend = backends.get(args.backend)
+    data = _measured(backend, problems, args, **sizes)
+    backend.close()
+    if args.json:
+        write_json(args.json, data)
+    if args.json != "-":
+        print(as_text(data), flush=True)
+    return 0
+
+
+def _measured(backend, problems, args, decode_keys, carry_keys):
+    clock, first = clock_of(backend), problems[0]
+    sections = [kernel.measure_block(backend, clock, problem, direction, args.runs)
+                for problem in problems for direction in DIRECTIONS[args.direction]]
+    sections += [kernel.measure_decode(backend, clock, first, decode_keys, args.runs),
+                 kernel.measure_carry(backend, clock, first, carry_keys, args.runs),
+                 kernel.measure_launch(backend, clock, first, args.runs)]
+    torch, (blas, threads) = load_torch(), host.blas()
+    return {"mpiattn": __version__, "backend": backend.name, "compute": _compute(backend), "runs": args.runs,
+            "problem": {"heads": first.heads, "kv_heads": first.kv_heads, "head_dim": first.head_dim,
+                        "dtype": first.dtype, "causal": first.causal},
+            "environment": {"device": clock.device, "processor": host.processor(), "cores": len(host.cores()),
+                            "blas": blas, "blas_threads": threads,
+                            "torch_threads": torch.get_num_threads() if torch else None},
+            "versions": {"numpy": host.version("numpy"), "torch": torch.__version__ if torch else None,
+                         "cupy": host.version("cupy", "cupy-cuda13x", "cupy-cuda12x")},
+            "sections": sections}
+
+
+def _compute(backend):
+    """What its times are of."""
+    return "real" if backend.name in ("numpy", "cuda") else f"back end for tests: {backend.name}"

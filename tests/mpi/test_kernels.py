@@ -1,0 +1,79 @@
+"""The whole library on the GPU kernels' sources, run on the CPU as they are called and late; small, since it is slow.
+
+Or on what MPIATTN_BACKENDS names.  There is one head dim, since kernels of each are compiled anew.
+"""
+
+import os
+
+import numpy as np
+import pytest
+from dense import draw_all
+from runs import agreed, check, on, problem_of, run, tiles
+from test_decode import RINGS, Mirror
+
+from mpiattn import Layout
+from mpiattn.backends import emulated
+from mpiattn.tree import WAYS
+
+BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "emulated,deferred-emulated").split(","))
+pytestmark = pytest.mark.skipif("emulated" in BACKENDS and emulated.compiler() is None,
+                                reason="the emulation needs a C++ compiler")
+SHAPE = {"seqlen": 43, "heads": 4, "kv_heads": 2, "head_dim": 16, "backends": BACKENDS}
+ROUTES = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))      # schedule and route
+
+
+@on(4)
+@pytest.mark.parametrize(("schedule", "route"), ROUTES)
+def test_tiles(group, schedule, route):
+    for tile, layout in zip(tiles(4), ("striped", "zigzag", "contiguous")):
+        check(group, **SHAPE, causal=True, tile=tile, layout=layout, schedule=schedule, route=route)
+
+
+CALLS = {"documents": {"cu_seqlens": [0, 7, 30, 43]}, "documents of each": {"cu_seqlens": [[0, 7, 43], [5, 5, 40]]},
+         "padding": {"lengths": [43, 9]}}
+
+
+@on(3)
+@pytest.mark.parametrize("name", CALLS)
+def test_documents_windows_and_sinks(group, name):
+    """With groups of heads that see different keys, chunks of unequal length, and rows that see nothing."""
+    uneven = Layout("contiguous", 43, 3, (20, 0, 23))
+    check(group, **SHAPE, batch=2, window=(11, 2), layout=uneven, schedule="greedy", call=CALLS[name], sinks=True)
+
+
+@on(4)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_and_what_travels(group, dtype):
+    shape = {**SHAPE, "dtype": dtype, "causal": True, "tile": "2x2"}
+    check(group, **shape, schedule="greedy")
+    check(group, **shape, schedule="collective", wire_dtype="bfloat16")
+
+
+@on(2)
+def test_softcap_scale_and_other_keys(group):
+    check(group, **{**SHAPE, "seqlen": 21}, seqlen_k=37, causal=True, softcap=2.0, scale=0.5)
+    check(group, **{**SHAPE, "seqlen": 37}, seqlen_k=5, causal=True, tile="qring")
+
+
+@on(4)
+def test_repeats_change_no_bit(group):
+    inputs = draw_all(problem_of(SHAPE))
+    arguments = {name: value for name, value in SHAPE.items() if name != "backends"}
+    found = {tuple(array.tobytes() for array in run(group, inputs, backend=BACKENDS[-1], **arguments)[0][:5])
+             for _ in range(3)}
+    agreed(group, None if len(found) == 1 else "repeats differ")
+
+
+@on(4)
+@pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 64)])
+def test_decode(group, dtype, page_size):
+    """Every way and both rings; sequences of which ranks hold nothing, several queries, masks."""
+    sinks = np.linspace(-1, 2, 4, dtype=np.float32)
+    for backend in BACKENDS:
+        mirror = Mirror(group, 2, 16, sequences=2, capacity=400, page_size=page_size, dtype=dtype, backend=backend)
+        mirror.append(3, "contiguous")
+        mirror.append(70, "striped", counts=[70, 0])
+        mirror.append(20, counts=[1, 20])
+        mirror.check(1, ways=(*WAYS, *RINGS))
+        mirror.check(3, ways=("butterfly",), window=(5, 0), sinks=sinks)
+        mirror.cache.close()

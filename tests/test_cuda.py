@@ -1,0 +1,179 @@
+"""The CUDA back end without a GPU: its own code on a made-up CuPy that runs late, alone and on several ranks."""
+
+import inspect
+import sys
+
+import fake_cupy
+import numpy as np
+import pytest
+from blocks import causal, chunks, dense, partial
+from launch import ROOT, TESTS, mpirun
+
+from mpiattn import backends
+from mpiattn.arrays import on_host
+from mpiattn.backends import cuda, emulated
+from mpiattn.errors import ArgumentError, MpiattnError
+from mpiattn.transport import check_transport
+
+needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("transport", ["staged", "device"])
+def test_ranks(transport):
+    """Every row against float64: tiles, routes, documents, sinks, half types, decoding; forward and backward."""
+    outcome = mpirun(4, [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider",
+                         TESTS / "mpi" / "test_kernels.py"], timeout=200, cwd=ROOT,
+                     env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_CUPY": "fake", "MPIATTN_TRANSPORT": transport})
+    assert " passed" in outcome.stdout and " skipped" not in outcome.stdout, outcome.stdout
+
+
+@pytest.fixture
+def gpu():
+    with fake_cupy.install():
+        cuda._dealt.clear()
+        made = backends.get("cuda")
+        yield made
+        made.close()
+    fake_cupy._devices[:] = [0]
+
+
+class Foreign:
+    """Another library's array on the device."""
+
+    def __init__(self, array):
+        self.array, self.__cuda_array_interface__ = array, array.__cuda_array_interface__
+
+
+@needs_compiler
+def test_a_block(gpu):
+    """Whatever memory the inputs are in, and in which order."""
+    q, k, v = chunks(33, 40, 4, 2, 16, 16, "float32")
+    begin, end = causal(33, 40)
+    ref = dense(q, k, v, begin, end, 0.3)
+    on_gpu = [fake_cupy.asarray(array) for array in (q, k, v)]
+    backward = [fake_cupy.asarray(array[::-1].copy())[::-1] for array in (q, k, v)]
+    for inputs in (on_gpu, [Foreign(array) for array in on_gpu], backward, (q, k, v)):
+        given = [gpu.contiguous(gpu.array("q", array)) for array in inputs]
+        if inputs is not backward and inputs[0] is not q:
+            assert given[0].data.ptr == on_gpu[0].data.ptr, "it was copied"
+        out, lse = partial(gpu, 33, 4, 16, "float32")
+        gpu.attend(*given, begin, end, out, lse, 0.3)
+        gpu.finish()
+        for array, expected in zip((out, lse), ref):
+            assert np.allclose(on_host(array), expected, atol=1e-5)
+
+
+def test_pieces_are_ready_one_after_another(gpu, monkeypatch):
+    """Of what leaves and what comes, and the memory in between is used again."""
+    monkeypatch.setattr(cuda, "PIECE", 1000)
+    sent = np.arange(777, dtype=np.float32)
+    array, arrived = gpu.contiguous(sent), gpu.empty((777,), "float32")
+    gpu.begin()
+    for _ in range(3):
+        leaving, coming = gpu.outgoing(array), gpu.incoming(arrived, (gpu.zero((arrived,)),))
+        for start in range(0, 3108, 1000):
+            stop = min(start + 1000, 3108)
+            while not leaving.ready(stop):
+                pass
+            assert (leaving.array[:stop] == sent.view(np.uint8)[:stop]).all()
+            coming.array[start:stop] = leaving.array[start:stop]
+            coming.taken(start, stop)
+        gpu.sent(array)
+        gpu.wait(gpu.arrived(arrived))
+        assert (on_host(arrived) == sent).all()
+    assert gpu.staged_bytes == 2 * 2 ** 16
+
+
+def test_what_is_on_its_way_is_copied_once(gpu):
+    array = gpu.contiguous(np.arange(9.0))
+    gpu.begin()
+    first, second = gpu.outgoing(array), gpu.outgoing(array)
+    assert first.array.ctypes.data == second.array.ctypes.data
+    gpu.sent(array)
+    other = gpu.outgoing(gpu.contiguous(np.ones(9)))
+    assert other.array.ctypes.data != first.array.ctypes.data, "it is still being sent"
+
+
+def test_devices(gpu):
+    """Ranks of a node take turns; the caller's own choice is respected, and arrays on another GPU are refused."""
+    fake_cupy._devices[:], gpu.device = [0], 0
+    cuda._dealt.clear()
+    assert [cuda.choose_device(fake_cupy, 3), cuda.choose_device(fake_cupy, 0)] == [1, 1]
+    fake_cupy.Device(0).use()
+    assert cuda.choose_device(fake_cupy, 1) == 0
+    with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; this rank's back end is on GPU 0"):
+        gpu.array("q", fake_cupy.empty((3,)))
+    for wrong, told in (([1.0], "a list"), (np.ma.array([1.0]), "a MaskedArray")):
+        with pytest.raises(ArgumentError, match=f"q is {told}; it must be a CuPy array"):
+            gpu.array("q", wrong)
+
+
+def test_a_gpu_that_fails_is_told(gpu, monkeypatch):
+    event = gpu.zero((gpu.empty((3,), "float32"),))
+    leaving = gpu.outgoing(gpu.contiguous(np.ones(3)))
+
+    def fail(self):
+        raise fake_cupy.CUDARuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(fake_cupy.Event, "synchronize", fail)
+    monkeypatch.setattr(fake_cupy.runtime, "eventQuery", lambda pointer: 700)
+    for ask in (lambda: gpu.wait(event), lambda: leaving.ready(1)):
+        with pytest.raises(MpiattnError, match=r"the GPU .* has failed: an illegal memory access"):
+            ask()
+
+
+def test_without_cupy_or_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ArgumentError, match=r"needs CuPy .* pip install 'mpiattn\[cuda12\]'"):
+        backends.get("cuda")
+    with fake_cupy.install():
+        monkeypatch.setattr(fake_cupy.runtime, "getDeviceCount", lambda: 0)
+        with pytest.raises(ArgumentError, match="CuPy counts 0 GPUs"):
+            backends.get("cuda")
+
+
+@pytest.mark.parametrize("backend, transport, message", [
+    ("auto", "staged", "the back end 'numpy' has no device; only cuda has"),
+    ("emulated", "device", "has no device"), ("cuda", "nvlink", "it may be auto, staged, device"),
+    ("cuda", "device", "this MPI does not take device memory")])
+def test_transports_without_a_meaning(backend, transport, message):
+    with pytest.raises(ArgumentError, match=message):
+        check_transport(backend, transport)
+
+
+def test_the_made_up_cupy_has_nothing_that_cupy_lacks():
+    """Names and names of arguments, where CuPy is installed; it needs no GPU for that."""
+    cupy = pytest.importorskip("cupy")
+    if cupy is fake_cupy:
+        pytest.skip("the made-up one is in its place")
+    own = {"empty", "asarray", "take", "RawModule", "ndarray"}
+    pairs = [(getattr(fake_cupy, name), getattr(cupy, name)) for name in own]
+    pairs += [(getattr(fake_cupy.cuda, name), getattr(cupy.cuda, name)) for name in vars(fake_cupy.cuda)]
+    pairs += [(fake_cupy.RawKernel, cupy.RawKernel)]
+    for made_up, real in pairs:
+        for name, thing in vars(made_up).items() if inspect.isclass(made_up) else ():
+            if not name.startswith("_") and name not in HIDDEN.get(made_up.__name__, ()):
+                assert hasattr(real, name) or name in (real.__doc__ or ""), f"{real} has no {name}"
+                _same_arguments(thing, getattr(real, name, None))
+        _same_arguments(made_up, real)
+
+
+HIDDEN = {"ndarray": {"of", "memory", "values"}, "Stream": {"step", "serial"},
+          "PinnedMemoryPointer": set(), "RawKernel": {"kernel"}}
+
+
+def _same_arguments(made_up, real):
+    """Where the real one's can be told, by its signature or by the first line of its text."""
+    if not callable(made_up) or real is None:
+        return
+    try:
+        names = set(inspect.signature(made_up).parameters) - {"self", "args", "kwargs"}
+    except (TypeError, ValueError):
+        return
+    try:
+        known = set(inspect.signature(real).parameters)
+    except (TypeError, ValueError):
+        known = set()
+    text = real.__doc__ or ""
+    for name in names:
+        assert name in known or "args" in known or name in text, f"{real} has no argument {name}"
