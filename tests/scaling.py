@@ -6,6 +6,7 @@
     python tests/scaling.py predict                    # times for 32 and 64 hosts by what was measured on 4 and 16
     python tests/scaling.py bytes --hosts 16           # the counters of the cards against the formula
     python tests/scaling.py strong --hosts 4 16 64     # one problem on ever more hosts
+    python tests/scaling.py decode                     # one token over spread keys: trees, rings, MPI's own Allreduce
     python tests/scaling.py all --folder results
 
 Each experiment launches `mpiattn bench` with a paced back end: blocks are really computed and then sleep until the time
@@ -37,6 +38,8 @@ LATENCY = 1e-3             # seconds of a message between two of such hosts, whi
 LAUNCH = 1e-3              # seconds of a block besides its work: waking up on a shared core
 MOST = 5                   # times the bytes of the tile that sends least, of those that are measured in `auto`
 TIMEOUT = 3600             # seconds of a launch
+TOKENS = 16                # of a rank in `decode`
+NAP = 6                    # milliseconds between two looks for messages there
 WIRE = 4                   # bytes of an element that travels, float32
 RING_WAITS, OFF = 0.91, 0.015       # the share of Ring's time that it waits in `mesh`, and how far it may be off
 
@@ -102,20 +105,26 @@ class Lab:
         if machine is None:
             machine = self.folder / "machine.json"
             machine.write_text(json.dumps(setting.machine()))
-        command = [sys.executable, "-m", "mpiattn", "bench", "--seqlen", setting.hosts * setting.chunk, "--heads",
-                   heads.q, "--kv-heads", heads.kv, "--head-dim", heads.dim, "--backend", f"paced:{setting.gflops:.6g}",
-                   "--machine", machine, "--runs", runs or self.runs, "--warmup", warmup, "--json", "-", *options]
         print(f"{name}: {setting}", flush=True)
+        data = self.launch(name, hosts, {**setting._asdict(), "heads": heads._asdict()}, "--seqlen",
+                           setting.hosts * setting.chunk, "--heads", heads.q, "--kv-heads", heads.kv, "--head-dim",
+                           heads.dim, "--backend", f"paced:{setting.gflops:.6g}", "--machine", machine, "--runs",
+                           runs or self.runs, "--warmup", warmup, *options)
+        for case in data["cases"]:
+            self._show(case, setting)
+        return data
+
+    def launch(self, name, hosts, setting, *options):
+        """What `mpiattn bench --json` says on all ranks of hosts; kept in a file with the setting."""
+        command = [sys.executable, "-m", "mpiattn", "bench", *options, "--json", "-"]
         try:
-            outcome = hosts.mpirun(setting.hosts, list(map(str, command)), timeout=TIMEOUT)
+            outcome = hosts.mpirun(hosts.count * hosts.per_host, list(map(str, command)), timeout=TIMEOUT)
         except subprocess.CalledProcessError as error:
             sys.exit(f"{name} failed:\n{error.stdout}\n{error.stderr}")
         data = json.loads(outcome.stdout)
         self.launches += 1
-        kept = {"experiment": name, "setting": {**setting._asdict(), "heads": heads._asdict()}, **data}
+        kept = {"experiment": name, "setting": setting, **data}
         (self.folder / f"{self.launches:02}-{name}.json").write_text(json.dumps(kept, indent=1))
-        for case in data["cases"]:
-            self._show(case, setting)
         return data
 
     def _show(self, case, setting):
@@ -279,8 +288,37 @@ def strong(lab, hosts):
     lab.claim(f"the mesh's gain from {first['hosts']} to {last['hosts']} hosts", gained["mesh"], low=2)
 
 
+def decode(lab, hosts):
+    """One token of 8 heads x 128 over few keys, the worst case of a tree beside a ring that passes them.
+
+    Every rank looks for messages each NAP milliseconds, which is the latency that all ways have in common; a blocking
+    MPI_Allreduce alone does not sleep.
+    """
+    for count, per_host in ((n, of) for n in hosts for of in ((1,) if n > 16 else (4,))):
+        ranks, rate = count * per_host, "100mbit"
+        tokens = TOKENS * ranks
+        print(f"decode-{ranks}: {count} hosts of {per_host} ranks at {rate}, {tokens} tokens of 8 heads x 128, a look "
+              f"for messages each {NAP} ms", flush=True)
+        with netcluster.Hosts(count, rate, per_host) as up:
+            data = lab.launch(f"decode-{count}x{per_host}", up, {"hosts": count, "per_host": per_host, "rate": rate},
+                              "--decode", "--seqlen", tokens, "--backend", f"paced:1:{NAP}", "--runs", lab.runs)
+        median = data["results"][0]["median"]
+        for name, took in median.items():
+            print(f"  {name:>24}: {took * 1e3:8.1f} ms", flush=True)
+        if per_host > 1:
+            lab.claim("butterfly over levels, combining", median["combining butterfly"] / median["combining levels"])
+            continue
+        lab.claim("ring over butterfly", median["ring"] / median["butterfly"], 8)
+        lab.claim("query ring over butterfly", median["query-ring"] / median["butterfly"], 3)
+        lab.claim("allreduce over butterfly", median["allreduce"] / median["butterfly"], 1)
+        lab.claim("allreduce over butterfly, combining",
+                  median["combining allreduce"] / median["combining butterfly"], 1)
+        for name in ("MPI_Allreduce", "MPI_Iallreduce"):
+            lab.claim(f"combining by butterfly over {name}", median["combining butterfly"] / median[name], high=1.5)
+
+
 EXPERIMENTS = {"mesh": (mesh, (16, 64)), "overlap": (overlap, (16,)), "auto": (auto, (12, 16, 36, 64)),
-               "predict": (predict, (32, 64)), "bytes": (wire_bytes, (16,)), "strong": (strong, (4, 8, 16, 32, 64))}
+               "predict": (predict, (32, 64)), "bytes": (wire_bytes, (16,)), "strong": (strong, (4, 8, 16, 32, 64)), "decode": (decode, (16, 64))}
 
 
 def main():

@@ -2,7 +2,7 @@
 
 A call is one or a few tokens of each sequence: its time is that of the slowest rank, without the checks of arguments.
 First every way is run once and compared with float64 attention and with the others; then they are measured in turn.
-"Combining" is a way without attention, on results that are there; MPI_Allreduce is MPI's own, once, of the same bytes.
+"Combining" is a way without attention, on results that are there; MPI_Allreduce and MPI_Iallreduce are MPI's own, once, of the same bytes; ranks wait for the second as for all else.
 "Keys" is attention on each rank alone: bytes of keys and values a second, beside those of NumPy's sum over the same
 memory.
 """
@@ -84,6 +84,7 @@ def _ways(asked, cache, chosen):
 def _measure(peers, args, context):
     inputs = Inputs(peers, args, context)
     with inputs.cache() as cache:
+        peers.idle = cache._backend.idle                # between calls as in one
         q = inputs.q
         call = Call(cache, q)
         chosen = cache.way(*call.partial_bytes)
@@ -93,7 +94,7 @@ def _measure(peers, args, context):
         sent, difference, error = _check(inputs, cache, calls, call.partial_bytes)
         alone = {f"combining {way}": combining(cache._combiner, cache._backend, way, call.partial(), call.partial())
                  for way in ways if way in tree.WAYS}
-        work = {**calls, **alone, "MPI_Allreduce": _allreduce(peers.comm, call), "keys": _keys(cache, call),
+        work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call),
                 "sum": _sum(cache)}
         for _ in range(args.warmup):
             for run in work.values():
@@ -151,11 +152,13 @@ def _fail(text):
     raise error
 
 
-def _allreduce(comm, call):
-    elements = call.partial_bytes[0] // np.dtype(call.cache.partial_dtype).itemsize
-    given = np.zeros(elements, call.cache.partial_dtype)
+def _allreduce(cache, call):
+    """MPI's own, which waits as it likes, and the one that waits as this library does."""
+    peers, elements = cache._peers, call.partial_bytes[0] // np.dtype(cache.partial_dtype).itemsize
+    given = np.zeros(elements, cache.partial_dtype)
     taken = np.empty_like(given)
-    return lambda: comm.Allreduce(given, taken)
+    return {"MPI_Allreduce": lambda: peers.comm.Allreduce(given, taken),
+            "MPI_Iallreduce": lambda: peers.wait([peers.comm.Iallreduce(given, taken)])}
 
 
 def _keys(cache, call):
