@@ -318,7 +318,8 @@ def decode(lab, hosts):
 
 
 EXPERIMENTS = {"mesh": (mesh, (16, 64)), "overlap": (overlap, (16,)), "auto": (auto, (12, 16, 36, 64)),
-               "predict": (predict, (32, 64)), "bytes": (wire_bytes, (16,)), "strong": (strong, (4, 8, 16, 32, 64)), "decode": (decode, (16, 64))}
+               "predict": (predict, (32, 64)), "bytes": (wire_bytes, (16,)), "strong": (strong, (4, 8, 16, 32, 64)),
+               "decode": (decode, (16, 64))}
 
 
 def main():

@@ -2,7 +2,8 @@
 
 A call is one or a few tokens of each sequence: its time is that of the slowest rank, without the checks of arguments.
 First every way is run once and compared with float64 attention and with the others; then they are measured in turn.
-"Combining" is a way without attention, on results that are there; MPI_Allreduce and MPI_Iallreduce are MPI's own, once, of the same bytes; ranks wait for the second as for all else.
+"Combining" is a way without attention, on results that are there. MPI_Allreduce and MPI_Iallreduce are MPI's own, once,
+of the same bytes; ranks wait for the second as for all else.
 "Keys" is attention on each rank alone: bytes of keys and values a second, beside those of NumPy's sum over the same
 memory.
 """
