@@ -32,7 +32,7 @@ if os.environ.get("MPIATTN_CUPY") == "fake":       # a GPU that is none; given "
     import fake_cupy
 
     from mpiattn import gpuaware, gpuprobe
-    fake_cupy.install().__enter__()
+    sys.modules["cupy"] = fake_cupy
     if os.environ["MPIATTN_TRANSPORT"] == "device":
         gpuaware.gpu_aware = lambda: (True, "a test says so")
         gpuprobe.probe = lambda: {"answer": "yes"}
