@@ -95,6 +95,42 @@ def test_what_is_on_its_way_is_copied_once(gpu):
     assert other.array.ctypes.data != first.array.ctypes.data, "it is still being sent"
 
 
+@needs_compiler
+def test_a_copy_comes_after_what_the_caller_does(gpu):
+    for _ in range(10):
+        with fake_cupy.Stream(non_blocking=True):
+            given = fake_cupy.asarray(np.arange(12, dtype=np.float32))[::2]
+            assert (on_host_late(gpu, gpu.contiguous(given)) == np.arange(0, 12, 2)).all()
+
+
+def on_host_late(gpu, array):
+    gpu.drain()
+    return on_host(array)
+
+
+@needs_compiler
+def test_memory_goes_back_to_those_whose_it_is(gpu):
+    """A result's is the caller's to free while his work still reads it; what copies write is theirs until they have."""
+    for _ in range(10):
+        with fake_cupy.Stream(non_blocking=True):
+            out, seen = gpu.result((5,), "float32"), fake_cupy.empty((5,), np.float32)
+            gpu.copy(out, np.arange(5, dtype=np.float32))
+            gpu.finish()
+            fake_cupy.take(out, fake_cupy.asarray(np.arange(5)), axis=0, out=seen)
+            del out
+            gpu.drain()
+            assert (on_host(seen) == np.arange(5)).all()
+        unused = gpu.empty((5,), "float32")
+        coming, memory = gpu.incoming(unused), unused.values
+        coming.array[:] = 0
+        coming.taken(0, 20)
+        gpu.arrived(unused)
+        gpu.finish()
+        del unused, coming
+        gpu.drain()
+        assert np.isnan(memory).all(), "somebody else has it by now"
+
+
 def test_devices(gpu):
     """Ranks of a node take turns; the caller's own choice is respected, and arrays on another GPU are refused."""
     fake_cupy._devices[:], gpu.device = [0], 0
