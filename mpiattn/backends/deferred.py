@@ -139,7 +139,7 @@ class DeferredBackend(NumpyBackend):
 
         def taken(start, stop):
             pieces.append(self._later(self._copies_in, (), np.copyto, target[start:stop], staged[start:stop],
-                                      share=max(1, array.nbytes / PIECE)))
+                                      share=max(1, -(-array.nbytes // PIECE))))
         self._arriving[id(array)] = pieces, partial(taken, 0, len(staged)) if collective else None
         return WireBytes(staged, taken=taken, piece=PIECE)
 
