@@ -8,6 +8,7 @@ it to the next who asks there.  Kernels are the emulation's.  So a missing event
 `install` puts it in CuPy's place; test_cuda.py compares its names and arguments with CuPy's, where that is installed.
 """
 
+import collections
 import itertools
 import random
 import re
@@ -20,7 +21,8 @@ import numpy as np
 
 DEVICES = 2
 random_turns = random.Random(0)
-_streams, _serials = weakref.WeakSet(), itertools.count()
+_streams, _serials = weakref.WeakValueDictionary(), itertools.count()        # by pointer
+_busy = {}                  # streams with work by serial number: work goes on when nobody has its stream any more
 
 
 class CUDARuntimeError(RuntimeError):
@@ -48,18 +50,22 @@ class Stream:
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         assert null or non_blocking, "a stream that waits for the null stream orders more than it should"
-        self.queue, self.ptr = [], 0 if null else id(self)
+        self.queue, self.ptr = collections.deque(), 0 if null else id(self)
         self.serial = next(_serials)
-        _streams.add(self)
+        _streams[self.ptr] = self
+
+    def put(self, work):
+        self.queue.append(work)
+        _busy[self.serial] = self
 
     def record(self, event=None):
         event = event or Event()
         mark = event.mark = types.SimpleNamespace(done=False)
-        self.queue.append(lambda: setattr(mark, "done", True))
+        self.put(lambda: setattr(mark, "done", True))
         return event
 
     def wait_event(self, event):
-        self.queue.append(event.mark)
+        self.put(event.mark)
 
     def synchronize(self):
         _run_until(lambda: not self.queue)
@@ -73,9 +79,12 @@ class Stream:
 
     def step(self):
         """Do the next thing; whether that was possible."""
-        if not self.queue or (isinstance(self.queue[0], types.SimpleNamespace) and not self.queue[0].done):
+        head = self.queue[0]
+        if isinstance(head, types.SimpleNamespace) and not head.done:
             return False
-        head = self.queue.pop(0)
+        self.queue.popleft()
+        if not self.queue:
+            del _busy[self.serial]
         if callable(head):
             head()
         return True
@@ -91,7 +100,7 @@ def get_current_stream(device_id=-1):
 
 def _some_steps(count):
     for _ in range(count):
-        for stream in random_turns.sample(sorted(_streams, key=lambda stream: stream.serial), len(_streams)):
+        for stream in random_turns.sample([*_busy.values()], len(_busy)):
             if stream.step():
                 break
         else:
@@ -105,7 +114,7 @@ def _run_until(done):
 
 
 def _later(work):
-    _current[-1].queue.append(work)
+    _current[-1].put(work)
 
 
 class _Memory:
@@ -117,7 +126,7 @@ class _Memory:
         self.bytes = values[start:start + size]
         self.bytes.fill(0xFF)
         self.device = runtime.getDevice()
-        weakref.finalize(self, _current[-1].queue.append, lambda held=self.bytes: held.fill(0xFF))
+        weakref.finalize(self, _current[-1].put, lambda held=self.bytes: held.fill(0xFF))
 
 
 class ndarray:
@@ -291,7 +300,7 @@ class runtime:
     @staticmethod
     def memcpyAsync(dst, src, size, kind, stream):
         target, source = (_at(pointer, size) for pointer in (dst, src))
-        next(one for one in _streams if one.ptr == stream).queue.append(lambda: np.copyto(target, source))
+        _streams[stream].put(lambda: np.copyto(target, source))
 
 
 def _at(pointer, size):

@@ -32,7 +32,8 @@ if os.environ.get("MPIATTN_CUPY") == "fake":       # a GPU that is none; given "
     import fake_cupy
 
     from mpiattn import gpuaware, gpuprobe
-    fake_cupy.install().__enter__()
+    from mpiattn.backends import cuda
+    sys.modules["cupy"], cuda.PIECE = fake_cupy, 1000
     if os.environ["MPIATTN_TRANSPORT"] == "device":
         gpuaware.gpu_aware = lambda: (True, "a test says so")
         gpuprobe.probe = lambda: {"answer": "yes"}
