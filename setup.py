@@ -24,8 +24,8 @@ setup(
     extras_require={
         "mpich": ["mpich>=4.3"],
         "openmpi": ["openmpi>=5.0"],
-        "cuda13": ["cupy-cuda13x>=13.6"],
-        "cuda12": ["cupy-cuda12x>=13.0"],
+        "cuda13": ["cupy-cuda13x>=14"],
+        "cuda12": ["cupy-cuda12x>=14"],
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13"],
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=7.4", "ruff>=0.6"],

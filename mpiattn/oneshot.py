@@ -1,6 +1,7 @@
 """`attention`: a plan made for the chunks at hand, run once and closed."""
 
 from .agreement import agreement
+from .backends.cuda import stay_on
 from .backends.cuda_arrays import as_cupy, load_cupy, on_device
 from .errors import ArgumentError
 from .layout import Layout
@@ -27,7 +28,10 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
             if options.get("backend", "auto") == "auto" and on_device(q):
                 options["backend"] = "cuda"
             if options.get("backend") == "cuda":
-                q, k, v = (as_cupy(load_cupy(), name, array) for name, array in (("q", q), ("k", k), ("v", v)))
+                cupy = load_cupy()
+                q, k, v = (as_cupy(cupy, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
+                if isinstance(q, cupy.ndarray):
+                    stay_on(cupy, q.device.id)
             for name, array in (("q", q), ("k", k), ("v", v)):
                 if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
                     raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)")

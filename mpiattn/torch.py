@@ -5,9 +5,12 @@
     out, lse = attention(plan, q, k, v)        # this rank's chunks, as plan.forward takes them
     loss(out).backward()                       # collective too: calls plan.backward
 
-Tensors and the plan's arrays share memory both ways.  NumPy and torch know each other's dtypes but for bfloat16, which
-crosses as int16.
+Tensors and the plan's arrays share memory both ways: CPU tensors with NumPy arrays; of a plan with the back end "cuda",
+CUDA tensors with CuPy arrays, on torch's current stream.  NumPy and torch know each other's dtypes but for bfloat16,
+which crosses as int16.
 """
+
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -29,9 +32,9 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
     """Attention of this rank's chunks, differentiable by q, k, v and sinks; collective, and so is its backward pass.
 
     plan: a `MeshAttention`; it must stay open until the backward pass is over.
-    q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim): dense CPU tensors
-        in the plan's dtype, tokens as in plan.positions and plan.positions_k.  They are copied only where
-        `MeshAttention.forward` copies.
+    q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim): dense tensors in the
+        plan's dtype, on its GPU if the back end is "cuda" and else on the CPU, tokens as in plan.positions and
+        plan.positions_k.  They are copied only where `MeshAttention.forward` copies.
     sinks: (heads,) in lse's dtype, the same on every rank.
     cu_seqlens, cu_seqlens_k, lengths, lengths_k, check: as of `MeshAttention.forward`, and used by the backward pass
         too.  With check, forward costs two more small allreduces than the plan's own and backward one.
@@ -45,7 +48,8 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
     The backward pass computes all gradients, wanted or not, and needs every rank: either all of them call it or none,
     and several calls of `attention` in the same order.  So whether any of q, k, v and sinks requires a gradient must be
     the same on every rank, and every rank's loss must depend on what attention returned there, a chunk of no tokens
-    included.  It can be differentiated once only.
+    included.  It can be differentiated once only.  Torch runs the backward pass of CUDA tensors in a thread of its own,
+    so that MPI must allow threads to call it in turn, as mpi4py asks for.
 
     Raises ArgumentError, the same on every rank.
     """
@@ -53,7 +57,7 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     with plan._agreement(check):
         for name, tensor in tensors.items():
-            _array(name, tensor)
+            _array(plan, name, tensor)
     if check:                          # else some ranks alone would come to the backward pass
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
         agree_on(plan._peers, {"requires_grad (of any of q, k, v and sinks)": wanted})
@@ -66,7 +70,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, options, q, k, v, sinks):
-        out, lse = map(_tensor, plan.forward(*_arrays(q=q, k=k, v=v), sinks=_array("sinks", sinks), **options))
+        with _torch_stream(plan):
+            out, lse = map(_tensor, plan.forward(*_arrays(plan, q=q, k=k, v=v), sinks=_array(plan, "sinks", sinks),
+                                                 **options))
         ctx.plan, ctx.options = plan, options
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.set_materialize_grads(False)               # a plan knows what to do without dlse
@@ -80,26 +86,51 @@ class _Attention(torch.autograd.Function):
         with plan._agreement(ctx.options["check"]):    # torch may find that a saved tensor was changed, on one rank
             q, k, v, out, lse, sinks = ctx.saved_tensors
             dout = torch.zeros_like(out) if dout is None else dout
-            arrays = _arrays(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-            more = {"dlse": _array("dlse", dlse), "sinks": _array("sinks", sinks)}
-        dq, dk, dv, *dsinks = map(_tensor, plan.backward(*arrays, **more, **ctx.options))
+            arrays = _arrays(plan, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+            more = {"dlse": _array(plan, "dlse", dlse), "sinks": _array(plan, "sinks", sinks)}
+        with _torch_stream(plan):
+            dq, dk, dv, *dsinks = map(_tensor, plan.backward(*arrays, **more, **ctx.options))
         share = dsinks[0] / plan.q_layout.chunks if dsinks else None
         return None, None, dq, dk, dv, share
 
 
-def _arrays(**tensors):
-    return [_array(name, tensor) for name, tensor in tensors.items()]
+class _Stream:
+    """Torch's current stream, as CuPy takes other libraries' streams."""
+
+    def __init__(self):
+        self.pointer = torch.cuda.current_stream().cuda_stream
+
+    def __cuda_stream__(self):
+        return 0, self.pointer
 
 
-def _array(name, tensor):
-    """A tensor's memory as an array, of any strides; None for None."""
+@contextmanager
+def _torch_stream(plan):
+    """Torch's stream is CuPy's meanwhile, so that the pass comes after its work and results are freed in its order."""
+    if plan.backend != "cuda":
+        yield
+        return
+    import cupy
+    with cupy.cuda.Stream.from_external(_Stream()):
+        yield
+
+
+def _arrays(plan, **tensors):
+    return [_array(plan, name, tensor) for name, tensor in tensors.items()]
+
+
+def _array(plan, name, tensor):
+    """A tensor's memory as an array of any strides, or on a GPU the tensor, which the plan shares; None for None."""
     if tensor is None and name in ("sinks", "dlse"):
         return None
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
-    if tensor.device.type != "cpu":
-        raise ArgumentError(f"{name} is on device {tensor.device}; it must be on the CPU")
+    wanted, place = ("cuda", "its plan's GPU") if plan.backend == "cuda" else ("cpu", "the CPU")
+    if tensor.device.type != wanted:
+        raise ArgumentError(f"{name} is on device {tensor.device}; it must be on {place}")
     tensor = tensor.detach()
+    if wanted == "cuda":
+        return tensor
     try:
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(dtype_name("bfloat16"))
@@ -111,6 +142,8 @@ def _array(name, tensor):
 
 def _tensor(array):
     """An array's memory as a tensor."""
+    if not isinstance(array, np.ndarray):
+        return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -1,12 +1,14 @@
 """The CUDA back end without a GPU: its own code on a made-up CuPy that runs late, alone and on several ranks."""
 
 import inspect
+import os
 import sys
 
 import fake_cupy
 import numpy as np
 import pytest
 from blocks import causal, chunks, dense, partial
+from files import write_input
 from launch import ROOT, TESTS, mpirun
 
 from mpiattn import backends
@@ -26,6 +28,22 @@ def test_ranks(transport):
                          TESTS / "mpi" / "test_kernels.py"], timeout=200, cwd=ROOT,
                      env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_CUPY": "fake", "MPIATTN_TRANSPORT": transport})
     assert " passed" in outcome.stdout and " skipped" not in outcome.stdout, outcome.stdout
+
+
+@needs_compiler
+def test_commands_and_one_call(tmp_path):
+    """From file to file, verified; and `attention`, which goes by the arrays that it is given."""
+    source = write_input(tmp_path / "in.h5", seqlen=43, kv_heads=2, heads=4, head_dim=16, backward=True)
+    begin = "import sys, fake_cupy; sys.modules['cupy'] = fake_cupy; "
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
+    code = begin + "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    outcome = mpirun(2, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--backend", "cuda",
+                         "--backward", "--causal", "--verify"], env=env)
+    assert "cuda back end" in outcome.stdout and outcome.stdout.count("passed") == 2
+    code = begin + "import numpy as np, mpiattn; from mpi4py import MPI; ones = np.ones((1, 7, 2, 16), np.float32); " \
+        "out, _ = mpiattn.attention(*[fake_cupy.asarray(ones)] * 3, comm=MPI.COMM_WORLD); " \
+        "print(type(out).__module__, (abs(out.get() - 1) < 1e-6).all())"
+    assert mpirun(2, [sys.executable, "-c", code], env=env).stdout.split() == ["fake_cupy", "True"] * 2
 
 
 @pytest.fixture
@@ -95,6 +113,42 @@ def test_what_is_on_its_way_is_copied_once(gpu):
     assert other.array.ctypes.data != first.array.ctypes.data, "it is still being sent"
 
 
+@needs_compiler
+def test_a_copy_comes_after_what_the_caller_does(gpu):
+    for _ in range(10):
+        with fake_cupy.Stream(non_blocking=True):
+            given = fake_cupy.asarray(np.arange(12, dtype=np.float32))[::2]
+            assert (on_host_late(gpu, gpu.contiguous(given)) == np.arange(0, 12, 2)).all()
+
+
+def on_host_late(gpu, array):
+    gpu.drain()
+    return on_host(array)
+
+
+@needs_compiler
+def test_memory_goes_back_to_those_whose_it_is(gpu):
+    """A result's is the caller's to free while his work still reads it; what copies write is theirs until they have."""
+    for _ in range(10):
+        with fake_cupy.Stream(non_blocking=True):
+            out, seen = gpu.result((5,), "float32"), fake_cupy.empty((5,), np.float32)
+            gpu.copy(out, np.arange(5, dtype=np.float32))
+            gpu.finish()
+            fake_cupy.take(out, fake_cupy.asarray(np.arange(5)), axis=0, out=seen)
+            del out
+            gpu.drain()
+            assert (on_host(seen) == np.arange(5)).all()
+        unused = gpu.empty((5,), "float32")
+        coming, memory = gpu.incoming(unused), unused.values
+        coming.array[:] = 0
+        coming.taken(0, 20)
+        gpu.arrived(unused)
+        gpu.finish()
+        del unused, coming
+        gpu.drain()
+        assert np.isnan(memory).all(), "somebody else has it by now"
+
+
 def test_devices(gpu):
     """Ranks of a node take turns; the caller's own choice is respected, and arrays on another GPU are refused."""
     fake_cupy._devices[:], gpu.device = [0], 0
@@ -102,7 +156,7 @@ def test_devices(gpu):
     assert [cuda.choose_device(fake_cupy, 3), cuda.choose_device(fake_cupy, 0)] == [1, 1]
     fake_cupy.Device(0).use()
     assert cuda.choose_device(fake_cupy, 1) == 0
-    with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; this rank's back end is on GPU 0"):
+    with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; it must be on GPU 0"):
         gpu.array("q", fake_cupy.empty((3,)))
     for wrong, told in (([1.0], "a list"), (np.ma.array([1.0]), "a MaskedArray")):
         with pytest.raises(ArgumentError, match=f"q is {told}; it must be a CuPy array"):

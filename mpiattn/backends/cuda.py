@@ -44,9 +44,14 @@ def choose_device(cupy, local_rank):
     device = runtime.getDevice()
     if not device and not _dealt:
         device = local_rank % runtime.getDeviceCount()
-        cupy.cuda.Device(device).use()
-    _dealt.append(device)
+    stay_on(cupy, device)
     return device
+
+
+def stay_on(cupy, device):
+    """Make a GPU the current one, and that of the back ends of this process from now on."""
+    cupy.cuda.Device(device).use()
+    _dealt.append(device)
 
 
 class _CupyLaunches(KernelLaunches):
@@ -162,8 +167,8 @@ class CudaBackend(_CupyLaunches):
         with self.cupy.cuda.Device(self.device):
             array = as_cupy(self.cupy, name, thing)
         if not isinstance(array, np.ndarray) and array.size and array.device.id != self.device:
-            raise ArgumentError(f"{name} is on GPU {array.device.id}; this rank's back end is on GPU {self.device}, "
-                                "which is the one that was current when it was made")
+            raise ArgumentError(f"{name} is on GPU {array.device.id}; it must be on GPU {self.device}, which is this "
+                                "rank's: the one that was current or else dealt when the back end was made")
         return array
 
     def result(self, shape, dtype):

@@ -126,10 +126,15 @@ def _compute(job, args, plan, source, documents, activity):
     q, k, v, *dout = job("read", lambda: _read(source, layouts, job.peers.size))
     results, local = {}, _local(job.comm, plan, activity)
 
+    def whole(call, how):
+        found = call(**how)
+        plan.drain()
+        return found
+
     def measured(direction, call):
         before = *plan.sent, plan.wait_seconds
         with Progress(direction, plan.tile[0] * plan.tile[1], " blocks") as progress:
-            found = job(direction, lambda: call(progress=progress, **documents))
+            found = job(direction, lambda: whole(call, {"progress": progress, **documents}))
         sent, messages, waited = (now - then for now, then in zip((*plan.sent, plan.wait_seconds), before))
         return found, {"sent_bytes": sent, "sent_messages": messages, "wait_seconds": waited,
                        "steps": [step._asdict() for step in plan.trace(direction).steps],
