@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels", "mpiattn.tests",
-              "mpiattn.tests.mpi"],
+              "mpiattn.tests.mpi", "mpiattn.tests.gpu"],
     package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests"},
     package_data={"mpiattn.kernels": ["README.md", "cuda/*", "cpu/*", "emulation/*"]},
     install_requires=["numpy>=1.24", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3"],

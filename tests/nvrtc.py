@@ -1,7 +1,9 @@
 """Compiles kernels with NVRTC, which needs no GPU, and reads what the assembler says of them."""
 
+import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from mpiattn.backends import kernel_source, kernel_tiles
@@ -53,15 +55,17 @@ def build(kernel, architecture):
 def main():
     """Print what every entry of the tile table takes on the architectures named in the arguments."""
     print("work, dtype, dim, architecture, tile: registers, bytes spilled, bytes of shared memory")
+    entries = []
     for work, sizes in kernel_tiles.TILES.items():
         for size, table in sizes.items():
             for dim, cut in table.items():
                 dtype = "float32" if size == 4 else "bfloat16"
                 kernel, _ = kernel_tiles.attention_kernel(work, dtype, dim, dim, 1, 0)
                 for architecture in sys.argv[1:] or ["sm_80", "sm_90"]:
-                    report = build(kernel, architecture)
-                    print(f"{work} {dtype} {dim} {architecture} {tuple(cut)}: {report.registers} {report.spilled} "
-                          f"{kernel.shared_bytes}", flush=True)
+                    entries.append((f"{work} {dtype} {dim} {architecture} {tuple(cut)}", kernel, architecture))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (name, kernel, _), report in zip(entries, pool.map(lambda entry: build(*entry[1:]), entries)):
+            print(f"{name}: {report.registers} {report.spilled} {kernel.shared_bytes}", flush=True)
 
 
 if __name__ == "__main__":

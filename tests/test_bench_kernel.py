@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from launch import mpirun
+from launch import TESTS, mpirun
 
 from mpiattn.backends import emulated
 
@@ -68,3 +68,23 @@ def test_errors(ranks, options, message):
 def test_options_of_kernels_without_it():
     outcome = mpirun(2, [*KERNEL[:4], "--carry-keys", "33"], check=False)
     assert outcome.returncode and outcome.stderr.count("it has no meaning without --kernel") == 1
+
+
+MADE_UP = """import sys; sys.path.insert(0, sys.argv.pop(1))
+import fake_cupy
+fake_cupy.cuda.get_elapsed_time = lambda start, stop: 4.0
+fake_cupy.runtime.memcpyDeviceToDevice = 3
+fake_cupy.runtime.runtimeGetVersion = fake_cupy.runtime.driverGetVersion = lambda: 13000
+sys.modules["cupy"] = fake_cupy
+from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"""
+
+
+@pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+def test_events_are_the_clock_of_a_gpu():
+    """On a made-up one, every two events are 4 ms apart: that is one launch after a preparation, or several."""
+    outcome = mpirun(1, [sys.executable, "-c", MADE_UP, TESTS, *KERNEL[3:], "--backend", "cuda", "--json", "-"])
+    data = json.loads(outcome.stdout)
+    medians = {section["what"]: section["results"][0]["median"] for section in data["sections"]}
+    assert data["backend"] == "cuda" and "driver's CUDA 13000" in data["environment"]["device"]
+    assert medians["forward"] == pytest.approx(4e-3) and medians["decode"] == pytest.approx(4e-3 / 3)
+    assert data["sections"][1]["results"][-1]["name"] == "a copy"

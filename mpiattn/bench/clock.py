@@ -6,6 +6,7 @@ import time
 import numpy as np
 
 from .. import host
+from ..arrays import on_host
 
 LEAST = 0.01               # seconds that a measurement takes at least, by repeating what is short
 MOST = 200                 # repeats
@@ -14,7 +15,7 @@ MOST = 200                 # repeats
 def host_array(backend, array, event=None):
     """An array of a back end as a NumPy array, after an event."""
     backend.wait(event)
-    return array.get() if hasattr(array, "get") else np.asarray(array)
+    return on_host(array)
 
 
 class HostClock:
@@ -69,7 +70,7 @@ class StreamClock(HostClock):
     def device(self):
         """The GPU and its driver."""
         runtime = self.cupy.cuda.runtime
-        name = runtime.getDeviceProperties(self.stream.device_id)["name"]
+        name = runtime.getDeviceProperties(self.backend.device)["name"]
         return f"{name.decode()}, CUDA {runtime.runtimeGetVersion()}, driver's CUDA {runtime.driverGetVersion()}"
 
     def seconds(self, launch, before=None, times=1):
@@ -79,22 +80,22 @@ class StreamClock(HostClock):
             if before:
                 before()
             start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-            start.record(self.stream)
+            self.stream.record(start)
             for _ in range(times // each):
                 launch()
-            stop.record(self.stream)
+            self.stream.record(stop)
             pairs.append((start, stop))
         stop.synchronize()
         return sum(self.cupy.cuda.get_elapsed_time(*pair) for pair in pairs) / times / 1e3
 
     def memory_bandwidth(self, nbytes, dtype):
         """As of HostClock: a copy of half as many bytes, which moves each twice."""
-        with self.stream:
-            of, to = (self.cupy.zeros(max(1, nbytes // 8), np.float32) for _ in range(2))
+        of, to = (self.backend.empty((max(1, nbytes // 8),), "float32") for _ in range(2))
+        self.backend.zero((of, to))
+        runtime = self.cupy.cuda.runtime
 
         def copy():
-            with self.stream:
-                self.cupy.copyto(to, of)
+            runtime.memcpyAsync(to.data.ptr, of.data.ptr, of.nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
         return "a copy", copy, of.nbytes + to.nbytes
 
 

@@ -162,7 +162,7 @@ def measure_decode(backend, clock, problem, keys, runs):
     tensors = Tensors(p)
     arrays = [tensors.tokens(name, np.arange(keys if name in "kv" else 1))[0] for name in NAMES[:3]]
     count = -(-keys // PAGE)
-    bounds = [np.full(1, side, np.int32) for side in (0, keys)]
+    bounds = [backend.contiguous(np.full(1, side, np.int32)) for side in (0, keys)]
     q, out, lse = (backend.contiguous(arrays[0]), backend.empty((1, p.heads, p.value_dim), p.partial_dtype),
                    backend.empty((1, p.heads), p.partial_dtype))
     expected = reference.attention(*(array[None] for array in arrays))[0][0]
@@ -171,7 +171,7 @@ def measure_decode(backend, clock, problem, keys, runs):
                                                         np.random.default_rng(0).permutation(count))):
         pages = pages.astype(np.int32)
         pools = [backend.contiguous(_paged(array, pages)) for array in arrays[1:]]
-        launch = partial(backend.attend_pages, q, *pools, pages, PAGE, *bounds, out, lse, p.scale)
+        launch = partial(backend.attend_pages, q, *pools, backend.contiguous(pages), PAGE, *bounds, out, lse, p.scale)
         own = [host_array(backend, out, launch())]
         differences[name] = check(f"{name} over {keys} keys against float64", own, [expected], p.dtype)
         subjects.append((name, timed_by(clock, launch)))

@@ -21,6 +21,7 @@ from mpiattn import (
     ring_decode,
     tree_decode,
 )
+from mpiattn.arrays import on_host
 from mpiattn.backends.paced import PacedBackend
 from mpiattn.tree import WAYS
 
@@ -69,7 +70,7 @@ class Mirror:
 
     def wrong(self, got, q, **how):
         """What is wrong with a result, or None."""
-        for name, array, ref in zip(("out", "lse"), got, self.expected(q, **how)):
+        for name, array, ref in zip(("out", "lse"), map(on_host, got), self.expected(q, **how)):
             if (np.isneginf(array) != np.isneginf(ref)).any() or not np.array_equal(np.isnan(array), np.isnan(ref)):
                 return f"{name} is not finite in the same places"
             finite = np.isfinite(ref)
@@ -119,13 +120,13 @@ def test_case_18_step_by_step(group):
               KVCache(group, capacity=2 * total, sequences=2, kv_heads=kv_heads, head_dim=dim, page_size=4,
                       backend=backend) as cache):
             at = plan.positions
-            got, _ = plan.forward(q[:, at], k[:, at], v[:, at])
+            got = on_host(plan.forward(q[:, at], k[:, at], v[:, at])[0])
             assert np.allclose(got, out[:, at], atol=1e-5)
             cache.append(k[:, at], v[:, at], layout=plan.k_layout)
             for token in range(prompt, total):
                 now = slice(token, token + 1)
                 cache.append(k[:, now], v[:, now])
-                got, got_lse = tree_decode(q[:, now], cache)
+                got, got_lse = map(on_host, tree_decode(q[:, now], cache))
                 assert np.allclose(got, out[:, now], atol=1e-5) and np.allclose(got_lse, lse[..., now], atol=1e-5)
             held = group.allgather(cache.local_lengths[0])
             assert max(held) - min(held) <= 1, "tokens are dealt to the ranks with the fewest"

@@ -11,7 +11,7 @@ from dense import draw_all
 from runs import agreed, check, on, problem_of, run, tiles
 from test_decode import RINGS, Mirror
 
-from mpiattn import Layout
+from mpiattn import Layout, MeshAttention
 from mpiattn.backends import emulated
 from mpiattn.tree import WAYS
 
@@ -77,3 +77,11 @@ def test_decode(group, dtype, page_size):
         mirror.check(1, ways=(*WAYS, *RINGS))
         mirror.check(3, ways=("butterfly",), window=(5, 0), sinks=sinks)
         mirror.cache.close()
+
+
+@on(2)
+@pytest.mark.skipif("MPIATTN_TRANSPORT" not in os.environ, reason="MPIATTN_TRANSPORT does not say which there must be")
+def test_transport(group):
+    """What "auto" takes, which is what the other tests here have run on."""
+    with MeshAttention(group, seqlen=8, heads=1, head_dim=16, backend=BACKENDS[0]) as plan:
+        assert plan._backend.transport == os.environ["MPIATTN_TRANSPORT"]
