@@ -38,10 +38,13 @@ def test_no_entry_of_the_tile_table_spills(work, architecture):
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_pages_spill_nothing(architecture):
-    """Looking keys up in pages takes registers, most where the page size is no power of two."""
+    """Looking keys up in pages takes registers, most where the page size is no power of two.
+
+    What kernel_tiles.py excepts is not tested: float32, the largest head dim, a query head for each KV head, sm_80.
+    """
     kernels = [attention_kernel("decode", DTYPES[size], dim, dim, packed, 0, page_size=page)[0]
                for size, table in TILES["decode"].items() for dim in table
-               for packed, page in ((8, 64), (1, 1), (1, 16 if size == 4 else 5))]
+               for packed, page in ((8, 64), (1, 5)) if (architecture, size, dim, packed) != ("sm_80", 4, 256, 1)]
     for kernel, report in zip(kernels, built(kernels, architecture)):
         assert not report.spilled and not report.stack, kernel
 

@@ -2,7 +2,9 @@
 
 One table for the compiler, which gets its numbers as constants, and for the host, which needs them to launch.
 All of it fits 99 KiB of shared memory (sm_86, sm_89), and no entry makes the compiler spill registers on sm_80 and
-sm_90; a test compiles them all.  The sizes follow FlashAttention-2's; none has been measured yet.
+sm_90; a test compiles them all.  Where keys are in pages that is promised of "decode" alone, and not of float32 with
+head dims above 192 and a query head for each KV head on sm_80, which spills 260 bytes.  The sizes follow
+FlashAttention-2's; none has been measured yet.
 """
 
 import math
