@@ -261,6 +261,7 @@ def test_ranks_wait_as_their_back_end_does(group, monkeypatch):
     assert group.rank == 0 or looks
 
 
+@on(3)
 def test_errors_are_the_same_on_every_rank(group):
     one = np.zeros((1, 1, 2, 4), np.float32)
     odd = group.rank == 1
