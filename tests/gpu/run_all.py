@@ -6,7 +6,8 @@ It needs the standard library only. Every section runs even if another fails. OU
 table, summary.json and summary.txt, which are written anew after every section: a run that is cut off has told what it
 knew.
 
-  venv         a virtual environment from the wheels in WHEELS, without it the Python that runs this, or --python
+  venv         a virtual environment of what the Python that runs this has, and else of the wheels in WHEELS; without
+               WHEELS that Python itself, or --python
   openmpi      an Open MPI with CUDA, built from the tarball
   compile      every kernel for this GPU: registers, spills, shared memory
   tests        pytest -m gpu, with 4 ranks on the GPU, staged
@@ -23,6 +24,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -76,12 +78,15 @@ class Sections:
         return getattr(self, name)(run)
 
     def venv(self, run):
-        """Install the wheels."""
+        """Install the wheels of what is not there."""
         if not self.args.wheels:
             raise Skip(f"--wheels is not given: {self.python} is used as it is")
         folder, told = self.out / "venv", {}
         run([sys.executable, "-m", "venv", folder], 120)
         self.python = str(folder / "bin" / "python")
+        # not --system-site-packages: the Python that runs this may be that of a virtual environment itself
+        there = next(folder.glob("lib/python3*/site-packages"))
+        (there / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
         for what, ways in WHEELS:
             for packages in ways:
                 try:
