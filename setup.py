@@ -19,7 +19,7 @@ setup(
     packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels", "mpiattn.tests",
               "mpiattn.tests.mpi", "mpiattn.tests.gpu"],
     package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests"},
-    package_data={"mpiattn.kernels": ["README.md", "cuda/*", "cpu/*", "emulation/*"]},
+    package_data={"mpiattn.kernels": ["README.md", "cuda/*", "emulation/*"]},
     install_requires=["numpy>=1.24", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3"],
     extras_require={
         "mpich": ["mpich>=4.3"],

@@ -40,7 +40,7 @@ class Call:
             same |= {"q's number of queries and heads": q.shape[1:3], "sequences": self.sequences, "root": root,
                      "way": way, "causal": causal, "window": window, "softcap": softcap, "scale": scale,
                      "sinks": None if sinks is None else sinks.tolist()}
-        self.sinks, self.root = sinks, root
+        self.sinks = sinks
         positions = np.arange(self.queries)
         self._seen = [problem.mask.key_interval(positions) for problem in self.problems]       # (1, queries) each
 

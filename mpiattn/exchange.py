@@ -12,10 +12,17 @@ from functools import partial
 
 from mpi4py import MPI
 
+from .errors import ArgumentError
 from .peers import translate_ranks
 
 MAX_MESSAGE = 2 ** 30     # bytes; below the 2^31 - 1 that an MPI count can say
 PROGRESS = 3e-4           # seconds between two calls that let MPI move messages while a rank computes
+
+
+def check_max_message(value):
+    """Raise ArgumentError unless a value may be the bytes of the longest message."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2 ** 31:
+        raise ArgumentError(f"max_message is {value!r}; it must be from 1 to 2^31 - 1 bytes")
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ from .agreement import agree_on, agreement
 from .arrays import checked
 from .combine import Combiner
 from .errors import ArgumentError, MpiattnError
-from .exchange import MAX_MESSAGE, Exchange
+from .exchange import MAX_MESSAGE, Exchange, check_max_message
 from .layout import Layout
 from .ledger import Ledger
 from .mesh import Home
@@ -57,14 +57,12 @@ class KVCache:
                 for name, value in (("capacity", capacity), ("sequences", sequences), ("page_size", page_size)):
                     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                         raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
-                if isinstance(max_message, bool) or not isinstance(max_message, int) or not 0 < max_message < 2 ** 31:
-                    raise ArgumentError(f"max_message is {max_message!r}; it must be from 1 to 2^31 - 1 bytes")
+                check_max_message(max_message)
                 check_transport(backend, transport)
             agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
                              "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
                              "page_size": page_size, "backend": backends.resolved(backend), "transport": transport,
-                             "machine": machine,
-                             "max_message": max_message, "timeout": timeout})
+                             "machine": machine, "max_message": max_message, "timeout": timeout})
             self._backend = make_backend(peers, self._home.nodes, backend, transport)
             peers.idle = self._backend.idle
             self.rank, self.ranks = peers.rank, peers.size

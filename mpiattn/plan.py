@@ -45,7 +45,7 @@ class MeshAttention:
         float32 (float64 for float64).  A narrower one takes fewer bytes and rounds each partial once, which only the
         direct route can promise.
     backend: "numpy", "cuda" (CuPy and a GPU) or "auto", which is "numpy".  "cuda" takes CuPy arrays, other libraries'
-        on the GPU, without a copy, and NumPy's; its results are CuPy's.
+        on the GPU, without a copy, and NumPy's; its results are CuPy's.  It takes no float64, and dims up to 256.
     transport: of "cuda": "staged", through pinned host memory; "device", where MPI takes device memory itself; "auto",
         "device" where that has been seen to work.
     max_message: bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and

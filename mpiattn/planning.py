@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from . import backends, choice, cost
 from .agreement import agree_on, agreement
-from .errors import ArgumentError
-from .exchange import MAX_MESSAGE
+from .exchange import MAX_MESSAGE, check_max_message
 from .load import Load, block_pairs
 from .machine import DEFAULT, Machine
 from .peers import check_timeout
@@ -42,9 +41,7 @@ class Options:
         one_of("overlap", self.overlap, (True, False))
         check_transport(self.backend, self.transport)
         choice.routes(self.route, problem, DEFAULT)
-        if isinstance(self.max_message, bool) or not isinstance(self.max_message, int) or not (
-                0 < self.max_message < 2 ** 31):
-            raise ArgumentError(f"max_message is {self.max_message!r}; it must be from 1 to 2^31 - 1 bytes")
+        check_max_message(self.max_message)
         return replace(self, tile=parse_tile(self.tile, ranks), layout=choice.layouts(self.layout, problem, ranks))
 
 

@@ -63,8 +63,8 @@ def _columns(rows):
     return min(max(COLUMNS, ROWS * COLUMNS // rows), LONGEST)
 
 
-def _score_tiles(count, slots, columns):
-    """Keys and stretches of the score tiles of a group: one of a single stretch is cut where it lies."""
+def _score_tiles(slots, columns):
+    """The stretches of the score tiles of a group: one of a single stretch is cut where it lies."""
     if len(slots) > 1:
         return [slots]
     first, last = slots[0]
@@ -88,7 +88,7 @@ def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile
     top, product = np.full(total.shape, -np.inf, dtype), work("product", acc.shape, dtype)
     columns = _columns(kv_heads * rows)
     groups = _groups(found, keys.dtype == dtype, max(GATHER // kv_heads, 1))
-    for slots in (tile for count, group in groups for tile in _score_tiles(count, group, columns)):
+    for slots in (tile for _, group in groups for tile in _score_tiles(group, columns)):
         if meanwhile:
             meanwhile()
         # keys and values one after the other, so that what is copied stays in the cache until it is used

@@ -1,4 +1,4 @@
-"""Benchmarks, started as `mpiexec -n N python -m mpiattn.bench.NAME`.
+"""Benchmarks: the parts of `mpiattn bench`, and `mpiexec -n N python -m mpiattn.bench.sdpa`.
 
 Ranks are the parallelism that is measured, so each gets one BLAS thread unless the user has said otherwise.
 That has to be set before NumPy is first imported, which is why it happens here.

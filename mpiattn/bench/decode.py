@@ -19,6 +19,7 @@ from ..cli.table import duration, facts, percent, size, table
 from ..decode import tree_decode
 from ..decoding import Call
 from ..errors import ArgumentError, VerificationError
+from ..installation import mpi_library
 from ..problem import ITEMSIZE
 from ..rings import query_ring_decode, ring_decode
 from ..tuning.combining import combining
@@ -60,8 +61,7 @@ def measure(job, args):
     return {"mpiattn": __version__, "ranks": job.peers.size, **data, "kv_heads": args.kv_heads or args.heads,
             **{name: results[0].pop(name) for name in ("nodes", "backend")}, "results": results,
             "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
-            "versions": {"numpy": host.version("numpy"),
-                         "mpi": " ".join(MPI.Get_library_version().splitlines()[0].split(", ")[0].split())}}
+            "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()}}
 
 
 def _timed(peers, work):

@@ -24,6 +24,7 @@ from ..cli.jsonfile import write_json
 from ..cli.launch import on_all_ranks
 from ..cli.table import duration, facts, table
 from ..errors import ArgumentError, MpiattnError, VerificationError
+from ..installation import mpi_library
 from ..machine import PRODUCTS
 from ..plan import MeshAttention
 from ..problem import ITEMSIZE
@@ -233,7 +234,7 @@ def _tell(args, ranks, local_ranks, cores, plans, seconds, baseline, differences
             "layout": plans[0].q_layout.kind, "route": plans[0].route, "backend": plans[0].backend,
             "machine": {"processor": host.processor(), "cores": cores, "blas": blas, "blas_threads": threads},
             "versions": {"mpiattn": __version__, "numpy": host.version("numpy"), "torch": host.version("torch"),
-                         "mpi": " ".join(MPI.Get_library_version().splitlines()[0].split(", ")[0].split())},
+                         "mpi": mpi_library()},
             "results": results}
     if args.json:
         write_json(args.json, data)

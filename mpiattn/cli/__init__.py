@@ -16,7 +16,7 @@ COMMANDS = {
     "run": "attention of an HDF5 file over the ranks of this launch (under mpiexec or srun)",
     "decode": "attention of a few queries over a cache of keys and values (under mpiexec or srun)",
     "plan": "every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
-    "bench": "how fast attention is on the ranks of this launch: sizes, tiles, schedules and routes",
+    "bench": "how fast attention is on the ranks of this launch: sizes, tiles, schedules and routes; decoding; kernels",
     "check": "whether this installation and this launch are fit for work; the first thing to run on a new cluster",
     "tune": "measure the machine that these ranks run on, for the plans to come (under mpiexec or srun)",
     "info": "what this installation and this launch have",

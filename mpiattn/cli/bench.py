@@ -37,6 +37,7 @@ from ..bench.cases import cases
 from ..bench.store import write_hdf5
 from ..bench.summary import passes_of
 from ..errors import ArgumentError
+from ..installation import mpi_library
 from ..newfile import check_target
 from ..plots import style
 from ..plots.timeline import timeline
@@ -192,5 +193,4 @@ def _environment(peers):
     return {"hosts": sum(first for first, *_ in told),
             "environment": {"processor": host.processor(), "cores": cores, "ranks_on_host": ranks, "blas": blas,
                             "blas_threads": threads},
-            "versions": {"numpy": host.version("numpy"),
-                         "mpi": " ".join(MPI.Get_library_version().splitlines()[0].split(", ")[0].split())}}
+            "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()}}

@@ -106,8 +106,7 @@ def _run(job, args):
     with Progress("read", 2 * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
         cache = job("read", lambda: load(KVCache, comm, args.cache, {
             "page_size": args.page_size, "backend": args.backend, "transport": args.transport,
-            "machine": args.machine,
-            "max_message": args.max_message, "timeout": args.timeout}, "CACHE", progress))
+            "machine": args.machine, "max_message": args.max_message, "timeout": args.timeout}, "CACHE", progress))
     with cache:
         with agreement(peers):
             problems = _problems(args, cache, queries.shapes)

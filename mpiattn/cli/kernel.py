@@ -8,6 +8,7 @@ from ..bench.clock import clock_of
 from ..bench.kernel_report import as_text
 from ..choice import DIRECTIONS
 from ..errors import ArgumentError
+from ..installation import CUPY
 from ..problem import Problem
 from .jsonfile import check_json, write_json
 
@@ -19,7 +20,8 @@ SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "dtype", "causal", "directi
 
 def add_arguments(parser):
     """Declare --kernel and its options, after all others."""
-    group = parser.add_argument_group("one rank's kernels")
+    group = parser.add_argument_group("one rank's kernels", "Of the options above those of sizes but --batch hold, "
+                                      "--dtype, --causal, --direction, --backend and --runs.")
     group.add_argument("--kernel", action="store_true", help="measure the back end's launches on one rank, and no plan")
     group.add_argument("--decode-keys", type=int, metavar="N",
                        help=f"keys that a query of 8 heads a KV head sees (default: {KEYS['decode_keys']})")
@@ -65,7 +67,7 @@ def _measured(backend, problems, args, decode_keys, carry_keys):
                             "blas": blas, "blas_threads": threads,
                             "torch_threads": torch.get_num_threads() if torch else None},
             "versions": {"numpy": host.version("numpy"), "torch": torch.__version__ if torch else None,
-                         "cupy": host.version("cupy", "cupy-cuda13x", "cupy-cuda12x")},
+                         "cupy": host.version(*CUPY)},
             "sections": sections}
 
 

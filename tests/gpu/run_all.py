@@ -2,9 +2,12 @@
 
   python3 tests/gpu/run_all.py OUT --wheels WHEELS [--openmpi openmpi-X.tar.gz] [--sections NAME ...] [--limit SECONDS]
 
-It needs the standard library only. Every section runs even if another fails. OUT gets a log of each, JSON of each
-table, summary.json and summary.txt, which are written anew after every section: a run that is cut off has told what it
-knew.
+It needs the standard library only. WHEELS is made where there is a network, in a checkout, by the same Python:
+
+  for what in '.[mpich,test]' '.[cuda-compile]' 'cupy-cuda13x[ctk]' torch; do pip download -d WHEELS "$what"; done
+
+Every section runs even if another fails. OUT gets a log of each, JSON of each table, summary.json and summary.txt,
+written anew after every section: a run that is cut off has told what it knew.
 
   venv         a virtual environment of what the Python that runs this has, and else of the wheels in WHEELS; without
                WHEELS that Python itself, or --python
@@ -197,15 +200,15 @@ def passed(text):
 def main():
     """Run the sections; the exit code is 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--wheels", type=lambda path: Path(path).resolve())
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder for logs, tables and the summary")
+    parser.add_argument("--wheels", type=lambda path: Path(path).resolve(), help="folder of wheels")
     parser.add_argument("--openmpi", type=lambda path: Path(path).resolve(),
                         help="the tarball, or the folder of a build")
     parser.add_argument("--python", default=sys.executable, help="used where there are no wheels")
     parser.add_argument("--sections", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="for all of it")
-    parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--backend", default="cuda", help="of the benchmarks (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, and a test of the CPU for those of the GPU")
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
