@@ -63,7 +63,10 @@ class Backend(Protocol):
         """The array itself if it is this back end's and contiguous, else a contiguous copy, which is launched."""
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
-        """Bytes of working memory that launches on such inputs take, besides their arguments."""
+        """Bytes of working memory that launches on such inputs take, besides their arguments.
+
+        Raises ArgumentError where they cannot work on such inputs.
+        """
 
     # A call of the library's
 
