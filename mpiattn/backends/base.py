@@ -32,12 +32,15 @@ class Backend(Protocol):
     """Arrays and work on them; an event is whatever `wait` takes, None for work that is done.
 
     name, version: what its speed depends on; figures measured with another are not those of this one.
+    dtypes: of what it attends to.  transport: how its arrays travel, None where that is not for it to say.
     meanwhile: a callable or None, which launches that compute before they return call every now and then.
     staged_bytes: of host memory that is held for copies to and from the wire.
     """
 
     name: str
     version: str
+    dtypes: tuple
+    transport = None
     meanwhile = None
     staged_bytes = 0
 
