@@ -87,8 +87,9 @@ def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, sof
             arriving, arriving_q = empty(number)
             last = hop == ranks                         # back at its owner, who needs the result alone
             leaving = [(whole.packed, whole.ready), (queries, queries_ready)][:2 - last]
+            so_far = *whole.ready, *queries_ready       # new memory may be what launches so far have had
             posted = combiner.post((rank + 1) % ranks, leaving, (rank - 1) % ranks,
-                                   [(arriving.packed, ()), (arriving_q, ())][:2 - last])
+                                   [(arriving.packed, so_far), (arriving_q, so_far)][:2 - last])
             arriving.ready = arrived = combiner.finish(posted, f"in hop {hop} of {ranks} of queries")
             if not last:
                 part = call.partial(len(chunks[number]))

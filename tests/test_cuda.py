@@ -163,6 +163,10 @@ def test_devices(gpu):
     assert cuda.choose_device(fake_cupy, 1) == 0
     with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; it must be on GPU 0"):
         gpu.array("q", fake_cupy.empty((3,)))
+    with fake_cupy.Device(1):                      # as in a thread of the caller's, where no GPU has been chosen
+        gpu.begin()
+        gpu.wait(gpu.zero((gpu.empty((3,), "float32"),)))
+        gpu.finish()
     for wrong, told in (([1.0], "a list"), (np.ma.array([1.0]), "a MaskedArray")):
         with pytest.raises(ArgumentError, match=f"q is {told}; it must be a CuPy array"):
             gpu.array("q", wrong)
