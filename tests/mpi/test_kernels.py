@@ -76,6 +76,10 @@ def test_decode(group, dtype, page_size):
         mirror.append(20, counts=[1, 20])
         mirror.check(1, ways=(*WAYS, *RINGS))
         mirror.check(3, ways=("butterfly",), window=(5, 0), sinks=sinks)
+        for _ in range(5):                          # one row: most ranks have none of their own
+            mirror.check(1, ways=("qring",), sequences=[1])
+        for ring in RINGS.values():
+            assert ring(mirror.draw(0, 1, 4, 16), mirror.cache, sequences=[])[0].shape == (0, 1, 4, 16)
         mirror.cache.close()
 
 
