@@ -47,7 +47,7 @@ def test_commands_and_one_call(tmp_path):
     assert "cuda back end" in outcome.stdout and outcome.stdout.count("passed") == 2
     code = begin + "import numpy as np, mpiattn; from mpi4py import MPI; ones = np.ones((1, 7, 2, 16), np.float32); " \
         "out, _ = mpiattn.attention(*[fake_cupy.asarray(ones)] * 3, comm=MPI.COMM_WORLD); " \
-        "print(type(out).__module__, (abs(out.get() - 1) < 1e-6).all())"
+        "sys.stdout.write(f'{type(out).__module__} {(abs(out.get() - 1) < 1e-6).all()}\\n')"      # in one piece
     assert mpirun(2, [sys.executable, "-c", code], env=env).stdout.split() == ["fake_cupy", "True"] * 2
 
 
