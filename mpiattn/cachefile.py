@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 
 from .agreement import agreement
+from .arrays import on_host
 from .errors import ArgumentError, FileError
 from .hdf5 import dtype_of, file_errors
 from .hdf5 import write as write_at
@@ -65,7 +66,7 @@ def save(cache, path, argument="path"):
         for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache._ledgers)):
             with agreement(peers):                         # a copy of one sequence's keys and values is made
                 chunks = cache.local(sequence)
-            for name, chunk in zip(("k", "v"), chunks):
+            for name, chunk in zip(("k", "v"), map(on_host, chunks)):
                 output.write(name, chunk[None], ledger, first=start)
         with agreement(peers), file_errors(argument, path, "written"):
             if output.file is not None:

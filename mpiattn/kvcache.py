@@ -80,6 +80,8 @@ class KVCache:
             self.machine = peers.allgather(found)[0]
             slots = self.pages * page_size
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
+                # whoever has no keys launches nothing, and would wait for those whom the back end tells only then
+                self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype)
                 self._pools = tuple(self._backend.empty((self.kv_heads, slots, dim), self.dtype)
                                     for dim in (self.head_dim, self.value_dim))
             self._exchange = Exchange(peers, max_message)

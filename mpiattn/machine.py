@@ -126,7 +126,9 @@ class Machine:
             if unknown:
                 raise ArgumentError(f"{name} has {', '.join(sorted(unknown))}; it may have {', '.join(sorted(known))}")
             return cls(**{**data, "inside": Link(**data["inside"]), "between": Link(**data["between"])})
-        except (TypeError, KeyError, AttributeError) as error:
+        except ArgumentError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ArgumentError(f"{name} is not a machine: {error}") from None
 
 

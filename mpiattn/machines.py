@@ -24,8 +24,9 @@ class Key(NamedTuple):
     """What the figures of a machine depend on.
 
     processor: its model.  cores: that a rank may use.  blas, threads: NumPy's BLAS and how many threads of it a rank
-    uses, None where they cannot be told.  backend: name and version.  mpi: library and version.  ranks_per_node: of the
-    fullest node.  several_nodes: whether there are more than one.  head_dim: of the blocks that were timed.
+    uses, None where they cannot be told.  backend: name, version and transport.  mpi: library and version.
+    ranks_per_node: of the fullest node.  several_nodes: whether there are more than one.  head_dim: of the blocks that
+    were timed.
     """
 
     processor: str

@@ -64,19 +64,23 @@ class Peers:
     def until(self, done, tell=None, kept=None):
         """Call `done`, which lets MPI move messages, until it says that it is.
 
-        tell: as of `wait`.  kept: what MPI may still use when time is up.
+        tell: as of `wait`.  kept: what MPI may still use when time is up or anything else ends the wait.
         """
-        if done():
-            return
-        waited, last = 0.0, time.monotonic()
-        while not done():
-            now = time.monotonic()
-            waited, last = waited + min(now - last, SUSPENDED), now
-            if waited > self.timeout:
-                self.lost(kept)
-                raise PeerFailure(f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
-                                  f"{self.timeout:g} s {tell() if tell else 'for the other ranks'}")
-            self.idle()
+        try:
+            if done():
+                return
+            waited, last = 0.0, time.monotonic()
+            while not done():
+                now = time.monotonic()
+                waited, last = waited + min(now - last, SUSPENDED), now
+                if waited > self.timeout:
+                    self.lost(kept)
+                    raise PeerFailure(f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
+                                      f"{self.timeout:g} s {tell() if tell else 'for the other ranks'}")
+                self.idle()
+        except BaseException:                # an interrupt, a GPU that has failed
+            _LOST.append(kept)
+            raise
 
     def barrier(self):
         """Return once every rank has come."""

@@ -39,7 +39,7 @@ def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     call = Call(cache, q, sequences, causal, window, softcap, scale, sinks, check=check)
     combiner, exchange, backend, ranks, rank = (cache._combiner, cache._exchange, call.backend, cache.ranks, cache.rank)
     row = cache.kv_heads * (cache.head_dim + cache.value_dim)
-    most = max(sum(cache._ledgers[sequence].counts for sequence in call.sequences).tolist(), default=0)
+    most = int(np.max(sum((cache._ledgers[sequence].counts for sequence in call.sequences), np.zeros(ranks, np.int64))))
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
     whole, part = call.partial(), call.partial()
     with call.transfers():
@@ -87,8 +87,9 @@ def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, sof
             arriving, arriving_q = empty(number)
             last = hop == ranks                         # back at its owner, who needs the result alone
             leaving = [(whole.packed, whole.ready), (queries, queries_ready)][:2 - last]
+            so_far = *whole.ready, *queries_ready       # new memory may be what launches so far have had
             posted = combiner.post((rank + 1) % ranks, leaving, (rank - 1) % ranks,
-                                   [(arriving.packed, ()), (arriving_q, ())][:2 - last])
+                                   [(arriving.packed, so_far), (arriving_q, so_far)][:2 - last])
             arriving.ready = arrived = combiner.finish(posted, f"in hop {hop} of {ranks} of queries")
             if not last:
                 part = call.partial(len(chunks[number]))
@@ -103,8 +104,9 @@ def _gather(call, mine, chunks):
     exchange, backend, comm = call.cache._exchange, call.backend, call.cache._peers.comm
     row = call.heads * (call.cache.value_dim + 1)
     arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
+    so_far = (backend.clear(whole.out, whole.lse),)        # launches until now may have had the arena's memory
     leaving = exchange.whole(backend.outgoing(mine.packed, mine.ready, collective=True))
-    arriving = exchange.whole(backend.incoming(arena, collective=True))
+    arriving = exchange.whole(backend.incoming(arena, so_far, collective=True))
     posted = exchange.allgather(comm, leaving, arriving, [len(rows) for rows in chunks],
                                 [rows.start for rows in chunks], row * arena.dtype.itemsize)
     exchange.wait(posted, "gathering results")

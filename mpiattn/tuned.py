@@ -12,7 +12,7 @@ def key_of(backend, nodes, head_dim):
     """
     blas, threads = host.blas()
     return machines.Key(processor=host.processor(), cores=len(host.cores()), blas=blas, threads=threads,
-                        backend=f"{backend.name} {getattr(backend, 'version', '')}".strip(),
+                        backend=" ".join(filter(None, (backend.name, backend.version, backend.transport))),
                         mpi=installation.mpi_library(), ranks_per_node=max(Counter(nodes).values()),
                         several_nodes=len(set(nodes)) > 1, head_dim=head_dim)
 

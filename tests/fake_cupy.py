@@ -2,8 +2,9 @@
 
 The memory of the "device" is NumPy's.  What is given to a stream waits there until the host waits for an event, asks
 for one, or reads an array; then streams go on in turns drawn at random, ordered by nothing but their events.  Memory
-begins as NaN, and what is freed becomes NaN in its turn on the stream that it was allocated on, as CuPy's pool may give
-it to the next who asks there.  Kernels are the emulation's.  So a missing event shows as a wrong result.
+begins as NaN, and becomes NaN again before the last that its stream had to do when it was allocated, which may be the
+work of those who had it before; what is freed becomes NaN in its turn on that stream, as CuPy's pool may give it to the
+next who asks there.  Kernels are the emulation's.  So a missing event shows as a wrong result.
 
 `install` puts it in CuPy's place; test_cuda.py compares its names and arguments with CuPy's, where that is installed.
 """
@@ -16,10 +17,12 @@ import sys
 import types
 import weakref
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
 DEVICES = 2
+_devices = [0]                # the current one last
 random_turns = random.Random(0)
 _streams, _serials = weakref.WeakValueDictionary(), itertools.count()        # by pointer
 _busy = {}                  # streams with work by serial number: work goes on when nobody has its stream any more
@@ -31,7 +34,7 @@ class CUDARuntimeError(RuntimeError):
 
 class Event:
     def __init__(self, block=False, disable_timing=False, interprocess=False):
-        self.mark, self.ptr = types.SimpleNamespace(done=True), id(self)
+        self.mark, self.ptr, self.device = types.SimpleNamespace(done=True), id(self), runtime.getDevice()
         _events[self.ptr] = self
 
     @property
@@ -51,7 +54,7 @@ class Stream:
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         assert null or non_blocking, "a stream that waits for the null stream orders more than it should"
         self.queue, self.ptr = collections.deque(), 0 if null else id(self)
-        self.serial = next(_serials)
+        self.serial, self.device_id = next(_serials), _devices[-1]
         _streams[self.ptr] = self
 
     def put(self, work):
@@ -60,6 +63,7 @@ class Stream:
 
     def record(self, event=None):
         event = event or Event()
+        assert event.device == self.device_id or not self.ptr, "CUDA does not record an event of another GPU's"
         mark = event.mark = types.SimpleNamespace(done=False)
         self.put(lambda: setattr(mark, "done", True))
         return event
@@ -69,6 +73,13 @@ class Stream:
 
     def synchronize(self):
         _run_until(lambda: not self.queue)
+
+    def spoil(self, memory):
+        """What is allocated now may be in the hands of what the stream has still to do, until it has done that."""
+        for i, work in reversed([*enumerate(self.queue)]):
+            if callable(work) and not isinstance(work, partial):           # which only tells that memory was freed
+                self.queue[i] = lambda work=work: (memory.fill(0xFF), work())
+                return
 
     def __enter__(self):
         _current.append(self)
@@ -126,7 +137,8 @@ class _Memory:
         self.bytes = values[start:start + size]
         self.bytes.fill(0xFF)
         self.device = runtime.getDevice()
-        weakref.finalize(self, _current[-1].put, lambda held=self.bytes: held.fill(0xFF))
+        _current[-1].spoil(self.bytes)
+        weakref.finalize(self, _current[-1].put, partial(self.bytes.fill, 0xFF))
 
 
 class ndarray:
@@ -237,9 +249,6 @@ class RawKernel:
         given = [each.values if isinstance(each, ndarray) else each for each in args]
         kernel = self.kernel._replace(threads=block[0], shared_bytes=shared_mem)
         _later(lambda: EmulatedBackend()._run(kernel, grid, *given))
-
-
-_devices = [0]
 
 
 class Device:

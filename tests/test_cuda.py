@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+from types import SimpleNamespace
 
 import fake_cupy
 import numpy as np
@@ -10,12 +11,16 @@ import pytest
 from blocks import causal, chunks, dense, partial
 from files import write_input
 from launch import ROOT, TESTS, mpirun
+from mpi4py import MPI
 
 from mpiattn import backends
 from mpiattn.arrays import on_host
 from mpiattn.backends import cuda, emulated
+from mpiattn.cli import tune
 from mpiattn.errors import ArgumentError, MpiattnError
+from mpiattn.peers import Peers
 from mpiattn.transport import check_transport
+from mpiattn.tuned import key_of
 
 needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 
@@ -158,9 +163,30 @@ def test_devices(gpu):
     assert cuda.choose_device(fake_cupy, 1) == 0
     with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; it must be on GPU 0"):
         gpu.array("q", fake_cupy.empty((3,)))
+    with fake_cupy.Device(1):                      # as in a thread of the caller's, where no GPU has been chosen
+        gpu.begin()
+        gpu.wait(gpu.zero((gpu.empty((3,), "float32"),)))
+        gpu.finish()
     for wrong, told in (([1.0], "a list"), (np.ma.array([1.0]), "a MaskedArray")):
         with pytest.raises(ArgumentError, match=f"q is {told}; it must be a CuPy array"):
             gpu.array("q", wrong)
+
+
+def test_tune_goes_by_the_back_end(gpu, monkeypatch):
+    """It measures the dtypes that kernels take, and its figures are those of one transport."""
+    asked = []
+
+    def measured(job, nodes, backend, dtypes, *rest):
+        asked.append(dtypes)
+        raise ArgumentError("enough")
+    monkeypatch.setattr("mpiattn.tuning.measure.measure", measured)
+    args = SimpleNamespace(backend="cuda", transport="auto", dtype=None, head_dim=16, seconds=1.0, json=None, out=None,
+                           no_store=True)
+    with pytest.raises(ArgumentError, match="enough"):
+        tune._run(SimpleNamespace(peers=Peers(MPI.COMM_SELF), comm=MPI.COMM_SELF), args)
+    assert set(asked[0]) == {"float32", "float16", "bfloat16"}
+    keys = {key_of(backends.get("cuda", transport), [0], 16) for transport in ("staged", "device")}
+    assert len(keys) == 2
 
 
 def test_a_gpu_that_fails_is_told(gpu, monkeypatch):

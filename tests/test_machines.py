@@ -86,6 +86,7 @@ BROKEN = {
     "a way that is none": json.dumps(data()).replace('"butterfly"', '"flight"'),
     "sizes that fall": json.dumps(data()).replace("4128", "70000"),
     "combining that is none": json.dumps(data()).replace("[4128, 1.5]", "1.5"),
+    "combining without a factor": json.dumps(data()).replace("[4128, 1.5]", "[4128]"),
     "more than there is": json.dumps(data()).replace('"launch": 5e-05', '"launch": 5e-05, "colour": 1'),
 }
 

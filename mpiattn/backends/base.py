@@ -32,12 +32,15 @@ class Backend(Protocol):
     """Arrays and work on them; an event is whatever `wait` takes, None for work that is done.
 
     name, version: what its speed depends on; figures measured with another are not those of this one.
+    dtypes: of what it attends to.  transport: how its arrays travel, None where that is not for it to say.
     meanwhile: a callable or None, which launches that compute before they return call every now and then.
     staged_bytes: of host memory that is held for copies to and from the wire.
     """
 
     name: str
     version: str
+    dtypes: tuple
+    transport = None
     meanwhile = None
     staged_bytes = 0
 
@@ -63,7 +66,10 @@ class Backend(Protocol):
         """The array itself if it is this back end's and contiguous, else a contiguous copy, which is launched."""
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
-        """Bytes of working memory that launches on such inputs take, besides their arguments."""
+        """Bytes of working memory that launches on such inputs take, besides their arguments.
+
+        Raises ArgumentError where they cannot work on such inputs.
+        """
 
     # A call of the library's
 

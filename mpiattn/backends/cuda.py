@@ -143,7 +143,8 @@ class CudaBackend(_CupyLaunches):
             yield
 
     def _event(self, stream):
-        return stream.record(self.cupy.cuda.Event(disable_timing=True))
+        with self.cupy.cuda.Device(self.device):           # another may be current, in another thread of the caller's
+            return stream.record(self.cupy.cuda.Event(disable_timing=True))
 
     def _caller(self):
         """The stream that the caller of the library works on."""

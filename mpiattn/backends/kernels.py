@@ -21,6 +21,8 @@ BLOCKS_PER_PROCESSOR = {"forward": 2, "decode": 6}
 class KernelLaunches:
     """`attend` and the other launches of `mpiattn.backends.base` that compute, by kernels."""
 
+    dtypes = tuple(kernel_tiles.ELEMENTS)
+
     def __init__(self):
         super().__init__()
         self._held = {}

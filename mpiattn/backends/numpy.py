@@ -58,6 +58,8 @@ class NumpyBackend:
 
     name = "numpy"
     version = np.__version__
+    dtypes = ("float32", "float64", "bfloat16", "float16")
+    transport = None
     meanwhile = None
     staged_bytes = 0
 

@@ -30,7 +30,6 @@ from .table import duration, facts, percent, table
 
 SECONDS, QUICK = 10.0, 2.0
 TIMEOUT = 60.0             # seconds; no part of it takes a rank as long
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def _dtypes(text):
@@ -62,9 +61,9 @@ def add_arguments(parser):
     parser.add_argument("--head-dim", type=_whole, default=128, metavar="N",
                         help="of the blocks that are timed; plans of another take the nearest that was measured "
                              "(default: %(default)s)")
-    parser.add_argument("--dtype", type=_dtypes, default=DTYPES, metavar="LIST",
+    parser.add_argument("--dtype", type=_dtypes, metavar="LIST",
                         help="of the blocks that are timed, with commas between; plans reckon with the nearest wider "
-                             f"dtype for one that is left out (default: {','.join(DTYPES)})")
+                             "dtype for one that is left out (default: all that the back end takes)")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--seconds", type=_seconds, default=SECONDS, metavar="S",
                         help="about how long it may take; what is slow is done three times even so "
@@ -113,7 +112,7 @@ def _run(job, args):
             if not args.no_store:
                 machines.check_store()
     with Progress("tune", args.seconds, " s") as progress:
-        found = measure(job, nodes, backend, args.dtype, args.head_dim, args.seconds, progress)
+        found = measure(job, nodes, backend, args.dtype or backend.dtypes, args.head_dim, args.seconds, progress)
     backend.close()
     with agreement(peers, only=0):
         if speaks:

@@ -1,7 +1,9 @@
 """Decoding over a cache that is spread over the ranks, against dense attention of what was appended."""
 
+import gc
 import time
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from mpiattn import (
     Layout,
     MeshAttention,
     combine,
+    decoding,
     query_ring_decode,
     reference,
     ring_decode,
@@ -259,6 +262,32 @@ def test_ranks_wait_as_their_back_end_does(group, monkeypatch):
             time.sleep(0.05)
         tree_decode(np.ones((1, 1, 1, 2), np.float32), cache, check=False)
     assert group.rank == 0 or looks
+
+
+@on(2)
+def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatch):
+    made, q = [], np.ones((1, 1, 1, 2), np.float32)
+
+    class Watched(combine.Partial):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(weakref.ref(self.packed))
+
+    def interrupt():
+        raise KeyboardInterrupt
+    monkeypatch.setattr(decoding, "Partial", Watched)
+    with KVCache(group, capacity=10, kv_heads=1, head_dim=2) as cache:
+        if group.rank == 0:
+            cache._peers.idle = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                tree_decode(q, cache, way="butterfly", check=False)
+            gc.collect()
+            assert all(memory() is not None for memory in made), "the other rank has not even sent yet"
+            group.send(None, 1)
+        else:
+            group.recv()
+            tree_decode(q, cache, way="butterfly", check=False)
+        group.barrier()
 
 
 @on(3)

@@ -11,7 +11,7 @@ from dense import draw_all
 from runs import agreed, check, on, problem_of, run, tiles
 from test_decode import RINGS, Mirror
 
-from mpiattn import Layout, MeshAttention
+from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
 from mpiattn.backends import emulated
 from mpiattn.tree import WAYS
 
@@ -76,7 +76,31 @@ def test_decode(group, dtype, page_size):
         mirror.append(20, counts=[1, 20])
         mirror.check(1, ways=(*WAYS, *RINGS))
         mirror.check(3, ways=("butterfly",), window=(5, 0), sinks=sinks)
+        for _ in range(5):                          # one row: most ranks have none of their own
+            mirror.check(1, ways=("qring",), sequences=[1])
+        for ring in RINGS.values():
+            assert ring(mirror.draw(0, 1, 4, 16), mirror.cache, sequences=[])[0].shape == (0, 1, 4, 16)
         mirror.cache.close()
+
+
+@on(2)
+def test_a_cache_that_kernels_cannot_read(group):
+    """All ranks are told when it is made: later a rank without keys would not find out."""
+    for wrong, message in (({"dtype": "float64"}, "dtype is float64"), ({"head_dim": 300}, "head_dim is 300")):
+        with pytest.raises(ArgumentError, match=message):
+            KVCache(group, **{"capacity": 4, "kv_heads": 1, "head_dim": 16, "backend": BACKENDS[0], **wrong})
+
+
+@on(2)
+def test_a_cache_as_a_file(group, tmp_path_factory):
+    path = group.bcast(str(tmp_path_factory.mktemp("cache") / "cache.h5") if group.rank == 0 else None)
+    mirror = Mirror(group, 2, 16, sequences=2, capacity=60, backend=BACKENDS[-1])
+    mirror.append(20, counts=[20, 3])
+    mirror.cache.save(path)
+    mirror.cache.close()
+    mirror.cache = KVCache.load(group, path, backend=BACKENDS[-1])
+    mirror.check(1, ways=("butterfly",))
+    mirror.cache.close()
 
 
 @on(2)
