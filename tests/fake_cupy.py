@@ -194,6 +194,11 @@ class ndarray:
         values = self.values
         _later(lambda: values.fill(value))
 
+    def sum(self, axis=None, dtype=None, out=None, keepdims=False):
+        result, values = empty((), self.values.dtype), self.values
+        _later(lambda: np.sum(values, out=result.values))
+        return result
+
     def get(self, stream=None, order="C", out=None, blocking=True):
         mark = (stream or _current[-1]).record()
         mark.synchronize()

@@ -37,7 +37,7 @@ def test_ranks(transport):
 
 @needs_compiler
 def test_commands_and_one_call(tmp_path):
-    """From file to file, verified; and `attention`, which goes by the arrays that it is given."""
+    """From file to file, verified; decoding, measured; and `attention`, which goes by the arrays that it is given."""
     source = write_input(tmp_path / "in.h5", seqlen=43, kv_heads=2, heads=4, head_dim=16, backward=True)
     begin = "import sys, fake_cupy; sys.modules['cupy'] = fake_cupy; "
     env = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
@@ -45,6 +45,9 @@ def test_commands_and_one_call(tmp_path):
     outcome = mpirun(2, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--backend", "cuda",
                          "--backward", "--causal", "--verify"], env=env)
     assert "cuda back end" in outcome.stdout and outcome.stdout.count("passed") == 2
+    outcome = mpirun(2, [sys.executable, "-c", code, "bench", "--decode", "--backend", "cuda", "--transport", "staged",
+                         "--seqlen", "21", "--heads", "2", "--head-dim", "16", "--runs", "1"], env=env)
+    assert "2 on 1 node, cuda back end" in outcome.stdout and "combining butterfly" in outcome.stdout
     code = begin + "import numpy as np, mpiattn; from mpi4py import MPI; ones = np.ones((1, 7, 2, 16), np.float32); " \
         "out, _ = mpiattn.attention(*[fake_cupy.asarray(ones)] * 3, comm=MPI.COMM_WORLD); " \
         "assert type(out).__module__ == 'fake_cupy' and (abs(out.get() - 1) < 1e-6).all(); print('right')"

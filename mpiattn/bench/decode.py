@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from .. import __version__, combine, host, tree
 from ..agreement import agreement
+from ..arrays import on_host
 from ..cli.table import duration, facts, percent, size, table
 from ..decode import tree_decode
 from ..decoding import Call
@@ -29,8 +30,8 @@ from .decode_inputs import Inputs
 
 RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
 OWN = {"decode", "queries", "page_size", "way"}       # options that nothing but decoding takes
-SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "batch", "dtype", "backend", "machine", "runs", "warmup",
-          "timeout", "json"}
+SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "batch", "dtype", "backend", "transport", "machine", "runs",
+          "warmup", "timeout", "json"}
 
 
 def add_arguments(parser):
@@ -64,11 +65,12 @@ def measure(job, args):
             "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()}}
 
 
-def _timed(peers, work):
-    """Seconds of the slowest rank."""
+def _timed(peers, backend, work):
+    """Seconds of the slowest rank, until all launches are done."""
     peers.barrier()
     start = time.perf_counter()
     work()
+    backend.drain()
     seconds = np.array([time.perf_counter() - start])
     peers.reduce(seconds, MPI.MAX)
     return float(seconds[0])
@@ -103,7 +105,7 @@ def _measure(peers, args, context):
         seconds = {name: [] for name in work}
         for _ in range(args.runs):
             for name, timed in seconds.items():
-                timed.append(_timed(peers, work[name]))
+                timed.append(_timed(peers, cache._backend, work[name]))
         nbytes = np.array([_key_bytes(cache)])
         peers.reduce(nbytes, MPI.MAX)
         return {"context": context, "chosen": chosen, "nodes": len(set(cache.nodes)), "backend": cache.backend,
@@ -121,7 +123,7 @@ def _check(inputs, cache, calls, partial_bytes):
     peers, sent, outs = inputs.peers, {}, {}
     for name, run in calls.items():
         before = cache.sent[0]
-        outs[name] = run()[0].astype(np.float64)
+        outs[name] = on_host(run()[0]).astype(np.float64)
         of_rank, formula = cache.sent[0] - before, None
         if name in tree.WAYS:
             formula = combine.moved_bytes(name, *partial_bytes, cache.nodes, cache.rank)

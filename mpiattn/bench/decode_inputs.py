@@ -39,7 +39,7 @@ class Inputs:
         args = self.args
         cache = KVCache(self.peers.comm, capacity=args.batch * self.context, sequences=args.batch,
                         kv_heads=self.kv_heads, head_dim=args.head_dim, dtype=args.dtype, page_size=args.page_size,
-                        backend=args.backend, machine=args.machine, timeout=args.timeout)
+                        backend=args.backend, transport=args.transport, machine=args.machine, timeout=args.timeout)
         try:
             for _, layout, k, v in self._pieces():
                 cache.append(k, v, layout=layout)

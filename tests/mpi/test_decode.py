@@ -223,6 +223,7 @@ def test_sent_bytes_do_not_depend_on_the_context(group):
             cache.append(*mine, layout=layout)
             del mine
             least = layout.length(group.rank) * 2 * 2 * dim * 4
+            assert cache.pages - cache.free_pages == -(-layout.length(group.rank) // cache.page_size)
             assert least <= cache.nbytes <= least + 2 * 2 * cache.page_size * 2 * dim * 4
             for way in WAYS:
                 counting = cache._combiner.comm = Reducing(cache._combiner.comm)
