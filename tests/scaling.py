@@ -209,8 +209,8 @@ def auto(lab, hosts):
         for ratio in (0.5, 2, 8):
             rate = heads.hop_bytes(chunk) / PAYLOAD / (ratio * block)
             setting = Setting(n, rate, heads.block_flops(chunk) / block / 1e9, chunk, heads)
-            name, runs = f"auto-{n}-{heads.name[:3]}-{ratio:g}", lab.runs if n <= 16 else 3
-            kinds = lab.bench(name, setting, "--tile", "auto", "--schedule", "auto", "greedy", "collective", runs=runs,
+            name = f"auto-{n}-{heads.name[:3]}-{ratio:g}"
+            kinds = lab.bench(name, setting, "--tile", "auto", "--schedule", "auto", "greedy", "collective",
                               warmup=0)
             faster = min(seconds(find(kinds, "auto", kind)) for kind in ("greedy", "collective"))
             lab.claim("auto over the faster of greedy and collective", seconds(find(kinds, "auto", "auto")) / faster,
@@ -218,7 +218,7 @@ def auto(lab, hosts):
             problem = Problem(seqlen=n * chunk, heads=heads.q, kv_heads=heads.kv, head_dim=heads.dim)
             sent = {f"{a}x{b}": mean_sent(problem, n, a, b) for a, b in every_tile(n)}
             few = [tile for tile, nbytes in sent.items() if nbytes <= MOST * min(sent.values())]
-            tiles = lab.bench(name, setting, "--tile", "auto", *few, runs=runs, warmup=0)
+            tiles = lab.bench(name, setting, "--tile", "auto", *few, warmup=0)
             best = min((case["passes"] for case in tiles["cases"]), key=seconds)["forward"]["runs"]
             spread = np.subtract(*np.percentile(best, (75, 25))) / np.median(best)
             lab.claim("auto over the best of all tiles", seconds(find(tiles, "auto")) / np.median(best),
@@ -327,7 +327,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="+", choices=(*EXPERIMENTS, "all"))
     parser.add_argument("--hosts", type=int, nargs="+", help="how many (default: those of each experiment)")
-    parser.add_argument("--runs", type=int, default=3, help="measured runs of a case (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="measured runs of a case (default: %(default)s)")
     parser.add_argument("--folder", default="scaling", help="for the results (default: %(default)s)")
     args = parser.parse_args()
     why = netcluster.missing()
