@@ -92,3 +92,13 @@ def pytest_sessionfinish(session, exitstatus):
         done = MPI.COMM_WORLD.Ibarrier()
         while not done.Test():
             time.sleep(0.01)                     # Finalize would spin on a core that rank 0 can use
+
+
+@pytest.fixture(params=[False, True], ids=["ascending", "descending"])
+def backend(request):
+    """The emulated kernels, in both orders of a block's warps: what lacks a barrier differs between them."""
+    from mpiattn import backends
+    made = backends.get("emulated")
+    made.descending = request.param
+    yield made
+    made.close()

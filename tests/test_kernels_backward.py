@@ -41,14 +41,6 @@ def assert_right(arguments, grads, scale=0.3, softcap=None, before=0):
         assert error(got, ref + before) <= 0.51 * eps * largest(size) + noise * (largest(size) + before), name
 
 
-@pytest.fixture(params=[False, True], ids=["ascending", "descending"])
-def backend(request):
-    made = backends.get("emulated")
-    made.descending = request.param
-    yield made
-    made.close()
-
-
 # dtype, head dim, value dim, heads, KV heads, queries, keys
 SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 140, 150),
           ("float16", 96, 32, 6, 2, 70, 90), ("bfloat16", 192, 128, 1, 1, 100, 100),

@@ -14,15 +14,6 @@ from mpiattn.errors import ArgumentError
 pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 
 
-@pytest.fixture(params=[False, True], ids=["ascending", "descending"])
-def backend(request):
-    """Both orders of a block's warps: what lacks a barrier differs between them."""
-    made = backends.get("emulated")
-    made.descending = request.param
-    yield made
-    made.close()
-
-
 def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None):
     out, lse = into or partial(backend, *q.shape[:2], v.shape[2], "float32")
     backend.attend(q, k, v, begin, end, out, lse, scale, softcap)

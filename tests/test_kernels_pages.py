@@ -13,14 +13,6 @@ from mpiattn.backends.kernels import DECODE_ROWS
 pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 
 
-@pytest.fixture(params=[False, True], ids=["ascending", "descending"])
-def backend(request):
-    made = backends.get("emulated")
-    made.descending = request.param
-    yield made
-    made.close()
-
-
 def pool(keys, page_size, kv_heads, dims, dtype, seed=0):
     """Pools of keys and values with a sequence of `keys` keys in pages in any order, NaN elsewhere; and its table."""
     rng = np.random.default_rng(seed)
