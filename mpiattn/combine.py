@@ -5,6 +5,7 @@
 
 import math
 
+import numpy as np
 from mpi4py import MPI
 
 from . import tree
@@ -112,6 +113,12 @@ class Combiner:
             self.exchange.finish(request, "reduce", given.nbytes, where)
         self.backend.sent(array)
         return (self.backend.arrived(result),) if whole else ()
+
+
+def partial_bytes(rows, value_dim, dtype):
+    """Bytes of a partial of so many rows, one for each head of a query, and, of these, of its lse."""
+    lse = rows * np.dtype(dtype).itemsize
+    return lse * (value_dim + 1), lse
 
 
 def moved_bytes(way, nbytes, lse_bytes, nodes, rank, root=None):

@@ -6,7 +6,7 @@ import numpy as np
 
 from .agreement import agreement
 from .arrays import checked, on_host
-from .combine import Partial
+from .combine import Partial, partial_bytes
 from .errors import ArgumentError
 from .problem import Problem
 
@@ -47,8 +47,7 @@ class Call:
     @property
     def partial_bytes(self):
         """Bytes of a partial and, of these, of its lse."""
-        lse = self.rows * self.heads * np.dtype(self.cache.partial_dtype).itemsize
-        return lse * (self.cache.value_dim + 1), lse
+        return partial_bytes(self.rows * self.heads, self.cache.value_dim, self.cache.partial_dtype)
 
     def partial(self, rows=None):
         """A new partial, with no contents yet, of all rows or of so many."""

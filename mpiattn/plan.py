@@ -367,6 +367,7 @@ class MeshAttention:
 
     def drain(self):
         """Return when results are there: with "cuda" calls return when all is launched."""
+        self._check_open()
         self._backend.drain()
 
     def _layout(self, keys):

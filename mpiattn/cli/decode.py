@@ -12,11 +12,11 @@ examples:
   mpiexec -n 4 mpiattn decode cache.h5 queries.h5 out.h5 --verify
 """
 
+import math
 import os
 import socket
 
 import h5py
-import numpy as np
 
 from .. import __version__, combine
 from ..agreement import agreement
@@ -116,7 +116,8 @@ def _run(job, args):
                                              "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype)},
                         (args.cache, args.queries), args.max_message)
         try:
-            way = args.way if args.way != "auto" else cache.way(*_partial_bytes(cache, shape))
+            nbytes = combine.partial_bytes(math.prod(shape[:3]), cache.value_dim, cache.partial_dtype)
+            way = args.way if args.way != "auto" else cache.way(*nbytes)
             out, lse = map(on_host, job("decode", lambda: tree_decode(
                 q, cache, causal=not args.full, window=args.window, softcap=args.softcap, scale=args.scale, way=way)))
             report = None
@@ -130,13 +131,8 @@ def _run(job, args):
             output.abandon()                        # does nothing once the file has its name
             source.close()
             queries.close()
-        _tell(job, args, cache, shape, chosen, report)
+        _tell(job, args, cache, shape, nbytes, chosen, report)
     return 0
-
-
-def _partial_bytes(cache, shape):
-    lse = int(np.prod(shape[:3])) * np.dtype(cache.partial_dtype).itemsize
-    return lse * (cache.value_dim + 1), lse
 
 
 def _verify(peers, problems, spans, source, q, out, lse):
@@ -161,12 +157,12 @@ def _write(output, out, lse, peers, attributes):
     output.commit(attributes)
 
 
-def _tell(job, args, cache, shape, chosen, report):
+def _tell(job, args, cache, shape, nbytes, chosen, report):
     """Print the table, or write JSON, on rank 0."""
     ranks = job.peers.allgather({
         "rank": cache.rank, "host": socket.gethostname(), "tokens": sum(cache.local_lengths), "nbytes": cache.nbytes,
         "sent_bytes": cache.sent[0], "sent_messages": cache.sent[1],
-        "formula_bytes": combine.moved_bytes(chosen["way"], *_partial_bytes(cache, shape), cache.nodes, cache.rank)})
+        "formula_bytes": combine.moved_bytes(chosen["way"], *nbytes, cache.nodes, cache.rank)})
     with agreement(job.peers, only=0):
         if job.comm.rank == 0 and args.json:
             write_json(args.json, {

@@ -3,18 +3,13 @@
 import numpy as np
 
 from .. import tree
-from ..combine import Combiner, Partial
+from ..combine import Combiner, Partial, partial_bytes
 from ..exchange import Exchange
 from .samples import Sample, take_turns
 
 ROWS = (8, 128, 2048)                # heads of all queries: kilobytes, as one token has, to megabytes
 TURNS = 4                            # of all ways, that there has to be time for; the fewest rows are measured anyway
-DTYPE, ITEMSIZE = "float32", 4
-
-
-def _nbytes(rows, head_dim):
-    """Bytes of a partial, and of its lse."""
-    return rows * (head_dim + 1) * ITEMSIZE, rows * ITEMSIZE
+DTYPE = "float32"
 
 
 def combining(combiner, backend, way, mine, spare):
@@ -38,7 +33,7 @@ def measure(peers, nodes, backend, head_dim, inside, between, seconds, progress)
     exchange, ways = Exchange(peers), tree.ways(nodes)
     combiner = Combiner(exchange, backend, nodes)
     all_rows = [rows for rows in ROWS if rows == ROWS[0] or seconds > TURNS * len(ROWS) * sum(
-        tree.predicted_seconds(way, *_nbytes(rows, head_dim), nodes, inside, between) for way in ways)]
+        tree.predicted_seconds(way, *partial_bytes(rows, head_dim, DTYPE), nodes, inside, between) for way in ways)]
     pairs = [[Partial(backend, 1, rows, head_dim, DTYPE) for _ in range(2)] for rows in all_rows]
     took = take_turns(peers, [combining(combiner, backend, way, *pair) for way in ways for pair in pairs], seconds,
                       progress)
@@ -51,5 +46,5 @@ def factors(found, head_dim, nodes, inside, between):
     """As of `Machine.combining`: what was found, over what these links let expect."""
     def factor(way, nbytes, seconds):
         return [nbytes[0], seconds / tree.predicted_seconds(way, *nbytes, nodes, inside, between)]
-    return {way: [factor(way, _nbytes(rows, head_dim), sample.typical) for rows, sample in by_rows.items()]
+    return {way: [factor(way, partial_bytes(rows, head_dim, DTYPE), sample.typical) for rows, sample in by_rows.items()]
             for way, by_rows in found.items()}
