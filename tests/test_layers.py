@@ -19,8 +19,8 @@ LAYERS = [
      "hdf5", "backends", "arrays",
      "ledger", "pages", "tree"},
     {"buffers", "passes", "executor", "combine"},
-    {"plan", "planning", "oneshot", "io", "verify", "verify_gradients", "torch", "tuning", "kvcache", "cachefile",
-     "decoding", "decode", "rings", "verify_decode"},
+    {"plan", "description", "planning", "oneshot", "io", "verify", "verify_gradients", "torch", "tuning", "kvcache",
+     "cachefile", "decoding", "decode", "rings", "verify_decode"},
     {"check"},
     {"cli", "bench", "plots", "__main__"},
 ]
