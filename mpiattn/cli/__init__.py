@@ -8,7 +8,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import MpiattnError
-from . import witness
+from . import suggest, witness
 from .threads import limit_threads
 
 COMMANDS = {
@@ -46,12 +46,30 @@ def launch_rank(otherwise=0):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a wrong argument once, on rank 0, and ends every rank with code 2."""
+    """Says a wrong argument once, on rank 0, with what it was probably meant to be; ends every rank with code 2.
+
+    chosen: the parser of the subcommand that was chosen, for the options that it knows.
+    """
+
+    words, chosen = (), None
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse; the words are kept for errors."""
+        self.words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action, value):
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            meant = suggest.of_choices(str(value), action.choices)
+            raise argparse.ArgumentError(action, error.message + meant) from None
 
     def error(self, message):
         """Print the message on rank 0 and exit."""
         if launch_rank() == 0:
-            super().error(message)
+            known = [*self._option_string_actions, *(self.chosen._option_string_actions if self.chosen else ())]
+            super().error(message + suggest.of_options(message, self.words, known))
         time.sleep(1)               # a launcher ends all ranks with the first that fails: let rank 0 speak first
         sys.exit(2)
 
@@ -72,6 +90,7 @@ def _parser(command):
             sub.description = module.__doc__
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
+            parser.chosen = sub
     return parser
 
 

@@ -1,0 +1,42 @@
+"""Mistyped commands, options and choices: the error says what was probably meant."""
+
+import sys
+
+import pytest
+from launch import mpirun
+
+from mpiattn.cli import main, suggest
+
+
+@pytest.mark.parametrize("line, meant", [
+    ("run --casual in.h5 out.h5", "unrecognized arguments: --casual; did you mean --causal?"),
+    ("rnu in.h5 out.h5", "; did you mean run?"),
+    ("run --layout zigzg in.h5 out.h5", "; did you mean zigzag?"),
+    ("bench --dtype flot32", "; did you mean float32?"),
+    ("generate x.h5 --seqlan 4 --heads=3", "required: --seqlen; did you mean --seqlen by --seqlan?"),
+    ("generate x.h5 --Seqlen 4 --heads=3", "; did you mean --seqlen by --Seqlen?"),
+    ("plan --rank 4 --seqlen 9 --heads 3 --head-dm=4", "; did you mean --head-dim by --head-dm?"),
+])
+def test_meant(capsys, line, meant):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.rstrip().endswith(meant)
+
+
+@pytest.mark.parametrize("line", ["run in.h5 out.h5 third", "run --xyz in.h5 out.h5", "frobnicate",
+                                  "run --layout round in.h5 out.h5", "plan -- --rankz 3"])
+def test_nothing_alike(capsys, line):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_closest():
+    assert suggest.closest("", ["--a"]) is None
+    assert suggest.closest("2", [1, 2, 3]) == "2"
+
+
+def test_said_once_by_all_ranks():
+    outcome = mpirun(3, [sys.executable, "-m", "mpiattn", "run", "--casual", "in.h5", "out.h5"], check=False)
+    assert outcome.returncode == 2 and outcome.stderr.count("did you mean --causal?") == 1
