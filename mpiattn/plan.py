@@ -242,7 +242,9 @@ class MeshAttention(Described):
     def scatter(self, array, *, root=0, axis=1, keys=False):
         """This rank's chunk of a whole array whose tokens lie along `axis`, in natural order; collective.
 
-        array: the whole, needed on `root` only; with root=None every rank gives it and nothing is sent.
+        array: the whole, of numbers of any dtype, needed on `root` only; with root=None every rank gives it and nothing
+            is sent.  The chunk has its dtype, in this machine's byte order.
+        axis: negative ones count from the last.
         keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
         On the back end "cuda" it is a CuPy array.
         """

@@ -38,15 +38,20 @@ def _starts(counts):
     return [sum(counts[:i]) for i in range(len(counts))]
 
 
+def native(dtype):
+    """A dtype in this machine's byte order, in which ranks send: files and programs may hold another."""
+    return np.dtype(dtype).newbyteorder("=")
+
+
 class Redistribution:
     """Moves rows of tokens between `slabs`, a contiguous layout, and `layout` among `Peers`.
 
-    shape, dtype: of one token's row.  max_message: as of `MeshAttention`.
+    shape, dtype: of one token's row; it travels in this machine's byte order.  max_message: as of `MeshAttention`.
     """
 
     def __init__(self, peers, slabs, layout, shape, dtype, max_message=MAX_MESSAGE):
         self.peers, self.slabs, self.layout, self.max_message = peers, slabs, layout, max_message
-        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.shape, self.dtype = tuple(shape), native(dtype)
         self.row_bytes = self.dtype.itemsize * math.prod(self.shape)
         self.tokens = max(1, PIECE_BYTES // max(self.row_bytes, 1))
 
@@ -79,7 +84,8 @@ class Redistribution:
 
     def _packed(self, rows, pairs, side):
         """The tokens of all pairs one after another; side: 0 where rows are the chunk, 1 where they are the piece."""
-        return np.concatenate([rows[pair[side]] for of_rank in pairs for pair in of_rank] or [self._rows(0)])
+        return np.concatenate([rows[pair[side]] for of_rank in pairs for pair in of_rank] or [self._rows(0)],
+                              dtype=self.dtype)
 
     @staticmethod
     def _unpack(packed, rows, pairs, side):
@@ -125,12 +131,15 @@ def all_on(root, layout):
     return Layout("contiguous", layout.seqlen, layout.chunks, sizes)
 
 
-def _check_tokens(array, layout, axis, length):
+def _check_tokens(array, axis, length):
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(f"array is a {type(array).__name__}; it must be a NumPy array")
-    if array.dtype.hasobject:
+    if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
         raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
-    if not 0 <= axis < array.ndim or array.shape[axis] != length:
+    if not -array.ndim <= axis < array.ndim:
+        raise ArgumentError(f"axis is {axis}; array has shape {array.shape}, so it may be from {-array.ndim} to "
+                            f"{array.ndim - 1}")
+    if array.shape[axis] != length:
         raise ArgumentError(f"array has shape {array.shape}; it must have {length} tokens along axis {axis}")
 
 
@@ -146,9 +155,9 @@ def _checked_row(peers, layout, array, root, axis, length):
         if not isinstance(axis, Integral):
             raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
         if length is not None:
-            _check_tokens(array, layout, axis, length)
+            _check_tokens(array, axis, length)
     agree_on(peers, {"root": root, "axis": axis, "tokens": layout.seqlen})
-    row = None if length is None else (array.shape[:axis] + array.shape[axis + 1:], array.dtype)
+    row = None if length is None else (np.delete(array.shape, axis).tolist(), native(array.dtype))
     if root is None:
         agree_on(peers, {"shape of a token and dtype of array": row})
         return row
@@ -163,7 +172,7 @@ def scatter(peers, layout, array, root, axis, max_message=MAX_MESSAGE):
         whole = np.empty((0, *shape), dtype) if length is None else np.moveaxis(array, axis, 0)
     if root is None:
         with agreement(peers):
-            rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(peers.rank)])
+            rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(peers.rank)], dtype=dtype)
     else:
         move = Redistribution(peers, all_on(root, layout), layout, shape, dtype, max_message)
         rows = move.to_chunk(lambda start, stop: whole[start:stop])

@@ -5,6 +5,7 @@ import pytest
 from runs import agreed
 
 from mpiattn import ArgumentError, Layout, MeshAttention, redistribute
+from mpiattn.problem import dtype_name
 
 
 def plan_of(comm, layout, seqlen, seqlen_k=None):
@@ -117,3 +118,45 @@ def test_root_must_be_the_same_everywhere(comm):
                      lambda: plan.gather(mine, root=comm.rank)):
             with pytest.raises(ArgumentError, match="root is 0 on rank 0 but 1 on rank 1"):
                 call()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("dtype", [">f4", "<f4", ">i2", ">c16", ">U3", ">M8[s]", "bfloat16"])
+def test_byte_order(comm, layout, dtype):
+    """Numbers arrive, in this machine's byte order; ranks that gather may hold either."""
+    with plan_of(comm, layout, 23) as plan:
+        whole = np.arange(46).reshape(2, 23).astype(dtype_name(dtype) if dtype == "bfloat16" else dtype)
+        at = plan.positions
+        for root in (0, None):
+            chunk = plan.scatter(whole if root in (None, comm.rank) else None, root=root)
+            back = plan.gather(whole[:, at] if comm.rank % 2 else chunk, root=root)
+            for array, right in ((chunk, whole[:, at]), (back, whole)):
+                assert array is None or (array.dtype.isnative and np.array_equal(array, right))
+            assert back is not None or comm.rank
+
+
+def test_fields_are_refused(comm):
+    """An array of records may change its size when it is copied."""
+    records = np.zeros((1, 10), dtype=[("a", "i4"), ("junk", "S40"), ("b", "f8")])
+    with plan_of(comm, "contiguous", 10) as plan:
+        for array in (records, records[["a", "b"]], records.view("V52")):
+            for call in (lambda: plan.scatter(array if comm.rank == 0 else None),         # noqa: B023
+                         lambda: plan.gather(array[:, plan.positions])):                  # noqa: B023
+                with pytest.raises(ArgumentError, match=r"array has dtype .*; it must be of numbers") as caught:
+                    call()
+                assert len(set(comm.allgather(str(caught.value)))) == 1
+
+
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+def test_axes_from_the_end(comm, axis):
+    with plan_of(comm, "zigzag", 11) as plan:
+        shape = [2, 3, 4]
+        shape[axis] = 11
+        whole = np.arange(np.prod(shape)).reshape(shape)
+        for root in (0, None):
+            chunk = plan.scatter(whole if root in (None, comm.rank) else None, root=root, axis=axis)
+            assert np.array_equal(chunk, np.take(whole, plan.positions, axis))
+            back = plan.gather(chunk, root=root, axis=axis)
+            assert (back is None and comm.rank) or np.array_equal(back, whole)
+        with pytest.raises(ArgumentError, match=r"axis is -4; array has shape .*, so it may be from -3 to 2"):
+            plan.scatter(whole, root=None, axis=-4)
