@@ -109,10 +109,11 @@ def _fill(make, comm, source, options, progress):
     cache = make(comm, **{"capacity": max(total, 1), "sequences": len(spans), **fixed, **options})
     try:
         for sequence, (entry, first, length) in enumerate(spans):
-            target = cache._ledgers[sequence].copy()
-            target.deal(length)
-            chunks = [source.chunk(name, target, progress, entry, first) for name in ("k", "v")]
-            cache._take([sequence], [target], *chunks, mine=True)
+            with cache._growing([sequence]) as before:
+                ledger = cache._ledgers[sequence]
+                ledger.deal(length)
+                chunks = [source.chunk(name, ledger, progress, entry, first) for name in ("k", "v")]
+                cache._take([sequence], before, *chunks, mine=True)
         return cache
     except BaseException:
         cache.close()

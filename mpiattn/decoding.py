@@ -28,7 +28,7 @@ class Call:
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
             if way is not None and way not in ("auto", *ways):
                 raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
-            lengths = [cache.lengths[sequence] for sequence in self.sequences]
+            lengths = [cache._ledgers[sequence].seqlen for sequence in self.sequences]
             self.problems = [Problem(seqlen=q.shape[1], heads=q.shape[2], head_dim=cache.head_dim, seqlen_k=length,
                                      kv_heads=cache.kv_heads, value_dim=cache.value_dim, dtype=cache.dtype,
                                      causal=causal, scale=scale, window=window, softcap=softcap) for length in lengths]

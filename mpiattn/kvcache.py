@@ -1,6 +1,6 @@
 """The KV cache of a batch of sequences, spread over the ranks: `KVCache`."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from numbers import Integral
 
 import numpy as np
@@ -150,20 +150,36 @@ class KVCache:
             k, v, tokens = self._check_tokens(k, v, sequences, layout)
             counts = self._counts(counts, sequences, tokens)
             same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
-        ledgers = [self._ledgers[sequence].copy() for sequence in sequences]
-        for ledger, count in zip(ledgers, counts):
-            if layout is None:
-                ledger.deal(count)
-            else:
-                start = ledger.seqlen
-                ledger.place(layout)
-                ledger.truncate(start + count)
-        self._take(sequences, ledgers, k, v, layout is not None)
+        with self._growing(sequences) as before:
+            for sequence, count in zip(sequences, counts):
+                ledger = self._ledgers[sequence]
+                if layout is None:
+                    ledger.deal(count)
+                else:
+                    start = ledger.seqlen
+                    ledger.place(layout)
+                    ledger.truncate(start + count)
+            self._take(sequences, before, k, v, layout is not None)
 
-    def _take(self, sequences, ledgers, k, v, mine):
-        """Store tokens, those by which `ledgers` exceed the sequences' own; mine: k and v hold this rank's alone."""
-        in_use = self._in_use + sum(self._pages.needed(after.counts) - self._pages.needed(self._ledgers[of].counts)
-                                    for of, after in zip(sequences, ledgers))
+    @contextmanager
+    def _growing(self, sequences):
+        """The body appends to these sequences, and if it raises they are as before.
+
+        Yields for each its length and its ranks' numbers of tokens as they are now.
+        """
+        before = [(self._ledgers[sequence].seqlen, self._ledgers[sequence].counts) for sequence in sequences]
+        try:
+            yield before
+        except BaseException:
+            for sequence, (length, counts) in zip(sequences, before):
+                self._ledgers[sequence].truncate(length)
+                self._pages.resize(sequence, int(counts[self.rank]))
+            raise
+
+    def _take(self, sequences, before, k, v, mine):
+        """Store the tokens that sequences have got since `before`; mine: k and v hold this rank's alone."""
+        in_use = self._in_use + sum(self._pages.needed(self._ledgers[sequence].counts) - self._pages.needed(counts)
+                                    for sequence, (_, counts) in zip(sequences, before))
         if (in_use > self.pages).any():
             full = int(np.argmax(in_use))
             error = ArgumentError(f"the cache is full: rank {full} would need {in_use[full]} pages of "
@@ -172,22 +188,19 @@ class KVCache:
             error.everywhere = True                     # every rank knows what all ranks hold
             raise error
         self._backend.begin()
-        for i, (sequence, ledger) in enumerate(zip(sequences, ledgers)):
-            self._write(sequence, ledger, k[i], v[i], mine)
-        self._in_use = in_use
+        for i, (sequence, (length, counts)) in enumerate(zip(sequences, before)):
+            self._write(sequence, length, int(counts[self.rank]), k[i], v[i], mine)
         self._backend.finish()                          # the caller's arrays are the caller's again
+        self._in_use = in_use
 
-    def _write(self, sequence, ledger, k, v, mine):
-        """Launch the copying of the tokens of `ledger` that are new into pages."""
-        before = self._ledgers[sequence]
-        at = before.length(self.rank)
+    def _write(self, sequence, length, at, k, v, mine):
+        """Launch the copying of tokens into pages, those from position `length` on, of which this rank held `at`."""
+        ledger = self._ledgers[sequence]
         self._pages.resize(sequence, ledger.length(self.rank))
-        self._ledgers[sequence] = ledger
         table = self._pages.table(sequence)
         done = 0
-        for new in ledger.ranges(self.rank, before.seqlen):
-            rows = range(done, done + len(new)) if mine else range(new.start - before.seqlen, new.stop - before.seqlen,
-                                                                   new.step)
+        for new in ledger.ranges(self.rank, length):
+            rows = range(done, done + len(new)) if mine else range(new.start - length, new.stop - length, new.step)
             for first, last in stretches(table, self.page_size, at + done, at + done + len(new)):
                 part, rows = rows[:last - first], rows[last - first:]
                 for pool, source in zip(self._pools, (k, v)):

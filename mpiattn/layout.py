@@ -80,6 +80,16 @@ class Layout:
         start = sum(self.sizes[:chunk])
         return (range(start, start + self.sizes[chunk]),)
 
+    def between(self, chunk, start, stop):
+        """How many tokens of a chunk lie before `start`, and those in [start, stop) as ranges, none of them empty."""
+        before, parts = 0, []
+        for tokens in self.ranges(chunk):
+            first, last = within(tokens, start, stop)
+            before += first
+            if first < last:
+                parts.append(tokens[first:last])
+        return before, parts
+
     def length(self, chunk):
         """Number of tokens in a chunk."""
         return sum(len(tokens) for tokens in self.ranges(chunk))

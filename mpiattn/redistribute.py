@@ -13,19 +13,17 @@ from mpi4py import MPI
 from .agreement import agree_on, agreement
 from .errors import ArgumentError
 from .exchange import MAX_MESSAGE, Exchange
-from .layout import Layout, within
+from .layout import Layout
 
 PIECE_BYTES = 4 * 2 ** 20       # what a rank reads or writes at a time; memory holds about three pieces
 
 
 def _shared(layout, chunk, start, stop):
     """The tokens of a chunk in [start, stop): pairs of slices, in the chunk and in what starts at `start`."""
-    pairs, before = [], 0
-    for tokens in layout.ranges(chunk):
-        first, last = within(tokens, start, stop)
-        if first < last:
-            shared = slice(tokens[first] - start, tokens[last - 1] + 1 - start, tokens.step)
-            pairs.append((slice(before + first, before + last), shared))
+    pairs, (before, parts) = [], layout.between(chunk, start, stop)
+    for tokens in parts:
+        pairs.append((slice(before, before + len(tokens)),
+                      slice(tokens[0] - start, tokens[-1] + 1 - start, tokens.step)))
         before += len(tokens)
     return pairs
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from calls import calls
 
 from mpiattn import ArgumentError, Layout, tree
 from mpiattn.ledger import Ledger
@@ -37,6 +38,10 @@ def checked(ledger, expected, ranks, rng):
     assert ledger.below(rank, [cut, 0]).tolist() == [sum(position < cut for position in mine), 0]
     since = [position for part in ledger.ranges(rank, cut) for position in part]
     assert since == [position for position in mine if position >= cut]
+    stop = rng.randint(cut, len(expected) + 3)
+    before, parts = ledger.between(rank, cut, stop)
+    assert before == sum(position < cut for position in mine) and all(parts)
+    assert [position for part in parts for position in part] == [p for p in mine if cut <= p < stop]
 
 
 @pytest.mark.parametrize("ranks, page_size", [(4, 1), (5, 16), (9, 64)])
@@ -77,6 +82,35 @@ def test_ten_thousand_appends_and_truncates(ranks, page_size):
         assert all(b != a for (_, a), (b, _) in pairwise(spans)), "consecutive slots are one stretch"
         taken = np.concatenate([pages.table(sequence) for sequence in range(sequences)])
         assert len(set(taken.tolist())) == len(taken) == pages.count - pages.free, "a page belongs to one sequence"
+
+
+def test_work_does_not_grow_with_the_turns():
+    """A token more, the keys that queries see, and a token less: after 400 turns as after one."""
+    counted, kept = [], []
+    for turns in (1, 10, 400):
+        ledger = Ledger(3)
+        for _ in range(turns):
+            ledger.place(Layout("zigzag", 4000 // turns - 3, 3))
+            ledger.deal(2)
+            ledger.deal(1)
+
+        def step(ledger=ledger):
+            ledger.deal(1)
+            for rank in range(3):
+                ledger.below(rank, [1200, 1201, 1202])
+                ledger.ranges(rank, 4000)
+                ledger.between(rank, 1200, 1203)
+            ledger.truncate(4000)
+        step()                                             # the first counts what there is, and keeps it
+        counted.append(calls(step, "ledger", "layout"))
+        kept.append(len(ledger._pieces))
+        for _ in range(100):
+            ledger.place(Layout("striped", 70, 3))
+            ledger.deal(10)
+            ledger.truncate(4000)
+        assert len(ledger._pieces) == kept[-1], "what is taken back leaves no trace"
+    assert max(counted) <= 1.2 * min(counted), counted
+    assert kept[-1] <= 3 * 400
 
 
 def test_pages():
