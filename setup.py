@@ -27,6 +27,7 @@ setup(
         "cuda13": ["cupy-cuda13x>=14"],
         "cuda12": ["cupy-cuda12x>=14"],
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13"],
+        "convert": ["safetensors>=0.4", "torch>=2.5"],
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=7.4", "ruff>=0.6"],
         "bench": ["torch>=2.5"],

@@ -15,6 +15,7 @@ from .errors import FileError
 from .problem import ITEMSIZE
 
 INPUTS = ("q", "k", "v")
+LISTED = 40                                # datasets that an error names at most
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)         # first bit and, but for the sign, number of bits: sign, exponent, mantissa
 
 
@@ -77,36 +78,66 @@ def write(dataset, starts, array, how=None):
     dataset.id.write(*_transfer(dataset, starts, np.ascontiguousarray(array)), dxpl=how)
 
 
-def read_shapes(path, backward=False):
+def contents(file):
+    """Every dataset of an open file by its path in it, as (shape, dtype name)."""
+    found = {}
+
+    def note(name, thing):
+        if isinstance(thing, h5py.Dataset):
+            found[name] = thing.shape, dtype_of(thing)
+    file.visititems(note)
+    return found
+
+
+def listing(tensors):
+    """Names, shapes and dtypes, one a line, for errors; tensors: name -> (shape, dtype name)."""
+    lines = [f"\n  {name} {shape} {dtype}" for name, (shape, dtype) in tensors.items()]
+    return "".join(lines[:LISTED]) + (f"\n  and {len(lines) - LISTED} more" if len(lines) > LISTED else "")
+
+
+def read_shapes(path, backward=False, names=None):
     """The keyword arguments of `Problem` that an input file fixes; FileError where it does not fit.
 
-    backward: the file must hold dout too, the gradient of the result.
+    backward: the file must hold dout too, the gradient of the result.  names: of its datasets, by what they are ("q"
+    and so on), where they have other names.
     """
     if not os.path.isfile(path):
         raise FileError(f"IN is {str(path)!r}; there is no such file")
+    names = names or {}
     with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
+        tensors = {}
         for name in (*INPUTS, "dout") if backward else INPUTS:
-            if not isinstance(file.get(name), h5py.Dataset):
+            called = names.get(name, name)
+            data = file.get(called)
+            if not isinstance(data, h5py.Dataset):
                 needs = "q, k and v, and dout for gradients" if backward else "q, k and v"
-                raise FileError(f"IN is {str(path)!r}; it has no dataset {name!r}, it must have {needs}")
-        q, k, v = (file[name] for name in INPUTS)
-        shapes = ", ".join(f"{name} {file[name].shape}" for name in INPUTS)
-        if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-                and k.shape[:3] == v.shape[:3]):
-            raise FileError(f"IN is {str(path)!r}; its shapes do not fit: {shapes}; they must be "
-                            "q (batch, seqlen, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), "
-                            "v (batch, seqlen_k, kv_heads, value_dim)")
-        names = [dtype_of(data) for data in (q, k, v)]
-        if len(set(names)) > 1 or names[0] not in ITEMSIZE:
-            raise FileError(f"IN is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have one and "
-                            f"the same of {', '.join(ITEMSIZE)}")
-        if backward:
-            found, wanted = (file["dout"].shape, dtype_of(file["dout"])), ((*q.shape[:3], v.shape[3]), names[0])
-            if found != wanted:
-                raise FileError(f"IN is {str(path)!r}; its dout is {found[0]} in {found[1]}; it must be "
-                                f"(batch, seqlen, heads, value_dim) = {wanted[0]} in {wanted[1]}")
-        return {"batch": q.shape[0], "seqlen": q.shape[1], "heads": q.shape[2], "head_dim": q.shape[3],
-                "seqlen_k": k.shape[1], "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": names[0]}
+                raise FileError(f"IN is {str(path)!r}; it has no dataset {called!r}, it must have {needs}, under other "
+                                f"names if --names tells them; it has{listing(contents(file)) or ' none'}")
+            tensors[name] = data.shape, dtype_of(data)
+    return problem_of("IN", path, tensors)
+
+
+def problem_of(argument, path, tensors):
+    """The keyword arguments of `Problem` that tensors fix; FileError, which names the argument, where they do not fit.
+
+    tensors: q, k, v and perhaps dout -> (shape, dtype name), (batch, tokens, heads, dim).
+    """
+    (q, k, v), names = zip(*(tensors[name] for name in INPUTS))
+    shapes = ", ".join(f"{name} {tensors[name][0]}" for name in INPUTS)
+    if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]):
+        raise FileError(f"{argument} is {str(path)!r}; its shapes do not fit: {shapes}; they must be "
+                        "q (batch, seqlen, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), "
+                        "v (batch, seqlen_k, kv_heads, value_dim)")
+    if len(set(names)) > 1 or names[0] not in ITEMSIZE:
+        raise FileError(f"{argument} is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have one "
+                        f"and the same of {', '.join(ITEMSIZE)}")
+    if "dout" in tensors:
+        found, wanted = tensors["dout"], ((*q[:3], v[3]), names[0])
+        if found != wanted:
+            raise FileError(f"{argument} is {str(path)!r}; its dout is {found[0]} in {found[1]}; it must be "
+                            f"(batch, seqlen, heads, value_dim) = {wanted[0]} in {wanted[1]}")
+    return {"batch": q[0], "seqlen": q[1], "heads": q[2], "head_dim": q[3], "seqlen_k": k[1], "kv_heads": k[2],
+            "value_dim": v[3], "dtype": names[0]}
 
 
 def reserve(path):

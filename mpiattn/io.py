@@ -48,15 +48,21 @@ class Input:
 
     shapes: what look(path) returns of it; by default the keyword arguments of `Problem` that it fixes.
     max_message: as of `MeshAttention`.  backward: it must hold dout besides q, k, v.  argument: what errors call it.
+    names: of its datasets, by what they are ("q" and so on), where they have other names.
     """
 
-    def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False, look=None, argument="IN"):
+    def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False, look=None, argument="IN", names=None):
         self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
+        self.names = names or {}
         with agreement(peers):                        # every rank looks for itself: hosts may see different files
-            self.shapes = look(path) if look else read_shapes(path, backward)
+            self.shapes = look(path) if look else read_shapes(path, backward, names)
         agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
         with agreement(peers), file_errors(argument, path, "read"):
             self.file = _open(path, "r", peers.comm)
+
+    def dataset(self, name):
+        """The dataset that is "q" and so on."""
+        return self.file[self.names.get(name, name)]
 
     def chunk(self, name, layout, progress=None, entry=None, first=0):
         """This rank's chunk of a dataset: (batch, tokens, heads, dim), stored tokens first.
@@ -64,7 +70,7 @@ class Input:
         progress: called with the number of tokens that this rank has just read.
         entry, first: of one batch entry alone, and of the layout's tokens from there on.
         """
-        data = self.file[name]
+        data = self.dataset(name)
         shape = (data.shape[0] if entry is None else 1, *data.shape[2:])
         slabs = Layout("contiguous", layout.seqlen, self.peers.size)
 
@@ -81,7 +87,7 @@ class Input:
 
         entry: of one batch entry alone.  how: a transfer's properties.
         """
-        data = self.file[name]
+        data = self.dataset(name)
         batch = data.shape[0] if entry is None else 1
         with file_errors(self.argument, self.path, "read"):
             return hdf5.read(data, (entry or 0, start, 0, 0), (batch, stop - start, *data.shape[2:]), how)

@@ -81,6 +81,22 @@ def test_memory_is_what_was_planned(tmp_path, schedule):
         assert rank["peak_bytes"] <= 1.1 * rank["nbytes"] + 80e6
 
 
+def test_other_names(tmp_path):
+    """Datasets in groups and under other names; a wrong name lists what there is."""
+    source = write_input(tmp_path / "in.h5", backward=True)
+    with h5py.File(source) as given, h5py.File(tmp_path / "other.h5", "w") as other:
+        for name, called in (("q", "layers/0/queries"), ("k", "layers/0/k"), ("v", "v"), ("dout", "v grad")):
+            other[called] = given[name][...]
+    names = "q=layers/0/queries,k=layers/0/k,dout=v grad"
+    run(3, tmp_path / "other.h5", tmp_path / "out.h5", "--backward", "--verify", "--names", names)
+    assert_right(source, tmp_path / "out.h5", backward=True)
+    (tmp_path / "out.h5").unlink()
+    outcome = run(2, tmp_path / "other.h5", tmp_path / "out.h5", "--names", "q=layers/0/q", check=False)
+    assert outcome.returncode == 1 and outcome.stderr.count("it has no dataset 'layers/0/q'") == 1
+    assert outcome.stderr.count("\n  layers/0/queries (1, 67, 4, 16) float32") == 1
+    assert not (tmp_path / "out.h5").exists()
+
+
 def test_json_on_standard_output(tmp_path):
     source = write_input(tmp_path / "in.h5")
     assert json.loads(run(2, source, tmp_path / "out.h5", "--json", "-").stdout)["ranks"] == 2

@@ -13,6 +13,7 @@ from .threads import limit_threads
 
 COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",
+    "convert": "make the HDF5 file of run of tensors in .npy, .npz, safetensors, PyTorch or other HDF5 files",
     "run": "attention of an HDF5 file over the ranks of this launch (under mpiexec or srun)",
     "decode": "attention of a few queries over a cache of keys and values (under mpiexec or srun)",
     "plan": "every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",

@@ -27,6 +27,7 @@ from . import options
 from .documents import read_documents
 from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
+from .names import add_names
 from .progress import Progress
 from .report import as_json, as_text
 
@@ -35,6 +36,7 @@ def add_arguments(parser):
     """Declare the arguments of `mpiattn run`."""
     parser.add_argument("input", metavar="IN", help="HDF5 file with datasets q, k, v, and dout for --backward")
     parser.add_argument("output", metavar="OUT", help="HDF5 file to make, with datasets out, lse, and dq, dk, dv")
+    add_names(parser)
     parser.add_argument("--backward", action="store_true", help="gradients too: dq, dk, dv of sum(dout * out)")
     options.add_masks(parser)
     options.add_documents(parser)
@@ -75,7 +77,7 @@ def _run(job, args):
         if comm.rank == 0:
             check_json(args.json, (args.input, args.output))
     before = _peak()
-    source = io.Input(peers, args.input, args.max_message, args.backward)
+    source = io.Input(peers, args.input, args.max_message, args.backward, names=args.names)
     plan = MeshAttention(comm, **source.shapes, causal=args.causal, window=args.window, softcap=args.softcap,
                          scale=args.scale, tile=args.tile, layout=args.layout, schedule=args.schedule,
                          route=args.route, wire_dtype=args.wire_dtype, backend=args.backend,

@@ -1,0 +1,155 @@
+"""Make the HDF5 file that `mpiattn run` and `mpiattn decode` take of tensors in other files.
+
+FILES are .npy (one tensor each, called as the file), .npz, safetensors (extra `convert`), PyTorch's .pt and .pth
+(nothing in them is run; extra `convert`) or HDF5, one or several. OUT gets the tensors q, k and v, and what there is of
+dout, cu_seqlens and cu_seqlens_k, under these names, in the order (batch, seqlen, heads, head_dim) and the dtype that
+they have; without a batch they become a batch of one. They are read and written a piece at a time, so they may be
+larger than memory. OUT appears whole or not at all; an existing file is replaced.
+
+examples:
+  mpiattn convert q.npy k.npy v.npy qkv.h5
+  mpiattn convert dump.pt qkv.h5 --axes bhsd --names q=layers.0.q,k=layers.0.k,v=layers.0.v
+  mpiattn convert model-00001.safetensors model-00002.safetensors cache.h5 --names k=k_cache,v=v_cache --only k,v
+"""
+
+import argparse
+import contextlib
+import math
+import os
+
+import h5py
+import numpy as np
+
+from .. import hdf5
+from ..errors import ArgumentError, FileError
+from ..newfile import NewFile
+from ..problem import ITEMSIZE, Problem, dtype_name
+from ..tensorfiles import open_tensors, pieces
+from . import launch_rank
+from .names import CUTS, TENSORS, add_names
+from .progress import Progress
+from .suggest import closest
+from .table import size
+
+PIECE_ELEMENTS = 2 ** 22
+AXES = ("bshd", "bhsd")
+NEEDED = ("q", "k", "v")
+
+
+def _parts(text):
+    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if not set(parts) <= {*TENSORS, *CUTS}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list, with commas between, of {', '.join(TENSORS + CUTS)}")
+    return parts
+
+
+def add_arguments(parser):
+    """Declare the arguments of `mpiattn convert`."""
+    parser.add_argument("sources", nargs="+", metavar="FILES", help="files that hold the tensors")
+    parser.add_argument("output", metavar="OUT", help="HDF5 file to make; an existing one is replaced")
+    add_names(parser, TENSORS + CUTS, "FILES")
+    parser.add_argument("--axes", choices=AXES, default=AXES[0],
+                        help="the order of the tensors' axes in FILES: b batch, s seqlen, h heads, d head_dim; bhsd is "
+                             "(batch, heads, seqlen, head_dim), PyTorch's; in OUT it is always bshd "
+                             "(default: %(default)s)")
+    parser.add_argument("--only", type=_parts, metavar="LIST",
+                        help="take these alone: k,v for a CACHE of `mpiattn decode`, q for its QUERIES")
+
+
+def run(args):
+    """`mpiattn convert`; under a launcher only rank 0 works."""
+    if launch_rank():
+        return 0
+    new = NewFile("OUT", args.output, args.sources)
+    try:
+        with contextlib.ExitStack() as stack:
+            taken = _chosen(args, _all(args.sources, stack))
+            shapes = {name: (_shape(tensor, args.axes), tensor.dtype) for name, tensor in taken.items()
+                      if name in TENSORS}
+            if set(NEEDED) <= set(shapes):
+                Problem(**hdf5.problem_of("FILES", ", ".join(args.sources), shapes))
+            for _, dtype in shapes.values():
+                dtype_name(dtype)
+            with hdf5.file_errors("OUT", args.output, "written"):
+                _write(new.partial, taken, shapes, args.axes)
+                new.publish()
+    finally:
+        new.discard()
+    listed = ", ".join(f"{name} {shape}" for name, (shape, _) in shapes.items())
+    listed += "".join(f", {name} {taken[name].shape}" for name in CUTS if name in taken)
+    dtypes = ", ".join(dict.fromkeys(dtype for _, dtype in shapes.values()))
+    print(", ".join(filter(None, [f"{args.output}: {listed}".replace(": , ", ": "), dtypes,
+                                  size(os.path.getsize(args.output))])))
+    return 0
+
+
+# What is taken
+
+def _all(sources, stack):
+    """Every tensor of some files by name, with the files that have one of that name: name -> [(path, `Tensor`)]."""
+    found = {}
+    for path in sources:
+        for name, tensor in stack.enter_context(open_tensors(path, "FILES")).items():
+            found.setdefault(name, []).append((path, tensor))
+    return found
+
+
+def _chosen(args, found):
+    """The tensors that OUT gets, by what they are; FileError where one is missing or cannot be what it is to be."""
+    wanted = args.only or (*NEEDED, *(name for name in ("dout", *CUTS) if name in args.names or name in found))
+    for what in set(args.names) - set(wanted):
+        raise ArgumentError(f"--names tells what {what} is called, which --only {','.join(wanted)} leaves out")
+    taken = {}
+    for what in wanted:
+        called = args.names.get(what, what)
+        if called not in found:
+            near = closest(called, found)
+            raise FileError(f"FILES has no tensor {called!r}{f'; did you mean {near!r}?' if near else ''}"
+                            f"{'' if what in args.names else f', and --names does not tell what {what} is called'}; "
+                            f"it has{_listed(found) or ' none'}")
+        (path, tensor), *others = found[called]
+        if others:
+            raise FileError(f"FILES has {called!r} in {path!r} and in {others[0][0]!r}; only one may have it")
+        taken[what] = tensor
+        dims, dtypes = ((3, 4), tuple(ITEMSIZE)) if what in TENSORS else ((1, 2), ("int32", "int64", "uint32"))
+        if len(tensor.shape) not in dims or tensor.dtype not in dtypes:
+            raise FileError(f"FILES has {called!r}, {tensor.shape} in {tensor.dtype}; {what} must have {dims[0]} or "
+                            f"{dims[1]} dimensions and be of {', '.join(dtypes)}")
+    return taken
+
+
+def _listed(found):
+    return hdf5.listing({name: (tensor.shape, tensor.dtype) for name, [(_, tensor), *_] in found.items()})
+
+
+def _shape(tensor, axes):
+    """The shape that a tensor has in OUT."""
+    whole = (1,) * (4 - len(tensor.shape)) + tensor.shape
+    return tuple(whole[axes.index(axis)] for axis in AXES[0])
+
+
+# Writing
+
+def _write(path, taken, shapes, axes):
+    cuts = {name: taken[name].read((slice(0, taken[name].shape[0]),)) for name in CUTS if name in taken}
+    with h5py.File(path, "w", libver="v108") as file:
+        hdf5.create_datasets(file, shapes | {name: (cut.shape, np.int64) for name, cut in cuts.items()})
+    hdf5.reserve(path)
+    total = sum(math.prod(shape) for shape, _ in shapes.values())
+    with h5py.File(path, "r+") as file, Progress("convert", total, " elements") as progress:
+        for name in shapes:
+            _copy(taken[name], file[name], axes, progress)
+        for name, cut in cuts.items():
+            hdf5.write(file[name], (0,) * cut.ndim, cut.astype(np.int64))
+
+
+def _copy(tensor, dataset, axes, progress):
+    """Write a tensor into its dataset, piece by piece in the order in which it is stored."""
+    order = [axes.index(axis) for axis in AXES[0]]
+    for index in pieces(tensor.shape, PIECE_ELEMENTS) if math.prod(tensor.shape) else ():
+        *leading, last = (*[0] * (4 - len(tensor.shape)), *index)
+        piece = tensor.read(index)
+        piece = piece.reshape((1,) * len(leading) + piece.shape)
+        starts = (*leading, last.start, *[0] * (3 - len(leading)))
+        hdf5.write(dataset, tuple(starts[axis] for axis in order), piece.transpose(order))
+        progress(piece.size)
