@@ -1,6 +1,7 @@
 """The arrays of a call: what a caller may give, and how the executor sees them, the batch folded into the heads."""
 
 from .errors import ArgumentError
+from .tensors import as_array
 
 
 def on_host(array):
@@ -9,11 +10,11 @@ def on_host(array):
 
 
 def checked(backend, name, thing, shape, dtype):
-    """An argument as an array of a back end; ArgumentError unless it has that shape and dtype.
+    """An argument, an array or a tensor, as an array of a back end; ArgumentError unless it has that shape and dtype.
 
     shape: None for an axis of any length.
     """
-    array = backend.array(name, thing)
+    array = backend.array(name, as_array(name, thing))
     if len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape)):
         wanted = (f"on this rank it must be {shape}" if None not in shape else
                   f"it must be ({', '.join('any' if n is None else str(n) for n in shape)})")

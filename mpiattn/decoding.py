@@ -9,6 +9,7 @@ from .arrays import checked, on_host
 from .combine import Partial, partial_bytes
 from .errors import ArgumentError
 from .problem import Problem
+from .tensors import as_given
 
 
 class Call:
@@ -20,7 +21,7 @@ class Call:
     def __init__(self, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
                  way=None, ways=(), root=None, check=True):
         cache._check_open()
-        self.cache, self.backend = cache, cache._backend
+        self.cache, self.backend, self.given = cache, cache._backend, q
         with agreement(cache._peers) if check else nullcontext({}) as same:
             self.sequences = cache._sequences(sequences)
             q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
@@ -100,7 +101,7 @@ class Call:
             out = self.backend.result(out.shape, cache.dtype)
             self.backend.copy(out, partial.out.reshape(out.shape))
         self.backend.copy(lse, partial.lse.reshape(shape).transpose(0, 2, 1))
-        return out, lse
+        return as_given(self.given, out, lse)
 
     @contextmanager
     def transfers(self):

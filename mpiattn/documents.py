@@ -52,8 +52,8 @@ def _spread(cuts, groups):
 def _integers(name, values):
     try:
         array = np.asarray(values)
-    except ValueError:                       # rows of different lengths where there should be one
-        array = np.empty(0)
+    except (ValueError, TypeError, RuntimeError):      # rows of different lengths where there should be one; a tensor
+        array = np.empty(0)                            # that NumPy cannot see
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{name} is {_brief(values)}; it must hold whole numbers")
     return array.astype(np.int64)
@@ -67,7 +67,7 @@ def _padding(name, lengths, batch, tokens):
 
 
 def _cuts(name, cu_seqlens, batch, tokens):
-    if not (isinstance(cu_seqlens, Sequence) or (isinstance(cu_seqlens, np.ndarray) and cu_seqlens.ndim)):
+    if not (isinstance(cu_seqlens, Sequence) or getattr(cu_seqlens, "ndim", 0)):
         raise ArgumentError(f"{name} is {_brief(cu_seqlens)}; it must be a sequence of positions")
     nested = len(cu_seqlens) > 0 and np.ndim(cu_seqlens[0]) > 0
     if nested and len(cu_seqlens) != batch:

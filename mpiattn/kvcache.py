@@ -37,7 +37,7 @@ class KVCache:
     capacity: tokens in all, over ranks and sequences.  Memory for them is taken at once: `nbytes`.
     sequences: how many there are; each begins empty.
     kv_heads, head_dim, value_dim: of the keys and values; value_dim is head_dim if left out.
-    dtype: "float16", "bfloat16", "float32" or "float64", of keys, values and queries.
+    dtype: of keys, values and queries, as of `MeshAttention`.
     page_size: tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
     backend, transport: as of `MeshAttention`.
     machine: whose predicted times choose how results are combined, as of `MeshAttention`; then the one that was found.

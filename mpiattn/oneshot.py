@@ -8,6 +8,9 @@ from .layout import Layout
 from .mesh import Home
 from .peers import time_limit
 from .plan import MeshAttention
+from .tensors import as_array, as_given
+
+OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "sinks")      # options of `MeshAttention.forward`
 
 
 def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", **options):
@@ -16,15 +19,18 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     q, k, v: this rank's chunks, as for `MeshAttention.forward`.  With the default layout they are consecutive
     pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
     "zigzag" they are what `Layout` says.  options: further arguments of `MeshAttention`, of which backend is by default
-    "cuda" for arrays on a GPU, else "numpy".
+    "cuda" for arrays on a GPU, else "numpy", and of its `forward`: cu_seqlens, cu_seqlens_k, lengths, lengths_k, sinks.
+    Positions and lengths in these are of the whole sequence.
 
     Returns out and lse.  To run more than once, make a plan.
     """
-    limit = time_limit(options.get("timeout"))
+    limit, given = time_limit(options.get("timeout")), q
+    call = {name: options.pop(name) for name in OF_CALL if name in options}
     home = Home.enter(comm, limit)
     peers = home.peers(limit)
     try:
         with agreement(peers):
+            q, k, v = (as_array(name, array) for name, array in (("q", q), ("k", k), ("v", v)))
             if options.get("backend", "auto") == "auto" and on_device(q):
                 options["backend"] = "cuda"
             if options.get("backend") == "cuda":
@@ -42,7 +48,7 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
         with MeshAttention(comm, batch=q.shape[0], seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=q.shape[2],
                            kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=str(q.dtype),
                            causal=causal, scale=scale, layout=layout, **options) as plan:
-            return plan.forward(q, k, v)
+            return as_given(given, *plan.forward(q, k, v, **call))
     finally:
         home.leave()
 

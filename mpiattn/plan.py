@@ -17,6 +17,7 @@ from .passes import Backward, Forward
 from .peers import Peers, time_limit
 from .planning import settle
 from .redistribute import gather, scatter
+from .tensors import as_given, is_tensor
 
 
 class MeshAttention(Described):
@@ -28,10 +29,11 @@ class MeshAttention(Described):
 
     comm: an mpi4py intracommunicator; it is duplicated once for all plans on it and stays the caller's.
     batch, seqlen, heads, kv_heads, head_dim: the whole problem.  kv_heads divides heads (default: heads).
-    dtype: "float16", "bfloat16" (of ml_dtypes), "float32" or "float64", of q, k, v, out and gradients.
+    dtype: "float16", "bfloat16" (of ml_dtypes), "float32" or "float64", or such a dtype of NumPy or torch; of q, k, v,
+        out and gradients.
     causal: query i sees keys j <= i + seqlen_k - seqlen (bottom-right aligned).
-    window: (left, right), how many keys before and after that diagonal a query sees; None for all.
-    softcap: scores s become softcap * tanh(s / softcap).
+    window: (left, right), how many keys before and after that diagonal a query sees; None or -1 for all.
+    softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.
     scale: of the scores; default 1/sqrt(head_dim).
     seqlen_k, value_dim: where they differ from seqlen and head_dim.
     tile: "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto".
@@ -108,7 +110,7 @@ class MeshAttention(Described):
         q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
         plan's dtype, tokens as in `positions` and `positions_k`.  They are never changed.  Arrays that are not
         contiguous with tokens first, (tokens, batch, heads, dim), are copied; with batch = 1 every contiguous
-        array is so.
+        array is so.  Torch tensors on the CPU serve as well, here and in all other calls; results are tensors if q is.
 
         Returns out (batch, tokens, heads, value_dim) in the plan's dtype and lse (batch, heads, tokens), the
         natural logarithm of each row's sum of exponentials, float32 (float64 for float64).  A query that sees
@@ -140,7 +142,7 @@ class MeshAttention(Described):
                 self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
             self._folding.unfold(out, partial_out)
             self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
-        return out, lse
+        return as_given(q, out, lse)
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
                  lengths_k=None, sinks=None, check=True, progress=None):
@@ -155,7 +157,7 @@ class MeshAttention(Described):
         whole gradient on every rank (from an allgather of heads numbers, which `sent` does not count).
         """
         self._check_open()
-        p, tokens = self.problem, len(self.positions)
+        p, tokens, given = self.problem, len(self.positions), q
         with self._agreement(check):
             q, k, v = self._inputs(q, k, v)
             dout, out = (self._checked(name, array, (p.batch, tokens, p.heads, p.value_dim))
@@ -181,7 +183,7 @@ class MeshAttention(Described):
         if sinks is not None:
             mine = on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
             grads.append(self._backend.give(self._sum_over_ranks(mine)))
-        return tuple(grads)
+        return as_given(given, *grads)
 
     def _agreement(self, check):
         return agreement(self._peers) if check else nullcontext()
@@ -246,16 +248,16 @@ class MeshAttention(Described):
             is sent.  The chunk has its dtype, in this machine's byte order.
         axis: negative ones count from the last.
         keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
-        On the back end "cuda" it is a CuPy array.
+        On the back end "cuda" it is a CuPy array.  Of a torch tensor, which only `root` need have, it is a tensor.
         """
         chunk = scatter(self._peers, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
-        return self._backend.give(chunk)
+        return chunk if is_tensor(chunk) else self._backend.give(chunk)
 
     def gather(self, chunk, *, root=0, axis=1, keys=False):
         """The whole array of the ranks' chunks, in natural order; None except on `root`; collective.
 
         chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole, which
-        is a NumPy array: one device may not have the memory for it.
+        is a NumPy array: one device may not have the memory for it; or a torch tensor, where this rank's chunk is one.
         """
         return gather(self._peers, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
 

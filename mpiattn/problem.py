@@ -31,18 +31,20 @@ def _finite(name, value):
 def _window(window):
     try:
         left, right = (None, None) if window is None else window
-        sides = tuple(None if side is None else _count("window", side, 0) for side in (left, right))
+        sides = tuple(None if side is None else _count("window", side, -1) for side in (left, right))
     except (TypeError, ValueError):
-        raise ArgumentError(f"window is {window!r}; it must be (left, right), whole numbers from 0 or None") from None
-    return sides
+        raise ArgumentError(f"window is {window!r}; it must be (left, right), whole numbers from 0, or None or -1 for "
+                            "no limit") from None
+    return tuple(None if side == -1 else side for side in sides)
 
 
 def dtype_name(dtype, argument="dtype", choices=tuple(ITEMSIZE)):
-    """The name of a supported dtype, given as a name, a NumPy dtype or a scalar type.
+    """The name of a supported dtype, given as a name, a dtype of NumPy or torch, or a scalar type.
 
     From then on NumPy knows it by that name: bfloat16 comes with the package ml_dtypes.
     """
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", repr(dtype)))
+    name = name.removeprefix("torch.")
     if name not in choices:
         raise ArgumentError(f"{argument} is {name!r}; it may be {', '.join(choices)}")
     if name == "bfloat16":
@@ -61,8 +63,8 @@ class Problem:
 
     kv_heads must divide heads: query head h uses KV head h // (heads // kv_heads).  Left out, kv_heads is
     heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).  window: see `mpiattn.mask`.
-    softcap: scores s become softcap * tanh(s / softcap).  wire_dtype: in which partials travel, without their lse;
-    default partial_dtype, in which they accumulate, and no wider.
+    softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.  wire_dtype: in which partials travel,
+    without their lse; default partial_dtype, in which they accumulate, and no wider.
     """
 
     seqlen: int
@@ -95,15 +97,15 @@ class Problem:
         if self.scale is None:
             put("scale", 1 / math.sqrt(self.head_dim))
         put("scale", _finite("scale", self.scale))
-        if not isinstance(self.causal, bool | np.bool_):
+        if not isinstance(self.causal, bool | np.bool_ | Integral) or self.causal not in (0, 1):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
         put("causal", bool(self.causal))
         everything = self.seqlen + self.seqlen_k             # a side that is longer sees no more
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
         if self.softcap is not None:
-            put("softcap", _finite("softcap", self.softcap))
-            if self.softcap <= 0:
-                raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None for none")
+            put("softcap", _finite("softcap", self.softcap) or None)
+            if self.softcap is not None and self.softcap < 0:
+                raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None or 0 for none")
         narrower = [name for name, size in ITEMSIZE.items() if size <= self.partial_itemsize]
         put("wire_dtype", self.partial_dtype if self.wire_dtype is None else
             dtype_name(self.wire_dtype, "wire_dtype", narrower))

@@ -14,6 +14,7 @@ from .agreement import agree_on, agreement
 from .errors import ArgumentError
 from .exchange import MAX_MESSAGE, Exchange
 from .layout import Layout
+from .tensors import as_array, as_given, as_tensor, is_tensor
 
 PIECE_BYTES = 4 * 2 ** 20       # what a rank reads or writes at a time; memory holds about three pieces
 
@@ -131,7 +132,7 @@ def all_on(root, layout):
 
 def _check_tokens(array, axis, length):
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError(f"array is a {type(array).__name__}; it must be a NumPy array")
+        raise ArgumentError(f"array is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU")
     if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
         raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
     if not -array.ndim <= axis < array.ndim:
@@ -147,25 +148,30 @@ def _check_root(peers, root):
 
 
 def _checked_row(peers, layout, array, root, axis, length):
-    """Shape and dtype of one token's row of an array that `root`, or for None every rank, must hold."""
+    """The array, and of one token's row shape, dtype and whether it comes from a tensor.
+
+    `root`, or for None every rank, must hold the array.
+    """
+    given = array
     with agreement(peers):
         _check_root(peers, root)
         if not isinstance(axis, Integral):
             raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
         if length is not None:
+            array = as_array("array", array)
             _check_tokens(array, axis, length)
     agree_on(peers, {"root": root, "axis": axis, "tokens": layout.seqlen})
     row = None if length is None else (np.delete(array.shape, axis).tolist(), native(array.dtype))
     if root is None:
         agree_on(peers, {"shape of a token and dtype of array": row})
-        return row
-    return peers.allgather(row)[root]
+        return array, *row, is_tensor(given)
+    return array, *peers.allgather(row and (*row, is_tensor(given)))[root]
 
 
 def scatter(peers, layout, array, root, axis, max_message=MAX_MESSAGE):
-    """A rank's chunk of the whole `array`, which `root` has, or for None every rank."""
+    """A rank's chunk of the whole `array`, which `root` has, or for None every rank; a tensor of a tensor."""
     length = layout.seqlen if root in (None, peers.rank) else None
-    shape, dtype = _checked_row(peers, layout, array, root, axis, length)
+    array, shape, dtype, tensor = _checked_row(peers, layout, array, root, axis, length)
     with agreement(peers):
         whole = np.empty((0, *shape), dtype) if length is None else np.moveaxis(array, axis, 0)
     if root is None:
@@ -174,16 +180,19 @@ def scatter(peers, layout, array, root, axis, max_message=MAX_MESSAGE):
     else:
         move = Redistribution(peers, all_on(root, layout), layout, shape, dtype, max_message)
         rows = move.to_chunk(lambda start, stop: whole[start:stop])
-    return np.ascontiguousarray(np.moveaxis(rows, 0, axis))
+    chunk = np.ascontiguousarray(np.moveaxis(rows, 0, axis))
+    with agreement(peers):                        # a rank may lack torch
+        return as_tensor(chunk) if tensor else chunk
 
 
 def gather(peers, layout, chunk, root, axis, max_message=MAX_MESSAGE):
-    """The whole array of all chunks on `root`, or for None on every rank; None elsewhere."""
+    """The whole array of all chunks on `root`, or for None on every rank; None elsewhere.  A tensor of a tensor."""
     with agreement(peers):
         _check_root(peers, root)
     agree_on(peers, {"root": root})
     at = 0 if root is None else root
-    shape, dtype = _checked_row(peers, layout, chunk, None, axis, layout.length(peers.rank))
+    given = chunk
+    chunk, shape, dtype, _ = _checked_row(peers, layout, chunk, None, axis, layout.length(peers.rank))
     with agreement(peers):
         whole = np.empty((layout.seqlen if root in (None, peers.rank) else 0, *shape), dtype)
 
@@ -197,4 +206,4 @@ def gather(peers, layout, chunk, root, axis, max_message=MAX_MESSAGE):
         for start in range(0, len(whole), move.tokens):
             piece = whole[start:start + move.tokens].reshape(-1).view(np.uint8)
             peers.wait([peers.comm.Ibcast([piece, MPI.BYTE], at)])
-    return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
+    return as_given(given, np.ascontiguousarray(np.moveaxis(whole, 0, axis)))[0]

@@ -5,12 +5,12 @@
     out, lse = attention(plan, q, k, v)        # this rank's chunks, as plan.forward takes them
     loss(out).backward()                       # collective too: calls plan.backward
 
-Tensors and the plan's arrays share memory both ways: CPU tensors with NumPy arrays; of a plan with the back end "cuda",
-CUDA tensors with CuPy arrays, on torch's current stream.  NumPy and torch know each other's dtypes but for bfloat16,
-which crosses as int16.
+Tensors and the plan's arrays share memory both ways: CPU tensors with NumPy arrays (see `mpiattn.tensors`); of a plan
+with the back end "cuda", CUDA tensors with CuPy arrays, on torch's current stream.
 """
 
 from contextlib import contextmanager
+from copy import deepcopy
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from .agreement import agree_on
 from .errors import ArgumentError
-from .problem import dtype_name
+from .tensors import as_tensor, shared
 
 
 def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, sinks=None,
@@ -61,7 +61,8 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
     if check:                          # else some ranks alone would come to the backward pass
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
         agree_on(plan._peers, {"requires_grad (of any of q, k, v and sinks)": wanted})
-    documents = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths, "lengths_k": lengths_k}
+    documents = deepcopy({"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths,
+                          "lengths_k": lengths_k})           # the caller may change them before the backward pass
     return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
 
 
@@ -128,22 +129,9 @@ def _array(plan, name, tensor):
     wanted, place = ("cuda", "its plan's GPU") if plan.backend == "cuda" else ("cpu", "the CPU")
     if tensor.device.type != wanted:
         raise ArgumentError(f"{name} is on device {tensor.device}; it must be on {place}")
-    tensor = tensor.detach()
-    if wanted == "cuda":
-        return tensor
-    try:
-        if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.int16).numpy().view(dtype_name("bfloat16"))
-        return tensor.numpy()
-    except (TypeError, RuntimeError) as error:         # sparse, a dtype that NumPy lacks, wrapped by a transform
-        raise ArgumentError(f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; it must be a dense one "
-                            f"that NumPy can share ({error})") from error
+    return tensor.detach() if wanted == "cuda" else shared(name, tensor)
 
 
 def _tensor(array):
     """An array's memory as a tensor."""
-    if not isinstance(array, np.ndarray):
-        return torch.from_dlpack(array)
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return as_tensor(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)

@@ -16,7 +16,7 @@ LAYERS = [
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
      "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "documents", "activity", "mesh",
      "peers", "agreement", "exchange", "redistribute", "tuned", "gpuaware", "gpuprobe", "transport", "installation",
-     "hdf5", "tensorfiles", "backends", "arrays",
+     "hdf5", "tensorfiles", "backends", "arrays", "tensors",
      "ledger", "pages", "tree"},
     {"buffers", "passes", "executor", "combine"},
     {"plan", "description", "planning", "oneshot", "io", "verify", "verify_gradients", "torch", "tuning", "kvcache",
@@ -26,7 +26,7 @@ LAYERS = [
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
         "cost", "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "errors", "reference",
-        "newfile", "documents", "activity", "ledger", "pages", "tree"}
+        "newfile", "documents", "activity", "ledger", "pages", "tree", "tensors"}
 NO_MPI = PURE | {"backends", "buffers", "passes", "executor", "hdf5", "tensorfiles", "host",
                  ""}                                                                    # at import; below them, on call
 ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", "machine", "timeline",

@@ -60,7 +60,20 @@ def test_flops_count_attended_pairs():
     assert Problem(**SHAPE, seqlen_k=3, causal=True).flops == 2 * 4 * 32 * 6
 
 
+@pytest.mark.parametrize(("given", "means"), [
+    ({"window": (-1, -1)}, {}), ({"window": (-1, 0)}, {"window": (None, 0)}),
+    ({"window": [3, -1]}, {"window": (3, None)}),
+    ({"softcap": 0.0}, {}), ({"softcap": 0}, {}), ({"causal": 1}, {"causal": True}), ({"causal": 0}, {}),
+    ({"causal": np.bool_(True)}, {"causal": True}), ({"causal": np.int32(1)}, {"causal": True})])
+def test_conventions_of_flash_attention(given, means):
+    problem = Problem(**SHAPE, **given)
+    assert problem == Problem(**SHAPE, **means) and repr(problem) == repr(Problem(**SHAPE, **means))
+
+
 @pytest.mark.parametrize(("name", "value", "may_be"), [
+    ("window", (-2, 0), "None or -1 for no limit"), ("window", (1.5, 0), "None or -1"), ("softcap", -1.0, "None or 0"),
+    ("causal", 2, "True or False"), ("causal", -1, "True or False"), ("causal", 1.0, "True or False"),
+    ("causal", None, "True or False"),
     ("seqlen", -1, "whole number, at least 0"), ("seqlen", 1.5, "whole number"), ("seqlen", "10", "whole number"),
     ("seqlen", None, "whole number"), ("seqlen_k", -3, "at least 0"), ("heads", 0, "at least 1"),
     ("heads", True, "whole"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dense import Inputs, Result, bits, draw, expected, masks, wrong
+from dense import Inputs, Result, bits, draw, draw_all, expected, masks, wrong
 from runs import agreed
 
 from mpiattn import ArgumentError, MeshAttention, attention
@@ -49,6 +49,21 @@ def test_other_layouts(comm, layout):
     agreed(comm, wrong(problem, Result(out, lse), expected(inputs, backward=False, **masks(problem)), inputs, at, at))
 
 
+@pytest.mark.parametrize("call", [{"cu_seqlens": [0, 4, 13]}, {"cu_seqlens": [0, 4, 4], "cu_seqlens_k": [2, 9, 10]},
+                                  {"lengths": [9, 12]}, {"lengths": [9, 12], "lengths_k": [0, 5]}, {}], ids=str)
+def test_documents_and_sinks(comm, call):
+    """As of a plan's forward pass; positions are those of the whole sequence."""
+    q_lengths, k_lengths = ([13 // comm.size + (rank < 13 % comm.size) for rank in ranks]
+                            for ranks in (range(comm.size), range(comm.size)[::-1]))
+    problem = Problem(batch=2, seqlen=13, seqlen_k=13, heads=4, kv_heads=2, head_dim=8, causal=True)
+    inputs = draw_all(problem, sinks=True)
+    mine, mine_k = slice(*pieces(comm, q_lengths)), slice(*pieces(comm, k_lengths))
+    ref = expected(inputs, backward=False, **masks(problem, call))
+    result = attention(inputs.q[:, mine], inputs.k[:, mine_k], inputs.v[:, mine_k], comm=comm, causal=True,
+                       sinks=inputs.sinks, **call)
+    agreed(comm, wrong(problem, Result(*result), ref, inputs, mine, mine_k, call), call)
+
+
 def test_wrong_arguments(comm):
     """The same error on every rank, wherever it is wrong."""
     good = np.ones((1, 3, 2, 4), np.float32)
@@ -64,4 +79,6 @@ def test_wrong_arguments(comm):
         with pytest.raises(ArgumentError, match=text) as caught:
             attention(**given, comm=comm)
         assert len(set(comm.allgather(str(caught.value)))) == 1
+    with pytest.raises(ArgumentError, match="cu_seqlens is"):
+        attention(good, good, good, comm=comm, cu_seqlens=[0, 1, 99])
     attention(good, good, good, comm=comm)
