@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 _HOMES = {"MeshAttention": ".plan", "attention": ".oneshot", "Layout": ".layout",
           "KVCache": ".kvcache", "tree_decode": ".decode", "ring_decode": ".rings",
-          "query_ring_decode": ".rings",
+          "query_ring_decode": ".rings", "merge": ".merging",
           "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors",
           "PeerFailure": ".errors"}
 __all__ = [*_HOMES, "__version__"]

@@ -9,6 +9,13 @@ from .planning import one_of
 class Described:
     """What was chosen for a plan, and what it has done so far."""
 
+    def __repr__(self):
+        if "_folding" not in self.__dict__:
+            return f"{type(self).__name__}(not made)"
+        (a, b), kinds = self.tile, " and ".join(dict.fromkeys(layout.kind for layout in (self.q_layout, self.k_layout)))
+        return (f"{type(self).__name__}({self.problem}; tile {a}x{b}, {kinds} layout, {self.schedule.name} schedule, "
+                f"{self.route} route, {self.backend}; {'closed' if self._home is None else 'open'})")
+
     @property
     def tile(self):
         """The tile (a, b): a query chunks x b KV chunks on every rank, a mesh of b rows x a columns."""
@@ -58,6 +65,14 @@ class Described:
     def positions_k(self):
         """Positions in the sequence of this rank's key and value tokens: int64, increasing."""
         return self._layouts[1].positions(self.chunk)
+
+    def owner(self, positions, *, keys=False):
+        """The rank that holds each of some positions in the sequence: an int, or int64 of the shape of an array.
+
+        keys: the positions are those of keys and values.  Raises ArgumentError.
+        """
+        ranks = (self.k_layout if keys else self.q_layout).owner(positions)
+        return ranks if ranks.ndim else int(ranks)
 
     @property
     def nbytes(self):

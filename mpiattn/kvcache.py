@@ -95,6 +95,14 @@ class KVCache:
 
     # What there is
 
+    def __repr__(self):
+        if "_combiner" not in self.__dict__:
+            return f"{type(self).__name__}(not made)"
+        dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
+        return (f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
+                f"{self.kv_heads} KV heads x {dims}, {self.dtype}; {self.ranks} ranks, pages of {self.page_size}, "
+                f"{self.backend}; {'closed' if self._home is None else 'open'})")
+
     @property
     def backend(self):
         """Name of the back end."""

@@ -90,6 +90,25 @@ class Layout:
                 parts.append(tokens[first:last])
         return before, parts
 
+    def owner(self, positions):
+        """The chunk that holds each of some positions: int64 of their shape.  Raises ArgumentError."""
+        positions = np.asarray(positions)
+        if positions.dtype.kind not in "iu" and positions.size:
+            raise ArgumentError(f"positions have dtype {positions.dtype}; they must be whole numbers")
+        if positions.size and not (positions.min() >= 0 and positions.max() < self.seqlen):
+            raise ArgumentError(f"positions are from {positions.min()} to {positions.max()}; they must be from 0 to "
+                                f"{self.seqlen - 1}")
+        positions = positions.astype(np.int64)
+        if self.kind == "striped":
+            chunk = positions % self.chunks
+        else:
+            pieces = self.chunks * (1 + (self.kind == "zigzag"))
+            sizes = self.sizes or [len(even_part(self.seqlen, pieces, i)) for i in range(pieces)]
+            chunk = np.searchsorted(np.cumsum(sizes), positions, side="right")
+            if self.kind == "zigzag":
+                chunk = np.minimum(chunk, pieces - 1 - chunk)
+        return chunk if self.order is None else np.argsort(self.order)[chunk]
+
     def length(self, chunk):
         """Number of tokens in a chunk."""
         return sum(len(tokens) for tokens in self.ranges(chunk))

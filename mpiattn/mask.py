@@ -44,6 +44,12 @@ class Mask:
     causal: bool = False
     window: tuple = (None, None)
 
+    def __str__(self):
+        """In a few words."""
+        left, right = ("" if side is None else side for side in self.window)
+        window = "" if self.window == (None, None) else f" in window {left},{right}"
+        return f"{'causal' if self.causal else 'full'}{window}"
+
     @cached_property
     def _whole(self):
         """The sequence as one document, the only group."""

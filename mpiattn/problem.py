@@ -110,6 +110,13 @@ class Problem:
         put("wire_dtype", self.partial_dtype if self.wire_dtype is None else
             dtype_name(self.wire_dtype, "wire_dtype", narrower))
 
+    def __str__(self):
+        """In one line."""
+        tokens = f"{self.seqlen} tokens" if self.seqlen_k == self.seqlen else f"{self.seqlen} x {self.seqlen_k} tokens"
+        heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
+        dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
+        return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.mask}"
+
     @cached_property
     def mask(self):
         """Which keys each query sees."""

@@ -19,8 +19,8 @@ LAYERS = [
      "hdf5", "tensorfiles", "backends", "arrays", "tensors",
      "ledger", "pages", "tree"},
     {"buffers", "passes", "executor", "combine"},
-    {"plan", "description", "planning", "oneshot", "io", "verify", "verify_gradients", "torch", "tuning", "kvcache",
-     "cachefile", "decoding", "decode", "rings", "verify_decode"},
+    {"plan", "description", "planning", "oneshot", "merging", "io", "verify", "verify_gradients", "torch", "tuning",
+     "kvcache", "cachefile", "decoding", "decode", "rings", "verify_decode"},
     {"check"},
     {"cli", "bench", "plots", "__main__"},
 ]

@@ -35,6 +35,27 @@ def test_every_token_once_in_increasing_order(kind):
             assert spread <= (2 if kind == "zigzag" else 1)
 
 
+@pytest.mark.parametrize("order", [None, (2, 0, 1)])
+@pytest.mark.parametrize("layout", [*((kind, n) for kind in KINDS for n in (0, 1, 2, 17, 18, 100)), (0, 5, 4),
+                                    (3, 0, 0)])
+def test_owner_of_positions(layout, order):
+    kind, n = layout if isinstance(layout[0], str) else ("contiguous", sum(layout))
+    layout = Layout(kind, n, 3, None if isinstance(layout[0], str) else layout, order)
+    owners = layout.owner(np.arange(n))
+    assert owners.dtype == np.int64 and owners.shape == (n,)
+    for chunk in range(3):
+        assert np.flatnonzero(owners == chunk).tolist() == layout.positions(chunk).tolist()
+    assert layout.owner([]).shape == (0,) and layout.owner(np.zeros((2, 0), int)).shape == (2, 0)
+    for wrong in (n, -1, [0, n], 0.0, "0"):
+        with pytest.raises(ArgumentError, match="positions"):
+            layout.owner(wrong)
+
+
+def test_owner_of_few_positions_of_many():
+    layout = Layout("zigzag", 10 ** 15, 7)
+    assert layout.owner([[0, 10 ** 15 - 1], [5 * 10 ** 14, 10 ** 14]]).tolist() == [[0, 0], [6, 1]]
+
+
 def test_ranges_are_the_positions_and_nothing_large_is_made():
     layout = Layout("striped", 10 ** 15, 7)
     (tokens,) = layout.ranges(3)

@@ -193,11 +193,6 @@ WHAT = {"forward": "Q, K and V in {dtype}, partials O in {partial}",
         "both": "forward and backward"}
 
 
-def _window(problem):
-    left, right = ("" if side is None else side for side in problem.window)
-    return "" if problem.window == (None, None) else f" in window {left},{right}"
-
-
 def _percent(share):
     return "-" if share is None else percent(share)
 
@@ -205,11 +200,7 @@ def _percent(share):
 def _head(p, data):
     """What is planned for, in a line."""
     ranks = data["ranks"]
-    shape = f"{p.seqlen} x {p.seqlen_k} tokens, " if p.seqlen_k != p.seqlen else f"{p.seqlen} tokens, "
-    heads = f"{p.heads} heads" + (f" ({p.kv_heads} KV)" if p.kv_heads != p.heads else "")
-    dims = f"{p.head_dim}" + (f" ({p.value_dim} of values)" if p.value_dim != p.head_dim else "")
-    return (f"{ranks} rank{'s' * (ranks > 1)}, batch {p.batch}, {shape}{heads} x {dims}, {p.dtype}, "
-            f"{'causal' if p.causal else 'full'}{_window(p)}, {data['direction']}, {data['route']} route; chunks of "
+    return (f"{ranks} rank{'s' * (ranks > 1)}, {p}, {data['direction']}, {data['route']} route; chunks of "
             f"{-(-p.seqlen // ranks)} tokens")
 
 

@@ -50,6 +50,19 @@ def test_positions_cover_the_sequence_once(comm, layout):
             assert sorted(np.concatenate(comm.allgather(mine))) == list(range(total))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", uneven])
+def test_owners_hold_their_positions(comm, layout):
+    layout = (layout(comm, 53), layout(comm, 17)) if callable(layout) else layout
+    with plan_of(comm, layout, 53, 17) as plan:
+        for keys, mine, total in ((False, plan.positions, 53), (True, plan.positions_k, 17)):
+            owners = plan.owner(np.arange(total), keys=keys)
+            assert np.flatnonzero(owners == comm.rank).tolist() == mine.tolist()
+            first = plan.owner(total - 1, keys=keys)
+            assert isinstance(first, int) and first == owners[-1]
+        with pytest.raises(ArgumentError, match="from 17 to 17; they must be from 0 to 16"):
+            plan.owner(17, keys=True)
+
+
 def test_keys_have_their_own_positions(comm):
     with plan_of(comm, "striped", 6, 29) as plan:
         whole = np.arange(29.0)[None]
