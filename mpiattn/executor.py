@@ -79,22 +79,22 @@ class Executor:
         return (self.buffers.nbytes + order.nbytes + inverse.nbytes
                 + sum(array.nbytes for kind in arrays.values() for array in kind))
 
-    def run(self, q, kv, activity, progress=None):
+    def run(self, q, kv, activity, progress=None, q_ready=()):
         """One pass over this rank's own chunks, tuples of arrays (tokens, heads, ...); collective.
 
-        activity: of this call.  progress: called with the number of blocks that each launch did.  Returns by
-        reduced kind the arrays of #0, in buffers that the next call overwrites and that the last launches may
-        still be writing.
+        activity: of this call.  progress: called with the number of blocks that each launch did.  q_ready: events of
+        the launches since the call began that write q.  Returns by reduced kind the arrays of #0, in buffers that the
+        next call overwrites and that the last launches may still be writing.
         """
         try:
-            return self._run(q, kv, activity, progress)
+            return self._run(q, kv, activity, progress, q_ready)
         except Exception as error:
             error.where = self.where            # for whoever tells of it
             raise
 
-    def _run(self, q, kv, activity, progress):
+    def _run(self, q, kv, activity, progress, q_ready):
         self.activity = activity
-        self.chunks = {("Q", 0): Chunk(q), ("KV", 0): Chunk(kv)}
+        self.chunks = {("Q", 0): Chunk(q, q_ready), ("KV", 0): Chunk(kv)}
         self.buffers.occupant.clear()
         self.number, self.began = 0, time.perf_counter()
         self.to_post = deque((number, t) for number, step in enumerate(self.schedule.steps) for t in step.transfers)

@@ -171,10 +171,10 @@ class MeshAttention(Described):
             queries, dout, out, *keys = map(fold, (q, dout, out, k, v))
             lse, dlse = (None if array is None else fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
             delta = self._backend.empty(lse.shape, p.partial_dtype)
-            self._backend.delta(delta, dout, out, dlse)
         self._agree_on_call(check, activity, sinks)
         with self._pass(executor):
-            results = executor.run([queries, dout, lse, delta], keys, activity, progress)
+            ready = (self._backend.delta(delta, dout, out, dlse),)
+            results = executor.run([queries, dout, lse, delta], keys, activity, progress, ready)
             for grad, partial in zip(grads, (*results["dQ"], *results["dKV"])):
                 self._folding.unfold(grad, partial)
             if sinks is not None:

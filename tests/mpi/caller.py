@@ -6,12 +6,26 @@ import numpy as np
 
 from mpiattn.arrays import on_host
 
+BUSY = 20          # launches that an argument comes after
+
+
+def late(cupy, array):
+    """A NumPy array on the GPU once the current stream has come to it; until then it is NaN."""
+    source, rows = cupy.asarray(array.reshape(-1)), cupy.asarray(np.arange(array.size))
+    made = cupy.empty(array.shape, array.dtype)
+    for _ in range(BUSY):
+        made.fill(np.nan)
+    bits = f"uint{8 * array.itemsize}"
+    cupy.take(source.view(bits), rows, axis=0, out=made.reshape(-1).view(bits))
+    return made
+
 
 @contextmanager
 def caller(backend):
     """(give, take): give(array) makes a NumPy array an argument, take(*results) makes results NumPy arrays.
 
-    Of a GPU's back end, arguments are spoilt before results are looked at: that must not come too soon.
+    Of a GPU's back end, arguments are made late, a while after the call has begun, and spoilt before results are looked
+    at: neither must the library come too soon, nor that.
     """
     if backend != "cuda":
         yield (lambda array: array), (lambda *results: results)
@@ -21,7 +35,7 @@ def caller(backend):
 
     def give(array):
         if array is not None:
-            given.append(cupy.asarray(array))
+            given.append(late(cupy, array))
         return None if array is None else given[-1]
 
     def take(*results):

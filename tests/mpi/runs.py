@@ -53,10 +53,12 @@ def my_chunks(plan, q, k, v, *rest):
 def attend(plan, mine, call=None, backward=True):
     """What a plan makes of this rank's inputs."""
     with caller(plan.backend) as (give, take):
-        mine = Inputs(*map(give, mine))
-        options = {**(call or {}), "sinks": mine.sinks}
-        out, lse = plan.forward(*mine[:3], **options)
-        grads = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, **options) if backward else ()
+        inputs, options = [give(array) for array in mine[:3]], {**(call or {}), "sinks": give(mine.sinks)}
+        out, lse = plan.forward(*inputs, **options)
+        grads = ()
+        if backward:
+            dout, dlse = give(mine.dout), give(mine.dlse)          # not before: they come late to this call too
+            grads = plan.backward(dout, *inputs, out, lse, dlse=dlse, **options)
         return Result(*take(out, lse, *grads))
 
 

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from caller import caller
 from dense import draw_all
 from runs import agreed, check, on, problem_of, run, tiles
 from test_decode import RINGS, Mirror
@@ -81,6 +82,40 @@ def test_decode(group, dtype, page_size):
         for ring in RINGS.values():
             assert ring(mirror.draw(0, 1, 4, 16), mirror.cache, sequences=[])[0].shape == (0, 1, 4, 16)
         mirror.cache.close()
+
+
+@on(4)
+def test_a_token_a_rank(group):
+    """One head and one batch entry: no argument is copied, so only the caller's stream is waited for."""
+    shape = {**SHAPE, "seqlen": 4, "heads": 1, "kv_heads": 1}
+    for tile, (schedule, route) in zip(("4x1", "2x2", "qring"), ROUTES):
+        for sinks in (False, True):                # the host reads sinks, and all that was given before is there then
+            check(group, **shape, causal=True, sinks=sinks, tile=tile, schedule=schedule, route=route)
+    for backend in BACKENDS:
+        for arrays in inputs_and_results(group, shape, backend):
+            agreed(group, None if all(map(np.array_equal, *arrays)) else f"not what was given, {backend}")
+        mirror = Mirror(group, 1, 16, capacity=20, page_size=1, backend=backend)
+        mirror.append(4, "contiguous")
+        mirror.check(1, 1, ways=(*WAYS, *RINGS))
+        mirror.append(3)
+        mirror.check(2, 1, ways=(*WAYS, *RINGS), sinks=np.ones(1, np.float32))
+        with caller(backend) as (_, take):
+            mine = [array[mirror.cache.positions(0)] for array in mirror.whole[0]]
+            agreed(group, None if all(map(np.array_equal, take(*mirror.cache.local(0)), mine)) else "local is wrong")
+        mirror.cache.close()
+
+
+def inputs_and_results(group, shape, backend):
+    """Pairs of what was given and what came back: scattered and gathered, by hand and by one call."""
+    whole = draw_all(problem_of(shape)).q
+    arguments = {name: value for name, value in shape.items() if name != "backends"}
+    with MeshAttention(group, **arguments, backend=backend) as plan, caller(backend) as (give, take):
+        chunk = plan.scatter(give(whole) if group.rank == 0 else None)
+        gathered = plan.gather(chunk, root=None)
+        yield (whole[:, plan.positions],), take(chunk)
+        yield (whole,), (gathered,)
+        yield (whole,), (plan.gather(give(whole[:, plan.positions]), root=None),)
+        yield (whole,), take(plan.give(whole))
 
 
 @on(2)
