@@ -107,7 +107,8 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
     With sinks also dsinks, (heads,).
     """
     out, lse = attention(q, k, v, causal, scale, sinks=sinks, **masks)
-    delta = np.einsum("bqhd,bqhd->bhq", dout.astype(np.float64), out) - (0 if dlse is None else dlse)
+    counted = np.where(out.any(axis=3, keepdims=True), dout, 0)        # what sees nothing has out 0, whatever its dout
+    delta = np.einsum("bqhd,bqhd->bhq", counted.astype(np.float64), out) - (0 if dlse is None else dlse)
     grads = gradients(dout, q, k, v, lse, delta, causal, scale, **masks)
     if sinks is None:
         return grads

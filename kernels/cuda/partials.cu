@@ -72,7 +72,8 @@ add(float* __restrict__ array, const T* __restrict__ other, long long size) {
         array[i] += to_float(other[i]);
 }
 
-// delta = rowsum(dout * out) - dlse; dlse counts only if `with_dlse`.
+// delta = rowsum(dout * out) - dlse; dlse counts only if `with_dlse`.  A row whose out is 0, as that of one which sees no
+// key is, has rowsum 0 whatever its dout: NaN, say, as what pads a batch may hold.
 extern "C" __global__ void __launch_bounds__(THREADS)
 delta(float* delta, const T* __restrict__ dout, const T* __restrict__ out, const float* dlse, long long rows, int dim,
       int with_dlse) {
@@ -80,11 +81,16 @@ delta(float* delta, const T* __restrict__ dout, const T* __restrict__ out, const
     if (row >= rows)
         return;
     float sum = 0;
-    for (int column = lane_index(); column < dim; column += 32)
-        sum += to_float(dout[row * dim + column]) * to_float(out[row * dim + column]);
+    bool other = false;
+    for (int column = lane_index(); column < dim; column += 32) {
+        const float value = to_float(out[row * dim + column]);
+        sum += to_float(dout[row * dim + column]) * value;
+        other |= value != 0;
+    }
     sum = warp_sum(sum);
+    const bool counts = __ballot_sync(ALL_LANES, other) != 0;
     if (lane_index() == 0)
-        delta[row] = sum - (with_dlse ? dlse[row] : 0);
+        delta[row] = (counts ? sum : 0) - (with_dlse ? dlse[row] : 0);
 }
 
 // Every query of a head sees one more key, of score sinks[head] and value 0.  A row that saw nothing stays 0.

@@ -118,7 +118,10 @@ class Backend(Protocol):
         """
 
     def delta(self, delta, dout, out, dlse):
-        """delta = rowsum(dout * out) - dlse; dlse (tokens, heads) or None."""
+        """delta = rowsum(dout * out) - dlse; dlse (tokens, heads) or None.
+
+        A row whose out is 0, as that of one which sees no key is, has rowsum 0 whatever its dout, which may be NaN.
+        """
 
     def zero(self, arrays):
         """Fill arrays with 0."""

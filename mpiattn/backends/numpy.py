@@ -189,7 +189,11 @@ class NumpyBackend:
         with np.errstate(all="ignore"):
             for start in range(0, len(out), MERGE_ROWS):
                 at = slice(start, start + MERGE_ROWS)
-                np.sum(dout[at].astype(delta.dtype) * out[at].astype(delta.dtype), axis=-1, out=delta[at])
+                values = out[at].astype(delta.dtype)
+                np.sum(dout[at].astype(delta.dtype) * values, axis=-1, out=delta[at])
+                odd = ~np.isfinite(delta[at])
+                if odd.any():
+                    delta[at][odd & ~values.any(axis=-1)] = 0
             if dlse is not None:
                 delta -= dlse
 

@@ -15,7 +15,7 @@ finds the seventh.  Those of a given number of ranks run on as many of the launc
      7 packed documents              19 thirty repeats, same bits     29 deferred as numpy, same bits
      8 windows                       20 overlap, same bits            30 split messages, same bits
      9 the masks mixed               21 every tile and schedule       31 3,000 plans
-    10 softcap, scale                22 bytes and messages: the formula
+    10 softcap, scale                22 bytes and messages: the formula    34 NaN in padding, sinks
     11 other number of keys                                                35 a cache grown in turns
     12 rows that see nothing         test_sweep.py draws most of these at random.
 """

@@ -11,6 +11,7 @@ from caller import caller
 from dense import draw_all
 from runs import agreed, check, on, problem_of, run, tiles
 from test_decode import RINGS, Mirror
+from test_numbers import check_padding
 
 from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
 from mpiattn.backends import emulated
@@ -40,6 +41,13 @@ def test_documents_windows_and_sinks(group, name):
     """With groups of heads that see different keys, chunks of unequal length, and rows that see nothing."""
     uneven = Layout("contiguous", 43, 3, (20, 0, 23))
     check(group, **SHAPE, batch=2, window=(11, 2), layout=uneven, schedule="greedy", call=CALLS[name], sinks=True)
+
+
+@on(2)
+def test_padding(group):
+    for value in (np.nan, np.inf):
+        shape = {name: size for name, size in SHAPE.items() if name != "backends"}
+        check_padding(group, value, BACKENDS, **shape, batch=2, causal=True)
 
 
 @on(4)

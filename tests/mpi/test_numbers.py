@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from dense import draw_all, epsilon, error, expected, largest, masks, naive, sizes
-from runs import BACKENDS, agreed, on, problem_of, run, tiles
+from runs import BACKENDS, agreed, check, on, problem_of, run, tiles
 
 from mpiattn import reference
 
@@ -97,6 +97,26 @@ def test_case_13_not_a_number(group, where, mask, backend):
                 hit, whole = (hit[:, rows], whole[:, rows]) if name == "lse" else (hit[rows], whole[rows])
                 right = (np.isnan(got) == hit).all() and largest(np.where(hit, 0, got - whole)) <= 2e-2
                 agreed(group, None if right else f"NaN in {where}: {name} is wrong, {schedule} {route} {dtype}")
+
+
+def check_padding(group, value, backends, **arguments):
+    """Whatever q, k, v and dout of padding tokens are, the result is as without it, that of sinks too."""
+    problem, lengths = problem_of(arguments), [arguments["seqlen"] - 3, 5][:arguments["batch"]]
+    inputs = draw_all(problem, sinks=True)
+    ref = expected(inputs, **masks(problem, {"lengths": lengths}))
+    for array in inputs[:4]:
+        for entry, length in enumerate(lengths):
+            array[entry, length:] = value
+    check(group, inputs=inputs, ref=ref, call={"lengths": lengths}, backends=backends, **arguments)
+
+
+@on(2)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_case_34_padding(group, value):
+    for schedule, route in WAYS:
+        for dtype, tile, causal in (("float32", "2x1", True), ("float64", "1x2", False)):
+            check_padding(group, value, BACKENDS, **{**SHAPE, "batch": 2, "dtype": dtype}, tile=tile, causal=causal,
+                          schedule=schedule, route=route)
 
 
 @on(8)
