@@ -44,6 +44,21 @@ class _Pending:
     arrived: float = None
 
 
+class _Told:
+    """Tells `progress` of some blocks as they are computed, a part at a time; called with the share done so far."""
+
+    PARTS = 128                             # of a block; a power of two, so that the sum of what is told is exact
+
+    def __init__(self, progress, blocks):
+        self.progress, self.blocks, self.parts = progress, blocks, 0
+
+    def __call__(self, share):
+        parts = int(share * self.blocks * self.PARTS)
+        if parts > self.parts:
+            self.progress((parts - self.parts) / self.PARTS)
+            self.parts = parts
+
+
 def _row_bytes(array):
     """Bytes of one token of an array."""
     return array.dtype.itemsize * math.prod(array.shape[1:])
@@ -82,9 +97,9 @@ class Executor:
     def run(self, q, kv, activity, progress=None, q_ready=()):
         """One pass over this rank's own chunks, tuples of arrays (tokens, heads, ...); collective.
 
-        activity: of this call.  progress: called with the number of blocks that each launch did.  q_ready: events of
-        the launches since the call began that write q.  Returns by reduced kind the arrays of #0, in buffers that the
-        next call overwrites and that the last launches may still be writing.
+        activity: of this call.  progress: called with the number of blocks, or the part of one, just done.  q_ready:
+        events of the launches since the call began that write q.  Returns by reduced kind the arrays of #0, in buffers
+        that the next call overwrites and that the last launches may still be writing.
         """
         try:
             return self._run(q, kv, activity, progress, q_ready)
@@ -108,11 +123,13 @@ class Executor:
                 self._post_next()
             self._post_ahead()
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
+                told = progress and _Told(progress, len(blocks))
                 self.backend.meanwhile = self._meanwhile if self.under_way else None
+                self.backend.advance = told
                 self._run_tile() if step.fused else self._run_block(*blocks[0])
-                if progress:
-                    progress(len(blocks))
-            self.backend.meanwhile = None
+                if told:
+                    told(1)
+            self.backend.meanwhile = self.backend.advance = None
             computed = self._now()
             while self.under_way and self.under_way[0].step == number:
                 self._complete(self.under_way.popleft())

@@ -122,7 +122,7 @@ class MeshAttention(Described):
             sees besides its keys, with value 0.  A query that sees no key then has lse = its head's sink.
         check: let ranks agree that their arguments are right and their documents the same, by two small
             allreduces; without it a wrong argument raises on its own rank only, and PeerFailure on the others.
-        progress: called with the number of blocks (of a * b in all) that were just done.
+        progress: called with the number of blocks (of a * b in all), or the part of one, that were just done.
 
         If anything raises once the transfers have begun, ranks that still wait for some raise PeerFailure after the
         plan's timeout, and the plan cannot be used again.

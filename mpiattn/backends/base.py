@@ -34,6 +34,7 @@ class Backend(Protocol):
     name, version: what its speed depends on; figures measured with another are not those of this one.
     dtypes: of what it attends to.  transport: how its arrays travel, None where that is not for it to say.
     meanwhile: a callable or None, which launches that compute before they return call every now and then.
+    advance: likewise, called with the share of the launch that is done so far.
     staged_bytes: of host memory that is held for copies to and from the wire.
     """
 
@@ -42,6 +43,7 @@ class Backend(Protocol):
     dtypes: tuple
     transport = None
     meanwhile = None
+    advance = None
     staged_bytes = 0
 
     def idle(self):

@@ -117,6 +117,7 @@ class CudaBackend(_CupyLaunches):
 
     name = "cuda"
     meanwhile = property(lambda self: None, lambda self, call: None)       # launches do not take the host's time
+    advance = property(lambda self: None, lambda self, call: None)
 
     def __init__(self, transport="auto", local_rank=0):
         super().__init__()

@@ -25,6 +25,7 @@ class DeferredBackend(NumpyBackend):
 
     name = "deferred"
     meanwhile = property(lambda self: None, lambda self, call: None)       # MPI is the calling thread's alone
+    advance = property(lambda self: None, lambda self, call: None)
 
     def __init__(self):
         super().__init__()

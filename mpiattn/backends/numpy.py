@@ -1,5 +1,6 @@
 """The NumPy back end: every launch is complete when it returns, and accumulates in float32 (float64)."""
 
+import itertools
 import math
 import os
 
@@ -42,6 +43,16 @@ def _unpack(array, packed, per_kv):
     array[...] = packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2).reshape(array.shape)
 
 
+def _seen(all_rows, keys):
+    """Every panel that is seen, as its first key, one past its last, and what of it each row tile of a group sees."""
+    for first in range(0, keys, PANEL):
+        last = min(first + PANEL, keys)
+        seen = [(g, rows, max(rows.lo, first), min(rows.hi, last))
+                for g, rows in all_rows if rows.lo < last and rows.hi > first]
+        if seen:
+            yield first, last, seen
+
+
 def _merge(out, lse, out_b, lse_b):
     """`NumpyBackend.merge` of some rows, in few calls: a token's partial is so small that calls are what it takes."""
     weight = lse - np.maximum(lse_b, LOWEST)       # where both are empty, -inf - -inf would be nan
@@ -61,6 +72,7 @@ class NumpyBackend:
     dtypes = ("float32", "float64", "bfloat16", "float16")
     transport = None
     meanwhile = None
+    advance = None
     staged_bytes = 0
 
     def __init__(self):
@@ -127,10 +139,10 @@ class NumpyBackend:
                 _unpack(array, packed, per_kv)
             return
         with np.errstate(all="ignore"):            # inf - inf and the like are answers here, not mistakes
-            for panel, work in self._panels(q, k, v, begin, end, out.dtype):
+            for panel, work, meanwhile in self._panels(q, k, v, begin, end, out.dtype):
                 for rows, head, lo, hi in work:
                     tiles.forward(self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap,
-                                  panel, lo, hi, self.meanwhile)
+                                  panel, lo, hi, meanwhile)
 
     def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
         with np.errstate(all="ignore"):
@@ -156,28 +168,43 @@ class NumpyBackend:
             _unpack(dq, packed, per_kv)
             return
         with np.errstate(all="ignore"):
-            for panel, work in self._panels(q, k, v, begin, end, dq.dtype):
+            for panel, work, meanwhile in self._panels(q, k, v, begin, end, dq.dtype):
                 at = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
                 dk_panel, dv_panel = self._panel("dk", dk[at], dq.dtype), self._panel("dv", dv[at], dq.dtype)
                 for rows, head, lo, hi in work:
                     tiles.backward(self._work, rows, q[:, head], dout[:, head], lse[:, head], delta[:, head],
-                                   dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi, self.meanwhile)
+                                   dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi, meanwhile)
                 dk[at], dv[at] = dk_panel, dv_panel
 
+    def _meanwhile(self, all_rows, keys, per_group):
+        """What tiles of scores call before they are computed: `meanwhile`, and `advance` with the share done so far."""
+        if self.advance is None:
+            return self.meanwhile
+        count = per_group * sum(-(-(hi - lo) // tiles.COLUMNS) for *_, seen in _seen(all_rows, keys)
+                                for *_, lo, hi in seen)
+        number = itertools.count()
+
+        def meanwhile():
+            if self.meanwhile:
+                self.meanwhile()
+            self.advance(next(number) / count)
+        return meanwhile
+
     def _panels(self, q, k, v, begin, end, dtype):
-        """Every panel of a KV head that is seen, with its work: row tile, query head and hull of what it sees."""
+        """Every panel of a KV head that is seen, with its work: row tile, query head and hull of what it sees.
+
+        And what its tiles of scores call before they are computed.
+        """
         per_kv, per_group = q.shape[1] // k.shape[1], q.shape[1] // len(begin)
         all_rows = [(g, rows) for g in range(len(begin)) for rows in row_tiles(begin[g], end[g])]
-        for first in range(0, len(k), PANEL):
-            last = min(first + PANEL, len(k))
-            seen = [(g, rows, max(rows.lo, first), min(rows.hi, last))
-                    for g, rows in all_rows if rows.lo < last and rows.hi > first]
-            for kv_head in range(k.shape[1] if seen else 0):
+        meanwhile = self._meanwhile(all_rows, len(k), per_group)
+        for first, last, seen in _seen(all_rows, len(k)):
+            for kv_head in range(k.shape[1]):
                 panel = Panel(first, kv_head, self._panel("k", k[first:last, kv_head], dtype),
                               self._panel("v", v[first:last, kv_head], dtype))
                 heads = range(kv_head * per_kv, (kv_head + 1) * per_kv)
                 yield panel, [(rows, head, lo, hi) for head in heads for g, rows, lo, hi in seen
-                              if head // per_group == g]
+                              if head // per_group == g], meanwhile
 
     def _panel(self, name, source, dtype):
         """Some keys of one head as a contiguous array of the accumulation dtype."""

@@ -102,7 +102,7 @@ def main(argv=None):
     command = next((word for word in argv if word in COMMANDS), None)
     if command in WATCHED and launch_rank(None) is not None:
         witness.watch(launch_rank())
-    args = _parser(command).parse_args(argv)
+    args = _parser(command).parse_args(argv, argparse.Namespace(words=list(argv)))
     try:
         return args.run(args)
     except MpiattnError as error:

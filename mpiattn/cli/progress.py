@@ -1,11 +1,16 @@
-"""A progress bar for long runs, on rank 0's terminal only."""
+"""How far long phases are: a bar on rank 0's terminal, or now and then a line in its log."""
 
 import os
 import sys
+import time
 
 from . import launch_rank, witness
+from .table import duration
 
 LAUNCHERS = ("hydra", "pmi_proxy", "mpiexec", "mpirun", "prte", "orte", "srun")
+LOOK = 0.1                 # seconds between two looks at how far it is, which take longer than a small piece of work
+APART = 10.0               # seconds between two lines at least, and before the first
+SHARE, SILENCE = 0.1, 60.0       # a line is due when that much more is done, or after so many seconds
 
 
 def _parent(pid):
@@ -37,13 +42,22 @@ def _terminal():
 
 
 class Progress:
-    """A bar with a title and a total, or nothing where nobody watches; call it with what was just done."""
+    """How far a phase with a title and a total is; call it with what was just done.
+
+    On rank 0 a bar where a person watches, else lines on standard error: "forward 40 %, 12 of 30 blocks, 14 s, about
+    21 s to go", none for phases that end soon.
+    """
 
     def __init__(self, title, total, unit=""):
         self._title, self._total, self._unit, self._done, self._bar = title, total, unit, 0, None
-        self(0)
-        terminal = _terminal() if launch_rank() == 0 else None
-        if terminal is not None:
+        self._began = self._told_at = self._looked = time.monotonic()
+        self._told, self._lines = 0, False
+        self._tell_witness()
+        if launch_rank() == 0:
+            terminal = _terminal()
+            if terminal is None:
+                self._lines = sys.stderr is not None
+                return
             from tqdm import tqdm
             self._bar = tqdm(desc=title, total=total, unit=unit, file=terminal, unit_scale=True, leave=False,
                              dynamic_ncols=True)
@@ -51,9 +65,29 @@ class Progress:
     def __call__(self, done):
         """Advance by what was just done."""
         self._done += done
-        witness.tell(doing=f"{self._title}, {self._done:g} of {self._total:g}{self._unit}")
         if self._bar is not None:
             self._bar.update(done)
+        now = time.monotonic()
+        if now - self._looked >= LOOK:
+            self._looked = now
+            self._tell_witness()
+            if self._lines and self._due(now):
+                self._line(now)
+
+    def _due(self, now):
+        silence = now - self._told_at
+        much = silence >= SILENCE or self._done - self._told >= SHARE * self._total
+        return self._done < self._total and silence >= APART and much
+
+    def _line(self, now):
+        self._told, self._told_at = self._done, now
+        seconds, share = now - self._began, self._done / self._total if self._total else 1
+        rest = f", about {duration(seconds / share - seconds)} to go" if 0 < share < 1 else ""
+        print(f"{self._title} {int(100 * share)} %, {_amount(self._done)} of {_amount(self._total)}{self._unit}, "
+              f"{duration(seconds)}{rest}", file=sys.stderr, flush=True)
+
+    def _tell_witness(self):
+        witness.tell(doing=f"{self._title}, {_amount(self._done)} of {_amount(self._total)}{self._unit}")
 
     def __enter__(self):
         return self
@@ -61,3 +95,8 @@ class Progress:
     def __exit__(self, *exception):
         if self._bar is not None:
             self._bar.close()
+
+
+def _amount(number):
+    """With a digit after the point where that says something."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")

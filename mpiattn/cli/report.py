@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from ..load import balance
 from ..machine import PRODUCTS
-from .table import duration, facts, percent, size
+from .table import duration, facts, percent, size, span
 
 MASKS = ("window", "softcap", "documents", "documents_k")
 
@@ -36,11 +36,6 @@ def as_json(args, problem, chosen, seconds, ranks, reports):
             "per_rank": ranks}
 
 
-def _span(values, show=str):
-    low, high = show(min(values)), show(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
 def _times(seconds, phases):
     return ", ".join(f"{duration(seconds[phase])} {phase}" for phase in phases)
 
@@ -62,30 +57,35 @@ def _sent(name, ranks):
             f"Ring: {size(ring)}" + (f", saved {percent(1 - sent / ring)}" if ring else ""))
 
 
+def problem_text(p, chosen):
+    """The problem and its masks in words."""
+    masks = ["causal" if p.causal else "full"] + [f"{name} {chosen[name]}" for name in MASKS if name in chosen]
+    return (f"q ({p.batch}, {p.seqlen}, {p.heads}, {p.head_dim}), k ({p.batch}, {p.seqlen_k}, {p.kv_heads}, "
+            f"{p.head_dim}), {p.dtype}; {'; '.join(masks)}")
+
+
 def as_text(args, problem, chosen, seconds, ranks, reports):
     """What a person wants to know, as a table."""
     p = problem
     a, b = map(int, chosen["tile"].split("x"))
     hosts = len({rank["host"] for rank in ranks})
     passes = [name for name in PRODUCTS if name in seconds]
-    masks = ["causal" if p.causal else "full"] + [f"{name} {chosen[name]}" for name in MASKS if name in chosen]
     rows = [
-        ("problem", f"q ({p.batch}, {p.seqlen}, {p.heads}, {p.head_dim}), k ({p.batch}, {p.seqlen_k}, {p.kv_heads}, "
-                    f"{p.head_dim}), {p.dtype}; {'; '.join(masks)}"),
+        ("problem", problem_text(p, chosen)),
         ("mesh", f"{b} rows x {a} columns (tile {chosen['tile']}): {len(ranks)} ranks on "
                  f"{hosts} host{'s' * (hosts > 1)}"),
         ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {chosen['layout']} layout, "
                      f"{chosen['backend']} back end"),
-        ("tokens per rank", _span([rank["tokens"] for rank in ranks])),
-        ("pairs per rank", _span([rank["pairs"] for rank in ranks])
+        ("tokens per rank", span([rank["tokens"] for rank in ranks])),
+        ("pairs per rank", span([rank["pairs"] for rank in ranks])
                            + f", the most is {_balance(ranks):.3g} times the mean"),
         ("time", f"{_times(seconds, passes)}; {_times(seconds, [name for name in seconds if name not in passes])}"),
         ("speed", ", ".join(f"{speed:.3g} GFLOP/s {name}" for name, speed in _speeds(p, seconds, ranks).items())),
         ("waiting", ", ".join(_waiting(name, ranks, seconds) for name in passes) + ", mean over ranks"),
         *[("" if i else "sent per rank", _sent(name, ranks)) for i, name in enumerate(passes)],
-        ("memory per rank", f"{_span([rank['nbytes'] for rank in ranks], size)} planned (nbytes); peak resident "
-                            f"{_span([rank['peak_bytes'] for rank in ranks], size)}, of which "
-                            f"{_span([rank['peak_bytes_before'] for rank in ranks], size)} before the plan"),
+        ("memory per rank", f"{span([rank['nbytes'] for rank in ranks], size)} planned (nbytes); peak resident "
+                            f"{span([rank['peak_bytes'] for rank in ranks], size)}, of which "
+                            f"{span([rank['peak_bytes_before'] for rank in ranks], size)} before the plan"),
         *[("" if i else "verify", report) for i, report in enumerate(reports.values())],
         ("written", args.output),
     ]

@@ -15,21 +15,22 @@ examples:
 import math
 import resource
 import socket
+import sys
 
-from .. import __version__, io, traffic, verify, verify_gradients
+from .. import io, traffic, verify, verify_gradients
 from ..activity import Activity
 from ..agreement import agreement
 from ..arrays import on_host
 from ..errors import VerificationError
 from ..exchange import MAX_MESSAGE
 from ..plan import MeshAttention
-from . import options
+from . import opening, options
 from .documents import read_documents
 from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
 from .names import add_names
 from .progress import Progress
-from .report import as_json, as_text
+from .report import as_json, as_text, problem_text
 
 
 def add_arguments(parser):
@@ -89,10 +90,11 @@ def _run(job, args):
                                                    "cu_seqlens_k": ("--documents-k", args.documents_k)})
     with agreement(peers):
         activity = plan.activity_of(**documents)
+    chosen = {**opening.origin(peers, args.words), **_chosen(plan, args)}
+    _open(peers, args, plan, chosen)
     output = io.Output(peers, args.output, _results(plan.problem, args.backward), (args.input,), args.max_message)
     try:
         results, local = _compute(job, args, plan, source, documents, activity)
-        chosen = _chosen(plan, args)
         plan.close()                            # its buffers make room for what follows
         reports = job("verify", lambda: _verify(peers, plan, source, results, documents)) if args.verify else {}
         source.close()
@@ -107,6 +109,20 @@ def _run(job, args):
     if comm.rank == 0 and args.json != "-":
         print(as_text(args, plan.problem, chosen, job.seconds, ranks, reports), flush=True)
     return 0
+
+
+def _open(peers, args, plan, chosen):
+    """Say what is about to be done, on rank 0; collective."""
+    hosts = opening.hosts_of(peers)
+    if peers.rank:
+        return
+    warning = opening.crowded(hosts) if plan.backend == "numpy" else None
+    if args.json == "-":
+        if warning:
+            print(f"mpiattn run: WARNING: {warning}", file=sys.stderr, flush=True)
+    else:
+        passes = ["forward", "backward"][:1 + args.backward]
+        print(opening.text(plan, chosen, hosts, problem_text(plan.problem, chosen), passes, warning), flush=True)
 
 
 def _results(p, backward):
@@ -210,7 +226,7 @@ def _chosen(plan, args):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
     if args.max_memory is not None:
         asked |= {"max_memory": args.max_memory, "memory_cost": plan.memory_cost}
-    return {"mpiattn": __version__, "tile": f"{a}x{b}", "ranks": a * b, "machine": plan.machine.name,
+    return {"tile": f"{a}x{b}", "ranks": a * b, "machine": plan.machine.name,
             "predicted_seconds": plan.predicted_seconds, "layout": plan.q_layout.kind,
             "schedule": plan.schedule.name, "route": plan.route, "wire_dtype": p.wire_dtype, "backend": plan.backend,
             "causal": p.causal, "scale": p.scale, "backward": args.backward,

@@ -18,6 +18,12 @@ def facts(pairs):
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs)
 
 
+def span(values, show=str):
+    """The least and the most of some values, as text."""
+    low, high = show(min(values)), show(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
 def size(nbytes):
     """Bytes in binary units with three digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

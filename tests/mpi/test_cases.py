@@ -217,6 +217,19 @@ def test_progress_counts_every_block(comm):
             assert sum(done) == 2 * comm.size
 
 
+def test_progress_moves_within_a_block(comm):
+    """Parts of a block are told while it is computed, and their sum is exact; no bit changes."""
+    with MeshAttention(comm, seqlen=600 * comm.size, heads=6, head_dim=4, causal=True) as plan:
+        inputs = my_chunks(plan, *np.ones((3, 1, 600 * comm.size, 6, 4), np.float32))
+        plain, done = plan.forward(*inputs), []
+        out, lse = plan.forward(*inputs, progress=done.append)
+        assert np.array_equal(out, plain[0]) and np.array_equal(lse, plain[1])
+        assert max(done) <= 0.5 and min(done) > 0 and sum(done) == comm.size
+        plan.backward(out, *inputs, out, lse, progress=done.append)
+        assert max(done) <= 0.5 and sum(done) == 2 * comm.size
+        assert plan._backend.advance is None
+
+
 def test_one_plan_for_many_calls(comm):
     """What a call had, documents, padding, sinks, does not stay for the next one."""
     shape = {"batch": 2, "seqlen": 40, "heads": 2, "head_dim": 4, "dtype": "float64"}

@@ -1,0 +1,96 @@
+"""What `mpiattn run` says before it works: what was asked, where it runs, how long it may take, and what slows it."""
+
+import os
+import shlex
+import socket
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+import h5py
+
+from .. import __version__, host
+from ..installation import mpi_library
+from ..mesh import nodes_of
+from .table import duration, facts, span
+
+NAMED = 4                  # hosts that are named at most
+
+
+class Host(NamedTuple):
+    """Ranks of one host: how many, the BLAS threads of all of them and how many cores they may use together.
+
+    threads: None where that is not known.  all_cores: that the host has.
+    """
+
+    name: str
+    ranks: int
+    threads: int
+    cores: int
+    all_cores: int
+
+
+def origin(peers, words):
+    """How and when results were made, for attributes of OUT, the same on every rank; collective.
+
+    words: of the command line, without the program.
+    """
+    return peers.allgather({
+        "mpiattn": __version__, "command": shlex.join(["mpiattn", *words]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "numpy": host.version("numpy"),
+        "h5py": h5py.__version__, "mpi": mpi_library()})[0]
+
+
+def hosts_of(peers):
+    """Every `Host` of the launch, in order of their lowest ranks; collective."""
+    nodes = nodes_of(peers)
+    told = peers.allgather((socket.gethostname(), host.blas()[1], host.cores(), os.cpu_count()))
+    hosts = []
+    for node in range(max(nodes) + 1):
+        names, threads, cores, all_cores = zip(*(said for said, on in zip(told, nodes) if on == node))
+        hosts.append(Host(names[0], len(names), None if None in threads else sum(threads),
+                          len(set().union(*cores)), all_cores[0]))
+    return hosts
+
+
+def crowded(hosts):
+    """What to tell of the hosts whose ranks have more threads than cores, a text; None where there is none."""
+    crowd = [one for one in hosts if one.threads is not None and one.threads > one.cores]
+    if not crowd:
+        return None
+    worst = max(crowd, key=lambda one: one.threads / one.cores)
+    text = (f"{worst.ranks} rank{'s' * (worst.ranks > 1)} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
+            f"{worst.threads} threads for {worst.cores} core{'s' * (worst.cores > 1)}, which can make it many times "
+            "slower: ")
+    if worst.cores < min(worst.threads, worst.all_cores):
+        text += (f"the launcher leaves them {worst.cores} of {worst.all_cores} cores (Open MPI: mpiexec --bind-to "
+                 "none; Slurm: --cpus-per-task), or ")
+    if worst.threads > worst.ranks:
+        given = [name for name in host.BLAS_VARIABLES if name in os.environ]
+        few = given if 0 < len(given) < len(host.BLAS_VARIABLES) else host.BLAS_VARIABLES[:1]
+        text += "set " + ", ".join(f"{name}={max(1, worst.cores // worst.ranks)}" for name in few)
+    else:
+        text += f"take no more than {worst.cores} rank{'s' * (worst.cores > 1)} a host"
+    return text
+
+
+def rows(plan, origin, hosts, problem, passes):
+    """Names and values for `facts`; problem: in words.  passes: of which the predicted time is."""
+    names = ", ".join(one.name for one in hosts[:NAMED]) + (", ..." if len(hosts) > NAMED else "")
+    ranks = sum(one.ranks for one in hosts)
+    each = [one.threads / one.ranks for one in hosts if one.threads is not None]
+    threads = span(each, lambda count: f"{count:g}") if each else "an unknown number of"
+    machine = plan.machine
+    return [("mpiattn", f"{origin['mpiattn']}, {origin['date']}"), ("command", origin["command"]),
+            ("ranks", f"{ranks} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({names}), {threads} BLAS "
+                      f"thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
+                      f"{span([one.cores for one in hosts])}"),
+            ("MPI", f"{origin['mpi']}; NumPy {origin['numpy']}, h5py {origin['h5py']}"),
+            ("problem", problem),
+            ("predicted", f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
+                          + (f": {machine.assumes}" if machine.assumes else ""))]
+
+
+def text(plan, origin, hosts, problem, passes, warning):
+    """All of it, and an empty line."""
+    said = rows(plan, origin, hosts, problem, passes)
+    return facts([*said, *([("WARNING", warning)] if warning else [])]) + "\n"
