@@ -28,6 +28,13 @@ def _finite(name, value):
     raise ArgumentError(f"{name} is {value!r}; it must be a finite number")
 
 
+def _computable(name, value, dtype, least, most):
+    """Raise ArgumentError unless a number is 0 or, without its sign, from `least` to `most`."""
+    if value and not least <= abs(value) <= most:
+        raise ArgumentError(f"{name} is {value!r}; scores are {dtype} here, in which it must be 0 "
+                            f"or from {least:.3g} to {most:.3g}")
+
+
 def _window(window):
     try:
         left, right = (None, None) if window is None else window
@@ -63,8 +70,9 @@ class Problem:
 
     kv_heads must divide heads: query head h uses KV head h // (heads // kv_heads).  Left out, kv_heads is
     heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).  window: see `mpiattn.mask`.
-    softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.  wire_dtype: in which partials travel,
-    without their lse; default partial_dtype, in which they accumulate, and no wider.
+    softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.  scale and softcap must be numbers of
+    partial_dtype.  wire_dtype: in which partials travel, without their lse; default partial_dtype, in which they
+    accumulate, and no wider.
     """
 
     seqlen: int
@@ -106,6 +114,13 @@ class Problem:
             put("softcap", _finite("softcap", self.softcap) or None)
             if self.softcap is not None and self.softcap < 0:
                 raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None or 0 for none")
+        limits = np.finfo(self.partial_dtype)
+        # Half the largest, since a back end may have it in base 2.  What is less than normal there loses digits.
+        tiny, most = float(limits.tiny), float(limits.max) / 2
+        _computable("scale", self.scale, self.partial_dtype, tiny, most)
+        if self.softcap is not None:
+            _computable("softcap", self.softcap, self.partial_dtype, tiny, 1 / tiny)
+            _computable("scale / softcap", self.scale / self.softcap, self.partial_dtype, tiny, most)
         narrower = [name for name, size in ITEMSIZE.items() if size <= self.partial_itemsize]
         put("wire_dtype", self.partial_dtype if self.wire_dtype is None else
             dtype_name(self.wire_dtype, "wire_dtype", narrower))

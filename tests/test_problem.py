@@ -84,6 +84,9 @@ def test_conventions_of_flash_attention(given, means):
     ("dtype", np.complex64, "float16, bfloat16, float32, float64"), ("dtype", None, "float16"),
     ("wire_dtype", "float64", "float16, bfloat16, float32"), ("wire_dtype", "int8", "float16, bfloat16, float32"),
     ("causal", "yes", "True or False"),
+    ("scale", 1e39, "scores are float32 here, in which it must be 0 or from 1.18e-38 to 1.7e+38"),
+    ("scale", -1e-50, "0 or from 1.18e-38"), ("softcap", 1e39, "from 1.18e-38 to 8.51e+37"),
+    ("softcap", 1e-39, "from 1.18e-38"), ("softcap", 1e-300, "from 1.18e-38"),
     ("scale", float("inf"), "finite"), ("scale", "1", "finite"), ("scale", 1j, "finite"),
     pytest.param("scale", 10 ** 400, "finite", id="scale-huge"),
 ])
@@ -94,3 +97,17 @@ def test_errors_name_argument_value_and_what_it_may_be(name, value, may_be):
     shown = "complex64" if value is np.complex64 else repr(value).strip("'")
     assert text.startswith(f"{name} is ") and shown in text and may_be in text
     assert isinstance(caught.value, MpiattnError) and isinstance(caught.value, ValueError)
+
+
+def test_what_scores_can_be_computed_with():
+    """scale and softcap are numbers of the dtype of scores, and so is what the one becomes by the other."""
+    for dtype, tiny, most in (("float32", 2.0 ** -126, 1.7e38), ("bfloat16", 2.0 ** -126, 1.7e38),
+                              ("float64", 2.0 ** -1022, 8.9e307)):
+        for scale in (0, tiny, -tiny, most, -most):
+            assert Problem(**SHAPE, dtype=dtype, scale=scale).scale == scale
+        for softcap in (tiny, 1 / tiny):
+            assert Problem(**SHAPE, dtype=dtype, scale=softcap, softcap=softcap).softcap == softcap
+            assert Problem(**SHAPE, dtype=dtype, scale=0, softcap=softcap).softcap == softcap
+        for scale, softcap in ((tiny, 2), (2, tiny)):
+            with pytest.raises(ArgumentError, match=r"scale / softcap is .* it must be 0 or from"):
+                Problem(**SHAPE, dtype=dtype, scale=scale, softcap=softcap)

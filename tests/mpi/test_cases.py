@@ -128,6 +128,16 @@ def test_case_10_softcap_and_scale(group, options):
 
 
 @on(2)
+@pytest.mark.parametrize(("dtype", "options"), [
+    ("float32", {"softcap": 1e36}), ("float32", {"softcap": 8e37, "scale": 1.0}), ("float32", {"softcap": 2e-38}),
+    ("float32", {"scale": 2e-38}), ("float32", {"scale": 0}), ("float64", {"softcap": 1e306}),
+    ("float64", {"softcap": 1e-300, "scale": -1.0}), ("bfloat16", {"softcap": 1e36})])
+def test_case_10_as_large_and_small_as_they_may_be(group, dtype, options):
+    """A cap that no score comes near is none, and one that is below all leaves their signs."""
+    check(group, seqlen=33, heads=2, head_dim=16, dtype=dtype, causal=True, **options)
+
+
+@on(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seqlen", "seqlen_k"), [(113, 203), (203, 113), (1, 147), (147, 1), (1023, 1024), (40, 0)])
 def test_case_11_other_number_of_keys(group, seqlen, seqlen_k, causal):

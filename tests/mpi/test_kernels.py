@@ -62,6 +62,8 @@ def test_half_types_and_what_travels(group, dtype):
 def test_softcap_scale_and_other_keys(group):
     check(group, **{**SHAPE, "seqlen": 21}, seqlen_k=37, causal=True, softcap=2.0, scale=0.5)
     check(group, **{**SHAPE, "seqlen": 37}, seqlen_k=5, causal=True, tile="qring")
+    for options in ({"softcap": 1e36}, {"softcap": 2e-38}, {"scale": 2e-38}, {"scale": 0}):
+        check(group, **{**SHAPE, "seqlen": 21}, causal=True, **options)
 
 
 @on(4)

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from dense import draw_all, epsilon, error, expected, largest, masks, naive, sizes
-from runs import BACKENDS, agreed, check, on, problem_of, run, tiles
+from runs import BACKENDS, agreed, check, narrow, on, problem_of, run, tiles
 
 from mpiattn import reference
 
 SHAPE = {"batch": 1, "seqlen": 70, "heads": 2, "head_dim": 16, "layout": "striped"}
+FLOAT32, FLOAT64 = (float(np.finfo(dtype).max) for dtype in ("float32", "float64"))
 WAYS = [("greedy", "direct"), ("greedy", "ring"), ("collective", "direct")]
 
 
@@ -133,6 +134,26 @@ def test_infinite(group, where, value, causal):
             result, at, _ = run(group, inputs, backward=False, **arguments, schedule=schedule, route=route)
             off = error(result.out, ref.out[:, at])
             agreed(group, None if off <= 2e-3 else f"{value} in {where}: off by {off}, {schedule} {route}")
+
+
+@on(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "within", "beyond"), [
+    ("float32", 0.99 * FLOAT32 / 16, FLOAT32), ("bfloat16", 0.99 * FLOAT32 / 16, 0.99 * FLOAT32),
+    ("float64", 0.99 * FLOAT64 / 16, FLOAT64), ("float16", 65504, None)])
+def test_large_values(group, dtype, within, beyond, backend):
+    """Values are weighted and added, then divided: 16 keys of one score, as docs/numbers.md tells."""
+    arguments = {**SHAPE, "seqlen": 16, "dtype": dtype, "backend": backend}
+    if narrow(arguments) != arguments:
+        pytest.skip("the back end takes no float64")
+    inputs = draw_all(problem_of(arguments))
+    inputs.q[:] = 0
+    for value, expected_value in ((within, within), (beyond, np.inf)):
+        for schedule, route in WAYS if value else ():
+            inputs.v[:] = value
+            out = run(group, inputs, backward=False, **arguments, schedule=schedule, route=route)[0].out
+            right = np.allclose(out.astype(np.float64) / within, expected_value / within, rtol=1e-2)
+            agreed(group, None if right else f"{value} became {out.flat[0]}")
 
 
 @pytest.mark.many
