@@ -29,11 +29,13 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     queries), float32 (float64 for float64); (None, None) where root is another rank.  A query that sees no key has
     out 0 and lse -inf.  Raises ArgumentError, the same on every rank.
     """
-    call = Call(cache, q, sequences, causal, window, softcap, scale, sinks, way, WAYS, root, check)
-    if way == "auto":
-        way = cache.way(*call.partial_bytes, root)
-    mine, spare = call.partial(), call.partial()
-    with call.transfers():
-        call.attend(mine)
-        whole = cache._combiner.run(way, mine, spare, root)
-        return call.result(whole) if root in (None, cache.rank) else (None, None)
+    with cache._call("tree_decode") as turn:
+        call = Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, way, WAYS, root, check)
+        if way == "auto":
+            way = cache.way(*call.partial_bytes, root)
+        partial, spare = call.partial(), call.partial()
+        turn.kept += partial, spare
+        with call.transfers():
+            call.attend(partial)
+            whole = cache._combiner.run(way, partial, spare, root)
+            return call.result(whole) if root in (None, cache.rank) else (None, None)

@@ -1,10 +1,9 @@
 """One decoding call: what is asked, checked, and this rank's part of it before ranks combine theirs."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 
-from .agreement import agreement
 from .arrays import checked, on_host
 from .combine import Partial, partial_bytes
 from .errors import ArgumentError
@@ -15,14 +14,15 @@ from .tensors import as_given
 class Call:
     """The queries of one call with a cache; arguments as of `mpiattn.tree_decode`.
 
+    turn: the collective call that it is, a `mpiattn.collective_calls.Call`.
     A row is one query of one sequence: `queries` of each of `sequences`.  ways: what `way` may be besides auto.
     """
 
-    def __init__(self, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
+    def __init__(self, turn, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
                  way=None, ways=(), root=None, check=True):
-        cache._check_open()
         self.cache, self.backend, self.given = cache, cache._backend, q
-        with agreement(cache._peers) if check else nullcontext({}) as same:
+        turn.kept.append(self)
+        with turn.agreement(check) as same:
             self.sequences = cache._sequences(sequences)
             q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
             if root is not None and root not in range(cache.ranks):
@@ -105,12 +105,7 @@ class Call:
 
     @contextmanager
     def transfers(self):
-        """Run transfers; if they do not end, what is still under way must never meet another call's messages."""
-        try:
-            self.backend.begin()
-            yield
-            self.backend.finish()
-        except BaseException:
-            if not self.cache._home.wreck:
-                self.cache._peers.lost(self)
-            raise
+        """Launches and transfers run inside."""
+        self.backend.begin()
+        yield
+        self.backend.finish()

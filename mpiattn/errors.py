@@ -23,6 +23,14 @@ class PeerFailure(MpiattnError):
     """Another rank did not do its part in time; what this rank was doing with it cannot be finished."""
 
 
+class CallError(MpiattnError):
+    """The ranks of a communicator made different calls, or the same calls in another order."""
+
+
+class CopyError(MpiattnError, TypeError):
+    """A plan or a cache cannot be copied or pickled."""
+
+
 class ScheduleError(MpiattnError):
     """A schedule breaks one of its own rules (see `mpiattn.validate`)."""
 

@@ -1,6 +1,6 @@
 """The KV cache of a batch of sequences, spread over the ranks: `KVCache`."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from numbers import Integral
 
 import numpy as np
@@ -8,8 +8,9 @@ import numpy as np
 from . import backends, tree
 from .agreement import agree_on, agreement
 from .arrays import checked
+from .collective_calls import Collective
 from .combine import Combiner
-from .errors import ArgumentError, MpiattnError
+from .errors import ArgumentError
 from .exchange import MAX_MESSAGE, Exchange, check_max_message
 from .layout import Layout
 from .ledger import Ledger
@@ -26,7 +27,7 @@ def cache_pages(capacity, ranks, sequences, page_size):
     return -(-capacity // (ranks * page_size)) + sequences - 1
 
 
-class KVCache:
+class KVCache(Collective):
     """Keys and values of `sequences` sequences whose tokens are spread over the ranks of a communicator.
 
     Every rank has a pool of pages; a sequence has pages of each, for the tokens that the rank holds (`mpiattn.ledger`
@@ -46,13 +47,15 @@ class KVCache:
     Raises ArgumentError, the same on every rank.
     """
 
+    KIND = "cache"
+
     def __init__(self, comm, *, capacity, kv_heads, head_dim, value_dim=None, sequences=1, dtype="float32",
                  page_size=64, backend="auto", transport="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
         check_timeout(timeout)
-        self._home = Home.enter(comm, time_limit(timeout))
+        home = Home.enter(comm, time_limit(timeout))
         try:
-            self._peers = peers = self._home.peers(time_limit(timeout))
-            with agreement(peers):
+            peers = home.peers(time_limit(timeout))
+            with agreement(peers, call="making a cache"):
                 problem = Problem(seqlen=0, heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
                 for name, value in (("capacity", capacity), ("sequences", sequences), ("page_size", page_size)):
                     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
@@ -63,7 +66,7 @@ class KVCache:
                              "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
                              "page_size": page_size, "backend": backends.resolved(backend), "transport": transport,
                              "machine": machine, "max_message": max_message, "timeout": timeout})
-            self._backend = make_backend(peers, self._home.nodes, backend, transport)
+            self._backend = make_backend(peers, home.nodes, backend, transport)
             peers.idle = self._backend.idle
             self.rank, self.ranks = peers.rank, peers.size
             self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim
@@ -76,7 +79,7 @@ class KVCache:
             found = None
             with agreement(peers, only=0):            # what is stored of machines may differ from host to host
                 if peers.rank == 0:
-                    found = machine_for(self._home.nodes, self._backend, head_dim, machine)
+                    found = machine_for(home.nodes, self._backend, head_dim, machine)
             self.machine = peers.allgather(found)[0]
             slots = self.pages * page_size
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
@@ -85,12 +88,12 @@ class KVCache:
                 self._pools = tuple(self._backend.empty((self.kv_heads, slots, dim), self.dtype)
                                     for dim in (self.head_dim, self.value_dim))
             self._exchange = Exchange(peers, max_message)
-            self.nodes = self._home.nodes
+            self.nodes = home.nodes
             self._combiner = Combiner(self._exchange, self._backend, self.nodes)
             self._ways = {}
+            self._join(home, peers)
         except BaseException:
-            self._home.leave()
-            self._home = None
+            home.leave()
             raise
 
     # What there is
@@ -152,22 +155,22 @@ class KVCache:
 
         If the cache is full on some rank, every rank raises ArgumentError and nothing has changed.
         """
-        self._check_open()
-        with agreement(self._peers) if check else nullcontext({}) as same:
-            sequences = self._sequences(sequences)
-            k, v, tokens = self._check_tokens(k, v, sequences, layout)
-            counts = self._counts(counts, sequences, tokens)
-            same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
-        with self._growing(sequences) as before:
-            for sequence, count in zip(sequences, counts):
-                ledger = self._ledgers[sequence]
-                if layout is None:
-                    ledger.deal(count)
-                else:
-                    start = ledger.seqlen
-                    ledger.place(layout)
-                    ledger.truncate(start + count)
-            self._take(sequences, before, k, v, layout is not None)
+        with self._call("append") as call:
+            with call.agreement(check) as same:
+                sequences = self._sequences(sequences)
+                k, v, tokens = self._check_tokens(k, v, sequences, layout)
+                counts = self._counts(counts, sequences, tokens)
+                same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
+            with self._growing(sequences) as before:
+                for sequence, count in zip(sequences, counts):
+                    ledger = self._ledgers[sequence]
+                    if layout is None:
+                        ledger.deal(count)
+                    else:
+                        start = ledger.seqlen
+                        ledger.place(layout)
+                        ledger.truncate(start + count)
+                self._take(sequences, before, k, v, layout is not None)
 
     @contextmanager
     def _growing(self, sequences):
@@ -221,23 +224,23 @@ class KVCache:
         lengths: how many to keep, one number or one for each of the sequences, not more than there are.
         sequences: their numbers; None for all.
         """
-        self._check_open()
-        with agreement(self._peers) if check else nullcontext({}) as same:
-            sequences = self._sequences(sequences)
-            lengths = [lengths] * len(sequences) if isinstance(lengths, Integral) else list(lengths)
-            if len(lengths) != len(sequences) or not all(
-                    isinstance(length, Integral) and 0 <= length <= self._ledgers[sequence].seqlen
-                    for sequence, length in zip(sequences, lengths)):
-                held = [self._ledgers[sequence].seqlen for sequence in sequences]
-                raise ArgumentError(f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, "
-                                    f"which have {held}")
-            same |= {"sequences": sequences, "lengths": lengths}
-        for sequence, length in zip(sequences, lengths):
-            ledger = self._ledgers[sequence]
-            self._in_use = self._in_use - self._pages.needed(ledger.counts)
-            ledger.truncate(length)
-            self._in_use = self._in_use + self._pages.needed(ledger.counts)
-            self._pages.resize(sequence, ledger.length(self.rank))
+        with self._call("truncate") as call:
+            with call.agreement(check) as same:
+                sequences = self._sequences(sequences)
+                lengths = [lengths] * len(sequences) if isinstance(lengths, Integral) else list(lengths)
+                if len(lengths) != len(sequences) or not all(
+                        isinstance(length, Integral) and 0 <= length <= self._ledgers[sequence].seqlen
+                        for sequence, length in zip(sequences, lengths)):
+                    held = [self._ledgers[sequence].seqlen for sequence in sequences]
+                    raise ArgumentError(f"lengths is {lengths!r}; it must be a number of tokens for each of the "
+                                        f"sequences, which have {held}")
+                same |= {"sequences": sequences, "lengths": lengths}
+            for sequence, length in zip(sequences, lengths):
+                ledger = self._ledgers[sequence]
+                self._in_use = self._in_use - self._pages.needed(ledger.counts)
+                ledger.truncate(length)
+                self._in_use = self._in_use + self._pages.needed(ledger.counts)
+                self._pages.resize(sequence, ledger.length(self.rank))
 
     def free(self, sequences=None, *, check=True):
         """Give up all tokens of sequences, None for all, and their pages; collective."""
@@ -280,8 +283,10 @@ class KVCache:
     def save(self, path):
         """Write all sequences to an HDF5 file, which appears whole or not at all; collective.  See `load`."""
         from .cachefile import save
-        self._check_open()
-        save(self, path)
+        with self._call("save") as call:
+            with call.agreement():
+                pass
+            save(self, path)
 
     @classmethod
     def load(cls, comm, path, **options):
@@ -331,22 +336,10 @@ class KVCache:
 
     # End
 
-    def _check_open(self):
-        if self._home is None:
-            raise ArgumentError("the cache is closed; make a new one")
-        if self._home.wreck:                # and no word of it to the others: old messages may still be under way
-            raise MpiattnError("a call on this cache's communicator did not end; close the cache and make a new one")
-
     def close(self):
         """Give up the memory and, with the communicator's last user, what mpiattn holds of it; collective."""
         if self._home is not None:
             self._backend.close()
             self._exchange.close()
-            self._home.leave()
-            self._home = self._pools = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.close()
+            self._leave()
+            self._pools = None

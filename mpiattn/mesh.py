@@ -11,15 +11,27 @@ group sits inside a node if it fits.
 
 Each communicator that a caller passes is duplicated once; all plans on it share the duplicate and, tile by
 tile, one mesh, so thousands of plans may be alive.  Both are freed with their last user.
+
+A call that fails on one rank leaves messages under way that nobody waits for.  No later call may meet them, so the
+whole home is then abandoned, on every rank: its plans and caches raise, and a new plan on the caller's communicator
+gets a new home.
 """
+
+import socket
+import threading
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
-from .errors import ArgumentError
+from . import endings
+from .agreement import agreement
+from .channel import Channel, during
+from .errors import ArgumentError, MpiattnError, PeerFailure
 from .peers import TIMEOUT, Peers, translate_ranks
 
 _KEY = None                       # MPI attribute under which a caller's communicator keeps its Home
-_WRECKS = []                      # with messages under way that nobody waits for
+_ABANDONED = []                   # homes whose buffers MPI may still use
+_DROPPED = []                     # homes whose plans are gone, unclosed, and whose owner has been freed
 
 
 class Mesh:
@@ -27,14 +39,13 @@ class Mesh:
 
     order: the ranks of the communicator in the order of the mesh, None for their own.
     cart: the communicator of dims (1, b, a).  row, column: this rank's groups; r, c: its place, which is
-    its rank in `column` and `row`.  comm: all ranks in the communicator's own order.
+    its rank in `column` and `row`.
     """
 
     def __init__(self, comm, a, b, order=None):
         self.a, self.b = a, b
         ordered = comm if order is None else comm.Split(0, order.index(comm.rank))
         self.cart = ordered.Create_cart((1, b, a), periods=(True, True, True), reorder=False)
-        self.comm = self.cart if order is None else comm.Dup()
         if order is not None:
             ordered.Free()
         self.row = self.cart.Sub((False, False, True))
@@ -42,27 +53,17 @@ class Mesh:
         self.rank, self.size = self.cart.rank, self.cart.size
         self.r, self.c = self.column.rank, self.row.rank
         self.users = 0
-        self.wreck = []
-
-    def abandon(self, what):
-        """After something that did not end: messages may still be under way here, into the buffers of `what`.
-
-        The mesh is never used for another plan, nor freed, and `what` is kept for good.
-        """
-        self.wreck.append(what)
-        _WRECKS.append(self)
 
     def free(self):
         """Free the communicators; collective."""
-        if self.wreck:
-            return
-        for comm in (self.row, self.column, self.cart, *([] if self.comm is self.cart else [self.comm])):
+        for comm in (self.row, self.column, self.cart):
             comm.Free()
 
 
 def _forget_owner(comm, key, home):
     """MPI calls it when the caller frees the communicator, through whatever handle, or `leave` lets go of it."""
     home.owner = None
+    home.reap()
 
 
 def nodes_of(peers):
@@ -78,17 +79,20 @@ def nodes_of(peers):
 class Home:
     """What mpiattn keeps with one communicator of the caller's: a duplicate, and the meshes in use.
 
-    nodes: of every rank, see `nodes_of`.
+    nodes: of every rank, see `nodes_of`.  hosts: the name of every rank's host.  channel: over which the ranks tell
+    each other of failures.  abandoned: why nothing can be done here any more, "" as long as all is well.
     """
 
     def __init__(self, comm, timeout):
-        self.owner = comm
+        self.owner, self.abandoned, self._kept = comm, "", []
         self.comm, request = comm.Idup()
         Peers(comm, timeout).wait([request])
-        self.nodes = nodes_of(Peers(self.comm, timeout))
-        self.users = 0
+        self.hosts = Peers(self.comm, timeout).allgather(socket.gethostname())
+        self.channel = Channel(self.comm, self.hosts)
+        self.nodes = nodes_of(self.peers(timeout))
+        self.users = self.dropped = self.members = 0
         self.meshes = {}
-        self.wreck = []
+        self._turn, self._running = threading.Lock(), ""
 
     @classmethod
     def enter(cls, comm, timeout=TIMEOUT):
@@ -101,16 +105,31 @@ class Home:
             raise ArgumentError(f"comm is {comm!r}; it must be an mpi4py intracommunicator")
         if _KEY is None:
             _KEY = MPI.Comm.Create_keyval(delete_fn=_forget_owner)
+        while _DROPPED:
+            _DROPPED.pop()._free()
         home = comm.Get_attr(_KEY)
+        if home is not None and not home._shared(timeout):
+            home = None
         if home is None:
             home = cls(comm, timeout)
             comm.Set_attr(_KEY, home)
         home.users += 1
         return home
 
+    def _shared(self, timeout):
+        """Whether no rank has abandoned this home; one that has not heard of it yet does here."""
+        with self.turn("making a plan or a cache"):
+            try:
+                with agreement(self.peers(timeout), call=self._running):
+                    pass
+            except PeerFailure:
+                if self.channel.failure is None:            # nobody has failed, but somebody does not come
+                    raise
+        return not self.abandoned
+
     def peers(self, timeout):
         """The ranks of the communicator."""
-        return Peers(self.comm, timeout, self._abandon)
+        return Peers(self.comm, timeout, self.abandon, channel=self.channel)
 
     @property
     def order(self):
@@ -118,28 +137,58 @@ class Home:
         order = sorted(range(len(self.nodes)), key=lambda rank: (self.nodes[rank], rank))
         return None if order == list(range(len(order))) else tuple(order)
 
-    def _abandon(self, what):
-        """As of a mesh; whoever enters the caller's communicator again gets a new home."""
+    @contextmanager
+    def turn(self, call):
+        """Only one collective call runs on a communicator at a time, or their messages would be taken for each other's.
+
+        call: in words.  Raises MpiattnError, on this rank only, from inside another call or beside it in a thread.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise MpiattnError(f"{call}: {self._running} runs on this communicator at the same time; one must end, on "
+                               "every rank, before the other begins (not from its progress callback, not from another "
+                               "thread)")
+        try:
+            self._running = call
+            with during(call):
+                yield
+        finally:
+            self._turn.release()
+
+    def fail(self, error, kept):
+        """A call ends here, in the middle, by an error that the other ranks do not have: tell them.
+
+        kept: what holds the buffers that MPI may still use.
+        """
+        if not isinstance(error, PeerFailure):              # else they know
+            where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
+            self.channel.alarm(f"{self.channel.name(self.comm.rank)} raised {type(error).__name__} in {where}: {error}")
+        self.abandon(kept, f"{type(error).__name__}: {error}")
+
+    def abandon(self, kept, why="a rank did not come"):
+        """Never use this home again; whoever enters the caller's communicator then gets a new one."""
+        self._kept.append(kept)
+        if self.abandoned:
+            return
+        self.abandoned = why
         if self.owner is not None:
             self.owner.Delete_attr(_KEY)
-        self.wreck.append(what)
-        _WRECKS.append(self)
+        _ABANDONED.append(self)
+        endings.abort_if_uncaught()
 
-    def mesh(self, a, b, timeout=TIMEOUT, order=None):
+    def mesh(self, a, b, order=None):
         """The mesh of a tile, made if need be, with one user more; collective.
 
         order: the ranks in the order of the mesh, None for their own.
         """
         mesh = self.meshes.get((a, b, order))
-        # a pass may have ended on some ranks only, so they agree on whether they need a new mesh
-        if self.peers(timeout).largest([mesh is None or bool(mesh.wreck)])[0]:
+        if mesh is None:
             mesh = self.meshes[a, b, order] = Mesh(self.comm, a, b, order)
         mesh.users += 1
         return mesh
 
     def leave(self, mesh=None):
         """Give up a use of the home and, where given, of a mesh; collective."""
-        if MPI.Is_finalized() or self.wreck:
+        if MPI.Is_finalized() or self.abandoned:
             return
         if mesh is not None:
             mesh.users -= 1
@@ -148,6 +197,29 @@ class Home:
                 mesh.free()
         self.users -= 1
         if not self.users:
-            self.comm.Free()
             if self.owner is not None:
                 self.owner.Delete_attr(_KEY)
+            self._free()
+        self.reap()
+
+    def drop(self):
+        """A user is gone without leaving: what it used stays until the caller frees the communicator."""
+        self.dropped += 1
+        self.reap()
+
+    def reap(self):
+        """Free what is left when only dropped users are and the caller's communicator is gone.
+
+        MPI may be calling, or the garbage collector, so that it is done when the next home is entered.
+        """
+        if self.owner is None and self.users and self.users == self.dropped and not self.abandoned:
+            self.users = 0
+            _DROPPED.append(self)
+
+    def _free(self):
+        if not MPI.Is_finalized():
+            self.channel.close()
+            for mesh in self.meshes.values():
+                mesh.free()
+            self.comm.Free()
+            self.meshes = {}

@@ -29,7 +29,7 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     home = Home.enter(comm, limit)
     peers = home.peers(limit)
     try:
-        with agreement(peers):
+        with agreement(peers, call="attention"):
             q, k, v = (as_array(name, array) for name, array in (("q", q), ("k", k), ("v", v)))
             if options.get("backend", "auto") == "auto" and on_device(q):
                 options["backend"] = "cuda"

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
+from . import channel as channels
 from .errors import ArgumentError, PeerFailure
 
 TIMEOUT = 600.0            # seconds; what ranks do between two calls may differ by minutes
@@ -45,13 +46,14 @@ class Peers:
     """The ranks of `comm`, waited for up to `timeout` seconds.
 
     lost: called with the requests that were given up; it must keep them.  idle: called between two looks at what is
-    waited for; a rank that shares this core may be the one.
+    waited for; a rank that shares this core may be the one.  channel: over which ranks tell each other of failures, a
+    `mpiattn.channel.Channel`; without it they only find out when their time is up, and not who is missing.
 
-    The methods are collective; each raises PeerFailure on a rank whose peers do not come in time.
+    The methods are collective; each raises PeerFailure on a rank whose peers fail or do not come in time.
     """
 
-    def __init__(self, comm, timeout=TIMEOUT, lost=_LOST.append, idle=os.sched_yield):
-        self.comm, self.timeout, self.lost, self.idle = comm, timeout, lost, idle
+    def __init__(self, comm, timeout=TIMEOUT, lost=_LOST.append, idle=os.sched_yield, channel=None):
+        self.comm, self.timeout, self.lost, self.idle, self.channel = comm, timeout, lost, idle, channel
         self.rank, self.size = comm.rank, comm.size
 
     def wait(self, requests, tell=None):
@@ -70,17 +72,38 @@ class Peers:
             if done():
                 return
             waited, last = 0.0, time.monotonic()
+            listening = last + channels.LISTEN
             while not done():
                 now = time.monotonic()
                 waited, last = waited + min(now - last, SUSPENDED), now
+                if now > listening:
+                    self._listen(kept)
+                    listening = now + channels.LISTEN
                 if waited > self.timeout:
-                    self.lost(kept)
-                    raise PeerFailure(f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
-                                      f"{self.timeout:g} s {tell() if tell else 'for the other ranks'}")
+                    return self._give_up(done, tell, kept)
                 self.idle()
         except BaseException:                # an interrupt, a GPU that has failed
             _LOST.append(kept)
             raise
+
+    def _listen(self, kept):
+        channels.listen()
+        if self.channel and self.channel.failure:
+            self.lost(kept)
+            raise PeerFailure(self.channel.failure)
+
+    def _give_up(self, done, tell, kept):
+        """Time is up: raise PeerFailure, here and on the other ranks, unless what is waited for comes just now."""
+        state = self.channel.roll_call(done) if self.channel else ""
+        if done():
+            return
+        self._listen(kept)                   # another rank may have given up first
+        failure = (f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {self.timeout:g} s "
+                   f"{tell() if tell else 'for the other ranks'}{state and '; '}{state}")
+        self.lost(kept)
+        if self.channel:
+            self.channel.alarm(failure)
+        raise PeerFailure(failure)
 
     def barrier(self):
         """Return once every rank has come."""

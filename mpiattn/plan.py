@@ -1,26 +1,26 @@
 """What a program calls: `MeshAttention`, a plan that is made once and run many times."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 
 from . import memory
 from .activity import Activity
-from .agreement import agree_on, agreement
+from .agreement import agreement
 from .arrays import Folding, checked, on_host
+from .collective_calls import Collective
 from .description import Described
-from .errors import ArgumentError, MpiattnError
 from .exchange import MAX_MESSAGE, Exchange
 from .executor import Executor
 from .mesh import Home
 from .passes import Backward, Forward
-from .peers import Peers, time_limit
+from .peers import time_limit
 from .planning import settle
 from .redistribute import gather, scatter
 from .tensors import as_given, is_tensor
 
 
-class MeshAttention(Described):
+class MeshAttention(Described, Collective):
     """Exact attention of a sequence that is spread over the ranks of a communicator (arXiv 2512.20968).
 
     Every rank holds a chunk of the tokens of q (batch, tokens, heads, head_dim), k (batch, tokens, kv_heads,
@@ -65,28 +65,30 @@ class MeshAttention(Described):
     Raises ArgumentError, the same on every rank.
     """
 
+    KIND = "plan"
+
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
                  window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto",
                  schedule="auto", route="auto", direction="forward", wire_dtype=None, backend="auto",
                  transport="auto", max_message=MAX_MESSAGE, max_memory=None, machine=None, overlap=True, timeout=None):
         limit = time_limit(timeout)
-        self._home, self._mesh = Home.enter(comm, limit), None
+        home, self._mesh = Home.enter(comm, limit), None
         try:
-            peers = self._home.peers(limit)
+            peers = home.peers(limit)
             shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
                      "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
                      "window": window, "softcap": softcap, "wire_dtype": wire_dtype}
-            self._plan, self._backend = settle(self._home, peers, shape, {
+            self._plan, self._backend = settle(home, peers, shape, {
                 "tile": tile, "layout": layout, "schedule": schedule, "route": route, "direction": direction,
                 "backend": backend, "transport": transport, "max_message": max_message, "max_memory": max_memory,
                 "machine": machine, "overlap": overlap, "timeout": timeout})
             self.problem, chosen = self._plan.problem, self._plan.choice
             self.schedule, self._layouts = self._plan.schedule(), chosen.layouts        # these by rank of the mesh
             self.q_layout, self.k_layout = self._plan.layouts_by_rank()
-            self._mesh = self._home.mesh(chosen.a, chosen.b, limit, self._plan.order)
-            self._peers = Peers(self._mesh.comm, time_limit(timeout, chosen.seconds), self._mesh.abandon,
-                                self._backend.idle)
-            self._exchange = Exchange(self._peers, max_message)
+            self._mesh = home.mesh(chosen.a, chosen.b, self._plan.order)
+            call_peers = home.peers(time_limit(timeout, chosen.seconds))
+            call_peers.idle = self._backend.idle
+            self._exchange = Exchange(call_peers, max_message)
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
                 self._executor = Executor(self._mesh, self.schedule, Forward(self.problem, self._backend),
                                           self._exchange, *self._layouts)
@@ -96,9 +98,9 @@ class MeshAttention(Described):
             self._nbytes = (memory.chunk_bytes(p, tokens, tokens_k) + self._executor.nbytes
                             + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
             self._folding, self._backward = Folding(self._backend, p.batch), None
+            self._join(home, call_peers)
         except BaseException:
-            self._home.leave(self._mesh)
-            self._home = None
+            home.leave(self._mesh)
             raise
 
     # Running
@@ -120,28 +122,30 @@ class MeshAttention(Described):
             rank (see `mpiattn.documents`).
         sinks: attention sinks, (heads,) in lse's dtype, the same on every rank: a score that every query of a head
             sees besides its keys, with value 0.  A query that sees no key then has lse = its head's sink.
-        check: let ranks agree that their arguments are right and their documents the same, by two small
-            allreduces; without it a wrong argument raises on its own rank only, and PeerFailure on the others.
-        progress: called with the number of blocks (of a * b in all), or the part of one, that were just done.
+        check: let ranks agree, by a small allreduce, that they make the same call of the same plan, that their
+            arguments are right and their documents the same.  Without it a wrong argument raises on its own rank only,
+            and PeerFailure on the others, and ranks that call different plans get wrong numbers.
+        progress: called with the number of blocks (of a * b in all), or the part of one, that were
+            just done.  It must not call mpiattn.
 
-        If anything raises once the transfers have begun, ranks that still wait for some raise PeerFailure after the
-        plan's timeout, and the plan cannot be used again.
+        If anything raises on one rank once the transfers have begun, the others raise PeerFailure as soon as they wait
+        for it.  No plan or cache on the communicator can then be used again; close them and make new ones.
         """
-        self._check_open()
         p, tokens = self.problem, len(self.positions)
-        with self._agreement(check):
-            inputs, sinks = self._inputs(q, k, v), self._sinks(sinks)
-            activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
-            out = self._backend.result((p.batch, tokens, p.heads, p.value_dim), p.dtype)
-            lse = self._backend.result((p.batch, p.heads, tokens), p.partial_dtype)
-            chunks = [self._folding.fold(array) for array in inputs]
-        self._agree_on_call(check, activity, sinks)
-        with self._pass(self._executor):
-            partial_out, partial_lse = self._executor.run(chunks[:1], chunks[1:], activity, progress)["O"]
-            if sinks is not None:
-                self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
-            self._folding.unfold(out, partial_out)
-            self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
+        with self._call("forward") as call:
+            with call.agreement(check) as same:
+                inputs, sinks = self._inputs(q, k, v), self._sinks(sinks)
+                activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+                same |= self._alike(activity, sinks)
+                out = self._backend.result((p.batch, tokens, p.heads, p.value_dim), p.dtype)
+                lse = self._backend.result((p.batch, p.heads, tokens), p.partial_dtype)
+                chunks = [self._folding.fold(array) for array in inputs]
+            with self._pass(self._executor):
+                partial_out, partial_lse = self._executor.run(chunks[:1], chunks[1:], activity, progress)["O"]
+                if sinks is not None:
+                    self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
+                self._folding.unfold(out, partial_out)
+                self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
         return as_given(q, out, lse)
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
@@ -156,49 +160,41 @@ class MeshAttention(Described):
         Returns dq, dk and dv in the plan's dtype and the shapes of q, k and v; with sinks also dsinks, (heads,), the
         whole gradient on every rank (from an allgather of heads numbers, which `sent` does not count).
         """
-        self._check_open()
         p, tokens, given = self.problem, len(self.positions), q
-        with self._agreement(check):
-            q, k, v = self._inputs(q, k, v)
-            dout, out = (self._checked(name, array, (p.batch, tokens, p.heads, p.value_dim))
-                         for name, array in (("dout", dout), ("out", out)))
-            lse = self._checked("lse", lse, (p.batch, p.heads, tokens), p.partial_dtype)
-            dlse = None if dlse is None else self._checked("dlse", dlse, lse.shape, p.partial_dtype)
-            sinks = self._sinks(sinks)
-            activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
-            executor, fold = self._backward_executor(), self._folding.fold
-            grads = [self._backend.result(array.shape, p.dtype) for array in (q, k, v)]
-            queries, dout, out, *keys = map(fold, (q, dout, out, k, v))
-            lse, dlse = (None if array is None else fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
-            delta = self._backend.empty(lse.shape, p.partial_dtype)
-        self._agree_on_call(check, activity, sinks)
-        with self._pass(executor):
-            ready = (self._backend.delta(delta, dout, out, dlse),)
-            results = executor.run([queries, dout, lse, delta], keys, activity, progress, ready)
-            for grad, partial in zip(grads, (*results["dQ"], *results["dKV"])):
-                self._folding.unfold(grad, partial)
+        with self._call("backward") as call:
+            with call.agreement(check) as same:
+                q, k, v = self._inputs(q, k, v)
+                dout, out = (self._checked(name, array, (p.batch, tokens, p.heads, p.value_dim))
+                             for name, array in (("dout", dout), ("out", out)))
+                lse = self._checked("lse", lse, (p.batch, p.heads, tokens), p.partial_dtype)
+                dlse = None if dlse is None else self._checked("dlse", dlse, lse.shape, p.partial_dtype)
+                sinks = self._sinks(sinks)
+                activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+                same |= self._alike(activity, sinks)
+                executor, fold = self._backward_executor(), self._folding.fold
+                grads = [self._backend.result(array.shape, p.dtype) for array in (q, k, v)]
+                queries, dout, out, *keys = map(fold, (q, dout, out, k, v))
+                lse, dlse = (None if array is None else fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
+                delta = self._backend.empty(lse.shape, p.partial_dtype)
+            with self._pass(executor):
+                ready = (self._backend.delta(delta, dout, out, dlse),)
+                results = executor.run([queries, dout, lse, delta], keys, activity, progress, ready)
+                for grad, partial in zip(grads, (*results["dQ"], *results["dKV"])):
+                    self._folding.unfold(grad, partial)
+                if sinks is not None:
+                    dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
+                    self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
             if sinks is not None:
-                dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
-                self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
-        if sinks is not None:
-            mine = on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
-            grads.append(self._backend.give(self._sum_over_ranks(mine)))
+                local = on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
+                grads.append(self._backend.give(self._sum_over_ranks(local)))
         return as_given(given, *grads)
-
-    def _agreement(self, check):
-        return agreement(self._peers) if check else nullcontext()
 
     @contextmanager
     def _pass(self, executor):
-        """Run a pass; if it does not end, what is still under way must never meet another plan's messages."""
-        try:
-            self._backend.begin()
-            yield
-            self._backend.finish()
-            executor.forget()
-        except BaseException:
-            self._mesh.abandon(executor)
-            raise
+        self._backend.begin()
+        yield
+        self._backend.finish()
+        executor.forget()
 
     def _backward_executor(self):
         if self._backward is None:
@@ -210,14 +206,13 @@ class MeshAttention(Described):
                              + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
         return self._backward
 
-    def _agree_on_call(self, check, activity, sinks):
+    @staticmethod
+    def _alike(activity, sinks):
         """Both ends of a transfer judge by the documents whether it is made, so they must be the same everywhere."""
-        if check:
-            groups = activity.documents
-            agree_on(self._peers, {
-                "documents (cu_seqlens or lengths)":
-                    groups and tuple((q_cuts.tolist(), k_cuts.tolist()) for q_cuts, k_cuts in groups),
-                "sinks": None if sinks is None else sinks.tolist()})
+        groups = activity.documents
+        return {"documents (cu_seqlens or lengths)":
+                groups and tuple((q_cuts.tolist(), k_cuts.tolist()) for q_cuts, k_cuts in groups),
+                "sinks": None if sinks is None else sinks.tolist()}
 
     def _sinks(self, sinks):
         """Sinks as a NumPy array, or None."""
@@ -228,9 +223,9 @@ class MeshAttention(Described):
     def _folded_sinks(self, sinks):
         return self._backend.contiguous(np.tile(sinks, self.problem.batch))
 
-    def _sum_over_ranks(self, mine):
+    def _sum_over_ranks(self, local):
         """The sum of a small array over the ranks, in order of rank, so that it is the same on all."""
-        return np.sum(self._peers.allgather(mine), axis=0)
+        return np.sum(self._peers.allgather(local), axis=0)
 
     def _inputs(self, q, k, v):
         p, tokens, tokens_k = self.problem, len(self.positions), len(self.positions_k)
@@ -250,7 +245,8 @@ class MeshAttention(Described):
         keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
         On the back end "cuda" it is a CuPy array.  Of a torch tensor, which only `root` need have, it is a tensor.
         """
-        chunk = scatter(self._peers, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
+        with self._call("scatter") as call:
+            chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
         return chunk if is_tensor(chunk) else self._backend.give(chunk)
 
     def gather(self, chunk, *, root=0, axis=1, keys=False):
@@ -259,7 +255,8 @@ class MeshAttention(Described):
         chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole, which
         is a NumPy array: one device may not have the memory for it; or a torch tensor, where this rank's chunk is one.
         """
-        return gather(self._peers, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
+        with self._call("gather") as call:
+            return gather(call, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
 
     def give(self, array):
         """A NumPy array as the back end's own, for `forward` and `backward`: with "cuda" a CuPy array."""
@@ -272,27 +269,14 @@ class MeshAttention(Described):
         self._backend.drain()
 
     def _layout(self, keys):
-        self._check_open()
         return self.k_layout if keys else self.q_layout
 
     # End
-
-    def _check_open(self):
-        if self._home is None:
-            raise ArgumentError("the plan is closed; make a new one")
-        if self._mesh.wreck:                # and no word of it to the others: old messages may still be under way
-            raise MpiattnError("a pass on this plan's mesh did not end; close the plan and make a new one")
 
     def close(self):
         """Give up the buffers and, with the communicator's last plan, what mpiattn holds of it; collective."""
         if self._home is not None:
             self._backend.close()
             self._exchange.close()
-            self._home.leave(self._mesh)
-            self._home = self._executor = self._backward = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.close()
+            self._leave(self._mesh)
+            self._executor = self._backward = None

@@ -87,7 +87,7 @@ def settle(home, peers, shape, options):
     Raises ArgumentError, the same on every rank.
     """
     ranks = peers.size
-    with agreement(peers):
+    with agreement(peers, call="making a plan"):
         problem, asked = Problem(**shape), Options(**options)
         checked = asked.checked(problem, ranks)
     agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options},

@@ -147,13 +147,13 @@ def _check_root(peers, root):
         raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {peers.size - 1}")
 
 
-def _checked_row(peers, layout, array, root, axis, length):
+def _checked_row(call, layout, array, root, axis, length):
     """The array, and of one token's row shape, dtype and whether it comes from a tensor.
 
     `root`, or for None every rank, must hold the array.
     """
-    given = array
-    with agreement(peers):
+    given, peers = array, call.peers
+    with call.agreement():
         _check_root(peers, root)
         if not isinstance(axis, Integral):
             raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
@@ -168,10 +168,14 @@ def _checked_row(peers, layout, array, root, axis, length):
     return array, *peers.allgather(row and (*row, is_tensor(given)))[root]
 
 
-def scatter(peers, layout, array, root, axis, max_message=MAX_MESSAGE):
-    """A rank's chunk of the whole `array`, which `root` has, or for None every rank; a tensor of a tensor."""
+def scatter(call, layout, array, root, axis, max_message=MAX_MESSAGE):
+    """A rank's chunk of the whole `array`, which `root` has, or for None every rank; a tensor of a tensor.
+
+    call: the collective call that this is, a `mpiattn.collective_calls.Call`.
+    """
+    peers = call.peers
     length = layout.seqlen if root in (None, peers.rank) else None
-    array, shape, dtype, tensor = _checked_row(peers, layout, array, root, axis, length)
+    array, shape, dtype, tensor = _checked_row(call, layout, array, root, axis, length)
     with agreement(peers):
         whole = np.empty((0, *shape), dtype) if length is None else np.moveaxis(array, axis, 0)
     if root is None:
@@ -185,14 +189,18 @@ def scatter(peers, layout, array, root, axis, max_message=MAX_MESSAGE):
         return as_tensor(chunk) if tensor else chunk
 
 
-def gather(peers, layout, chunk, root, axis, max_message=MAX_MESSAGE):
-    """The whole array of all chunks on `root`, or for None on every rank; None elsewhere.  A tensor of a tensor."""
-    with agreement(peers):
+def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
+    """The whole array of all chunks on `root`, or for None on every rank; None elsewhere.  A tensor of a tensor.
+
+    call: as of `scatter`.
+    """
+    peers = call.peers
+    with call.agreement() as same:
         _check_root(peers, root)
-    agree_on(peers, {"root": root})
+        same |= {"root": root}
     at = 0 if root is None else root
     given = chunk
-    chunk, shape, dtype, _ = _checked_row(peers, layout, chunk, None, axis, layout.length(peers.rank))
+    chunk, shape, dtype, _ = _checked_row(call, layout, chunk, None, axis, layout.length(peers.rank))
     with agreement(peers):
         whole = np.empty((layout.seqlen if root in (None, peers.rank) else 0, *shape), dtype)
 

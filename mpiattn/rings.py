@@ -36,7 +36,12 @@ def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     Each transfer goes on while a rank attends to what it has.  What is sent grows with the number of keys, and so does
     memory: two buffers of the most keys that a rank holds.
     """
-    call = Call(cache, q, sequences, causal, window, softcap, scale, sinks, check=check)
+    with cache._call("ring_decode") as turn:
+        return _pass_keys(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
+
+
+def _pass_keys(call):
+    cache = call.cache
     combiner, exchange, backend, ranks, rank = (cache._combiner, cache._exchange, call.backend, cache.ranks, cache.rank)
     row = cache.kv_heads * (cache.head_dim + cache.value_dim)
     most = int(np.max(sum((cache._ledgers[sequence].counts for sequence in call.sequences), np.zeros(ranks, np.int64))))
@@ -71,7 +76,12 @@ def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, sof
     The rows, one a query and sequence, are cut into a chunk for each rank, which visits all ranks one after another and
     then comes back; at last every rank gathers all of them.
     """
-    call = Call(cache, q, sequences, causal, window, softcap, scale, sinks, check=check)
+    with cache._call("query_ring_decode") as turn:
+        return _pass_queries(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
+
+
+def _pass_queries(call):
+    cache = call.cache
     combiner, backend, ranks, rank = cache._combiner, call.backend, cache.ranks, cache.rank
     chunks = [Layout("contiguous", call.rows, ranks).ranges(chunk)[0] for chunk in range(ranks)]
 

@@ -22,7 +22,6 @@ except ImportError as error:
 
 from torch.autograd.function import once_differentiable
 
-from .agreement import agree_on
 from .errors import ArgumentError
 from .tensors import as_tensor, shared
 
@@ -53,14 +52,13 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
 
     Raises ArgumentError, the same on every rank.
     """
-    plan._check_open()
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
-    with plan._agreement(check):
+    with plan._call("torch.attention") as call, call.agreement(check) as same:
         for name, tensor in tensors.items():
             _array(plan, name, tensor)
-    if check:                          # else some ranks alone would come to the backward pass
-        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
-        agree_on(plan._peers, {"requires_grad (of any of q, k, v and sinks)": wanted})
+        # else some ranks alone would come to the backward pass
+        same["requires_grad (of any of q, k, v and sinks)"] = (
+            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
     documents = deepcopy({"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths,
                           "lengths_k": lengths_k})           # the caller may change them before the backward pass
     return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
@@ -83,9 +81,11 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):
         plan = ctx.plan
-        plan._check_open()
-        with plan._agreement(ctx.options["check"]):    # torch may find that a saved tensor was changed, on one rank
-            q, k, v, out, lse, sinks = ctx.saved_tensors
+        saved, changed = _saved(ctx)
+        with plan._call("torch.attention's backward pass") as call, call.agreement(ctx.options["check"]):
+            if changed:
+                raise changed
+            q, k, v, out, lse, sinks = saved
             dout = torch.zeros_like(out) if dout is None else dout
             arrays = _arrays(plan, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
             more = {"dlse": _array(plan, "dlse", dlse), "sinks": _array(plan, "sinks", sinks)}
@@ -93,6 +93,17 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, *dsinks = map(_tensor, plan.backward(*arrays, **more, **ctx.options))
         share = dsinks[0] / plan.q_layout.chunks if dsinks else None
         return None, None, dq, dk, dv, share
+
+
+def _saved(ctx):
+    """The saved tensors, or None and the error that a rank gets whose tensors were changed meanwhile.
+
+    Torch may call `attention` here, to compute again what it has not saved.
+    """
+    try:
+        return ctx.saved_tensors, None
+    except RuntimeError as error:
+        return None, error
 
 
 class _Stream:

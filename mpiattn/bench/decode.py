@@ -89,7 +89,8 @@ def _measure(peers, args, context):
     with inputs.cache() as cache:
         peers.idle = cache._backend.idle                # between calls as in one
         q = inputs.q
-        call = Call(cache, q)
+        with cache._call("bench") as turn:
+            call = Call(turn, cache, q)
         chosen = cache.way(*call.partial_bytes)
         ways = _ways(args.way, cache, chosen)
         calls = {name: (lambda ring=RINGS[name]: ring(q, cache, check=False)) if name in RINGS else

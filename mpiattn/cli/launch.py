@@ -23,9 +23,12 @@ class Job:
     """
 
     def __init__(self, comm, timeout=None):
+        from ..channel import Channel
         from ..peers import Peers, check_timeout, time_limit
         check_timeout(timeout)
-        self.comm, self.peers = comm, Peers(comm, time_limit(timeout))
+        limit = time_limit(timeout)
+        hosts = Peers(comm, limit).allgather(socket.gethostname())
+        self.comm, self.peers = comm, Peers(comm, limit, channel=Channel(comm, hosts))
         self.phase, self.seconds = "start", {}
         witness.tell(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}")
 

@@ -1,5 +1,7 @@
 """In a program: a rank that raises gets its error, its peers PeerFailure in time, and the communicator is as before."""
 
+import re
+import socket
 import time
 
 import numpy as np
@@ -33,23 +35,23 @@ def struck(plan, at_launch):
 def test_a_rank_raises_in_a_pass(comm, at_least, schedule):
     at_least(2)
     guilty = comm.size - 1
-    plan = MeshAttention(comm, **SHAPE, tile=(1, comm.size), schedule=schedule, timeout=TIMEOUT, layout="contiguous")
+    # a time-out that nobody lives to see: they learn of it from the one that failed
+    plan = MeshAttention(comm, **SHAPE, tile=(1, comm.size), schedule=schedule, timeout=500, layout="contiguous")
     if comm.rank == guilty:
         struck(plan, 0)
-    start = time.monotonic()
     try:
         plan.forward(*chunks(plan))
     except (ZeroDivisionError, PeerFailure) as error:
         ending = error
     else:
         ending = None                          # a rank that had all it needed before the other failed
-    assert time.monotonic() - start < 60
     endings = comm.allgather(type(ending).__name__)
     assert endings[guilty] == "ZeroDivisionError" and set(endings) <= {"ZeroDivisionError", "PeerFailure", "NoneType"}
     if isinstance(ending, PeerFailure):
-        assert f"has waited {TIMEOUT:g} s in step" in str(ending) and "bytes" in str(ending)
+        assert re.fullmatch(rf"rank {guilty} on .* raised ZeroDivisionError in call 1 of plan \d+, forward, in step 1 "
+                            r"of \d+ of the forward pass: on purpose", str(ending))
     if ending is not None:
-        with pytest.raises(Exception, match="make a new one"):
+        with pytest.raises(MpiattnError, match="make a new one"):
             plan.forward(*chunks(plan), check=False)
     comm.Barrier()
     plan.close()
@@ -63,7 +65,8 @@ def test_a_rank_does_not_come(comm, at_least):
     absent, fresh = comm.size - 1, comm.Dup()
     plan = MeshAttention(fresh, **SHAPE, timeout=TIMEOUT)
     if comm.rank != absent:
-        with pytest.raises(PeerFailure, match="for the other ranks"):
+        with pytest.raises(PeerFailure, match=f"has waited {TIMEOUT:g} s for the other ranks; no answer from rank "
+                                              f"{absent} on {socket.gethostname()}$"):
             plan.forward(*chunks(plan))
     comm.Barrier()
     plan.close()
@@ -75,7 +78,7 @@ def test_a_rank_does_not_come(comm, at_least):
 def test_a_rank_raises_while_decoding(comm, at_least, way):
     at_least(2)
     guilty, fresh = comm.size - 1, comm.Dup()
-    cache = KVCache(fresh, capacity=40, kv_heads=1, head_dim=4, timeout=TIMEOUT)
+    cache = KVCache(fresh, capacity=40, kv_heads=1, head_dim=4, timeout=500)
     cache.append(*np.ones((2, 1, 24, 1, 4), np.float32))
     if comm.rank == guilty:
         cache._backend.attend_pages = None               # not callable
@@ -87,7 +90,8 @@ def test_a_rank_raises_while_decoding(comm, at_least, way):
     endings = comm.allgather(type(ending).__name__)
     assert endings[guilty] == "TypeError" and "PeerFailure" in endings
     if isinstance(ending, PeerFailure):
-        assert f"has waited {TIMEOUT:g} s" in str(ending) and "combining" in str(ending) and "bytes" in str(ending)
+        assert str(ending).startswith(f"rank {guilty} on ")
+        assert "raised TypeError in call 2 of cache 1, tree_decode: " in str(ending)
     if ending is not None:
         with pytest.raises(MpiattnError, match="make a new one"):
             tree_decode(q, cache, check=False)
@@ -96,13 +100,13 @@ def test_a_rank_raises_while_decoding(comm, at_least, way):
 
 
 def test_plans_that_shared_the_mesh(comm, at_least):
-    """What is still under way is not read by another plan of that tile: it says so, on every rank that knows."""
+    """What is still under way is not read by another plan: it says so, on every rank that knows."""
     at_least(2)
     late, fresh = comm.size - 1, comm.Dup()
     plans = [MeshAttention(fresh, **SHAPE, timeout=TIMEOUT) for _ in range(2)]
     inputs = chunks(plans[0])
     if comm.rank == late:
-        time.sleep(3 * TIMEOUT)
+        time.sleep(10 * TIMEOUT)
     with pytest.raises(PeerFailure):
         plans[0].forward(*inputs)
     for call in (lambda plan: plan.forward(*inputs), lambda plan: plan.gather(inputs[0]),

@@ -1,0 +1,107 @@
+"""Small messages between ranks about what went wrong: who has failed, who is still there.
+
+A rank that raises while others count on it tells them, so that they need not wait until their time is up.  A rank whose
+time is up asks who is still there, so that its error can name the ranks that are not.  Messages are read whenever a
+rank waits for others.
+"""
+
+import contextlib
+import pickle
+import time
+
+from mpi4py import MPI
+
+TAG = 32000                 # of these messages; MPI promises tags up to 32767, and no other message has this one
+LISTEN = 1e-3               # seconds between two looks for messages while a rank waits
+ANSWER = 1.0                # seconds within which a rank that waits, however crowded its core, answers
+
+_channels = []              # all that are open: a rank that waits on one of them answers on every one
+_calls = []                 # the collective calls that this process is in, innermost last
+
+
+@contextlib.contextmanager
+def during(call):
+    """Other ranks that ask what this process is doing are answered `call`."""
+    _calls.append(call)
+    try:
+        yield
+    finally:
+        _calls.remove(call)
+
+
+def listen():
+    """Read and answer what has come on every channel."""
+    for channel in _channels:
+        channel.poll()
+
+
+class Channel:
+    """The messages about failures among the ranks of `comm`, on which nobody else uses `TAG`.
+
+    hosts: the name of every rank's host, None where they are not known.
+    failure: what another rank has said of its failure, None as long as none has.
+    """
+
+    def __init__(self, comm, hosts=None):
+        self.comm, self.hosts, self.failure = comm, hosts, None
+        self._answers, self._sending = {}, []
+        if comm.size > 1:
+            _channels.append(self)
+
+    def close(self):
+        """Before the communicator is freed."""
+        if self in _channels:
+            _channels.remove(self)
+
+    def name(self, rank):
+        """A rank in words."""
+        return f"rank {rank}" + (f" on {self.hosts[rank]}" if self.hosts else "")
+
+    def _others(self):
+        return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+
+    def _send(self, ranks, kind, text=None):
+        data = pickle.dumps((kind, text))
+        with contextlib.suppress(MPI.Exception):           # the rank or the link may be gone
+            self._sending = [request for request in self._sending if not request.Test()]
+            self._sending += [self.comm.Isend([data, MPI.BYTE], rank, TAG) for rank in ranks]
+
+    def alarm(self, failure):
+        """Tell all other ranks that this one cannot go on: they raise PeerFailure with that text."""
+        self._send(self._others(), "failure", failure)
+
+    def poll(self):
+        """Read and answer what has come."""
+        status = MPI.Status()
+        while (message := self.comm.Improbe(MPI.ANY_SOURCE, TAG, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([data, MPI.BYTE])
+            kind, text = pickle.loads(data)
+            if kind == "failure":
+                self.failure = self.failure or text
+            elif kind == "question":
+                self._send([status.source], "answer", _calls[-1] if _calls else "")
+            else:
+                self._answers[status.source] = text
+
+    def roll_call(self, done):
+        """Who answers, in words; "" where nobody can be asked or `done()`, called meanwhile, turned true."""
+        if self.comm.size == 1:
+            return ""
+        self._answers = {}
+        self._send(self._others(), "question")
+        until = time.monotonic() + ANSWER
+        while len(self._answers) < self.comm.size - 1 and time.monotonic() < until:
+            if done():
+                return ""
+            listen()
+            time.sleep(LISTEN)
+        silent = [rank for rank in self._others() if rank not in self._answers]
+        if silent:
+            return f"no answer from {_several([self.name(rank) for rank in silent])}"
+        calls = [f"{self.name(rank)} is in {call or 'no call'}" for rank, call in sorted(self._answers.items())]
+        return f"the other ranks are waiting too: {_several(calls)}"
+
+
+def _several(names, most=8):
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

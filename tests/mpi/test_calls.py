@@ -1,0 +1,147 @@
+"""Ranks must make the same calls in the same order: otherwise all of them get one error, and nobody a wrong number."""
+
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from runs import on
+from test_agreement import same_error
+
+import mpiattn
+from mpiattn import KVCache, MeshAttention, MpiattnError, PeerFailure, attention, ring_decode, tree_decode
+from mpiattn.errors import CallError, CopyError
+
+SHAPE = {"seqlen": 24, "heads": 2, "head_dim": 4, "causal": True}
+
+
+@pytest.fixture
+def two_plans(group):
+    with MeshAttention(group, **SHAPE) as a, MeshAttention(group, **SHAPE) as b:
+        yield a, b
+
+
+@pytest.fixture
+def two_caches(group):
+    with (KVCache(group, capacity=90, kv_heads=2, head_dim=4) as a,
+          KVCache(group, capacity=90, kv_heads=2, head_dim=4) as b):
+        yield a, b
+
+
+def chunks(plan, seed=0):
+    whole = np.random.default_rng(seed).standard_normal((3, 1, 24, 2, 4), np.float32)
+    return whole[:, :, plan.positions]
+
+
+def crossed(group, odd, first, second):
+    """The error of `first` on rank `odd` while the others make the call `second`."""
+    return same_error(group, first if group.rank == odd else second, CallError)
+
+
+@on(3)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_case_32_two_plans(group, two_plans, odd):
+    a, b = two_plans
+    x, y = chunks(a), chunks(b, 1)
+    expected = a.forward(*x), b.forward(*y)
+    text = crossed(group, odd, lambda: a.forward(*x), lambda: b.forward(*y))
+    others = [rank for rank in range(3) if rank != odd]
+    assert f"rank {odd} makes call 2 of {a._name}, forward" in text
+    assert f"ranks {others[0]}, {others[1]} make call 2 of {b._name}, forward" in text
+    again = a.forward(*x), b.forward(*y)                    # the plans are as good as before
+    assert all((one == other).all() for pair in zip(expected, again) for one, other in zip(*pair))
+
+
+@on(3)
+def test_case_32_plans_of_different_tiles(group):
+    with MeshAttention(group, **SHAPE, tile="ring") as a, MeshAttention(group, **SHAPE, tile="qring") as b:
+        crossed(group, 0, lambda: a.forward(*chunks(a)), lambda: b.forward(*chunks(b)))
+
+
+@on(3)
+def test_case_32_two_caches(group, two_caches):
+    a, b = two_caches
+    k = np.ones((1, 5, 2, 4), np.float32)
+    for cache in two_caches:
+        cache.append(k, k)
+    q = np.ones((1, 1, 2, 4), np.float32)
+    for first, second in ((lambda: tree_decode(q, a), lambda: tree_decode(q, b)),
+                          (lambda: a.append(k, k), lambda: b.append(k, k)),
+                          (lambda: a.truncate(3), lambda: b.free()),
+                          (lambda: tree_decode(q, a), lambda: ring_decode(q, a))):
+        crossed(group, 0, first, second)
+    assert a.lengths == b.lengths == (5,)
+    tree_decode(q, a)
+
+
+@on(3)
+def test_case_32_different_methods(group, two_plans, two_caches):
+    a, b = two_plans
+    cache = two_caches[0]
+    x = chunks(a)
+    out, lse = a.forward(*x)
+    calls = {"forward": lambda: a.forward(*x), "backward": lambda: a.backward(out, *x, out, lse),
+             "gather": lambda: a.gather(out), "scatter": lambda: b.scatter(np.zeros((1, 24)), root=None),
+             "append": lambda: cache.append(np.ones((1, 1, 2, 4), "f4"), np.ones((1, 1, 2, 4), "f4")),
+             "a plan": lambda: MeshAttention(group, **SHAPE), "attention": lambda: attention(*x, comm=group),
+             "a cache": lambda: KVCache(group, capacity=9, kv_heads=1, head_dim=4)}
+    for first in calls:
+        for second in calls:
+            if first != second:
+                crossed(group, 1, calls[first], calls[second])
+    assert (a.forward(*x)[0] == out).all()
+
+
+@on(2)
+def test_case_32_inside_its_own_callback(group, two_plans):
+    a, b = two_plans
+    x = chunks(a)
+    other = group.Dup()
+    with MeshAttention(other, **SHAPE) as elsewhere:                # another communicator's is no matter
+        expected = a.forward(*x)[0]
+        assert (a.forward(*x, progress=lambda done: elsewhere.forward(*x))[0] == expected).all()
+    other.Free()
+    with pytest.raises(MpiattnError, match="runs on this communicator at the same time") as caught:
+        a.forward(*x, progress=lambda done: b.forward(*x))
+    assert isinstance(caught.value, PeerFailure) or "forward runs on this communicator" in str(caught.value)
+    with pytest.raises(MpiattnError, match="did not end"):
+        a.forward(*x)
+
+
+@on(2)
+def test_case_32_from_a_second_thread(group, two_plans):
+    a, _ = two_plans
+    x, refused = chunks(a), []
+
+    def call():
+        try:
+            a.gather(x[0])
+        except MpiattnError as error:
+            refused.append(str(error))
+
+    def progress(done):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    expected = a.forward(*x)[0]
+    assert (a.forward(*x, progress=progress)[0] == expected).all()
+    assert refused and all("forward runs on this communicator at the same time" in text for text in refused)
+
+
+@on(2)
+def test_copies_are_refused(group, two_plans, two_caches):
+    for made in (two_plans[0], two_caches[0]):
+        for how in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(CopyError, match="cannot be copied or pickled"):
+                how(made)
+        assert isinstance(CopyError(""), TypeError) and issubclass(CopyError, mpiattn.MpiattnError)
+
+
+@on(2)
+def test_unclosed_plans_leave_no_communicator(group):
+    """MPI has only so many: here more are made, and dropped, than there are."""
+    for _ in range(600):
+        fresh = group.Dup()
+        MeshAttention(fresh, seqlen=4, heads=1, head_dim=2, tile="1x2")
+        fresh.Free()
