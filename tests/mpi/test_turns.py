@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from calls import calls
-from runs import BACKENDS, agreed, on
+from runs import BACKENDS, agreed, on, settle, subcomm
 
 from mpiattn import ArgumentError, KVCache, Layout, query_ring_decode, reference, ring_decode, tree_decode
 from mpiattn.arrays import on_host
@@ -68,3 +68,21 @@ def test_what_does_not_fit_leaves_no_trace(group):
         assert len(set(used)) == 1 and cache.lengths == (7,) and (cache.positions(0) == at).all()
         cache.append(*small)
         assert max(group.allgather(cache.local_lengths[0])) == 5, "dealt on as if nothing had been tried"
+
+
+@on(3)
+def test_turns_as_a_file(group, tmp_path_factory):
+    """What came in many turns is saved in order and loaded by fewer ranks."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, HEADS, DIM), np.float32) for n in (2, TOKENS, TOKENS))
+    path = group.bcast(str(tmp_path_factory.mktemp("turns") / "cache.h5") if group.rank == 0 else None)
+    with KVCache(group, capacity=2 * TOKENS, kv_heads=HEADS, head_dim=DIM, backend=BACKENDS[0]) as cache:
+        grow(cache, k, v, 100)
+        expected = [on_host(array) for array in tree_decode(q, cache)]
+        cache.save(path)
+    with subcomm(group, 2) as fewer:
+        if fewer is not None:
+            with KVCache.load(fewer, path, backend=BACKENDS[0]) as cache:
+                for got, array in zip(map(on_host, tree_decode(q, cache)), expected):
+                    assert np.allclose(got, array, rtol=1e-5, atol=1e-5)
+    settle(group)
