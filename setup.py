@@ -1,4 +1,4 @@
-"""Package metadata; kernel sources and tests are laid into the package as mpiattn/kernels and mpiattn/tests."""
+"""Package metadata; kernels, tests and Slurm's scripts are laid into the package as mpiattn/kernels and so on."""
 
 import re
 from pathlib import Path
@@ -17,9 +17,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels", "mpiattn.tests",
-              "mpiattn.tests.mpi", "mpiattn.tests.gpu"],
-    package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests"},
-    package_data={"mpiattn.kernels": ["README.md", "cuda/*", "emulation/*"]},
+              "mpiattn.tests.mpi", "mpiattn.tests.gpu", "mpiattn.slurm"],
+    package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests", "mpiattn.slurm": "slurm"},
+    package_data={"mpiattn.kernels": ["README.md", "cuda/*", "emulation/*"],
+                  "mpiattn.slurm": ["README.md", "*.sh", "*.sbatch"]},
     install_requires=["numpy>=1.24", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3"],
     extras_require={
         "mpich": ["mpich>=4.3"],

@@ -1,4 +1,4 @@
-"""Where the kernel sources and the tests are: inside the package when installed, beside it in a checkout."""
+"""Where kernel sources, tests and Slurm's scripts are: inside the package when installed, beside it in a checkout."""
 
 from pathlib import Path
 
@@ -13,6 +13,11 @@ def kernel_dir():
 def test_dir():
     """The folder of mpiattn's own tests."""
     return _folder("tests", "conftest.py", "tests")
+
+
+def slurm_dir():
+    """The folder of scripts for Slurm."""
+    return _folder("slurm", "launch.sh", "scripts for Slurm")
 
 
 def _folder(name, holds, what):

@@ -81,6 +81,33 @@ def test_a_wrong_result_is_not_measured(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+ENDED = ("import os, sys, mpiattn.bench.{0} as module; measure, sizes = module.{1}, []\n"
+         "def second_never_ends(*given, **how):\n"
+         "    sizes.append(given)\n"
+         "    os._exit(3) if len(sizes) == 2 else None\n"
+         "    return measure(*given, **how)\n"
+         "module.{1} = second_never_ends\n"
+         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+
+
+@pytest.mark.parametrize("place, options", [(("measure", "measure"), []), (("decode", "_measure"), ["--decode"])])
+def test_what_is_done_is_kept(tmp_path, place, options):
+    """A job that is ended in its second size leaves the first one's table, on its way by then, and whole files."""
+    files = ["--json", tmp_path / "b.json", *([] if options else ["--hdf5", tmp_path / "b.h5"])]
+    command = [sys.executable, "-c", ENDED.format(*place), *BENCH[3:], *options, *files, "--seqlen", "60", "70"]
+    outcome = mpirun(1, command, check=False)
+    assert outcome.returncode == 3
+    assert outcome.stdout.count("\nproblem ") + outcome.stdout.startswith("problem ") == 1
+    assert "\n60 tokens" in outcome.stdout and "\n70 tokens" not in outcome.stdout
+    data = json.loads((tmp_path / "b.json").read_text())
+    if options:
+        assert [result["context"] for result in data["results"]] == [60]
+        return
+    assert {case["seqlen"] for case in data["cases"]} == {60}
+    with h5py.File(tmp_path / "b.h5") as file:
+        assert list(file) == ["60"]
+
+
 @pytest.mark.parametrize("ranks, options", [(1, ["--kv-heads", "1"]), (3, ["--queries", "2", "--batch", "2"])])
 def test_decode(ranks, options):
     """Two contexts, the shorter one shorter than a page: every way is there, and what it sends."""

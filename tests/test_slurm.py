@@ -114,8 +114,8 @@ def test_bench(submit, tmp_path, variables, counts, options):
                  options=[f"--nodes={max(counts)}", "--ntasks-per-node=2"], **variables)
     assert job.state == "COMPLETED", job.log
     assert f"started by {variables.get('MPIATTN_LAUNCH', 'mpiexec')}" in job.log
-    _, header, table = job.log.partition("\nnodes  ranks  tile  forward  speed-up  waiting  sent per rank")
-    assert header, job.log
+    before, header, table = job.log.rpartition("\nnodes  ranks  tile  forward  speed-up  waiting  sent per rank")
+    assert before.count(header) == len(counts) - 1, job.log          # after each number of nodes
     assert [row.split()[:2] for row in table.splitlines()[2:-1]] == [[str(n), str(2 * n)] for n in counts]
     result, = tmp_path.glob("mpiattn-scaling-*.h5")
     assert result.name in table.splitlines()[-1]

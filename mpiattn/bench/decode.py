@@ -50,19 +50,25 @@ def add_arguments(parser):
 
 
 def measure(job, args):
-    """The measurement as data for JSON; collective.  Raises ArgumentError and VerificationError."""
+    """The measurement so far as data for JSON, after each context; collective.
+
+    Raises ArgumentError and VerificationError.
+    """
     with agreement(job.peers):
         for name, given in (("seqlen", min(args.seqlen)), ("batch", args.batch), ("queries", args.queries)):
             if given < 1:
                 raise ArgumentError(f"--{name} is {given}; it must be at least 1")
-    results = [_measure(job.peers, args, context) for context in args.seqlen]
-    data = {name: getattr(args, name) for name in ("batch", "queries", "heads", "head_dim", "dtype", "page_size",
+    asked = {name: getattr(args, name) for name in ("batch", "queries", "heads", "head_dim", "dtype", "page_size",
                                                    "runs", "warmup")}
     blas, threads = host.blas()
-    return {"mpiattn": __version__, "ranks": job.peers.size, **data, "kv_heads": args.kv_heads or args.heads,
-            **{name: results[0].pop(name) for name in ("nodes", "backend")}, "results": results,
-            "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
+    data = {"mpiattn": __version__, "ranks": job.peers.size, **asked, "kv_heads": args.kv_heads or args.heads,
+            "results": [], "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
             "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()}}
+    for context in args.seqlen:
+        result = _measure(job.peers, args, context)
+        data |= {name: result.pop(name) for name in ("nodes", "backend")}
+        data["results"].append(result)
+        yield data
 
 
 def _timed(peers, backend, work):
@@ -187,28 +193,30 @@ def _key_bytes(cache):
     return sum(cache.local_lengths) * cache.kv_heads * (cache.head_dim + cache.value_dim) * ITEMSIZE[cache.dtype]
 
 
-def as_text(data):
-    """The measurement for people."""
+def head_text(data):
+    """What holds for all contexts."""
     versions, machine = data["versions"], data["machine"]
-    lines = [facts([
+    return facts([
         ("problem", f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} "
                     f"quer{'ies' if data['queries'] > 1 else 'y'} each, {data['heads']} heads over "
                     f"{data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}"),
         ("ranks", f"{data['ranks']} on {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['backend']} back end"),
         ("machine", f"{machine['processor']}; NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}, threads: "
                     f"{machine['blas_threads'] or 'unknown'}), {versions['mpi']}"),
-        ("measured", f"{data['runs']} calls of each, in turn")])]
-    for result in data["results"]:
-        median, sent = result["median"], result["sent_bytes"]
-        base = result["chosen"] if result["chosen"] in median else next(iter(sent))
-        rows = [(name, duration(median[name]), size(sent[name]) if name in sent else "",
-                 f"{median[name] / median[base]:.3g}" if name in sent else
-                 f"{median[name] / median['MPI_Allreduce']:.3g} of MPI_Allreduce" if name not in ("keys", "sum") else
-                 f"{result['key_bytes'] / median[name] / 1e9:.3g} GB/s")
-                for name in median]
-        lines.append(f"\n{result['context']} tokens, a partial of {size(result['partial_bytes'])}, keys of "
-                     f"{size(result['key_bytes'])} a rank; auto is {result['chosen']}; results differ by "
-                     f"{result['difference']:.1e}, from float64 by {result['error']:.1e}; keys are read at "
-                     f"{percent(median['sum'] / median['keys'])} of a sum's speed\n"
-                     + table(rows, ("", "median", "sent by a rank", f"times {base}")))
-    return "\n".join(lines)
+        ("measured", f"{data['runs']} calls of each, in turn")])
+
+
+def result_text(result):
+    """The measurement of one context for people."""
+    median, sent = result["median"], result["sent_bytes"]
+    base = result["chosen"] if result["chosen"] in median else next(iter(sent))
+    rows = [(name, duration(median[name]), size(sent[name]) if name in sent else "",
+             f"{median[name] / median[base]:.3g}" if name in sent else
+             f"{median[name] / median['MPI_Allreduce']:.3g} of MPI_Allreduce" if name not in ("keys", "sum") else
+             f"{result['key_bytes'] / median[name] / 1e9:.3g} GB/s")
+            for name in median]
+    return (f"\n{result['context']} tokens, a partial of {size(result['partial_bytes'])}, keys of "
+            f"{size(result['key_bytes'])} a rank; auto is {result['chosen']}; results differ by "
+            f"{result['difference']:.1e}, from float64 by {result['error']:.1e}; keys are read at "
+            f"{percent(median['sum'] / median['keys'])} of a sum's speed\n"
+            + table(rows, ("", "median", "sent by a rank", f"times {base}")))

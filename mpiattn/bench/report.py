@@ -51,8 +51,8 @@ def _rows(cases, direction):
                    "" if found["counted"] else "BYTES NOT AS BY THE FORMULA")
 
 
-def _of_size(cases, data):
-    """The table of one size; below it the cases for which the same was chosen as for one in it."""
+def size_text(cases, data):
+    """The table of one size's cases; below it those for which the same was chosen as for one in it."""
     measured = [case for number, case in enumerate(cases) if case["measured_as"] == number]
     checks = sum(len(case["checked"]) for case in measured)
     label = f", {EMULATED}" if data["compute"] == EMULATED else ""
@@ -61,8 +61,8 @@ def _of_size(cases, data):
     for number, case in enumerate(cases):
         if case["measured_as"] != number:
             same.setdefault(case["measured_as"], []).append(" ".join(_name(case)[:3]))
-    return ["", title, table(_rows(measured, data["direction"]), HEADER),
-            *(f"{' '.join(_name(cases[number])[:3])} is also {'; '.join(others)}" for number, others in same.items())]
+    also = [f"{' '.join(_name(cases[number])[:3])} is also {'; '.join(others)}" for number, others in same.items()]
+    return "\n".join(["", title, table(_rows(measured, data["direction"]), HEADER), *also])
 
 
 def _problem(data):
@@ -74,8 +74,8 @@ def _problem(data):
             f"{window}")
 
 
-def as_text(data):
-    """Facts, and a table for every size."""
+def head_text(data):
+    """What holds for all sizes."""
     machine, versions, emulated = data["environment"], data["versions"], data["compute"] == EMULATED
     head = [("problem", _problem(data)),
             ("ranks", f"{data['ranks']} on {data['hosts']} host{'s' * (data['hosts'] > 1)}"),
@@ -89,7 +89,4 @@ def as_text(data):
             ("predicted", f"on machine {data['machine']['name']}: {data['machine']['assumes'] or 'measured'}")]
     if machine["cores"] < machine["ranks_on_host"] and not emulated:
         head.append(("WARNING", "fewer cores than ranks: these times say little"))
-    text = [facts(head)]
-    for seqlen in dict.fromkeys(case["seqlen"] for case in data["cases"]):
-        text += _of_size([case for case in data["cases"] if case["seqlen"] == seqlen], data)
-    return "\n".join(text)
+    return facts(head)

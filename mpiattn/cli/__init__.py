@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "how fast attention is on the ranks of this launch: sizes, tiles, schedules and routes; decoding; kernels",
     "check": "whether this installation and this launch are fit for work; the first thing to run on a new cluster",
     "tune": "measure the machine that these ranks run on, for the plans to come (under mpiexec or srun)",
+    "slurm": "the scripts for batch jobs of Slurm, and a copy of them to submit (no MPI needed)",
     "info": "what this installation and this launch have",
 }
 

@@ -1,8 +1,9 @@
 """How fast attention is on the ranks of this launch: a sweep over sizes, tiles, schedules and routes.
 
 Every rank makes its own tokens. Each case is first run once and compared with float64 attention, all rows or a seeded
-sample; if one is off, that is said and nothing is measured. Then the cases of a size are run in turn, run 1 of each,
-run 2 of each, so that what drifts hits all alike; cases for which the same is chosen are run once for all of them.
+sample; if one is off, that is said and nothing more is measured. Then the cases of a size are run in turn, run 1 of
+each, run 2 of each, so that what drifts hits all alike; cases for which the same is chosen are run once for all of
+them. After each size its table is printed and the files are written anew: a job that is ended keeps what is done.
 With --direction both a run is a forward and then a backward pass.
 
   median     seconds of the slowest rank, median over runs; "runs" their least and most; "ranks" of each rank's median
@@ -44,7 +45,7 @@ from ..plots.timeline import timeline
 from ..problem import ITEMSIZE
 from ..schedule import ROUTES
 from . import kernel, options
-from .jsonfile import check_json, write_json
+from .jsonfile import check_json, is_stream, write_json
 from .launch import on_all_ranks
 
 
@@ -102,13 +103,13 @@ def _checked(work, job, args):
 
 
 def _decode(job, args):
-    data = decode.measure(job, args)
-    with agreement(job.peers, only=0):
-        if job.comm.rank == 0:
-            if args.json:
-                write_json(args.json, data)
-            if args.json != "-":
-                print(decode.as_text(data), flush=True)
+    for number, data in enumerate(decode.measure(job, args), 1):
+        with agreement(job.peers, only=0):
+            if job.comm.rank == 0:
+                _keep(args, data, number == len(args.seqlen))
+                if args.json != "-":
+                    print(*[decode.head_text(data)][number - 1:], decode.result_text(data["results"][-1]), sep="\n",
+                          flush=True)
     return 0
 
 
@@ -119,28 +120,32 @@ def _run(job, args):
     how = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "batch", "dtype", "causal",
                                                   "window", "direction", "layout", "wire_dtype", "backend",
                                                   "transport", "max_memory", "machine", "timeout")}
-    found, passes = [], []
-    for of_size in asked:
+    data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
+    for number, of_size in enumerate(asked, 1):
         measured = measure.measure(job, of_size, how, choice.DIRECTIONS[args.direction], args.runs, args.warmup)
         by_plan = [passes_of(plan, measured.problem) for plan in measured.plans]
         summaries = [{name: one.summary() for name, one in of_plan.items()} for of_plan in by_plan]
-        found += report.cases_as_data(of_size, measured.which, measured.plans, summaries)
+        found = report.cases_as_data(of_size, measured.which, measured.plans, summaries)
         passes += [by_plan[i] for i in measured.which]
-    data = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers),
-            "backend": measured.backend, "compute": measured.compute, "machine": measured.machine.as_dict(),
-            "problem": _problem(measured.problem), "direction": args.direction, "runs": args.runs,
-            "warmup": args.warmup, "cases": found}
-    with agreement(peers, only=0):
-        if comm.rank == 0:
-            if args.hdf5:
-                write_hdf5(args.hdf5, data, passes)
-            if args.plot:
-                _plot(args.plot, measured, found[-len(of_size)])
-            if args.json:
-                write_json(args.json, data)
-    if comm.rank == 0 and args.json != "-":
-        print(report.as_text(data), flush=True)
+        data |= {"backend": measured.backend, "compute": measured.compute, "machine": measured.machine.as_dict(),
+                 "problem": _problem(measured.problem), "direction": args.direction, "runs": args.runs,
+                 "warmup": args.warmup, "cases": [*data.get("cases", []), *found]}
+        with agreement(peers, only=0):
+            if comm.rank == 0:
+                if args.hdf5:
+                    write_hdf5(args.hdf5, data, passes)
+                if args.plot and number == len(asked):
+                    _plot(args.plot, measured, found[0])
+                _keep(args, data, number == len(asked))
+        if comm.rank == 0 and args.json != "-":
+            print(*[report.head_text(data)][number - 1:], report.size_text(found, data), sep="\n", flush=True)
     return 0
+
+
+def _keep(args, data, last):
+    """Write JSON: a file whole after each size, for a job that is ended before the next; a stream once, at the end."""
+    if args.json and (last or not is_stream(args.json)):
+        write_json(args.json, data)
 
 
 def _check(args):

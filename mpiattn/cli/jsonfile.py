@@ -8,14 +8,14 @@ from ..errors import FileError
 from ..newfile import NewFile, check_target
 
 
-def _is_stream(path):
-    """Whether a path is a device or a pipe, which is written to and not replaced."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+def is_stream(path):
+    """Whether a path is standard output, a device or a pipe, which is written to and not replaced."""
+    return path == "-" or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def check_json(path, inputs=()):
     """Raise FileError, naming --json, if `write_json` could not write there; before the work is done."""
-    if path not in (None, "-") and not _is_stream(path):
+    if path is not None and not is_stream(path):
         check_target("--json", path, inputs)
 
 
@@ -31,7 +31,7 @@ def write_json(path, data):
         return
     new = None
     try:
-        if not _is_stream(path):
+        if not is_stream(path):
             new = NewFile("--json", path)
         with open(new.partial if new else path, "w") as file:
             file.write(text)
