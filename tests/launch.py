@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-DOCS, SLURM = TESTS.parent / "docs", TESTS.parent / "slurm"             # not there where mpiattn is installed
+DOCS, SLURM = TESTS.parent / "docs", TESTS.parent / "slurm"             # docs are not there where mpiattn is installed
 # The folder that holds mpiattn: the checkout, or where mpiattn is installed with its tests inside.
 ROOT = next(folder for folder in TESTS.parents if (folder / "mpiattn" / "__init__.py").is_file())
 

@@ -41,7 +41,8 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if launch.TESTS not in path.parents}
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))
+           if not {launch.TESTS, launch.SLURM} & set(path.parents)}               # which are installed inside
 
 
 def part(module):
