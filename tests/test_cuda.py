@@ -13,7 +13,7 @@ from files import write_input
 from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
-from mpiattn import backends
+from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
 from mpiattn.arrays import on_host
 from mpiattn.backends import cuda, emulated
 from mpiattn.cli import tune
@@ -132,6 +132,47 @@ def test_a_copy_comes_after_what_the_caller_does(gpu):
 def on_host_late(gpu, array):
     gpu.drain()
     return on_host(array)
+
+
+@needs_compiler
+def test_every_launch_is_between_begin_and_finish(gpu, monkeypatch, tmp_path):
+    """Of every call, where no argument has to be copied: before `begin` it would not wait for the caller's stream."""
+    made, inside = [], []
+
+    def recorded(name, method):
+        def record(self, *arguments, **options):
+            made.append((name, bool(inside)))
+            return method(self, *arguments, **options)
+        return record
+
+    def edge(method, change):
+        def pass_it(self):
+            method(self)
+            change()
+        return pass_it
+    for name in cuda.LAUNCHES:
+        monkeypatch.setattr(cuda.CudaBackend, name, recorded(name, getattr(cuda.CudaBackend, name)))
+    for name, change in (("begin", lambda: inside.append(1)), ("finish", inside.clear)):
+        monkeypatch.setattr(cuda.CudaBackend, name, edge(getattr(cuda.CudaBackend, name), change))
+
+    def call(method, *arguments, **options):
+        made.clear()
+        result = method(*arguments, **options)
+        assert made and not inside and all(within for _, within in made), (method.__name__, made)
+        return result
+    give = [fake_cupy.asarray(np.ones((1, 5, 1, 16), np.float32)) for _ in range(4)]
+    sinks = fake_cupy.asarray(np.zeros(1, np.float32))
+    with MeshAttention(MPI.COMM_SELF, seqlen=5, heads=1, head_dim=16, backend="cuda") as plan:
+        out, lse = call(plan.forward, *give[:3], sinks=sinks)
+        dlse = fake_cupy.asarray(np.ones((1, 1, 5), np.float32))
+        call(plan.backward, give[3], *give[:3], out, lse, dlse=dlse, sinks=sinks)
+    with KVCache(MPI.COMM_SELF, capacity=9, kv_heads=1, head_dim=16, backend="cuda") as cache:
+        call(cache.append, *give[:2])
+        for decode in (tree_decode, ring_decode, query_ring_decode):
+            call(decode, give[0], cache, sinks=sinks)
+        call(cache.local, 0)
+        call(cache.save, tmp_path / "cache.h5")
+    call(KVCache.load, MPI.COMM_SELF, tmp_path / "cache.h5", backend="cuda").close()
 
 
 @needs_compiler
