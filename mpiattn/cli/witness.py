@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import signal
 import socket
 import sys
@@ -72,5 +73,22 @@ def _wait(pid, note):
     if number not in asked:
         who, doing = _read(note)
         why = " (for lack of memory, if nobody sent it)" if number == signal.SIGKILL else ""
-        os.write(2, f"mpiattn: {who} was ended by {signal.Signals(number).name}{why}; it was at: {doing}\n".encode())
-    os._exit(128 + number)
+        os.write(2, f"mpiattn: {who} was ended by {_name(number)}{why}; it was at: {doing}\n".encode())
+    _end_by(number)
+
+
+def _name(number):
+    try:
+        return signal.Signals(number).name
+    except ValueError:                                           # one of those that have a number only
+        return f"signal {number}"
+
+
+def _end_by(number):
+    """End by the signal that ended the rank: MPICH's launcher takes no exit code for a death, and would wait for it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))             # the rank has left its own, if it was to
+    with contextlib.suppress(OSError):                           # nobody may change what SIGKILL does
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)                                       # not reached: the signal ended the rank
