@@ -7,8 +7,12 @@ from . import __version__, host
 
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")      # in MPI's order
-# How launchers tell a process the number of ranks: MPICH's and Intel's, Open MPI's, HPE's.
-LAUNCHED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE")
+# How launchers tell a process the number of ranks.  Without an interface to MPI srun starts as many programs of one
+# rank each, and says so in its own variable only; that is last, since mpiexec may have started its daemons by srun.
+OPEN_MPI = "the mpiexec of Open MPI"
+LAUNCHERS = {"PMI_SIZE": "the mpiexec of MPICH or Intel MPI (or another launcher with PMI)",
+             "OMPI_COMM_WORLD_SIZE": OPEN_MPI, "PALS_SIZE": "the launcher of PALS",
+             "MV2_COMM_WORLD_SIZE": "the launcher of MVAPICH", "SLURM_STEP_NUM_TASKS": "srun"}
 
 
 def versions():
@@ -36,7 +40,7 @@ def mpi(comm):
     aware, why = gpu_aware()
     return {"library": mpi_library(), "standard": ".".join(map(str, MPI.Get_version())),
             "thread_level": THREAD_LEVELS[_level(MPI)], "largest_tag": comm.Get_attr(MPI.TAG_UB),
-            "gpu_aware": aware, "gpu_aware_why": why, "ranks": comm.size, "launched_ranks": launched_ranks()}
+            "gpu_aware": aware, "gpu_aware_why": why, "ranks": comm.size, "launched_ranks": launched()[0]}
 
 
 def mpi_library():
@@ -46,10 +50,12 @@ def mpi_library():
     return " ".join(library.replace("\0", "").split())
 
 
-def launched_ranks(variables=LAUNCHED_RANKS):
-    """How many ranks the launcher says it started, None if it does not say."""
-    told = next((os.environ[name] for name in variables if os.environ.get(name, "").isdigit()), None)
-    return told and int(told)
+def launched():
+    """How many ranks the launcher says it started, and which launcher that is, in words; (None, None) without one."""
+    for variable, launcher in LAUNCHERS.items():
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable]), launcher
+    return None, None
 
 
 def _level(MPI):

@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from . import endings
 from .agreement import agreement
+from .blocking import blocking
 from .channel import Channel, during
 from .errors import ArgumentError, MpiattnError, PeerFailure
 from .peers import TIMEOUT, Peers, translate_ranks
@@ -68,7 +69,7 @@ def _forget_owner(comm, key, home):
 
 def nodes_of(peers):
     """The node of every rank, numbered from 0 on in order of their lowest ranks; collective."""
-    node = peers.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = blocking(peers, lambda: peers.comm.Split_type(MPI.COMM_TYPE_SHARED))
     lowest = min(translate_ranks(node, range(node.size), peers.comm))
     node.Free()
     everywhere = peers.allgather(lowest)

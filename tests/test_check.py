@@ -136,10 +136,18 @@ def test_ranks_that_see_another_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["results._run", "links.take_turns", "folder.gather", None])
+@pytest.mark.parametrize("place", ["results._run", "links.take_turns", "folder.gather", "facts.inside", None])
 def test_a_rank_that_stops(tmp_path, place):
     spoil = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"         # at the start
-    if place:
+    if place == "facts.inside":                   # in a call of MPI that has no nonblocking form, once all had come
+        spoil = ("import signal\nfrom mpi4py import MPI\nfrom mpiattn import mesh\nhonest = mesh.blocking\n"
+                 "def blocking(peers, call):\n"
+                 "    if rank == 1:\n"
+                 "        peers.barrier()\n"
+                 "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+                 "    return honest(peers, call)\n"
+                 "mesh.blocking = blocking")
+    elif place:
         module, name = place.split(".")
         spoil = (f"import signal\nfrom mpiattn.check import {module} as module\nhonest = module.{name}\n"
                  "def struck(*args, **how):\n"

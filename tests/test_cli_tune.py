@@ -1,7 +1,6 @@
 """`mpiattn tune` as it is run: what it stores, what it says, what launches then reckon with, and what goes wrong."""
 
 import json
-import subprocess
 import sys
 
 import launch
@@ -74,18 +73,6 @@ def test_trouble_with_the_store(run, tmp_path):
     assert "MPIATTN_MACHINE is 'none'" in run(2, "info", env={"MPIATTN_MACHINE": "none"}).stdout
     outcome = run(2, *QUICK[:2], "1e6", env={"XDG_CONFIG_HOME": str(run.store)}, check=False)
     assert outcome.returncode and outcome.stderr.count("its folder cannot be made") == 1
-
-
-def test_under_the_mpiexec_of_another_mpi(tmp_path):
-    """It would take each rank for a launch of one, and store that."""
-    launch.require_launch()
-    other = "OMPI_COMM_WORLD" if launch.vendor() == "mpich" else "PMI"
-    for rank, said in ((0, "the launcher started 2 ranks, this MPI sees 1"), (1, "")):
-        env = {f"{other}_SIZE": "2", f"{other}_RANK": str(rank), "XDG_CONFIG_HOME": str(tmp_path)}
-        outcome = subprocess.run([*MPIATTN, *QUICK], env=launch.environment(env), text=True, capture_output=True,
-                                 timeout=60)
-        assert outcome.returncode == 1 and outcome.stdout == "" and said in outcome.stderr
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("arguments, text", [

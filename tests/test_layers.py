@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "reference", "", "host", "newfile"},
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
      "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "documents", "activity", "mesh",
-     "peers", "channel", "endings", "collective_calls", "agreement", "exchange", "redistribute", "tuned",
+     "blocking", "peers", "channel", "endings", "collective_calls", "agreement", "exchange", "redistribute", "tuned",
      "gpuaware", "gpuprobe", "transport", "installation",
      "hdf5", "tensorfiles", "backends", "arrays", "tensors",
      "ledger", "pages", "tree"},

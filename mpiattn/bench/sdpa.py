@@ -26,6 +26,7 @@ from ..cli.table import duration, facts, table
 from ..errors import ArgumentError, MpiattnError, VerificationError
 from ..installation import mpi_library
 from ..machine import PRODUCTS
+from ..mesh import nodes_of
 from ..plan import MeshAttention
 from ..problem import ITEMSIZE
 from ..tiling import parse_tile, tiles
@@ -150,18 +151,16 @@ def _check(args, ranks):
     return tiles(ranks) if args.all_tiles else [args.tile]
 
 
-def _host_of_rank_0(comm):
-    """Ranks on the host of rank 0, and the cores that they may use together; known to rank 0."""
-    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cores = local.allgather(host.cores())
-    local.Free()
+def _host_of_rank_0(peers):
+    """Ranks on the host of rank 0, and the cores that they may use together."""
+    cores = [cores for node, cores in zip(nodes_of(peers), peers.allgather(host.cores())) if node == 0]
     return len(cores), set().union(*cores)
 
 
 def _run(job, args):
     comm, peers = job.comm, job.peers
     args.threads = comm.size if args.threads is None else args.threads
-    local_ranks, cores = _host_of_rank_0(comm)
+    local_ranks, cores = _host_of_rank_0(peers)
     arrays, torch = [None] * 4, None
     with agreement(peers):
         shapes = _check(args, comm.size)

@@ -2,12 +2,8 @@
 
 import socket
 
-from mpi4py import MPI
-
 from .. import host, installation
-
-# Without PMI, srun starts as many programs of one rank as it was asked for ranks, and says so here only.
-LAUNCHED = (*installation.LAUNCHED_RANKS, "SLURM_STEP_NUM_TASKS")
+from ..mesh import nodes_of
 
 
 def gather(peers):
@@ -17,12 +13,12 @@ def gather(peers):
     versions, blas and mpi as of `mpiattn.installation`, launched (ranks that the launcher counts, or None),
     devices (how each is known on the node), device_names and no_devices_why.
     """
-    local = peers.comm.Split_type(MPI.COMM_TYPE_SHARED)
-    node, local_rank = local.bcast(peers.rank), local.rank
-    local.Free()
+    nodes = nodes_of(peers)
+    node = nodes[peers.rank]
     names, why = installation.devices()
     return peers.allgather({
-        "rank": peers.rank, "host": socket.gethostname(), "node": node, "local_rank": local_rank,
+        "rank": peers.rank, "host": socket.gethostname(), "node": nodes.index(node),
+        "local_rank": nodes[:peers.rank].count(node),
         "cores": sorted(host.cores()), "versions": installation.versions(), "blas": installation.blas(),
-        "mpi": installation.mpi(peers.comm), "launched": installation.launched_ranks(LAUNCHED),
+        "mpi": installation.mpi(peers.comm), "launched": installation.launched()[0],
         "devices": installation.device_addresses(len(names)), "device_names": names, "no_devices_why": why})

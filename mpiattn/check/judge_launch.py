@@ -16,7 +16,7 @@ GRAVE = ("MPI", "mpiattn", "mpi4py")
 def size(ranks):
     """As many ranks as the launcher started, on how many nodes."""
     launched, here = ranks[0]["launched"], len(ranks)
-    if launched not in (None, here):
+    if here == 1 and launched not in (None, 1):        # parts of a job may be launched with numbers of their own
         library = ranks[0]["mpi"]["library"]
         return Item("ranks", FAIL, f"the launcher started {launched} ranks, this MPI sees {here} ({library})", ADVICE)
     nodes = by_node(ranks)

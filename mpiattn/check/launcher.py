@@ -1,24 +1,30 @@
-"""Whether the launcher is of another MPI, found out before MPI is started: under Open MPI's mpiexec MPICH aborts."""
+"""Whether the launcher starts ranks of this MPI.
 
-import os
-import subprocess
-import sys
+One of another MPI starts programs that do not know of each other: each would be all of the job, N runs for one.
+"""
 
-from .item import FAIL, Item
+from .. import installation
 
-ASK = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 ADVICE = ("mpiexec belongs to another MPI than mpi4py: use the mpiexec of that MPI, or install mpi4py anew with yours "
           "loaded (pip install --force-reinstall --no-binary=mpi4py mpi4py); with srun, name the interface that this "
           "MPI knows: srun --mpi=pmix or pmi2 (srun --mpi=list)")
 
 
 def foreign():
-    """The item that says so where Open MPI's mpiexec has started this process and mpi4py's MPI is MPICH, else None."""
-    launched = os.environ.get("OMPI_COMM_WORLD_SIZE")
-    if launched is None:
+    """What is wrong where Open MPI's mpiexec has started this process and mpi4py's MPI is MPICH, else None.
+
+    MPICH ends the process when it is started so: this is to be asked before.
+    """
+    ranks, launcher = installation.launched()
+    if launcher != installation.OPEN_MPI or "MPICH" not in installation.mpi_library().upper():
         return None
-    says = subprocess.run([sys.executable, "-c", ASK], text=True, capture_output=True).stdout
-    if "MPICH" not in says.upper():
+    return f"the launcher started {ranks} ranks of Open MPI, mpi4py has {installation.mpi_library()}"
+
+
+def copies(size):
+    """What is wrong where this MPI sees one rank, `size`, and the launcher has started several, else None."""
+    ranks, launcher = installation.launched()
+    if size > 1 or ranks in (None, 1):
         return None
-    library = " ".join(says.splitlines()[0].split())
-    return Item("ranks", FAIL, f"the launcher started {launched} ranks of Open MPI, mpi4py has {library}", ADVICE)
+    return (f"{launcher} started {ranks} ranks, each of which is alone in {installation.mpi_library()}, the MPI of "
+            f"mpi4py: they would do the work {ranks} times")

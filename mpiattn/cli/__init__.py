@@ -8,7 +8,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import MpiattnError
-from . import suggest, witness
+from . import startup, suggest, witness
 from .threads import limit_threads
 
 COMMANDS = {
@@ -24,7 +24,7 @@ COMMANDS = {
     "info": "what this installation and this launch have",
 }
 
-WATCHED = ("run", "decode", "bench")         # long ones, whose ranks may come to be killed
+UNDER_MPI = ("run", "decode", "bench", "check", "tune", "info")      # under a launcher, each with a witness
 
 EXAMPLES = """\
 examples:
@@ -101,8 +101,10 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     limit_threads()                                    # before anything imports NumPy
     command = next((word for word in argv if word in COMMANDS), None)
-    if command in WATCHED and launch_rank(None) is not None:
-        witness.watch(launch_rank())
+    if command in UNDER_MPI:
+        if launch_rank(None) is not None:
+            witness.watch(launch_rank())
+        startup.defer()
     args = _parser(command).parse_args(argv, argparse.Namespace(words=list(argv)))
     try:
         return args.run(args)

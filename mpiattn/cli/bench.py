@@ -39,6 +39,7 @@ from ..bench.store import write_hdf5
 from ..bench.summary import passes_of
 from ..errors import ArgumentError
 from ..installation import mpi_library
+from ..mesh import nodes_of
 from ..newfile import check_target
 from ..plots import style
 from ..plots.timeline import timeline
@@ -189,13 +190,11 @@ def _problem(problem):
 
 def _environment(peers):
     """On what it was measured; collective."""
-    from mpi4py import MPI
-    node = peers.comm.Split_type(MPI.COMM_TYPE_SHARED)
-    told = peers.allgather((node.rank == 0, node.size, len(host.cores())))
-    node.Free()
+    nodes, cores = nodes_of(peers), peers.allgather(len(host.cores()))
     blas, threads = host.blas()
-    _, ranks, cores = max(told, key=lambda one: one[1] / one[2])
-    return {"hosts": sum(first for first, *_ in told),
+    ranks, cores = max(((nodes.count(node), count) for node, count in zip(nodes, cores)),
+                       key=lambda pair: pair[0] / pair[1])
+    return {"hosts": max(nodes) + 1,
             "environment": {"processor": host.processor(), "cores": cores, "ranks_on_host": ranks, "blas": blas,
                             "blas_threads": threads},
             "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()}}

@@ -19,14 +19,16 @@ import time
 from collections import Counter
 
 from ..agreement import agreement
-from ..check.item import FAIL, PASS, WARN
-from ..check.launcher import foreign
+from ..check.item import FAIL, PASS, WARN, Item
+from ..check.launcher import ADVICE, foreign
 from ..errors import FileError
 from ..sources import test_dir
 from . import launch_rank, options
 from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
+from .message import SILENT
 from .progress import Progress
+from .startup import defer
 
 TIMEOUT = 60.0             # seconds; nothing here takes a rank as long
 
@@ -52,18 +54,19 @@ def run(args):
         args.wrong(f"{args.pytest[0]!r} is for pytest, which --full runs")
     wrong = foreign()
     if wrong:
+        items = [Item("ranks", FAIL, wrong, ADVICE)]
         if launch_rank() == 0:
-            _write(args, [wrong], {})
-            _print(args, [wrong])
+            _write(args, items, {})
+            _print(args, items)
         else:
-            time.sleep(1)           # a launcher ends all ranks with the first that fails: let rank 0 speak first
+            time.sleep(SILENT)
         return 1
     timeout = TIMEOUT if args.timeout is None else args.timeout
-    return on_all_ranks(lambda job: _run(job, args, timeout), timeout)
+    return on_all_ranks(lambda job: _run(job, args, timeout), timeout, alone=True)
 
 
 def _run(job, args, timeout):
-    from ..check.survey import steps, survey  # starts MPI, which --full must not
+    from ..check.survey import steps, survey
 
     comm = job.comm
     # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
@@ -124,6 +127,7 @@ def _full(args):
     except FileError as error:
         args.wrong(str(error))
     import pytest
+    defer(False)                        # the tests start MPI, and only where they find themselves under a launcher
     # Whatever configuration of pytest lies above the installation is of something else.
     alone = ["-c", os.devnull, "--rootdir", str(tests), "-p", "no:cacheprovider", "-ra"]
     return int(pytest.main([*alone, *args.pytest, str(tests)]))

@@ -27,13 +27,13 @@ def add_arguments(parser):
 
 def run(args):
     """`mpiattn info`."""
-    return on_all_ranks(lambda job: _run(job, args))
+    return on_all_ranks(lambda job: _run(job, args), alone=True)
 
 
 def _run(job, args):
     from ..mesh import nodes_of
-    comm = job.comm
-    facts_of_hosts, nodes = _hosts(comm), nodes_of(job.peers)
+    comm, nodes = job.comm, nodes_of(job.peers)
+    facts_of_hosts = _hosts(job.peers, nodes)
     data = None
     with agreement(job.peers, only=0):
         # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
@@ -51,19 +51,11 @@ def _run(job, args):
 
 # Gathering
 
-def _hosts(comm):
-    """Per host in order of its first rank: name, ranks, cores and devices; gathered on rank 0, else None."""
-    from mpi4py import MPI
-    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    first = local.bcast(comm.rank)
-    local.Free()
-    names, why = installation.devices()
-    ranks = comm.gather((first, socket.gethostname(), host.cores(), names, why))
-    if comm.rank:
-        return None
-    found = {}
-    for leader, name, cores, devices, reason in ranks:
-        entry = found.setdefault(leader, {"host": name, "ranks": 0, "cores": set(), "devices": [],
+def _hosts(peers, nodes):
+    """Per host in order of its first rank: name, ranks, cores and devices; nodes: of every rank."""
+    ranks, found = peers.allgather((socket.gethostname(), host.cores(), *installation.devices())), {}
+    for node, (name, cores, devices, reason) in zip(nodes, ranks):
+        entry = found.setdefault(node, {"host": name, "ranks": 0, "cores": set(), "devices": [],
                                           "no_devices_why": reason})
         entry["ranks"] += 1
         entry["cores"] |= cores

@@ -7,13 +7,10 @@ import sys
 import time
 import traceback
 
-from ..errors import MpiattnError, PeerFailure
-from . import witness
-from .threads import local_ranks
-
-PARTING = 10.0             # seconds that ranks which end together wait for each other
-FLUSH = 0.5                # seconds that a launcher needs to pass a message on, which it drops when the job is aborted
-STAGGER, LATEST = 1.0, 5.0       # seconds between hosts whose ranks fail together, so that one ends the job; at most
+from ..errors import ArgumentError, MpiattnError, PeerFailure
+from . import launch_rank, witness
+from .message import FLUSH, PARTING, SILENT, speak
+from .startup import start
 
 
 class Job:
@@ -26,9 +23,9 @@ class Job:
         from ..channel import Channel
         from ..peers import Peers, check_timeout, time_limit
         check_timeout(timeout)
-        limit = time_limit(timeout)
-        hosts = Peers(comm, limit).allgather(socket.gethostname())
-        self.comm, self.peers = comm, Peers(comm, limit, channel=Channel(comm, hosts))
+        channel = Channel(comm)
+        self.comm, self.peers = comm, Peers(comm, time_limit(timeout), channel=channel)
+        channel.hosts = self.peers.allgather(socket.gethostname())
         self.phase, self.seconds = "start", {}
         witness.tell(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}")
 
@@ -44,19 +41,26 @@ class Job:
         return result
 
 
-def on_all_ranks(work, timeout=None):
-    """Run work(job) on every rank and return the exit code.
+def on_all_ranks(work, timeout=None, alone=False):
+    """Start MPI, run work(job) on every rank and return the exit code.
 
     An error that the ranks agreed on is said once, by rank 0, and ends all of them with code 1.  An error that
     only one rank knows of would leave the others waiting: that rank says what it is and where, and aborts the launch.
+    alone: whether the work is also for ranks that do not know of each other, since they were started for another MPI.
     """
-    from mpi4py import MPI
-    comm, job = MPI.COMM_WORLD, None
+    from ..check import launcher
+    wrong = None if alone else launcher.foreign()
+    comm = None if wrong else start(timeout)
+    wrong = wrong or (None if alone else launcher.copies(comm.size))
+    if wrong:
+        return _refuse(f"{wrong}. Nothing was done. {launcher.ADVICE}")
+    job = None
     try:
         job = Job(comm, timeout)
         return work(job)
     except BaseException as error:
-        if job is None or (isinstance(error, MpiattnError) and (error.everywhere or comm.size == 1)):
+        if isinstance(error, MpiattnError) and (error.everywhere or isinstance(error, ArgumentError) and job is None
+                                                or comm.size == 1):
             if comm.rank == 0:
                 print(f"mpiattn: {error}", file=sys.stderr, flush=True)
             _part(comm)
@@ -64,26 +68,19 @@ def on_all_ranks(work, timeout=None):
         if comm.size == 1:
             raise
         if not isinstance(error, KeyboardInterrupt):
-            _speak(comm, _story(comm, job, error))
+            speak(_story(comm, job.phase if job else "start", error), comm.rank, witness.launcher or os.getppid())     # one for all of a host
         elif comm.rank:
             time.sleep(FLUSH)                          # rank 0 may have files to clear away
         comm.Abort(1)
 
 
-def _speak(comm, story):
-    """Say why this rank is about to end the job, unless another that fails with it has said why it is."""
-    launcher = witness.launcher or os.getppid()        # one for all ranks on a host
-    if sys.platform.startswith("linux"):
-        claim = socket.socket(socket.AF_UNIX)          # held until this process ends
-        try:
-            claim.bind(f"\0mpiattn-{launcher}")
-        except OSError:
-            time.sleep(PARTING)
-            return
-    time.sleep(min(STAGGER * (comm.rank // local_ranks()), LATEST))
-    sys.stderr.write(story)                            # in one piece
-    sys.stderr.flush()
-    time.sleep(FLUSH)
+def _refuse(text):
+    """Say once why ranks that do not know of each other do nothing; gives the exit code."""
+    if launch_rank() == 0:
+        print(f"mpiattn: {text}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SILENT)
+    return 1
 
 
 def _part(comm):
@@ -93,11 +90,11 @@ def _part(comm):
         Peers(comm, PARTING).barrier()
 
 
-def _story(comm, job, error):
+def _story(comm, phase, error):
     """What happened to this rank, where, and why."""
     if isinstance(error, PeerFailure):
-        return f"mpiattn: {error}; phase: {job.phase}\n"
-    where = getattr(error, "where", "") or f"in phase {job.phase}"
+        return f"mpiattn: {error}; phase: {phase}\n"
+    where = getattr(error, "where", "") or f"in phase {phase}"
     story = f"mpiattn: rank {comm.rank} of {comm.size} on {socket.gethostname()} failed {where}: "
     if isinstance(error, MpiattnError):
         return f"{story}{error}\n"

@@ -17,12 +17,11 @@ import argparse
 import json
 import math
 import os
-import sys
 
 from ..agreement import agreement
 from ..errors import ArgumentError
 from ..newfile import NewFile, check_target
-from . import launch_rank, options
+from . import options
 from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
 from .progress import Progress
@@ -85,20 +84,12 @@ def run(args):
 
 
 def _run(job, args):
-    from .. import installation, machines
-    from ..check.facts import LAUNCHED
+    from .. import machines
     from ..mesh import nodes_of
     from ..transport import check_transport, make_backend
     from ..tuned import key_of
     from ..tuning.measure import measure
-    # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
-    peers, speaks = job.peers, job.comm.rank == 0 and launch_rank() == 0
-    launched = installation.launched_ranks(LAUNCHED)
-    if launched not in (None, peers.size):             # its ranks do not know of each other: it would measure nonsense
-        if speaks:
-            print(f"mpiattn tune: the launcher started {launched} ranks, this MPI sees {peers.size}; `mpiattn check` "
-                  "says what to do about it", file=sys.stderr)
-        return 1
+    peers, speaks = job.peers, job.comm.rank == 0
     with agreement(peers):
         check_transport(args.backend, args.transport)
     nodes = nodes_of(peers)

@@ -14,9 +14,13 @@ import signal
 import socket
 import sys
 
+from .message import speak
+
 NOTE_BYTES = 1024
 PR_SET_PDEATHSIG = 1                   # of Linux's prctl: the signal that a process gets when its parent ends
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+
+WHY = {signal.SIGKILL: " (for lack of memory, if nobody sent it)", signal.SIGALRM: " (time was up)"}
 
 _note = None                           # memory shared with the witness, in the rank
 launcher = None                        # what started the witness, in the rank: a process number
@@ -30,7 +34,7 @@ def watch(rank):
     above, note = os.getppid(), mmap.mmap(-1, NOTE_BYTES)
     pid = os.fork()
     if pid:
-        _wait(pid, note)
+        _wait(pid, note, rank)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _note, launcher = note, above
     signal.signal(signal.SIGINT, _interrupted)
@@ -51,12 +55,28 @@ def tell(who=None, doing=None):
         _note[:] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
 
+@contextlib.contextmanager
+def limit(doing, seconds):
+    """End the rank unless what is done inside, which nothing interrupts, is over in time; its witness then says so."""
+    if _note is None or seconds == float("inf"):
+        yield
+        return
+    tell(doing=doing)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    tell(doing="starting")
+
+
 def _read(note):
     who, _, doing = note[:].rstrip(b"\0").decode(errors="replace").partition("\n")
     return who, doing
 
 
-def _wait(pid, note):
+def _wait(pid, note, rank):
     """The witness's whole life."""
     asked = []                         # signals that the rank was sent by way of its witness: nobody need be told
 
@@ -72,8 +92,11 @@ def _wait(pid, note):
     number = os.WTERMSIG(status)
     if number not in asked:
         who, doing = _read(note)
-        why = " (for lack of memory, if nobody sent it)" if number == signal.SIGKILL else ""
-        os.write(2, f"mpiattn: {who} was ended by {_name(number)}{why}; it was at: {doing}\n".encode())
+        story = f"mpiattn: {who} was ended by {_name(number)}{WHY.get(number, '')}; it was at: {doing}\n"
+        if number == signal.SIGALRM:                             # that of other ranks is up, too
+            speak(story, rank, os.getppid())
+        else:
+            os.write(2, story.encode())
     _end_by(number)
 
 

@@ -1,0 +1,33 @@
+"""One message where ranks fail together: which of them speaks, and how long it takes until that is out."""
+
+import os
+import socket
+import sys
+import time
+
+from .threads import local_ranks
+
+PARTING = 10.0             # seconds that ranks which end together wait for each other
+SILENT = 5.0               # seconds in which rank 0 speaks, before a launcher ends it because another rank has ended
+FLUSH = 0.5                # seconds that a launcher needs to pass a message on, which it drops when the job is aborted
+STAGGER, LATEST = 1.0, 5.0       # seconds between hosts whose ranks fail together, so that one ends the job; at most
+
+_claims = []               # held until this process ends
+
+
+def speak(story, rank, launcher):
+    """Write a story, why this rank is about to end the job, unless another that fails with it has said why it is.
+
+    launcher: the number of the process that has started the ranks of this host.
+    """
+    if sys.platform.startswith("linux"):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0mpiattn-{launcher}")
+        except OSError:
+            time.sleep(PARTING)
+            return
+        _claims.append(claim)
+    time.sleep(min(STAGGER * (rank // local_ranks()), LATEST))
+    os.write(2, story.encode())                        # in one piece
+    time.sleep(FLUSH)
