@@ -13,6 +13,9 @@ source .venv/bin/activate || return
 # your site wants them.  Unset, launch.sh chooses by the MPI; each job's first line says what it chose.
 # export MPIATTN_LAUNCH="srun --mpi=pmix"
 
+# Seconds within which python3 of every node must say what it has, before any rank is started.
+# export MPIATTN_LOOK_SECONDS=60
+
 # Threads of a rank: the cores that it was given by --cpus-per-task, so that ranks on one node share none.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 

@@ -51,6 +51,42 @@ choose_launcher() {
     echo "srun --mpi=$plugin"
 }
 
+# Prints what a node has, in one line, for all of them to be compared; or what it lacks, and ends with code 1.
+look='
+import sys
+try:
+    import h5py, mpi4py, mpiattn, numpy
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+    library = MPI.Get_library_version().replace("\0", "").splitlines()[0]
+    print(f"mpiattn {mpiattn.__version__}, Python {sys.version.split()[0]}, mpi4py {mpi4py.__version__}, {library}")
+except Exception as error:
+    print(f"{sys.executable}: {type(error).__name__}: {error}".splitlines()[0])
+    sys.exit(1)
+'
+# Runs it, on every node.
+look_here='
+said=$(timeout "$1" python3 -c "$2" 2> /dev/null)
+case $? in
+    0) ;;
+    124) said="FAILS: no answer within $1 s (MPIATTN_LOOK_SECONDS)" ;;
+    127) said="FAILS: no python3" ;;
+    *) said="FAILS: ${said:-python3 ended without a word}" ;;
+esac
+printf "%s\t%s\n" "$SLURMD_NODENAME" "$said"
+'
+
+# Ends the job unless every node has the same.  Where one lacks something, the ranks of the others would wait for its own.
+look_at_nodes() {
+    local limit=${MPIATTN_LOOK_SECONDS:-60} nodes=$SLURM_JOB_NUM_NODES said
+    said=$(timeout $((2 * limit)) srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --mpi=none \
+        bash -c "$look_here" - "$limit" "$look") ||
+        die "srun cannot start a program on each node of $SLURM_JOB_NODELIST within $((2 * limit)) s, see above"
+    said=$(sort <<< "$said" | awk -F "\t" '{ with[$2] = with[$2] " " $1 } END { for (it in with) print with[it] ": " it }')
+    [[ $(wc -l <<< "$said") -eq 1 && $said != *": FAILS: "* ]] ||
+        die "nodes lack what others have; see to the modules and the environment of $slurm/env.sh there:"$'\n'"$said"
+}
+
 launch() {
     local nodes=$1 ranks=$2 options
     shift 2
@@ -72,4 +108,5 @@ command -v python3 > /dev/null || die "no python3 on PATH: activate the environm
 python3 -c "import mpiattn" || die "$(command -v python3) has no mpiattn: activate its environment in $slurm/env.sh"
 launcher=${MPIATTN_LAUNCH:-$(choose_launcher)} || exit
 read -ra launcher <<< "$launcher"
+[ "$SLURM_JOB_NUM_NODES" -eq 1 ] || look_at_nodes
 echo "mpiattn: $SLURM_NTASKS ranks on $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), started by ${launcher[*]}"

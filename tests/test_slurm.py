@@ -164,6 +164,38 @@ def test_clear_errors(submit, tmp_path, script, arguments, site, variables, mess
     assert {path.suffix for path in set(tmp_path.iterdir()) - before} == {".log"}
 
 
+@pytest.mark.parametrize("on_node_2, said", [
+    ('exec {python} -I -S "$@"', "FAILS: {python}: ModuleNotFoundError: No module named"),
+    ("exit 127", "FAILS: no python3"), ("kill -SEGV $$", "FAILS: python3 ended without a word"),
+    ("sleep 100", "FAILS: no answer within 15 s (MPIATTN_LOOK_SECONDS)"),
+    ('PYTHONPATH=$(dirname "$0")/other:$PYTHONPATH exec {python} "$@"', "mpiattn 0.0.other, Python "),
+], ids=["no mpiattn", "no python3", "crash", "silence", "another version"])
+def test_a_node_that_lacks_something(submit, tmp_path, on_node_2, said):
+    """It is named before any rank is started: ranks of the other nodes would wait for its own."""
+    (tmp_path / "bin/other/mpiattn").mkdir(parents=True)
+    (tmp_path / "bin/other/mpiattn/__init__.py").write_text('__version__ = "0.0.other"\n')
+    python = tmp_path / "bin/python3"
+    python.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" != n2 ] || {{ {on_node_2.format(python=sys.executable)}; }}\n'
+                      f'exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job = submit("slurm/run.sbatch", "in.h5", "out.h5", site="PATH=$PWD/bin:$PATH\n", options=["--nodes=3"],
+                 MPIATTN_LOOK_SECONDS="15" if "sleep" in on_node_2 else "60")
+    assert (job.state, job.exit_code) == ("FAILED", 2), job.log
+    named, = [line for line in job.log.splitlines() if line.startswith(" n2: ")]
+    assert said.format(python=sys.executable) in named
+    others, = [line for line in job.log.splitlines() if line.startswith(" n1 n3: mpiattn ")]
+    assert "MPI" in others and not (tmp_path / "out.h5").exists()
+
+
+def test_srun_without_an_interface_to_mpi(submit, tmp_path):
+    """It starts ranks that do not know of each other; they do nothing, and say so once."""
+    job = submit("slurm/run.sbatch", "in.h5", "out.h5", options=["--nodes=2", "--ntasks-per-node=2"],
+                 MPIATTN_LAUNCH="srun --mpi=none")
+    assert job.state == "FAILED" and not (tmp_path / "out.h5").exists(), job.log
+    assert job.log.count("srun started 4 ranks, each of which is alone in ") == 1
+    assert job.log.count("Nothing was done. ") == 1
+
+
 @pytest.mark.parametrize("script, arguments", [("run", ["bad.h5", "out.h5"]), ("bench", ["bad.h5"])])
 def test_a_failed_run_fails_the_job(submit, tmp_path, script, arguments):
     (tmp_path / "bad.h5").write_text("not HDF5")
