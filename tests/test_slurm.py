@@ -1,6 +1,5 @@
 """The scripts of slurm/ as batch jobs of a real Slurm, three nodes on this machine."""
 
-import shlex
 import shutil
 import subprocess
 import sys
@@ -11,12 +10,11 @@ import launch
 import numpy as np
 import pytest
 import slurm_cluster
+import slurm_jobs
 from files import assert_right, write_input
 
 SCRIPTS = launch.SLURM
 SRUN = "mpiexec() { return 127; }\n"                   # in env.sh: as if there were no mpiexec, so srun has to do
-# Open MPI's transport for ranks of one node does not reach the others, which here are this machine too.
-ACROSS_NODES = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"} if launch.vendor() == "openmpi" else {}
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +36,8 @@ def submit(cluster, tmp_path):
 
     site: what is added to env.sh.  variables: set where sbatch is called.
     """
-    shutil.copytree(SCRIPTS, tmp_path / "slurm")
+    env = slurm_jobs.prepare(tmp_path)
     write_input(tmp_path / "in.h5")
-    env = {name: value for name, value in launch.environment(ACROSS_NODES).items() if not name.startswith("MPIATTN_")}
-    activate = {name: value for name, value in env.items()
-                if name.startswith(("PYTHONPATH", "OMPI_", "PRTE_", "OPENBLAS_"))}
-    activate["PATH"] = f"{Path(sys.executable).parent}:{Path(launch.mpiexec()).parent}:{env['PATH']}"
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").write_text(
-        "".join(f"export {name}={shlex.quote(value)}\n" for name, value in activate.items()))
-    env.pop("OMP_NUM_THREADS")                          # env.sh sets it
 
     def submit(script, *arguments, options=(), site="", **variables):
         with open(tmp_path / "slurm/env.sh", "a") as file:

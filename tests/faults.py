@@ -1,0 +1,284 @@
+"""Faults of random ranks at random places of commands and of programs, and whether what comes of them is as promised.
+
+    python tests/faults.py --trials 300 --seed 1                       with this Python's MPI
+    python tests/faults.py --trials 300 --python /other/bin/python     with that one's; may be given several times
+    python tests/faults.py --trials 40 --slurm                         as batch jobs, on four nodes of one rank each
+    python tests/faults.py --trial run/write/kill/2/0                  one of them again, with what it wrote
+
+A trial is SUBJECT/PHASE/FAULT/RANK/CALL: rank RANK of four meets its fault where PHASE is called for the CALL-th time
+after the first.  Promised is, that the job ends within the time-out and ten seconds, not with code 0, that it names the
+rank and its host, once if it is a command, and that OUT is whole or not there, and nothing else left.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import h5py  # noqa: E402
+import launch  # noqa: E402
+import pytest  # noqa: E402
+import slurm_cluster  # noqa: E402
+import slurm_jobs  # noqa: E402
+from files import write_input  # noqa: E402
+
+RANKS = 4
+TIMEOUT = 5.0                                # seconds that a rank waits for others
+SOON = 10.0                                  # seconds besides them
+LIMIT = 90.0                                 # seconds for a trial, MPI's start and all
+FAULTS = {"kill": "the rank is killed", "stop": "it stops", "raise": "it raises an error", "leave": "it calls sys.exit",
+          "exit": "it calls os._exit"}
+READING = {"read": "io.Input.chunk", "exchange": "redistribute.Redistribution._trade"}
+WRITING = {"write": "io.Output.write", "commit": "io.Output.commit"}
+FORWARD = {"planning": "mesh.Mesh.__init__", "steps": "executor.Executor._run_block"}
+CACHE = {"append": "kvcache.KVCache.append", "decode": "combine.Combiner.run"}
+PHASES = {"run": READING | FORWARD | WRITING, "backward": FORWARD | {"read again": "io.Input.tokens"} | WRITING,
+          "decode": {"read": "io.Input.tokens", "decode": CACHE["decode"]} | WRITING,
+          "program": FORWARD | CACHE, "mpi4py program": FORWARD | CACHE}
+CALLS = {"steps": 6, "append": 3, "decode": 3}          # a phase may be struck at a later call of these
+WITHOUT_A_WORD = {"kill"}                    # programs in which a rank is killed: the launcher says it, not mpiattn
+COMMANDS = {"run": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--tile", "2x2"],
+            "backward": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--backward", "--verify", "--tile", "2x2"],
+            "decode": ["decode", "in.h5", "queries.h5", "out.h5", "--verify"]}
+
+# What every rank runs: it arms the fault on its victim, then is the command or the program.
+RANK = """
+import importlib, os, signal, sys, time
+subject, place, fault, victim, call, mark, *arguments = sys.argv[1:]
+from mpiattn.cli import launch_rank, main, startup, witness
+command = not subject.endswith("program")
+if command:
+    witness.watch(launch_rank())             # before MPI starts, as the command does
+    startup.defer()
+module, owner, name = place.split(".")
+owner = getattr(importlib.import_module(f"mpiattn.{module}"), owner)
+original, calls = getattr(owner, name), []
+
+def struck(*args, **how):
+    calls.append(name)
+    if len(calls) > int(call):
+        setattr(owner, name, original)
+        with open(mark, "w") as file:
+            file.write(repr(time.monotonic()))
+        if fault in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        elif fault == "raise":
+            raise ZeroDivisionError("on purpose")
+        else:
+            sys.exit(3) if fault == "leave" else os._exit(3)
+    return original(*args, **how)
+
+if launch_rank() == int(victim):
+    setattr(owner, name, struck)
+if command:
+    sys.exit(main(arguments))
+import numpy as np
+from mpi4py import MPI
+from mpiattn import KVCache, MeshAttention, tree_decode
+how = {"timeout": float(arguments[0])}
+rng = np.random.default_rng(1)
+plan = MeshAttention(MPI.COMM_WORLD, seqlen=61, heads=4, head_dim=8, causal=True, tile="2x2", schedule="greedy", **how)
+q, k, v = rng.standard_normal((3, 1, len(plan.positions), 4, 8), np.float32)
+out, lse = plan.forward(q, k, v)
+plan.backward(out, q, k, v, out, lse)
+plan.close()
+with KVCache(MPI.COMM_WORLD, capacity=64, kv_heads=4, head_dim=8, **how) as cache:
+    for turn in range(4):
+        q, k, v = np.random.default_rng(turn).standard_normal((3, 1, 9, 4, 8), np.float32)
+        cache.append(k, v)
+        tree_decode(q[:, :1], cache)
+"""
+
+
+class Trial(NamedTuple):
+    """What happens to which rank, and where."""
+
+    subject: str
+    phase: str
+    fault: str
+    victim: int
+    call: int
+
+    def __str__(self):
+        return "/".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text):
+        """The trial of its text."""
+        subject, phase, fault, victim, call = text.split("/")
+        return cls(subject, phase, fault, int(victim), int(call))
+
+    @classmethod
+    def draw(cls, rng):
+        """A random one."""
+        subject = rng.choice(list(PHASES))
+        phase = rng.choice(list(PHASES[subject]))
+        return cls(subject, phase, rng.choice(list(FAULTS)), rng.randrange(RANKS), rng.randrange(CALLS.get(phase, 1)))
+
+    def command(self, python, folder, timeout):
+        """What each rank runs, in `folder`."""
+        own = [*COMMANDS[self.subject], "--timeout", timeout] if self.subject in COMMANDS else [timeout]
+        how = ["-m", "mpi4py"] if self.subject == "mpi4py program" else []
+        return [python, *how, folder / "rank.py", self.subject, PHASES[self.subject][self.phase], self.fault,
+                self.victim, self.call, folder / "mark", *own]
+
+
+class Outcome(NamedTuple):
+    """What came of a trial.
+
+    code: of the job.  wrote: its standard error.  seconds: from the fault to the end; None where it did not come to the
+    fault.  wrong: what was promised and is not so.
+    """
+
+    code: int
+    wrote: str
+    seconds: float | None
+    wrong: tuple = ()
+
+
+def prepare(folder):
+    """What the trials of a folder need."""
+    (folder / "rank.py").write_text(RANK)
+    write_input(folder / "in.h5", backward=True)
+    write_input(folder / "queries.h5", seqlen=1, seed=1)
+
+
+def mpiexec(trial, folder, timeout):
+    """Run a trial in a folder; (code, standard error)."""
+    try:
+        outcome = launch.mpirun(RANKS, trial.command(sys.executable, folder, timeout), timeout=LIMIT, cwd=folder,
+                                check=False)
+        return outcome.returncode, outcome.stderr
+    except pytest.fail.Exception as error:              # time is up
+        return None, str(error)
+
+
+def judge(trial, code, wrote, seconds, folder, timeout):
+    """What is not as promised, in words."""
+    if code is None:
+        yield f"no end within {LIMIT:g} s"
+    elif seconds > timeout + SOON:
+        yield f"ended {seconds:.1f} s after the fault"
+    if code == 0:
+        yield "code 0"
+    said = [line for line in wrote.splitlines() if "mpiattn: " in line]         # a launcher may indent it
+    naming = re.search(rf"rank {trial.victim} (of {RANKS} )?on {re.escape(os.uname().nodename)}", wrote)
+    if trial.subject in COMMANDS:
+        if len(said) != 1:
+            yield f"{len(said)} messages"
+        elif not naming:
+            yield "the message does not name the rank and its host"
+    elif trial.fault not in WITHOUT_A_WORD and not naming and "ZeroDivisionError: on purpose" not in wrote:
+        yield "nothing names the rank and its host"
+    if (folder / "out.h5").exists():
+        try:
+            with h5py.File(folder / "out.h5") as file:
+                whole = {"out", "lse"} <= set(file) and "ranks" in file.attrs
+        except OSError:
+            whole = False
+        if not whole:
+            yield "OUT is there and not whole"
+    left = [path.name for path in folder.iterdir() if path.name.endswith(".partial")]
+    if left and trial.fault != "kill":                   # then launchers kill those that could remove it
+        yield f"left behind: {', '.join(left)}"
+
+
+def run(trial, folder, start=mpiexec, timeout=TIMEOUT):
+    """Run a trial in an empty folder; the Outcome.  start(trial, folder, timeout): gives code and standard error."""
+    prepare(folder)
+    code, wrote = start(trial, folder, timeout)
+    end, mark = time.monotonic(), folder / "mark"
+    if not mark.exists():
+        return Outcome(code, wrote, None, ("failed before the fault",) if code != 0 else ())
+    seconds = end - float(mark.read_text())
+    return Outcome(code, wrote, seconds, tuple(judge(trial, code, wrote, seconds, folder, timeout)))
+
+
+@contextlib.contextmanager
+def slurm(launcher):
+    """A `start` for `run` whose ranks are those of batch jobs."""
+    with (tempfile.TemporaryDirectory(prefix="mpiattn-slurm-") as folder,
+          slurm_cluster.Cluster(folder, RANKS) as cluster):
+        def start(trial, folder, timeout):
+            env = slurm_jobs.prepare(folder) | ({"MPIATTN_LAUNCH": launcher} if launcher else {})
+            (folder / "job.sbatch").write_text('#!/bin/bash\nsource slurm/launch.sh\necho "mpiattn starts"\n'
+                                               f'launch {RANKS} {RANKS} "$@"\n')
+            job = cluster.submit("job.sbatch", *trial.command("python3", folder, timeout), cwd=folder, env=env,
+                                 options=[f"--nodes={RANKS}", "--ntasks-per-node=1"], seconds=LIMIT)
+            code = job.exit_code or int(job.state != "COMPLETED")
+            return code if job.state in slurm_cluster.ENDED else None, job.log.split("mpiattn starts")[-1]
+        yield start
+
+
+def table(outcomes):
+    """Trials, and how many of them went wrong, by fault and place."""
+    cells = {}
+    for trial, outcome in outcomes:
+        cells.setdefault((trial.subject, trial.phase), {}).setdefault(trial.fault, []).append(outcome)
+    lines = [f"{'trials, wrong ones':34}" + "".join(f"{fault:>10}" for fault in FAULTS)]
+    for (subject, phase), row in sorted(cells.items()):
+        shown = []
+        for fault in FAULTS:
+            met = [outcome for outcome in row.get(fault, []) if outcome.seconds is not None or outcome.wrong]
+            wrong = sum(bool(outcome.wrong) for outcome in met)
+            shown.append(f"{len(met)}{f', {wrong}' if wrong else ''}" if met else "-")
+        lines.append(f"{subject + ': ' + phase:34}" + "".join(f"{text:>10}" for text in shown))
+    return "\n".join(lines)
+
+
+def _trials(args):
+    rng = random.Random(args.seed)
+    return [Trial.parse(text) for text in args.trial] or [Trial.draw(rng) for _ in range(args.trials)]
+
+
+def _run_all(args):
+    outcomes, options = [], " --slurm" * args.slurm + (f" --launcher {args.launcher!r}" if args.launcher else "")
+    with slurm(args.launcher) if args.slurm else contextlib.nullcontext(mpiexec) as start:
+        for trial in _trials(args):
+            with tempfile.TemporaryDirectory(prefix="mpiattn-fault-") as folder:
+                outcome = run(trial, Path(folder), start, args.timeout)
+            outcomes.append((trial, outcome))
+            if outcome.wrong:
+                print(f"{'; '.join(outcome.wrong)}:\n    {sys.executable} {__file__}{options} --trial '{trial}'",
+                      flush=True)
+            if args.trial:
+                print(f"code {outcome.code}, {outcome.seconds} s after the fault\n{outcome.wrote}")
+    wrong = sum(bool(outcome.wrong) for _, outcome in outcomes)
+    reached = sum(outcome.seconds is not None for _, outcome in outcomes)
+    slowest = max((outcome.seconds for _, outcome in outcomes if outcome.seconds is not None), default=0)
+    print(f"\n{launch.mpiexec()}{options}, seed {args.seed}\n{table(outcomes)}\n{len(outcomes)} trials, {reached} "
+          f"of them came to their fault, {wrong} went wrong; the last end was {slowest:.1f} s after the fault", flush=True)
+    return int(wrong > 0)
+
+
+def main():
+    """The script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=50, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--trial", action="append", default=[], metavar="SUBJECT/PHASE/FAULT/RANK/CALL",
+                        help="this one, and show what it wrote")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="of the ranks (default: %(default)s)")
+    parser.add_argument("--python", action="append", default=[],
+                        help="whose mpiexec and MPI to use (default: this one)")
+    parser.add_argument("--slurm", action="store_true", help="as batch jobs of a Slurm that is started here")
+    parser.add_argument("--launcher", default="", help="with --slurm, what starts the ranks (MPIATTN_LAUNCH)")
+    args = parser.parse_args()
+    if not args.python:
+        return _run_all(args)
+    given = [f"--{name}={getattr(args, name)}" for name in ("trials", "seed", "timeout", "launcher")]
+    given += ["--slurm"] * args.slurm + [f"--trial={trial}" for trial in args.trial]
+    return max(subprocess.run([python, __file__, *given]).returncode for python in args.python)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
