@@ -256,7 +256,7 @@ def _run_all(args):
     reached = sum(outcome.seconds is not None for _, outcome in outcomes)
     slowest = max((outcome.seconds for _, outcome in outcomes if outcome.seconds is not None), default=0)
     print(f"\n{launch.mpiexec()}{options}, seed {args.seed}\n{table(outcomes)}\n{len(outcomes)} trials, {reached} "
-          f"of them came to their fault, {wrong} went wrong; the last end was {slowest:.1f} s after the fault", flush=True)
+          f"of them came to their fault, {wrong} went wrong; the last end was {slowest:.1f} s after it", flush=True)
     return int(wrong > 0)
 
 
