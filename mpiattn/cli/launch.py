@@ -59,8 +59,8 @@ def on_all_ranks(work, timeout=None, alone=False):
         job = Job(comm, timeout)
         return work(job)
     except BaseException as error:
-        if isinstance(error, MpiattnError) and (error.everywhere or isinstance(error, ArgumentError) and job is None
-                                                or comm.size == 1):
+        wrong_timeout = job is None and isinstance(error, ArgumentError)         # and so on every rank
+        if isinstance(error, MpiattnError) and (error.everywhere or wrong_timeout or comm.size == 1):
             if comm.rank == 0:
                 print(f"mpiattn: {error}", file=sys.stderr, flush=True)
             _part(comm)
@@ -68,7 +68,8 @@ def on_all_ranks(work, timeout=None, alone=False):
         if comm.size == 1:
             raise
         if not isinstance(error, KeyboardInterrupt):
-            speak(_story(comm, job.phase if job else "start", error), comm.rank, witness.launcher or os.getppid())     # one for all of a host
+            launcher = witness.launcher or os.getppid()            # one for all ranks of a host
+            speak(_story(comm, job.phase if job else "start", error), comm.rank, launcher)
         elif comm.rank:
             time.sleep(FLUSH)                          # rank 0 may have files to clear away
         comm.Abort(1)
