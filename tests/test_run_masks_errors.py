@@ -42,7 +42,7 @@ def test_window_that_cannot_be_read(tmp_path, out, window):
 
 
 @pytest.mark.parametrize("option, says", [
-    ("--window=-1,0", "window is (-1, 0); it must be"), ("--softcap=0", "softcap is 0.0; it must be positive"),
+    ("--window=-2,0", "window is (-2, 0); it must be"), ("--softcap=-1", "softcap is -1.0; it must be positive"),
     ("--softcap=nan", "softcap is nan"), ("--wire-dtype=float64", "wire_dtype is 'float64'; it may be"),
 ])
 def test_options(tmp_path, out, option, says):
