@@ -117,9 +117,9 @@ class Described:
         """Which blocks and transfers the plan's own masks leave (`mpiattn.activity.Activity`)."""
         return self._activity
 
-    def activity_of(self, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None):
-        """The activity of a call with these documents; that of the plan's masks alone is made once."""
-        groups = documents(self.problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+    def activity_of(self, **of_documents):
+        """The activity of a call with some arguments of `mpiattn.documents`; that of the plan's masks is made once."""
+        groups = documents(self.problem, **of_documents)
         if groups is None:
             return self._activity
         return Activity(self.problem.mask, *self._layouts, *self.tile, groups)

@@ -1,8 +1,6 @@
-"""Where packed documents and padding begin and end, from the arguments of a call.
+"""Where packed documents and padding begin and end, and what each document sees, from the arguments of a call.
 
-The result is a tuple of groups (q_cuts, k_cuts), int64 arrays of equal length: document d holds the queries from
-q_cuts[d] to q_cuts[d + 1] and the keys from k_cuts[d] to k_cuts[d + 1]; what lies outside is padding.  There is one
-group a batch entry, or one for all where they are cut alike.
+The result is a tuple of `mpiattn.mask.Group`, one a batch entry, or one for all where they are alike.
 """
 
 from collections.abc import Sequence
@@ -10,15 +8,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from .errors import ArgumentError
+from .mask import Group
 
 
-def documents(problem, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None):
-    """The groups that the arguments of a call mean; None where there is neither documents nor padding.
+def documents(problem, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
+              causal_documents=None):
+    """The groups that the arguments of a call mean; None where it has none.
 
     cu_seqlens: positions where documents begin, and one past the last one's end, as in FlashAttention; (documents
         + 1,) for all batch entries alike, or a sequence of one such for each.
     lengths: tokens of every batch entry that are not padding, (batch,); padding comes last.
     cu_seqlens_k, lengths_k: the same of the keys, where it differs from that of the queries.
+    prefixes: how many keys of every document, the first ones, all of its queries see in spite of `causal`, instead of
+        the plan's prefix: (documents,) for all batch entries alike, or a sequence of one such for each; without
+        cu_seqlens, where an entry is one document, (batch,).
+    causal_documents: in the same shape, whether each document is causal, instead of the plan's causal.
     """
     if cu_seqlens is not None and lengths is not None:
         raise ArgumentError("lengths is given with cu_seqlens; let the last document end where padding begins")
@@ -26,6 +30,21 @@ def documents(problem, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths
                              ("lengths", lengths is None and lengths_k is not None)):
         if keys_alone:
             raise ArgumentError(f"{name}_k is given without {name}")
+    pairs = _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+    if prefixes is None and causal_documents is None:
+        return pairs and tuple(Group(*pair) for pair in pairs)
+    if causal_documents is None and not problem.causal:
+        raise ArgumentError("prefixes are given, but nothing is causal; make the plan causal or give causal_documents")
+    pairs = pairs or ((np.array([0, problem.seqlen]), np.array([0, problem.seqlen_k])),)
+    kinds = [_of_documents(name, given, pairs, problem.batch, cu_seqlens is not None)
+             for name, given in (("prefixes", prefixes), ("causal_documents", causal_documents))]
+    groups = max(map(len, (pairs, *kinds)))
+    return tuple(Group(*pair, prefix, causal) for pair, prefix, causal
+                 in zip(*(_spread(parts, groups) for parts in (pairs, *kinds))))
+
+
+def _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k):
+    """The cuts of queries and keys of every group, or None."""
     if cu_seqlens is None and lengths is None:
         return None
     if cu_seqlens is not None:
@@ -49,11 +68,38 @@ def _spread(cuts, groups):
     return cuts * groups if len(cuts) == 1 else cuts
 
 
-def _integers(name, values):
+def _of_documents(name, given, pairs, batch, packed):
+    """One array for all groups or one for each, with a value of each document; None where they are not given."""
+    if given is None:
+        return (None,)
+    if not (isinstance(given, Sequence) or getattr(given, "ndim", 0)):
+        raise ArgumentError(f"{name} is {_brief(given)}; it must be a sequence, of one value for each document")
+    if not packed:
+        given = [[value] for value in given]                     # an entry is one document
+    nested = not packed or (len(given) > 0 and np.ndim(given[0]) > 0)
+    if nested and len(given) != batch:
+        raise ArgumentError(f"{name} has {len(given)} entries; it must have {batch}, one for each of the batch"
+                            + (", or be alike for all" if packed else ""))
+    rows = tuple(map(_array, given if nested else [given]))
+    for row, (cuts, _) in zip(_spread(rows, len(pairs)), _spread(pairs, len(rows))):
+        if row.shape != (len(cuts) - 1,):
+            raise ArgumentError(f"{name} is {_brief(row)}; it must have a value for each of {len(cuts) - 1} documents")
+        if name == "prefixes" and (row.dtype.kind not in "iu" or row.min() < 0):
+            raise ArgumentError(f"{name} is {_brief(row)}; it must hold whole numbers, at least 0")
+        if name == "causal_documents" and not np.isin(row, (0, 1)).all():
+            raise ArgumentError(f"{name} is {_brief(row)}; it must hold True or False")
+    return tuple(row.astype(np.int64 if name == "prefixes" else bool) for row in rows)
+
+
+def _array(values):
     try:
-        array = np.asarray(values)
+        return np.asarray(values)
     except (ValueError, TypeError, RuntimeError):      # rows of different lengths where there should be one; a tensor
-        array = np.empty(0)                            # that NumPy cannot see
+        return np.empty(0)                             # that NumPy cannot see
+
+
+def _integers(name, values):
+    array = _array(values)
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{name} is {_brief(values)}; it must hold whole numbers")
     return array.astype(np.int64)

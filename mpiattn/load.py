@@ -1,8 +1,8 @@
 """What every rank of a mesh has to compute and to move under a mask: exact, for all ranks at once.  No MPI.
 
 `mpiattn.activity` answers the same for one rank and one call, with documents; here the whole mesh is seen at once, for
-choosing a layout, a tile and a schedule.  Blocks are counted in closed form, however
-long the sequence.
+choosing a layout, a tile and a schedule.  Blocks are counted in closed form, however long the sequence; under causal
+blocks, those of the mask, one by one.
 """
 
 from functools import cached_property
@@ -12,6 +12,8 @@ import numpy as np
 
 from .schedule import GATHERED, IN_COLUMNS
 from .traffic import in_column, in_row
+
+RUN_PIECE = 2 ** 16         # queries looked at together under causal blocks
 
 
 def _below(m, length):
@@ -35,6 +37,15 @@ class _Ranges(NamedTuple):
         return [cls(np.array([t.start for t in ranges]), np.array([len(t) for t in ranges]), ranges[0].step)
                 for ranges in zip(*of_chunks)]
 
+    def before(self, positions):
+        """Tokens of every chunk's range before some positions: int64 (positions, chunks)."""
+        return (-(-(np.asarray(positions)[:, None] - self.starts) // self.step)).clip(0, self.lengths)
+
+    def between(self, start, stop):
+        """Those of the tokens that lie in [start, stop)."""
+        first, last = self.before([start, max(start, stop)])
+        return _Ranges(self.starts + self.step * first, last - first, self.step)
+
     def positions(self, chunk):
         """The tokens of a chunk's range."""
         return self.starts[chunk] + self.step * np.arange(self.lengths[chunk])
@@ -50,17 +61,44 @@ def _seen(queries, keys, shift):
     return np.stack([before.clip(0, keys.lengths).sum(axis=0) for before in seen])
 
 
+def _seen_to_the_right(mask, queries, keys):
+    """Sum over the queries of every chunk of the number of keys before the end of what they see, as `_seen`."""
+    diagonal, right = mask.seqlen_k - mask.seqlen, mask.window[1]
+    if mask.causal_block:
+        return _seen_by_steps(mask, queries, keys)
+    if not mask.causal:
+        return queries.lengths[:, None] * keys.lengths if right is None else _seen(queries, keys, diagonal + right + 1)
+    # queries before `full` see what the window lets them see of the prefix, before `own` all of it, then to themselves
+    own = mask.prefix - diagonal - 1
+    full = 0 if right is None else max(own - right, 0)
+    total = _seen(queries.between(max(own, 0), mask.seqlen), keys, diagonal + 1)
+    if own > 0:
+        total += queries.between(full, own).lengths[:, None] * keys.before([mask.prefix])
+    if full:
+        total += _seen(queries.between(0, full), keys, diagonal + right + 1)
+    return total
+
+
+def _seen_by_steps(mask, queries, keys):
+    """The same where consecutive queries see up to the same key: for each run of them their number times the keys."""
+    total = np.zeros((len(queries.starts), len(keys.starts)), np.int64)
+    for start in range(0, mask.seqlen, RUN_PIECE):
+        stop = min(start + RUN_PIECE, mask.seqlen)
+        (ends,) = mask.key_interval(np.arange(start, stop))[1]
+        first = np.flatnonzero(np.diff(ends, prepend=-1))                             # where runs begin
+        members = np.diff(queries.before([*(start + first), stop]), axis=0)
+        # sums stay far below 2 ** 53, and floats are multiplied by BLAS
+        total += (members.T.astype(float) @ keys.before(ends[first]).astype(float)).astype(np.int64)
+    return total
+
+
 def block_pairs(mask, q_layout, k_layout):
     """Pairs (query, key) that attend, by chunk of the query and chunk of the key: int64 (chunks, chunks)."""
-    diagonal = mask.seqlen_k - mask.seqlen
-    left, right = mask.window
-    if mask.causal:
-        right = 0
+    left, diagonal = mask.window[0], mask.seqlen_k - mask.seqlen
     pairs = np.zeros((q_layout.chunks, k_layout.chunks), np.int64)
     for queries in _Ranges.of(q_layout):
         for keys in _Ranges.of(k_layout):
-            pairs += (queries.lengths[:, None] * keys.lengths if right is None else
-                      _seen(queries, keys, diagonal + right + 1))
+            pairs += _seen_to_the_right(mask, queries, keys)
             if left is not None:
                 pairs -= _seen(queries, keys, diagonal - left)
     return pairs

@@ -10,7 +10,8 @@ from .peers import time_limit
 from .plan import MeshAttention
 from .tensors import as_array, as_given
 
-OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "sinks")      # options of `MeshAttention.forward`
+# Options of `MeshAttention.forward`.
+OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "sinks")
 
 
 def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", **options):
@@ -19,8 +20,8 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     q, k, v: this rank's chunks, as for `MeshAttention.forward`.  With the default layout they are consecutive
     pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
     "zigzag" they are what `Layout` says.  options: further arguments of `MeshAttention`, of which backend is by default
-    "cuda" for arrays on a GPU, else "numpy", and of its `forward`: cu_seqlens, cu_seqlens_k, lengths, lengths_k, sinks.
-    Positions and lengths in these are of the whole sequence.
+    "cuda" for arrays on a GPU, else "numpy", and of its `forward`: documents and what they see, sinks.  Positions and
+    lengths in these are of the whole sequence.
 
     Returns out and lse.  To run more than once, make a plan.
     """

@@ -32,6 +32,8 @@ class MeshAttention(Described, Collective):
     dtype: "float16", "bfloat16" (of ml_dtypes), "float32" or "float64", or such a dtype of NumPy or torch; of q, k, v,
         out and gradients.
     causal: query i sees keys j <= i + seqlen_k - seqlen (bottom-right aligned).
+    prefix, causal_block: causal, but all queries see the first `prefix` keys (prefix-LM), and each sees to the end of
+        the block of `causal_block` keys in which it stands (block-causal); of every document, where a call has some.
     window: (left, right), how many keys before and after that diagonal a query sees; None or -1 for all.
     softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.
     scale: of the scores; default 1/sqrt(head_dim).
@@ -68,16 +70,18 @@ class MeshAttention(Described, Collective):
     KIND = "plan"
 
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
-                 window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None, tile="auto", layout="auto",
-                 schedule="auto", route="auto", direction="forward", wire_dtype=None, backend="auto",
-                 transport="auto", max_message=MAX_MESSAGE, max_memory=None, machine=None, overlap=True, timeout=None):
+                 prefix=0, causal_block=None, window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None,
+                 tile="auto", layout="auto", schedule="auto", route="auto", direction="forward", wire_dtype=None,
+                 backend="auto", transport="auto", max_message=MAX_MESSAGE, max_memory=None, machine=None, overlap=True,
+                 timeout=None):
         limit = time_limit(timeout)
         home, self._mesh = Home.enter(comm, limit), None
         try:
             peers = home.peers(limit)
             shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
                      "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
-                     "window": window, "softcap": softcap, "wire_dtype": wire_dtype}
+                     "window": window, "softcap": softcap, "wire_dtype": wire_dtype, "prefix": prefix,
+                     "causal_block": causal_block}
             self._plan, self._backend = settle(home, peers, shape, {
                 "tile": tile, "layout": layout, "schedule": schedule, "route": route, "direction": direction,
                 "backend": backend, "transport": transport, "max_message": max_message, "max_memory": max_memory,
@@ -105,8 +109,8 @@ class MeshAttention(Described, Collective):
 
     # Running
 
-    def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, sinks=None,
-                check=True, progress=None):
+    def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
+                causal_documents=None, sinks=None, check=True, progress=None):
         """Attention of this rank's chunks; collective.
 
         q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
@@ -118,8 +122,8 @@ class MeshAttention(Described, Collective):
         natural logarithm of each row's sum of exponentials, float32 (float64 for float64).  A query that sees
         no key has out 0 and lse -inf.
 
-        cu_seqlens, cu_seqlens_k, lengths, lengths_k: packed documents and padding of this call, the same on every
-            rank (see `mpiattn.documents`).
+        cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents: packed documents and padding of this
+            call, and what each document sees, the same on every rank (see `mpiattn.documents.documents`).
         sinks: attention sinks, (heads,) in lse's dtype, the same on every rank: a score that every query of a head
             sees besides its keys, with value 0.  A query that sees no key then has lse = its head's sink.
         check: let ranks agree, by a small allreduce, that they make the same call of the same plan, that their
@@ -135,7 +139,8 @@ class MeshAttention(Described, Collective):
         with self._call("forward") as call:
             with call.agreement(check) as same:
                 inputs, sinks = self._inputs(q, k, v), self._sinks(sinks)
-                activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+                activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
+                                            lengths_k=lengths_k, prefixes=prefixes, causal_documents=causal_documents)
                 same |= self._alike(activity, sinks)
                 out = self._backend.result((p.batch, tokens, p.heads, p.value_dim), p.dtype)
                 lse = self._backend.result((p.batch, p.heads, tokens), p.partial_dtype)
@@ -149,7 +154,7 @@ class MeshAttention(Described, Collective):
         return as_given(q, out, lse)
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
-                 lengths_k=None, sinks=None, check=True, progress=None):
+                 lengths_k=None, prefixes=None, causal_documents=None, sinks=None, check=True, progress=None):
         """Gradients of sum(dout * out) + sum(dlse * lse) by q, k and v; collective.
 
         q, k, v, out, lse, the documents and sinks: as given to and returned by `forward`.  dout: as out, in the plan's
@@ -169,7 +174,8 @@ class MeshAttention(Described, Collective):
                 lse = self._checked("lse", lse, (p.batch, p.heads, tokens), p.partial_dtype)
                 dlse = None if dlse is None else self._checked("dlse", dlse, lse.shape, p.partial_dtype)
                 sinks = self._sinks(sinks)
-                activity = self.activity_of(cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+                activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
+                                            lengths_k=lengths_k, prefixes=prefixes, causal_documents=causal_documents)
                 same |= self._alike(activity, sinks)
                 executor, fold = self._backward_executor(), self._folding.fold
                 grads = [self._backend.result(array.shape, p.dtype) for array in (q, k, v)]
@@ -210,8 +216,8 @@ class MeshAttention(Described, Collective):
     def _alike(activity, sinks):
         """Both ends of a transfer judge by the documents whether it is made, so they must be the same everywhere."""
         groups = activity.documents
-        return {"documents (cu_seqlens or lengths)":
-                groups and tuple((q_cuts.tolist(), k_cuts.tolist()) for q_cuts, k_cuts in groups),
+        return {"documents (cu_seqlens, lengths, prefixes or causal_documents)":
+                groups and tuple(group.as_lists() for group in groups),
                 "sinks": None if sinks is None else sinks.tolist()}
 
     def _sinks(self, sinks):

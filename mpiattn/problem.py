@@ -70,6 +70,7 @@ class Problem:
 
     kv_heads must divide heads: query head h uses KV head h // (heads // kv_heads).  Left out, kv_heads is
     heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).  window: see `mpiattn.mask`.
+    prefix, causal_block: as well, and with either the problem is causal.
     softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.  scale and softcap must be numbers of
     partial_dtype.  wire_dtype: in which partials travel, without their lse; default partial_dtype, in which they
     accumulate, and no wider.
@@ -88,6 +89,8 @@ class Problem:
     window: tuple = (None, None)
     softcap: float = None
     wire_dtype: str = None
+    prefix: int = 0
+    causal_block: int = None
 
     def __post_init__(self):
         def put(name, value):
@@ -107,9 +110,12 @@ class Problem:
         put("scale", _finite("scale", self.scale))
         if not isinstance(self.causal, bool | np.bool_ | Integral) or self.causal not in (0, 1):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
-        put("causal", bool(self.causal))
         everything = self.seqlen + self.seqlen_k             # a side that is longer sees no more
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
+        put("prefix", min(_count("prefix", self.prefix, 0), self.seqlen_k))
+        if self.causal_block is not None:
+            put("causal_block", min(_count("causal_block", self.causal_block, 1), max(self.seqlen_k, 1)))
+        put("causal", bool(self.causal or self.prefix or self.causal_block))
         if self.softcap is not None:
             put("softcap", _finite("softcap", self.softcap) or None)
             if self.softcap is not None and self.softcap < 0:
@@ -135,7 +141,7 @@ class Problem:
     @cached_property
     def mask(self):
         """Which keys each query sees."""
-        return Mask(self.seqlen, self.seqlen_k, self.causal, self.window)
+        return Mask(self.seqlen, self.seqlen_k, self.causal, self.window, self.prefix, self.causal_block)
 
     @property
     def itemsize(self):

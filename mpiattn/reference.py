@@ -6,13 +6,18 @@ It shares nothing with masks and back ends, and never holds more than one block 
 import numpy as np
 
 BLOCK_PAIRS = 2 ** 17      # scores held at a time, 1 MB
+OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_k", "prefixes", "causal_documents")
 
 
-def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu_seqlens=None, cu_seqlens_k=None):
+def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu_seqlens=None, cu_seqlens_k=None,
+                 prefix=0, causal_block=None, prefixes=None, causal_documents=None):
     """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
 
     lengths: (seqlen, seqlen_k).  cu_seqlens, cu_seqlens_k: where documents of queries and of keys begin and end;
     without them the sequence is one.  What lies in no document sees nothing and is not seen.
+    prefix: how many of the first keys, of every document, causal queries see all the same.  causal_block: causal
+    queries see the whole block, of so many keys of the document, in which they stand.  prefixes, causal_documents:
+    instead of prefix and causal, one for each document.
     """
     cuts = (0, lengths[0]) if cu_seqlens is None else cu_seqlens
     cuts_k = cuts if cu_seqlens_k is None and cu_seqlens is not None else (
@@ -20,11 +25,13 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu
     i, j = np.asarray(positions)[:, None], np.asarray(keys)[None, :]
     visible = np.zeros((len(positions), len(keys)), bool)
     left, right = window
-    for start, stop, start_k, stop_k in zip(cuts, cuts[1:], cuts_k, cuts_k[1:]):
+    for d, (start, stop, start_k, stop_k) in enumerate(zip(cuts, cuts[1:], cuts_k, cuts_k[1:])):
         together = (i >= start) & (i < stop) & (j >= start_k) & (j < stop_k)
         after = j - (i + stop_k - stop)                # of the key, after the query's diagonal
-        if causal:
-            together &= after <= 0
+        if causal if causal_documents is None else causal_documents[d]:
+            block = causal_block or 1
+            in_prefix = j < start_k + (prefix if prefixes is None else prefixes[d])
+            together &= in_prefix | ((j - start_k) // block <= (i + stop_k - stop - start_k) // block)
         if left is not None:
             together &= after >= -left
         if right is not None:
@@ -33,7 +40,7 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu
     return visible
 
 
-def _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal, window, cu_seqlens, cu_seqlens_k):
+def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, masks):
     """Every batch entry, head and block of rows that sees something.
 
     Yields (b, rows, h, kv head, scores, visible, slope of the cap).
@@ -45,13 +52,12 @@ def _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal, window, c
     scale = dim ** -0.5 if scale is None else scale
     step = max(1, BLOCK_PAIRS // max(k.shape[1], 1))
 
-    def of_entry(cuts, b):
-        return cuts[b] if cuts is not None and np.ndim(cuts[0]) else cuts
     for b in range(batch):
+        of_entry = {name: mask[b] if name in OF_DOCUMENTS and mask is not None and np.ndim(mask[0]) else mask
+                    for name, mask in masks.items()}
         for start in range(0, rows if k.shape[1] else 0, step):
             at = slice(start, start + step)
-            visible = visible_keys(positions[at], keys, lengths, causal, window, of_entry(cu_seqlens, b),
-                                   of_entry(cu_seqlens_k, b))
+            visible = visible_keys(positions[at], keys, lengths, causal, **of_entry)
             for h in range(heads if visible.any() else 0):
                 kv = h // (heads // k.shape[2])
                 score = q[b, at, h].astype(np.float64) @ k[b, :, kv].astype(np.float64).T * scale
@@ -72,13 +78,13 @@ def _product(weight, matrix, visible):
     return out
 
 
-def attention(q, k, v, causal=False, scale=None, *, window=(None, None), softcap=None, cu_seqlens=None,
-              cu_seqlens_k=None, positions=None, keys=None, lengths=None, sinks=None):
+def attention(q, k, v, causal=False, scale=None, *, softcap=None, positions=None, keys=None, lengths=None, sinks=None,
+              **masks):
     """out (batch, seqlen, heads, value_dim) and lse (batch, heads, seqlen), float64.
 
-    q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, window: relative to a
-    diagonal that is aligned bottom-right, in every document.  cu_seqlens: documents, one-dimensional for all batch
-    entries or one for each.  softcap: scores s become softcap * tanh(s / softcap).
+    q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, masks: as of `visible_keys`,
+    relative to a diagonal that is aligned bottom-right, in every document; those of documents one-dimensional for all
+    batch entries or one for each.  softcap: scores s become softcap * tanh(s / softcap).
     positions, keys, lengths: where q or k and v are a selection of the sequence, which queries and which keys
     they are, and how many (seqlen, seqlen_k) there are in all.  A row that sees nothing gives 0 and -inf.
     sinks: (heads,) scores that every query of a head sees besides, with value 0.
@@ -86,8 +92,8 @@ def attention(q, k, v, causal=False, scale=None, *, window=(None, None), softcap
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     with np.errstate(all="ignore"):
-        for b, at, h, kv, score, visible, _ in _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal,
-                                                       window, cu_seqlens, cu_seqlens_k):
+        for b, at, h, kv, score, visible, _ in _blocks(q, k, v, causal, scale, softcap, positions, keys,
+                                                       lengths, masks):
             top = score.max(axis=1)
             base = np.where(top == -np.inf, 0, top)
             weight = np.exp(score - base[:, None])
@@ -117,8 +123,8 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
     return *grads, -(weight * delta).sum(axis=(0, 2))
 
 
-def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, window=(None, None), softcap=None,
-              cu_seqlens=None, cu_seqlens_k=None, positions=None, keys=None, lengths=None):
+def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, softcap=None, positions=None, keys=None,
+              lengths=None, **masks):
     """What these queries with these keys add to dq, dk and dv, float64, shapes of q, k, v; arguments as of `attention`.
 
     lse and delta = rowsum(dout * out) - dlse, (batch, heads, seqlen): of these queries over all their keys.
@@ -126,8 +132,8 @@ def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, window=(No
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dq, dk, dv = (np.zeros(array.shape) for array in (q, k, v))
     with np.errstate(all="ignore"):
-        for b, at, h, kv, score, visible, slope in _blocks(q, k, v, scale, softcap, positions, keys, lengths, causal,
-                                                           window, cu_seqlens, cu_seqlens_k):
+        for b, at, h, kv, score, visible, slope in _blocks(q, k, v, causal, scale, softcap, positions, keys,
+                                                           lengths, masks):
             row = lse[b, h, at, None]
             weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
             grad, of_values, of_keys, queries = (array.astype(np.float64) for array in (

@@ -26,8 +26,8 @@ from .errors import ArgumentError
 from .tensors import as_tensor, shared
 
 
-def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, sinks=None,
-              check=True):
+def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
+              causal_documents=None, sinks=None, check=True):
     """Attention of this rank's chunks, differentiable by q, k, v and sinks; collective, and so is its backward pass.
 
     plan: a `MeshAttention`; it must stay open until the backward pass is over.
@@ -35,8 +35,9 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
         plan's dtype, on its GPU if the back end is "cuda" and else on the CPU, tokens as in plan.positions and
         plan.positions_k.  They are copied only where `MeshAttention.forward` copies.
     sinks: (heads,) in lse's dtype, the same on every rank.
-    cu_seqlens, cu_seqlens_k, lengths, lengths_k, check: as of `MeshAttention.forward`, and used by the backward pass
-        too.  With check, forward costs two more small allreduces than the plan's own and backward one.
+    cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, check: as of `MeshAttention.forward`, and
+        used by the backward pass too.  With check, forward costs two more small allreduces than the plan's own and
+        backward one.
 
     Returns out (batch, tokens, heads, value_dim) in the plan's dtype and lse (batch, heads, tokens), float32 (float64
     for float64).  The loss may depend on either or both.
@@ -59,8 +60,9 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
         # else some ranks alone would come to the backward pass
         same["requires_grad (of any of q, k, v and sinks)"] = (
             torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
+    # the caller may change them before the backward pass
     documents = deepcopy({"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths,
-                          "lengths_k": lengths_k})           # the caller may change them before the backward pass
+                          "lengths_k": lengths_k, "prefixes": prefixes, "causal_documents": causal_documents})
     return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
 
 

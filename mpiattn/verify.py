@@ -90,14 +90,15 @@ class Source:
     """The tensors that a result is checked against, read in pieces, and what its queries see.
 
     read(name, start, stop): tokens of "q", "k", "v" or "dout" at those positions, (batch, tokens, heads, dim); it must
-    not communicate.  documents: cu_seqlens and cu_seqlens_k as of `mpiattn.reference.attention`, or None.
+    not communicate.  documents: what `mpiattn.reference.attention` takes of them, or None.
     """
 
     def __init__(self, problem, read, documents=None):
         p = self.problem = problem
         self.read = read
         self.masks = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap,
-                      "lengths": (p.seqlen, p.seqlen_k), **(documents or {})}
+                      "prefix": p.prefix, "causal_block": p.causal_block, "lengths": (p.seqlen, p.seqlen_k),
+                      **(documents or {})}
 
     def _row(self, name):
         p = self.problem

@@ -54,8 +54,11 @@ def masks(problem, call=None):
     """The reference's arguments for a problem and the documents or padding of one call."""
     p, call = problem, call or {}
     cuts = {"cu_seqlens" + name[7:]: [[0, end] for end in ends] if name.startswith("lengths") else ends
-            for name, ends in call.items()} if "lengths" in call else dict(call)
-    return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **cuts}
+            for name, ends in call.items() if name.startswith(("lengths", "cu"))} if "lengths" in call else dict(call)
+    for name in {"prefixes", "causal_documents"} & set(call):       # without cu_seqlens one for each batch entry
+        cuts[name] = call[name] if "cu_seqlens" in call else [[value] for value in call[name]]
+    return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, "prefix": p.prefix,
+            "causal_block": p.causal_block, **cuts}
 
 
 def expected(inputs, backward=True, **options):
@@ -101,16 +104,16 @@ def per_document(inputs, cuts, **options):
     return found
 
 
-def _weights(inputs, rounded, causal=False, scale=None, window=(None, None), softcap=None, cu_seqlens=None,
-             cu_seqlens_k=None):
+def _weights(inputs, rounded, causal=False, scale=None, softcap=None, **options):
     """Every head's place (b, h, kv head), lse, probabilities, the sink's, and slope of the scores times scale."""
     q, k, sinks = inputs.q, inputs.k, inputs.sinks
     scale = q.shape[3] ** -0.5 if scale is None else scale
     for b, h in np.ndindex(q.shape[0], q.shape[2]):
         kv = h // (q.shape[2] // k.shape[2])
-        cuts, cuts_k = (of[b] if of is not None and np.ndim(of[0]) else of for of in (cu_seqlens, cu_seqlens_k))
+        of_entry = {name: mask[b] if name in reference.OF_DOCUMENTS and np.ndim(mask[0]) else mask
+                    for name, mask in options.items()}
         visible = reference.visible_keys(np.arange(q.shape[1]), np.arange(k.shape[1]), (q.shape[1], k.shape[1]),
-                                         causal, window, cuts, cuts_k)
+                                         causal, **of_entry)
         score, slope = rounded(rounded(q[b, :, h]) @ rounded(k[b, :, kv]).T * scale), scale
         if softcap is not None:
             bent = rounded(np.tanh(score / softcap))

@@ -5,16 +5,18 @@ import pytest
 
 from mpiattn.activity import Activity
 from mpiattn.layout import Layout
-from mpiattn.mask import Mask
+from mpiattn.mask import Group, Mask
 from mpiattn.reference import visible_keys
 
-CUTS = (np.array([0, 7, 7, 20]), np.array([2, 9, 15, 17]))
-OTHER = (np.array([1, 3, 11, 23]), np.array([0, 4, 5, 17]))
+CUTS = Group(np.array([0, 7, 7, 20]), np.array([2, 9, 15, 17]))
+OTHER = Group(np.array([1, 3, 11, 23]), np.array([0, 4, 5, 17]), np.array([9, 0, 2]), np.array([True, False, True]))
+ARGUMENTS = ("cu_seqlens", "cu_seqlens_k", "prefixes", "causal_documents")
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "striped", "zigzag"])
 @pytest.mark.parametrize("a, b", [(1, 1), (1, 4), (4, 1), (2, 3)])
-@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": (3, 1)}])
+@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": (3, 1)}, {"causal": True, "prefix": 5},
+                                   {"causal": True, "causal_block": 4, "window": (9, None)}])
 @pytest.mark.parametrize("documents", [None, (CUTS,), (CUTS, OTHER)])
 def test_pairs(kind, a, b, masks, documents):
     q_layout, k_layout = Layout(kind, 23, a * b), Layout(kind, 17, a * b)
@@ -27,5 +29,5 @@ def test_pairs(kind, a, b, masks, documents):
         queries = np.concatenate([q_layout.positions(row * a + u) for u in range(a)])
         keys = np.concatenate([k_layout.positions(w * a + column) for w in range(b)])
         assert pairs == sum(
-            visible_keys(queries, keys, (23, 17), **masks, **({} if cuts is None else dict(
-                zip(("cu_seqlens", "cu_seqlens_k"), cuts)))).sum() for cuts in documents or [None])
+            visible_keys(queries, keys, (23, 17), **masks, **dict(zip(ARGUMENTS, group or ()))).sum()
+            for group in documents or [None])

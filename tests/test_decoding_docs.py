@@ -1,4 +1,7 @@
-"""The examples of docs on decoding: a text that is generated, the energy whose gradient is attention, the code."""
+"""The examples of docs on decoding: a text that is generated, the energy whose gradient is attention, the code.
+
+And the code of the page on masks.
+"""
 
 import re
 import sys
@@ -48,3 +51,9 @@ def test_energy():
 def test_code_of_the_page():
     told = launch.mpirun(3, [sys.executable, "-c", code_of("decoding.md", "decode")], timeout=60).stdout
     assert told.split() == ["(1000,", "1000)", "(2,", "1,", "8,", "64)", "(990,", "1000)"]
+
+
+@needs_docs
+def test_code_of_masks():
+    code = code_of("masks.md", "masks") + "\nassert np.isfinite(lse).all() and out.shape == q.shape"
+    launch.mpirun(3, [sys.executable, "-c", code], timeout=60)

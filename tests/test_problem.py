@@ -60,6 +60,18 @@ def test_flops_count_attended_pairs():
     assert Problem(**SHAPE, seqlen_k=3, causal=True).flops == 2 * 4 * 32 * 6
 
 
+def test_prefix_and_blocks_make_it_causal():
+    for given in ({"prefix": 3}, {"causal_block": np.int64(4)}, {"prefix": 1, "causal_block": 1}):
+        problem = Problem(**SHAPE, **given)
+        assert problem.causal and problem == Problem(**SHAPE, **given, causal=True)
+        assert str(problem).endswith(str(problem.mask))
+    assert str(Problem(**SHAPE, prefix=2, causal_block=3, window=(4, None)).mask) == (
+        "causal by blocks of 3 after a prefix of 2 in window 4,")
+    assert Problem(**SHAPE, prefix=10 ** 30) == Problem(**SHAPE, prefix=10)        # there are no more keys
+    assert Problem(**SHAPE, causal_block=10 ** 30) == Problem(**SHAPE, causal_block=10)
+    assert not Problem(**SHAPE, prefix=0, causal_block=None).causal
+
+
 @pytest.mark.parametrize(("given", "means"), [
     ({"window": (-1, -1)}, {}), ({"window": (-1, 0)}, {"window": (None, 0)}),
     ({"window": [3, -1]}, {"window": (3, None)}),
@@ -73,7 +85,8 @@ def test_conventions_of_flash_attention(given, means):
 @pytest.mark.parametrize(("name", "value", "may_be"), [
     ("window", (-2, 0), "None or -1 for no limit"), ("window", (1.5, 0), "None or -1"), ("softcap", -1.0, "None or 0"),
     ("causal", 2, "True or False"), ("causal", -1, "True or False"), ("causal", 1.0, "True or False"),
-    ("causal", None, "True or False"),
+    ("causal", None, "True or False"), ("prefix", -1, "at least 0"), ("prefix", 1.5, "whole number"),
+    ("prefix", None, "whole number"), ("causal_block", 0, "at least 1"), ("causal_block", True, "whole number"),
     ("seqlen", -1, "whole number, at least 0"), ("seqlen", 1.5, "whole number"), ("seqlen", "10", "whole number"),
     ("seqlen", None, "whole number"), ("seqlen_k", -3, "at least 0"), ("heads", 0, "at least 1"),
     ("heads", True, "whole"),

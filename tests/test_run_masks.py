@@ -31,6 +31,9 @@ def run(n, source, out, *options, **how):
      {"dtype": "float64", "seqlen_k": 101, "batch": 2}, {"window": (None, 3), "softcap": 5.0}),
     (4, ["--backward", "--tile", "4x1", "--route", "ring", "--window", "20,", "--causal", "--scale", "0.3"],
      {"kv_heads": 4}, {"window": (20, None), "causal": True, "scale": 0.3}),
+    (3, ["--backward", "--prefix", "20"], {}, {"causal": True, "prefix": 20}),
+    (4, ["--causal-block", "16", "--window", "40,", "--layout", "striped"], {"seqlen_k": 101, "batch": 2},
+     {"causal": True, "causal_block": 16, "window": (40, None)}),
     (6, ["--backward", "--tile", "2x3", "--wire-dtype", "bfloat16", "--schedule", "greedy"], {"kv_heads": 1}, {}),
     (5, ["--backward", "--tile", "ring", "--backend", "deferred", "--max-message", "999", "--causal"], {"seqlen": 3},
      {"causal": True}),
@@ -43,7 +46,8 @@ def test_right(tmp_path, n, options, shape, masks):
     tolerance = 1.5e-2 if "--wire-dtype" in options else TOLERANCE.get(shape.get("dtype"), 1e-5)
     made = assert_right(source, tmp_path / "out.h5", tolerance=tolerance, backward=backward, **masks)
     assert made["backward"] == backward
-    assert made.get("softcap") == masks.get("softcap")
+    assert all(made.get(name) == masks.get(name) for name in ("softcap", "prefix", "causal_block"))
+    assert made["causal"] == masks.get("causal", False)
     assert made.get("window") == next((text.removeprefix("--window=") for text in options if "," in text), None)
     assert made["wire_dtype"] == ("bfloat16" if "--wire-dtype" in options else
                                   "float64" if shape.get("dtype") == "float64" else "float32")

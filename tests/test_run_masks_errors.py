@@ -43,7 +43,8 @@ def test_window_that_cannot_be_read(tmp_path, out, window):
 
 @pytest.mark.parametrize("option, says", [
     ("--window=-2,0", "window is (-2, 0); it must be"), ("--softcap=-1", "softcap is -1.0; it must be positive"),
-    ("--softcap=nan", "softcap is nan"), ("--wire-dtype=float64", "wire_dtype is 'float64'; it may be"),
+    ("--softcap=nan", "softcap is nan"), ("--prefix=-1", "prefix is -1"), ("--causal-block=0", "causal_block is 0"),
+    ("--wire-dtype=float64", "wire_dtype is 'float64'; it may be"),
 ])
 def test_options(tmp_path, out, option, says):
     assert says in fails(write_input(tmp_path / "in.h5"), out, option)

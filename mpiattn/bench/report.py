@@ -71,7 +71,7 @@ def _problem(data):
     window = "" if p["window"] == [None, None] else ", window " + ",".join(
         "" if side is None else str(side) for side in p["window"])
     return (f"batch {p['batch']}, {heads} x {p['head_dim']}, {p['dtype']}, {'causal' if p['causal'] else 'full'}"
-            f"{window}")
+            + "".join(f", {name} {p[name]}" for name in ("prefix", "causal_block") if p.get(name)) + window)
 
 
 def head_text(data):

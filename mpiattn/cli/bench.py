@@ -119,8 +119,9 @@ def _run(job, args):
     with agreement(peers):
         asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap)
     how = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "batch", "dtype", "causal",
-                                                  "window", "direction", "layout", "wire_dtype", "backend",
-                                                  "transport", "max_memory", "machine", "timeout")}
+                                                  "prefix", "causal_block", "window", "direction", "layout",
+                                                  "wire_dtype", "backend", "transport", "max_memory", "machine",
+                                                  "timeout")}
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
         measured = measure.measure(job, of_size, how, choice.DIRECTIONS[args.direction], args.runs, args.warmup)

@@ -91,9 +91,14 @@ def parse_window(text):
 
 
 def add_masks(parser):
-    """--causal and --window."""
+    """--causal, --prefix, --causal-block and --window."""
     parser.add_argument("--causal", action="store_true",
                         help="a query sees the keys up to its own position; the last query sees all")
+    parser.add_argument("--prefix", type=int, default=0, metavar="P",
+                        help="causal, but every query sees the first P keys, of every document where there are some "
+                             "(prefix-LM)")
+    parser.add_argument("--causal-block", type=int, metavar="B",
+                        help="causal, but a query sees to the end of the block of B keys in which it stands")
     add_window(parser)
 
 

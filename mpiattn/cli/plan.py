@@ -69,7 +69,8 @@ def run(args):
         style.check("--plot", args.plot)
     problem = Problem(seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, batch=args.batch,
                       kv_heads=args.kv_heads, value_dim=args.value_dim, seqlen_k=args.seqlen_k, dtype=args.dtype,
-                      causal=args.causal, window=args.window, wire_dtype=args.wire_dtype)
+                      causal=args.causal, prefix=args.prefix, causal_block=args.causal_block, window=args.window,
+                      wire_dtype=args.wire_dtype)
     asked = parse_tile(args.tile, args.ranks)
     kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
     on = _machine(args)

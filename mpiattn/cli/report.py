@@ -9,7 +9,7 @@ from ..load import balance
 from ..machine import PRODUCTS
 from .table import duration, facts, percent, size, span
 
-MASKS = ("window", "softcap", "documents", "documents_k")
+MASKS = ("prefix", "causal_block", "window", "softcap", "documents", "documents_k")
 
 
 def _flops(problem, ranks):

@@ -79,7 +79,8 @@ def _run(job, args):
             check_json(args.json, (args.input, args.output))
     before = _peak()
     source = io.Input(peers, args.input, args.max_message, args.backward, names=args.names)
-    plan = MeshAttention(comm, **source.shapes, causal=args.causal, window=args.window, softcap=args.softcap,
+    plan = MeshAttention(comm, **source.shapes, causal=args.causal, prefix=args.prefix,
+                         causal_block=args.causal_block, window=args.window, softcap=args.softcap,
                          scale=args.scale, tile=args.tile, layout=args.layout, schedule=args.schedule,
                          route=args.route, wire_dtype=args.wire_dtype, backend=args.backend,
                          transport=args.transport, direction="both" if args.backward else "forward",
@@ -221,7 +222,8 @@ def _formulas(plan, activity, direction):
 def _chosen(plan, args):
     """What was chosen and asked, for the attributes of OUT and the report; what was not asked is left out."""
     p, (a, b) = plan.problem, plan.tile
-    asked = {"softcap": p.softcap, "documents": args.documents, "documents_k": args.documents_k}
+    asked = {"prefix": p.prefix or None, "causal_block": p.causal_block, "softcap": p.softcap,
+             "documents": args.documents, "documents_k": args.documents_k}
     if p.window != (None, None):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
     if args.max_memory is not None:

@@ -34,18 +34,28 @@ def documents(rng, tokens, count):
     return sorted([0, end, *(rng.randint(0, end) for _ in range(count - 1))])
 
 
-def draw_call(rng, batch, seqlen, seqlen_k):
-    """Documents or padding of one call, or neither."""
+def draw_call(rng, batch, seqlen, seqlen_k, causal):
+    """Documents or padding of one call, or neither, and what documents see."""
     kind, count = rng.choice(["none", "none", "packed", "of each", "padding"]), rng.randint(1, 4)
     sides = {"": seqlen, "_k": seqlen_k} if seqlen != seqlen_k or rng.random() < 0.3 else {"": seqlen}
+    call, shape = {}, {"packed": (count,), "of each": (batch, count)}.get(kind, (batch,))
     if kind == "packed":
-        return {f"cu_seqlens{side}": documents(rng, tokens, count) for side, tokens in sides.items()}
+        call = {f"cu_seqlens{side}": documents(rng, tokens, count) for side, tokens in sides.items()}
     if kind == "of each":
-        return {f"cu_seqlens{side}": [documents(rng, tokens, count) for _ in range(batch)]
+        call = {f"cu_seqlens{side}": [documents(rng, tokens, count) for _ in range(batch)]
                 for side, tokens in sides.items()}
     if kind == "padding":
-        return {f"lengths{side}": [rng.randint(0, tokens) for _ in range(batch)] for side, tokens in sides.items()}
-    return {}
+        call = {f"lengths{side}": [rng.randint(0, tokens) for _ in range(batch)] for side, tokens in sides.items()}
+    if kind == "packed" and rng.random() < 0.3:                     # what they see then differs by entry
+        shape = (batch, count)
+
+    def of_documents(draw, *shape):
+        return [of_documents(draw, *shape[1:]) for _ in range(shape[0])] if shape else draw()
+    if rng.random() < 0.25:
+        call["causal_documents"] = of_documents(lambda: rng.random() < 0.5, *shape)
+    if (causal or "causal_documents" in call) and rng.random() < 0.25:
+        call["prefixes"] = of_documents(lambda: rng.choice([0, 1, 3, rng.randint(0, seqlen_k), 1000]), *shape)
+    return call
 
 
 def draw_case(seed, index, size):
@@ -67,8 +77,10 @@ def draw_case(seed, index, size):
             "window": rng.choice([None, None, (3, 0), (5, 4), (None, 2), (20, None), (0, 0), (60, 60)]),
             "scale": rng.choice([None, None, 0.5, 2.0]), "tile": rng.choice(tiles(ranks)), "layout": layout,
             "schedule": rng.choice(["greedy", "greedy", "collective"]), "route": route, "wire_dtype": wire,
-            "max_message": rng.choice([2 ** 30, 2 ** 30, 1000, 64])}
-    return Case(rng.sample(range(size), ranks), plan, draw_call(rng, batch, seqlen, seqlen_k),
+            "max_message": rng.choice([2 ** 30, 2 ** 30, 1000, 64]),
+            "prefix": rng.choice([0, 0, 0, 1, 4, 30]), "causal_block": rng.choice([None, None, None, 1, 3, 8, 50])}
+    causal = plan["causal"] or plan["prefix"] > 0 or plan["causal_block"] is not None
+    return Case(rng.sample(range(size), ranks), plan, draw_call(rng, batch, seqlen, seqlen_k, causal),
                 rng.choice([("numpy",), ("deferred",), ("numpy", "deferred")]),
                 tuple(rng.choice([0.1, 0.5, 1, 1.7, 3, 50]) for _ in range(4)) if rng.random() < 0.5 else None,
                 sinks=rng.random() < 0.3, dlse=rng.random() < 0.5, spread=spread, seed=rng.randrange(2 ** 30))

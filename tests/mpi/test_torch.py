@@ -19,7 +19,8 @@ torch.set_num_threads(1)
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}     # of the largest value
 SHAPE = {"batch": 2, "seqlen": 37, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "causal": True}
-DOCUMENTS = {"cu_seqlens": [0, 5, 5, 21, 37]}
+DOCUMENTS = {"cu_seqlens": [0, 5, 5, 21, 37], "prefixes": [3, 0, 100, 8],
+             "causal_documents": [True, False, True, False]}
 NAMES = ("q", "k", "v", "sinks")
 
 
