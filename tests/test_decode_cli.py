@@ -61,6 +61,7 @@ def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, ma
     outcome = mpirun(ranks, [*DECODE, cache, queries, out, "--verify", "--json", told_file, *options])
     assert all(words in outcome.stdout for words in ("9 of 9 all rows", "passed", "equal on every rank"))
     chosen = assert_decoded(cache, queries, out, {"bfloat16": 1e-2}.get(dtype, 1e-5), **masks)
+    assert chosen["command"].startswith(f"mpiattn decode {cache} {queries} {out}") and chosen["date"]
     told = json.loads(told_file.read_text())
     assert chosen["ranks"] == told["ranks"] == ranks
     assert told["sequences"] == [79, 0, 39] and told["verify"]["passed"]

@@ -13,7 +13,7 @@ from .threads import limit_threads
 
 COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",
-    "convert": "make the HDF5 file of run of tensors in .npy, .npz, safetensors, PyTorch or other HDF5 files",
+    "convert": "make such a file of your own q, k, v: .npy, .npz, safetensors, PyTorch's, other HDF5",
     "run": "attention of an HDF5 file over the ranks of this launch (under mpiexec or srun)",
     "decode": "attention of a few queries over a cache of keys and values (under mpiexec or srun)",
     "plan": "every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
@@ -29,6 +29,7 @@ UNDER_MPI = ("run", "decode", "bench", "check", "tune", "info")      # under a l
 EXAMPLES = """\
 examples:
   mpiattn generate qkv.h5 --seqlen 4099 --heads 8 --head-dim 64
+  mpiattn convert q.npy k.npy v.npy qkv.h5
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --causal --verify
   mpiexec -n 4 mpiattn decode cache.h5 queries.h5 out.h5 --verify
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal

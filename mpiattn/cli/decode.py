@@ -3,8 +3,8 @@
 CACHE holds k and v (batch, tokens, kv_heads, ...) in natural token order; its batch entries are the sequences or, where
 it has a dataset cu_seqlens, the documents that it cuts: what mpiattn.KVCache.save writes, and mpiattn generate. QUERIES
 holds q (sequences, queries, heads, head_dim), those of the last tokens of each sequence. OUT holds out, as q, and lse
-(sequences, heads, queries), and as attributes what was chosen. It appears whole or not at all; an existing file is
-replaced.
+(sequences, heads, queries), and as attributes what was chosen, by which command and when. It appears whole or not at
+all; an existing file is replaced.
 
 examples:
   mpiattn generate cache.h5 --seqlen 100000 --heads 8 --documents 5
@@ -18,7 +18,7 @@ import socket
 
 import h5py
 
-from .. import __version__, combine
+from .. import combine
 from ..agreement import agreement
 from ..arrays import on_host
 from ..cachefile import load, read_cache_shapes
@@ -35,6 +35,7 @@ from ..verify_decode import choose, verify_decode
 from . import options
 from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
+from .opening import origin
 from .progress import Progress
 from .table import duration, facts, size
 
@@ -123,7 +124,7 @@ def _run(job, args):
             report = None
             if args.verify:
                 report = job("verify", lambda: _verify(peers, problems, spans, source, q, out, lse))
-            chosen = {"mpiattn": __version__, "way": way, "ranks": comm.size, "nodes": len(set(cache.nodes)),
+            chosen = {**origin(peers, args.words), "way": way, "ranks": comm.size, "nodes": len(set(cache.nodes)),
                       "page_size": cache.page_size, "backend": cache.backend, "causal": not args.full,
                       "scale": problems[0].scale}
             job("write", lambda: _write(output, out, lse, peers, chosen))

@@ -2,8 +2,8 @@
 
 IN holds q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) in natural token order.
 Every rank reads one contiguous slab, the ranks exchange tokens into the layout, compute, and give the result
-back. OUT holds out, as q, and lse (batch, heads, seqlen), and as attributes what was chosen. It appears whole
-or not at all; an existing file is replaced.
+back. OUT holds out, as q, and lse (batch, heads, seqlen), and as attributes what was chosen, by which command, when and
+with which versions. It appears whole or not at all; an existing file is replaced.
 
 With --backward IN also holds dout, as out, and OUT gets dq, dk, dv, as q, k, v: the gradients of sum(dout * out).
 
