@@ -24,9 +24,11 @@ def add_arguments(parser):
                                       "--dtype, --causal, --direction, --backend and --runs.")
     group.add_argument("--kernel", action="store_true", help="measure the back end's launches on one rank, and no plan")
     group.add_argument("--decode-keys", type=int, metavar="N",
-                       help=f"keys that a query of 8 heads a KV head sees (default: {KEYS['decode_keys']})")
+                       help=f"keys that a query of 8 heads a KV head sees (default: {KEYS['decode_keys']}; 0: leave "
+                            "decoding out)")
     group.add_argument("--carry-keys", type=int, metavar="N",
-                       help=f"keys of the block that is added to a partial (default: {KEYS['carry_keys']})")
+                       help=f"keys of the block that is added to a partial (default: {KEYS['carry_keys']}; 0: leave it "
+                            "out)")
 
 
 def run(job, args):
@@ -36,9 +38,10 @@ def run(job, args):
             raise ArgumentError(f"--kernel measures one rank; this launch has {job.comm.size}")
         sizes = {name: default if getattr(args, name) is None else getattr(args, name)
                  for name, default in KEYS.items()}
+        least = {"runs": 1, "seqlen": 1, **dict.fromkeys(KEYS, 0)}
         for name, value in {"runs": args.runs, "seqlen": min(args.seqlen), **sizes}.items():
-            if value < 1:
-                raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+            if value < least[name]:
+                raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least {least[name]}")
         check_json(args.json)
         problems = [Problem(seqlen=seqlen, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
                             dtype=args.dtype, causal=args.causal) for seqlen in args.seqlen]
@@ -56,9 +59,9 @@ def _measured(backend, problems, args, decode_keys, carry_keys):
     clock, first = clock_of(backend), problems[0]
     sections = [kernel.measure_block(backend, clock, problem, direction, args.runs)
                 for problem in problems for direction in DIRECTIONS[args.direction]]
-    sections += [kernel.measure_decode(backend, clock, first, decode_keys, args.runs),
-                 kernel.measure_carry(backend, clock, first, carry_keys, args.runs),
-                 kernel.measure_launch(backend, clock, first, args.runs)]
+    for keys, measure in ((decode_keys, kernel.measure_decode), (carry_keys, kernel.measure_carry)):
+        sections += [measure(backend, clock, first, keys, args.runs)] if keys else []
+    sections.append(kernel.measure_launch(backend, clock, first, args.runs))
     torch, (blas, threads) = load_torch(), host.blas()
     return {"mpiattn": __version__, "backend": backend.name, "compute": _compute(backend), "runs": args.runs,
             "problem": {"heads": first.heads, "kv_heads": first.kv_heads, "head_dim": first.head_dim,

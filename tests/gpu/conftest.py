@@ -1,6 +1,7 @@
 """Tests that need a GPU: `python -m pytest -m gpu`; run_all.py does all that there is to find out on one.
 
-MPIATTN_CUPY=fake has a made-up GPU, on which most of them run too, as a test of the tests.
+MPIATTN_CUPY=fake has a made-up GPU, on which most of them run too, as a test of the tests; unpooled has each array
+allocated by CUDA, so that compute-sanitizer knows where it ends.
 """
 
 import os
@@ -21,6 +22,8 @@ def missing():
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:             # a library of CUDA that is not there has no exception of its own
         return f"no GPU that CuPy can use: {error!r:.150}"
+    if os.environ.get("MPIATTN_CUPY") == "unpooled":
+        cupy.cuda.set_allocator(None)
     return None if count else "CuPy counts 0 GPUs"
 
 

@@ -1,110 +1,85 @@
-"""How run_all.py runs a section: commands with a log and a time limit, and a summary of all; standard library only."""
+"""How run_all.py runs a section: commands with a log and a time limit; standard library only."""
 
-import json
 import os
-import platform
 import signal
 import subprocess
+import sys
 import time
 
-QUERY = ("name", "driver_version", "memory.total", "compute_cap", "clocks.max.sm", "power.limit")
-VERSIONS = """
-import importlib.metadata as m, json, sys
-print(json.dumps({"python": sys.version.split()[0], **{d.metadata["Name"]: d.version for d in m.distributions()
-      if d.metadata["Name"].lower().startswith(("numpy", "mpi", "openmpi", "h5py", "cupy", "cuda", "nvidia", "torch",
-                                                "ml", "pytest"))}}))
-"""
-STARTED = time.monotonic()
+LEAST = 3.0                    # seconds; a section that has less left is not begun
+stopped = []                   # the signal that has asked for an end; only what runs knows what has to be ended with it
 
 
 class Skip(Exception):
     """Why a section cannot be done here."""
 
 
-def gpu_facts():
-    """What nvidia-smi says of the first GPU, by name; empty where there is none."""
-    try:
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"], text=True,
-                              capture_output=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(QUERY, (field.strip() for field in done.stdout.splitlines()[0].split(","))))
+def command(log, words, seconds, environment, cwd):
+    """Run a command that writes into a log: (what it has written, why it has failed or "").
 
-
-def command(log, words, seconds, environment):
-    """Run a command; its output, which goes to a log too.  RuntimeError if it fails or takes longer than `seconds`."""
+    log: a file open for reading and writing, with what is written so far in it.  It fails after `seconds` too.
+    """
     words = list(map(str, words))
-    log.write(f"$ {' '.join(words)}\n")
+    log.write(f"$ {' '.join(words)}\n".encode())
     log.flush()
-    if seconds <= 0:
-        raise RuntimeError("no time is left")
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               env=environment, start_new_session=True)
-    late = False
+    start = log.tell()
+    if seconds < LEAST:
+        return "", f"no time is left: {max(seconds, 0):.0f} s"
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+                               cwd=cwd, start_new_session=True)
+    end = time.monotonic() + seconds
     try:
-        text, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        late = True
-        process.terminate()                    # a launcher ends its ranks, which are in process groups of their own
-        try:
-            text, _ = process.communicate(timeout=5)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            try:
-                text, _ = process.communicate(timeout=5)
-            except subprocess.TimeoutExpired:
-                text = b"(a process that was left holds the output)"
-    text = text.decode(errors="replace")
-    log.write(text)
+        while process.poll() is None and time.monotonic() < end and not stopped:
+            time.sleep(0.05)
+    finally:
+        late = process.poll() is None
+        if late:
+            _end(process)
+    if stopped:
+        sys.exit(143)
+    log.seek(start)
+    text = log.read().decode(errors="replace")
     if late:
-        raise RuntimeError(f"no end after {seconds:.0f} s")
-    if process.returncode:
-        raise RuntimeError(f"exit code {process.returncode}: {' | '.join(text.strip().splitlines()[-3:])[:400]}")
-    return text
+        return text, f"no end after {seconds:.0f} s"
+    last = " | ".join(text.strip().splitlines()[-3:])[-400:]
+    return text, f"exit code {process.returncode}: {last}" if process.returncode else ""
 
 
-def run_section(name, sections, limit):
-    """A section's status, "passed", "failed" or "skipped", why, what it took, and what it has found."""
+def _end(process):
+    """A launcher ends its ranks, which are in process groups of their own, so it is asked first."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_section(section, log_path, deadline, environment, cwd):
+    """Do a section: {"status": "passed", "failed" or "skipped", "why", "seconds", "found"}.
+
+    section: a function of `run` and of a dict for what it finds, which is kept whatever happens.  `run(words, seconds,
+    read, **of the environment)` raises RuntimeError if the command fails, once `read` has had its output, and else
+    returns that.  deadline: on time.monotonic's clock.
+    """
     start, found, why = time.monotonic(), {}, ""
-    path = sections.out / f"{name}.log"
-    with path.open("w") as log:
-        def run(words, seconds, **environment):
-            left = limit - (time.monotonic() - STARTED)
-            return command(log, words, min(seconds, left), sections.environment(**environment))
+    with log_path.open("w+b") as log:
+        def run(words, seconds, read=None, **options):
+            text, failure = command(log, words, min(seconds, deadline - time.monotonic()), environment(**options), cwd)
+            if read:
+                read(text)
+            if failure:
+                raise RuntimeError(failure)
+            return text
         try:
-            found, status = sections.section(name, run) or {}, "passed"
+            section(run, found)
+            status = "passed"
         except Skip as skip:
             status, why = "skipped", str(skip)
         except Exception as error:             # of whatever kind: the other sections go on
-            status, why = "failed", f"{type(error).__name__}: {error}"
-            log.write(f"{why}\n")
-    return {"status": status, "why": why, "seconds": round(time.monotonic() - start, 1), "log": path.name,
-            "found": found}
-
-
-def _versions(python):
-    try:
-        done = subprocess.run([python, "-c", VERSIONS], text=True, capture_output=True, timeout=60, check=True)
-        return json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return {"unknown": str(error)[:200]}
-
-
-def write_summary(out, python, results):
-    """summary.json and summary.txt, of what has been run so far."""
-    data = {"date": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "gpu": gpu_facts(), "system": platform.platform(),
-            "versions": _versions(python), "sections": results}
-    lines = [f"{data['date']}  {data['gpu'].get('name', 'no GPU')}, driver "
-             f"{data['gpu'].get('driver_version', 'none')}, {data['system']}",
-             ", ".join(f"{name} {version}" for name, version in data["versions"].items()), ""]
-    width = max(map(len, results))
-    lines += [f"{name.ljust(width)}  {result['status']:7}  {result['seconds']:6.1f} s  "
-              f"{result['why'] or result['found'].get('result', '')}".rstrip() for name, result in results.items()]
-    for name, result in results.items():
-        table = out / f"{name}.txt"
-        if result["status"] == "passed" and table.is_file():
-            lines += ["", f"== {name}", table.read_text().rstrip()]
-    for path, text in ((out / "summary.json", json.dumps(data, indent=1)), (out / "summary.txt", "\n".join(lines))):
-        partial = path.with_suffix(".partial")
-        partial.write_text(text + "\n")
-        partial.replace(path)
+            kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+            status, why = "failed", " ".join(f"{kind}{error}".split())[:600]
+        log.seek(0, os.SEEK_END)
+        log.write(f"{status} {why}\n".encode())
+    return {"status": status, "why": why, "seconds": round(time.monotonic() - start, 1),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "found": found}

@@ -1,226 +1,116 @@
-"""All that there is to find out on a machine with one GPU, in one go, with nothing from outside it.
+"""All that there is to find out on a machine with one GPU, with nothing from outside it.
 
-  python3 tests/gpu/run_all.py OUT --wheels WHEELS [--openmpi openmpi-X.tar.gz] [--sections NAME ...] [--limit SECONDS]
+  python3 tests/gpu/run_all.py OUT --group smoke --wheels WHEELS [--openmpi openmpi-cuda.tar.gz]
 
-It needs the standard library only. WHEELS is made where there is a network, in a checkout, by the same Python:
+Groups, in the order in which to run them, each in less than nine minutes: smoke, blocks, ranks, bench, sanitizer.
+--list tells their sections, and how long each should take.  Without --group or --sections all are run.  It needs this
+Python's standard library and pip.  WHEELS and openmpi-cuda.tar.gz are made where there is a network:
 
-  for what in '.[mpich,test]' '.[cuda-compile]' 'cupy-cuda13x[ctk]' torch; do pip download -d WHEELS "$what"; done
+  pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
+      --platform manylinux_2_17_x86_64 --platform manylinux1_x86_64 -d WHEELS mpich mpi4py
+  tests/gpu/build_openmpi.sh openmpi-cuda.tar.gz
 
-Every section runs even if another fails. OUT gets a log of each, JSON of each table, summary.json and summary.txt,
-written anew after every section: a run that is cut off has told what it knew.
+and so is what else the machine lacks: numpy h5py ml_dtypes tqdm pytest iniconfig pluggy packaging pygments cupy-cuda13x
+cuda-bindings cuda-pathfinder nvidia-cuda-nvrtc nvidia-cuda-runtime.  What it has is used instead, and its PyTorch.
 
-  venv         a virtual environment of what the Python that runs this has, and else of the wheels in WHEELS; without
-               WHEELS that Python itself, or --python
-  openmpi      an Open MPI with CUDA, built from the tarball
-  compile      every kernel for this GPU: registers, spills, shared memory
-  tests        pytest -m gpu, with 4 ranks on the GPU, staged
-  device       4 ranks whose MPI takes device memory, on the Open MPI that was built
-  memcheck, racecheck      compute-sanitizer on the small blocks, where it is found
-  bench-...    mpiattn bench --kernel at several shapes
-
---backend numpy --quick runs what it can on a CPU, at tiny sizes: a test of this script.
+Everything is unpacked, compiled and kept in a work folder.  OUT gets summary.txt, summary.json and results.tar.gz with
+all logs, written anew after every section, and running.log while one runs: a run that is cut off has told what it knew.
+The next command goes on with the same work folder, and tells the former results too if the sources are the same.
 """
 
 import argparse
-import json
-import os
-import re
 import shutil
+import signal
 import sys
-import sysconfig
+import tempfile
+import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-TESTS = HERE.parent
-ROOT = next(folder for folder in HERE.parents if (folder / "mpiattn" / "__init__.py").is_file())
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_sections import Skip, gpu_facts, run_section, write_summary  # noqa: E402  (beside this file)
+from gpu_results import Results, facts
+from gpu_sections import Skip, run_section, stopped
+from gpu_work import GROUP_SECONDS, ROOT, SECTIONS, Work
 
-# What is installed, in turn: each is tried alone, and only the first has to succeed.  Some by one of several names.
-WHEELS = (("base", [["numpy", "mpi4py", "h5py", "tqdm", "ml_dtypes", "pytest", "mpich"]]),
-          ("cupy", [["cupy-cuda13x"], ["cupy-cuda12x"]]), ("compile", [["cuda-bindings", "nvidia-cuda-nvrtc"]]),
-          ("cupy's toolkit", [["cupy-cuda13x[ctk]"], ["cupy-cuda12x[ctk]"]]), ("torch", [["torch"]]))
-CONFIGURE = ("--with-cuda={cuda}", "--enable-mpi-fortran=no", "--without-ucx", "--without-ofi", "--without-verbs",
-             "--with-hwloc=internal", "--with-libevent=internal", "--with-pmix=internal", "--disable-oshmem")
-SANITIZED = "(forward or backward) and (windows or causal) and not 256"
-# name: tokens, head dim, further options
-BENCHES = {"bench-full": ("8192 16384", 128, ""), "bench-causal": ("8192 16384", 128, "--causal"),
-           "bench-d64": ("8192", 64, ""), "bench-d64-causal": ("8192", 64, "--causal"),
-           "bench-d256": ("8192", 256, ""), "bench-d256-causal": ("8192", 256, "--causal")}
+PREPARATIONS = ("install", "device")           # what every group begins with
+GROUPS = list(dict.fromkeys(section.group for section in SECTIONS.values()))
 
 
-class Sections:
-    """The sections by name, on what the arguments say; each is a method that runs commands by `self.run`."""
-
-    def __init__(self, args, out):
-        self.args, self.out, self.python = args, out, args.python
-        self.names = ["venv", "openmpi", "compile", "tests", "device", "memcheck", "racecheck", *BENCHES]
-        self.openmpi = None
-
-    def environment(self, **more):
-        """Of the commands of a section."""
-        ranks = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                 "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        return {**os.environ, **ranks, "PYTHONPATH": path, **more}
-
-    def pytest(self, *arguments):
-        """A command; the launcher's tests find mpiexec beside this Python."""
-        return [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)]
-
-    def section(self, name, run):
-        """Do what a section is; `run(command, seconds, **environment)` logs it and raises where it fails."""
-        if name in BENCHES:
-            return self.bench(name, run)
-        if name == "openmpi":
-            if not self.args.openmpi:
-                raise Skip("--openmpi is not given")
-            built = self.args.openmpi if self.args.openmpi.is_dir() else self.build(run)
-            return self.openmpi_of(built, run)
-        return getattr(self, name)(run)
-
-    def venv(self, run):
-        """Install the wheels of what is not there."""
-        if not self.args.wheels:
-            raise Skip(f"--wheels is not given: {self.python} is used as it is")
-        folder, told = self.out / "venv", {}
-        run([sys.executable, "-m", "venv", folder], 120)
-        self.python = str(folder / "bin" / "python")
-        # not --system-site-packages: the Python that runs this may be that of a virtual environment itself
-        there = next(folder.glob("lib/python3*/site-packages"))
-        (there / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        for what, ways in WHEELS:
-            for packages in ways:
-                try:
-                    run([self.python, "-m", "pip", "install", "-q", "--no-index", "--find-links", self.args.wheels,
-                         *packages], 300)
-                    told[what] = packages
-                    break
-                except RuntimeError as error:
-                    if what == "base":
-                        raise
-                    told.setdefault("missing", {})[what] = str(error)
-        return told
-
-    def build(self, run):
-        """Unpack, configure, make."""
-        cuda = next((folder for folder in (Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")),
-                                           *Path(self.python).parents[1].glob("lib/python3*/site-packages/nvidia/*"))
-                     if (folder / "include" / "cuda.h").is_file()), None)
-        if cuda is None:
-            raise Skip("cuda.h is neither in CUDA_HOME nor among the installed wheels")
-        source, prefix = self.out / "openmpi-source", self.out / "openmpi"
-        source.mkdir()
-        run(["tar", "xf", self.args.openmpi, "-C", source, "--strip-components=1"], 60)
-        options = [option.format(cuda=cuda) for option in CONFIGURE]
-        run(["sh", "-c", f"cd {source} && ./configure -q --prefix={prefix} {' '.join(options)}"], 600)
-        run(["make", "-s", "-C", source, f"-j{os.cpu_count()}", "install"], 900)
-        shutil.rmtree(source)
-        return prefix
-
-    def openmpi_of(self, prefix, run):
-        """Note a built Open MPI, once mpi4py has loaded it."""
-        found = run([prefix / "bin" / "mpiexec", "-n", "1", self.python, "-c",
-                     "from mpi4py import MPI; print(MPI.Get_library_version())"], 60,
-                    MPI4PY_LIBMPI=str(prefix / "lib" / "libmpi.so"))
-        if "Open MPI" not in found:
-            raise RuntimeError(f"mpi4py has loaded another library: {found.strip()[:100]}")
-        self.openmpi = prefix
-        return {"version": found.split(",")[0].strip()}
-
-    def compile(self, run):
-        """The tile table, as NVRTC and ptxas have it for this GPU."""
-        capability = gpu_facts().get("compute_cap", "9.0").replace(".", "")
-        table = run([self.python, TESTS / "nvrtc.py", f"sm_{capability}"], 400)
-        rows = [line.rsplit(": ", 1) for line in table.splitlines()[1:] if ": " in line]
-        kernels = {name: dict(zip(("registers", "spilled", "shared_bytes"), map(int, numbers.split())))
-                   for name, numbers in rows}
-        if not kernels:
-            raise RuntimeError("no kernel was compiled")
-        return {"kernels": kernels, "spilling": [name for name, of in kernels.items() if of["spilled"]]}
-
-    def tests(self, run):
-        """pytest -m gpu, and what the script's own test has in its place."""
-        where = [TESTS / "test_mask.py"] if self.args.quick else ["-m", "gpu", HERE]
-        text = run(self.pytest(*where, f"--junitxml={self.out / 'tests.xml'}"), 600)
-        return {"result": passed(text)}
-
-    def device(self, run):
-        """The whole library, where MPI takes device memory."""
-        if self.openmpi is None:
-            raise Skip("there is no Open MPI with CUDA: see the section openmpi")
-        cases = self.pytest(TESTS / "mpi" / "test_kernels.py")
-        text = run([self.openmpi / "bin" / "mpiexec", "-n", "4", *cases], 400, MPIATTN_BACKENDS="cuda",
-                   MPIATTN_TRANSPORT="device", OPENBLAS_NUM_THREADS="1",
-                   MPI4PY_LIBMPI=str(self.openmpi / "lib" / "libmpi.so"))
-        return {"result": passed(text)}
-
-    def sanitize(self, tool, run):
-        """compute-sanitizer over the small blocks."""
-        places = [shutil.which("compute-sanitizer"), *map(str, Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))]
-        found = next((place for place in places if place and os.access(place, os.X_OK)), None)
-        if found is None:
-            raise Skip("compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin")
-        text = run([found, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all",
-                    *self.pytest("-m", "gpu", HERE / "test_gpu_blocks.py", "-k", SANITIZED)], 600)
-        if not re.search(r"\b0 errors", text):
-            raise RuntimeError(f"{tool} does not say that there are 0 errors")
-        return {"result": passed(text)}
-
-    def memcheck(self, run):
-        """Accesses outside of arrays."""
-        return self.sanitize("memcheck", run)
-
-    def racecheck(self, run):
-        """Hazards in shared memory."""
-        return self.sanitize("racecheck", run)
-
-    def bench(self, name, run):
-        """A table; decoding, carry-in and launches are in each."""
-        tokens, dim, more = BENCHES[name]
-        path = self.out / f"{name}.json"
-        sizes = ["--seqlen", *tokens.split(), "--heads", "32", "--kv-heads", "8", "--dtype", "bfloat16"]
-        if self.args.quick:
-            sizes = ["--seqlen", "40", "--heads", "2", "--decode-keys", "100", "--carry-keys", "30", "--runs", "2"]
-        text = run([self.python, "-m", "mpiattn", "bench", "--kernel", "--backend", self.args.backend, *sizes,
-                    "--head-dim", str(dim), "--direction", "both", *more.split(), "--json", path], 400)
-        (self.out / f"{name}.txt").write_text(text)
-        return {"sections": json.loads(path.read_text())["sections"]}
+def table():
+    """The groups and their sections, for people."""
+    lines = []
+    for group in GROUPS:
+        members = {name: section for name, section in SECTIONS.items() if section.group == group}
+        lines.append(f"{group}: {sum(section.estimate for section in members.values()):.0f} s, {GROUP_SECONDS} at most")
+        lines += [f"  {name:22} {section.estimate:4.0f} s, {section.limit:.0f} at most  {section.about}"
+                  for name, section in members.items()]
+    return "\n".join(lines)
 
 
-def passed(text):
-    """What pytest says of a run in its last line; RuntimeError where nothing has passed, since all may be skipped."""
-    told = [line for line in text.splitlines() if re.search(r"\d+ passed|\d+ skipped", line)]
-    if not told or " passed" not in told[-1]:
-        raise RuntimeError(f"nothing was tested: {told[-1] if told else 'no tests'}")
-    return told[-1].strip("= ")
+def arguments():
+    """What the command line says, its sections in order, and the folder of results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="folder for the summary and the archive")
+    parser.add_argument("--list", action="store_true", help="tell the groups and sections, and run nothing")
+    parser.add_argument("--group", nargs="+", choices=GROUPS, metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help="only these")
+    parser.add_argument("--wheels", type=lambda path: Path(path).resolve(), help="folder of wheels")
+    parser.add_argument("--openmpi", type=lambda path: Path(path).resolve(), help="what build_openmpi.sh has made")
+    parser.add_argument("--work", type=lambda path: Path(path).resolve(), help="work folder, outside of OUT (default: "
+                        "%(default)s)", default=Path(tempfile.gettempdir(), "mpiattn-gpu"))
+    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS",
+                        help=f"for all of it (each group has {GROUP_SECONDS})")
+    parser.add_argument("--backend", default="cuda", help="of what is tested and measured (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    args = parser.parse_args()
+    if args.out is None and not args.list:
+        parser.error("OUT is missing")
+    for name, path in (("--wheels", args.wheels), ("--openmpi", args.openmpi)):
+        if path and not path.exists():
+            parser.error(f"{name} is {path}; there is no such thing")
+    chosen = args.sections or [name for name, section in SECTIONS.items() if section.group in (args.group or GROUPS)]
+    args.chosen = [name for name in SECTIONS if name in {*chosen, *PREPARATIONS}]
+    return args
 
 
 def main():
     """Run the sections; the exit code is 1 if one has failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder for logs, tables and the summary")
-    parser.add_argument("--wheels", type=lambda path: Path(path).resolve(), help="folder of wheels")
-    parser.add_argument("--openmpi", type=lambda path: Path(path).resolve(),
-                        help="the tarball, or the folder of a build")
-    parser.add_argument("--python", default=sys.executable, help="used where there are no wheels")
-    parser.add_argument("--sections", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="for all of it")
-    parser.add_argument("--backend", default="cuda", help="of the benchmarks (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, and a test of the CPU for those of the GPU")
-    args = parser.parse_args()
-    out = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    sections = Sections(args, out)
-    if args.sections and not set(args.sections) <= set(sections.names):
-        parser.error(f"--sections may be {', '.join(sections.names)}")
-    results = {}
-    for name in args.sections or sections.names:
-        results[name] = run_section(name, sections, args.limit)
-        write_summary(out, sections.python, results)
-    print((out / "summary.txt").read_text())
-    return int(any(result["status"] == "failed" for result in results.values()))
+    args, start = arguments(), time.monotonic()
+    if args.list:
+        print(table())
+        return 0
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    args.work.mkdir(parents=True, exist_ok=True)
+    known = facts(ROOT, [])
+    args.results = args.work / f"results-{known['source']}"
+    results, work = Results(args.results, args.out.resolve(), known), Work(args)
+    # what prepares is a part of the first group
+    group = next((SECTIONS[name].group for name in args.chosen if name not in PREPARATIONS), "smoke")
+    began, failed = {}, False
+    for name in args.chosen:
+        if stopped:
+            return 143
+        section = SECTIONS[name]
+        if name not in PREPARATIONS:
+            group = section.group
+        deadline = min(began.setdefault(group, time.monotonic()) + GROUP_SECONDS, start + args.limit,
+                       time.monotonic() + section.limit)
+
+        def act(call, found, section=section):
+            if section.gpu and work.no_gpu:
+                raise Skip(work.no_gpu)
+            section.function(work, call, found, *section.arguments, **section.options)
+        print(f"{name}: {section.estimate:.0f} s expected", flush=True)
+        log = results.out / "running.log"
+        result = run_section(act, log, deadline, work.environment, ROOT)
+        shutil.move(log, args.results / f"{name}.log")
+        if name == "install":
+            results.facts = facts(ROOT, work.installed.packages())
+        results.add(name, {**result, "estimate": section.estimate})
+        failed |= result["status"] == "failed"
+        print(f"{name}: {result['status']}, {result['seconds']} s  {result['why']}".rstrip(), flush=True)
+    print(results.as_text())
+    return int(failed)
 
 
 if __name__ == "__main__":
