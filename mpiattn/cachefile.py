@@ -13,16 +13,16 @@ import numpy as np
 from .agreement import agreement
 from .arrays import on_host
 from .errors import ArgumentError, FileError
-from .hdf5 import dtype_of, file_errors
+from .hdf5 import dtype_of, file_errors, natural
 from .hdf5 import write as write_at
 from .io import Input, Output
 from .problem import ITEMSIZE, dtype_name
 
 
-def read_cache_shapes(path, argument="path"):
+def read_cache_shapes(path, argument="path", axes="bshd"):
     """What a file fixes: kv_heads, head_dim, value_dim, dtype, and of each sequence (batch entry, first token, length).
 
-    Raises FileError where the file does not fit.
+    axes: as of `mpiattn.io.Input`.  Raises FileError where the file does not fit.
     """
     def no(why):
         return FileError(f"{argument} is {str(path)!r}; {why}")
@@ -32,15 +32,16 @@ def read_cache_shapes(path, argument="path"):
         for name in ("k", "v"):
             if not isinstance(file.get(name), h5py.Dataset):
                 raise no(f"it has no dataset {name!r}, it must have k and v")
-        k, v = file["k"], file["v"]
-        if not (k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]):
-            raise no(f"its shapes do not fit: k {k.shape}, v {v.shape}; they must be (batch, tokens, kv_heads, dim)")
-        names = [dtype_of(data) for data in (k, v)]
+        k, v = (natural(file[name].shape, axes) for name in ("k", "v"))
+        if not (len(k) == len(v) == 4 and k[:3] == v[:3]):
+            sizes = ", ".join(natural(("batch", "tokens", "kv_heads", "dim"), axes))
+            raise no(f"its shapes do not fit: k {file['k'].shape}, v {file['v'].shape}; they must be ({sizes})")
+        names = [dtype_of(file[name]) for name in ("k", "v")]
         if len(set(names)) > 1 or names[0] not in ITEMSIZE:
             raise no(f"its k and v have dtypes {', '.join(names)}; they must have one and the same of "
                      f"{', '.join(ITEMSIZE)}")
         dtype_name(names[0])                               # from here on NumPy knows bfloat16
-        batch, tokens = k.shape[:2]
+        batch, tokens = k[:2]
         spans = [(entry, 0, tokens) for entry in range(batch)]
         if "cu_seqlens" in file:
             cuts = np.atleast_2d(file["cu_seqlens"][()])
@@ -50,8 +51,7 @@ def read_cache_shapes(path, argument="path"):
                          f"{tokens}, for all {batch} batch entries or each")
             spans = [(entry, int(start), int(stop - start)) for entry in range(batch)
                      for start, stop in zip(cuts[entry % len(cuts)], cuts[entry % len(cuts)][1:])]
-        return {"kv_heads": k.shape[2], "head_dim": k.shape[3], "value_dim": v.shape[3], "dtype": names[0],
-                "spans": spans}
+        return {"kv_heads": k[2], "head_dim": k[3], "value_dim": v[3], "dtype": names[0], "spans": spans}
 
 
 def save(cache, path, argument="path"):
@@ -60,7 +60,7 @@ def save(cache, path, argument="path"):
     starts = np.cumsum([0, *cache.lengths])
     shapes = {name: ((1, total, cache.kv_heads, dim), cache.dtype)
               for name, dim in (("k", cache.head_dim), ("v", cache.value_dim))}
-    output = Output(peers, path, {**shapes, "cu_seqlens": ((len(starts),), "int64")},
+    output = Output(peers, path, {**shapes, "cu_seqlens": ((len(starts),), "int64")}, {"page_size": cache.page_size},
                     max_message=cache._exchange.max_message, argument=argument)
     try:
         for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache._ledgers)):
@@ -71,15 +71,15 @@ def save(cache, path, argument="path"):
         with agreement(peers), file_errors(argument, path, "written"):
             if output.file is not None:
                 write_at(output.file["cu_seqlens"], (0,), starts.astype(np.int64))
-        output.commit({"page_size": cache.page_size})
+        output.commit()
     finally:
         output.abandon()                                   # does nothing once the file has its name
 
 
-def load(make, comm, path, options, argument="path", progress=None):
+def load(make, comm, path, options, argument="path", progress=None, axes="bshd"):
     """A cache with a file's sequences; make(comm, **options) makes it.  See `mpiattn.KVCache.load`.
 
-    progress: called with the number of tokens that this rank has just read.
+    progress: called with the number of tokens that this rank has just read.  axes: as of `mpiattn.io.Input`.
     """
     from .mesh import Home
     from .peers import check_timeout, time_limit
@@ -87,7 +87,8 @@ def load(make, comm, path, options, argument="path", progress=None):
     home = Home.enter(comm, time_limit(options.get("timeout")))
     try:
         peers = home.peers(time_limit(options.get("timeout")))
-        source = Input(peers, path, look=lambda path: read_cache_shapes(path, argument), argument=argument)
+        source = Input(peers, path, look=lambda path: read_cache_shapes(path, argument, axes), argument=argument,
+                       axes=axes)
         try:
             return _fill(make, comm, source, options, progress)
         finally:

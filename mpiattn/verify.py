@@ -48,6 +48,7 @@ class Report(NamedTuple):
     tolerance: float
     lse_tolerance: float
     differing: int         # elements that are finite on one side only
+    nonfinite: int = 0     # rows of out with elements that are NaN or infinite on both sides alike
 
     @property
     def passed(self):
@@ -60,6 +61,8 @@ class Report(NamedTuple):
                 f"lse by {self.lse_error:.1e} (may be {self.lse_tolerance:.0e})")
         if self.differing:
             text += f", {self.differing} elements are finite on one side only"
+        if self.nonfinite:
+            text += f", {self.nonfinite} rows are NaN or infinite on both sides"
         return f"{text}: {'passed' if self.passed else 'FAILED'}"
 
 
@@ -144,14 +147,15 @@ class Errors:
 
     def __init__(self):
         self.error = self.magnitude = 0.0
-        self.differing = 0
+        self.differing = self.nonfinite = 0
 
     def add(self, got, expected):
-        """Compare some elements more."""
+        """Compare some elements more, (batch, rows, ...); nonfinite counts rows, differing elements."""
         got = got.astype(np.float64)
         same = (got == expected) | (np.isnan(got) & np.isnan(expected))
         finite = np.isfinite(got) & np.isfinite(expected)
         self.differing += int((~same & ~finite).sum())
+        self.nonfinite += int((same & ~finite).any(axis=(0, *range(2, got.ndim))).sum())
         self.error = max(self.error, largest(got[finite] - expected[finite]))
         self.magnitude = max(self.magnitude, largest(expected))
 
@@ -183,11 +187,11 @@ def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LI
 def conclude(peers, problem, outs, lses, checked, rows):
     """The Report of every rank's `Errors` of out and lse, over `checked` of its rows; collective."""
     maxima = np.array([outs.error, outs.magnitude, lses.error, lses.magnitude])
-    counts = np.array([checked, rows, outs.differing + lses.differing])
+    counts = np.array([checked, rows, outs.differing + lses.differing, outs.nonfinite])
     peers.reduce(maxima, MPI.MAX)
     peers.reduce(counts, MPI.SUM)
     out_error, out_size, lse_error, lse_size = maxima.tolist()
     rounding, absolute = rounding_error(problem)
     tolerance = min(rounding + accumulation_error(problem, lse_size), MOST)
     return Report(*counts[:2].tolist(), max(0.0, out_error - absolute) / (out_size or 1), lse_error / max(1, lse_size),
-                  tolerance, ACCUMULATION[problem.dtype], int(counts[2]))
+                  tolerance, ACCUMULATION[problem.dtype], *counts[2:].tolist())

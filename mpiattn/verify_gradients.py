@@ -29,6 +29,8 @@ class GradientReport(NamedTuple):
     dv_error: float
     tolerance: float
     differing: int         # elements that are finite on one side only
+    nonfinite_rows: int    # rows of dq with elements that are NaN or infinite on both sides alike
+    nonfinite_keys: int    # and keys of dk or of dv, whichever are more
     independent: bool      # whether keys were checked with float64 lse and delta, not with those of the run
 
     @property
@@ -46,6 +48,9 @@ class GradientReport(NamedTuple):
             text += ", keys with this run's own lse and out"
         if self.differing:
             text += f", {self.differing} elements are finite on one side only"
+        if self.nonfinite_rows or self.nonfinite_keys:
+            text += (f", {self.nonfinite_rows} rows and {self.nonfinite_keys} keys are NaN or infinite on both "
+                     "sides")
         return f"{text}: {'passed' if self.passed else 'FAILED'}"
 
 
@@ -126,7 +131,7 @@ class _Check:
             self.progress(len(some))
 
     def errors(self):
-        """Relative errors of dq, dk, dv, the one allowed, and how many elements are finite on one side only."""
+        """What a GradientReport says from dq_error to nonfinite_keys."""
         p = self.source.problem
         found = (self.dq, self.dk, self.dv)
         maxima = np.array([[e.error for e in found], [e.magnitude for e in found], [*self.largest.values()][1:]])
@@ -138,7 +143,10 @@ class _Check:
         rounding, absolute = rounding_error(p)
         tolerance = min(TIMES_ROUNDING * rounding + accumulation_error(p, lse_size), MOST)
         relative = np.maximum(0, errors - absolute) / np.where(sizes == 0, 1, sizes)
-        return *relative.tolist(), tolerance, sum(self.peers.allgather(sum(e.differing for e in found)))
+        counts = np.array([sum(e.differing for e in found), self.dq.nonfinite,
+                           max(self.dk.nonfinite, self.dv.nonfinite)])
+        self.peers.reduce(counts, MPI.SUM)
+        return *relative.tolist(), tolerance, *counts.tolist()
 
 
 def verify_gradients(peers, problem, q_layout, k_layout, out, lse, gradients, read, documents=None, limit=WORK_LIMIT,

@@ -12,7 +12,7 @@ PACKAGE = launch.ROOT / "mpiattn"
 
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
 LAYERS = [
-    {"errors", "reference", "", "host", "newfile"},
+    {"errors", "reference", "", "host", "newfile", "partials", "finite"},
     {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
      "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "documents", "activity", "mesh",
      "blocking", "peers", "channel", "endings", "collective_calls", "agreement", "exchange", "redistribute", "tuned",
@@ -27,7 +27,8 @@ LAYERS = [
 ]
 PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
         "cost", "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "errors", "reference",
-        "newfile", "documents", "activity", "ledger", "pages", "tree", "tensors"}
+        "newfile", "partials", "finite", "documents", "activity", "ledger", "pages", "tree",
+        "tensors"}
 NO_MPI = PURE | {"backends", "buffers", "passes", "executor", "hdf5", "tensorfiles", "host",
                  ""}                                                                    # at import; below them, on call
 ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", "machine", "timeline",

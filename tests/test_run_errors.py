@@ -10,7 +10,7 @@ from pathlib import Path
 import launch
 import numpy as np
 import pytest
-from files import write_input
+from files import assert_right, write_input
 from launch import mpirun
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
@@ -120,6 +120,35 @@ def test_json_in_no_folder(tmp_path, out):
     assert "--json" in fails(write_input(tmp_path / "in.h5"), out, "--json", tmp_path / "none" / "x.json")
 
 
+def test_json_on_a_full_disk(tmp_path):
+    """OUT was written before it; the code tells that not all was done."""
+    source = write_input(tmp_path / "in.h5")
+    outcome = mpirun(2, [*RUN, source, tmp_path / "out.h5", "--json", "/dev/full"], timeout=40, check=False)
+    assert outcome.returncode == 1
+    assert [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")] == [
+        "mpiattn: --json is '/dev/full'; it cannot be written: No space left on device"]
+    assert_right(source, tmp_path / "out.h5")
+
+
+@pytest.mark.parametrize("home", [{"HOME": "/proc/nowhere"}, {"HOME": ""}, {"HOME": "/dev/null"}])
+def test_odd_home(tmp_path, home):
+    """The store of machines is then not there."""
+    source = write_input(tmp_path / "in.h5")
+    mpirun(2, ["env", "-u", "XDG_CONFIG_HOME", *RUN, source, tmp_path / "out.h5"], timeout=40, env=home)
+    assert_right(source, tmp_path / "out.h5")
+
+
+def test_standard_output_is_closed(tmp_path):
+    """As by `| head`: the code of a program that SIGPIPE ended, and no word of Python's."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    outcome = subprocess.run([sys.executable, "-m", "mpiattn", "plan", "--ranks", "4", "--seqlen", "999",
+                              "--heads", "4", "--head-dim", "64"],
+                             stdout=writing, stderr=subprocess.PIPE, env=launch.environment(), timeout=60)
+    os.close(writing)
+    assert (outcome.returncode, outcome.stderr) == (141, b"")
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A folder on a file system of 400 kB."""
@@ -143,6 +172,30 @@ def test_disk_full_while_writing(tmp_path, small_disk):
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     message = fails(source, small_disk / "out.h5", command=[sys.executable, "-c", code, "run"])
     assert "No space left on device" in message
+
+
+@pytest.mark.parametrize("command", ["run", "generate"])
+def test_disk_that_others_fill_meanwhile(tmp_path, small_disk, command):
+    """All that a file takes is reserved before the work, so that no work is lost."""
+    code = ("import os, sys, mpiattn.hdf5 as h; write = h.write\n"
+            "def fill(dataset, *args):\n"
+            "    h.write = write\n"
+            f"    with open({str(small_disk / 'theirs')!r}, 'wb', 0) as file:\n"
+            "        try:\n"
+            "            while True: file.write(bytes(4096))\n"
+            "        except OSError as error:\n"
+            "            print(error.strerror, flush=True)\n"
+            "    write(dataset, *args)\n"
+            "h.write = fill\n"
+            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    source = write_input(tmp_path / "in.h5", seqlen=500)
+    arguments = [source, small_disk / "out.h5"] if command == "run" else [
+        small_disk / "out.h5", "--seqlen", "300", "--heads", "1", "--documents", "4"]
+    outcome = mpirun(1 if command == "generate" else 2, [sys.executable, "-c", code, command, *arguments], timeout=40)
+    assert "No space left on device" in outcome.stdout
+    if command == "run":
+        assert_right(source, small_disk / "out.h5")
+    assert sorted(path.name for path in small_disk.iterdir()) == ["out.h5", "theirs"]
 
 
 @pytest.mark.parametrize("victim", [0, 2])

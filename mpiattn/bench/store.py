@@ -25,7 +25,7 @@ def write_hdf5(path, data, passes):
     """
     new = NewFile("--hdf5", path)
     try:
-        with hdf5.file_errors("--hdf5", path, "written"), h5py.File(new.partial, "w") as file:
+        with hdf5.file_errors("--hdf5", path, "written"), hdf5.writing(new.partial, create=True) as file:
             file.attrs.update(_flat({name: value for name, value in data.items() if name != "cases"}))
             counts = {}
             for case, found in zip(data["cases"], passes):

@@ -28,7 +28,7 @@ def gather(peers, folder):
             output = io.Output(peers, path, {DATA: ((layout.seqlen,), np.int64)})
             try:
                 output.write(DATA, layout.positions(peers.rank), layout, axis=0)
-                output.commit({})
+                output.commit()
             finally:
                 output.abandon()
         except FileError as error:                   # the same on every rank

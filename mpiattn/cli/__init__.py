@@ -8,7 +8,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import MpiattnError
-from . import startup, suggest, witness
+from . import interrupts, startup, suggest, witness
 from .threads import limit_threads
 
 COMMANDS = {
@@ -25,6 +25,7 @@ COMMANDS = {
 }
 
 UNDER_MPI = ("run", "decode", "bench", "check", "tune", "info")      # under a launcher, each with a witness
+MAKES = {"generate": "FILE", "convert": "OUT", "run": "OUT", "decode": "OUT"}        # what names the file asked for
 
 EXAMPLES = """\
 examples:
@@ -106,15 +107,17 @@ def main(argv=None):
         if launch_rank(None) is not None:
             witness.watch(launch_rank())
         startup.defer()
-    args = _parser(command).parse_args(argv, argparse.Namespace(words=list(argv)))
+    with interrupts.handled(command or "", MAKES.get(command), launch_rank() == 0):
+        return _run(_parser(command).parse_args(argv, argparse.Namespace(words=list(argv))))
+
+
+def _run(args):
     try:
         return args.run(args)
     except MpiattnError as error:
         if launch_rank() == 0 or not error.everywhere:
             print(f"mpiattn {args.command}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:                            # as in `mpiattn plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # nor may Python's last flush complain
         return 141                                     # what a shell says of a program that SIGPIPE ended

@@ -17,11 +17,11 @@ import contextlib
 import math
 import os
 
-import h5py
 import numpy as np
 
 from .. import hdf5
 from ..errors import ArgumentError, FileError
+from ..hdf5 import AXES
 from ..newfile import NewFile
 from ..problem import ITEMSIZE, Problem, dtype_name
 from ..tensorfiles import open_tensors, pieces
@@ -32,7 +32,6 @@ from .suggest import closest
 from .table import size
 
 PIECE_ELEMENTS = 2 ** 22
-AXES = ("bshd", "bhsd")
 NEEDED = ("q", "k", "v")
 
 
@@ -132,11 +131,11 @@ def _shape(tensor, axes):
 
 def _write(path, taken, shapes, axes):
     cuts = {name: taken[name].read((slice(0, taken[name].shape[0]),)) for name in CUTS if name in taken}
-    with h5py.File(path, "w", libver="v108") as file:
+    with hdf5.writing(path, create=True) as file:
         hdf5.create_datasets(file, shapes | {name: (cut.shape, np.int64) for name, cut in cuts.items()})
     hdf5.reserve(path)
     total = sum(math.prod(shape) for shape, _ in shapes.values())
-    with h5py.File(path, "r+") as file, Progress("convert", total, " elements") as progress:
+    with hdf5.writing(path) as file, Progress("convert", total, " elements") as progress:
         for name in shapes:
             _copy(taken[name], file[name], axes, progress)
         for name, cut in cuts.items():

@@ -17,6 +17,7 @@ import os
 import socket
 
 import h5py
+import numpy as np
 
 from .. import combine
 from ..agreement import agreement
@@ -25,7 +26,7 @@ from ..cachefile import load, read_cache_shapes
 from ..decode import tree_decode
 from ..errors import FileError, VerificationError
 from ..exchange import MAX_MESSAGE
-from ..hdf5 import dtype_of, file_errors
+from ..hdf5 import dtype_of, file_errors, natural
 from ..io import Input, Output
 from ..kvcache import KVCache
 from ..layout import Layout
@@ -45,6 +46,7 @@ def add_arguments(parser):
     parser.add_argument("cache", metavar="CACHE", help="HDF5 file with datasets k, v, and cu_seqlens or not")
     parser.add_argument("queries", metavar="QUERIES", help="HDF5 file with dataset q")
     parser.add_argument("output", metavar="OUT", help="HDF5 file to make, with datasets out and lse")
+    options.add_axes(parser, "CACHE, QUERIES and OUT, whose tokens are CACHE's or queries")
     parser.add_argument("--full", action="store_true",
                         help="a query sees the tokens after its own too (default: causal)")
     options.add_window(parser)
@@ -73,14 +75,15 @@ def run(args):
     return on_all_ranks(lambda job: _run(job, args), args.timeout)
 
 
-def _query_shape(path):
-    """Shape and dtype of the queries of a file."""
+def _query_shape(path, axes):
+    """Shape, in the order bshd, and dtype of the queries of a file."""
     if not os.path.isfile(path):
         raise FileError(f"QUERIES is {str(path)!r}; there is no such file")
     with file_errors("QUERIES", path, "read"), h5py.File(path, "r") as file:
         if not isinstance(file.get("q"), h5py.Dataset) or file["q"].ndim != 4:
-            raise FileError(f"QUERIES is {str(path)!r}; it must have a dataset q (sequences, queries, heads, head_dim)")
-        return {"shape": file["q"].shape, "dtype": dtype_of(file["q"])}
+            sizes = ", ".join(natural(("sequences", "queries", "heads", "head_dim"), axes))
+            raise FileError(f"QUERIES is {str(path)!r}; it must have a dataset q ({sizes})")
+        return {"shape": natural(file["q"].shape, axes), "dtype": dtype_of(file["q"])}
 
 
 def _problems(args, cache, asked):
@@ -101,33 +104,37 @@ def _run(job, args):
     with agreement(peers, only=0):
         if comm.rank == 0:
             check_json(args.json, (args.cache, args.queries, args.output))
-    source = Input(peers, args.cache, look=lambda path: read_cache_shapes(path, "CACHE"), argument="CACHE")
-    queries = Input(peers, args.queries, look=_query_shape, argument="QUERIES")
+    axes = args.axes or "bshd"
+    source = Input(peers, args.cache, look=lambda path: read_cache_shapes(path, "CACHE", axes), argument="CACHE",
+                   axes=axes)
+    queries = Input(peers, args.queries, look=lambda path: _query_shape(path, axes), argument="QUERIES", axes=axes)
     spans = source.shapes["spans"]
     with Progress("read", 2 * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
         cache = job("read", lambda: load(KVCache, comm, args.cache, {
             "page_size": args.page_size, "backend": args.backend, "transport": args.transport,
-            "machine": args.machine, "max_message": args.max_message, "timeout": args.timeout}, "CACHE", progress))
+            "machine": args.machine, "max_message": args.max_message, "timeout": args.timeout},
+            "CACHE", progress, axes))
     with cache:
         with agreement(peers):
             problems = _problems(args, cache, queries.shapes)
-            q = queries.tokens("q", 0, queries.shapes["shape"][1])
+            q = np.ascontiguousarray(queries.tokens("q", 0, queries.shapes["shape"][1]))
+        queries.check()
         shape = queries.shapes["shape"]
+        nbytes = combine.partial_bytes(math.prod(shape[:3]), cache.value_dim, cache.partial_dtype)
+        way = args.way if args.way != "auto" else cache.way(*nbytes)
+        chosen = {**origin(peers, args.words), "axes": axes, "way": way, "ranks": comm.size,
+                  "nodes": len(set(cache.nodes)), "page_size": cache.page_size, "backend": cache.backend,
+                  "causal": not args.full, "scale": problems[0].scale}
         output = Output(peers, args.output, {"out": ((*shape[:3], cache.value_dim), cache.dtype),
                                              "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype)},
-                        (args.cache, args.queries), args.max_message)
+                        chosen, (args.cache, args.queries), args.max_message, axes=axes)
         try:
-            nbytes = combine.partial_bytes(math.prod(shape[:3]), cache.value_dim, cache.partial_dtype)
-            way = args.way if args.way != "auto" else cache.way(*nbytes)
             out, lse = map(on_host, job("decode", lambda: tree_decode(
                 q, cache, causal=not args.full, window=args.window, softcap=args.softcap, scale=args.scale, way=way)))
             report = None
             if args.verify:
                 report = job("verify", lambda: _verify(peers, problems, spans, source, q, out, lse))
-            chosen = {**origin(peers, args.words), "way": way, "ranks": comm.size, "nodes": len(set(cache.nodes)),
-                      "page_size": cache.page_size, "backend": cache.backend, "causal": not args.full,
-                      "scale": problems[0].scale}
-            job("write", lambda: _write(output, out, lse, peers, chosen))
+            job("write", lambda: _write(output, out, lse, peers))
         finally:
             output.abandon()                        # does nothing once the file has its name
             source.close()
@@ -143,6 +150,7 @@ def _verify(peers, problems, spans, source, q, out, lse):
         return source.tokens(name, first + start, first + stop, entry)
     with Progress("verify", len(choose(problems, peers.rank, peers.size)[0]), " rows") as progress:
         report = verify_decode(peers, problems, q, out, lse, read, progress=progress)
+    source.check()                              # HDF5 gives zeros for what is not there
     if not report.passed:
         error = VerificationError(f"verification failed, OUT is not written: {report}")
         error.everywhere = True                 # the report is the same on every rank
@@ -150,12 +158,12 @@ def _verify(peers, problems, spans, source, q, out, lse):
     return report
 
 
-def _write(output, out, lse, peers, attributes):
+def _write(output, out, lse, peers):
     layout = Layout("contiguous", out.shape[1], peers.size)
     mine = layout.positions(peers.rank)
     output.write("out", out[:, mine], layout)
     output.write("lse", lse[..., mine], layout, axis=2)
-    output.commit(attributes)
+    output.commit()
 
 
 def _tell(job, args, cache, shape, nbytes, chosen, report):

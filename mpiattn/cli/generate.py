@@ -8,7 +8,6 @@ at a time, so the file may be larger than memory. The same seed and shapes give 
 import math
 import os
 
-import h5py
 import numpy as np
 
 from .. import hdf5
@@ -60,13 +59,13 @@ def run(args):
     new = NewFile("FILE", args.file)
     try:
         with hdf5.file_errors("FILE", args.file, "written"):
-            with h5py.File(new.partial, "w", libver="v108") as file:
+            with hdf5.writing(new.partial, create=True) as file:
                 hdf5.create_datasets(file, {name: (shape, p.dtype) for name, shape in shapes.items()}
                                      | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()})
                 file.attrs["seed"] = args.seed
             hdf5.reserve(new.partial)
             total = sum(math.prod(shape) for shape in shapes.values())
-            with h5py.File(new.partial, "r+") as file, Progress("generate", total, " elements") as progress:
+            with hdf5.writing(new.partial) as file, Progress("generate", total, " elements") as progress:
                 for i, name in enumerate(shapes):
                     _fill(file[name], np.random.default_rng([args.seed, i]), p.dtype, progress)
                 for name, cut in cuts.items():

@@ -7,9 +7,10 @@ import sys
 import time
 import traceback
 
+from .. import partials
 from ..errors import ArgumentError, MpiattnError, PeerFailure
 from . import launch_rank, witness
-from .message import FLUSH, PARTING, SILENT, speak
+from .message import PARTING, SILENT, speak
 from .startup import start
 
 
@@ -67,11 +68,9 @@ def on_all_ranks(work, timeout=None, alone=False):
             return 1
         if comm.size == 1:
             raise
-        if not isinstance(error, KeyboardInterrupt):
-            launcher = witness.launcher or os.getppid()            # one for all ranks of a host
-            speak(_story(comm, job.phase if job else "start", error), comm.rank, launcher)
-        elif comm.rank:
-            time.sleep(FLUSH)                          # rank 0 may have files to clear away
+        partials.discard_all()
+        launcher = witness.launcher or os.getppid()                # one for all ranks of a host
+        speak(_story(comm, job.phase if job else "start", error), comm.rank, launcher)
         comm.Abort(1)
 
 

@@ -4,6 +4,7 @@ import argparse
 import re
 
 from ..cost import SCHEDULES
+from ..hdf5 import AXES
 from ..layout import KINDS
 from ..machine import BUILT_IN
 from ..problem import ITEMSIZE
@@ -88,6 +89,13 @@ def parse_window(text):
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not LEFT,RIGHT, whole numbers, empty for no limit") from None
     return left, right
+
+
+def add_axes(parser, files):
+    """--axes, of `mpiattn.io.Input`; None, which is bshd, where it is not given."""
+    parser.add_argument("--axes", choices=AXES,
+                        help=f"the order of dimensions in {files}: bshd is (batch, seqlen, heads, head_dim), bhsd is "
+                             "(batch, heads, seqlen, head_dim), as PyTorch's attention takes them (default: bshd)")
 
 
 def add_masks(parser):

@@ -27,11 +27,16 @@ def _balance(ranks):
     return balance([rank["pairs"] for rank in ranks])
 
 
-def as_json(args, problem, chosen, seconds, ranks, reports):
-    """All there is to say, as a dict for JSON."""
+def count_text(odd):
+    """How many elements are not finite, by dataset, as text."""
+    return ", ".join(f"{count} in {name}" for name, count in odd.items() if count)
+
+
+def as_json(args, problem, chosen, seconds, ranks, reports, odd):
+    """All there is to say, as a dict for JSON; odd: by dataset, how many elements are NaN or infinite."""
     return {"input": args.input, "output": args.output, **chosen, "problem": asdict(problem),
             "flops": _flops(problem, ranks), "gflops_per_second": _speeds(problem, seconds, ranks),
-            "balance": _balance(ranks), "seconds": seconds,
+            "balance": _balance(ranks), "seconds": seconds, "nonfinite": odd,
             **{name: {**report._asdict(), "passed": report.passed} for name, report in reports.items()},
             "per_rank": ranks}
 
@@ -64,7 +69,7 @@ def problem_text(p, chosen):
             f"{p.head_dim}), {p.dtype}; {'; '.join(masks)}")
 
 
-def as_text(args, problem, chosen, seconds, ranks, reports):
+def as_text(args, problem, chosen, seconds, ranks, reports, odd):
     """What a person wants to know, as a table."""
     p = problem
     a, b = map(int, chosen["tile"].split("x"))
@@ -86,6 +91,7 @@ def as_text(args, problem, chosen, seconds, ranks, reports):
         ("memory per rank", f"{span([rank['nbytes'] for rank in ranks], size)} planned (nbytes); peak resident "
                             f"{span([rank['peak_bytes'] for rank in ranks], size)}, of which "
                             f"{span([rank['peak_bytes_before'] for rank in ranks], size)} before the plan"),
+        *([("WARNING", f"NaN or infinite elements: {count_text(odd)}")] if any(odd.values()) else []),
         *[("" if i else "verify", report) for i, report in enumerate(reports.values())],
         ("written", args.output),
     ]

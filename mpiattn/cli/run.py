@@ -1,6 +1,7 @@
 """Exact attention of an HDF5 file over the ranks of this launch.
 
-IN holds q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) in natural token order.
+IN holds q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) in natural token order, or with
+--axes bhsd heads before tokens.
 Every rank reads one contiguous slab, the ranks exchange tokens into the layout, compute, and give the result
 back. OUT holds out, as q, and lse (batch, heads, seqlen), and as attributes what was chosen, by which command, when and
 with which versions. It appears whole or not at all; an existing file is replaced.
@@ -17,12 +18,16 @@ import resource
 import socket
 import sys
 
+import numpy as np
+from mpi4py import MPI
+
 from .. import io, traffic, verify, verify_gradients
 from ..activity import Activity
 from ..agreement import agreement
 from ..arrays import on_host
 from ..errors import VerificationError
 from ..exchange import MAX_MESSAGE
+from ..finite import nonfinite
 from ..plan import MeshAttention
 from . import opening, options
 from .documents import read_documents
@@ -30,7 +35,7 @@ from .jsonfile import check_json, write_json
 from .launch import on_all_ranks
 from .names import add_names
 from .progress import Progress
-from .report import as_json, as_text, problem_text
+from .report import as_json, as_text, count_text, problem_text
 
 
 def add_arguments(parser):
@@ -39,6 +44,7 @@ def add_arguments(parser):
     parser.add_argument("output", metavar="OUT", help="HDF5 file to make, with datasets out, lse, and dq, dk, dv")
     add_names(parser)
     parser.add_argument("--backward", action="store_true", help="gradients too: dq, dk, dv of sum(dout * out)")
+    options.add_axes(parser, "IN and OUT")
     options.add_masks(parser)
     options.add_documents(parser)
     parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
@@ -78,7 +84,10 @@ def _run(job, args):
         if comm.rank == 0:
             check_json(args.json, (args.input, args.output))
     before = _peak()
-    source = io.Input(peers, args.input, args.max_message, args.backward, names=args.names)
+    source = io.Input(peers, args.input, args.max_message, args.backward, names=args.names,
+                      axes=args.axes or "bshd")
+    if comm.rank == 0 and args.axes is None:
+        _warn_of_axes(source.shapes)
     plan = MeshAttention(comm, **source.shapes, causal=args.causal, prefix=args.prefix,
                          causal_block=args.causal_block, window=args.window, softcap=args.softcap,
                          scale=args.scale, tile=args.tile, layout=args.layout, schedule=args.schedule,
@@ -93,22 +102,23 @@ def _run(job, args):
         activity = plan.activity_of(**documents)
     chosen = {**opening.origin(peers, args.words), **_chosen(plan, args)}
     _open(peers, args, plan, chosen)
-    output = io.Output(peers, args.output, _results(plan.problem, args.backward), (args.input,), args.max_message)
+    output = io.Output(peers, args.output, _results(plan.problem, args.backward), chosen, (args.input,),
+                       args.max_message, axes=source.axes)
     try:
-        results, local = _compute(job, args, plan, source, documents, activity)
+        results, local, odd = _compute(job, args, plan, source, documents, activity)
         plan.close()                            # its buffers make room for what follows
         reports = job("verify", lambda: _verify(peers, plan, source, results, documents)) if args.verify else {}
         source.close()
-        job("write", lambda: _write(output, plan, results, chosen))
+        job("write", lambda: _write(output, plan, results))
     finally:
         output.abandon()                        # does nothing once the file has its name
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
     ranks = peers.allgather(local)
     with agreement(peers, only=0):
         if comm.rank == 0 and args.json:
-            write_json(args.json, as_json(args, plan.problem, chosen, job.seconds, ranks, reports))
+            write_json(args.json, as_json(args, plan.problem, chosen, job.seconds, ranks, reports, odd))
     if comm.rank == 0 and args.json != "-":
-        print(as_text(args, plan.problem, chosen, job.seconds, ranks, reports), flush=True)
+        print(as_text(args, plan.problem, chosen, job.seconds, ranks, reports, odd), flush=True)
     return 0
 
 
@@ -126,6 +136,15 @@ def _open(peers, args, plan, chosen):
         print(opening.text(plan, chosen, hosts, problem_text(plan.problem, chosen), passes, warning), flush=True)
 
 
+def _warn_of_axes(shapes):
+    for heads, tokens in (("heads", "seqlen"), ("kv_heads", "seqlen_k")):
+        if shapes[heads] > shapes[tokens]:
+            print(f"mpiattn run: WARNING: IN has {heads} {shapes[heads]} and {tokens} {shapes[tokens]}; if it is "
+                  "(batch, heads, seqlen, head_dim), say --axes bhsd; --axes bshd says that it is not", file=sys.stderr,
+                  flush=True)
+            return
+
+
 def _results(p, backward):
     """Shape and dtype of every dataset of OUT."""
     shapes = {"out": ((p.batch, p.seqlen, p.heads, p.value_dim), p.dtype),
@@ -138,12 +157,15 @@ def _results(p, backward):
 
 
 def _compute(job, args, plan, source, documents, activity):
-    """This rank's chunks of the results, by dataset, and what it has to say of the passes."""
+    """This rank's chunks of the results, by dataset; what it has to say of the passes; and of all ranks how many
+    elements of every dataset of IN and OUT are NaN or infinite.
+    """
     layouts = {"q": plan.q_layout, "k": plan.k_layout, "v": plan.k_layout}
     if args.backward:
         layouts["dout"] = plan.q_layout
     q, k, v, *dout = job("read", lambda: _read(source, layouts, job.peers.size))
     results, local = {}, _local(job.comm, plan, activity)
+    odd = {name: nonfinite(array) for name, array in zip(layouts, (q, k, v, *dout))}
 
     def whole(call, how):
         found = call(**how)
@@ -164,7 +186,20 @@ def _compute(job, args, plan, source, documents, activity):
         grads, local["backward"] = measured(
             "backward", lambda **how: plan.backward(*dout, q, k, v, out, lse, **how))
         results |= dict(zip(("dq", "dk", "dv"), map(on_host, grads)))
-    return results, {**local, "nbytes": plan.nbytes}
+    odd |= {name: nonfinite(array.swapaxes(1, 2), True) if name == "lse" else nonfinite(array)
+            for name, array in results.items()}
+    return results, {**local, "nbytes": plan.nbytes}, _of_all(job.peers, odd)
+
+
+def _of_all(peers, odd):
+    """Sums over the ranks; rank 0 warns if there is anything to warn of."""
+    counts = np.array(list(odd.values()))
+    peers.reduce(counts, MPI.SUM)
+    odd = dict(zip(odd, counts.tolist()))
+    if peers.rank == 0 and any(odd.values()):
+        print(f"mpiattn run: WARNING: elements that are NaN or infinite: {count_text(odd)}", file=sys.stderr,
+              flush=True)
+    return odd
 
 
 def _read(source, layouts, ranks):
@@ -185,6 +220,7 @@ def _verify(peers, plan, source, results, documents):
         with Progress("verify gradients", sum(map(len, chosen)), " rows and keys") as progress:
             reports["verify_gradients"] = verify_gradients.verify_gradients(
                 peers, p, *layouts, out, lse, gradients, progress=progress, **how)
+    source.check()                              # HDF5 gives zeros for what is not there, which the results may be too
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:
         error = VerificationError(f"verification failed, OUT is not written: {'; '.join(failed)}")
@@ -193,12 +229,12 @@ def _verify(peers, plan, source, results, documents):
     return reports
 
 
-def _write(output, plan, results, attributes):
+def _write(output, plan, results):
     layouts = {name: plan.k_layout if name in ("dk", "dv") else plan.q_layout for name in results}
     with Progress("write", sum(layout.seqlen for layout in layouts.values()), " tokens") as progress:
         for name, chunk in results.items():
             output.write(name, chunk, layouts[name], axis=2 if name == "lse" else 1, progress=progress)
-    output.commit(attributes)
+    output.commit()
 
 
 def _local(comm, plan, activity):
@@ -228,8 +264,8 @@ def _chosen(plan, args):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
     if args.max_memory is not None:
         asked |= {"max_memory": args.max_memory, "memory_cost": plan.memory_cost}
-    return {"tile": f"{a}x{b}", "ranks": a * b, "machine": plan.machine.name,
-            "predicted_seconds": plan.predicted_seconds, "layout": plan.q_layout.kind,
+    return {"axes": args.axes or "bshd", "tile": f"{a}x{b}", "ranks": a * b,
+            "machine": plan.machine.name, "predicted_seconds": plan.predicted_seconds, "layout": plan.q_layout.kind,
             "schedule": plan.schedule.name, "route": plan.route, "wire_dtype": p.wire_dtype, "backend": plan.backend,
             "causal": p.causal, "scale": p.scale, "backward": args.backward,
             **{name: value for name, value in asked.items() if value is not None}}

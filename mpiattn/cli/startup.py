@@ -1,6 +1,6 @@
 """How MPI is started: once the arguments are known, with a time limit, by a launcher that starts this MPI's ranks."""
 
-from . import witness
+from . import interrupts, witness
 
 LOADING = 30.0             # seconds besides the time-out: hosts load Python at different speeds
 
@@ -27,7 +27,7 @@ def start(timeout):
     from ..peers import time_limit
     if not MPI.Is_initialized():
         seconds = time_limit(timeout) + LOADING
-        with witness.limit(OVERDUE.format(seconds), seconds):
+        with witness.limit(OVERDUE.format(seconds), seconds), interrupts.plain():
             if rc.threads:
                 MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
             else:

@@ -37,14 +37,7 @@ def watch(rank):
         _wait(pid, note, rank)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _note, launcher = note, above
-    signal.signal(signal.SIGINT, _interrupted)
     tell(f"rank {rank} on {socket.gethostname()}", "starting")
-
-
-def _interrupted(number, frame):
-    """One Ctrl-C may come twice, from the terminal and from the witness, and the second not in the way of the first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def tell(who=None, doing=None):
