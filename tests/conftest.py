@@ -5,6 +5,10 @@
     mpiexec -n 4 python -m pytest tests/mpi       multi-rank tests only
 
 Without a launcher, tests/mpi is collected only if it is named, and then runs on one rank.
+
+Tests marked `slow` (sweeps: more rank counts, more cases of the same kind) run with --slow, and alone with
+--slow -m slow.  Those marked `workshop` build networks and clusters or test the tools of those who work on mpiattn:
+under a launcher, as `mpiattn check --full` starts them on somebody's cluster, they are left out.
 """
 
 import importlib.util
@@ -35,9 +39,18 @@ else:
     RANK, SIZE = 0, 1
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
 @pytest.hookimpl(trylast=True)                   # after the terminal reporter is there
 def pytest_configure(config):
-    config.addinivalue_line("markers", "many: a multi-rank test that is also worth its time on 12 and 16 ranks")
+    # here, not in pyproject.toml, which is not there where mpiattn is installed
+    for line in ("many: a multi-rank test that is also worth its time on 12 and 16 ranks",
+                 "slow: takes long and adds cases of the same kind; runs with --slow",
+                 "workshop: takes networks, a cluster or a checkout of its own; not run under a launcher",
+                 "gpu: needs a GPU and CuPy; skipped where there is none"):
+        config.addinivalue_line("markers", line)
     if RANK:                                     # one rank speaks; the others' failures are printed by tests/mpi
         config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
 
@@ -62,9 +75,16 @@ def pytest_ignore_collect(collection_path, config):
     return True if RANK else None                # serial tests are rank 0's
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones."""
     items.sort(key=lambda item: not _is_multi_rank(item.path))
+    left_out = {name for name, out in (("slow", not config.option.slow), ("workshop", LAUNCHED)) if out}
+    kept, dropped = [], []
+    for item in items:
+        (dropped if left_out & {mark.name for mark in item.iter_markers()} else kept).append(item)
+    if dropped:
+        items[:] = kept
+        config.hook.pytest_deselected(items=dropped)
 
 
 def _end_the_job(text):

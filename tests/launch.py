@@ -2,6 +2,8 @@
 
     mpirun(4, [sys.executable, "-m", "mpiattn", "info"])        # mpiexec -n 4 python -m mpiattn info
 
+Limits are seconds on two quiet cores; where a machine is slower they grow with `time_factor()`.
+
 Neither this module nor a test that uses it imports MPI: a process that has started MPI can't safely start mpiexec.
 """
 
@@ -10,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +33,12 @@ _OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1
              "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
              "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
 
+# The libfabric that comes with Intel MPI looks for networks for seconds; on one machine, memory is all it takes.
+_INTEL_MPI = {"I_MPI_FABRICS": "shm"}
+
 GRACE = 3.0       # seconds between asking a launcher to end its ranks and killing it
+FACTOR = "MPIATTN_TIME_FACTOR"
+QUIET = 0.7       # seconds of a launch of two ranks that start MPI, on two quiet cores of 2024
 
 
 def under_launcher():
@@ -48,12 +56,14 @@ def mpiexec():
 
 @cache
 def vendor():
-    """Which MPI the mpiexec belongs to: "openmpi", "mpich" (and what derives from it) or "none"."""
+    """Which MPI the mpiexec belongs to: "openmpi", "impi", "mpich" (and what else derives from it) or "none"."""
     if mpiexec() is None:
         return "none"
     says = subprocess.run([mpiexec(), "--version"], env=_scrubbed(), text=True, capture_output=True, timeout=60)
     says = (says.stdout + says.stderr).lower()
-    return "openmpi" if any(word in says for word in ("open mpi", "openrte", "prte", "prrte")) else "mpich"
+    if any(word in says for word in ("open mpi", "openrte", "prte", "prrte")):
+        return "openmpi"
+    return "impi" if "intel(r) mpi" in says else "mpich"
 
 
 def _scrubbed():
@@ -71,8 +81,7 @@ def environment(extra=None):
     """The environment for a launch; `extra` has the last word."""
     env = _scrubbed() if under_launcher() else dict(os.environ)
     env |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    if vendor() == "openmpi":
-        env = {**_OPEN_MPI, **env}
+    env = {**{"openmpi": _OPEN_MPI, "impi": _INTEL_MPI}.get(vendor(), {}), **env}
     if not _installed():
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     return env | (extra or {})
@@ -86,21 +95,54 @@ def require_launch():
         pytest.skip("no mpiexec beside the interpreter or on PATH")
 
 
-def mpirun(n, command, timeout=60, env=None, cwd=None, check=True):
-    """Run `mpiexec -n n command`; returns a CompletedProcess with text stdout and stderr.
+@cache
+def time_factor():
+    """By how much limits in seconds grow on this machine: what MPIATTN_TIME_FACTOR says, else what is measured once.
 
-    command: what follows `mpiexec -n n`, a list.  After `timeout` seconds the launch and all its ranks are
-    killed and the test fails with their output; with `check` it also fails on a non-zero exit code.
+    That is how long a launch takes, or the load, at least 1.  Under a launcher only the load is looked at.
+    """
+    told = os.environ.get(FACTOR)
+    if told is not None:
+        try:
+            factor = float(told)
+        except ValueError:
+            factor = 0
+        if not 0 < factor < float("inf"):
+            raise pytest.UsageError(f"{FACTOR} is {told!r}; it must be a positive number")
+        return factor
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    if under_launcher() or mpiexec() is None:
+        return max(1.0, load)
+    start = time.monotonic()
+    subprocess.run([mpiexec(), "-n", "2", sys.executable, "-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"],
+                   env=environment(), capture_output=True, timeout=120)
+    return max(1.0, load, (time.monotonic() - start) / QUIET)
+
+
+def mpirun(n, command, timeout=60, env=None, cwd=None, check=True):
+    """Run `mpiexec -n n command` with `limited`, by whose arguments and results it goes.
+
+    command: what follows `mpiexec -n n`, a list.
     """
     require_launch()
-    command = [mpiexec(), "-n", str(n), *map(str, command)]
-    process = subprocess.Popen(command, env=environment(env), cwd=cwd, text=True, stdin=subprocess.DEVNULL,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    return limited([mpiexec(), "-n", n, *command], timeout, environment(env), cwd, check)
+
+
+def limited(command, timeout, env, cwd=None, check=True):
+    """Run a command that starts ranks; returns a CompletedProcess with text stdout and stderr.
+
+    After `timeout` seconds times `time_factor()` the launch and all its ranks are killed and the test fails with their
+    output; with `check` it also fails on a non-zero exit code.
+    """
+    command, timeout = [*map(str, command)], timeout * time_factor()
+    process = subprocess.Popen(command, env=env | {FACTOR: str(time_factor())}, cwd=cwd, text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               start_new_session=True)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         stdout, stderr = _kill(process)
-        pytest.fail(f"no end after {timeout} s: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
+        pytest.fail(f"no end after {timeout:g} s: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
     except BaseException:
         _kill(process)
         raise
@@ -116,10 +158,10 @@ def _kill(process):
     """
     process.terminate()
     try:
-        return process.communicate(timeout=GRACE)
+        return process.communicate(timeout=GRACE * time_factor())
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
     try:
-        return process.communicate(timeout=GRACE)
+        return process.communicate(timeout=GRACE * time_factor())
     except subprocess.TimeoutExpired:         # a rank that outlived its launcher still holds the pipes
         return "", "(the output can't be read: a rank outlived its launcher)"

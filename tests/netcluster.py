@@ -168,9 +168,9 @@ class Hosts:
         return launch.environment({"FI_PROVIDER": "tcp", "MPIR_CVAR_CH4_NETMOD": "ofi", **alone, **(extra or {})})
 
     def mpirun(self, ranks, command, timeout=120, env=None):
-        """Run it and return the CompletedProcess; raises where it fails or takes too long."""
+        """Run it and return the CompletedProcess; raises where it fails or takes too long (`timeout`, if quiet)."""
         return subprocess.run(self.command(ranks, command), env=self.environment(env), text=True, check=True,
-                              capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL)
+                              capture_output=True, timeout=timeout * launch.time_factor(), stdin=subprocess.DEVNULL)
 
     def sent(self):
         """Bytes that every host's card has sent so far, by its own counters."""

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import launch
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 START_SECONDS = 30
@@ -154,7 +156,7 @@ class Cluster:
                                                   start_new_session=True))
 
     def _until(self, done):
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + START_SECONDS * launch.time_factor()
         while not done():
             dead = [daemon.args[0] for daemon in self._daemons if daemon.poll() is not None]
             if dead or time.monotonic() > end:
@@ -170,7 +172,7 @@ class Cluster:
 
     def _client(self, *command, env=None, cwd=None, check=True, seconds=20):
         outcome = subprocess.run([*map(str, command)], env=self._environment(env), cwd=cwd, text=True,
-                                 capture_output=True, timeout=seconds)
+                                 capture_output=True, timeout=seconds * launch.time_factor())
         assert not check or not outcome.returncode, f"{command[0]}: {outcome.stdout}{outcome.stderr}"
         return outcome
 
@@ -178,7 +180,7 @@ class Cluster:
         """`sbatch options script arguments` in folder `cwd`; waits for its end, and kills it after `seconds`."""
         log = Path(cwd) / f"{Path(script).name}.{secrets.token_hex(4)}.log"
         told = self._client("sbatch", "--parsable", f"--output={log}", *options, script, *arguments, env=env, cwd=cwd)
-        number, end = told.stdout.strip(), time.monotonic() + seconds
+        number, end = told.stdout.strip(), time.monotonic() + seconds * launch.time_factor()
         while True:
             shown = self._client("scontrol", "show", "job", "-o", number).stdout
             state = re.search(r"JobState=(\w+)", shown)[1]

@@ -155,13 +155,13 @@ def test_a_rank_that_stops(tmp_path, place):
                  "        os.kill(os.getpid(), signal.SIGSTOP)\n"
                  "    return honest(*args, **how)\n"
                  f"module.{name} = struck")
-    start = time.monotonic()
-    outcome = launch.mpirun(3, [sys.executable, "-c", DRIVER, spoil, "--timeout", TIMEOUT, "--folder", tmp_path],
+    timeout, start = TIMEOUT * launch.time_factor(), time.monotonic()
+    outcome = launch.mpirun(3, [sys.executable, "-c", DRIVER, spoil, "--timeout", timeout, "--folder", tmp_path],
                             timeout=60, check=False)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 40 * launch.time_factor()
     assert outcome.returncode and "PASS" not in outcome.stdout
     said = [line for line in outcome.stderr.splitlines() if "mpiattn: " in line]     # the launcher may indent it
-    assert len(said) == 1 and f"has waited {TIMEOUT:g} s" in said[0] and "phase: " in said[0], outcome.stderr
+    assert len(said) == 1 and f"has waited {timeout:g} s" in said[0] and "phase: " in said[0], outcome.stderr
 
 
 @pytest.mark.parametrize("code, answer, text", [
@@ -169,10 +169,10 @@ def test_a_rank_that_stops(tmp_path, place):
     (f"print('{SENDING}', flush=True); import os; os.kill(os.getpid(), 11)", "no", "was ended by SIGSEGV"),
     (f"print('{SENDING}'); raise SystemExit(3)", "no", "ended with code 3"),
     ("raise ImportError('no libcuda')", "unknown", "before it sent: ImportError: no libcuda"),
-    ("import time; time.sleep(60)", "unknown", "timed out"),
+    ("import time; time.sleep(6000)", "unknown", "timed out"),
 ])
 def test_probe(code, answer, text):
-    found = probe([sys.executable, "-c", code], timeout=3)
+    found = probe([sys.executable, "-c", code], timeout=3 * launch.time_factor())
     assert found["answer"] == answer and text in found["text"]
 
 

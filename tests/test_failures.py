@@ -11,11 +11,12 @@ import time
 import launch
 import pytest
 from files import write_input
+from thinning import thinned
 
 RANKS = 4
-TIMEOUT = 2.0             # seconds that a rank waits for others
-SOON = 10.0               # seconds within which a job must end
-STARTING = 20.0           # seconds that a launch may take on a loaded machine before anything happens
+TIMEOUT = 2.0             # seconds that a rank waits for others, on a quiet machine
+SOON = 30.0               # seconds within which a job must end, from its start
+FATES = "raise", "SIGKILL", "SIGSTOP"
 PHASES = {"read": "io.Input.chunk", "exchange": "redistribute.Redistribution._trade",
           "steps": "executor.Executor._run_block", "write": "io.Output.write"}
 
@@ -44,16 +45,14 @@ sys.exit(main(arguments))
 """
 
 
-@pytest.mark.parametrize("victim", range(RANKS))
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("fate", ["raise", "SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("fate, phase, victim", thinned(FATES, list(PHASES), range(RANKS)))
 def test_one_message_and_no_out(tmp_path, fate, phase, victim):
     source, out = write_input(tmp_path / "in.h5"), tmp_path / "out.h5"
-    start = time.monotonic()
+    timeout, start = TIMEOUT * launch.time_factor(), time.monotonic()
     outcome = launch.mpirun(RANKS, [sys.executable, "-c", DRIVER, fate, victim, PHASES[phase], "run", source, out,
-                                    "--schedule", "greedy", "--tile", "2x2", "--timeout", TIMEOUT],
+                                    "--schedule", "greedy", "--tile", "2x2", "--timeout", timeout],
                             timeout=60, check=False)
-    assert time.monotonic() - start < SOON + (TIMEOUT if fate == "SIGSTOP" else 0) + STARTING
+    assert time.monotonic() - start < SOON * launch.time_factor()
     assert outcome.returncode
     assert not out.exists()
     said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")]
@@ -69,12 +68,11 @@ def test_one_message_and_no_out(tmp_path, fate, phase, victim):
             f"in phase {'write' if phase == 'write' else 'read'}")
         assert said[0] == f"mpiattn: rank {victim} {host} failed {where}: ZeroDivisionError: on purpose"
     else:
-        assert f"{host} has waited {TIMEOUT:g} s" in said[0] and f"rank {victim} {host}" not in said[0]
+        assert f"{host} has waited {timeout:g} s" in said[0] and f"rank {victim} {host}" not in said[0]
         if phase == "steps":
             # what it had to send may have been on its way; who needs no more of it waits for all after the pass
             assert re.search(r"in step \d of 4 of the forward pass to (send|receive) \d+ bytes (to|from) rank \d"
                              "|for the other ranks", said[0])
-
 
 
 def test_timeout_must_be_a_time(tmp_path):

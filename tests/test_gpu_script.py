@@ -13,6 +13,7 @@ import zipfile
 import launch
 import pytest
 
+pytestmark = pytest.mark.workshop
 SCRIPT = launch.TESTS / "gpu" / "run_all.py"
 HANDED_OVER = ["results.tar.gz", "summary.json", "summary.txt"]
 

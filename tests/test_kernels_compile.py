@@ -13,6 +13,8 @@ from mpiattn.backends.kernel_tiles import SHARED_LIMIT, TILES, attention_kernel
 from mpiattn.backends.kernels import cast_kernel, hulls_kernel, partials_kernel
 from mpiattn.sources import kernel_dir
 
+pytestmark = pytest.mark.workshop
+
 needs_nvrtc = pytest.mark.skipif(nvrtc.MISSING is not None, reason=str(nvrtc.MISSING))
 DTYPES = {2: "bfloat16", 4: "float32"}
 PARTIALS = ("merge", "add", "unnormalize", "normalize", "delta", "sink", "sink_gradient")

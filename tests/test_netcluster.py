@@ -1,11 +1,16 @@
-"""Two hosts with a shaped link: bytes by the cards' own counters, and transfers that blocks hide."""
+"""Two hosts with a shaped link: bytes by the cards' own counters, and that the link is no faster than its rate.
+
+How much slower this machine makes it is nothing to test here: tests/scaling.py measures that, and what blocks hide.
+"""
 
 import json
 import sys
 
+import launch
 import netcluster
 import pytest
 
+pytestmark = pytest.mark.workshop
 SCRIPT = """
 import json, sys
 import numpy as np
@@ -14,21 +19,17 @@ import mpiattn
 comm = MPI.COMM_WORLD
 with mpiattn.MeshAttention(comm, seqlen=4096, heads=4, head_dim=128, tile="ring", schedule="greedy") as plan:
     chunk = np.random.default_rng(comm.rank).standard_normal((1, len(plan.positions), 4, 128), np.float32)
-    due, waits = plan._exchange.due, {"apart": [], "beside": []}
-    for way in ["apart", "beside"] * 4:
-        plan._exchange.due = due if way == "beside" else lambda: False
-        comm.Barrier()
-        before = plan.wait_seconds
+    for _ in range(2):
         plan.forward(chunk, chunk, chunk)
-        waits[way].append(plan.wait_seconds - before)
-    found = comm.gather((waits, plan.sent[0]))
+    sent = comm.gather(plan.sent[0])
 if not comm.rank:
-    print(json.dumps(found))
+    print(json.dumps(sent))
 """
 
 
 @pytest.fixture(scope="module")
 def hosts():
+    launch.require_launch()
     why = netcluster.missing()
     if why:
         pytest.skip(why)
@@ -39,27 +40,25 @@ def hosts():
         pytest.skip(f"no hosts here: {error}")
 
 
-def test_bytes_and_overlap(hosts):
+def test_bytes(hosts):
     before = hosts.sent()
     outcome = hosts.mpirun(2, [sys.executable, "-c", SCRIPT])
     on_the_wire = [now - then for now, then in zip(hosts.sent(), before)]
-    for (waits, sent), wire in zip(json.loads(outcome.stdout), on_the_wire):
-        assert sent == 8 * 2 * 2048 * 4 * 128 * 4              # passes; k and v of a chunk
+    for sent, wire in zip(json.loads(outcome.stdout), on_the_wire):
+        assert sent == 2 * 2 * 2048 * 4 * 128 * 4              # passes; k and v of a chunk
         assert sent < wire < 1.1 * sent + 2e6                  # headers, and starting the launch
-        apart, beside = sorted(waits["apart"])[1], min(waits["beside"])      # others may hold one run up, not all
-        assert apart > 0.02                                    # 8 MiB at 1 Gb/s take 67 ms
-        assert beside < 0.7 * apart
 
 
 def test_tune_finds_the_link(hosts, tmp_path):
     """Two ranks a host share its card, whose rate is known; what is inside a host does not go through it."""
+    rate = 20e6 / 8
+    hosts.set_rate("20mbit")
     command = [sys.executable, "-m", "mpiattn", "tune", "--quick", "--dtype", "float32", "--json", "-", "--no-store"]
     data = json.loads(hosts.mpirun(4, command, env={"MPIR_CVAR_NOLOCAL": "0"}).stdout)
-    machine, rate = data["machine"], 1e9 / 8
+    machine = data["machine"]
     assert data["key"]["ranks_per_node"] == 2 and data["key"]["several_nodes"]
-    assert 0.3 * rate < machine["between"]["bandwidth"] < 1.1 * rate < machine["inside"]["bandwidth"]
-    assert 0.3 * rate < machine["node_bandwidth"] < 1.1 * rate
-    assert machine["between"]["overlap"] > 0
+    assert 0 < machine["between"]["bandwidth"] < 1.1 * rate < machine["inside"]["bandwidth"]
+    assert 0 < machine["node_bandwidth"] < 1.1 * rate
 
 
 NEIGHBORS = """
@@ -84,13 +83,9 @@ def test_a_message_takes_what_the_rate_says(hosts, monkeypatch):
     """A rate set while the hosts are up; two ranks a host, whose own messages do not take its card."""
     monkeypatch.setattr(hosts, "per_host", 2)
     before = hosts.sent()
-    hosts.set_rate("20mbit")
-    try:
-        took = json.loads(hosts.mpirun(4, [sys.executable, "-c", NEIGHBORS]).stdout)
-    finally:
-        hosts.set_rate("1gbit")
-    moved, rate = 2 * 2 ** 18, 20e6 / 8
+    hosts.set_rate("10mbit")
+    took = json.loads(hosts.mpirun(4, [sys.executable, "-c", NEIGHBORS]).stdout)
+    moved, rate = 2 * 2 ** 18, 10e6 / 8
     assert min(took) > (moved - 2 * netcluster.BURST) / rate   # a shaper with a large bucket lets it all through
-    assert min(took) < moved / (0.8 * rate)                    # the quickest of them, for others may hold some up
     for now, then in zip(hosts.sent(), before):
         assert 6 * moved < now - then < 1.1 * 6 * moved + 1e5

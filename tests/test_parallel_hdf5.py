@@ -19,8 +19,7 @@ OPEN_MPI_4 = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_ALLOW_RUN_AS_ROOT"
 
 def mpirun(n, *command):
     launch.require_launch()
-    return subprocess.run([MPIEXEC, "-n", str(n), PYTHON, *map(str, command)], text=True, capture_output=True,
-                          timeout=60, env={**launch.environment(), **OPEN_MPI_4})
+    return launch.limited([MPIEXEC, "-n", n, PYTHON, *command], 60, launch.environment(OPEN_MPI_4), check=False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 from files import assert_right, write_input
-from launch import environment, mpiexec, mpirun, require_launch
+from launch import environment, mpiexec, mpirun, require_launch, time_factor
 
 from mpiattn import reference
 from mpiattn.host import BLAS_VARIABLES
@@ -124,7 +124,7 @@ def test_two_runs_to_one_file(tmp_path):
     sources = [write_input(tmp_path / f"{seed}.h5", seed=seed) for seed in (1, 2)]
     commands = [[mpiexec(), "-n", "2", *RUN, source, tmp_path / "out.h5"] for source in sources]
     both = [subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL) for command in commands]
-    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    assert [process.wait(timeout=60 * time_factor()) for process in both] == [0, 0]
     with h5py.File(tmp_path / "out.h5") as made, h5py.File(sources[0]) as first:
         theirs = reference.attention(*(first[name][:] for name in "qkv"))[0]
         of_first = np.abs(made["out"][:] - theirs).max() < 1e-5

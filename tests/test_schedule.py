@@ -1,7 +1,7 @@
 """Schedules as data: greedy, collective, and a validator that refuses what is wrong."""
 
 import random
-import time
+import sys
 from dataclasses import replace
 
 import pytest
@@ -114,13 +114,22 @@ def test_row_0_is_last():
             kv += transfer.kind == "KV"
 
 
-def test_a_large_tile_takes_no_time():
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        greedy(32, 32)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.1
+def test_work_grows_with_the_blocks():
+    """Lines executed for four times as many blocks: a search through all blocks at each would be 16 times as many."""
+    def lines(a, b):
+        count = [0]
+
+        def trace(frame, event, _):
+            count[0] += event == "line"
+            return trace
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            greedy(a, b)
+        finally:
+            sys.settrace(before)
+        return count[0]
+    assert lines(32, 32) < 6 * lines(16, 16)
 
 
 def test_text_names_every_step():

@@ -13,6 +13,8 @@ import slurm_cluster
 import slurm_jobs
 from files import assert_right, write_input
 
+pytestmark = pytest.mark.workshop
+
 SCRIPTS = launch.SLURM
 SRUN = "mpiexec() { return 127; }\n"                   # in env.sh: as if there were no mpiexec, so srun has to do
 

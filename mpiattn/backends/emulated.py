@@ -22,7 +22,7 @@ from .numpy import NumpyBackend
 
 COMPILERS = ("c++", "g++", "clang++")
 # Shadow stacks and fortified longjmp take a change of fiber for an attack.
-OPTIONS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE",
+OPTIONS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE",
            "-Wno-unknown-pragmas")
 PROCESSORS = 3                  # as if a GPU had so many, which decides how finely decoding splits the keys
 

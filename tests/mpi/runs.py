@@ -68,6 +68,17 @@ def run(comm, inputs, call=None, backward=True, **arguments):
         return attend(plan, my_chunks(plan, *inputs), call, backward), plan.positions, plan.positions_k
 
 
+_ORACLE = {}             # the last problem's result on rank 0: loops over tiles, layouts, schedules ask for it again
+
+
+def whole_result(key, make):
+    """What `make` gives, or gave when it was last called, if the key is the same as then."""
+    if key not in _ORACLE:
+        _ORACLE.clear()
+        _ORACLE[key] = make()
+    return _ORACLE[key]
+
+
 def once(comm, make):
     """What `make` returns, called on one rank while the others leave it the cores."""
     made = make() if comm.rank == 0 else None
@@ -83,7 +94,10 @@ def check(comm, *, seed=0, inputs=None, call=None, ref=None, backward=True, dlse
     Every rank raises the same AssertionError.
     """
     problem = problem_of(arguments)
-    inputs = draw_all(problem, seed, sinks=sinks, dlse=dlse) if inputs is None else inputs
+    if inputs is None:
+        inputs = draw_all(problem, seed, sinks=sinks, dlse=dlse)
+        key = problem, seed, sinks, dlse, backward, repr(call)
+        ref = ref or once(comm, lambda: whole_result(key, lambda: expected(inputs, backward, **masks(problem, call))))
     ref = once(comm, lambda: expected(inputs, backward, **masks(problem, call))) if ref is None else ref
     result, *at = run(comm, inputs, call, backward, backend=backends[0], **arguments)
     agreed(comm, wrong(problem, result, ref, inputs, *at, call, terms), (arguments, call))

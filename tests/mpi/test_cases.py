@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from dense import draw_all, expected, masks, per_document, wrong
 from runs import agreed, attend, check, check_long, my_chunks, on, once, problem_of, run
+from thinning import thinned
 
 from mpiattn import Layout, MeshAttention
 
@@ -30,12 +31,10 @@ def test_case_2_ring_flash_attention(group, layout):
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seqlen", [31, 5, 1, 0])
-def test_case_3_fewer_tokens_than_ranks(comm, seqlen, layout):
-    for schedule in ("greedy", "collective"):
-        check(comm, batch=2, seqlen=seqlen, heads=2, head_dim=4, dtype="float64", causal=True, layout=layout,
-              schedule=schedule)
+@pytest.mark.parametrize("layout, seqlen, schedule", thinned(LAYOUTS, [31, 5, 1, 0], ["greedy", "collective"]))
+def test_case_3_fewer_tokens_than_ranks(comm, layout, seqlen, schedule):
+    check(comm, batch=2, seqlen=seqlen, heads=2, head_dim=4, dtype="float64", causal=True, layout=layout,
+          schedule=schedule)
 
 
 @pytest.mark.many
@@ -138,14 +137,13 @@ def test_case_10_as_large_and_small_as_they_may_be(group, dtype, options):
 
 
 @on(2)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("seqlen", "seqlen_k"), [(113, 203), (203, 113), (1, 147), (147, 1), (1023, 1024), (40, 0)])
-def test_case_11_other_number_of_keys(group, seqlen, seqlen_k, causal):
+@pytest.mark.parametrize("tokens, causal, schedule, layout", thinned(
+    [(113, 203), (203, 113), (1, 147), (147, 1), (1023, 1024), (40, 0)], [False, True], ["greedy", "collective"],
+    LAYOUTS))
+def test_case_11_other_number_of_keys(group, tokens, causal, schedule, layout):
     """Causal is bottom-right: with more queries than keys, the first ones see nothing."""
-    for layout in LAYOUTS:
-        for schedule in ("greedy", "collective"):
-            check(group, seqlen=seqlen, seqlen_k=seqlen_k, heads=2, head_dim=4, dtype="float64", causal=causal,
-                  layout=layout, schedule=schedule)
+    check(group, seqlen=tokens[0], seqlen_k=tokens[1], heads=2, head_dim=4, dtype="float64", causal=causal,
+          layout=layout, schedule=schedule)
 
 
 @on(4)
@@ -173,12 +171,11 @@ def test_case_14_half_types_are_kept(group, dtype):
 
 # Besides the list
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_and_dtypes(comm, layout, dtype):
-    for schedule, route in WAYS:
-        check(comm, batch=2, seqlen=97, heads=2, head_dim=8, dtype=dtype, layout=layout, schedule=schedule,
-              route=route, causal=True)
+@pytest.mark.parametrize("dtype, layout, way", thinned(["float16", "bfloat16", "float32", "float64"], LAYOUTS, WAYS))
+def test_layouts_and_dtypes(comm, dtype, layout, way):
+    schedule, route = way
+    check(comm, batch=2, seqlen=97, heads=2, head_dim=8, dtype=dtype, layout=layout, schedule=schedule, route=route,
+          causal=True)
 
 
 @on(4)

@@ -67,6 +67,7 @@ def test_messages_of_the_program_stay_its_own(comm):
     assert note[0] == (comm.rank - 1) % comm.size
 
 
+@pytest.mark.slow
 @on(2)
 def test_case_31_three_thousand_plans(group):
     plans = [MeshAttention(group, **TINY, tile=tiles(2)[i % 2]) for i in range(3000)]
@@ -81,7 +82,7 @@ def test_case_31_three_thousand_plans(group):
 
 def test_plans_on_fresh_communicators_leave_nothing(comm):
     """More communicators one after another than MPI libraries can hold at once (MPICH: 2048 contexts)."""
-    for i in range(600 if comm.size == 2 else 200 if comm.size <= 4 else 40):
+    for i in range(600 if comm.size == 2 else 40):
         fresh = comm.Dup()
         plan = MeshAttention(fresh, **TINY, tile=tiles(comm.size)[i % len(tiles(comm.size))])
         home, mesh = plan._home, plan._mesh

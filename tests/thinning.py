@@ -1,0 +1,15 @@
+"""Combinations of test parameters, few of which run by default."""
+
+from itertools import product
+
+import pytest
+
+
+def thinned(*lists):
+    """All combinations of the lists' entries; with each combination of the first ones, one of the last runs by default.
+
+    It is another one from combination to combination; the others are marked slow.
+    """
+    for places in product(*(range(len(entries)) for entries in lists)):
+        yield pytest.param(*(entries[i] for entries, i in zip(lists, places)),
+                           marks=[pytest.mark.slow] if sum(places) % len(lists[-1]) else [])
