@@ -25,6 +25,7 @@ setup(
     extras_require={
         "mpich": ["mpich>=4.3"],
         "openmpi": ["openmpi>=5.0"],
+        "impi": ["impi-rt>=2021.14"],
         "cuda13": ["cupy-cuda13x>=14"],
         "cuda12": ["cupy-cuda12x>=14"],
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13"],

@@ -24,7 +24,8 @@ DOCS, SLURM = TESTS.parent / "docs", TESTS.parent / "slurm"             # docs a
 ROOT = next(folder for folder in TESTS.parents if (folder / "mpiattn" / "__init__.py").is_file())
 
 # What a launcher leaves in the environment of its ranks; a second mpiexec would mistake it for its own.
-_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "PALS_", "MV2_COMM_", "HYDI_", "HYDRA_", "OMPI_", "PRTE_", "MPI_LOCAL",
+_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "PALS_", "MV2_COMM_", "HYDI_", "HYDRA_", "I_MPI_INFO_",
+                      "I_MPI_HYDRA_UUID", "I_MPI_PIN_INFO", "I_MPI_PIN_MAPPING", "OMPI_", "PRTE_", "MPI_LOCAL",
                       "SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
 
@@ -33,7 +34,7 @@ _OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1
              "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
              "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
 
-# The libfabric that comes with Intel MPI looks for networks for seconds; on one machine, memory is all it takes.
+# Ranks of one machine take memory only, whatever networks there are and work or not.
 _INTEL_MPI = {"I_MPI_FABRICS": "shm"}
 
 GRACE = 3.0       # seconds between asking a launcher to end its ranks and killing it

@@ -85,7 +85,8 @@ def test_the_mpiexec_of_another_mpi():
     """What that looks like to a process: the other launcher's variables; MPICH would abort if it were started."""
     launch.require_launch()
     mpich = launch.vendor() == "mpich"
-    size, rank = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK") if mpich else ("PMI_SIZE", "PMI_RANK")
+    size, rank = (("PMI_SIZE", "PMI_RANK") if launch.vendor() == "openmpi" else
+                  ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
     outcomes = [subprocess.run(CHECK, env=launch.environment({size: "2", rank: str(number)}), text=True,
                                capture_output=True, timeout=60) for number in range(2)]
     assert [outcome.returncode for outcome in outcomes] == [1, 1]

@@ -59,7 +59,7 @@ def test_counts_ranks_host_by_host():
 def test_alone_and_under_the_mpiexec_of_another_mpi():
     """What that looks like to a process: a launcher says two ranks, MPI knows of one."""
     launch.require_launch()
-    other = "OMPI_COMM_WORLD_SIZE" if launch.vendor() == "mpich" else "PMI_SIZE"
+    other = "PMI_SIZE" if launch.vendor() == "openmpi" else "OMPI_COMM_WORLD_SIZE"
     texts = [subprocess.run(INFO, env=launch.environment(extra), text=True, capture_output=True, timeout=60,
                             check=True).stdout for extra in ({}, {other: "2"})]
     assert "1 on 1 host" in texts[0] and "WARNING" not in texts[0]

@@ -4,10 +4,12 @@ It shows that kernels are right, and nothing about their speed.  It needs a C++ 
 """
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -47,22 +49,37 @@ def _environment():
     return version, *OPTIONS, *(path.read_text() for path in sorted(folder.iterdir()))
 
 
+@contextmanager
+def _in_turn(path):
+    """Processes that hold this lock file one after another, where the file system has locks."""
+    with open(path, "w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(kernel, target):
+    emulation = kernel_dir() / "emulation"
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:         # ranks of other hosts may compile the same
+        made = Path(folder) / target.name
+        command = [compiler(), *OPTIONS, f"-I{emulation}", f"-I{kernel_source.path('')}",
+                   f'-DSOURCE="{kernel.file}"', f"-DKERNEL={kernel.name}", *kernel.options(),
+                   emulation / "main.cpp", "-o", made]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise MpiattnError(f"{kernel.file} does not compile for the CPU:\n{done.stderr}")
+        made.replace(target)
+
+
 @cache
 def library(kernel):
     """A compiled kernel, from the cache or compiled into it."""
     target = cache_dir() / f"{kernel.name}-{kernel_source.digest(kernel, *_environment())}.so"
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        emulation = kernel_dir() / "emulation"
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:     # other ranks may compile the same
-            made = Path(folder) / target.name
-            command = [compiler(), *OPTIONS, f"-I{emulation}", f"-I{kernel_source.path('')}",
-                       f'-DSOURCE="{kernel.file}"', f"-DKERNEL={kernel.name}", *kernel.options(),
-                       emulation / "main.cpp", "-o", made]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise MpiattnError(f"{kernel.file} does not compile for the CPU:\n{done.stderr}")
-            made.replace(target)
+        with _in_turn(target.with_suffix(".lock")):                        # one rank compiles it for all
+            if not target.is_file():
+                _compile(kernel, target)
     function = ctypes.CDLL(str(target)).emulate
     function.restype = ctypes.c_char_p
     return function
