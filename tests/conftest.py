@@ -7,8 +7,7 @@
 Without a launcher, tests/mpi is collected only if it is named, and then runs on one rank.
 
 Tests marked `slow` (sweeps: more rank counts, more cases of the same kind) run with --slow, and alone with
---slow -m slow.  Those marked `workshop` build networks and clusters or test the tools of those who work on mpiattn:
-under a launcher, as `mpiattn check --full` starts them on somebody's cluster, they are left out.
+--slow -m slow.  `mpiattn check --full`, on somebody's cluster, leaves out those marked `workshop`.
 """
 
 import importlib.util
@@ -48,7 +47,7 @@ def pytest_configure(config):
     # here, not in pyproject.toml, which is not there where mpiattn is installed
     for line in ("many: a multi-rank test that is also worth its time on 12 and 16 ranks",
                  "slow: takes long and adds cases of the same kind; runs with --slow",
-                 "workshop: takes networks, a cluster or a checkout of its own; not run under a launcher",
+                 "workshop: of no use on a cluster, since it builds networks, emulates GPUs or tests developers' tools",
                  "gpu: needs a GPU and CuPy; skipped where there is none"):
         config.addinivalue_line("markers", line)
     if RANK:                                     # one rank speaks; the others' failures are printed by tests/mpi
@@ -78,13 +77,10 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones."""
     items.sort(key=lambda item: not _is_multi_rank(item.path))
-    left_out = {name for name, out in (("slow", not config.option.slow), ("workshop", LAUNCHED)) if out}
-    kept, dropped = [], []
-    for item in items:
-        (dropped if left_out & {mark.name for mark in item.iter_markers()} else kept).append(item)
-    if dropped:
-        items[:] = kept
-        config.hook.pytest_deselected(items=dropped)
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow and not config.option.slow:
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
 
 
 def _end_the_job(text):

@@ -260,8 +260,9 @@ def test_full_from_an_installed_package(tmp_path):
     assert here == there
     how = {"cwd": tmp_path, "env": {"PYTHONPATH": str(target)}, "timeout": 120, "check": False}
     some = [*CHECK, "--full", "--", "-v", "--color=no", "--ignore-glob=*torch*"]
-    outcome = launch.mpirun(2, [*some, "-k", "test_drawings_of_the_docstring or test_scatter"], **how)
+    outcome = launch.mpirun(2, [*some, "-k", "test_drawings_of_the_docstring or test_scatter or test_layers"], **how)
     assert not outcome.returncode, outcome
     assert "ranks: 2" in outcome.stdout and f"rootdir: {target}/mpiattn/tests" in outcome.stdout
+    assert "test_layers.py::" not in outcome.stdout                        # of use to those who develop it
     assert "mpi/test_scatter.py::" in outcome.stdout and outcome.stdout.count("test_drawings_of_the_docstring") == 1
     assert launch.mpirun(2, [*some, "-k", "no_test_has_this_name"], **how).returncode

@@ -9,7 +9,8 @@ from dense import bits, error, largest
 from mpiattn import backends
 from mpiattn.backends import emulated
 
-pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+pytestmark = [pytest.mark.workshop,
+              pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]
 
 NOISE = 2e-6                # of float32 sums, of the sum of the terms' magnitudes
 

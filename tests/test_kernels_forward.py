@@ -11,7 +11,8 @@ from mpiattn import backends
 from mpiattn.backends import emulated
 from mpiattn.errors import ArgumentError
 
-pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+pytestmark = [pytest.mark.workshop,
+              pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]
 
 
 def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None):

@@ -10,7 +10,8 @@ from mpiattn import backends
 from mpiattn.backends import emulated
 from mpiattn.backends.kernels import DECODE_ROWS
 
-pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+pytestmark = [pytest.mark.workshop,
+              pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]
 
 
 def pool(keys, page_size, kv_heads, dims, dtype, seed=0):

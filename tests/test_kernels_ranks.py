@@ -8,7 +8,8 @@ from launch import mpirun
 
 from mpiattn.backends import emulated
 
-pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+pytestmark = [pytest.mark.workshop,
+              pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 
 

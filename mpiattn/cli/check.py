@@ -3,12 +3,14 @@
 Looks at how the ranks were started, what they share, and their MPI; computes small problems on them in every mesh;
 measures links; writes a small file. Each item is PASS, WARN or FAIL, with what to do about it; code 1 if one is FAIL.
 
-With --full it runs the tests of mpiattn on these ranks instead (extra `test`); what follows -- is for pytest.
+With --full it runs the tests of mpiattn on these ranks instead (extra `test`), a few minutes on four ranks; what
+follows -- is for pytest, --slow for the tests that take longer.
 
 examples:
   mpiexec -n 4 mpiattn check
   srun mpiattn check --folder /scratch/me --json check.json
   mpiexec -n 4 mpiattn check --full -- -k gradients
+  mpiexec -n 4 mpiattn check --full -- --slow
 """
 
 import importlib.util
@@ -130,4 +132,4 @@ def _full(args):
     defer(False)                        # the tests start MPI, and only where they find themselves under a launcher
     # Whatever configuration of pytest lies above the installation is of something else.
     alone = ["-c", os.devnull, "--rootdir", str(tests), "-p", "no:cacheprovider", "-ra"]
-    return int(pytest.main([*alone, *args.pytest, str(tests)]))
+    return int(pytest.main([*alone, "-m", "not workshop", *args.pytest, str(tests)]))

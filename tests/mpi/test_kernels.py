@@ -18,8 +18,8 @@ from mpiattn.backends import emulated
 from mpiattn.tree import WAYS
 
 BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "emulated,deferred-emulated").split(","))
-pytestmark = pytest.mark.skipif("emulated" in BACKENDS and emulated.compiler() is None,
-                                reason="the emulation needs a C++ compiler")
+pytestmark = [pytest.mark.workshop, pytest.mark.skipif("emulated" in BACKENDS and emulated.compiler() is None,
+                                                       reason="the emulation needs a C++ compiler")]
 SHAPE = {"seqlen": 43, "heads": 4, "kv_heads": 2, "head_dim": 16, "backends": BACKENDS}
 ROUTES = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))      # schedule and route
 
