@@ -35,8 +35,9 @@ WRONG = [
     ("layout", Layout("striped", 25, 1), ["seqlen=25", "24"]),
     ("schedule", "lazy", ["lazy", "greedy, collective, auto"]), ("route", "scenic", ["scenic", "direct, ring"]),
     ("backend", "abacus", ["abacus", "numpy"]), ("max_message", 0, ["0", "2^31"]),
-    ("max_message", 2 ** 31, [str(2 ** 31)]), ("window", (1,), ["(1,)"]), ("window", (-1, 0), ["-1"]),
-    ("softcap", 0, ["positive"]), ("wire_dtype", "float64", ["float64", "bfloat16, float32"]), ("wire_dtype", 3, ["3"]),
+    ("max_message", 2 ** 31, [str(2 ** 31)]), ("window", (1,), ["(1,)"]),
+    ("window", (-2, 0), ["-2"]), ("softcap", -1, ["positive"]),
+    ("wire_dtype", "float64", ["float64", "bfloat16, float32"]), ("wire_dtype", 3, ["3"]),
 ]
 
 
