@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emu
 
 
 @needs_compiler
-@pytest.mark.parametrize("transport", ["staged", "device"])
+@pytest.mark.parametrize("transport", ["staged", pytest.param("device", marks=pytest.mark.slow)])
 def test_ranks(transport):
     """Every row against float64: tiles, routes, documents, sinks, half types, decoding; forward and backward."""
     outcome = mpirun(4, [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider",
