@@ -247,7 +247,7 @@ def test_full_from_an_installed_package(tmp_path):
     if importlib.util.find_spec("pip") is None or not builds:
         pytest.skip("takes pip, and setuptools from 70.1 or an older one with wheel")
     tree, target = tmp_path / "tree", tmp_path / "installed"
-    for folder in ("mpiattn", "tests", "kernels"):
+    for folder in ("mpiattn", "tests", "kernels", "slurm"):
         shutil.copytree(launch.ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(launch.ROOT / name, tree)

@@ -10,6 +10,6 @@ def thinned(*lists):
 
     It is another one from combination to combination; the others are marked slow.
     """
-    for places in product(*(range(len(entries)) for entries in lists)):
-        yield pytest.param(*(entries[i] for entries, i in zip(lists, places)),
-                           marks=[pytest.mark.slow] if sum(places) % len(lists[-1]) else [])
+    return [pytest.param(*(entries[i] for entries, i in zip(lists, places)),
+                         marks=[pytest.mark.slow] if sum(places) % len(lists[-1]) else [])
+            for places in product(*(range(len(entries)) for entries in lists))]
