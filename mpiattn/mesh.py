@@ -187,6 +187,11 @@ class Home:
         mesh.users += 1
         return mesh
 
+    def share(self, mesh):
+        """One user more of the home and of a mesh that is in use."""
+        self.users += 1
+        mesh.users += 1
+
     def leave(self, mesh=None):
         """Give up a use of the home and, where given, of a mesh; collective."""
         if MPI.Is_finalized() or self.abandoned:

@@ -15,9 +15,10 @@ from .executor import Executor
 from .mesh import Home
 from .passes import Backward, Forward
 from .peers import time_limit
-from .planning import settle
+from .planning import resized, settle
 from .redistribute import gather, scatter
 from .tensors import as_given, is_tensor
+from .transport import local_backend
 
 
 class MeshAttention(Described, Collective):
@@ -82,30 +83,61 @@ class MeshAttention(Described, Collective):
                      "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
                      "window": window, "softcap": softcap, "wire_dtype": wire_dtype, "prefix": prefix,
                      "causal_block": causal_block}
-            self._plan, self._backend = settle(home, peers, shape, {
+            self._asked = shape, {
                 "tile": tile, "layout": layout, "schedule": schedule, "route": route, "direction": direction,
                 "backend": backend, "transport": transport, "max_message": max_message, "max_memory": max_memory,
-                "machine": machine, "overlap": overlap, "timeout": timeout})
-            self.problem, chosen = self._plan.problem, self._plan.choice
-            self.schedule, self._layouts = self._plan.schedule(), chosen.layouts        # these by rank of the mesh
-            self.q_layout, self.k_layout = self._plan.layouts_by_rank()
-            self._mesh = home.mesh(chosen.a, chosen.b, self._plan.order)
-            call_peers = home.peers(time_limit(timeout, chosen.seconds))
-            call_peers.idle = self._backend.idle
-            self._exchange = Exchange(call_peers, max_message)
+                "machine": machine, "overlap": overlap, "timeout": timeout}
+            self._plan, self._backend = settle(home, peers, *self._asked)
+            self._mesh = home.mesh(self._plan.choice.a, self._plan.choice.b, self._plan.order)
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
-                self._executor = Executor(self._mesh, self.schedule, Forward(self.problem, self._backend),
-                                          self._exchange, *self._layouts)
-                self._activity = Activity(self.problem.mask, *self._layouts, chosen.a, chosen.b)
-                tokens, tokens_k = (layout.length(self.chunk) for layout in self._layouts)
-            p = self.problem
-            self._nbytes = (memory.chunk_bytes(p, tokens, tokens_k) + self._executor.nbytes
-                            + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
-            self._folding, self._backward = Folding(self._backend, p.batch), None
-            self._join(home, call_peers)
+                self._prepare(home)
+            self._join(home, self._exchange.peers)
         except BaseException:
             home.leave(self._mesh)
             raise
+
+    def _prepare(self, home):
+        """Make what the plan needs to run, on its mesh and back end; not collective."""
+        chosen, (_, options) = self._plan.choice, self._asked
+        p = self.problem = self._plan.problem
+        self.schedule, self._layouts = self._plan.schedule(), chosen.layouts            # these by rank of the mesh
+        self.q_layout, self.k_layout = self._plan.layouts_by_rank()
+        peers = home.peers(time_limit(options["timeout"], chosen.seconds))
+        peers.idle = self._backend.idle
+        self._exchange = Exchange(peers, options["max_message"])
+        self._executor = Executor(self._mesh, self.schedule, Forward(p, self._backend), self._exchange, *self._layouts)
+        self._activity = Activity(p.mask, *self._layouts, chosen.a, chosen.b)
+        self._nbytes = (memory.chunk_bytes(p, *(layout.length(self.chunk) for layout in self._layouts))
+                        + self._executor.nbytes + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
+        self._folding, self._backward = Folding(self._backend, p.batch), None
+
+    def like(self, *, seqlen=None, seqlen_k=None):
+        """A plan for other lengths with this one's choice: tile, schedule, route, kind of layout; collective.
+
+        All else is as this plan was asked, and either may be closed first.  Nothing is searched, so it takes a few
+        milliseconds and one small allreduce: for training on batches of changing length.  Where lengths differ much,
+        another choice may be faster.
+
+        seqlen: default this plan's.  seqlen_k: default seqlen if they are the same in this plan, else this plan's.
+
+        Raises ArgumentError, the same on every rank: also where this plan's layout has sizes that do not add up to the
+        length, or the length needs more than max_memory.
+        """
+        p, other = self.problem, object.__new__(type(self))
+        seqlen = p.seqlen if seqlen is None else seqlen
+        if seqlen_k is None:
+            seqlen_k = seqlen if p.seqlen_k == p.seqlen else p.seqlen_k
+        with self._call("like") as call, call.agreement() as same:
+            same |= {"seqlen": seqlen, "seqlen_k": seqlen_k}
+            shape, options = self._asked
+            other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
+            other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
+            other._backend = local_backend(self._peers.rank, self._home.nodes, self.backend, self._backend.transport)
+            other._prepare(self._home)
+            same["schedule"] = other.schedule            # every rank has made its own
+        self._home.share(self._mesh)
+        other._join(self._home, other._exchange.peers)
+        return other
 
     # Running
 

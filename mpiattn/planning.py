@@ -102,12 +102,30 @@ def settle(home, peers, shape, options):
             machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
             if pace := backends.pace(backend.name):
                 machine = machine.paced(pace[0] * 1e9)
-            evaluate = functools.partial(
-                choice.evaluate, problem, ranks, asked.route, pairs=checked.layout, direction=asked.direction,
-                kinds=cost.SCHEDULES if asked.schedule == "auto" else (asked.schedule,), machine=machine, nodes=nodes,
-                shapes=checked.tile and [checked.tile], overlap=asked.overlap)
-            free = evaluate()
-            choices = free if asked.max_memory is None else evaluate(max_memory=asked.max_memory)
-            choice.check_memory(choices, asked.max_memory)
-            found = Plan(problem, choices[0], machine, order, nodes, min(one.seconds for one in free), asked.overlap)
+            found = _choose(problem, checked, machine, order, nodes)
     return peers.allgather(found)[0], backend
+
+
+def _choose(problem, checked, machine, order, nodes):
+    """The best Plan that checked options leave."""
+    evaluate = functools.partial(
+        choice.evaluate, problem, len(nodes), checked.route, pairs=checked.layout, direction=checked.direction,
+        kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,), machine=machine, nodes=nodes,
+        shapes=checked.tile and [checked.tile], overlap=checked.overlap)
+    free = evaluate()
+    choices = free if checked.max_memory is None else evaluate(max_memory=checked.max_memory)
+    choice.check_memory(choices, checked.max_memory)
+    return Plan(problem, choices[0], machine, order, nodes, min(one.seconds for one in free), checked.overlap)
+
+
+def resized(plan, shape, options):
+    """The Plan of the same choice for another `shape`; arguments as of `settle`.  Not collective, nothing is searched.
+
+    Raises ArgumentError.
+    """
+    problem, chosen = Problem(**shape), plan.choice
+    layouts = tuple(replace(layout, seqlen=tokens)
+                    for layout, tokens in zip(chosen.layouts, (problem.seqlen, problem.seqlen_k)))
+    checked = replace(Options(**options), tile=(chosen.a, chosen.b), layout=[layouts], schedule=chosen.schedule,
+                      route=chosen.route)
+    return _choose(problem, checked, plan.machine, plan.order, plan.nodes)

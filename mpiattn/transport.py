@@ -38,12 +38,17 @@ def make_backend(peers, nodes, name, transport):
 
     nodes: of every rank.  name, transport: the same on every rank, checked.  Raises ArgumentError on every rank.
     """
-    how = {}
-    if backends.resolved(name) in WITH_DEVICE:
-        local_rank = sum(node == nodes[peers.rank] for node in nodes[:peers.rank])
-        how = {"local_rank": local_rank, "transport": _chosen(peers) if transport == "auto" else transport}
+    if backends.resolved(name) in WITH_DEVICE and transport == "auto":
+        transport = _chosen(peers)
     with agreement(peers):
-        return backends.get(name, **how)
+        return local_backend(peers.rank, nodes, name, transport)
+
+
+def local_backend(rank, nodes, name, transport):
+    """A new back end on the device of a rank, if it has one; `transport` has been chosen.  Not collective."""
+    if backends.resolved(name) not in WITH_DEVICE:
+        return backends.get(name)
+    return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
 
 
 def _chosen(peers):

@@ -17,7 +17,9 @@ finds the seventh.  Those of a given number of ranks run on as many of the launc
      9 the masks mixed               21 every tile and schedule       31 3,000 plans
     10 softcap, scale                22 bytes and messages: the formula    34 NaN in padding, sinks
     11 other number of keys                                                35 a cache grown in turns
-    12 rows that see nothing         test_sweep.py draws most of these at random.
+    12 rows that see nothing         37 prefix-LM, block-causal, a kind by document
+
+test_sweep.py draws most of these at random.
 """
 
 import os
