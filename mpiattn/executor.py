@@ -44,10 +44,10 @@ class _Pending:
     arrived: float = None
 
 
-class _Told:
+class _Advance:
     """Tells `progress` of some blocks as they are computed, a part at a time; called with the share done so far."""
 
-    PARTS = 128                             # of a block; a power of two, so that the sum of what is told is exact
+    PARTS = 128                             # of a block; a power of two, so that sums of parts are exact
 
     def __init__(self, progress, blocks):
         self.progress, self.blocks, self.parts = progress, blocks, 0
@@ -123,12 +123,12 @@ class Executor:
                 self._post_next()
             self._post_ahead()
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
-                told = progress and _Told(progress, len(blocks))
+                advance = progress and _Advance(progress, len(blocks))
                 self.backend.meanwhile = self._meanwhile if self.under_way else None
-                self.backend.advance = told
+                self.backend.advance = advance
                 self._run_tile() if step.fused else self._run_block(*blocks[0])
-                if told:
-                    told(1)
+                if advance:
+                    advance(1)
             self.backend.meanwhile = self.backend.advance = None
             computed = self._now()
             while self.under_way and self.under_way[0].step == number:

@@ -90,13 +90,13 @@ def write(dataset, starts, array, how=None):
 
 def contents(file):
     """Every dataset of an open file by its path in it, as (shape, dtype name)."""
-    found = {}
+    datasets = {}
 
-    def note(name, thing):
-        if isinstance(thing, h5py.Dataset):
-            found[name] = thing.shape, dtype_of(thing)
+    def note(name, item):
+        if isinstance(item, h5py.Dataset):
+            datasets[name] = item.shape, dtype_of(item)
     file.visititems(note)
-    return found
+    return datasets
 
 
 def listing(tensors):

@@ -137,8 +137,8 @@ def _of_dataset(dataset, shape, dtype):
     return Tensor(shape, dtype, read)
 
 
-def _missing(argument, path, what, package):
-    return FileError(f"{argument} is {str(path)!r}, {what}; to read it takes the package {package}, which is not "
+def _missing(argument, path, kind, package):
+    return FileError(f"{argument} is {str(path)!r}, {kind}; to read it takes the package {package}, which is not "
                      f"installed: pip install {package}, or mpiattn with its extra `convert`")
 
 
@@ -179,13 +179,13 @@ def _of_torch(path, argument):
     return {name: _of_torch_tensor(torch, tensor) for name, tensor in _flat(torch, loaded, "", _stem(path))}
 
 
-def _flat(torch, thing, prefix, alone):
+def _flat(torch, content, prefix, alone):
     """Every tensor inside dicts and lists with its name, a.b.0; `alone` is one's that is in none."""
-    if isinstance(thing, torch.Tensor):
-        if thing.layout == torch.strided:
-            yield prefix.rstrip(".") or alone, thing.detach()
-    elif isinstance(thing, dict | list | tuple):
-        for name, inside in thing.items() if isinstance(thing, dict) else enumerate(thing):
+    if isinstance(content, torch.Tensor):
+        if content.layout == torch.strided:
+            yield prefix.rstrip(".") or alone, content.detach()
+    elif isinstance(content, dict | list | tuple):
+        for name, inside in content.items() if isinstance(content, dict) else enumerate(content):
             yield from _flat(torch, inside, f"{prefix}{name}.", alone)
 
 

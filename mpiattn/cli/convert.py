@@ -86,39 +86,39 @@ def run(args):
 
 def _all(sources, stack):
     """Every tensor of some files by name, with the files that have one of that name: name -> [(path, `Tensor`)]."""
-    found = {}
+    tensors = {}
     for path in sources:
         for name, tensor in stack.enter_context(open_tensors(path, "FILES")).items():
-            found.setdefault(name, []).append((path, tensor))
-    return found
+            tensors.setdefault(name, []).append((path, tensor))
+    return tensors
 
 
-def _chosen(args, found):
+def _chosen(args, tensors):
     """The tensors that OUT gets, by what they are; FileError where one is missing or cannot be what it is to be."""
-    wanted = args.only or (*NEEDED, *(name for name in ("dout", *CUTS) if name in args.names or name in found))
-    for what in set(args.names) - set(wanted):
-        raise ArgumentError(f"--names tells what {what} is called, which --only {','.join(wanted)} leaves out")
+    wanted = args.only or (*NEEDED, *(part for part in ("dout", *CUTS) if part in args.names or part in tensors))
+    for part in set(args.names) - set(wanted):
+        raise ArgumentError(f"--names tells what {part} is called, which --only {','.join(wanted)} leaves out")
     taken = {}
-    for what in wanted:
-        called = args.names.get(what, what)
-        if called not in found:
-            near = closest(called, found)
-            raise FileError(f"FILES has no tensor {called!r}{f'; did you mean {near!r}?' if near else ''}"
-                            f"{'' if what in args.names else f', and --names does not tell what {what} is called'}; "
-                            f"it has{_listed(found) or ' none'}")
-        (path, tensor), *others = found[called]
+    for part in wanted:
+        name = args.names.get(part, part)
+        if name not in tensors:
+            near = closest(name, tensors)
+            raise FileError(f"FILES has no tensor {name!r}{f'; did you mean {near!r}?' if near else ''}"
+                            f"{'' if part in args.names else f', and --names does not tell what {part} is called'}; "
+                            f"it has{_listed(tensors) or ' none'}")
+        (path, tensor), *others = tensors[name]
         if others:
-            raise FileError(f"FILES has {called!r} in {path!r} and in {others[0][0]!r}; only one may have it")
-        taken[what] = tensor
-        dims, dtypes = ((3, 4), tuple(ITEMSIZE)) if what in TENSORS else ((1, 2), ("int32", "int64", "uint32"))
+            raise FileError(f"FILES has {name!r} in {path!r} and in {others[0][0]!r}; only one may have it")
+        taken[part] = tensor
+        dims, dtypes = ((3, 4), tuple(ITEMSIZE)) if part in TENSORS else ((1, 2), ("int32", "int64", "uint32"))
         if len(tensor.shape) not in dims or tensor.dtype not in dtypes:
-            raise FileError(f"FILES has {called!r}, {tensor.shape} in {tensor.dtype}; {what} must have {dims[0]} or "
+            raise FileError(f"FILES has {name!r}, {tensor.shape} in {tensor.dtype}; {part} must have {dims[0]} or "
                             f"{dims[1]} dimensions and be of {', '.join(dtypes)}")
     return taken
 
 
-def _listed(found):
-    return hdf5.listing({name: (tensor.shape, tensor.dtype) for name, [(_, tensor), *_] in found.items()})
+def _listed(tensors):
+    return hdf5.listing({name: (tensor.shape, tensor.dtype) for name, [(_, tensor), *_] in tensors.items()})
 
 
 def _shape(tensor, axes):

@@ -11,11 +11,11 @@ def parser_of(known):
     def parse(text):
         names = {}
         for part in text.split(","):
-            what, equals, name = (word.strip() for word in part.partition("="))
-            if not equals or not name or what not in known or what in names:
-                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(f'{one}=NAME' for one in known)}, "
+            key, equals, name = (word.strip() for word in part.partition("="))
+            if not equals or not name or key not in known or key in names:
+                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(f'{key}=NAME' for key in known)}, "
                                                  "each once, with commas between")
-            names[what] = name
+            names[key] = name
         return names
     return parse
 

@@ -43,10 +43,10 @@ def origin(peers, words):
 def hosts_of(peers):
     """Every `Host` of the launch, in order of their lowest ranks; collective."""
     nodes = nodes_of(peers)
-    told = peers.allgather((socket.gethostname(), host.blas()[1], host.cores(), os.cpu_count()))
+    of_ranks = peers.allgather((socket.gethostname(), host.blas()[1], host.cores(), os.cpu_count()))
     hosts = []
     for node in range(max(nodes) + 1):
-        names, threads, cores, all_cores = zip(*(said for said, on in zip(told, nodes) if on == node))
+        names, threads, cores, all_cores = zip(*(rank for rank, on in zip(of_ranks, nodes) if on == node))
         hosts.append(Host(names[0], len(names), None if None in threads else sum(threads),
                           len(set().union(*cores)), all_cores[0]))
     return hosts
@@ -54,10 +54,10 @@ def hosts_of(peers):
 
 def crowded(hosts):
     """What to tell of the hosts whose ranks have more threads than cores, a text; None where there is none."""
-    crowd = [one for one in hosts if one.threads is not None and one.threads > one.cores]
+    crowd = [each for each in hosts if each.threads is not None and each.threads > each.cores]
     if not crowd:
         return None
-    worst = max(crowd, key=lambda one: one.threads / one.cores)
+    worst = max(crowd, key=lambda each: each.threads / each.cores)
     text = (f"{worst.ranks} rank{'s' * (worst.ranks > 1)} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
             f"{worst.threads} threads for {worst.cores} core{'s' * (worst.cores > 1)}, which can make it many times "
             "slower: ")
@@ -73,24 +73,22 @@ def crowded(hosts):
     return text
 
 
-def rows(plan, origin, hosts, problem, passes):
-    """Names and values for `facts`; problem: in words.  passes: of which the predicted time is."""
-    names = ", ".join(one.name for one in hosts[:NAMED]) + (", ..." if len(hosts) > NAMED else "")
-    ranks = sum(one.ranks for one in hosts)
-    each = [one.threads / one.ranks for one in hosts if one.threads is not None]
-    threads = span(each, lambda count: f"{count:g}") if each else "an unknown number of"
+def text(plan, made, hosts, problem, passes, warning):
+    """All that is said, and an empty line.
+
+    made: as of `origin`.  problem: in words.  passes: of which the predicted time is.  warning: a text or None.
+    """
+    names = ", ".join(each.name for each in hosts[:NAMED]) + (", ..." if len(hosts) > NAMED else "")
+    counts = [each.threads / each.ranks for each in hosts if each.threads is not None]
+    threads = span(counts, lambda count: f"{count:g}") if counts else "an unknown number of"
     machine = plan.machine
-    return [("mpiattn", f"{origin['mpiattn']}, {origin['date']}"), ("command", origin["command"]),
-            ("ranks", f"{ranks} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({names}), {threads} BLAS "
-                      f"thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
-                      f"{span([one.cores for one in hosts])}"),
-            ("MPI", f"{origin['mpi']}; NumPy {origin['numpy']}, h5py {origin['h5py']}"),
-            ("problem", problem),
-            ("predicted", f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
-                          + (f": {machine.assumes}" if machine.assumes else ""))]
-
-
-def text(plan, origin, hosts, problem, passes, warning):
-    """All of it, and an empty line."""
-    said = rows(plan, origin, hosts, problem, passes)
-    return facts([*said, *([("WARNING", warning)] if warning else [])]) + "\n"
+    return facts([
+        ("mpiattn", f"{made['mpiattn']}, {made['date']}"), ("command", made["command"]),
+        ("ranks", f"{sum(each.ranks for each in hosts)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({names}), "
+                  f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
+                  f"{span([each.cores for each in hosts])}"),
+        ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
+        ("problem", problem),
+        ("predicted", f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
+                      + (f": {machine.assumes}" if machine.assumes else "")),
+        *([("WARNING", warning)] if warning else [])]) + "\n"

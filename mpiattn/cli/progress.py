@@ -50,8 +50,8 @@ class Progress:
 
     def __init__(self, title, total, unit=""):
         self._title, self._total, self._unit, self._done, self._bar = title, total, unit, 0, None
-        self._began = self._told_at = self._looked = time.monotonic()
-        self._told, self._lines = 0, False
+        self._began = self._line_at = self._looked = time.monotonic()
+        self._line_done, self._lines = 0, False
         self._tell_witness()
         if launch_rank() == 0:
             terminal = _terminal()
@@ -75,12 +75,12 @@ class Progress:
                 self._line(now)
 
     def _due(self, now):
-        silence = now - self._told_at
-        much = silence >= SILENCE or self._done - self._told >= SHARE * self._total
+        silence = now - self._line_at
+        much = silence >= SILENCE or self._done - self._line_done >= SHARE * self._total
         return self._done < self._total and silence >= APART and much
 
     def _line(self, now):
-        self._told, self._told_at = self._done, now
+        self._line_done, self._line_at = self._done, now
         seconds, share = now - self._began, self._done / self._total if self._total else 1
         rest = f", about {duration(seconds / share - seconds)} to go" if 0 < share < 1 else ""
         print(f"{self._title} {int(100 * share)} %, {_amount(self._done)} of {_amount(self._total)}{self._unit}, "
