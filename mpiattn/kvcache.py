@@ -18,6 +18,7 @@ from .mesh import Home
 from .pages import Pages, stretches
 from .peers import check_timeout, time_limit
 from .problem import Problem
+from .tensors import as_array
 from .transport import check_transport, make_backend
 from .tuned import machine_for
 
@@ -227,7 +228,8 @@ class KVCache(Collective):
         with self._call("truncate") as call:
             with call.agreement(check) as same:
                 sequences = self._sequences(sequences)
-                lengths = [lengths] * len(sequences) if isinstance(lengths, Integral) else list(lengths)
+                lengths = [lengths] * len(sequences) if isinstance(lengths, Integral) else list(
+                    as_array("lengths", lengths))
                 if len(lengths) != len(sequences) or not all(
                         isinstance(length, Integral) and 0 <= length <= self._ledgers[sequence].seqlen
                         for sequence, length in zip(sequences, lengths)):
@@ -305,6 +307,7 @@ class KVCache(Collective):
         """Numbers of sequences as a list."""
         if sequences is None:
             return list(range(self.sequences))
+        sequences = as_array("sequences", sequences)
         try:
             numbers = [int(sequence) for sequence in sequences if isinstance(sequence, Integral)]
             wrong = len(numbers) != len(sequences)
@@ -328,7 +331,7 @@ class KVCache(Collective):
     def _counts(counts, sequences, tokens):
         if counts is None:
             return [tokens] * len(sequences)
-        counts = list(counts)
+        counts = list(as_array("counts", counts))
         if len(counts) != len(sequences) or not all(isinstance(n, Integral) and 0 <= n <= tokens for n in counts):
             raise ArgumentError(f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of "
                                 f"{len(sequences)} sequences")

@@ -88,6 +88,17 @@ def test_decoding(comm, dtype, decode):
             assert all(isinstance(x, torch.Tensor) if comm.rank == comm.size - 1 else x is None for x in found)
 
 
+def test_numbers_of_a_cache(comm):
+    with KVCache(comm, capacity=64 * comm.size, sequences=3, kv_heads=2, head_dim=4) as cache:
+        k = tensor(2, 5, 2, 4)
+        cache.append(k, k, sequences=torch.tensor([2, 0], dtype=torch.int32), counts=torch.tensor([5, 3]))
+        assert cache.lengths == (3, 0, 5)
+        cache.truncate(torch.tensor([1, 2, 0]), sequences=torch.tensor([0, 2, 1]))
+        assert cache.lengths == (1, 0, 2)
+        out, _ = tree_decode(tensor(1, 1, 2, 4), cache, sequences=torch.tensor([2]))
+        assert out.shape == (1, 1, 2, 4)
+
+
 def test_what_requires_a_gradient(comm):
     """It is refused by name on every rank, since it would be lost, unless torch records none."""
     last = comm.rank == comm.size - 1
