@@ -176,14 +176,14 @@ class Home:
         _ABANDONED.append(self)
         endings.abort_if_uncaught()
 
-    def mesh(self, a, b, order=None):
+    def mesh(self, peers, a, b, order=None):
         """The mesh of a tile, made if need be, with one user more; collective.
 
-        order: the ranks in the order of the mesh, None for their own.
+        peers: all ranks, as of `peers`.  order: the ranks in the order of the mesh, None for their own.
         """
         mesh = self.meshes.get((a, b, order))
         if mesh is None:
-            mesh = self.meshes[a, b, order] = Mesh(self.comm, a, b, order)
+            mesh = self.meshes[a, b, order] = blocking(peers, lambda: Mesh(self.comm, a, b, order))
         mesh.users += 1
         return mesh
 

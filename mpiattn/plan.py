@@ -88,7 +88,7 @@ class MeshAttention(Described, Collective):
                 "backend": backend, "transport": transport, "max_message": max_message, "max_memory": max_memory,
                 "machine": machine, "overlap": overlap, "timeout": timeout}
             self._plan, self._backend = settle(home, peers, *self._asked)
-            self._mesh = home.mesh(self._plan.choice.a, self._plan.choice.b, self._plan.order)
+            self._mesh = home.mesh(peers, self._plan.choice.a, self._plan.choice.b, self._plan.order)
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
                 self._prepare(home)
             self._join(home, self._exchange.peers)

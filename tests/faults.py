@@ -44,8 +44,10 @@ CACHE = {"append": "kvcache.KVCache.append", "decode": "combine.Combiner.run"}
 PHASES = {"run": READING | FORWARD | WRITING, "backward": FORWARD | {"read again": "io.Input.tokens"} | WRITING,
           "decode": {"read": "io.Input.tokens", "decode": CACHE["decode"]} | WRITING,
           "program": FORWARD | CACHE, "mpi4py program": FORWARD | CACHE}
-CALLS = {"steps": 6, "append": 3, "decode": 3}          # a phase may be struck at a later call of these
-WITHOUT_A_WORD = {"kill"}                    # programs in which a rank is killed: the launcher says it, not mpiattn
+CALLS = {"steps": 6, "append": 3, "decode": 3}          # a program comes to a phase that often, at least
+# What the launcher says, or `python -m mpi4py`, before mpiattn can.
+WITHOUT_A_WORD = {("program", "kill"), ("program", "exit"), ("mpi4py program", "kill"), ("mpi4py program", "exit"),
+                  ("mpi4py program", "leave")}
 COMMANDS = {"run": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--tile", "2x2"],
             "backward": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--backward", "--verify", "--tile", "2x2"],
             "decode": ["decode", "in.h5", "queries.h5", "out.h5", "--verify"]}
@@ -171,13 +173,14 @@ def judge(trial, code, wrote, seconds, folder, timeout):
     if code == 0:
         yield "code 0"
     said = [line for line in wrote.splitlines() if "mpiattn: " in line]         # a launcher may indent it
-    naming = re.search(rf"rank {trial.victim} (of {RANKS} )?on {re.escape(os.uname().nodename)}", wrote)
+    host = re.escape(os.uname().nodename)               # an error that the ranks agree on is told without it
+    naming = re.search(rf"rank {trial.victim} (of {RANKS} )?on {host}|\(on rank {trial.victim} of {RANKS}\)", wrote)
     if trial.subject in COMMANDS:
         if len(said) != 1:
             yield f"{len(said)} messages"
         elif not naming:
             yield "the message does not name the rank and its host"
-    elif trial.fault not in WITHOUT_A_WORD and not naming and "ZeroDivisionError: on purpose" not in wrote:
+    elif not (naming or (trial.subject, trial.fault) in WITHOUT_A_WORD or "ZeroDivisionError: on purpose" in wrote):
         yield "nothing names the rank and its host"
     if (folder / "out.h5").exists():
         try:
@@ -188,7 +191,7 @@ def judge(trial, code, wrote, seconds, folder, timeout):
         if not whole:
             yield "OUT is there and not whole"
     left = [path.name for path in folder.iterdir() if path.name.endswith(".partial")]
-    if left and trial.fault != "kill":                   # then launchers kill those that could remove it
+    if left and trial.fault not in ("kill", "exit"):     # then launchers kill those that could remove it
         yield f"left behind: {', '.join(left)}"
 
 

@@ -108,7 +108,10 @@ def main(argv=None):
             witness.watch(launch_rank())
         startup.defer()
     with interrupts.handled(command or "", MAKES.get(command), launch_rank() == 0):
-        return _run(_parser(command).parse_args(argv, argparse.Namespace(words=list(argv))))
+        try:
+            return _run(_parser(command).parse_args(argv, argparse.Namespace(words=list(argv))))
+        finally:
+            witness.end()
 
 
 def _run(args):

@@ -69,8 +69,9 @@ def on_all_ranks(work, timeout=None, alone=False):
         if comm.size == 1:
             raise
         partials.discard_all()
-        launcher = witness.launcher or os.getppid()                # one for all ranks of a host
-        speak(_story(comm, job.phase if job else "start", error), comm.rank, launcher)
+        parent = witness.launcher or os.getppid()                  # one for all ranks of a host
+        speak(_story(comm, job.phase if job else "start", error), comm.rank, parent)
+        witness.end()
         comm.Abort(1)
 
 

@@ -15,19 +15,27 @@ STAGGER, LATEST = 1.0, 5.0       # seconds between hosts whose ranks fail togeth
 _claims = []               # held until this process ends
 
 
+def claim(launcher):
+    """Whether no other rank under this launcher has spoken; then none will."""
+    if not sys.platform.startswith("linux"):
+        return True
+    claimed = socket.socket(socket.AF_UNIX)
+    try:
+        claimed.bind(f"\0mpiattn-{launcher}")
+    except OSError:
+        return False
+    _claims.append(claimed)
+    return True
+
+
 def speak(story, rank, launcher):
     """Write a story, why this rank is about to end the job, unless another that fails with it has said why it is.
 
     launcher: the number of the process that has started the ranks of this host.
     """
-    if sys.platform.startswith("linux"):
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0mpiattn-{launcher}")
-        except OSError:
-            time.sleep(PARTING)
-            return
-        _claims.append(claim)
+    if not claim(launcher):
+        time.sleep(PARTING)
+        return
     time.sleep(min(STAGGER * (rank // local_ranks()), LATEST))
     os.write(2, story.encode())                        # in one piece
     time.sleep(FLUSH)

@@ -13,14 +13,17 @@ import resource
 import signal
 import socket
 import sys
+import time
 
-from .message import speak
+from .message import FLUSH, claim, speak
 
 NOTE_BYTES = 1024
 PR_SET_PDEATHSIG = 1                   # of Linux's prctl: the signal that a process gets when its parent ends
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 WHY = {signal.SIGKILL: " (for lack of memory, if nobody sent it)", signal.SIGALRM: " (time was up)"}
+
+ENDED = "its end"
 
 _note = None                           # memory shared with the witness, in the rank
 launcher = None                        # what started the witness, in the rank: a process number
@@ -64,6 +67,11 @@ def limit(doing, seconds):
     tell(doing="starting")
 
 
+def end():
+    """Tell the witness that the rank has said all there was to say."""
+    tell(doing=ENDED)
+
+
 def _read(note):
     who, _, doing = note[:].rstrip(b"\0").decode(errors="replace").partition("\n")
     return who, doing
@@ -80,15 +88,21 @@ def _wait(pid, note, rank):
     for number in FORWARDED:
         signal.signal(number, forward)
     _, status = os.waitpid(pid, 0)
+    who, doing = _read(note)
     if not os.WIFSIGNALED(status):
-        os._exit(os.WEXITSTATUS(status))
+        code = os.WEXITSTATUS(status)
+        if 0 < code < 128 and doing != ENDED:                    # more than that is what a signal's handler gives
+            time.sleep(FLUSH)                                    # MPI may have ended it because of another rank
+            if not asked:
+                speak(f"mpiattn: {who} ended with code {code} in the middle; it was at: {doing}\n", rank, os.getppid())
+        os._exit(code)
     number = os.WTERMSIG(status)
     if number not in asked:
-        who, doing = _read(note)
         story = f"mpiattn: {who} was ended by {_name(number)}{WHY.get(number, '')}; it was at: {doing}\n"
         if number == signal.SIGALRM:                             # that of other ranks is up, too
             speak(story, rank, os.getppid())
         else:
+            claim(os.getppid())
             os.write(2, story.encode())
     _end_by(number)
 

@@ -1,0 +1,14 @@
+"""Some of the trials of faults.py, which makes up others at random."""
+
+import faults
+import launch
+import pytest
+
+
+@pytest.mark.parametrize("trial", ["decode/decode/kill/1/0", "backward/read again/raise/2/0", "run/planning/leave/3/0",
+                                   "run/steps/exit/1/3", "program/steps/raise/2/5", "program/decode/stop/0/1",
+                                   "program/append/exit/3/2", "mpi4py program/steps/raise/1/0"])
+def test_what_is_promised(tmp_path, trial):
+    launch.require_launch()
+    outcome = faults.run(faults.Trial.parse(trial), tmp_path)
+    assert outcome.seconds is not None and not outcome.wrong, outcome
