@@ -95,6 +95,7 @@ def _wait(pid, note, rank):
             time.sleep(FLUSH)                                    # MPI may have ended it because of another rank
             if not asked:
                 speak(f"mpiattn: {who} ended with code {code} in the middle; it was at: {doing}\n", rank, os.getppid())
+                _end_by(signal.SIGTERM)
         os._exit(code)
     number = os.WTERMSIG(status)
     if number not in asked:
@@ -115,7 +116,7 @@ def _name(number):
 
 
 def _end_by(number):
-    """End by the signal that ended the rank: MPICH's launcher takes no exit code for a death, and would wait for it."""
+    """End by a signal, that of the rank: MPICH's launcher takes no exit code for a death, and would let others wait."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))             # the rank has left its own, if it was to
     with contextlib.suppress(OSError):                           # nobody may change what SIGKILL does
         signal.signal(number, signal.SIG_DFL)
