@@ -79,6 +79,11 @@ def discard(partial):
     _unfinished.pop(partial, None)
 
 
+def gone():
+    """Whether another rank has removed a partial that this process has a part in: then the job is at its end."""
+    return any(not os.path.exists(partial) for partial in _unfinished)
+
+
 def discard_all():
     """Remove all partials that this process has a part in; returns their arguments.  For a process that must end."""
     arguments = set(_unfinished.values())

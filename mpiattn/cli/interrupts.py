@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from .. import partials
 from . import witness
-from .message import speak
+from .message import PARTING, speak
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO = 3.0                 # seconds in which a launcher that ends all ranks by SIGTERM, as one has failed, kills them
 
 
 @contextlib.contextmanager
@@ -34,10 +36,18 @@ def handled(command, makes, speaks):
     def handler(number, frame):
         for other in NUMBERS:                # one Ctrl-C may come twice, from the terminal and from the witness
             signal.signal(other, signal.SIG_IGN)
+        silent = partials.gone()             # the rank that removed it speaks
         unwritten = partials.discard_all() | ({makes} if makes else set()) - partials.published()
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         lost = f", {' and '.join(sorted(unwritten))} was not written" if unwritten else ""
-        _end(f"mpiattn{command and f' {command}'}: {how}{lost}\n", 128 + number, speaks)
+        story = f"mpiattn{command and f' {command}'}: {how}{lost}\n"
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+            _end_job(mpi.COMM_WORLD, story, number, silent)
+        elif speaks:
+            with contextlib.suppress(OSError):
+                os.write(2, story.encode())
+        os._exit(128 + number)
     before = {number: signal.getsignal(number) for number in NUMBERS}
     for number in NUMBERS:
         if before[number] is not signal.SIG_IGN:
@@ -69,13 +79,12 @@ def plain():
             signal.signal(number, kept)
 
 
-def _end(story, code, speaks):
-    """End this process and, where MPI runs, the job."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
-        speak(story, mpi.COMM_WORLD.rank, witness.launcher or os.getppid())
-        mpi.COMM_WORLD.Abort(code)
-    elif speaks:
-        with contextlib.suppress(OSError):
-            os.write(2, story.encode())
-    os._exit(code)
+def _end_job(comm, story, number, silent):
+    """End all ranks, and say why unless another does."""
+    if silent:
+        time.sleep(PARTING)
+    else:
+        if number == signal.SIGTERM:
+            time.sleep(ECHO)                 # Open MPI sends it where a rank has failed, and that has been said
+        speak(story, comm.rank, witness.launcher or os.getppid())
+    comm.Abort(128 + number)
