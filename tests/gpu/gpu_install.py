@@ -81,8 +81,11 @@ class Installed:
         if archive is None:
             raise Skip("--openmpi is not given")
         if not (self.openmpi / "bin" / "mpiexec").exists():
+            partial = self.work / "openmpi.partial"
+            shutil.rmtree(partial, ignore_errors=True)
             with tarfile.open(archive) as packed:
-                packed.extractall(self.work, **({"filter": "tar"} if hasattr(tarfile, "data_filter") else {}))
+                packed.extractall(partial, **({"filter": "tar"} if hasattr(tarfile, "data_filter") else {}))
+            (partial / "openmpi").replace(self.openmpi)
         text = run([self.openmpi / "bin" / "mpiexec", "-n", "4", sys.executable, "-c", HELLO], 60, mpi="openmpi")
         found["result"] = text.strip().splitlines()[-1]
         if "add up to 6: Open MPI" not in text:
