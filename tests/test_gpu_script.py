@@ -65,6 +65,7 @@ def test_sections(tmp_path):
     assert " passed" in found["ranks-decode"]["found"]["result"] and "add up to 6" in found["mpi"]["found"]["result"]
     assert [table["what"] for table in found["bench-d64"]["found"]["tables"]] == ["forward", "backward", "launch"]
     assert "forward bfloat16 d64, 2 heads over 2, 40 causal: TFLOP/s: mpiattn" in text
+    assert "no PyTorch here" in found["bench-d64"]["found"]["result"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == HANDED_OVER
     with tarfile.open(tmp_path / "out" / "results.tar.gz") as packed:
         names = packed.getnames()
