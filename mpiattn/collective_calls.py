@@ -30,7 +30,7 @@ class Collective:
     """
 
     KIND = None
-    _home = _peers = None
+    _home = _peers = _mesh = None
 
     def _join(self, home, peers):
         """From now on this is a member of a home; the other ranks have agreed to make it too."""

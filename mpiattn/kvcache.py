@@ -54,7 +54,7 @@ class KVCache(Collective):
                  page_size=64, backend="auto", transport="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
         check_timeout(timeout)
         home = Home.enter(comm, time_limit(timeout))
-        try:
+        with home.making(self):
             peers = home.peers(time_limit(timeout))
             with agreement(peers, call="making a cache"):
                 problem = Problem(seqlen=0, heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
@@ -93,9 +93,6 @@ class KVCache(Collective):
             self._combiner = Combiner(self._exchange, self._backend, self.nodes)
             self._ways = {}
             self._join(home, peers)
-        except BaseException:
-            home.leave()
-            raise
 
     # What there is
 

@@ -155,6 +155,19 @@ class Home:
         finally:
             self._turn.release()
 
+    @contextmanager
+    def making(self, member):
+        """Make a plan or a cache for a user that has entered, who leaves if that fails."""
+        try:
+            with self.turn(f"making a {member.KIND}"):
+                yield
+        except BaseException as error:
+            if getattr(error, "everywhere", False) or self.comm.size == 1:
+                self.leave(member._mesh)
+            else:
+                self.fail(error, vars(member).copy())
+            raise
+
     def fail(self, error, kept):
         """A call ends here, in the middle, by an error that the other ranks do not have: tell them.
 

@@ -76,8 +76,8 @@ class MeshAttention(Described, Collective):
                  backend="auto", transport="auto", max_message=MAX_MESSAGE, max_memory=None, machine=None, overlap=True,
                  timeout=None):
         limit = time_limit(timeout)
-        home, self._mesh = Home.enter(comm, limit), None
-        try:
+        home = Home.enter(comm, limit)
+        with home.making(self):
             peers = home.peers(limit)
             shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
                      "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
@@ -92,9 +92,6 @@ class MeshAttention(Described, Collective):
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
                 self._prepare(home)
             self._join(home, self._exchange.peers)
-        except BaseException:
-            home.leave(self._mesh)
-            raise
 
     def _prepare(self, home):
         """Make what the plan needs to run, on its mesh and back end; not collective."""

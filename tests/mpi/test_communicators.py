@@ -9,7 +9,7 @@ from dense import bits, draw_all
 from mpi4py import MPI
 from runs import attend, check, my_chunks, on, subcomm, tiles
 
-from mpiattn import ArgumentError, MeshAttention, MpiattnError
+from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
 from mpiattn.mesh import Home
 
 SHAPE = {"seqlen": 43, "heads": 2, "head_dim": 8, "dtype": "float64", "causal": True}
@@ -179,7 +179,7 @@ def test_after_a_pass_that_did_not_end(comm):
     q, k, v = rng.standard_normal((3, 1, len(plan.positions), 2, 8), np.float32)
     with MeshAttention(comm, **arguments) as fresh:
         expected, _ = fresh.forward(q, k, v)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, PeerFailure)):              # of another rank, who was quicker
         plan.forward(k, v, q, progress=stop)
     with pytest.raises(MpiattnError, match="did not end"):
         plan.forward(q, k, v)

@@ -138,6 +138,20 @@ def test_a_rank_makes_no_plan(comm, at_least, timeout):
     comm.Barrier()
 
 
+def test_a_rank_raises_while_a_plan_is_made(comm, at_least, monkeypatch):
+    at_least(2)
+    fresh = comm.Dup()
+
+    def fail(*args):
+        raise ZeroDivisionError("on purpose")
+    if comm.rank == 0:
+        monkeypatch.setattr("mpiattn.plan.settle", fail)
+    with pytest.raises((ZeroDivisionError, PeerFailure)) as caught:
+        MeshAttention(fresh, **SHAPE, timeout=500)
+    if comm.rank:
+        assert re.fullmatch("rank 0 on .* raised ZeroDivisionError in making a plan: on purpose", str(caught.value))
+
+
 def test_a_slow_rank_is_waited_for(comm, timeout):
     with MeshAttention(comm, **SHAPE, timeout=60 * timeout) as plan:
         if not comm.rank:
