@@ -20,7 +20,12 @@ class FileError(MpiattnError, OSError):
 
 
 class PeerFailure(MpiattnError):
-    """Another rank did not do its part in time; what this rank was doing with it cannot be finished."""
+    """Another rank has failed or did not come in time; what this rank was doing with it cannot be finished.
+
+    `relayed` is True on ranks that were told so by another rank, which raises an error of its own.
+    """
+
+    relayed = False
 
 
 class CallError(MpiattnError):

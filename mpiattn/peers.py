@@ -90,7 +90,9 @@ class Peers:
         channels.listen()
         if self.channel and self.channel.failure:
             self.lost(kept)
-            raise PeerFailure(self.channel.failure)
+            failure = PeerFailure(self.channel.failure)
+            failure.relayed = True
+            raise failure
 
     def _give_up(self, done, tell, kept):
         """Time is up: raise PeerFailure, here and on the other ranks, unless what is waited for comes just now."""

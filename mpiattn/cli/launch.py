@@ -10,7 +10,7 @@ import traceback
 from .. import partials
 from ..errors import ArgumentError, MpiattnError, PeerFailure
 from . import launch_rank, witness
-from .message import PARTING, SILENT, speak
+from .message import AFTER, PARTING, SILENT, speak
 from .startup import start
 
 
@@ -69,6 +69,8 @@ def on_all_ranks(work, timeout=None, alone=False):
         if comm.size == 1:
             raise
         partials.discard_all()
+        if isinstance(error, PeerFailure) and error.relayed:
+            time.sleep(AFTER)
         parent = witness.launcher or os.getppid()                  # one for all ranks of a host
         speak(_story(comm, job.phase if job else "start", error), comm.rank, parent)
         witness.end()

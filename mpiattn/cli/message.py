@@ -11,6 +11,7 @@ PARTING = 10.0             # seconds that ranks which end together wait for each
 SILENT = 5.0               # seconds in which rank 0 speaks, before a launcher ends it because another rank has ended
 FLUSH = 0.5                # seconds that a launcher needs to pass a message on, which it drops when the job is aborted
 STAGGER, LATEST = 1.0, 5.0       # seconds between hosts whose ranks fail together, so that one ends the job; at most
+AFTER = LATEST + 2 * FLUSH # seconds in which the rank that has failed speaks, before those that it has told
 
 _claims = []               # held until this process ends
 
