@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu_install import HELLO, Installed
+from gpu_install import HELLO, Installed, greeting
 from gpu_sections import Skip
 from rank_cases import CASES
 
@@ -87,8 +87,8 @@ class Work:
     def mpi(self, run, found):
         """Four ranks."""
         text = run([self.installed.mpiexec("mpich"), "-n", "4", sys.executable, "-c", HELLO], 60)
-        found["result"] = text.strip().splitlines()[-1]
-        if "add up to 6:" not in text:
+        found["result"] = greeting(text)
+        if "add up to 6:" not in found["result"]:
             raise RuntimeError("mpiexec and mpi4py belong to different MPIs: the ranks do not know of each other")
 
     def compile(self, run, found):
