@@ -3,7 +3,7 @@
 #
 #   tests/gpu/build_openmpi.sh openmpi-cuda.tar.gz [FOLDER]
 #
-# FOLDER holds what is built (default: a temporary folder).  It takes 6 minutes on two cores, and needs a C compiler,
+# FOLDER holds what is built (default: a temporary folder).  It takes 10 minutes of processor time, and needs a C compiler,
 # make, dpkg-source, apt-get with the package lists of a Debian or Ubuntu release that has Open MPI 4.1, and pip.
 # OPENMPI_SOURCE is a folder of Open MPI's unpacked sources, if apt-get is not to be asked; CUDA_HOME, if it is set, has
 # include/cuda.h, which is all that is needed of CUDA: Open MPI 4.1 looks libcuda.so.1 up when it runs.
