@@ -66,6 +66,7 @@ def test_measure(group, name):
     job, seconds = Job(group), 0.1
     found = measure(job, nodes, backend, ("float32", "bfloat16"), 8, seconds, told.append)
     backend.close()
+    job.peers.channel.close()                         # the communicator is freed after this test
     machine = found.machine
     assert sum(told) == pytest.approx(seconds) and min(told) >= 0
     assert len(set(group.allgather(json.dumps(machine.as_dict())))) == 1
