@@ -64,8 +64,18 @@ def _raise_everywhere(peers, call, error, only, arguments):
     """The first of: different calls, an error of some rank, different arguments."""
     calls, errors_, arguments = zip(*peers.allgather((call, error and _describe(error), {} if error else arguments)))
     common = _different_calls(calls) or _first_error(errors_, only) or _different_arguments(arguments)
-    common.everywhere = True
-    raise common from error
+    raise everywhere(common, peers) from error
+
+
+def everywhere(error, peers):
+    """The error, marked as one that all of the `Peers` raise."""
+    error.everywhere, error.among = True, peers.comm.py2f()
+    return error
+
+
+def is_everywhere(error, comm):
+    """Whether all ranks of a communicator raise this exception; those of another one may not be all of them."""
+    return getattr(error, "among", None) == comm.py2f()
 
 
 def _different_calls(calls):

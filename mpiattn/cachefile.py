@@ -82,26 +82,26 @@ def load(make, comm, path, options, argument="path", progress=None, axes="bshd")
     progress: called with the number of tokens that this rank has just read.  axes: as of `mpiattn.io.Input`.
     """
     from .mesh import Home
-    from .peers import check_timeout, time_limit
-    check_timeout(options.get("timeout"))
+    from .peers import time_limit
     home = Home.enter(comm, time_limit(options.get("timeout")))
     try:
         peers = home.peers(time_limit(options.get("timeout")))
-        source = Input(peers, path, look=lambda path: read_cache_shapes(path, argument, axes), argument=argument,
-                       axes=axes)
+        with home.call("loading a cache"):
+            source = Input(peers, path, look=lambda path: read_cache_shapes(path, argument, axes), argument=argument,
+                           axes=axes, call="loading a cache")
         try:
-            return _fill(make, comm, source, options, progress)
+            return _fill(make, comm, home, source, options, progress)
         finally:
             source.close()
     finally:
         home.leave()
 
 
-def _fill(make, comm, source, options, progress):
+def _fill(make, comm, home, source, options, progress):
     spans = source.shapes["spans"]
     fixed = {name: value for name, value in source.shapes.items() if name != "spans"}
     given = sorted(set(options) & {*fixed, "sequences"})
-    with agreement(source.peers):
+    with home.call("loading a cache"), agreement(source.peers):
         if given:
             raise ArgumentError(f"{', '.join(given)} is given; the file fixes it")
         if not spans:
@@ -109,12 +109,13 @@ def _fill(make, comm, source, options, progress):
     total = sum(length for _, _, length in spans)
     cache = make(comm, **{"capacity": max(total, 1), "sequences": len(spans), **fixed, **options})
     try:
-        for sequence, (entry, first, length) in enumerate(spans):
-            with cache._growing([sequence]) as before:
-                ledger = cache._ledgers[sequence]
-                ledger.deal(length)
-                chunks = [source.chunk(name, ledger, progress, entry, first) for name in ("k", "v")]
-                cache._take([sequence], before, *chunks, mine=True)
+        with cache._call("load"):
+            for sequence, (entry, first, length) in enumerate(spans):
+                with cache._growing([sequence]) as before:
+                    ledger = cache._ledgers[sequence]
+                    ledger.deal(length)
+                    chunks = [source.chunk(name, ledger, progress, entry, first) for name in ("k", "v")]
+                    cache._take([sequence], before, *chunks, mine=True)
         return cache
     except BaseException:
         cache.close()

@@ -14,6 +14,7 @@ from mpi4py import MPI
 TAG = 32000                 # of these messages; MPI promises tags up to 32767, and no other message has this one
 LISTEN = 1e-3               # seconds between two looks for messages while a rank waits
 ANSWER = 1.0                # seconds within which a rank that waits, however crowded its core, answers
+LONGEST = 1000              # characters of what is sent: so short a message arrives though its sender has gone its way
 
 _channels = []              # all that are open: a rank that waits on one of them answers on every one
 _calls = []                 # the collective calls that this process is in, innermost last
@@ -39,12 +40,14 @@ class Channel:
     """The messages about failures among the ranks of `comm`, on which nobody else uses `TAG`.
 
     hosts: the name of every rank's host, None where they are not known.
+    mark: the same on every rank, and of no other communicator.  MPI may give the number of a freed communicator to a
+        new one, which then gets what some rank still sent on the old one: messages with another mark are dropped.
     failure: what another rank has said of its failure, None as long as none has.
     """
 
-    def __init__(self, comm, hosts=None):
-        self.comm, self.hosts, self.failure = comm, hosts, None
-        self._answers, self._sending = {}, []
+    def __init__(self, comm, hosts=None, mark=b""):
+        self.comm, self.hosts, self.mark, self.failure = comm, hosts, mark, None
+        self._answers, self._sending, self._alarmed = {}, [], False
         if comm.size > 1:
             _channels.append(self)
 
@@ -61,14 +64,19 @@ class Channel:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
 
     def _send(self, ranks, kind, text=None):
-        data = pickle.dumps((kind, text))
+        data = pickle.dumps((self.mark, kind, text and text[:LONGEST]))
         with contextlib.suppress(MPI.Exception):           # the rank or the link may be gone
             self._sending = [request for request in self._sending if not request.Test()]
             self._sending += [self.comm.Isend([data, MPI.BYTE], rank, TAG) for rank in ranks]
 
     def alarm(self, failure):
-        """Tell all other ranks that this one cannot go on: they raise PeerFailure with that text."""
-        self._send(self._others(), "failure", failure)
+        """Tell all other ranks that this one cannot go on: they raise PeerFailure with that text.
+
+        Does nothing where they know of a failure: from this rank, or from the one that has told this rank.
+        """
+        if self.failure is None and not self._alarmed:
+            self._alarmed = True
+            self._send(self._others(), "failure", failure)
 
     def poll(self):
         """Read and answer what has come."""
@@ -76,7 +84,9 @@ class Channel:
         while (message := self.comm.Improbe(MPI.ANY_SOURCE, TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([data, MPI.BYTE])
-            kind, text = pickle.loads(data)
+            mark, kind, text = pickle.loads(data)
+            if mark != self.mark:
+                continue
             if kind == "failure":
                 self.failure = self.failure or text
             elif kind == "question":

@@ -42,16 +42,11 @@ class Collective:
 
     @contextmanager
     def _call(self, method):
-        """Run a collective call; if it fails here alone, what is under way must never meet another call's messages."""
+        """Run a collective call."""
         self._check_open()
         call = Call(f"call {self._calls + 1} of {self._name}, {method}", self._peers)
-        with self._home.turn(call.name):
-            try:
-                yield call
-            except BaseException as error:
-                if not getattr(error, "everywhere", False) and self._peers.size > 1:
-                    self._home.fail(error, (vars(self).copy(), call.kept))
-                raise
+        with self._home.call(call.name, lambda: (vars(self).copy(), call.kept)):
+            yield call
             self._calls += 1
 
     def _check_open(self):
@@ -61,11 +56,14 @@ class Collective:
             raise MpiattnError(f"a call on the communicator of this {self.KIND} did not end ({self._home.abandoned}); "
                                f"close the {self.KIND} and make a new one")
 
-    def _leave(self, mesh=None):
-        """Give up the place in the home; collective."""
-        self._unclosed.detach()
-        self._home.leave(mesh)
-        self._home = None
+    @contextmanager
+    def _leaving(self, mesh=None):
+        """The body gives up what this holds, then this gives up its place in the home; collective."""
+        with self._home.turn(f"closing {self._name}"):
+            yield
+            self._unclosed.detach()
+            self._home.leave(mesh)
+            self._home = None
 
     def __reduce_ex__(self, protocol):
         raise CopyError(f"a {type(self).__name__} cannot be copied or pickled: it holds communicators and buffers of "

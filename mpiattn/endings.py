@@ -26,5 +26,6 @@ def abort_if_uncaught():
         print_it(kind, error, trace)
         sys.stderr.flush()
         time.sleep(FLUSH)
-        MPI.COMM_WORLD.Abort(1)
+        if not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(1)
     sys.excepthook = print_and_abort

@@ -4,11 +4,12 @@
 class MpiattnError(Exception):
     """Base of every error that mpiattn raises on purpose.
 
-    `everywhere` is True once the ranks of the communicator have agreed on the error, so that each
-    of them raises the same one and none is left waiting.
+    `everywhere` is True once the ranks of a communicator have agreed on the error, so that each of them raises the same
+    one and none is left waiting.  `among` is MPI's number of that communicator in this process, None for no agreement.
     """
 
     everywhere = False
+    among = None
 
 
 class ArgumentError(MpiattnError, ValueError):

@@ -53,13 +53,14 @@ class Input:
     max_message: as of `MeshAttention`.  backward: it must hold dout besides q, k, v.  argument: what errors call it.
     names: of its datasets, by what they are ("q" and so on), where they have other names.
     axes: one of `mpiattn.hdf5.AXES`, in which its datasets are; what is read is in the order bshd.
+    call: as of `agreement`.
     """
 
     def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False, look=None, argument="IN", names=None,
-                 axes="bshd"):
+                 axes="bshd", call=""):
         self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
         self.names, self._watched = names or {}, None
-        with agreement(peers):                        # every rank looks for itself: hosts may see different files
+        with agreement(peers, call=call):             # every rank looks for itself: hosts may see different files
             self.shapes = look(path) if look else read_shapes(path, backward, names, axes)
         agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
         with agreement(peers), file_errors(argument, path, "read"):

@@ -6,7 +6,7 @@ from numbers import Integral
 import numpy as np
 
 from . import backends, tree
-from .agreement import agree_on, agreement
+from .agreement import agree_on, agreement, everywhere
 from .arrays import checked
 from .collective_calls import Collective
 from .combine import Combiner
@@ -52,11 +52,11 @@ class KVCache(Collective):
 
     def __init__(self, comm, *, capacity, kv_heads, head_dim, value_dim=None, sequences=1, dtype="float32",
                  page_size=64, backend="auto", transport="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
-        check_timeout(timeout)
         home = Home.enter(comm, time_limit(timeout))
         with home.making(self):
             peers = home.peers(time_limit(timeout))
             with agreement(peers, call="making a cache"):
+                check_timeout(timeout)
                 problem = Problem(seqlen=0, heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
                 for name, value in (("capacity", capacity), ("sequences", sequences), ("page_size", page_size)):
                     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
@@ -194,8 +194,7 @@ class KVCache(Collective):
             error = ArgumentError(f"the cache is full: rank {full} would need {in_use[full]} pages of "
                                   f"{self.page_size} tokens and has {self.pages}; capacity is {self.capacity} "
                                   "tokens in all")
-            error.everywhere = True                     # every rank knows what all ranks hold
-            raise error
+            raise everywhere(error, self._peers)        # every rank knows what all ranks hold
         self._backend.begin()
         for i, (sequence, (length, counts)) in enumerate(zip(sequences, before)):
             self._write(sequence, length, int(counts[self.rank]), k[i], v[i], mine)
@@ -339,7 +338,7 @@ class KVCache(Collective):
     def close(self):
         """Give up the memory and, with the communicator's last user, what mpiattn holds of it; collective."""
         if self._home is not None:
-            self._backend.close()
-            self._exchange.close()
-            self._leave()
+            with self._leaving():
+                self._backend.close()
+                self._exchange.close()
             self._pools = None

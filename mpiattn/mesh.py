@@ -17,6 +17,7 @@ whole home is then abandoned, on every rank: its plans and caches raise, and a n
 gets a new home.
 """
 
+import os
 import socket
 import threading
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from contextlib import contextmanager
 from mpi4py import MPI
 
 from . import endings
-from .agreement import agreement
+from .agreement import agreement, is_everywhere
 from .blocking import blocking
 from .channel import Channel, during
 from .errors import ArgumentError, MpiattnError, PeerFailure
@@ -88,8 +89,8 @@ class Home:
         self.owner, self.abandoned, self._kept = comm, "", []
         self.comm, request = comm.Idup()
         Peers(comm, timeout).wait([request])
-        self.hosts = Peers(self.comm, timeout).allgather(socket.gethostname())
-        self.channel = Channel(self.comm, self.hosts)
+        self.hosts, marks = zip(*Peers(self.comm, timeout).allgather((socket.gethostname(), os.urandom(8))))
+        self.channel = Channel(self.comm, self.hosts, marks[0])
         self.nodes = nodes_of(self.peers(timeout))
         self.users = self.dropped = self.members = 0
         self.meshes = {}
@@ -119,7 +120,7 @@ class Home:
 
     def _shared(self, timeout):
         """Whether no rank has abandoned this home; one that has not heard of it yet does here."""
-        with self.turn("making a plan or a cache"):
+        with self.call("making a plan or a cache"):
             try:
                 with agreement(self.peers(timeout), call=self._running):
                     pass
@@ -156,26 +157,32 @@ class Home:
             self._turn.release()
 
     @contextmanager
+    def call(self, name, kept=list):
+        """Run a collective call.  If it fails here alone, the other ranks are told and the home is abandoned.
+
+        name: in words.  kept: gives, where it fails, what holds the buffers that MPI may still use.
+        """
+        with self.turn(name):
+            try:
+                yield
+            except BaseException as error:
+                if self.comm.size > 1 and not is_everywhere(error, self.comm):
+                    self._fail(error, kept())
+                raise
+
+    @contextmanager
     def making(self, member):
         """Make a plan or a cache for a user that has entered, who leaves if that fails."""
         try:
-            with self.turn(f"making a {member.KIND}"):
+            with self.call(f"making a {member.KIND}", lambda: vars(member).copy()):
                 yield
-        except BaseException as error:
-            if getattr(error, "everywhere", False) or self.comm.size == 1:
-                self.leave(member._mesh)
-            else:
-                self.fail(error, vars(member).copy())
+        except BaseException:
+            self.leave(member._mesh)
             raise
 
-    def fail(self, error, kept):
-        """A call ends here, in the middle, by an error that the other ranks do not have: tell them.
-
-        kept: what holds the buffers that MPI may still use.
-        """
-        if not isinstance(error, PeerFailure):              # else they know
-            where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
-            self.channel.alarm(f"{self.channel.name(self.comm.rank)} raised {type(error).__name__} in {where}: {error}")
+    def _fail(self, error, kept):
+        where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
+        self.channel.alarm(f"{self.channel.name(self.comm.rank)} raised {type(error).__name__} in {where}: {error}")
         self.abandon(kept, f"{type(error).__name__}: {error}")
 
     def abandon(self, kept, why="a rank did not come"):
@@ -184,7 +191,7 @@ class Home:
         if self.abandoned:
             return
         self.abandoned = why
-        if self.owner is not None:
+        if self.owner is not None and self.owner.Get_attr(_KEY) is self:      # it may fail while it is being made
             self.owner.Delete_attr(_KEY)
         _ABANDONED.append(self)
         endings.abort_if_uncaught()

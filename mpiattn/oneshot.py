@@ -30,19 +30,21 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     home = Home.enter(comm, limit)
     peers = home.peers(limit)
     try:
-        with agreement(peers, call="attention"):
-            q, k, v = (as_array(name, array) for name, array in (("q", q), ("k", k), ("v", v)))
-            if options.get("backend", "auto") == "auto" and on_device(q):
-                options["backend"] = "cuda"
-            if options.get("backend") == "cuda":
-                cupy = load_cupy()
-                q, k, v = (as_cupy(cupy, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
-                if isinstance(q, cupy.ndarray):
-                    stay_on(cupy, q.device.id)
-            for name, array in (("q", q), ("k", k), ("v", v)):
-                if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
-                    raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)")
-        lengths = peers.allgather((q.shape[1], k.shape[1]))
+        with home.call("attention"):
+            with agreement(peers, call="attention"):
+                q, k, v = (as_array(name, array) for name, array in (("q", q), ("k", k), ("v", v)))
+                if options.get("backend", "auto") == "auto" and on_device(q):
+                    options["backend"] = "cuda"
+                if options.get("backend") == "cuda":
+                    cupy = load_cupy()
+                    q, k, v = (as_cupy(cupy, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
+                    if isinstance(q, cupy.ndarray):
+                        stay_on(cupy, q.device.id)
+                for name, array in (("q", q), ("k", k), ("v", v)):
+                    if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
+                        raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, "
+                                            "dim)")
+            lengths = peers.allgather((q.shape[1], k.shape[1]))
         q_sizes, k_sizes = zip(*lengths)
         if layout == "contiguous":
             layout = tuple(Layout(layout, sum(sizes), comm.size, sizes) for sizes in (q_sizes, k_sizes))

@@ -311,7 +311,7 @@ class MeshAttention(Described, Collective):
     def close(self):
         """Give up the buffers and, with the communicator's last plan, what mpiattn holds of it; collective."""
         if self._home is not None:
-            self._backend.close()
-            self._exchange.close()
-            self._leave(self._mesh)
+            with self._leaving(self._mesh):
+                self._backend.close()
+                self._exchange.close()
             self._executor = self._backward = None

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import threading
 
 import numpy as np
@@ -127,6 +128,24 @@ def test_case_32_from_a_second_thread(group, two_plans):
     expected = a.forward(*x)[0]
     assert (a.forward(*x, progress=progress)[0] == expected).all()
     assert refused and all("forward runs on this communicator at the same time" in text for text in refused)
+
+
+@on(2)
+def test_closing_inside_its_own_callback(group, two_plans):
+    a, b = two_plans
+    x, refused = chunks(a), []
+
+    def progress(done):
+        for plan in two_plans:
+            try:
+                plan.close()
+            except MpiattnError as error:
+                refused.append(str(error))
+    expected = a.forward(*x)[0]
+    assert (a.forward(*x, progress=progress)[0] == expected).all()
+    assert len(refused) > 1 and all(re.match(r"closing plan \d+: call 2 of plan \d+, forward runs on this communicator",
+                                             text) for text in refused)
+    b.forward(*x)
 
 
 @on(2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, PeerFailure, tree_decode
+from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, PeerFailure, cachefile, channel, tree_decode
 from mpiattn.peers import Peers
 
 SHAPE = {"seqlen": 24, "heads": 2, "head_dim": 4}
@@ -108,6 +108,141 @@ def test_a_rank_raises_while_decoding(comm, at_least, way):
     cache.close()
 
 
+def test_an_error_of_another_communicator(comm, at_least):
+    """What all ranks of that one raise, here one rank alone, is not what all ranks of this one do."""
+    at_least(2)
+    fresh = comm.Dup()
+    plan = MeshAttention(fresh, **SHAPE, tile=(1, comm.size), schedule="greedy", timeout=500, layout="contiguous")
+    comm.Barrier()
+
+    def progress(done):
+        if not comm.rank:
+            MeshAttention(MPI.COMM_SELF, seqlen=-1, heads=1, head_dim=1)
+    try:
+        plan.forward(*chunks(plan), progress=progress)
+    except (ArgumentError, PeerFailure) as error:
+        ending = error
+    else:
+        ending = None
+    endings = comm.allgather(type(ending).__name__)
+    assert endings[0] == "ArgumentError" and set(endings[1:]) <= {"PeerFailure", "NoneType"}
+    if isinstance(ending, PeerFailure):
+        assert "rank 0 on " in str(ending) and "raised ArgumentError in call 1 of plan 1, forward" in str(ending)
+    if ending is not None:
+        with pytest.raises(MpiattnError, match="did not end"):
+            plan.forward(*chunks(plan))
+    comm.Barrier()
+    plan.close()
+
+
+def test_a_lost_rank_of_another_communicator(comm, at_least, timeout):
+    """Ranks of one communicator that know of the failure tell those of the other, who do not."""
+    at_least(3)
+    fresh, pair = comm.Dup(), comm.Split(comm.rank > 1)
+    plan = MeshAttention(fresh, **SHAPE, timeout=500)
+    inner = MeshAttention(pair, **SHAPE, timeout=timeout)
+    comm.Barrier()
+
+    def progress(done):
+        if not comm.rank:
+            inner.forward(*chunks(inner))
+    expected = "raised PeerFailure in call 1 of plan 1, forward" if comm.rank else "has waited"
+    try:
+        plan.forward(*chunks(plan), progress=progress)
+    except PeerFailure as error:
+        assert expected in str(error)
+    else:
+        assert comm.rank
+    with pytest.raises(MpiattnError, match=r"raised PeerFailure|did not end"):
+        plan.forward(*chunks(plan))
+    comm.Barrier()
+    for made in (plan, inner):
+        made.close()
+
+
+@pytest.mark.parametrize("make", [lambda comm: MeshAttention(comm, **SHAPE, timeout=500),
+                                  lambda comm: KVCache(comm, capacity=9, kv_heads=1, head_dim=4, timeout=500)])
+def test_a_rank_is_interrupted_in_the_making(comm, at_least, monkeypatch, make):
+    at_least(2)
+    fresh = comm.Dup()
+    plan = MeshAttention(fresh, **SHAPE, timeout=500)
+    comm.Barrier()
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            patch.setattr(Peers, "allgather", interrupted)
+        with pytest.raises((KeyboardInterrupt, PeerFailure)) as caught:
+            make(fresh)
+    if comm.rank < comm.size - 1:
+        assert re.fullmatch(r"rank \d+ on .* raised KeyboardInterrupt in making a (plan|cache): on purpose",
+                            str(caught.value))
+    with pytest.raises(MpiattnError, match="did not end"):
+        plan.forward(*chunks(plan))
+    plan.close()
+    with MeshAttention(fresh, **SHAPE) as again:
+        again.forward(*chunks(again))
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt("on purpose")
+
+
+def test_a_rank_is_interrupted_while_loading(comm, at_least, tmp_path):
+    at_least(2)
+    fresh, path = comm.Dup(), comm.bcast(str(tmp_path / "cache.h5"))
+    with KVCache(fresh, capacity=40, kv_heads=1, head_dim=4) as cache:
+        cache.append(*np.ones((2, 1, 24, 1, 4), np.float32))
+        cache.save(path)
+    guilty = comm.rank == comm.size - 1
+    with pytest.raises((KeyboardInterrupt, PeerFailure)) as caught:
+        cachefile.load(KVCache, fresh, path, {"timeout": 500}, progress=interrupted if guilty else None)
+    if not guilty:
+        assert "raised KeyboardInterrupt in call 1 of cache 1, load: on purpose" in str(caught.value)
+    comm.Barrier()
+    with KVCache.load(fresh, path) as again:
+        assert again.lengths == (24,)
+
+
+def test_a_stale_message(comm, at_least):
+    """A rank that did not notice a failure frees its communicator, and MPI uses its number again."""
+    at_least(3)
+    pair = comm.Split(comm.rank > 1)
+    fresh = comm.Dup()
+    plan = MeshAttention(fresh, **SHAPE, timeout=500)
+    comm.Barrier()
+    if comm.rank == 2:
+        with pytest.raises(ZeroDivisionError), plan._call("test"):
+            raise ZeroDivisionError("on purpose")
+    comm.Barrier()
+    plan.close()
+    fresh.Free()
+    for _ in range(10):
+        other = pair.Dup()
+        with MeshAttention(other, **SHAPE) as inner:
+            inner.forward(*chunks(inner))
+            time.sleep(5 * channel.LISTEN)
+            inner.forward(*chunks(inner))
+        other.Free()
+    pair.Free()
+
+
+def test_a_long_error(comm, at_least):
+    at_least(2)
+    fresh = comm.Dup()
+    plan = MeshAttention(fresh, **SHAPE, timeout=500)
+    comm.Barrier()
+    if comm.rank == comm.size - 1:
+        with pytest.raises(ZeroDivisionError), plan._call("test"):
+            raise ZeroDivisionError("x" * 2 ** 22)
+        time.sleep(1)                            # outside MPI
+        comm.Barrier()
+    else:
+        with pytest.raises(PeerFailure, match=r"raised ZeroDivisionError .*xxx") as caught:
+            plan.forward(*chunks(plan))
+        assert len(str(caught.value)) <= channel.LONGEST
+        comm.Barrier()
+    plan.close()
+
+
 def test_plans_that_shared_the_mesh(comm, at_least, timeout):
     """What is still under way is not read by another plan: it says so, on every rank that knows."""
     at_least(2)
@@ -162,9 +297,13 @@ def test_a_slow_rank_is_waited_for(comm, timeout):
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "soon", True])
-def test_wrong_timeouts(comm, wrong):
-    with pytest.raises(ArgumentError, match=r"^timeout is"):
-        MeshAttention(comm, **SHAPE, timeout=wrong)
+@pytest.mark.parametrize("make", [lambda comm, timeout: MeshAttention(comm, **SHAPE, timeout=timeout),
+                                  lambda comm, timeout: KVCache(comm, capacity=9, kv_heads=1, head_dim=4,
+                                                                timeout=timeout)])
+def test_wrong_timeouts(comm, wrong, make):
+    with pytest.raises(ArgumentError, match=r"^timeout is") as caught:
+        make(comm, 5 if comm.rank else wrong)
+    assert len(set(comm.allgather(str(caught.value)))) == 1
 
 
 def test_allgather_and_reduce(comm):
