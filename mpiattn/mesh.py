@@ -185,12 +185,12 @@ class Home:
         self.channel.alarm(f"{self.channel.name(self.comm.rank)} raised {type(error).__name__} in {where}: {error}")
         self.abandon(kept, f"{type(error).__name__}: {error}")
 
-    def abandon(self, kept, why="a rank did not come"):
+    def abandon(self, kept, why=""):
         """Never use this home again; whoever enters the caller's communicator then gets a new one."""
         self._kept.append(kept)
         if self.abandoned:
             return
-        self.abandoned = why
+        self.abandoned = why or self.channel.failure or "a rank did not come"
         if self.owner is not None and self.owner.Get_attr(_KEY) is self:      # it may fail while it is being made
             self.owner.Delete_attr(_KEY)
         _ABANDONED.append(self)
