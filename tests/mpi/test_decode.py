@@ -1,5 +1,6 @@
 """Decoding over a cache that is spread over the ranks, against dense attention of what was appended."""
 
+import contextlib
 import gc
 import time
 import tracemalloc
@@ -17,6 +18,7 @@ from mpiattn import (
     KVCache,
     Layout,
     MeshAttention,
+    PeerFailure,
     combine,
     decoding,
     query_ring_decode,
@@ -287,7 +289,8 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
             group.send(None, 1)
         else:
             group.recv()
-            tree_decode(q, cache, way="butterfly", check=False)
+            with contextlib.suppress(PeerFailure):           # it may look for news before it has what was sent
+                tree_decode(q, cache, way="butterfly", check=False)
         group.barrier()
 
 
