@@ -9,6 +9,9 @@ from dense import bits, error, largest
 
 from mpiattn import backends
 from mpiattn.backends import emulated
+from mpiattn.backends.kernel_launches import partials_kernel
+from mpiattn.backends.kernels import KernelLaunches
+from mpiattn.backends.numpy import NumpyBackend
 from mpiattn.errors import ArgumentError
 
 pytestmark = [pytest.mark.workshop,
@@ -25,7 +28,7 @@ def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None):
 SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 200, 150),
           ("float16", 96, 32, 6, 2, 70, 90), ("bfloat16", 192, 128, 1, 1, 150, 100),
           ("bfloat16", 256, 256, 1, 1, 90, 130), ("float16", 64, 64, 2, 2, 140, 200),
-          ("float32", 40, 20, 3, 1, 65, 33), ("float16", 20, 36, 2, 1, 33, 150)]
+          ("float32", 40, 20, 3, 1, 65, 33), ("float16", 20, 36, 2, 1, 33, 150), ("bfloat16", 33, 17, 7, 1, 20, 40)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
@@ -154,6 +157,31 @@ def test_merge_and_add(backend, wire):
     assert (summed == added).all()
 
 
+@pytest.mark.parametrize("dim", [128, 36, 7])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_merge_of_many_parts(backend, dim, fresh):
+    """As one after another: parts that are empty, rows of which all are, weights far apart, and what is not finite."""
+    parts, rows = 99, 5
+    rng = np.random.default_rng(0)
+    outs, lses = rng.standard_normal((parts, rows, dim)), 5 * rng.standard_normal((parts, rows))
+    lses[rng.random((parts, rows)) < 0.3] = -np.inf
+    lses[:, 1], lses[3, 2], outs[4, 3, 0], lses[4, 3] = -np.inf, 3e4, np.nan, 1
+    outs[np.isneginf(lses)] = 0
+    out, lse = (np.full(shape, np.nan, np.float32) if fresh else np.ones(shape, np.float32)
+                for shape in ((rows, dim), (rows,)))
+    before = [] if fresh else [0]
+    all_outs, all_lses = (np.concatenate([*(held[None] for _ in before), of])
+                          for held, of in ((out, outs), (lse, lses)))
+    with np.errstate(all="ignore"):
+        total = np.logaddexp.reduce(all_lses, axis=0)
+        ref = (np.exp(all_lses - np.where(np.isneginf(total), 0, total))[..., None] * all_outs).sum(axis=0)
+    backend._run(partials_kernel("merge_parts", "float32"), (rows, 1, 1), out, lse, outs.astype(np.float32),
+                 lses.astype(np.float32), np.int64(rows), np.int32(dim), np.int32(parts), np.int32(fresh))
+    assert (np.isneginf(lse) == np.isneginf(total)).all() and (np.isnan(out) == np.isnan(ref)).all()
+    assert error(out, ref) <= NOISE * largest(ref) and error(lse, total) <= NOISE * 100
+    assert np.isnan(out[3, 0]) and (not fresh or not out[1].any())
+
+
 def test_identity_of_merge(backend):
     (out, lse), _ = random_partials()
     for first, second in itertools.permutations([(out, lse), (np.zeros_like(out), np.full_like(lse, -np.inf))]):
@@ -197,10 +225,56 @@ def test_cast(backend, of, to):
     source.flat[:9] = 1e6, -1e-6, 3e-8, 65519.9, 65520, np.inf, np.nan, 1 + 2 ** -9, 1 + 3 * 2 ** -11
     with np.errstate(all="ignore"):
         source = source.astype(of)
-        for view in (source, source.swapaxes(0, 1), source.transpose(1, 2, 0, 3), source[:, :, 1].transpose(2, 0, 1)):
+        for view in (source, source.reshape(15, 28), source[:, :, :, :4], source.swapaxes(0, 1),
+                     source.transpose(1, 2, 0, 3), source[:, :, 1].transpose(2, 0, 1)):
             got = np.empty(view.shape, to)
             backend.copy(got, view)
             np.testing.assert_array_equal(got.astype(np.float32), view.astype(to).astype(np.float32))
+
+
+def test_a_result_that_begins_anywhere_is_refused():
+    """Kernels write several numbers at a time; lse, intervals and inputs may begin at any of theirs."""
+    backend = backends.get("emulated")
+    q, k, v = chunks(5, 6, 1, 1, 32, 32, "float32")
+    begin, end = everything(6, 6)
+    memory = np.zeros(5 * 32 + 1, np.float32)
+    with pytest.raises(ArgumentError, match=r"out begins at address .* multiple of 16 bytes"):
+        attend(backend, q, k, v, begin[:, 1:], end[:, 1:], into=(memory[1:].reshape(5, 1, 32), np.zeros((5, 1), "f4")))
+    out, _ = partial(backend, 5, 1, 32, "float32")
+    unaligned = np.full((6, 1), -np.inf, np.float32)[1:]
+    attend(backend, q, k, v, begin[:, 1:], end[:, 1:], into=(out, unaligned))
+    assert_rounded((out, unaligned), dense(q, k, v, begin[:, 1:], end[:, 1:], 0.3), v)
+
+
+class Recorder(KernelLaunches, NumpyBackend):
+    """Records what would be launched."""
+
+    processors, architecture = 132, 90
+
+    def __init__(self):
+        super().__init__()
+        self.launched = []
+
+    def _address(self, array):
+        return 0
+
+    def _run(self, kernel, grid, *arguments):
+        self.launched.append((kernel.name, grid))
+
+
+def test_no_grid_is_too_large():
+    """CUDA takes 65535 thread blocks in all dimensions but the first: many heads and batch entries do not meet that."""
+    recorder, heads = Recorder(), 70_000
+    q = np.zeros((2, heads, 32), np.float16)
+    begin, end = np.zeros((2, heads, 2), np.int32)
+    out, lse = np.zeros(q.shape, np.float32), np.zeros(q.shape[:2], np.float32)
+    recorder.attend(q, q, q, begin, end, out, lse, 1.0)
+    recorder.attend_backward(q, q, lse, lse, q, q, begin, end, out, out, out, 1.0)
+    pool = q.swapaxes(0, 1)
+    recorder.attend_pages(q, pool, pool, np.zeros(1, np.int32), 2, begin[0], end[0], out, lse, 1.0)
+    recorder.merge(out, lse, out, lse)
+    assert len(recorder.launched) == 6
+    assert all(0 < max(grid[1:]) <= emulated.GRID_LIMIT and grid[0] < 2 ** 31 for _, grid in recorder.launched)
 
 
 def test_what_the_kernels_do_not_take():

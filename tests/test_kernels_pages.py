@@ -8,7 +8,7 @@ from dense import bits, error, largest
 
 from mpiattn import backends
 from mpiattn.backends import emulated
-from mpiattn.backends.kernels import DECODE_ROWS
+from mpiattn.backends.kernel_tiles import DECODE_ROWS
 
 pytestmark = [pytest.mark.workshop,
               pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]

@@ -1,14 +1,33 @@
-// dst = src, cast from ELEMENT to TARGET; both of shape (n0, n1, n2, n3) with any strides, in elements.
+// dst = src, cast from ELEMENT to TARGET; both of shape (n0, n1, n2, n3) with any strides, in elements.  A thread takes VECTOR
+// neighbours along the last axis at a time, which for more than one is contiguous in both.  With -DINDEX=unsigned all numbers fit 32 bits.
+//
+// grid: any; no shared memory.
 
 #include "element.cuh"
+
+template <class T>
+struct alignas(VECTOR * sizeof(T)) Vector {
+    T element[VECTOR];
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 cast(TARGET* __restrict__ dst, const ELEMENT* __restrict__ src, long long n0, long long n1, long long n2, long long n3,
      long long d0, long long d1, long long d2, long long d3, long long s0, long long s1, long long s2, long long s3) {
-    const long long size = n0 * n1 * n2 * n3, step = (long long)gridDim.x * THREADS;
-    for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < size; i += step) {
-        const long long i3 = i % n3, i2 = i / n3 % n2, i1 = i / n3 / n2 % n1, i0 = i / n3 / n2 / n1;
-        dst[i0 * d0 + i1 * d1 + i2 * d2 + i3 * d3] =
-            Element<TARGET>::round(to_float(src[i0 * s0 + i1 * s1 + i2 * s2 + i3 * s3]));
+    const INDEX last = n3 / VECTOR, rows = n0 * n1 * n2, size = rows * last, step = INDEX(gridDim.x) * THREADS;
+    for (INDEX i = INDEX(blockIdx.x) * THREADS + threadIdx.x; i < size; i += step) {
+        long long to, from;
+        if (rows == 1) {
+            to = i * VECTOR * d3, from = i * VECTOR * s3;
+        } else {
+            const INDEX row = i / last, i3 = (i - row * last) * VECTOR, line = row / INDEX(n2), i2 = row - line * INDEX(n2);
+            const INDEX i0 = line / INDEX(n1), i1 = line - i0 * INDEX(n1);
+            to = i0 * d0 + i1 * d1 + i2 * d2 + i3 * d3, from = i0 * s0 + i1 * s1 + i2 * s2 + i3 * s3;
+        }
+        const Vector<ELEMENT> read = *reinterpret_cast<const Vector<ELEMENT>*>(src + from);
+        Vector<TARGET> written;
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e)
+            written.element[e] = Element<TARGET>::round(to_float(read.element[e]));
+        *reinterpret_cast<Vector<TARGET>*>(dst + to) = written;
     }
 }

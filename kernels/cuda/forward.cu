@@ -1,13 +1,14 @@
 // Adds a block's attention to the partial (out, lse) of its rows: FlashAttention-2 with row intervals.
 //
 // A thread block takes TILE_ROWS packed rows of one KV head (rows.cuh) and goes through the tiles of TILE_COLUMNS keys that any
-// of them sees.  Q stays in shared memory, K and V pass through STAGES buffers each: K of a later tile arrives during the
+// of them sees.  Shared memory: Q and the rows' intervals stay, K and V pass through STAGES buffers each: K of a later tile arrives during the
 // softmax and the product with V, V during the product with K.  Scores stay in registers.
 //
-// grid: (tiles of rows, KV heads, splits).  With more than one split, which decoding needs, each goes through its part of the keys
+// grid: (tiles of rows * KV heads, splits).  With more than one split, which decoding needs, each goes through its part of the keys
 // and writes a partial of its own, (splits, tokens, heads, VALUE_DIM) and (splits, tokens, heads), for `merge` to put together.
 // So does it, even with one split, with -DPAGE_SIZE=, where the keys lie in pages (keys.cuh): there is nothing to add to.
 
+#include "columns.cuh"
 #include "keys.cuh"
 #include "product.cuh"
 #include "rows.cuh"
@@ -20,7 +21,8 @@ using QTile = Tile<T, TILE_ROWS, padded(HEAD_DIM)>;
 using KTile = Tile<T, TILE_COLUMNS, padded(HEAD_DIM)>;
 using VTile = Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>;
 constexpr unsigned Q_AT = 0, K_AT = QTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
-static_assert(V_AT + STAGES * VTile::BYTES == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
+constexpr unsigned SEEN_AT = V_AT + STAGES * VTile::BYTES;
+static_assert(SEEN_AT + TILE_ROWS * sizeof(int2) == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
 static_assert(TILE_ROWS % (16 * WARPS) == 0 && TILE_COLUMNS % 16 == 0, "tiles are made of 16 rows and 16 keys");
 
 // Hides what a tile of keys from `first` on holds outside its rows' intervals.
@@ -65,15 +67,7 @@ __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax
             const long long at = rows.index(row);
             const float mine = empty ? minus_infinity() : softmax.top[m][h] * LN_2 + logf(sum[m][h]);
             const float weight = merge_weight(held[m][h], mine), factor = empty ? 0 : weight / sum[m][h];
-#pragma unroll
-            for (int d = 0; d < D; ++d)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = 8 * d + lane_index() % 4 * 2 + e;
-                    float& to = out[at * VALUE_DIM + column];
-                    if (column < VALUE_DIM)
-                        to = (held[m][h] == minus_infinity() ? 0 : to * (1 - weight)) + acc[m][d][2 * h + e] * factor;
-                }
+            add_columns<VALUE_DIM>(out + at * VALUE_DIM, acc[m], h, held[m][h] != minus_infinity(), 1 - weight, factor, 0);
             if (lane_index() % 4 == 0)
                 lse[at] = merge_lse(held[m][h], mine);
         }
@@ -83,11 +77,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int* __restrict__ begin,
         const int* __restrict__ end, const int* __restrict__ pages, float* __restrict__ out, float* __restrict__ lse,
         int tokens, int count, int slots, int kv_heads, int groups, float inner, float factor) {
-    const int kv_head = blockIdx.y, splits = gridDim.z;
+    const int splits = gridDim.y;
+    const Share mine(tokens * HEADS_PER_KV, TILE_ROWS);
+    const int kv_head = mine.kv_head;
     const Rows rows(tokens, kv_heads, kv_head);
-    const Intervals intervals(begin, end, kv_head * groups / kv_heads, tokens);
+    const Intervals intervals(begin, end, kv_head / (kv_heads / groups), tokens);
     // Later rows often see more keys: they go first, so that no long tile is left for the end.
-    const int first_row = (gridDim.x - 1 - blockIdx.x) * TILE_ROWS;
+    const int first_row = (mine.tiles - 1 - mine.tile) * TILE_ROWS;
     const int last_row = min(first_row + TILE_ROWS, rows.count);
     const Hull hull = hull_of(intervals, Rows::token(first_row), Rows::token(last_row - 1) + 1);
 
@@ -95,33 +91,34 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
     const Keys keys = {pages, min(count, hull.hi), slots, kv_heads, kv_head};
 
     const int all = hull.empty() ? 0 : (hull.hi - hull.lo + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const int share = (all + splits - 1) / splits, skipped = min(all, int(blockIdx.z) * share);
+    const int share = (all + splits - 1) / splits, skipped = min(all, int(blockIdx.y) * share);
     const int tiles = min(share, all - skipped), first_key = hull.lo + skipped * TILE_COLUMNS;
 
     const auto load_k = [&](int tile) {
         if (tile < tiles)
-            copy_rows<KTile, HEAD_DIM, THREADS>(K_AT + tile % STAGES * KTile::BYTES, k, [&](int j) {
-                return keys.start<HEAD_DIM>(first_key + tile * TILE_COLUMNS + j);
-            });
+            keys.copy<KTile, HEAD_DIM, THREADS>(K_AT + tile % STAGES * KTile::BYTES, k, first_key + tile * TILE_COLUMNS);
         commit_copies();
     };
     const auto load_v = [&](int tile) {
         if (tile < tiles)
-            copy_rows<VTile, VALUE_DIM, THREADS>(V_AT + tile % STAGES * VTile::BYTES, v, [&](int j) {
-                return keys.start<VALUE_DIM>(first_key + tile * TILE_COLUMNS + j);
-            });
+            keys.copy<VTile, VALUE_DIM, THREADS>(V_AT + tile % STAGES * VTile::BYTES, v, first_key + tile * TILE_COLUMNS);
         commit_copies();
     };
 
     const int warp_row = warp_index() * 16 * M, my_row = first_row + warp_row + lane_index() / 4;
+    for (int i = threadIdx.x; i < TILE_ROWS; i += THREADS) {
+        const Interval of = intervals.of(Rows::token(min(first_row + i, rows.count - 1)));
+        shared_at<int2>(SEEN_AT + i * sizeof(int2)) = make_int2(of.begin, of.end);
+    }
     const auto seen = [&](int m, int h) {
-        return intervals.of(Rows::token(min(my_row + 16 * m + 8 * h, rows.count - 1)));
+        const int2 of = shared_at<int2>(SEEN_AT + (warp_row + lane_index() / 4 + 16 * m + 8 * h) * sizeof(int2));
+        return Interval{of.x, of.y};
     };
     float acc[M][D][4];
     set_zero(acc);
     Softmax<M> softmax;
     if (tiles > 0) {
-        copy_rows<QTile, HEAD_DIM, THREADS>(Q_AT, q, [&](int i) { return row_start<HEAD_DIM>(rows, first_row + i); });
+        rows.copy<QTile, HEAD_DIM, THREADS>(Q_AT, q, first_row);
         load_k(0);
 #pragma unroll
         for (int stage = 1; stage < STAGES; ++stage) {
@@ -160,6 +157,6 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         else
             Product<T>::template with_columns<VTile>(acc, score, values, 0);
     }
-    const long long partial = (long long)blockIdx.z * tokens * rows.heads;
+    const long long partial = (long long)blockIdx.y * tokens * rows.heads;
     store(acc, softmax, rows, my_row, out + partial * VALUE_DIM, lse + partial, PAGE_SIZE || splits > 1);
 }

@@ -8,23 +8,26 @@
 
 #pragma once
 
+#include "columns.cuh"
+#include "keys.cuh"
 #include "product.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
+// Which of the PARTS this block makes; a constant if there is but one, so that what follows from it is too.
+__device__ __forceinline__ int part_index() { return PARTS == 1 ? 0 : blockIdx.y; }
+
 // Rows without keys have lse -inf, and no pair that would use it.
 __device__ __forceinline__ float base_of(float lse) { return lse == minus_infinity() ? 0 : lse * LOG2_E; }
 
-// Of a pair: a raw score becomes P, and dP becomes dS; both 0 where it is not seen.
+// Of a pair: a raw score becomes P, and dP becomes dS.
 __device__ __forceinline__ void differentiate(float& score, float& product, float base, float delta, float inner,
-                                              float factor, bool seen) {
+                                              float factor) {
     const float bent = bend(score, inner);
-    const float weight = exp2_fast(fmaf(bent, factor, -base));
-    const float slope = SCORE == 2 ? weight * (1 - bent * bent) : weight;
-    score = seen ? weight : 0;
-    product = seen ? slope * (product - delta) : 0;
+    score = exp2_fast(fmaf(bent, factor, -base));
+    product = (SCORE == 2 ? score * (1 - bent * bent) : score) * (product - delta);
 }
 
 // Adds 16 * M rows, those of start(m, h) >= 0, to rows of DIM floats that begin there; columns from `first` on.
@@ -35,15 +38,7 @@ __device__ __forceinline__ void add_rows(float* to, const float (&acc)[M][D][4],
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const long long row = start(m, h);
-            if (row < 0)
-                continue;
-#pragma unroll
-            for (int d = 0; d < D; ++d)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = first + 8 * d + lane_index() % 4 * 2 + e;
-                    if (column < DIM)
-                        to[row + column] += acc[m][d][2 * h + e] * factor;
-                }
+            if (row >= 0)
+                add_columns<DIM>(to + row, acc[m], h, true, 1, factor, first);
         }
 }

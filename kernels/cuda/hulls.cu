@@ -1,13 +1,14 @@
 // The hulls of the tiles of TILE_COLUMNS packed rows, (groups, tiles) of int4, for a kernel that goes through tiles of rows and has
-// to skip those that do not see its keys.  grid: (tiles, groups), one warp each.
+// to skip those that do not see its keys.  grid: tiles * groups, one warp each; no shared memory.
 
 #include "rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(32)
 hulls(const int* __restrict__ begin, const int* __restrict__ end, int4* __restrict__ hulls, int tokens) {
-    const int first = blockIdx.x * TILE_COLUMNS, last = min(first + TILE_COLUMNS, tokens * HEADS_PER_KV);
-    const Intervals intervals(begin, end, blockIdx.y, tokens);
+    const Share mine(tokens * HEADS_PER_KV, TILE_COLUMNS);
+    const int first = mine.tile * TILE_COLUMNS, last = min(first + TILE_COLUMNS, tokens * HEADS_PER_KV);
+    const Intervals intervals(begin, end, mine.kv_head, tokens);
     const Hull hull = hull_of(intervals, Rows::token(first), Rows::token(last - 1) + 1);
     if (lane_index() == 0)
-        hulls[blockIdx.y * gridDim.x + blockIdx.x] = make_int4(hull.lo, hull.hi, hull.full_from, hull.full_to);
+        hulls[blockIdx.x] = make_int4(hull.lo, hull.hi, hull.full_from, hull.full_to);
 }

@@ -3,22 +3,34 @@
 
 #pragma once
 
-#include "rows.cuh"
+#include "tile.cuh"
 
 struct Keys {
     const int* pages;
     int count, slots, kv_heads, kv_head;
 
-    // Of key j; negative from `count` on.
-    template <int DIM>
-    __device__ __forceinline__ long long start(int j) const {
+    // Fills a tile with the keys from `first` on, and with zeros from `count` on.
+    template <class Tile, int DIM, int THREADS>
+    __device__ __forceinline__ void copy(unsigned base, const typename Tile::Type* source, int first) const {
 #if PAGE_SIZE
-        if (j >= count)
-            return -1;
-        const int slot = pages[j / PAGE_SIZE] * PAGE_SIZE + j % PAGE_SIZE;
-        return ((long long)kv_head * slots + slot) * DIM;
+        // Each lane looks up one of the rows that its warp copies, and the lanes that copy it ask that lane.
+        using Of = Copies<Tile, THREADS>;
+        constexpr int ROWS = 32 / Of::LANES;                         // of a warp at a time
+        const Of copies(base, thread_index_anew());
+        const int lane = lane_index();
+#pragma unroll
+        for (int ahead = 0; ahead < Of::TIMES; ahead += Of::LANES) {
+            const int j = first + (ahead + lane / ROWS) * Of::STEP + warp_index() * ROWS + lane % ROWS;
+            const int looked_up = j < count ? pages[j / PAGE_SIZE] * PAGE_SIZE + j % PAGE_SIZE : -1;
+#pragma unroll
+            for (int i = ahead; i < Of::TIMES && i < ahead + Of::LANES; ++i) {
+                const int slot = __shfl_sync(ALL_LANES, looked_up, (i - ahead) * ROWS + lane / Of::LANES);
+                copies.template copy<DIM>(i, source + ((long long)kv_head * slots + slot) * DIM + copies.column, slot >= 0);
+            }
+        }
 #else
-        return key_start<DIM>(j, count, kv_heads, kv_head);
+        copy_rows_apart<Tile, DIM, THREADS>(base, source + ((long long)first * kv_heads + kv_head) * DIM,
+                                            (long long)kv_heads * DIM, count - first);
 #endif
     }
 };

@@ -1,6 +1,9 @@
 // What is done to partials and gradients between blocks: merge, add, delta, sinks.  All of it waits for memory alone.
 //
 // Rows are (token, head) pairs of arrays (tokens, heads, dim); a warp takes one.  T is the dtype that partials or outputs come in.
+//
+// grid: rows / warps of a block; of merge_parts, rows; of add, any; of sink_gradient, heads.  Shared memory: sums of warps, in
+// merge_parts and sink_gradient.
 
 #include "element.cuh"
 #include "merge.cuh"
@@ -11,32 +14,102 @@ constexpr int WARPS = THREADS / 32;
 
 __device__ __forceinline__ long long my_row() { return (long long)blockIdx.x * WARPS + warp_index(); }
 
-// Merges `parts` partials, (parts, rows, dim) and (parts, rows), one after the other into (out, lse), or if `fresh` into an
-// empty partial in its place.
+// Merges a partial (out_b, lse_b) into (out, lse).
 extern "C" __global__ void __launch_bounds__(THREADS)
 merge(float* __restrict__ out, float* __restrict__ lse, const T* __restrict__ out_b, const float* __restrict__ lse_b,
-      long long rows, int dim, int parts, int fresh) {
+      long long rows, int dim) {
     const long long row = my_row();
     if (row >= rows)
         return;
-    const float held = fresh ? minus_infinity() : lse[row];
-    for (int column = lane_index(); column < dim; column += 32) {
-        float value = fresh ? 0 : out[row * dim + column], total = held;
-        for (int part = 0; part < parts; ++part) {
-            const float other = lse_b[part * rows + row], weight = merge_weight(total, other);
-            if (other != minus_infinity())
-                value = value * (1 - weight) + to_float(out_b[(part * rows + row) * dim + column]) * weight;
-            total = merge_lse(total, other);
-        }
-        out[row * dim + column] = value;
-    }
+    const float held = lse[row], other = lse_b[row], weight = merge_weight(held, other);
+    if (other != minus_infinity())
+        for (int column = lane_index(); column < dim; column += 32)
+            out[row * dim + column] = out[row * dim + column] * (1 - weight) + to_float(out_b[row * dim + column]) * weight;
     __syncwarp();                                                    // all lanes have read lse
-    if (lane_index() == 0) {
-        float total = held;
-        for (int part = 0; part < parts; ++part)
-            total = merge_lse(total, lse_b[part * rows + row]);
-        lse[row] = total;
+    if (lane_index() == 0)
+        lse[row] = merge_lse(held, other);
+}
+
+constexpr int AHEAD = 8;                           // loads of merge_parts that are under way at a time
+
+__device__ __forceinline__ void add_weighted(float& sum, float x, float weight) { sum += x * weight; }
+__device__ __forceinline__ void add_weighted(float4& sum, const float4& x, float weight) {
+    sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
+}
+
+// The weighted sum of a row's parts, by the warps of a block in turn: `dim` columns, as Vectors.
+template <class Vector>
+__device__ __forceinline__ void sum_parts(float* __restrict__ out, const float* __restrict__ out_b,
+                                          const float* __restrict__ lse_b, long long row, long long rows, int dim, int parts,
+                                          float base, float keep, float norm) {
+    constexpr int WIDTH = sizeof(Vector) / sizeof(float);
+    const int mine = lane_index() * WIDTH;
+    for (int first = 0; first < dim; first += 32 * WIDTH) {
+        const int column = first + mine;
+        const bool inside = column < dim;
+        Vector sum = {};
+        for (int block = warp_index(); block < parts; block += 32 * WARPS) {
+            // Each lane finds the weight of one part; -1 of an empty one, whose values count for nothing.
+            const int part = block + lane_index() * WARPS;
+            const float of = part < parts ? lse_b[part * rows + row] : minus_infinity();
+            const float weight = of == minus_infinity() ? -1 : expf(of - base);
+            for (int i = 0; i < 32 && block + i * WARPS < parts; i += AHEAD) {
+                Vector loaded[AHEAD];
+#pragma unroll
+                for (int j = 0; j < AHEAD; ++j) {
+                    const long long at = ((long long)(block + (i + j) * WARPS) * rows + row) * dim + column;
+                    loaded[j] = inside && block + (i + j) * WARPS < parts
+                        ? *reinterpret_cast<const Vector*>(out_b + at) : Vector{};
+                }
+#pragma unroll
+                for (int j = 0; j < AHEAD; ++j) {
+                    const float by = __shfl_sync(ALL_LANES, weight, i + j);
+                    if (!(by < 0))
+                        add_weighted(sum, loaded[j], by);
+                }
+            }
+        }
+        if (inside)
+            shared_at<Vector>((warp_index() * 32 * WIDTH + mine) * sizeof(float)) = sum;
+        __syncthreads();
+        if (warp_index() == 0 && inside) {
+            Vector* to = reinterpret_cast<Vector*>(out + row * dim + column);
+            Vector total = {};
+            if (keep)
+                add_weighted(total, *to, keep * norm);
+            for (int warp = 0; warp < WARPS; ++warp)
+                add_weighted(total, shared_at<Vector>((warp * 32 * WIDTH + mine) * sizeof(float)), norm);
+            *to = total;
+        }
+        __syncthreads();                                             // the sums are done with
     }
+}
+
+// Merges `parts` partials, (parts, rows, dim) and (parts, rows), into (out, lse), or if `fresh` puts them in its place.  A block takes a
+// row: the weights are found first, all of them relative to the largest, and then no sum waits for another.
+extern "C" __global__ void __launch_bounds__(THREADS)
+merge_parts(float* __restrict__ out, float* __restrict__ lse, const float* __restrict__ out_b,
+            const float* __restrict__ lse_b, long long rows, int dim, int parts, int fresh) {
+    const long long row = blockIdx.x;
+    const float held = fresh ? minus_infinity() : lse[row];
+    float top = held;
+    for (int part = lane_index(); part < parts; part += 32)
+        top = fmaxf(top, lse_b[part * rows + row]);
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2)
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, mask));
+    const float base = top == minus_infinity() ? 0 : top, keep = expf(held - base);
+    float sum = 0;
+    for (int part = lane_index(); part < parts; part += 32)
+        sum += expf(lse_b[part * rows + row] - base);
+    sum = warp_sum(sum) + keep;
+    const float norm = sum == 0 ? 0 : 1 / sum;
+    if (dim % 4)
+        sum_parts<float>(out, out_b, lse_b, row, rows, dim, parts, base, keep, norm);
+    else
+        sum_parts<float4>(out, out_b, lse_b, row, rows, dim, parts, base, keep, norm);
+    if (threadIdx.x == 0)                          // behind the barriers, so that all have read it
+        lse[row] = top == minus_infinity() ? top : top + logf(sum);
 }
 
 // A partial becomes sums that ranks can add up, of weights relative to top, and such sums become a partial again.

@@ -27,16 +27,18 @@ struct Product {
     template <class A, class B, int M, int N>
     static __device__ __forceinline__ void with_rows(float (&c)[M][N][4], unsigned a, int a_row, unsigned b) {
         const int lane = lane_index();
-#pragma unroll 2                                     // as tile.cuh has it
+        const unsigned a_at = A::at(a, a_row + lane % 16, lane / 16 * 8);
+        const unsigned b_at = B::at(b, lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
+#pragma unroll 2                                     // more, and their addresses take the registers of the results
         for (int k = 0; k < A::COLUMNS; k += 16) {
             unsigned left[M][4];
 #pragma unroll
             for (int m = 0; m < M; ++m)
-                load_matrices(left[m], A::at(a, a_row + 16 * m + lane % 16, k + lane / 16 * 8));
+                load_matrices(left[m], A::right_of(a_at, k / 8) + 16 * m * A::PITCH);
 #pragma unroll
             for (int n = 0; n < N; n += 2) {
                 unsigned right[4];
-                load_matrices(right, B::at(b, 8 * n + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
+                load_matrices(right, B::right_of(b_at, k / 8) + 8 * n * B::PITCH);
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
                     multiply_add(T{}, c[m][n], left[m], right[0], right[1]);
@@ -51,6 +53,7 @@ struct Product {
     static __device__ __forceinline__ void with_columns(float (&c)[M][N][4], const float (&w)[M][K][4], unsigned b,
                                                         int first) {
         const int lane = lane_index();
+        const unsigned b_at = B::at(b, lane % 16, lane / 16 * 8);
 #pragma unroll
         for (int k = 0; k < K; k += 2) {
             unsigned left[M][4];
@@ -62,7 +65,7 @@ struct Product {
 #pragma unroll
             for (int n = 0; n < N; n += 2) {
                 unsigned right[4];
-                load_matrices_transposed(right, B::at(b, 8 * k + lane % 16, first + 8 * n + lane / 16 * 8));
+                load_matrices_transposed(right, B::right_of(b_at, first / 8 + n) + 8 * k * B::PITCH);
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
                     multiply_add(T{}, c[m][n], left[m], right[0], right[1]);

@@ -20,11 +20,18 @@ __device__ __forceinline__ V& shared_at(unsigned offset) {
     return *reinterpret_cast<V*>(shared_memory + offset);
 }
 
+// The thread's index, read anew, so that the compiler keeps nothing that follows from it in registers across a loop.
+__device__ __forceinline__ int thread_index_anew() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
 // Asynchronous copies of 16 or 4 bytes from global to shared memory; zeros where not `valid`, and nothing is read.
 
 __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-                 "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("{.reg .pred hidden; setp.eq.u32 hidden, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, hidden;}" ::
+                 "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(unsigned(valid)) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_4(unsigned to, const void* from, bool valid) {

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "warp.cuh"
+#include "tile.cuh"
 
 // Keys [begin, end) by their index in the chunk.
 struct Interval {
@@ -34,6 +34,15 @@ struct Hull {
 };
 
 constexpr int NO_KEY = 0x7fffffff;
+
+// What a thread block does: a tile of `rows` of the `count` of a KV head.  A grid has one dimension for both, as the others end
+// at 65535; the blocks of a KV head follow each other, since they share what it has in the cache.
+struct Share {
+    int tiles, tile, kv_head;
+
+    __device__ __forceinline__ Share(int count, int rows)
+        : tiles((count + rows - 1) / rows), tile(blockIdx.x % unsigned(tiles)), kv_head(blockIdx.x / unsigned(tiles)) {}
+};
 
 // The hull of the tokens [first, last), found by every warp for itself.
 __device__ __forceinline__ Hull hull_of(const Intervals& intervals, int first, int last) {
@@ -68,16 +77,23 @@ struct Rows {
     __device__ __forceinline__ long long index(int row) const {
         return (long long)token(row) * heads + first_head + row % HEADS_PER_KV;
     }
+    // Of the row's DIM elements in an array (tokens, heads, DIM); negative where there is no such row.
+    template <int DIM>
+    __device__ __forceinline__ long long start(int row) const {
+        return row < count ? index(row) * DIM : -1;
+    }
+    // Fills a tile with the rows from `first` on of such an array, and with zeros from `count` on.
+    template <class Tile, int DIM, int THREADS>
+    __device__ __forceinline__ void copy(unsigned base, const typename Tile::Type* source, int first) const {
+        if constexpr (HEADS_PER_KV == 1)
+            copy_rows_apart<Tile, DIM, THREADS>(base, source + index(first) * DIM, (long long)heads * DIM, count - first);
+        else
+            copy_rows<Tile, DIM, THREADS>(base, source, [&](int i) { return start<DIM>(first + i); });
+    }
 };
 
 // Where token j of a KV head begins in an array (tokens, kv_heads, DIM); negative outside the chunk.
 template <int DIM>
 __device__ __forceinline__ long long key_start(int j, int keys, int kv_heads, int kv_head) {
     return j < keys ? ((long long)j * kv_heads + kv_head) * DIM : -1;
-}
-
-// The same of a packed row in an array (tokens, heads, DIM).
-template <int DIM>
-__device__ __forceinline__ long long row_start(const Rows& rows, int row) {
-    return row < rows.count ? rows.index(row) * DIM : -1;
 }

@@ -64,8 +64,11 @@ class Backend(Protocol):
     def give(self, array):
         """A NumPy array as a result for the caller, who alone has it."""
 
-    def contiguous(self, array):
-        """The array itself if it is this back end's and contiguous, else a contiguous copy, which is launched."""
+    def contiguous(self, array, alignment=None):
+        """The array itself if it is this back end's and contiguous, else a contiguous copy, which is launched.
+
+        alignment: bytes that its address has to be a multiple of; None for what launches need of q, k, v and dout.
+        """
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         """Bytes of working memory that launches on such inputs take, besides their arguments.

@@ -24,7 +24,7 @@ from .pinned import PinnedBlocks
 PIECE = 4 * 2 ** 20        # bytes of a staged message
 CAPABILITY = 80            # the least that the kernels are compiled for
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without being asked for
-ALIGNMENT = 16             # bytes, of what kernels read
+ALIGNMENT = 16             # bytes, of what kernels read in asynchronous copies
 NOT_READY = 600            # cudaErrorNotReady
 # Launches are made of the methods of these names, here and in KernelLaunches.
 LAUNCHES = ("clear", "zero", "take", "copy", "attend", "attend_pages", "unnormalize", "normalize", "attend_backward",
@@ -59,18 +59,20 @@ class _CupyLaunches(KernelLaunches):
 
     def _run(self, kernel, grid, *arguments):
         if 0 not in grid:
-            self._function(kernel)(grid, (kernel.threads,), arguments, shared_mem=kernel.shared_bytes)
+            function, threads = self._function(kernel)
+            function(grid, threads, arguments, shared_mem=kernel.shared_bytes)
 
     def _function(self, kernel):
-        """A kernel for this device, which CuPy compiles or has kept in its folder: its text has all headers in it."""
-        if kernel not in self._functions:
+        """A kernel for this device and its block, which CuPy compiles or has kept: its text has all headers in it."""
+        held = self._functions.get(id(kernel))             # to hash all of a kernel takes longer than to launch it
+        if held is None:
             module = self.cupy.RawModule(code=kernel_source.expanded(kernel.file),
                                          options=("-std=c++17", *kernel.options()))
             function = module.get_function(kernel.name)
             if kernel.shared_bytes > STATIC_SHARED:
                 function.max_dynamic_shared_size_bytes = kernel.shared_bytes
-            self._functions[kernel] = function
-        return self._functions[kernel]
+            held = self._functions[id(kernel)] = function, (kernel.threads,), kernel
+        return held[:2]
 
     def clear(self, out, lse):
         out.fill(0)
@@ -128,7 +130,8 @@ class CudaBackend(_CupyLaunches):
         device = cuda.Device(self.device)
         name = cuda.runtime.getDeviceProperties(self.device)["name"]
         self.version = name.decode() if isinstance(name, bytes) else name
-        if int(device.compute_capability) < CAPABILITY:
+        self.architecture = int(device.compute_capability)
+        if self.architecture < CAPABILITY:
             raise ArgumentError(f"backend is 'cuda', but {self.version} has compute capability "
                                 f"{device.compute_capability}; the kernels need {CAPABILITY}")
         self.processors = device.attributes["MultiProcessorCount"]
@@ -181,11 +184,14 @@ class CudaBackend(_CupyLaunches):
         with self._on(self._caller()):
             return self.cupy.asarray(array)
 
-    def contiguous(self, array):
+    def _address(self, array):
+        return array.data.ptr
+
+    def contiguous(self, array, alignment=ALIGNMENT):
         if isinstance(array, np.ndarray):
             with self._on(self.stream):
                 return self.cupy.asarray(np.ascontiguousarray(array))
-        if array.flags.c_contiguous and array.data.ptr % ALIGNMENT == 0:
+        if array.flags.c_contiguous and array.data.ptr % alignment == 0:
             return array
         _wait_for(self.stream, [self._event(self._caller())])
         copy = self.empty(array.shape, array.dtype)

@@ -26,6 +26,7 @@ COMPILERS = ("c++", "g++", "clang++")
 # Shadow stacks and fortified longjmp take a change of fiber for an attack.
 OPTIONS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE",
            "-Wno-unknown-pragmas")
+GRID_LIMIT = 65535              # of CUDA, for all dimensions but the first
 PROCESSORS = 3                  # as if a GPU had so many, which decides how finely decoding splits the keys
 
 _C_TYPES = {np.int32: ctypes.c_int, np.int64: ctypes.c_longlong, np.float32: ctypes.c_float}
@@ -90,6 +91,7 @@ class EmulatedBackend(KernelLaunches, NumpyBackend):
 
     name = "emulated"
     processors = PROCESSORS
+    architecture = 90
     descending = False                  # the order in which the warps of a block run
 
     def __init__(self):
@@ -97,9 +99,14 @@ class EmulatedBackend(KernelLaunches, NumpyBackend):
         if compiler() is None:
             raise ArgumentError(f"backend is 'emulated', which needs a C++ compiler: $CXX, {', '.join(COMPILERS)}")
 
+    def _address(self, array):
+        return array.ctypes.data
+
     def _run(self, kernel, grid, *arguments):
         if 0 in grid:
             return
+        if max(grid[1:]) > GRID_LIMIT:
+            raise MpiattnError(f"{kernel.name}: the grid is {grid}; but for the first it may have {GRID_LIMIT} at most")
         held = [_C_TYPES[type(each)](each) if isinstance(each, np.generic) else ctypes.c_void_p(each.ctypes.data)
                 for each in arguments]
         at = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))

@@ -1,21 +1,28 @@
 """Launches of the GPU kernels, the same for a GPU and for their emulation on the CPU.
 
 What runs a kernel is left to the back end: `_run(kernel, grid, *arguments)` with its own arrays and NumPy scalars, as
-CuPy takes them, in the order of the calls.  It also has `empty` and `contiguous`, and `processors`, the number of a
-GPU's multiprocessors.
+CuPy takes them, in the order of the calls.  It also has `empty` and `contiguous`; `_address(array)`, where an array
+begins; `processors`, the number of a GPU's multiprocessors; and `architecture`, its compute capability, such as 90.
 """
+
+import math
 
 import numpy as np
 
 from ..errors import ArgumentError
 from . import kernel_tiles
-from .kernel_source import Kernel
-from .kernel_tiles import DECODE_ROWS, attention_kernel, element, score_form
+from .kernel_launches import (
+    BLOCKS_PER_PROCESSOR,
+    THREADS,
+    WARPS,
+    backward_launches,
+    cast_kernel,
+    forward_launch,
+    partials_kernel,
+)
 
-THREADS = 128                     # of a block of the kernels that wait for memory
-ELEMENTS_PER_THREAD = 8           # that such a kernel goes through in a loop, so that grids stay small
-# Thread blocks that a multiprocessor takes at a time, by their registers and shared memory on sm_90 for head dim 128.
-BLOCKS_PER_PROCESSOR = {"forward": 2, "decode": 6}
+ELEMENTS_PER_THREAD = 8           # that a thread which waits for memory goes through, so that grids stay small
+VECTOR = 4                        # neighbours that are cast at a time, where they are neighbours in both arrays
 
 
 class KernelLaunches:
@@ -28,13 +35,14 @@ class KernelLaunches:
         self._held = {}
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
-        rows = {work: kernel_tiles.tile(work, kernel_tiles.itemsize(dtype), head_dim, value_dim).rows
+        rows = {work: kernel_tiles.tile(work, kernel_tiles.itemsize(dtype), head_dim, value_dim, self.architecture).rows
                 for work in BLOCKS_PER_PROCESSOR}                  # of the partials of split keys
-        return 0 if backward else max(4 * (value_dim + 1) * rows[work] * self._blocks(work) for work in rows)
+        return 0 if backward else max(4 * (value_dim + 1) * rows[work] * BLOCKS_PER_PROCESSOR[work] * self.processors
+                                      for work in rows)
 
     def _work_array(self, name, shape, dtype):
         """A work array that the next launches may use, from memory that is kept between calls."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         held = self._held.get((name, dtype))
         if held is None or held.size < size:
             held = self._held[name, dtype] = self.empty((size,), dtype)
@@ -54,59 +62,54 @@ class KernelLaunches:
 
     def _attend(self, q, k, v, pages, keys, begin, end, out, lse, scale, softcap, page_size=0):
         """Add to a partial what rows see of a chunk of `keys`, or make it what they see of a pool's pages."""
-        tokens, heads, head_dim = q.shape
-        kv_heads, value_dim = k.shape[0 if page_size else 1], v.shape[2]
-        packed = heads // kv_heads
-        score, inner, factor = score_form(scale, softcap)
-        work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
-        kernel, cut = attention_kernel(work, q.dtype.name, head_dim, value_dim, packed, score, page_size=page_size)
-        row_tiles = -(-tokens * packed // cut.rows)
-        splits = max(1, min(-(-keys // cut.columns), self._blocks(work) // (row_tiles * kv_heads)))
+        launch = forward_launch(q.shape, k.shape, v.shape[2], len(begin), keys, q.dtype, scale, softcap, page_size,
+                                self.architecture, self.processors)
+        self._check_alignment("out", out, launch.alignment)
+        splits = launch.grid[1]
         into = (out, lse) if splits == 1 else (self._work_array("out", (splits, *out.shape), "float32"),
                                                self._work_array("lse", (splits, *lse.shape), "float32"))
-        begin, end = self.contiguous(begin), self.contiguous(end)
-        self._run(kernel, (row_tiles, kv_heads, splits), *map(self.contiguous, (q, k, v)), begin, end,
-                  self.contiguous(pages) if page_size else begin, *into, np.int32(tokens), np.int32(keys),
-                  np.int32(k.shape[1]), np.int32(kv_heads), np.int32(len(begin)), np.float32(inner), np.float32(factor))
+        self._run(launch.kernel, launch.grid, *map(self.contiguous, (q, k, v)),
+                  *self._numbers(begin, end, pages if page_size else begin), *into, *launch.numbers)
         if splits > 1:
-            self._merge(out, lse, *into, splits, fresh=bool(page_size))
-
-    def _blocks(self, work):
-        """How many thread blocks all multiprocessors take at a time: keys are split where there would be fewer."""
-        return BLOCKS_PER_PROCESSOR[work] * self.processors
+            self._run(partials_kernel("merge_parts", "float32"), (lse.size, 1, 1), out, lse, *into, np.int64(lse.size),
+                      np.int32(v.shape[2]), np.int32(splits), np.int32(page_size > 0))
 
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
-        (tokens, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, v.shape
-        _check_groups(begin, kv_heads)
-        if not (tokens and keys):
+        _check_groups(begin, k.shape[1])
+        if not (len(q) and len(k)):
             return
-        packed, groups = heads // kv_heads, len(begin)
-        score, inner, factor = score_form(scale, softcap)
-        of_q, of_kv = (attention_kernel(work, q.dtype.name, head_dim, value_dim, packed, score)
-                       for work in ("gradient_q", "gradient_kv"))
-        inputs = [self.contiguous(array) for array in (q, dout, lse, delta, k, v, begin, end)]
-        numbers = (np.int32(tokens), np.int32(keys), np.int32(kv_heads), np.int32(groups), np.float32(inner),
-                   np.float32(factor), np.float32(scale))
-        kernel, cut = of_q
-        self._run(kernel, (-(-tokens * packed // cut.rows), kv_heads, cut.parts), *inputs, dq, *numbers)
-        kernel, cut = of_kv
-        tiles = -(-tokens * packed // cut.columns)
-        hulls = self._work_array("hulls", (groups, tiles, 4), "int32")
-        self._run(hulls_kernel(packed, cut), (tiles, groups, 1), *inputs[-2:], hulls, np.int32(tokens))
-        self._run(kernel, (-(-keys // cut.rows), kv_heads, cut.parts), *inputs, hulls, dk, dv, *numbers)
+        of_q, of_hulls, of_kv = backward_launches(q.shape, v.shape, len(begin), q.dtype, scale, softcap,
+                                                  self.architecture)
+        self._check_alignment("dq", dq, of_q.alignment)
+        self._check_alignment("dk", dk, of_q.alignment)
+        self._check_alignment("dv", dv, of_kv.alignment)
+        q, dout, k, v = map(self.contiguous, (q, dout, k, v))
+        lse, delta, begin, end = self._numbers(lse, delta, begin, end)
+        inputs = q, dout, lse, delta, k, v, begin, end
+        self._run(of_q.kernel, of_q.grid, *inputs, dq, *of_q.numbers)
+        hulls = self._work_array("hulls", (of_hulls.grid[0], 4), "int32")
+        self._run(of_hulls.kernel, of_hulls.grid, begin, end, hulls, *of_hulls.numbers)
+        self._run(of_kv.kernel, of_kv.grid, *inputs, hulls, dk, dv, *of_kv.numbers)
+
+    def _numbers(self, *arrays):
+        """Arrays of int32 or float32 that kernels read number by number: copied only where they are not contiguous."""
+        return [self.contiguous(array, 4) for array in arrays]
+
+    def _check_alignment(self, name, array, wanted):
+        """Kernels write several neighbours of a row at a time; wanted: bytes."""
+        if self._address(array) % wanted:
+            raise ArgumentError(f"{name} begins at address {self._address(array):#x}; with rows of {array.shape[-1]} "
+                                f"numbers it must begin at a multiple of {wanted} bytes")
 
     # Partials
 
     def _run_rows(self, name, dtype, rows, *arguments):
         """A kernel of partials.cu that gives every row a warp."""
-        self._run(partials_kernel(name, dtype), (-(-rows // (THREADS // 32)), 1, 1), *arguments)
-
-    def _merge(self, out, lse, out_b, lse_b, parts, fresh=False):
-        self._run_rows("merge", out_b.dtype.name, lse.size, out, lse, out_b, lse_b, np.int64(lse.size),
-                       np.int32(out.shape[-1]), np.int32(parts), np.int32(fresh))
+        self._run(partials_kernel(name, dtype), (-(-rows // WARPS), 1, 1), *arguments)
 
     def merge(self, out, lse, out_b, lse_b, after=()):
-        self._merge(out, lse, out_b, lse_b, 1)
+        self._run_rows("merge", out_b.dtype.name, lse.size, out, lse, out_b, lse_b, np.int64(lse.size),
+                       np.int32(out.shape[-1]))
 
     def unnormalize(self, out, lse, top):
         self._run_rows("unnormalize", "float32", lse.size, out, lse, top, np.int64(lse.size), np.int32(out.shape[-1]))
@@ -132,26 +135,27 @@ class KernelLaunches:
                   np.int32(len(lse)), np.int32(len(gradient)))
 
     def copy(self, dst, src):
-        shape = [np.int64(n) for n in (1,) * (4 - dst.ndim) + dst.shape]
-        strides = [np.int64(n // array.itemsize) for array in (dst, src)
-                   for n in (0,) * (4 - dst.ndim) + array.strides]
-        self._run(cast_kernel(dst.dtype.name, src.dtype.name), _flat_grid(dst), dst, src, *shape, *strides)
+        axes = _collapsed(dst.shape, *([stride // array.itemsize for stride in array.strides] for array in (dst, src)))
+        count, *innermost = axes[-1]
+        steps = [count, *(stride for axis in axes[:-1] for stride in axis[1:])]
+        whole = (innermost == [1, 1] and not any(step % VECTOR for step in steps)
+                 and not any(self._address(array) % (VECTOR * array.itemsize) for array in (dst, src)))
+        numbers = [np.int64(n) for of_axis in zip(*axes) for n in of_axis]          # shape, strides of dst and of src
+        self._run(cast_kernel(dst.dtype.name, src.dtype.name, VECTOR if whole else 1, dst.size < 2 ** 31),
+                  _flat_grid(dst), dst, src, *numbers)
 
 
-def partials_kernel(name, dtype):
-    """A kernel of partials.cu, for partials or outputs of a dtype."""
-    shared = THREADS // 32 * 8 if name == "sink_gradient" else 0
-    return Kernel(name, "partials.cu", (("ELEMENT", element(dtype)), ("THREADS", THREADS)), THREADS, shared)
-
-
-def hulls_kernel(heads_per_kv, cut):
-    """The kernel that says which keys the tiles of rows see that gradient_kv goes through."""
-    return Kernel("hulls", "hulls.cu", (("HEADS_PER_KV", heads_per_kv), ("TILE_COLUMNS", cut.columns)), 32)
-
-
-def cast_kernel(to, of):
-    """The kernel that casts one dtype to another."""
-    return Kernel("cast", "cast.cu", (("TARGET", element(to)), ("ELEMENT", element(of)), ("THREADS", THREADS)), THREADS)
+def _collapsed(shape, *strides):
+    """The axes of arrays of a shape as four [count, stride, ...]; neighbours that lie as one axis does are one."""
+    axes = []
+    for count, *of in zip(shape, *strides):
+        if count == 1:
+            continue
+        if axes and all(outer == count * inner for outer, inner in zip(axes[-1][1:], of)):
+            axes[-1] = [axes[-1][0] * count, *of]
+        else:
+            axes.append([count, *of])
+    return [[1] + [0] * len(strides)] * (4 - len(axes)) + axes
 
 
 def _flat_grid(array):

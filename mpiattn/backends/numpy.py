@@ -95,7 +95,7 @@ class NumpyBackend:
     def give(self, array):
         return array
 
-    def contiguous(self, array):
+    def contiguous(self, array, alignment=None):
         return np.ascontiguousarray(array)
 
     def begin(self):
