@@ -36,6 +36,7 @@ class Activity:
         self.a, self.b, self.documents = a, b, documents
         self.seen = cache(self._seen)
         self.block = cache(self._block)
+        self.kept = {}                     # row intervals of blocks, where `mpiattn.executor` launches read them
         self.needs = cache(self._needs)
 
     def interval(self, chunk):

@@ -1,5 +1,7 @@
 """What a plan tells of itself: `Described`, the part of `MeshAttention` that runs nothing."""
 
+import numpy as np
+
 from .activity import Activity
 from .choice import times_as_long
 from .documents import documents
@@ -118,8 +120,17 @@ class Described:
         return self._activity
 
     def activity_of(self, **of_documents):
-        """The activity of a call with some arguments of `mpiattn.documents`; that of the plan's masks is made once."""
+        """The activity of a call with some arguments of `mpiattn.documents`; made once for calls in turn with the same.
+        """
         groups = documents(self.problem, **of_documents)
         if groups is None:
             return self._activity
-        return Activity(self.problem.mask, *self._layouts, *self.tile, groups)
+        if not _same_cuts(self._latest.documents, groups):
+            self._latest = Activity(self.problem.mask, *self._layouts, *self.tile, groups)
+        return self._latest
+
+
+def _same_cuts(groups, others):
+    """Whether two results of `mpiattn.documents.documents` are the same."""
+    return groups is not None and len(groups) == len(others) and all(
+        np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other))

@@ -59,6 +59,10 @@ class _Advance:
             self.parts = parts
 
 
+# Bytes of the row intervals of an activity's blocks that are kept for the next call: those of 8 million rows.
+KEPT_BYTES = 64 * 2 ** 20
+
+
 def _row_bytes(array):
     """Bytes of one token of an array."""
     return array.dtype.itemsize * math.prod(array.shape[1:])
@@ -169,12 +173,23 @@ class Executor:
             return
         q, kv = self.chunks["Q", u], self.chunks["KV", w]
         reduced = {kind: self._accumulator(kind, hop_of(kind, u, w)) for kind in self.buffers.reduced}
-        interval = local_interval(*self.activity.interval(i), self.k_layout.positions(j))
+        interval = self._kept((i, j), lambda: local_interval(*self.activity.interval(i), self.k_layout.positions(j)))
         event = self.work.launch(q.arrays, kv.arrays, interval, {kind: c.arrays for kind, c in reduced.items()},
                                  (*q.ready, *kv.ready))
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
+
+    def _kept(self, key, make):
+        """Row intervals where launches read them, made once for all calls with the same activity."""
+        kept = self.activity.kept
+        if key not in kept:
+            made = make()
+            held = tuple(self.backend.contiguous(bound, bound.itemsize) for bound in made)
+            if sum(bound.nbytes for pair in kept.values() for bound in pair) + 2 * made[0].nbytes > KEPT_BYTES:
+                return held
+            kept[key] = held
+        return kept[key]
 
     def _arena_key_positions(self):
         return np.concatenate([self.k_layout.positions(chunk) for chunk in sorted(self.buffers.k_chunks)])
@@ -184,20 +199,26 @@ class Executor:
         q, kv = self._whole("Q"), self._whole("KV")
         accumulators = {kind: [self._accumulator(kind, hop) for hop in range(self.schedule.extent(kind))]
                         for kind in self.buffers.reduced}
-        bounds = [self.activity.interval(chunk) for chunk in sorted(self.buffers.q_chunks)]
-        lo, hi = (np.concatenate([pair[side] for pair in bounds], axis=1) for side in (0, 1))
-        k_positions, keys = self._arena_key_positions(), kv.arrays
+
+        def intervals():
+            bounds = [self.activity.interval(chunk) for chunk in sorted(self.buffers.q_chunks)]
+            lo, hi = (np.concatenate([pair[side] for pair in bounds], axis=1) for side in (0, 1))
+            k_positions = self._arena_key_positions()
+            return local_interval(lo, hi, k_positions[self.sorting[0]] if self.sorting else k_positions)
+
+        keys = kv.arrays
         reduced = {kind: self.buffers.arena[kind] for kind in self.buffers.reduced}
         if self.sorting:
             order, inverse, arrays = self.sorting
-            k_positions, keys = k_positions[order], arrays["KV"]
+            keys = arrays["KV"]
             for dst, src in zip(keys, kv.arrays):
                 self.backend.take(dst, src, order, after=kv.ready)
             unsorted = {kind: reduced[kind] for kind in arrays if kind in reduced}
             for kind in unsorted:
                 reduced[kind] = arrays[kind]
                 self.work.clear(kind, arrays[kind])
-        event = self.work.launch(q.arrays, keys, local_interval(lo, hi, k_positions), reduced, (*q.ready, *kv.ready))
+        event = self.work.launch(q.arrays, keys, self._kept(("tile", bool(self.sorting)), intervals), reduced,
+                                 (*q.ready, *kv.ready))
         if self.sorting:
             for kind in unsorted:
                 for dst, src in zip(unsorted[kind], arrays[kind]):

@@ -103,7 +103,7 @@ class MeshAttention(Described, Collective):
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options["max_message"])
         self._executor = Executor(self._mesh, self.schedule, Forward(p, self._backend), self._exchange, *self._layouts)
-        self._activity = Activity(p.mask, *self._layouts, chosen.a, chosen.b)
+        self._activity = self._latest = Activity(p.mask, *self._layouts, chosen.a, chosen.b)
         self._nbytes = (memory.chunk_bytes(p, *(layout.length(self.chunk) for layout in self._layouts))
                         + self._executor.nbytes + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
         self._folding, self._backward = Folding(self._backend, p.batch), None

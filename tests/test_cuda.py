@@ -122,6 +122,41 @@ def test_what_is_on_its_way_is_copied_once(gpu):
 
 
 @needs_compiler
+def test_what_begins_anywhere_is_not_copied(gpu, monkeypatch):
+    """lse and delta of some rows begin at any number; only q, k, v and dout have to begin at a multiple of 16 bytes."""
+    q, k, v = (gpu.contiguous(array) for array in chunks(5, 7, 1, 1, 16, 16, "float32"))
+    copied = []
+    monkeypatch.setattr(gpu, "copy", lambda dst, src: copied.append(src.shape))
+    begin, end = (gpu.contiguous(bound) for bound in causal(5, 7))
+    lse, delta = (gpu.contiguous(np.zeros((6, 1), np.float32))[1:] for _ in range(2))
+    grads = [gpu.empty(array.shape, "float32") for array in (q, k, v)]
+    gpu.attend_backward(q, v[:5], lse, delta, k, v, begin, end, *grads, 0.3)
+    assert not copied
+    memory = gpu.empty((8 * 16,), "float32")
+    with pytest.raises(ArgumentError, match=r"dk begins at address .* multiple of 16 bytes"):
+        gpu.attend_backward(q, v[:5], lse, delta, k, v, begin, end, grads[0], memory[1:113].reshape(7, 1, 16),
+                            grads[2], 0.3)
+
+
+@needs_compiler
+def test_row_intervals_are_kept_on_the_device(gpu, monkeypatch):
+    """Calls with the same masks and documents send none: forward and backward, blocks and tiles."""
+    uploads = []
+    asarray = fake_cupy.asarray
+    monkeypatch.setattr(fake_cupy, "asarray", lambda a, *rest, **named: (
+        uploads.append(a.shape) if isinstance(a, np.ndarray) else None, asarray(a, *rest, **named))[1])
+    ones = asarray(np.ones((1, 9, 1, 16), np.float32))
+    for schedule in ("greedy", "collective"):
+        with MeshAttention(MPI.COMM_SELF, seqlen=9, heads=1, head_dim=16, causal=True, schedule=schedule,
+                           backend="cuda") as plan:
+            for cuts, new in ((None, 2), (None, 0), ([0, 4, 9], 2), ([0, 4, 9], 0), ([0, 5, 9], 2)):
+                uploads.clear()
+                out, lse = plan.forward(ones, ones, ones, cu_seqlens=cuts)
+                plan.backward(ones, ones, ones, ones, out, lse, cu_seqlens=cuts)
+                assert len(uploads) == new, (schedule, cuts, uploads)
+
+
+@needs_compiler
 def test_a_copy_comes_after_what_the_caller_does(gpu):
     for _ in range(10):
         with fake_cupy.Stream(non_blocking=True):
