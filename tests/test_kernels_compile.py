@@ -1,53 +1,40 @@
 """The CUDA kernels compile for every architecture, and what the tile table promises of registers and memory holds."""
 
-import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
-import nvrtc
 import pytest
 
-from mpiattn.backends import kernel_source, kernel_tiles
-from mpiattn.backends.kernel_tiles import SHARED_LIMIT, TILES, attention_kernel
-from mpiattn.backends.kernels import cast_kernel, hulls_kernel, partials_kernel
+from mpiattn.backends import kernel_source, kernel_table, kernel_tiles, nvrtc
+from mpiattn.backends.kernel_launches import cast_kernel, hulls_kernel, partials_kernel
+from mpiattn.backends.kernel_tiles import PROCESSORS, TILES, attention_kernel, blocks_per_processor
+from mpiattn.errors import ArgumentError, MpiattnError
 from mpiattn.sources import kernel_dir
 
 pytestmark = pytest.mark.workshop
 
-needs_nvrtc = pytest.mark.skipif(nvrtc.MISSING is not None, reason=str(nvrtc.MISSING))
-DTYPES = {2: "bfloat16", 4: "float32"}
-PARTIALS = ("merge", "add", "unnormalize", "normalize", "delta", "sink", "sink_gradient")
-
-
-def built(kernels, architecture):
-    """Reports of several kernels, compiled side by side."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda kernel: nvrtc.build(kernel, architecture), kernels))
+needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+DTYPES = kernel_table.DTYPES
+PARTIALS = ("merge", "merge_parts", "add", "unnormalize", "normalize", "delta", "sink", "sink_gradient")
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("work", TILES)
-def test_no_entry_of_the_tile_table_spills(work, architecture):
-    kernels = [attention_kernel(work, DTYPES[size], dim, dim, 1, 0)[0]
-               for size, table in TILES[work].items() for dim in table]
-    for kernel, report in zip(kernels, built(kernels, architecture)):
-        assert not report.spilled and not report.stack, kernel
+@pytest.mark.parametrize("heads_per_kv", [1, 4, 7, 8])
+def test_no_entry_of_the_tile_table_spills(heads_per_kv, architecture):
+    entries = list(kernel_table.entries(architecture, heads_per_kv))
+    for entry, report in zip(entries, nvrtc.build_all([kernel for *_, kernel, _ in entries], architecture)):
+        assert not report.spilled and not report.stack, entry
         assert "warning" not in report.log.lower(), report.log
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_pages_spill_nothing(architecture):
-    """Looking keys up in pages takes registers, most where the page size is no power of two.
-
-    What kernel_tiles.py excepts is not tested: float32, the largest head dim, a query head for each KV head, sm_80.
-    """
-    kernels = [attention_kernel("decode", DTYPES[size], dim, dim, packed, 0, page_size=page)[0]
-               for size, table in TILES["decode"].items() for dim in table
-               for packed, page in ((8, 64), (1, 5)) if (architecture, size, dim, packed) != ("sm_80", 4, 256, 1)]
-    for kernel, report in zip(kernels, built(kernels, architecture)):
+    """Looking keys up in pages takes registers, most where the page size is no power of two."""
+    kernels = [attention_kernel("decode", DTYPES[size], dim, dim, packed, 0, int(architecture[3:]), page_size=page)[0]
+               for size, table in TILES["decode"].items() for dim in table for packed, page in ((8, 64), (1, 5))]
+    for kernel, report in zip(kernels, nvrtc.build_all(kernels, architecture)):
         assert not report.spilled and not report.stack, kernel
 
 
@@ -55,34 +42,74 @@ def test_pages_spill_nothing(architecture):
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_100"])
 def test_every_kernel_compiles(architecture):
     """On the architectures that the table was not made for; capped scores, odd dims, packed heads; small kernels."""
-    kernels = [partials_kernel(name, dtype) for name in PARTIALS for dtype in ("float32", "float16", "bfloat16")]
-    kernels += [cast_kernel("float16", "float32"), cast_kernel("bfloat16", "float16")]
+    number = int(architecture[3:])
+    kernels = [partials_kernel(name, "float32") for name in PARTIALS]
+    kernels += [partials_kernel(name, dtype) for name in ("merge", "add", "delta") for dtype in ("float16", "bfloat16")]
+    kernels += [cast_kernel("float16", "float32"), cast_kernel("bfloat16", "float16", 4, False)]
     for work in TILES:
-        kernels += [attention_kernel(work, *of)[0] for of in (("float16", 128, 64, 8, 2), ("float32", 60, 36, 3, 1))]
-    kernels += [attention_kernel("decode", dtype, 128, 128, 8, 2, page_size=16)[0] for dtype in DTYPES.values()]
-    kernels.append(hulls_kernel(3, kernel_tiles.tile("gradient_kv", 2, 128, 128)))
-    for kernel, report in zip(kernels, built(kernels, architecture)):
+        kernels += [attention_kernel(work, *of, number)[0]
+                    for of in (("float16", 128, 64, 8, 2), ("float32", 60, 36, 3, 1))]
+    kernels += [attention_kernel("decode", dtype, 128, 128, 8, 2, number, page_size=16)[0] for dtype in DTYPES.values()]
+    kernels.append(hulls_kernel(3, kernel_tiles.tile("gradient_kv", 2, 128, 128, number)))
+    for kernel, report in zip(kernels, nvrtc.build_all(kernels, architecture)):
         assert report.cubin[:4] == b"\x7fELF", kernel
         assert "warning" not in report.log.lower(), report.log
 
 
 @needs_nvrtc
-def test_the_compiler_says_what_is_wrong(monkeypatch):
-    kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0)
+def test_the_compiler_says_what_is_wrong():
+    kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0, 80)
     wrong = kernel._replace(defines=tuple((name, 1024 if name == "SHARED_BYTES" else value)
                                           for name, value in kernel.defines))
-    with pytest.raises(RuntimeError, match=r"kernel_tiles\.py"):
+    with pytest.raises(MpiattnError, match=r"kernel_tiles\.py"):
         nvrtc.build(wrong, "sm_80")
 
 
+def test_kernels_are_compiled_as_cupy_compiles_them(monkeypatch, tmp_path):
+    """With the options that CuPy adds, or else other machine code would be judged than that which runs."""
+    seen = []
+
+    def compiled(kernel, architecture, options, cubin, log):
+        seen.extend(options)
+        cubin.parent.mkdir(parents=True)
+        cubin.write_bytes(b"cubin")
+        log.write_text("Used 9 registers, 0 bytes spill stores, 0 bytes spill loads, 0 bytes stack frame")
+    monkeypatch.setattr(nvrtc, "_compile", compiled)
+    monkeypatch.setattr(nvrtc, "_version", lambda: "13.0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0, 80)
+    for _ in range(2):
+        assert nvrtc.build(kernel, "sm_80").registers == 9
+    assert {"-ftz=true", "--device-as-default-execution-space", "-std=c++17", "--gpu-architecture=sm_80"} <= set(seen)
+    assert len(seen) == len(set(seen)), "it was compiled twice"
+
+
+def test_where_nvrtc_is_missing(monkeypatch):
+    def missing():
+        raise ArgumentError("it is not here")
+    monkeypatch.setattr(nvrtc, "load", missing)
+    with pytest.raises(ArgumentError, match="not here"):
+        list(kernel_table.rows("sm_90"))
+    assert nvrtc.missing() == "it is not here"
+
+
 def test_every_tile_fits():
-    for work, sizes in TILES.items():
-        for size, table in sizes.items():
-            assert max(table) == kernel_tiles.LARGEST_DIM
-            for dim in table:
-                kernel, cut = attention_kernel(work, DTYPES[size], dim, dim, 1, 0)
-                assert kernel.shared_bytes <= SHARED_LIMIT, (work, size, dim)
-                assert cut.rows % (16 * cut.warps) == 0 and cut.columns % 16 == 0
+    """Shared memory of its architecture; tables for one that is not listed are those of the next smaller one."""
+    for architecture, processor in PROCESSORS.items():
+        for work, dtype, dim, kernel, cut in kernel_table.entries(f"sm_{architecture}", 1):
+            assert kernel.shared_bytes <= processor.block_shared * 1024, (architecture, work, dtype, dim)
+            assert blocks_per_processor(kernel, 255, architecture) >= 1, (architecture, work, dtype, dim)
+            assert cut.rows % (16 * cut.warps) == 0 and cut.columns % 16 == 0
+    assert all(max(by_dim) == kernel_tiles.LARGEST_DIM for sizes in TILES.values() for by_dim in sizes.values())
+    assert kernel_tiles.table(121) == kernel_tiles.table(120) == kernel_tiles.table(89) != kernel_tiles.table(90)
+
+
+def test_blocks_of_a_multiprocessor():
+    """As NVIDIA's occupancy calculator has them."""
+    kernel = kernel_source.Kernel("forward", "forward.cu", (), 128, 66560)
+    assert [blocks_per_processor(kernel, registers, architecture) for registers, architecture in (
+        (255, 80), (255, 89), (255, 90), (128, 90))] == [2, 1, 2, 3]
+    assert blocks_per_processor(kernel._replace(shared_bytes=0, threads=32), 32, 86) == 16
 
 
 def test_a_kernel_is_one_text():
@@ -98,8 +125,8 @@ def test_a_kernel_is_one_text():
 
 def test_a_changed_header_is_another_kernel(tmp_path, monkeypatch):
     """The key of what is compiled covers headers of headers, the constants and the compiler."""
-    kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0)
-    other, _ = attention_kernel("forward", "float16", 64, 32, 1, 0)
+    kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0, 90)
+    other, _ = attention_kernel("forward", "float16", 64, 32, 1, 0, 90)
     keys = [kernel_source.digest(*of) for of in ((kernel, "12.0"), (kernel, "13.0"), (other, "12.0"))]
     shutil.copytree(kernel_dir(), tmp_path / "kernels")
     monkeypatch.setattr(kernel_source, "kernel_dir", lambda: tmp_path / "kernels")

@@ -4,29 +4,42 @@ Alone it shows versions, BLAS, MPI and devices; under mpiexec or srun also how m
 
   mpiattn info
   mpiexec -n 2 mpiattn info --json info.json
+
+With --kernels it shows instead what every GPU kernel takes of a GPU, as NVIDIA's compiler has it, which needs no GPU:
+
+  mpiattn info --kernels sm_90
 """
 
+import re
 import socket
 
 from .. import backends, host, installation, machines
 from ..agreement import agreement
+from ..backends import kernel_table
+from ..backends.kernel_tiles import PROCESSORS
 from ..errors import ArgumentError, FileError
 from ..sources import kernel_dir
 from . import launch_rank, options
 from .jsonfile import write_json
 from .launch import on_all_ranks
-from .table import facts
+from .table import facts, table
 
 HEAD_DIM = 128             # for which a machine is looked up, as `mpiattn tune` measures it
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn info`."""
+    parser.add_argument("--kernels", nargs="?", metavar="ARCHITECTURES", const=",".join(kernel_table.ARCHITECTURES),
+                        help="compile the GPU kernels for these architectures, as sm_80,sm_90, and show registers, "
+                             "bytes spilled, shared memory and thread blocks a multiprocessor of every entry of the "
+                             "tile table (default: %(const)s; needs the extra cuda-compile)")
     options.add_json(parser)
 
 
 def run(args):
     """`mpiattn info`."""
+    if args.kernels is not None:
+        return on_all_ranks(lambda job: _run_kernels(job, args), alone=True)
     return on_all_ranks(lambda job: _run(job, args), alone=True)
 
 
@@ -46,6 +59,31 @@ def _run(job, args):
                 write_json(args.json, data)
     if data and args.json != "-":
         print(facts(list(_lines(data))), flush=True)
+    return 0
+
+
+def _run_kernels(job, args):
+    """The table of `mpiattn info --kernels`, by rank 0."""
+    with agreement(job.peers, only=0):
+        if job.comm.rank or launch_rank():
+            return 0
+        architectures = args.kernels.split(",")
+        for architecture in architectures:
+            if not re.fullmatch(r"sm_\d+", architecture) or int(architecture[3:]) < min(PROCESSORS):
+                raise ArgumentError(f"kernels is {args.kernels}; it must be architectures from sm_{min(PROCESSORS)} "
+                                    f"on, such as {','.join(kernel_table.ARCHITECTURES)}")
+        rows = [row for architecture in architectures for row in kernel_table.rows(architecture)]
+        if args.json:
+            write_json(args.json, {"heads_per_kv": kernel_table.HEADS_PER_KV,
+                                   "kernels": [{**row._asdict(), "tile": row.tile._asdict()} for row in rows]})
+        if args.json != "-":
+            print(f"{kernel_table.HEADS_PER_KV} query heads for each KV head; a tile is rows x columns of scores, "
+                  "warps, stages, parts of the results\n")
+            print(table([(f"{row.work} {row.dtype} {row.head_dim}", row.architecture,
+                          f"{row.tile.rows}x{row.tile.columns},{row.tile.warps},{row.tile.stages},{row.tile.parts}",
+                          row.registers, row.spilled, f"{row.shared_bytes / 1024:.1f}", row.blocks) for row in rows],
+                        ("kernel, dtype, head dim", "GPU", "tile", "registers", "bytes spilled", "shared KiB",
+                         "blocks a multiprocessor")), flush=True)
     return 0
 
 

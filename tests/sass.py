@@ -1,0 +1,238 @@
+"""What a kernel executes, read off its machine code: instructions by kind on the path that matters, estimated cycles.
+
+`python tests/sass.py` prints that of the kernels of the ladder in kernels/README.md, on sm_90.  Nothing is run: counts
+are exact for the path that is named, cycles are ESTIMATES by the figures in LATENCY, of one warp that has its scheduler
+to itself.  Needs the extra cuda-compile: NVRTC and nvdisasm.
+"""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+if importlib.util.find_spec("mpiattn") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mpiattn.backends import nvrtc
+from mpiattn.backends.kernel_tiles import attention_kernel
+
+PRODUCTS = {"forward": 2, "decode": 2, "gradient_q": 3, "gradient_kv": 4}             # of a tile
+KINDS = {
+    "mma": "HMMA", "ldmatrix": "LDSM", "copy": "LDGSTS", "load": "LDG LD", "store": "STG ST", "shared": "LDS STS",
+    "shuffle": "SHFL VOTE VOTEU", "special": "MUFU", "convert": "F2FP F2F I2F F2I HADD2 HFMA2 I2FP",
+    "float": "FADD FMUL FFMA FMNMX FSEL FSETP FSET DADD DFMA DMUL",
+    "control": "BRA BSSY BSYNC WARPSYNC BAR DEPBAR LDGDEPBAR EXIT CALL RET NOP BMOV YIELD",
+}
+KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}         # all others: integer
+# Cycles until what an instruction gives can be used: global memory and its caches, shared memory, and the rest as
+# microbenchmarks of recent GPUs have them, rounded.
+LATENCY = {"load": 700, "shared": 30, "ldmatrix": 33, "shuffle": 24, "special": 24, "mma": 33, "convert": 8}
+DEFAULT_LATENCY = 5
+
+
+class Instruction(NamedTuple):
+    """One instruction; guarded: it runs under a condition."""
+
+    name: str
+    operands: str
+    guarded: bool
+
+    @property
+    def base(self):
+        return self.name.split(".")[0]
+
+    @property
+    def kind(self):
+        return KIND.get(self.base, "integer")
+
+
+class Block(NamedTuple):
+    """Instructions that run one after another, and the numbers of the blocks that may follow."""
+
+    code: list
+    after: list
+
+
+def nvdisasm():
+    """Path of nvdisasm, or None."""
+    wheels = (path for folder in sys.path for path in Path(folder or ".").glob("nvidia/cu*/bin/nvdisasm"))
+    return next(filter(None, [shutil.which("nvdisasm"), *map(str, wheels)]), None)
+
+
+def disassembled(cubin):
+    """Kernels in machine code by name, as lists of lines."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    kernels, lines = {}, None
+    for line in text.splitlines():
+        if line.startswith(".text."):
+            lines = kernels.setdefault(line[6:-1], [])
+        elif line.lstrip().startswith(".section"):
+            lines = None
+        elif lines is not None:
+            lines.append(line)
+    return kernels
+
+
+def blocks_of(lines):
+    """The basic blocks of a kernel, in the order of their addresses."""
+    code, labels = [], {}
+    for line in lines:
+        label = re.match(r"(\.L_x_\d+):", line)
+        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
+        if label:
+            labels[label[1]] = len(code)
+        elif found:
+            code.append(Instruction(found[2], found[3], bool(found[1])))
+    ends = {i + 1 for i, each in enumerate(code) if each.base in ("BRA", "EXIT", "RET", "BRX")}
+    starts = sorted(({0, *labels.values(), *ends}) & set(range(len(code))))
+    number = {start: i for i, start in enumerate(starts)}
+    blocks = []
+    for i, start in enumerate(starts):
+        stop = starts[i + 1] if i + 1 < len(starts) else len(code)
+        last, after = code[stop - 1], []
+        label = re.search(r"(\.L_x_\d+)", last.operands)
+        if last.base == "BRA" and label and last.name != "BRA.DIV":
+            after.append(number[labels[label[1]]])
+        always = last.base in ("BRA", "EXIT", "RET") and last.name != "BRA.DIV" and not last.guarded \
+            and (last.base != "BRA" or re.fullmatch(r"`\(\S+\)", last.operands))
+        if not always and i + 1 < len(starts):
+            after.append(i + 1)
+        blocks.append(Block(code[start:stop], after))
+    return blocks
+
+
+def loops_of(blocks):
+    """(first, last) blocks of the loops, the innermost first: those between a branch back and where it goes."""
+    found = {}
+    for i, block in enumerate(blocks):
+        for to in block.after:
+            if to <= i:
+                found[to] = max(i, found.get(to, i))
+    return sorted(found.items(), key=lambda loop: loop[1] - loop[0])
+
+
+def counts(code):
+    return Counter(each.kind for each in code)
+
+
+def path(blocks, first, last, trips):
+    """The instructions from block `first` to the end of `last`.
+
+    Of all ways it is the one with most products, then most copies, loads and stores, then fewest others.  trips(code):
+    how often a loop inside runs, of its code once through.
+    """
+    loops = [loop for loop in loops_of(blocks) if first <= loop[0] and loop[1] <= last and loop != (first, last)]
+    inner = {}                                                  # by first block: the outermost only
+    for start, stop in sorted(loops, key=lambda loop: loop[0] - loop[1]):
+        if not any(a <= start <= b for a, (b, _) in inner.items()):
+            once = path(blocks, start, stop, trips)
+            inner[start] = stop, once * trips(once)
+
+    def value(code):
+        of = counts(code)
+        return of["mma"], of["copy"], of["load"] + of["store"], -len(code)
+    best = {}
+    for i in range(last, first - 1, -1):
+        stop, code = inner.get(i, (i, blocks[i].code))
+        after = {to for j in range(i, stop + 1) for to in blocks[j].after if to > stop}
+        ways = [code + best[to] for to in after if to in best]
+        if stop == last:
+            ways.append(code)
+        if ways:
+            best[i] = max(ways, key=value)
+    return best[first]
+
+
+def tile_loop(blocks, products, copies):
+    """What a warp executes for a tile, of which it is known how many products and copies it takes."""
+    def has(loop, kind):
+        return sum(each.kind == kind for block in blocks[loop[0]:loop[1] + 1] for each in block.code)
+    most = max(has(loop, "mma") for loop in loops_of(blocks))
+    loop = next(loop for loop in loops_of(blocks) if has(loop, "mma") == most and (has(loop, "copy") or not copies))
+
+    def kind_trips(kind, total):
+        once = path(blocks, *loop, lambda code: 1)
+        twice = path(blocks, *loop, lambda code: 2 if counts(code)[kind] else 1)
+        each = counts(twice)[kind] - counts(once)[kind]
+        return round(1 + (total - counts(once)[kind]) / each) if each else 1
+    of_mma, of_copy = kind_trips("mma", products), kind_trips("copy", copies)
+    return path(blocks, *loop, lambda code: of_mma if counts(code)["mma"] else of_copy if counts(code)["copy"] else 1)
+
+
+def epilogue(blocks):
+    """What follows the last product or barrier, with everything that is stored."""
+    last = max(i for i, block in enumerate(blocks) if any(each.kind == "mma" for each in block.code))
+    stores = [i for i in range(last, len(blocks)) if any(each.kind == "store" for each in blocks[i].code)]
+    start = last + 1
+    code = []
+    for block in blocks[start:stores[-1] + 2]:
+        code += block.code
+    return code
+
+
+def registers(instruction):
+    """(written, read) registers; wide operands by the instruction's width."""
+    width = 4 if ".128" in instruction.name or instruction.kind in ("mma", "ldmatrix") else \
+        2 if ".64" in instruction.name or ".WIDE" in instruction.name else 1
+    operands = instruction.operands.split(",")
+    first = re.match(r"\s*(U?R\d+)", operands[0])
+    names = re.findall(r"U?R\d+(?:\.64)?", instruction.operands)
+    stores = instruction.kind in ("store", "control") or instruction.base == "STS"
+
+    def wide(name, width):
+        kind, start = re.match(r"(U?R)(\d+)", name).groups()
+        return [f"{kind}{int(start) + i}" for i in range(2 if name.endswith(".64") else width)]
+    written = wide(first[1], width) if first and not stores else []
+    return written, [each for name in (names if stores else names[bool(first):])
+                     for each in wide(name, width if stores and name == names[-1] else 1)]
+
+
+def cycles(code):
+    """ESTIMATE of the cycles of one warp alone: an instruction a cycle, in order, each when what it reads is there."""
+    ready, now = {}, 0
+    for instruction in code:
+        written, read = registers(instruction)
+        now = max([now + 1, *(ready.get(name, 0) for name in read)])
+        for name in written:
+            ready[name] = now + LATENCY.get(instruction.kind, DEFAULT_LATENCY)
+    return now
+
+
+def everything(blocks, trips):
+    """What a kernel without products executes, where each of its loops runs so often."""
+    return path(blocks, 0, len(blocks) - 1, lambda code: trips)
+
+
+def described(name, code):
+    """A line for people."""
+    of = counts(code)
+    return f"{name}: {len(code)} instructions, ~{cycles(code)} cycles (estimate): " + \
+        ", ".join(f"{kind} {of[kind]}" for kind in [*KINDS, "integer"] if of[kind])
+
+
+def attention(work, dtype, dim, architecture):
+    """(what a warp executes for a tile, what it does at the end) of a kernel of half types; a query head a KV head."""
+    kernel, cut = attention_kernel(work, dtype, dim, dim, 1, 0, int(architecture[3:]))
+    lines = disassembled(nvrtc.build(kernel, architecture).cubin)[kernel.name]
+    blocks = blocks_of(lines)
+    products = PRODUCTS[work] * (cut.rows // cut.warps // 16) * (cut.columns // 8) * dim // 16
+    return tile_loop(blocks, products, 2 * cut.columns * dim // 8 // kernel.threads), epilogue(blocks)
+
+
+def main():
+    """Prints the kernels of the README's ladder."""
+    for work in PRODUCTS:
+        for name, code in zip(("a tile", "the end"), attention(work, "bfloat16", 128, "sm_90")):
+            print(described(f"{work} bfloat16 128, {name}", code), flush=True)
+
+
+if __name__ == "__main__":
+    main()

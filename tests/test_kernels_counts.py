@@ -1,0 +1,51 @@
+"""How many instructions the kernels take, read off their machine code: nothing that was won is lost unnoticed.
+
+The limits are what the compiler of CUDA 13 makes of them, with a little room for other versions.
+"""
+
+import pytest
+import sass
+
+from mpiattn.backends import nvrtc
+
+WHY = nvrtc.missing() or (None if sass.nvdisasm() else "nvdisasm is not here (extra cuda-compile)")
+pytestmark = pytest.mark.workshop
+needs_compiler = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+
+# Warp instructions of a tile, cycles (an estimate) of what follows the last tile; of bfloat16 with head dim 128.
+LIMITS = {"forward": (1150, 12_000), "gradient_q": (760, 6_000), "gradient_kv": (750, 6_000)}
+
+
+@needs_compiler
+@pytest.mark.parametrize("work", LIMITS)
+def test_instructions(work):
+    tile, end = sass.attention(work, "bfloat16", 128, "sm_90")
+    most, cycles = LIMITS[work]
+    assert len(tile) <= most, sass.described(work, tile)
+    assert sass.cycles(end) <= cycles, sass.described(work, end)
+
+
+def test_what_is_read_off():
+    """A loop with a loop inside, a branch that is not taken in it, and what follows."""
+    text = """
+        /*0000*/                   IADD3 R1, R2, R3, RZ ;
+.L_x_1:
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R5], desc[UR4][R6.64] ;
+.L_x_2:
+        /*0020*/                   HMMA.16816.F32.BF16 R8, R12, R16, R8 ;
+        /*0030*/              @!P1 BRA `(.L_x_2) ;
+        /*0040*/               @P2 BRA `(.L_x_3) ;
+        /*0050*/                   FADD R8, R8, R9 ;
+.L_x_3:
+        /*0060*/               @P0 BRA `(.L_x_1) ;
+        /*0070*/                   LDG.E.64 R20, desc[UR4][R6.64] ;
+        /*0080*/                   FADD R20, R20, R8 ;
+        /*0090*/                   STG.E desc[UR4][R6.64], R20 ;
+        /*00a0*/                   EXIT ;
+"""
+    blocks = sass.blocks_of(text.splitlines())
+    tile = sass.tile_loop(blocks, 5, 1)
+    assert sass.counts(tile) == {"copy": 1, "mma": 5, "control": 7}
+    end = sass.epilogue(blocks)
+    assert sass.counts(end)["load"] == sass.counts(end)["store"] == 1
+    assert sass.cycles(end) > sass.LATENCY["load"]
