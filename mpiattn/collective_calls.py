@@ -4,7 +4,7 @@ import weakref
 from contextlib import contextmanager, nullcontext
 
 from .agreement import agreement
-from .errors import ArgumentError, CopyError, MpiattnError
+from .errors import ArgumentError, CopyError, MpiattnError, PeerFailure
 
 
 class Call:
@@ -31,6 +31,7 @@ class Collective:
 
     KIND = None
     _home = _peers = _mesh = None
+    _raising = False
 
     def _join(self, home, peers):
         """From now on this is a member of a home; the other ranks have agreed to make it too."""
@@ -58,12 +59,26 @@ class Collective:
 
     @contextmanager
     def _leaving(self, mesh=None):
-        """The body gives up what this holds, then this gives up its place in the home; collective."""
-        with self._home.turn(f"closing {self._name}"):
+        """The body gives up what this holds, then this gives up its place in the home; collective.
+
+        The ranks agree on that, too, unless this one is on its way out with an exception: it must not wait for others.
+        """
+        call = f"closing {self._name}"
+        with self._home.call(call, lambda: vars(self).copy()):
+            if not self._raising and not self._home.abandoned:
+                self._meet(call)
             yield
             self._unclosed.detach()
             self._home.leave(mesh)
             self._home = None
+
+    def _meet(self, call):
+        try:
+            with agreement(self._peers, call=call):
+                pass
+        except PeerFailure as failure:
+            if not failure.relayed:                        # else a call has failed, and there is nothing left to do
+                raise
 
     def __reduce_ex__(self, protocol):
         raise CopyError(f"a {type(self).__name__} cannot be copied or pickled: it holds communicators and buffers of "
@@ -72,5 +87,6 @@ class Collective:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, kind, error, trace):
+        self._raising = error is not None
         self.close()

@@ -94,6 +94,30 @@ def test_case_32_different_methods(group, two_plans, two_caches):
     assert (a.forward(*x)[0] == out).all()
 
 
+@on(3)
+def test_case_32_closing(group, two_plans):
+    """One rank closes a plan that the others call, or another one than they close."""
+    a, b = two_plans
+    x = chunks(a)
+    crossed(group, 1, a.close, lambda: a.forward(*x))
+    crossed(group, 0, a.close, b.close)
+    assert a.forward(*x)[0].shape == x[0].shape                 # nobody has closed anything
+    a.close()
+
+
+@on(2)
+def test_an_exception_leaves_a_plan_at_once(group):
+    """Its rank does not wait for the others, who may never come to close theirs."""
+    plan = MeshAttention(group, **SHAPE)
+    if group.rank == 0:
+        with pytest.raises(ZeroDivisionError), plan:
+            raise ZeroDivisionError
+    group.Barrier()
+    if group.rank == 1:
+        with pytest.raises(ZeroDivisionError), plan:
+            raise ZeroDivisionError
+
+
 @on(2)
 def test_case_32_inside_its_own_callback(group, two_plans):
     a, b = two_plans
