@@ -146,8 +146,8 @@ class Home:
         call: in words.  Raises MpiattnError, on this rank only, from inside another call or beside it in a thread.
         """
         if not self._turn.acquire(blocking=False):
-            raise MpiattnError(f"{call}: {self._running} runs on this communicator at the same time; one must end, on "
-                               "every rank, before the other begins (not from its progress callback, not from another "
+            raise MpiattnError(f"{call} is refused: {self._running} is running on this communicator; it must end, on "
+                               "every rank, before another begins (not from its progress callback, not from another "
                                "thread)")
         try:
             self._running = call
