@@ -32,6 +32,30 @@ def test_one_table_for_all_ranks():
     assert "WARNING" not in lines
 
 
+def test_kernels(tmp_path):
+    """A table of what the compiler says, by one rank; the compiler itself is tested in test_kernels_compile.py."""
+    code = ("import sys; from mpiattn.backends import kernel_table as t; from mpiattn.cli import main; "
+            "t.rows = lambda of: [t.Row('forward', 'bfloat16', 128, of, t.Tile(128, 64, 4, 1), 255, 16, 66560, 2)]; "
+            "sys.exit(main(sys.argv[1:]))")
+    outcome = launch.mpirun(2, [sys.executable, "-c", code, "info", "--kernels", "sm_80,sm_90", "--json",
+                                tmp_path / "kernels.json"])
+    rows = [line.split() for line in outcome.stdout.splitlines() if line.startswith("forward")]
+    assert rows == [["forward", "bfloat16", "128", of, "128x64,4,1,1", "255", "16", "65.0", "2"]
+                    for of in ("sm_80", "sm_90")]
+    kernels = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+    assert [of["architecture"] for of in kernels] == ["sm_80", "sm_90"] and kernels[0]["tile"]["rows"] == 128
+
+
+def test_kernels_that_cannot_be_compiled():
+    for architectures in ("sm_70", "90", "sm_90,"):
+        outcome = info(2, "--kernels", architectures, check=False)
+        assert outcome.returncode
+        assert f"kernels is {architectures}; it must be architectures from sm_80 on" in outcome.stderr
+    code = ("import sys; sys.modules['cuda'] = None; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    outcome = launch.mpirun(1, [sys.executable, "-c", code, "info", "--kernels", "sm_90"], check=False)
+    assert outcome.returncode and "pip install 'mpiattn[cuda-compile]'" in outcome.stderr
+
+
 def test_json(tmp_path):
     text = info(2, "--json", tmp_path / "info.json").stdout
     data = json.loads((tmp_path / "info.json").read_text())

@@ -30,8 +30,8 @@ __device__ __forceinline__ int thread_index_anew() {
 // Asynchronous copies of 16 or 4 bytes from global to shared memory; zeros where not `valid`, and nothing is read.
 
 __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, bool valid) {
-    asm volatile("{.reg .pred hidden; setp.eq.u32 hidden, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, hidden;}" ::
-                 "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(unsigned(valid)) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_4(unsigned to, const void* from, bool valid) {
