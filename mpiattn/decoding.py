@@ -72,6 +72,13 @@ class Call:
 
     def attend_to(self, keys, rank, partial, q, rows, after=()):
         """Launch attention of rows over the keys of a rank: for each sequence (keys, values, pages, page size)."""
+        if rows == range(self.rows) and len(keys) > 1 and all(of[0] is keys[0][0] for of in keys):
+            bounds = [np.concatenate(bound) for bound in zip(*(self.seen(i, rank) for i in range(len(keys))))]
+            pools, tables, page_size = keys[0][:2], [of[2] for of in keys], keys[0][3]
+            problem = self.problems[0]
+            partial.ready = (self.backend.attend_pages(q, *pools, tables, page_size, *bounds, partial.out, partial.lse,
+                                                       problem.scale, problem.softcap, after=after),)
+            return
         event = None
         for i, problem in enumerate(self.problems):
             first, start, stop = i * self.queries, *(min(max(bound, i * self.queries), (i + 1) * self.queries)

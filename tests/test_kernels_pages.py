@@ -59,6 +59,29 @@ def test_pages(backend, case):
         assert_rounded(attend(backend, *given), attend(numpy, *given), np.nan_to_num(pools[1]))
 
 
+@pytest.mark.parametrize(("dtype", "queries", "heads"), [("bfloat16", 1, 8), ("float32", 3, 4), ("float16", 20, 8)])
+def test_a_batch_is_one_launch(backend, monkeypatch, dtype, queries, heads):
+    """Sequences of any length, one of none, whose pages lie among each other's; as each of them alone."""
+    page_size, lengths = 8, (100, 0, 33, 250)
+    rng = np.random.default_rng(0)
+    used = [-(-length // page_size) for length in lengths]
+    tables = np.split(rng.permutation(sum(used)).astype(np.int32), np.cumsum(used)[:-1])
+    pools = [rng.standard_normal((2, sum(used) * page_size, dim)).astype(dtype) for dim in (64, 32)]
+    q = rng.standard_normal((len(lengths) * queries, heads, 64)).astype(dtype)
+    begin = np.repeat(np.array([0, 0, 5, 30], np.int32), queries)
+    end = np.repeat(np.array(lengths, np.int32), queries)
+    launched, run = [], backend._run
+    monkeypatch.setattr(backend, "_run", lambda kernel, *rest: (launched.append(kernel.name), run(kernel, *rest)))
+    got = attend(backend, q, pools, tables, page_size, begin, end)
+    assert launched[:1] == ["forward"] and launched[1:] in ([], ["merge_parts"])
+    alone = attend(backends.get("numpy"), q, pools, tables, page_size, begin, end)
+    assert_rounded(got, alone, pools[1])
+    for i, table in enumerate(tables):
+        at = slice(i * queries, (i + 1) * queries)
+        one = attend(backends.get("numpy"), q[at], pools, table, page_size, begin[at], end[at])
+        assert (one[0] == alone[0][at]).all() and (one[1] == alone[1][at]).all()
+
+
 def test_both_kernels_are_tested():
     """That of few rows, which splits the keys, and that of many."""
     assert len({case[3] * case[4] // case[5] <= DECODE_ROWS for case in CASES}) == 2

@@ -4,9 +4,10 @@
 // of them sees.  Shared memory: Q and the rows' intervals stay, K and V pass through STAGES buffers each: K of a later tile arrives during the
 // softmax and the product with V, V during the product with K.  Scores stay in registers.
 //
-// grid: (tiles of rows * KV heads, splits).  With more than one split, which decoding needs, each goes through its part of the keys
+// grid: (tiles of rows * KV heads * sequences, splits).  With more than one split, which decoding needs, each goes through its part of the keys
 // and writes a partial of its own, (splits, tokens, heads, VALUE_DIM) and (splits, tokens, heads), for `merge` to put together.
-// So does it, even with one split, with -DPAGE_SIZE=, where the keys lie in pages (keys.cuh): there is nothing to add to.
+// So does it, even with one split, with -DPAGE_SIZE=, where the keys lie in pages (keys.cuh): there is nothing to add to.  Then there
+// are `groups` sequences of `tokens` queries each, one after another, whose tables are `count` / PAGE_SIZE pages long.
 
 #include "columns.cuh"
 #include "keys.cuh"
@@ -79,9 +80,15 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         int tokens, int count, int slots, int kv_heads, int groups, float inner, float factor) {
     const int splits = gridDim.y;
     const Share mine(tokens * HEADS_PER_KV, TILE_ROWS);
-    const int kv_head = mine.kv_head;
+#if PAGE_SIZE
+    const int sequence = mine.kv_head / kv_heads, kv_head = mine.kv_head % kv_heads, group = sequence;
+    const long long rows_before = (long long)sequence * tokens * kv_heads * HEADS_PER_KV;
+    q += rows_before * HEAD_DIM, out += rows_before * VALUE_DIM, lse += rows_before, pages += sequence * (count / PAGE_SIZE);
+#else
+    const int kv_head = mine.kv_head, group = kv_head / (kv_heads / groups);
+#endif
     const Rows rows(tokens, kv_heads, kv_head);
-    const Intervals intervals(begin, end, kv_head / (kv_heads / groups), tokens);
+    const Intervals intervals(begin, end, group, tokens);
     // Later rows often see more keys: they go first, so that no long tile is left for the end.
     const int first_row = (mine.tiles - 1 - mine.tile) * TILE_ROWS;
     const int last_row = min(first_row + TILE_ROWS, rows.count);
@@ -157,6 +164,6 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         else
             Product<T>::template with_columns<VTile>(acc, score, values, 0);
     }
-    const long long partial = (long long)blockIdx.y * tokens * rows.heads;
+    const long long partial = (long long)blockIdx.y * (PAGE_SIZE ? groups : 1) * tokens * rows.heads;
     store(acc, softmax, rows, my_row, out + partial * VALUE_DIM, lse + partial, PAGE_SIZE || splits > 1);
 }

@@ -100,11 +100,13 @@ class Backend(Protocol):
         """
 
     def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
-        """Make (out, lse) the partial of what the queries of one sequence see of its keys in a pool of pages.
+        """Make (out, lse) the partial of what the queries of one sequence, or of several, see of their keys in a pool.
 
         q (queries, heads, head_dim).  keys (kv_heads, slots, head_dim), values (kv_heads, slots, value_dim): the pool;
         pages: int32, the numbers of the sequence's pages in order, each page_size consecutive slots.  Query i sees
         the keys [begin[i], end[i]) of those, int32 (queries,); slots that nobody sees may hold anything.
+
+        Of several sequences pages is a list of such tables; the queries are those of each in turn, as many of each.
         """
 
     def unnormalize(self, out, lse, top):

@@ -35,16 +35,18 @@ def forward_launch(q_shape, k_shape, value_dim, groups, keys, dtype, scale, soft
                    processors):
     """The `Launch` of attention of q to `keys` keys of a chunk or, where page_size is not 0, of a pool.
 
-    Its grid is (row tiles and KV heads, splits, 1): where there would be fewer thread blocks than all multiprocessors
+    groups: of heads that have their own intervals, or sequences of a pool.  Its grid is (row tiles, KV heads and
+    sequences; splits; 1): where there would be fewer thread blocks than all multiprocessors
     take at a time, each tile's keys are split.
     """
     (tokens, heads, head_dim), kv_heads = q_shape, k_shape[0 if page_size else 1]
-    packed = heads // kv_heads
+    packed, sequences = heads // kv_heads, groups if page_size else 1
+    tokens //= sequences
     score, inner, factor = score_form(scale, softcap)
     work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
     kernel, cut = attention_kernel(work, dtype.name, head_dim, value_dim, packed, score, architecture,
                                    page_size=page_size)
-    tiles = -(-tokens * packed // cut.rows) * kv_heads
+    tiles = -(-tokens * packed // cut.rows) * kv_heads * sequences
     splits = max(1, min(-(-keys // cut.columns), BLOCKS_PER_PROCESSOR[work] * processors // tiles))
     numbers = *map(np.int32, (tokens, keys, k_shape[1], kv_heads, groups)), np.float32(inner), np.float32(factor)
     return Launch(kernel, (tiles, splits, 1), numbers, _alignment(value_dim))

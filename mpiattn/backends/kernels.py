@@ -56,9 +56,17 @@ class KernelLaunches:
             self._attend(q, k, v, None, len(k), begin, end, out, lse, scale, softcap)
 
     def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
-        if len(q):
-            self._attend(q, keys, values, pages, len(pages) * page_size, begin[None], end[None], out, lse, scale,
-                         softcap, page_size)
+        if not len(q):
+            return
+        if isinstance(pages, list):
+            tables = np.zeros((len(pages), max(map(len, pages))), np.int32)
+            for table, of_sequence in zip(tables, pages):
+                table[:len(of_sequence)] = of_sequence
+        else:
+            tables = pages.reshape(1, -1)
+        begin, end = (bound.reshape(len(tables), -1) for bound in (begin, end))
+        self._attend(q, keys, values, tables, tables.shape[1] * page_size, begin, end, out, lse, scale, softcap,
+                     page_size)
 
     def _attend(self, q, k, v, pages, keys, begin, end, out, lse, scale, softcap, page_size=0):
         """Add to a partial what rows see of a chunk of `keys`, or make it what they see of a pool's pages."""

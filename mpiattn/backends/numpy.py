@@ -145,9 +145,12 @@ class NumpyBackend:
                                   panel, lo, hi, meanwhile)
 
     def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        tables = pages if isinstance(pages, list) else [pages]
         with np.errstate(all="ignore"):
-            paged.attend(self._work, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap,
-                         self.meanwhile)
+            for table, *of_rows in zip(tables, *(np.split(array, len(tables)) for array in (q, begin, end, out, lse))):
+                mine, first, last, *partial = of_rows
+                paged.attend(self._work, mine, keys, values, table, page_size, first, last, *partial, scale, softcap,
+                             self.meanwhile)
 
     def unnormalize(self, out, lse, top):
         with np.errstate(all="ignore"):
