@@ -181,8 +181,11 @@ def test_after_a_pass_that_did_not_end(comm):
         expected, _ = fresh.forward(q, k, v)
     with pytest.raises((KeyboardInterrupt, PeerFailure)):              # of another rank, who was quicker
         plan.forward(k, v, q, progress=stop)
-    with pytest.raises(MpiattnError, match="did not end"):
-        plan.forward(q, k, v)
+    if comm.size > 1:
+        with pytest.raises(MpiattnError, match="did not end"):
+            plan.forward(q, k, v)
+    else:                                                   # there are no messages, and the plan is as before
+        assert np.array_equal(plan.forward(q, k, v)[0], expected)
     with MeshAttention(comm, **arguments) as fresh:
         for _ in range(2):
             assert np.array_equal(fresh.forward(q, k, v)[0], expected)
