@@ -64,7 +64,8 @@ except Exception as error:
     print(f"{sys.executable}: {type(error).__name__}: {error}".splitlines()[0])
     sys.exit(1)
 '
-# Runs it, on every node.
+# Runs it, on every node, whose shell is to expand what stands here.
+# shellcheck disable=SC2016
 look_here='
 said=$(timeout "$1" python3 -c "$2" 2> /dev/null)
 case $? in
