@@ -45,7 +45,8 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)                   # after the terminal reporter is there
 def pytest_configure(config):
     # here, not in pyproject.toml, which is not there where mpiattn is installed
-    for line in ("many: a multi-rank test that is also worth its time on 12 and 16 ranks",
+    for line in ("many: a multi-rank test that is also worth its time on 5, 6, 8, 12 and 16 ranks",
+                 "group: a multi-rank test of a given number of ranks (set by itself)",
                  "slow: takes long and adds cases of the same kind; runs with --slow",
                  "workshop: of no use on a cluster, since it builds networks, emulates GPUs or tests developers' tools",
                  "gpu: needs a GPU and CuPy; skipped where there is none"):
@@ -72,6 +73,11 @@ def pytest_ignore_collect(collection_path, config):
         named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
         return None if LAUNCHED or any(map(_is_multi_rank, named)) else True
     return True if RANK else None                # serial tests are rank 0's
+
+
+def pytest_itemcollected(item):
+    if "group" in getattr(item, "fixturenames", ()):
+        item.add_marker("group")
 
 
 def pytest_collection_modifyitems(config, items):

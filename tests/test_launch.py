@@ -16,7 +16,7 @@ QUICK = 1, 2, 3, 4, 7                              # primes, and squares of them
 SLOW = 5, 6, 8, 12, 16
 CHOSEN = os.environ.get("MPIATTN_RANKS")
 RANKS = [int(n) for n in CHOSEN.split(",")] if CHOSEN else sorted(QUICK + SLOW)
-MANY = 9              # from here on only the tests marked `many`: ranks that share few cores take their time
+FEW = "many or group"                  # what the slow counts run: ranks that share few cores take their time
 LIMIT = 300           # seconds
 
 
@@ -34,14 +34,14 @@ def run_multi_rank(n, *selection):
 
 @pytest.mark.parametrize("n", [n if CHOSEN or n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RANKS])
 def test_multi_rank(n):
-    run_multi_rank(n, *(["-m", "many"] if n >= MANY else []))
+    run_multi_rank(n, *([] if CHOSEN or n in QUICK else ["-m", FEW]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", RANKS)
 def test_multi_rank_slow(n):
     """The tests of tests/mpi that are slow themselves."""
-    run_multi_rank(n, "--slow", "-m", "slow and many" if n >= MANY else "slow")
+    run_multi_rank(n, "--slow", "-m", "slow" if CHOSEN or n in QUICK else f"slow and ({FEW})")
 
 
 def test_time_limit_ends_every_rank(tmp_path):
