@@ -72,13 +72,13 @@ def test_json_and_attributes(tmp_path):
 
 @pytest.mark.parametrize("schedule", ["greedy", "collective"])
 def test_memory_is_what_was_planned(tmp_path, schedule):
-    """Peak memory of every rank, interpreter and libraries included: nbytes within 10 % and 80 MB."""
+    """Peak memory of every rank: nbytes within 10 %, and 14 MB more than interpreter and libraries had taken before."""
     source = write_input(tmp_path / "in.h5", seqlen=8192, heads=8, kv_heads=8, head_dim=64)
     run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--layout", "striped", "--schedule", schedule, "--verify",
         "--json", tmp_path / "run.json")
     for rank in json.loads((tmp_path / "run.json").read_text())["per_rank"]:
         assert rank["nbytes"] > 30e6
-        assert rank["peak_bytes"] <= 1.1 * rank["nbytes"] + 80e6
+        assert rank["peak_bytes"] <= 1.1 * rank["nbytes"] + rank["peak_bytes_before"] + 14e6
 
 
 def test_other_names(tmp_path):
