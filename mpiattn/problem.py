@@ -112,10 +112,11 @@ class Problem:
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
         everything = self.seqlen + self.seqlen_k             # a side that is longer sees no more
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
-        put("prefix", min(_count("prefix", self.prefix, 0), self.seqlen_k))
+        prefix = _count("prefix", self.prefix, 0)
+        put("prefix", min(prefix, self.seqlen_k))
         if self.causal_block is not None:
             put("causal_block", min(_count("causal_block", self.causal_block, 1), max(self.seqlen_k, 1)))
-        put("causal", bool(self.causal or self.prefix or self.causal_block))
+        put("causal", bool(self.causal or prefix or self.causal_block))
         if self.softcap is not None:
             put("softcap", _finite("softcap", self.softcap) or None)
             if self.softcap is not None and self.softcap < 0:

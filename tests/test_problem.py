@@ -124,3 +124,7 @@ def test_what_scores_can_be_computed_with():
         for scale, softcap in ((tiny, 2), (2, tiny)):
             with pytest.raises(ArgumentError, match=r"scale / softcap is .* it must be 0 or from"):
                 Problem(**SHAPE, dtype=dtype, scale=scale, softcap=softcap)
+
+
+def test_a_prefix_makes_causal_also_where_there_are_no_keys():
+    assert Problem(seqlen=1, seqlen_k=0, heads=1, head_dim=1, prefix=4).causal
