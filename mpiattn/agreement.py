@@ -89,7 +89,7 @@ def _different_calls(calls):
 
 
 def _first_error(described, only):
-    first = next((one for one in described if one is not None), None)
+    first = next((description for description in described if description is not None), None)
     if first is None:
         return None
     failing = [rank for rank, other in enumerate(described) if other == first]

@@ -5,6 +5,17 @@ import numpy as np
 
 from mpiattn import reference
 
+# A program: the command line, in whose first block rank 1 raises.
+RANK_1_RAISES = """
+import sys, mpiattn.executor as e
+from mpi4py import MPI
+def broken(self, u, w):
+    if MPI.COMM_WORLD.rank == 1: raise ZeroDivisionError('on purpose')
+    return run_block(self, u, w)
+run_block, e.Executor._run_block = e.Executor._run_block, broken
+from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))
+"""
+
 
 def bfloat16_type():
     """What a file stores bfloat16 as: a float of 16 bits, 8 of exponent and 7 of mantissa."""

@@ -8,7 +8,7 @@ import sys
 
 import launch
 import pytest
-from files import write_input
+from files import RANK_1_RAISES, write_input
 from launch import mpirun
 
 from mpiattn import partials
@@ -111,15 +111,8 @@ def test_long_names(tmp_path):
 def test_an_error_leaves_nothing(tmp_path):
     """Of whichever rank, where the others know nothing of it."""
     source = write_input(tmp_path / "in.h5")
-    code = ("import sys, mpiattn.executor as e\n"
-            "from mpi4py import MPI\n"
-            "def broken(self, u, w):\n"
-            "    if MPI.COMM_WORLD.rank == 1: raise ZeroDivisionError('on purpose')\n"
-            "    return run_block(self, u, w)\n"
-            "run_block, e.Executor._run_block = e.Executor._run_block, broken\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
-    outcome = mpirun(3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--schedule", "greedy"],
-                     check=False)
+    outcome = mpirun(3, [sys.executable, "-c", RANK_1_RAISES, "run", source, tmp_path / "out.h5",
+                         "--schedule", "greedy"], check=False)
     assert outcome.returncode and "on purpose" in outcome.stderr
     assert left_in(tmp_path) == ["in.h5"]
 

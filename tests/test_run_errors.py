@@ -10,7 +10,7 @@ from threading import Timer
 import launch
 import numpy as np
 import pytest
-from files import assert_right, write_input
+from files import RANK_1_RAISES, assert_right, write_input
 from launch import mpirun
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
@@ -232,14 +232,7 @@ def test_a_rank_is_killed(tmp_path, out, victim):
 def test_a_rank_raises(tmp_path, out):
     """An error that only one rank knows of: its traceback, with its rank and host, and the launch ends."""
     source = write_input(tmp_path / "in.h5")
-    code = ("import sys, mpiattn.executor as e\n"
-            "from mpi4py import MPI\n"
-            "def broken(self, u, w):\n"
-            "    if MPI.COMM_WORLD.rank == 1: raise ZeroDivisionError('on purpose')\n"
-            "    return run_block(self, u, w)\n"
-            "run_block, e.Executor._run_block = e.Executor._run_block, broken\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
-    outcome = mpirun(3, [sys.executable, "-c", code, "run", source, out, "--schedule", "greedy"], timeout=30,
+    outcome = mpirun(3, [sys.executable, "-c", RANK_1_RAISES, "run", source, out, "--schedule", "greedy"], timeout=30,
                      check=False)
     assert outcome.returncode
     assert "mpiattn: rank 1 of 3 on " in outcome.stderr
