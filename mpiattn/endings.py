@@ -11,6 +11,7 @@ import time
 from mpi4py import MPI
 
 FLUSH = 0.5                # seconds that a launcher needs to pass a message on, which it drops when the job is aborted
+COURTESY = 5.0             # seconds that the rank which has failed gets to say why and to end the job itself
 
 _watching = False
 
@@ -25,7 +26,7 @@ def abort_if_uncaught():
     def print_and_abort(kind, error, trace):
         print_it(kind, error, trace)
         sys.stderr.flush()
-        time.sleep(FLUSH)
+        time.sleep(COURTESY if getattr(error, "relayed", False) else FLUSH)
         if not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(1)
     sys.excepthook = print_and_abort
