@@ -137,7 +137,8 @@ def test_ranks_that_see_another_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["results._run", "links.take_turns", "folder.gather", "facts.inside", None])
+@pytest.mark.parametrize("place", ["facts.inside", None, *(
+    pytest.param(place, marks=pytest.mark.slow) for place in ("results._run", "links.take_turns", "folder.gather"))])
 def test_a_rank_that_stops(tmp_path, place):
     spoil = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"         # at the start
     if place == "facts.inside":                   # in a call of MPI that has no nonblocking form, once all had come

@@ -5,9 +5,11 @@ import launch
 import pytest
 
 
-@pytest.mark.parametrize("trial", ["decode/decode/kill/1/0", "backward/read again/raise/2/0", "run/planning/leave/3/0",
-                                   "run/steps/exit/1/3", "program/steps/raise/2/5", "program/decode/stop/0/1",
-                                   "program/append/exit/3/2", "mpi4py program/steps/raise/1/0"])
+QUICK = "decode/decode/kill/1/0", "backward/read again/raise/2/0", "program/decode/stop/0/1", "program/append/exit/3/2"
+SLOW = "run/planning/leave/3/0", "run/steps/exit/1/3", "program/steps/raise/2/5", "mpi4py program/steps/raise/1/0"
+
+
+@pytest.mark.parametrize("trial", [*QUICK, *(pytest.param(trial, marks=pytest.mark.slow) for trial in SLOW)])
 def test_what_is_promised(tmp_path, trial):
     launch.require_launch()
     outcome = faults.run(faults.Trial.parse(trial), tmp_path)

@@ -12,12 +12,13 @@ import launch
 import pytest
 
 pytestmark = pytest.mark.workshop
-QUICK = 1, 2, 3, 4, 7                              # primes, and squares of them
-SLOW = 5, 6, 8, 12, 16
+WHOLE = 1, 3, 4                        # rank counts that run all tests
+BRIEF = 2, 7                           # that run few by default, all with --slow
+SLOW = 5, 6, 8, 12, 16                 # that run few, with --slow
 CHOSEN = os.environ.get("MPIATTN_RANKS")
-RANKS = [int(n) for n in CHOSEN.split(",")] if CHOSEN else sorted(QUICK + SLOW)
-FEW = "many or group"                  # what the slow counts run: ranks that share few cores take their time
-LIMIT = 300           # seconds
+RANKS = [int(n) for n in CHOSEN.split(",")] if CHOSEN else sorted(WHOLE + BRIEF + SLOW)
+FEW = "many or group"                  # ranks that share few cores take their time
+LIMIT = 300                            # seconds
 
 
 def run_pytest(n, *arguments, **options):
@@ -32,16 +33,17 @@ def run_multi_rank(n, *selection):
     print(outcome.stdout)
 
 
-@pytest.mark.parametrize("n", [n if CHOSEN or n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RANKS])
+@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW and not CHOSEN else n for n in RANKS])
 def test_multi_rank(n):
-    run_multi_rank(n, *([] if CHOSEN or n in QUICK else ["-m", FEW]))
+    run_multi_rank(n, *([] if CHOSEN or n in WHOLE else ["-m", FEW]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", RANKS)
 def test_multi_rank_slow(n):
-    """The tests of tests/mpi that are slow themselves."""
-    run_multi_rank(n, "--slow", "-m", "slow" if CHOSEN or n in QUICK else f"slow and ({FEW})")
+    """The tests of tests/mpi that are slow themselves, and on a few ranks what is left out above."""
+    selection = "slow" if CHOSEN or n in WHOLE else f"slow or not ({FEW})" if n in BRIEF else f"slow and ({FEW})"
+    run_multi_rank(n, "--slow", "-m", selection)
 
 
 def test_time_limit_ends_every_rank(tmp_path):

@@ -10,10 +10,12 @@ import launch
 import pytest
 from files import RANK_1_RAISES, write_input
 from launch import mpirun
+from thinning import thinned
 
 from mpiattn import partials
 from mpiattn.newfile import NewFile
 
+SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "ended by SIGHUP"}
 GENERATE = ["--seqlen", "40", "--heads", "2"]
 
 # Says that it writes, then waits for its fate.
@@ -142,12 +144,11 @@ def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path, mode):
 
 # Signals
 
-@pytest.mark.parametrize("number, how", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"),
-                                         (signal.SIGHUP, "ended by SIGHUP")])
-def test_signals(tmp_path, number, how):
+@pytest.mark.parametrize("number", SAID)
+def test_signals(tmp_path, number):
     process = start("generate", tmp_path / "x.h5", *GENERATE)
     process.send_signal(number)
-    assert process.communicate(timeout=30)[1] == f"mpiattn generate: {how}, FILE was not written\n"
+    assert process.communicate(timeout=30)[1] == f"mpiattn generate: {SAID[number]}, FILE was not written\n"
     assert process.returncode == 128 + number
     assert left_in(tmp_path) == []
 
@@ -194,9 +195,8 @@ READING = ("import os, sys, time\n"
            "from mpiattn.cli import main; sys.exit(main(arguments))")
 
 
-@pytest.mark.parametrize("number, how", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
-@pytest.mark.parametrize("victim", ["launcher", 0, 2])
-def test_signals_to_a_launch(tmp_path, number, how, victim):
+@pytest.mark.parametrize("number, victim", thinned([signal.SIGINT, signal.SIGTERM], ["launcher", 2, 0]))
+def test_signals_to_a_launch(tmp_path, number, victim):
     """To mpiexec, as Ctrl-C sends them, or to one rank, as an operator may: said once, no OUT, nothing left."""
     launch.require_launch()
     source = write_input(tmp_path / "in.h5")
@@ -215,4 +215,4 @@ def test_signals_to_a_launch(tmp_path, number, how, victim):
     assert process.returncode
     assert left_in(tmp_path) == ["in.h5"]
     if victim != "launcher":
-        assert lines == [f"mpiattn run: {how}, OUT was not written"], said
+        assert lines == [f"mpiattn run: {SAID[number]}, OUT was not written"], said

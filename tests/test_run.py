@@ -70,7 +70,7 @@ def test_json_and_attributes(tmp_path):
     assert (attributes["tile"], attributes["layout"], attributes["causal"]) == ("2x2", "contiguous", False)
 
 
-@pytest.mark.parametrize("schedule", ["greedy", "collective"])
+@pytest.mark.parametrize("schedule", ["greedy", pytest.param("collective", marks=pytest.mark.slow)])
 def test_memory_is_what_was_planned(tmp_path, schedule):
     """Peak memory of every rank: nbytes within 10 %, and 14 MB more than interpreter and libraries had taken before."""
     source = write_input(tmp_path / "in.h5", seqlen=8192, heads=8, kv_heads=8, head_dim=64)

@@ -139,7 +139,7 @@ def test_nothing_to_see(tmp_path):
     assert_right(source, tmp_path / "out.h5", cu_seqlens=[0, 0], backward=True)
 
 
-@pytest.mark.parametrize("schedule", ["greedy", "collective"])
+@pytest.mark.parametrize("schedule", [pytest.param("greedy", marks=pytest.mark.slow), "collective"])
 def test_memory_is_what_was_planned(tmp_path, schedule):
     """Peak memory of every rank, interpreter and libraries included: nbytes within 10 % and 80 MB."""
     source = write_input(tmp_path / "in.h5", seqlen=1024, heads=32, kv_heads=32, head_dim=64, backward=True)

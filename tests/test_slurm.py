@@ -157,11 +157,11 @@ def test_clear_errors(submit, tmp_path, script, arguments, site, variables, mess
 
 
 @pytest.mark.parametrize("on_node_2, said", [
+    pytest.param("sleep 100", "FAILS: no answer within 15 s (MPIATTN_LOOK_SECONDS)", marks=pytest.mark.slow),
     ('exec {python} -I -S "$@"', "FAILS: {python}: ModuleNotFoundError: No module named"),
     ("exit 127", "FAILS: no python3"), ("kill -SEGV $$", "FAILS: python3 ended without a word"),
-    ("sleep 100", "FAILS: no answer within 15 s (MPIATTN_LOOK_SECONDS)"),
     ('PYTHONPATH=$(dirname "$0")/other:$PYTHONPATH exec {python} "$@"', "mpiattn 0.0.other, Python "),
-], ids=["no mpiattn", "no python3", "crash", "silence", "another version"])
+], ids=["silence", "no mpiattn", "no python3", "crash", "another version"])
 def test_a_node_that_lacks_something(submit, tmp_path, on_node_2, said):
     """It is named before any rank is started: ranks of the other nodes would wait for its own."""
     (tmp_path / "bin/other/mpiattn").mkdir(parents=True)

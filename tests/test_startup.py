@@ -7,6 +7,7 @@ import sys
 import launch
 import pytest
 from files import write_input
+from thinning import thinned
 
 MPIATTN = [sys.executable, "-m", "mpiattn"]
 COMMANDS = {"run": ["in.h5", "out.h5"], "decode": ["in.h5", "in.h5", "out.h5"],
@@ -35,9 +36,8 @@ def of_another_mpi():
     return "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("launcher", ["srun", "mpiexec"])
-def test_ranks_that_do_not_know_of_each_other_do_nothing(tmp_path, command, launcher):
+@pytest.mark.parametrize("launcher, command", thinned(["srun", "mpiexec"], list(COMMANDS)))
+def test_ranks_that_do_not_know_of_each_other_do_nothing(tmp_path, launcher, command):
     launch.require_launch()
     write_input(tmp_path / "in.h5")
     (tmp_path / "out.h5").write_text("before")
