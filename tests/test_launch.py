@@ -13,10 +13,11 @@ import pytest
 
 pytestmark = pytest.mark.workshop
 WHOLE = 1, 3, 4                        # rank counts that run all tests
-BRIEF = 2, 7                           # that run few by default, all with --slow
+BRIEF = 2,                             # that run few by default, all with --slow
+PRIME = 7,                             # that run all, with --slow
 SLOW = 5, 6, 8, 12, 16                 # that run few, with --slow
 CHOSEN = os.environ.get("MPIATTN_RANKS")
-RANKS = [int(n) for n in CHOSEN.split(",")] if CHOSEN else sorted(WHOLE + BRIEF + SLOW)
+RANKS = [int(n) for n in CHOSEN.split(",")] if CHOSEN else sorted(WHOLE + BRIEF + PRIME + SLOW)
 FEW = "many or group"                  # ranks that share few cores take their time
 LIMIT = 300                            # seconds
 
@@ -33,7 +34,8 @@ def run_multi_rank(n, *selection):
     print(outcome.stdout)
 
 
-@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW and not CHOSEN else n for n in RANKS])
+@pytest.mark.parametrize("n", [n if CHOSEN or n in WHOLE + BRIEF else pytest.param(n, marks=pytest.mark.slow)
+                               for n in RANKS])
 def test_multi_rank(n):
     run_multi_rank(n, *([] if CHOSEN or n in WHOLE else ["-m", FEW]))
 
@@ -42,8 +44,8 @@ def test_multi_rank(n):
 @pytest.mark.parametrize("n", RANKS)
 def test_multi_rank_slow(n):
     """The tests of tests/mpi that are slow themselves, and on a few ranks what is left out above."""
-    selection = "slow" if CHOSEN or n in WHOLE else f"slow or not ({FEW})" if n in BRIEF else f"slow and ({FEW})"
-    run_multi_rank(n, "--slow", "-m", selection)
+    rest = f"slow or not ({FEW})" if n in BRIEF + PRIME else f"slow and ({FEW})"
+    run_multi_rank(n, "--slow", "-m", "slow" if CHOSEN or n in WHOLE else rest)
 
 
 def test_time_limit_ends_every_rank(tmp_path):

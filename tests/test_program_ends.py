@@ -44,7 +44,8 @@ plan.gather(out)
 """
 
 
-@pytest.mark.parametrize("call, fate", thinned(["forward", "backward", "decode"], ["SIGSTOP", "raise", "SIGKILL", "exit"]))
+@pytest.mark.parametrize("call, fate", thinned(["forward", "backward", "decode"],
+                                               ["SIGSTOP", "raise", "SIGKILL", "exit"]))
 def test_the_job_ends(call, fate):
     start = time.monotonic()
     timeout = (500 if fate == "raise" else TIMEOUT) * launch.time_factor()
