@@ -9,12 +9,12 @@ comparison is varied: links and blocks twice as fast and half as fast, full and 
 
 from dataclasses import replace
 
-from mpiattn import choice
-from mpiattn.cli.table import percent, table
-from mpiattn.layout import Layout
-from mpiattn.machine import H100
-from mpiattn.problem import Problem
-from mpiattn.traffic import volume
+from mpiattn.console.table import percent, table
+from mpiattn.model import search
+from mpiattn.model.machine import H100
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule.travels import volume
 
 LENGTHS = [2 ** 17, 2 ** 18, 2 ** 19, 2 ** 20]
 VARIED = {"h100": (1, 1), "links x 2": (2, 1), "links / 2": (0.5, 1), "blocks x 2": (1, 2), "blocks / 2": (1, 0.5),
@@ -32,7 +32,7 @@ def compared(tokens, ranks, causal, on, direction="both"):
     """(Ring, the fastest tile) as Choices of the greedy schedule."""
     problem = Problem(seqlen=tokens, heads=32, head_dim=128, dtype="bfloat16", causal=causal)
     layout = Layout("striped" if causal else "contiguous", tokens, ranks)
-    choices = choice.evaluate(problem, ranks, kinds=("greedy",), pairs=[(layout, layout)], machine=on,
+    choices = search.evaluate(problem, ranks, kinds=("greedy",), pairs=[(layout, layout)], machine=on,
                               direction=direction)
     best = min(choices, key=lambda one: one.seconds)
     return next(one for one in choices if (one.a, one.b) == (1, ranks)), best

@@ -13,8 +13,9 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from mpiattn import MeshAttention, reference
-from mpiattn.tiling import tiles
+from mpiattn import MeshAttention
+from mpiattn.schedule.tile import tiles
+from mpiattn.verify import reference
 
 NAMES = ("out", "dq", "dk", "dv")
 SHAPE = {"seqlen": 1024, "heads": 2, "head_dim": 64}

@@ -13,9 +13,10 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOMES = {"MeshAttention": ".plan", "attention": ".oneshot", "Layout": ".layout",
-          "KVCache": ".kvcache", "tree_decode": ".decode", "ring_decode": ".rings",
-          "query_ring_decode": ".rings", "merge": ".merging",
+_HOMES = {"MeshAttention": ".plan.mesh_attention", "attention": ".plan.one_call", "merge": ".plan.merging",
+          "Layout": ".problem.layout", "Machine": ".model.machine", "Timeline": ".schedule.timeline",
+          "KVCache": ".decode.cache", "tree_decode": ".decode.tree", "ring_decode": ".decode.rings",
+          "query_ring_decode": ".decode.rings",
           "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors",
           "PeerFailure": ".errors"}
 __all__ = [*_HOMES, "__version__"]

@@ -38,7 +38,7 @@ class CopyError(MpiattnError, TypeError):
 
 
 class ScheduleError(MpiattnError):
-    """A schedule breaks one of its own rules (see `mpiattn.validate`)."""
+    """A schedule breaks one of its own rules (see `mpiattn.schedule.validate`)."""
 
 
 class VerificationError(MpiattnError):

@@ -5,7 +5,7 @@
     out, lse = attention(plan, q, k, v)        # this rank's chunks, as plan.forward takes them
     loss(out).backward()                       # collective too: calls plan.backward
 
-Tensors and the plan's arrays share memory both ways: CPU tensors with NumPy arrays (see `mpiattn.tensors`); of a plan
+Tensors and the plan's arrays share memory both ways: CPU tensors with NumPy arrays (see `problem.tensors`); of a plan
 with the back end "cuda", CUDA tensors with CuPy arrays, on torch's current stream.
 """
 
@@ -23,7 +23,7 @@ except ImportError as error:
 from torch.autograd.function import once_differentiable
 
 from .errors import ArgumentError
-from .tensors import as_tensor, shared
+from .problem.tensors import as_tensor, shared
 
 
 def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import h5py
 
-from mpiattn.cli.table import duration, percent, size, table
+from mpiattn.console.table import duration, percent, size, table
 from mpiattn.errors import FileError
-from mpiattn.newfile import NewFile
+from mpiattn.system.atomic_file import NewFile
 
 PASSES = ("forward", "backward")
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mpiattn import reference
+from mpiattn.verify import reference
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}     # of max|reference|
 FORWARD, BACKWARD = 2, 3                            # half types: how many times a naive run's error is allowed

@@ -1,4 +1,4 @@
-"""What `mpiattn.backends.cuda` uses of CuPy, on a machine without a GPU, as late and as unordered as a GPU may be.
+"""What `backends.cuda.backend` uses of CuPy, on a machine without a GPU, as late and as unordered as a GPU may be.
 
 The memory of the "device" is NumPy's.  What is given to a stream waits there until the host waits for an event, asks
 for one, or reads an array; then streams go on in turns drawn at random, ordered by nothing but their events.  Memory
@@ -241,14 +241,14 @@ class RawKernel:
     max_dynamic_shared_size_bytes = 48 * 1024
 
     def __init__(self, code, name, options=()):
-        from mpiattn.backends import kernel_source
+        from mpiattn.backends.cuda import kernel_source
         defines = tuple(tuple(re.fullmatch(r"-D(\w+)=(.*)", option).groups()) for option in options)
         file = next(path.name for path in kernel_source.path("").glob("*.cu")
                     if kernel_source.expanded(path.name) == code)
         self.kernel = kernel_source.Kernel(name, file, defines, 0)
 
     def __call__(self, grid, block, args, *, shared_mem=0):
-        from mpiattn.backends.emulated import EmulatedBackend
+        from mpiattn.backends.testing.emulated import EmulatedBackend
         assert shared_mem <= self.max_dynamic_shared_size_bytes, "more shared memory than the function may have"
         assert all(isinstance(each, ndarray | np.generic) for each in args), "the GPU cannot reach it"
         given = [each.values if isinstance(each, ndarray) else each for each in args]

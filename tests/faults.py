@@ -37,12 +37,12 @@ SOON = 10.0                                  # seconds besides them
 LIMIT = 90.0                                 # seconds for a trial, MPI's start and all
 FAULTS = {"kill": "the rank is killed", "stop": "it stops", "raise": "it raises an error", "leave": "it calls sys.exit",
           "exit": "it calls os._exit"}
-READING = {"read": "io.Input.chunk", "exchange": "redistribute.Redistribution._trade"}
-WRITING = {"write": "io.Output.write", "commit": "io.Output.commit"}
-FORWARD = {"planning": "mesh.Mesh.__init__", "steps": "executor.Executor._run_block"}
-CACHE = {"append": "kvcache.KVCache.append", "decode": "combine.Combiner.run"}
-PHASES = {"run": READING | FORWARD | WRITING, "backward": FORWARD | {"read again": "io.Input.tokens"} | WRITING,
-          "decode": {"read": "io.Input.tokens", "decode": CACHE["decode"]} | WRITING,
+READING = {"read": "files.io.Input.chunk", "exchange": "comm.redistribute.Redistribution._trade"}
+WRITING = {"write": "files.io.Output.write", "commit": "files.io.Output.commit"}
+FORWARD = {"planning": "comm.mesh.Mesh.__init__", "steps": "engine.executor.Executor._run_block"}
+CACHE = {"append": "decode.cache.KVCache.append", "decode": "decode.combine.Combiner.run"}
+PHASES = {"run": READING | FORWARD | WRITING, "backward": FORWARD | {"read again": "files.io.Input.tokens"} | WRITING,
+          "decode": {"read": "files.io.Input.tokens", "decode": CACHE["decode"]} | WRITING,
           "program": FORWARD | CACHE, "mpi4py program": FORWARD | CACHE}
 CALLS = {"steps": 6, "append": 3, "decode": 3}          # a program comes to a phase that often, at least
 # What the launcher says, or `python -m mpi4py`, before mpiattn can.
@@ -56,12 +56,14 @@ COMMANDS = {"run": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--tile", 
 RANK = """
 import importlib, os, signal, sys, time
 subject, place, fault, victim, call, mark, *arguments = sys.argv[1:]
-from mpiattn.cli import launch_rank, main, startup, witness
+from mpiattn.cli import main
+from mpiattn.console import startup, witness
+from mpiattn.system.launch_variables import launch_rank
 command = not subject.endswith("program")
 if command:
     witness.watch(launch_rank())             # before MPI starts, as the command does
     startup.defer()
-module, owner, name = place.split(".")
+module, owner, name = place.rsplit(".", 2)
 owner = getattr(importlib.import_module(f"mpiattn.{module}"), owner)
 original, calls = getattr(owner, name), []
 

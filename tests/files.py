@@ -3,11 +3,11 @@
 import h5py
 import numpy as np
 
-from mpiattn import reference
+from mpiattn.verify import reference
 
 # A program: the command line, in whose first block rank 1 raises.
 RANK_1_RAISES = """
-import sys, mpiattn.executor as e
+import sys, mpiattn.engine.executor as e
 from mpi4py import MPI
 def broken(self, u, w):
     if MPI.COMM_WORLD.rank == 1: raise ZeroDivisionError('on purpose')

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mpiattn.backends import kernel_table
+from mpiattn.backends.cuda import kernel_table
 
 
 def main():

@@ -18,8 +18,8 @@ from typing import NamedTuple
 if importlib.util.find_spec("mpiattn") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mpiattn.backends import nvrtc
-from mpiattn.backends.kernel_tiles import attention_kernel
+from mpiattn.backends.cuda import nvrtc
+from mpiattn.backends.cuda.tile_table import attention_kernel
 
 PRODUCTS = {"forward": 2, "decode": 2, "gradient_q": 3, "gradient_kv": 4}             # of a tile
 KINDS = {

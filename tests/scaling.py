@@ -26,12 +26,12 @@ from typing import NamedTuple
 import netcluster
 import numpy as np
 
-from mpiattn import choice
-from mpiattn.machine import load
-from mpiattn.problem import Problem
-from mpiattn.tiling import parse_tile
-from mpiattn.tiling import tiles as every_tile
-from mpiattn.traffic import mean_sent
+from mpiattn.model import search
+from mpiattn.model.machine import load
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule.tile import parse_tile
+from mpiattn.schedule.tile import tiles as every_tile
+from mpiattn.schedule.travels import mean_sent
 
 PAYLOAD = 0.94             # share of a card's rate that is left for messages, as tests/netcluster.py says
 LATENCY = 1e-3             # seconds of a message between two of such hosts, which share two cores
@@ -246,7 +246,7 @@ def predict(lab, hosts):
         for few, case in product((4, 16), data["cases"]):
             on = load(lab.folder / f"tuned-on-{few}.json").paced(speed * 1e9)
             shape = parse_tile(case["tile"], n)
-            predicted, = choice.evaluate(problem, n, kinds=("greedy",), shapes=[shape], machine=on, direction="both")
+            predicted, = search.evaluate(problem, n, kinds=("greedy",), shapes=[shape], machine=on, direction="both")
             lab.claim(f"{case['tile']}: predicted by {few} hosts over measured",
                       predicted.seconds / seconds(case["passes"], "both"), 0.8, 1.2)
 

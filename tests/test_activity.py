@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from mpiattn.activity import Activity
-from mpiattn.layout import Layout
-from mpiattn.mask import Group, Mask
-from mpiattn.reference import visible_keys
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.mask import Group, Mask
+from mpiattn.schedule.needed import Activity
+from mpiattn.verify.reference import visible_keys
 
 CUTS = Group(np.array([0, 7, 7, 20]), np.array([2, 9, 15, 17]))
 OTHER = Group(np.array([1, 3, 11, 23]), np.array([0, 4, 5, 17]), np.array([9, 0, 2]), np.array([True, False, True]))

@@ -34,7 +34,7 @@ def test_right(tmp_path, n, options, shape):
     """In several pieces, and verified; OUT has the axes of IN."""
     natural = write_input(tmp_path / "natural.h5", **shape)
     source = turned(natural, tmp_path / "in.h5")
-    code = ("import mpiattn.redistribute as r; r.PIECE_BYTES = 5_000; "
+    code = ("import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 5_000; "
             "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     outcome = mpirun(n, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--axes", "bhsd", "--verify",
                          *options])

@@ -9,9 +9,9 @@ from blocks import chunks, dense, everything, partial, windows
 from dense import bits, error, largest
 
 from mpiattn import backends
-from mpiattn.backends import numpy as numpy_backend
-from mpiattn.backends import tiles
-from mpiattn.backends.halves import widen
+from mpiattn.backends.numpy import backend as numpy_backend
+from mpiattn.backends.numpy import tiles
+from mpiattn.backends.numpy.widen import widen
 
 NAMES = ("numpy", "deferred")
 LIMIT = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-6}      # of max|reference|; float16 accumulates in float32

@@ -7,7 +7,7 @@ import sys
 import pytest
 from launch import TESTS, mpirun
 
-from mpiattn.backends import emulated
+from mpiattn.backends.testing import emulated
 
 KERNEL = [sys.executable, "-m", "mpiattn", "bench", "--kernel", "--seqlen", "70", "--heads", "2", "--head-dim", "16",
           "--runs", "2", "--decode-keys", "150", "--carry-keys", "33"]
@@ -46,7 +46,7 @@ def test_sections(tmp_path, backend, dtype):
 @pytest.mark.parametrize("broken, told", [("attend", "against float64"), ("attend_backward", "against float64"),
                                           ("attend_pages", "over 150 keys")])
 def test_a_wrong_result_is_not_measured(broken, told):
-    code = (f"import sys; from mpiattn.backends.numpy import NumpyBackend as B; right = B.{broken}\n"
+    code = (f"import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; right = B.{broken}\n"
             "def wrong(self, q, *rest, **more):\n"
             "    right(self, q * 1.1, *rest, **more)\n"
             f"B.{broken} = wrong\n"

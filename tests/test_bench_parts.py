@@ -8,7 +8,7 @@ from mpiattn.bench.cases import cases, tile_names
 from mpiattn.bench.summary import Pass, passes_of
 from mpiattn.bench.tensors import Tensors
 from mpiattn.errors import ArgumentError
-from mpiattn.problem import Problem
+from mpiattn.problem.problem import Problem
 
 
 def test_cases():

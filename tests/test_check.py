@@ -11,8 +11,8 @@ import time
 import launch
 import pytest
 
-from mpiattn import host
-from mpiattn.gpuprobe import SENDING, probe
+from mpiattn.system import host
+from mpiattn.system.gpu_probe import SENDING, probe
 
 CHECK = [sys.executable, "-m", "mpiattn", "check"]
 # Spoils something on this rank, then runs the command line.
@@ -104,14 +104,14 @@ def test_srun_without_an_interface_to_mpi():
 
 
 def test_versions_that_differ():
-    spoil = ("from mpiattn import host\nhonest = host.version\n"
+    spoil = ("from mpiattn.system import host\nhonest = host.version\n"
              "host.version = lambda *names: '0.1' if rank and 'mpi4py' in names else honest(*names)")
     items, *_ = check(3, spoil=spoil, code=1)
     assert items["versions"]["status"] == "FAIL" and "0.1 on ranks 1-2" in items["versions"]["text"]
 
 
 def test_wrong_results():
-    spoil = ("from mpiattn.backends.numpy import NumpyBackend\nhonest = NumpyBackend.merge\n"
+    spoil = ("from mpiattn.backends.numpy.backend import NumpyBackend\nhonest = NumpyBackend.merge\n"
              "def merge(self, out, lse, *others, **how):\n"
              "    event = honest(self, out, lse, *others, **how)\n"
              "    out *= 1 + 1e-3 * (rank == 1)\n"
@@ -142,7 +142,7 @@ def test_ranks_that_see_another_folder(tmp_path):
 def test_a_rank_that_stops(tmp_path, place):
     spoil = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"         # at the start
     if place == "facts.inside":                   # in a call of MPI that has no nonblocking form, once all had come
-        spoil = ("import signal\nfrom mpi4py import MPI\nfrom mpiattn import mesh\nhonest = mesh.blocking\n"
+        spoil = ("import signal\nfrom mpi4py import MPI\nfrom mpiattn.comm import mesh\nhonest = mesh.blocking\n"
                  "def blocking(peers, call):\n"
                  "    if rank == 1:\n"
                  "        peers.barrier()\n"

@@ -3,7 +3,7 @@
 import pytest
 
 from mpiattn.check import judge_launch, judge_node, judge_work
-from mpiattn.check.item import Item, ranks_text
+from mpiattn.check.report_item import Item, ranks_text
 from mpiattn.cli.check import as_text
 
 MPI = {"library": "MPI 1", "standard": "4.1", "thread_level": "MULTIPLE", "largest_tag": 2 ** 20, "gpu_aware": False,

@@ -9,8 +9,8 @@ import sys
 import launch
 import pytest
 
-from mpiattn import host
-from mpiattn.gpuaware import verdict
+from mpiattn.system import host
+from mpiattn.system.gpu_aware_mpi import verdict
 
 INFO = [sys.executable, "-m", "mpiattn", "info"]
 

@@ -10,14 +10,15 @@ from dataclasses import replace
 import launch
 import pytest
 
-from mpiattn import choice, cost, traffic
 from mpiattn.cli import main
-from mpiattn.cli.jsonfile import write_json
 from mpiattn.cli.plan import picture
+from mpiattn.console.json_file import write_json
 from mpiattn.errors import FileError
-from mpiattn.layout import Layout
-from mpiattn.machine import DEFAULT
-from mpiattn.problem import Problem
+from mpiattn.model import cost, search
+from mpiattn.model.machine import DEFAULT
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule import travels
 
 MHA = ["--seqlen", "1048576", "--heads", "32", "--head-dim", "128"]
 
@@ -78,7 +79,7 @@ def test_bytes_are_those_that_ranks_send(capsys, route):
     lengths = Layout("contiguous", 1003, 6).lengths, Layout("contiguous", 509, 6).lengths
     assert [row["tile"] for row in data["tiles"]] == ["1x6", "2x3", "3x2", "6x1"]
     for a, b in [(1, 6), (2, 3), (3, 2), (6, 1)]:
-        sent = [traffic.sent(problem, *lengths, a, b, rank, route) for rank in range(6)]
+        sent = [travels.sent(problem, *lengths, a, b, rank, route) for rank in range(6)]
         told = row(data, f"{a}x{b}")["sent_bytes"]
         means = [sum(values) / 6 for values in zip(*sent)]
         assert [told[kind] for kind in ("Q", "KV", "O")] == pytest.approx(means)
@@ -89,7 +90,7 @@ def test_bytes_are_those_that_ranks_send(capsys, route):
 def test_choice_is_that_of_cost(capsys, schedule):
     data = as_json(capsys, "--ranks", 12, "--seqlen", 5000, "--heads", 4, "--head-dim", 16, "--schedule", schedule)
     kinds = cost.SCHEDULES if schedule == "auto" else (schedule,)
-    best = choice.evaluate(Problem(5000, 4, 16), 12, kinds=kinds)[0]
+    best = search.evaluate(Problem(5000, 4, 16), 12, kinds=kinds)[0]
     chosen = row(data, data["auto"])
     assert data["auto"] == data["tile"] == f"{best.a}x{best.b}"
     assert (chosen["schedule"], chosen["seconds"], chosen["memory_bytes"]) == (best.schedule, best.seconds, best.nbytes)
@@ -187,18 +188,18 @@ def test_steps(capsys, kind):
 
 def test_backward_and_both(capsys):
     tables = {direction: as_json(capsys, "--ranks", 12, *MHA, "--direction", direction, "--steps")
-              for direction in choice.DIRECTIONS}
+              for direction in search.DIRECTIONS}
     problem = Problem(1048576, 32, 128)
     for tile in ("1x12", "3x4", "12x1"):
         a, b = map(int, tile.split("x"))
         sent = {direction: row(data, tile)["sent_bytes"] for direction, data in tables.items()}
-        assert sent["backward"]["total"] == pytest.approx(traffic.mean_sent(problem, 12, a, b, "backward"), rel=1e-5)
+        assert sent["backward"]["total"] == pytest.approx(travels.mean_sent(problem, 12, a, b, "backward"), rel=1e-5)
         assert list(sent["backward"]) == ["Q", "KV", "dQ", "dKV", "total"]
         assert sent["both"] == {"forward": sent["forward"]["total"], "backward": sent["backward"]["total"],
                                 "total": sent["forward"]["total"] + sent["backward"]["total"]}
     assert list(tables["both"]["steps"]) == ["forward", "backward"]
     assert row(tables["backward"], "3x4")["saving_elements"] == pytest.approx(1 - (3 * 2 + 4 * 3) / (4 * 11))
-    for direction in choice.DIRECTIONS:
+    for direction in search.DIRECTIONS:
         text = plan(capsys, "--ranks", 12, *MHA, "--direction", direction)
         assert direction in text.splitlines()[0] and "<- auto" in text
 

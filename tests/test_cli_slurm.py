@@ -3,7 +3,7 @@
 import pytest
 
 from mpiattn.cli import main
-from mpiattn.sources import slurm_dir
+from mpiattn.system.sources import slurm_dir
 
 SCRIPTS = {"README.md", "env.sh", "launch.sh", "check.sbatch", "run.sbatch", "bench.sbatch", "scaling.py"}
 

@@ -5,7 +5,8 @@ import sys
 import pytest
 from launch import mpirun
 
-from mpiattn.cli import main, suggest
+from mpiattn.cli import main
+from mpiattn.console import suggest
 
 
 @pytest.mark.parametrize("line, meant", [

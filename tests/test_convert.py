@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from files import bfloat16_type, write_input
 
-from mpiattn import tensorfiles
 from mpiattn.cli import convert, main
+from mpiattn.files import tensor_files
 
 SHAPES = {"q": (2, 33, 4, 8), "k": (2, 21, 2, 8), "v": (2, 21, 2, 5), "dout": (2, 33, 4, 5)}
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
@@ -207,7 +207,7 @@ def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch, package, cont
                                           ((2, 0, 3), 5)])
 def test_pieces(shape, limit):
     array = np.arange(np.prod(shape)).reshape(shape)
-    found = [array[index].ravel() for index in tensorfiles.pieces(shape, limit)]
+    found = [array[index].ravel() for index in tensor_files.pieces(shape, limit)]
     assert np.array_equal(np.concatenate([*found, []]), array.ravel())
     assert all(len(piece) <= limit for piece in found)
 
@@ -220,7 +220,7 @@ def test_larger_than_memory(tmp_path, kind):
     code = ("import re, sys; from mpiattn.cli import main\n"
             "import h5py, numpy, tqdm\n"
             "peak = []\n"
-            "from mpiattn import hdf5; write = hdf5.write\n"
+            "from mpiattn.files import hdf5; write = hdf5.write\n"
             "def noted(*given):\n"
             "    write(*given)\n"
             "    peak.append(int(re.search(r'RssAnon:\\s*(\\d+)', open('/proc/self/status').read())[1]))\n"

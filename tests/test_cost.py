@@ -2,14 +2,15 @@
 
 import pytest
 
-from mpiattn import ArgumentError, choice, cost, memory
-from mpiattn.layout import Layout
-from mpiattn.load import Load, block_pairs
-from mpiattn.machine import Link, Machine
-from mpiattn.problem import Problem
-from mpiattn.simulate import simulate
-from mpiattn.tiling import tiles
-from mpiattn.traffic import mean_sent
+from mpiattn import ArgumentError
+from mpiattn.model import cost, memory, search
+from mpiattn.model.machine import Link, Machine
+from mpiattn.model.simulate import simulate
+from mpiattn.model.workload import Load, block_pairs
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule.tile import tiles
+from mpiattn.schedule.travels import mean_sent
 
 
 def machine(flops, bandwidth, latency=0.0, launch=0.0, **more):
@@ -22,26 +23,26 @@ PROBLEM = Problem(seqlen=1 << 20, heads=32, head_dim=128, dtype="float16")
 
 
 def test_every_tile_with_every_schedule_best_first():
-    choices = choice.evaluate(PROBLEM, 12)
+    choices = search.evaluate(PROBLEM, 12)
     assert sorted((c.a, c.b, c.schedule) for c in choices) == sorted(
         (a, b, kind) for a, b in tiles(12) for kind in cost.SCHEDULES)
     least = min(c.seconds for c in choices)
-    assert choices[0].seconds <= (1 + choice.SAME_TIME) * least
-    slower = [c.seconds for c in choices if c.seconds > (1 + choice.SAME_TIME) * least]
+    assert choices[0].seconds <= (1 + search.SAME_TIME) * least
+    slower = [c.seconds for c in choices if c.seconds > (1 + search.SAME_TIME) * least]
     assert slower == sorted(slower) == [c.seconds for c in choices[len(choices) - len(slower):]]
 
 
 def test_ties_go_to_the_least_traffic():
     """Where compute hides everything, times agree, and the tile with the least traffic is taken."""
-    best = choice.evaluate(PROBLEM, 16, machine=machine(flops=1e6, bandwidth=1e15))[0]
+    best = search.evaluate(PROBLEM, 16, machine=machine(flops=1e6, bandwidth=1e15))[0]
     assert mean_sent(PROBLEM, 16, best.a, best.b) == min(mean_sent(PROBLEM, 16, a, b) for a, b in tiles(16))
 
 
 def test_a_slow_network_wants_little_traffic():
     slow = machine(flops=60e9, bandwidth=1e6)
-    best = choice.evaluate(PROBLEM, 64, machine=slow)[0]
+    best = search.evaluate(PROBLEM, 64, machine=slow)[0]
     assert mean_sent(PROBLEM, 64, best.a, best.b) == min(mean_sent(PROBLEM, 64, a, b) for a, b in tiles(64))
-    ring = choice.evaluate(PROBLEM, 64, machine=slow, shapes=[(1, 64)])[0]
+    ring = search.evaluate(PROBLEM, 64, machine=slow, shapes=[(1, 64)])[0]
     assert ring.seconds > 3 * best.seconds
 
 
@@ -68,7 +69,7 @@ def test_the_slowest_rank_counts():
     problem = Problem(seqlen=800, heads=2, head_dim=5, causal=True)
     seconds = {}
     for kind in ("contiguous", "zigzag", "striped"):
-        best = choice.evaluate(problem, 8, shapes=[(1, 8)], pairs=choice.layouts(kind, problem, 8), machine=slow)[0]
+        best = search.evaluate(problem, 8, shapes=[(1, 8)], pairs=search.layouts(kind, problem, 8), machine=slow)[0]
         seconds[kind] = best.seconds
         assert best.seconds == pytest.approx(best.balance * problem.flops / 8 / 1e6)
     assert seconds["contiguous"] > 1.8 * seconds["zigzag"]
@@ -77,7 +78,7 @@ def test_the_slowest_rank_counts():
 
 def test_auto_layout_balances_work_and_sends_little():
     def best(ranks=8, **mask):
-        found = choice.evaluate(Problem(seqlen=8000, heads=4, head_dim=16, **mask), ranks)[0]
+        found = search.evaluate(Problem(seqlen=8000, heads=4, head_dim=16, **mask), ranks)[0]
         assert found.balance < 1.02
         return found
     assert best().layouts[0].kind == "contiguous"
@@ -90,8 +91,8 @@ def test_auto_layout_balances_work_and_sends_little():
 
 
 def test_both_passes_are_the_sum_of_each():
-    one = {direction: choice.evaluate(PROBLEM, 16, shapes=[(4, 4)], kinds=("greedy",), direction=direction)[0]
-           for direction in choice.DIRECTIONS}
+    one = {direction: search.evaluate(PROBLEM, 16, shapes=[(4, 4)], kinds=("greedy",), direction=direction)[0]
+           for direction in search.DIRECTIONS}
     assert one["both"].seconds == one["forward"].seconds + one["backward"].seconds
     assert one["both"].sent_bytes == one["forward"].sent_bytes + one["backward"].sent_bytes
     assert one["backward"].sent_bytes == mean_sent(PROBLEM, 16, 4, 4, "backward")
@@ -113,9 +114,9 @@ def test_memory_is_what_buffers_take(wire_dtype):
     """Against the arenas that a plan would really make, for even chunks."""
     from types import SimpleNamespace
 
-    from mpiattn.backends.numpy import NumpyBackend
-    from mpiattn.buffers import Buffers
-    from mpiattn.passes import Forward
+    from mpiattn.backends.numpy.backend import NumpyBackend
+    from mpiattn.engine.buffers import Buffers
+    from mpiattn.engine.passes import Forward
     problem = Problem(seqlen=96, heads=4, kv_heads=2, head_dim=8, value_dim=6, batch=2, dtype="float16",
                       wire_dtype=wire_dtype)
     layout = Layout("striped", 96, 12)
@@ -131,6 +132,6 @@ def test_memory_is_what_buffers_take(wire_dtype):
 
 def test_wrong_arguments():
     with pytest.raises(ArgumentError, match="scenic"):
-        choice.evaluate(PROBLEM, 4, route="scenic")
+        search.evaluate(PROBLEM, 4, route="scenic")
     with pytest.raises(ArgumentError, match=r"lazy.*greedy, collective"):
         cost.build("lazy", 2, 2, "direct", PROBLEM)

@@ -14,13 +14,14 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
-from mpiattn.arrays import on_host
-from mpiattn.backends import cuda, emulated
+from mpiattn.backends.cuda import backend
+from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
+from mpiattn.comm.peers import Peers
+from mpiattn.comm.transport import check_transport
+from mpiattn.engine.folding import on_host
 from mpiattn.errors import ArgumentError, MpiattnError
-from mpiattn.peers import Peers
-from mpiattn.transport import check_transport
-from mpiattn.tuned import key_of
+from mpiattn.model.tuned import key_of
 
 needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 
@@ -57,7 +58,7 @@ def test_commands_and_one_call(tmp_path):
 @pytest.fixture
 def gpu():
     with fake_cupy.install():
-        cuda._dealt.clear()
+        backend._dealt.clear()
         made = backends.get("cuda")
         yield made
         made.close()
@@ -92,7 +93,7 @@ def test_a_block(gpu):
 
 def test_pieces_are_ready_one_after_another(gpu, monkeypatch):
     """Of what leaves and what comes, and the memory in between is used again."""
-    monkeypatch.setattr(cuda, "PIECE", 1000)
+    monkeypatch.setattr(backend, "PIECE", 1000)
     sent = np.arange(777, dtype=np.float32)
     array, arrived = gpu.contiguous(sent), gpu.empty((777,), "float32")
     gpu.begin()
@@ -185,10 +186,10 @@ def test_every_launch_is_between_begin_and_finish(gpu, monkeypatch, tmp_path):
             method(self)
             change()
         return pass_it
-    for name in cuda.LAUNCHES:
-        monkeypatch.setattr(cuda.CudaBackend, name, recorded(name, getattr(cuda.CudaBackend, name)))
+    for name in backend.LAUNCHES:
+        monkeypatch.setattr(backend.CudaBackend, name, recorded(name, getattr(backend.CudaBackend, name)))
     for name, change in (("begin", lambda: inside.append(1)), ("finish", inside.clear)):
-        monkeypatch.setattr(cuda.CudaBackend, name, edge(getattr(cuda.CudaBackend, name), change))
+        monkeypatch.setattr(backend.CudaBackend, name, edge(getattr(backend.CudaBackend, name), change))
 
     def call(method, *arguments, **options):
         made.clear()
@@ -236,10 +237,10 @@ def test_memory_goes_back_to_those_whose_it_is(gpu):
 def test_devices(gpu):
     """Ranks of a node take turns; the caller's own choice is respected, and arrays on another GPU are refused."""
     fake_cupy._devices[:], gpu.device = [0], 0
-    cuda._dealt.clear()
-    assert [cuda.choose_device(fake_cupy, 3), cuda.choose_device(fake_cupy, 0)] == [1, 1]
+    backend._dealt.clear()
+    assert [backend.choose_device(fake_cupy, 3), backend.choose_device(fake_cupy, 0)] == [1, 1]
     fake_cupy.Device(0).use()
-    assert cuda.choose_device(fake_cupy, 1) == 0
+    assert backend.choose_device(fake_cupy, 1) == 0
     with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; it must be on GPU 0"):
         gpu.array("q", fake_cupy.empty((3,)))
     with fake_cupy.Device(1):                      # as in a thread of the caller's, where no GPU has been chosen

@@ -10,7 +10,7 @@ import pytest
 from files import write_input
 from launch import mpirun
 
-from mpiattn import reference
+from mpiattn.verify import reference
 
 DECODE = [sys.executable, "-m", "mpiattn", "decode"]
 

@@ -18,17 +18,18 @@ RANKS = 4
 TIMEOUT = 2.0             # seconds that a rank waits for others, on a quiet machine
 SOON = 30.0               # seconds within which a job must end, from its start
 FATES = "raise", "SIGKILL", "SIGSTOP"
-PHASES = {"read": "io.Input.chunk", "exchange": "redistribute.Redistribution._trade",
-          "steps": "executor.Executor._run_block", "write": "io.Output.write"}
+PHASES = {"read": "files.io.Input.chunk", "exchange": "comm.redistribute.Redistribution._trade",
+          "steps": "engine.executor.Executor._run_block", "write": "files.io.Output.write"}
 
 # Lets a rank meet its fate where a method is first called, then runs the command line.
 DRIVER = """
 import importlib, os, signal, sys
 fate, victim, place, *arguments = sys.argv[1:]
-from mpiattn.cli import launch_rank, witness
+from mpiattn.console import witness
+from mpiattn.system.launch_variables import launch_rank
 witness.watch(launch_rank())                   # before MPI starts, as the command does
 from mpi4py import MPI
-module, owner, name = place.split(".")
+module, owner, name = place.rsplit(".", 2)
 owner = getattr(importlib.import_module(f"mpiattn.{module}"), owner)
 original = getattr(owner, name)
 

@@ -10,7 +10,7 @@ import pytest
 from files import assert_right, bfloat16_type, write_input
 from launch import mpirun
 
-from mpiattn import reference
+from mpiattn.verify import reference
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 MAIN = "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -36,12 +36,12 @@ def left_in(folder):
 
 # IN is cut short
 
-CUT_AT_READ = ("import os, mpiattn.hdf5 as h; read = h.read",
+CUT_AT_READ = ("import os, mpiattn.files.hdf5 as h; read = h.read",
                "def cut(*args):",
                "    os.truncate(sys.argv[2], 40_000)        # as another process would",
                "    return read(*args)",
                "import sys; h.read = cut")
-CUT_AT_VERIFY = ("import os, sys, mpiattn.verify as v; verify = v.verify",
+CUT_AT_VERIFY = ("import os, sys, mpiattn.verify.compare as v; verify = v.verify",
                  "def cut(peers, *args, **how):",
                  "    os.truncate(sys.argv[2], 40_000)",
                  "    peers.barrier()",
@@ -62,7 +62,7 @@ def test_in_is_cut_short_while_it_is_read(tmp_path, lines):
 @pytest.mark.parametrize("argument, victim", [("CACHE", 0), ("QUERIES", 1)])
 def test_cache_and_queries_are_cut_short(tmp_path, argument, victim):
     files = [write_input(tmp_path / "cache.h5"), write_input(tmp_path / "q.h5", k=None, v=None, seqlen=30)]
-    cut = ("import os, sys, mpiattn.hdf5 as h; read = h.read",
+    cut = ("import os, sys, mpiattn.files.hdf5 as h; read = h.read",
            "def cut(*args):",
            f"    os.truncate(sys.argv[{2 + victim}], 4000)",
            "    return read(*args)",
@@ -149,7 +149,7 @@ def test_other_opaque_elements(tmp_path):
 # Writing fails
 
 # From the first tensor on, what HDF5 writes to OUT is refused, as by a file system that has become read-only.
-REFUSED = ("import os, sys, mpiattn.hdf5 as h; write = h.write",
+REFUSED = ("import os, sys, mpiattn.files.hdf5 as h; write = h.write",
            "def refused(dataset, *args):",
            "    descriptor = os.open(dataset.file.filename, os.O_RDONLY)",
            "    os.dup2(descriptor, dataset.file.id.get_vfd_handle())",

@@ -7,7 +7,7 @@ from blocks import MASKS, chunks, dense, dense_gradients, everything, windows
 from dense import bits, error, largest
 
 from mpiattn import backends
-from mpiattn.backends import emulated
+from mpiattn.backends.testing import emulated
 
 pytestmark = [pytest.mark.workshop,
               pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]

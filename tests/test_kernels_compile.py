@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
-from mpiattn.backends import kernel_source, kernel_table, kernel_tiles, nvrtc
-from mpiattn.backends.kernel_launches import cast_kernel, hulls_kernel, partials_kernel
-from mpiattn.backends.kernel_tiles import PROCESSORS, TILES, attention_kernel, blocks_per_processor
+from mpiattn.backends.cuda import kernel_source, kernel_table, nvrtc, tile_table
+from mpiattn.backends.cuda.launches import cast_kernel, hulls_kernel, partials_kernel
+from mpiattn.backends.cuda.tile_table import PROCESSORS, TILES, attention_kernel, blocks_per_processor
 from mpiattn.errors import ArgumentError, MpiattnError
-from mpiattn.sources import kernel_dir
+from mpiattn.system.sources import kernel_dir
 
 pytestmark = pytest.mark.workshop
 
@@ -50,7 +50,7 @@ def test_every_kernel_compiles(architecture):
         kernels += [attention_kernel(work, *of, number)[0]
                     for of in (("float16", 128, 64, 8, 2), ("float32", 60, 36, 3, 1))]
     kernels += [attention_kernel("decode", dtype, 128, 128, 8, 2, number, page_size=16)[0] for dtype in DTYPES.values()]
-    kernels.append(hulls_kernel(3, kernel_tiles.tile("gradient_kv", 2, 128, 128, number)))
+    kernels.append(hulls_kernel(3, tile_table.tile("gradient_kv", 2, 128, 128, number)))
     for kernel, report in zip(kernels, nvrtc.build_all(kernels, architecture)):
         assert report.cubin[:4] == b"\x7fELF", kernel
         assert "warning" not in report.log.lower(), report.log
@@ -61,7 +61,7 @@ def test_the_compiler_says_what_is_wrong():
     kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0, 80)
     wrong = kernel._replace(defines=tuple((name, 1024 if name == "SHARED_BYTES" else value)
                                           for name, value in kernel.defines))
-    with pytest.raises(MpiattnError, match=r"kernel_tiles\.py"):
+    with pytest.raises(MpiattnError, match=r"tile_table\.py"):
         nvrtc.build(wrong, "sm_80")
 
 
@@ -100,8 +100,8 @@ def test_every_tile_fits():
             assert kernel.shared_bytes <= processor.block_shared * 1024, (architecture, work, dtype, dim)
             assert blocks_per_processor(kernel, 255, architecture) >= 1, (architecture, work, dtype, dim)
             assert cut.rows % (16 * cut.warps) == 0 and cut.columns % 16 == 0
-    assert all(max(by_dim) == kernel_tiles.LARGEST_DIM for sizes in TILES.values() for by_dim in sizes.values())
-    assert kernel_tiles.table(121) == kernel_tiles.table(120) == kernel_tiles.table(89) != kernel_tiles.table(90)
+    assert all(max(by_dim) == tile_table.LARGEST_DIM for sizes in TILES.values() for by_dim in sizes.values())
+    assert tile_table.table(121) == tile_table.table(120) == tile_table.table(89) != tile_table.table(90)
 
 
 def test_blocks_of_a_multiprocessor():

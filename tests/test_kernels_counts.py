@@ -6,7 +6,7 @@ The limits are what the compiler of CUDA 13 makes of them, with a little room fo
 import pytest
 import sass
 
-from mpiattn.backends import nvrtc
+from mpiattn.backends.cuda import nvrtc
 
 WHY = nvrtc.missing() or (None if sass.nvdisasm() else "nvdisasm is not here (extra cuda-compile)")
 pytestmark = pytest.mark.workshop

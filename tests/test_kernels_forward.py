@@ -8,10 +8,10 @@ from blocks import EPSILON, MASKS, NOISE, assert_rounded, chunks, dense, everyth
 from dense import bits, error, largest
 
 from mpiattn import backends
-from mpiattn.backends import emulated
-from mpiattn.backends.kernel_launches import partials_kernel
-from mpiattn.backends.kernels import KernelLaunches
-from mpiattn.backends.numpy import NumpyBackend
+from mpiattn.backends.cuda.kernels import KernelLaunches
+from mpiattn.backends.cuda.launches import partials_kernel
+from mpiattn.backends.numpy.backend import NumpyBackend
+from mpiattn.backends.testing import emulated
 from mpiattn.errors import ArgumentError
 
 pytestmark = [pytest.mark.workshop,

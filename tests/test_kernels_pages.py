@@ -7,8 +7,8 @@ from blocks import MASKS, assert_rounded, windows
 from dense import bits, error, largest
 
 from mpiattn import backends
-from mpiattn.backends import emulated
-from mpiattn.backends.kernel_tiles import DECODE_ROWS
+from mpiattn.backends.cuda.tile_table import DECODE_ROWS
+from mpiattn.backends.testing import emulated
 
 pytestmark = [pytest.mark.workshop,
               pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]

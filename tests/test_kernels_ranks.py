@@ -6,7 +6,7 @@ import pytest
 from files import assert_right, write_input
 from launch import mpirun
 
-from mpiattn.backends import emulated
+from mpiattn.backends.testing import emulated
 
 pytestmark = [pytest.mark.workshop,
               pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]

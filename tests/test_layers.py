@@ -13,28 +13,16 @@ pytestmark = pytest.mark.workshop
 PACKAGE = launch.ROOT / "mpiattn"
 
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
-LAYERS = [
-    {"errors", "reference", "", "host", "newfile", "partials", "finite"},
-    {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load", "cost",
-     "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "documents", "activity", "mesh",
-     "blocking", "peers", "channel", "endings", "collective_calls", "agreement", "exchange", "redistribute", "tuned",
-     "gpuaware", "gpuprobe", "transport", "installation",
-     "hdf5", "tensorfiles", "backends", "arrays", "tensors",
-     "ledger", "pages", "tree"},
-    {"buffers", "passes", "executor", "combine"},
-    {"plan", "description", "planning", "oneshot", "merging", "io", "verify", "verify_gradients", "torch", "tuning",
-     "kvcache", "cachefile", "decoding", "decode", "rings", "verify_decode"},
-    {"check"},
-    {"cli", "bench", "plots", "__main__"},
-]
-PURE = {"mask", "layout", "schedule", "greedy", "collective", "validate", "problem", "tiling", "traffic", "load",
-        "cost", "memory", "machine", "machines", "timeline", "simulate", "choice", "sources", "errors", "reference",
-        "newfile", "partials", "finite", "documents", "activity", "ledger", "pages", "tree",
-        "tensors"}
-NO_MPI = PURE | {"backends", "buffers", "passes", "executor", "hdf5", "tensorfiles", "host",
-                 ""}                                                                    # at import; below them, on call
-ARITHMETIC = {"schedule", "greedy", "collective", "validate", "tiling", "errors", "sources", "machine", "timeline",
-              "tree", ""}                                                               # without NumPy
+# Packages, the lowest first, as README.md draws them: each may import from those before it, from `errors` and, for the
+# version, from `mpiattn` itself.
+ROOMS = ["system", "problem", "schedule", "model", "backends", "comm", "engine", "files", "verify", "plan", "decode",
+         "tuning", "check", "console", "plots", "bench", "cli"]
+TOP = {"", "__main__", "errors", "torch"}                                   # the modules that are in no package
+NO_MPI = {"problem", "schedule", "model", "backends", "engine", "plots", "errors", ""}
+PURE = {"problem", "schedule", "model", "errors", "verify.reference", "files.finite", "decode.token_owners",
+        "system.atomic_file", "system.partial_files", "system.sources"}
+ARITHMETIC = {"schedule.steps", "schedule.greedy", "schedule.collective", "schedule.validate", "schedule.tile",
+              "schedule.reduction", "schedule.timeline", "model.machine", "errors", "system.sources", ""}
 LINES = 400
 
 
@@ -71,33 +59,42 @@ def imports(module):
     return frozenset(inside - {module}), frozenset(outside)
 
 
-def layer_of(module):
-    found = [i for i, layer in enumerate(LAYERS) if part(module) in layer]
-    assert found, f"mpiattn/{module}.py has no layer: give it one here"
-    return found[0]
+def within(module, names):
+    """Whether a module or a package that holds it is among the names."""
+    return module in names or part(module) in names
+
+
+def test_every_module_has_a_room():
+    assert {part(module) for module in MODULES} - TOP == set(ROOMS)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down(module):
     inside, outside = imports(module)
-    up = {other for other in inside if layer_of(other) > layer_of(module)}
-    assert not up, f"{module} imports from a layer above: {up}"
+    below = ROOMS if part(module) in TOP else ROOMS[:ROOMS.index(part(module)) + 1]
+    up = {other for other in inside if part(other) not in {*below, "errors", ""}}
+    assert module == "__main__" or not up, f"{module} imports from a package above: {up}"
     assert "mpiattn" not in outside, "inside the package, imports are relative"
+
+
+def test_the_readme_draws_the_rooms():
+    drawing = (launch.ROOT / "README.md").read_text().split("## Inside")[1].split("```")[1]
+    rows = [line.split()[0] for line in drawing.splitlines() if line[:1].strip()]
+    assert rows == ROOMS[::-1]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_pure_modules_are_pure(module):
     inside, outside = imports(module)
-    if part(module) in PURE:
+    if within(module, PURE):
         assert not outside & {"mpi4py", "h5py", "cupy", "torch"}
-        assert not {other for other in inside if part(other) not in PURE}
-    if part(module) in NO_MPI - {"host"}:
+    if within(module, NO_MPI):
         assert "mpi4py" not in outside
-    if part(module) in ARITHMETIC:
+    if module in ARITHMETIC:
         assert "numpy" not in outside
     if part(module) == "backends":
-        assert not {other for other in inside if part(other) not in {"backends", "errors", "sources", "pages"}}
-    if module == "reference":
+        assert not {other for other in inside if not within(other, {"backends", "errors", "system.sources"})}
+    if module == "verify.reference":
         assert not inside, "the oracle shares nothing with what it judges"
 
 
@@ -150,15 +147,17 @@ def python(code):
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["mpiattn", "mpiattn.schedule", "mpiattn.greedy", "mpiattn.validate", "mpiattn.cli"])
+@pytest.mark.parametrize("module", ["mpiattn", "mpiattn.schedule.steps", "mpiattn.schedule.greedy",
+                                    "mpiattn.schedule.validate", "mpiattn.cli"])
 def test_import_loads_nothing_heavy(module):
     loaded = python(f"import sys, {module}; print(*sys.modules)").split()
     assert not {"mpi4py", "numpy", "h5py", "cupy", "torch", "tqdm"} & set(loaded)
 
 
-@pytest.mark.parametrize("module", sorted(PURE - {""}))
-def test_pure_modules_load_no_mpi(module):
-    assert "mpi4py" not in python(f"import sys, mpiattn.{module}; print(*sys.modules)").split()
+@pytest.mark.parametrize("room", sorted(NO_MPI | PURE))
+def test_pure_modules_load_no_mpi(room):
+    modules = ", ".join(f"mpiattn.{module}".rstrip(".") for module in MODULES if within(module, {room}))
+    assert "mpi4py" not in python(f"import sys, {modules}; print(*sys.modules)").split()
 
 
 def test_import_loads_little():

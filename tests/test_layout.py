@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError, Layout
-from mpiattn.layout import KINDS, even_part, within
+from mpiattn.problem.layout import KINDS, even_part, within
 
 
 def test_positions_by_hand():

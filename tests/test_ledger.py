@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from calls import calls
 
-from mpiattn import ArgumentError, Layout, tree
-from mpiattn.ledger import Ledger
-from mpiattn.machine import DEFAULT, Link
-from mpiattn.pages import Pages, stretches
+from mpiattn import ArgumentError, Layout
+from mpiattn.backends.pages import Pages, stretches
+from mpiattn.decode.token_owners import Ledger
+from mpiattn.model.machine import DEFAULT, Link
+from mpiattn.schedule import reduction
 
 
 def owners_of(layout, ranks):
@@ -170,12 +171,12 @@ def test_trees(ranks):
     rng = random.Random(ranks)
     for nodes in ([0] * ranks, [rank // 4 for rank in range(ranks)], [rng.randrange(3) for _ in range(ranks)]):
         for way in ("butterfly", "levels"):
-            have, rounds = play([tree.moves(way, nodes, rank) for rank in range(ranks)])
+            have, rounds = play([reduction.moves(way, nodes, rank) for rank in range(ranks)])
             assert len(set(map(str, have))) == 1 and sorted(leaves(have[0])) == list(range(ranks))
             power = 1 << (ranks.bit_length() - 1)
             assert way == "levels" or rounds == power.bit_length() - 1 + (2 if ranks > power else 0)
             root = rng.randrange(ranks)
-            plans = [tree.moves(way, nodes, rank, root) for rank in range(ranks)]
+            plans = [reduction.moves(way, nodes, rank, root) for rank in range(ranks)]
             have, rounds = play(plans)
             assert sorted(leaves(have[root])) == list(range(ranks))
             assert sum(move.sends for plan in plans for move in plan) == ranks - 1
@@ -186,7 +187,7 @@ def test_levels_send_once_between_nodes():
     """Of four ranks a node, one sends to other nodes."""
     nodes = [rank // 4 for rank in range(32)]
     for way, most in (("levels", 1), ("butterfly", 4)):
-        senders = {rank for rank in range(32) for move in tree.moves(way, nodes, rank)
+        senders = {rank for rank in range(32) for move in reduction.moves(way, nodes, rank)
                    if move.sends and nodes[move.peer] != nodes[rank]}
         assert all(sum(nodes[rank] == node for rank in senders) == most for node in range(8))
 
@@ -198,16 +199,16 @@ def test_choice():
 
     def seconds(way, nbytes, nodes, **links):
         links = {"inside": inside, "between": between, **links}
-        return tree.predicted_seconds(way, nbytes, nbytes // 128, nodes, **links)
-    assert tree.choose(4128, 32, apart, inside, between) == "butterfly"
-    assert tree.choose(64 * 2 ** 20, 2 ** 19, apart, inside, between) == "allreduce"
-    assert tree.choose(4128, 32, shared, inside, between) == "levels"
-    assert tree.choose(4128, 32, [0] * 64, inside, between) == "butterfly"
-    assert tree.choose(4128, 32, [0], inside, between) == "butterfly"
+        return reduction.predicted_seconds(way, nbytes, nbytes // 128, nodes, **links)
+    assert reduction.choose(4128, 32, apart, inside, between) == "butterfly"
+    assert reduction.choose(64 * 2 ** 20, 2 ** 19, apart, inside, between) == "allreduce"
+    assert reduction.choose(4128, 32, shared, inside, between) == "levels"
+    assert reduction.choose(4128, 32, [0] * 64, inside, between) == "butterfly"
+    assert reduction.choose(4128, 32, [0], inside, between) == "butterfly"
     factors = {"butterfly": [(1000, 1.0), (16_000, 9.0)], "allreduce": [(1000, 1.5)]}       # 5 of 4000 bytes
     for nbytes, way in ((500, "butterfly"), (1000, "butterfly"), (4000, "allreduce"), (10 ** 5, "allreduce")):
-        assert tree.choose(nbytes, 32, apart, inside, between, factors=factors) == way
-    assert tree.choose(4128, 32, shared, inside, between, factors={"levels": [(4000, 99.0)]}) == "butterfly"
+        assert reduction.choose(nbytes, 32, apart, inside, between, factors=factors) == way
+    assert reduction.choose(4128, 32, shared, inside, between, factors={"levels": [(4000, 99.0)]}) == "butterfly"
     assert seconds("butterfly", 0, apart) == pytest.approx(6 * between.latency)
     assert seconds("allreduce", 0, apart) == pytest.approx(12 * between.latency)
     assert seconds("butterfly", 3000, apart, between=Link(0, 1000)) == pytest.approx(18)

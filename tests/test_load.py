@@ -5,13 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from mpiattn import load, traffic
-from mpiattn.activity import Activity
-from mpiattn.layout import KINDS, Layout
-from mpiattn.load import Load, balance, block_pairs
-from mpiattn.mask import local_interval
-from mpiattn.problem import Problem
-from mpiattn.tiling import tiles
+from mpiattn.model import workload
+from mpiattn.model.workload import Load, balance, block_pairs
+from mpiattn.problem.layout import KINDS, Layout
+from mpiattn.problem.mask import local_interval
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule import travels
+from mpiattn.schedule.needed import Activity
+from mpiattn.schedule.tile import tiles
 
 
 def draw(rng):
@@ -26,7 +27,7 @@ def draw(rng):
 
 @pytest.mark.parametrize("seed", range(120))
 def test_random(seed, monkeypatch):
-    monkeypatch.setattr(load, "RUN_PIECE", 11)
+    monkeypatch.setattr(workload, "RUN_PIECE", 11)
     problem, q_layout, k_layout = draw(random.Random(seed))
     pairs, ranks = block_pairs(problem.mask, q_layout, k_layout), q_layout.chunks
     for i in range(ranks):
@@ -41,10 +42,10 @@ def test_random(seed, monkeypatch):
         activity = Activity(problem.mask, q_layout, k_layout, a, b)
         for direction in ("forward", "backward"):
             for route, collective in (("direct", False), ("direct", True), ("ring", False)):
-                sent = [traffic.sent(problem, q_layout.lengths, k_layout.lengths, a, b, rank, route, direction,
+                sent = [travels.sent(problem, q_layout.lengths, k_layout.lengths, a, b, rank, route, direction,
                                      activity, collective).total for rank in range(ranks)]
                 moved = {kind: of_mesh.moved(kind, route, collective) * nbytes
-                         for kind, nbytes in traffic.token_bytes(problem, direction).items()}
+                         for kind, nbytes in travels.token_bytes(problem, direction).items()}
                 assert sum(sent) == sum(nbytes.sum() for nbytes in moved.values())
 
 

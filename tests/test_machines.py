@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from mpiattn import machines
 from mpiattn.errors import ArgumentError, FileError
-from mpiattn.machine import DEFAULT, H100, Link, Machine
-from mpiattn.machines import Entry, Key
+from mpiattn.model import store
+from mpiattn.model.machine import DEFAULT, H100, Link, Machine
+from mpiattn.model.store import Entry, Key
 
 KEY = Key("Processor", 2, "openblas 0.3", 1, "numpy 2.4", "MPICH Version: 5.0.2", 4, False, 128)
 MACHINE = replace(DEFAULT, name="measured", inside=Link(3e-6, 7e9, 0.25), flops={"float32": 50e9}, ranks_per_node=4,
@@ -20,7 +20,7 @@ MACHINE = replace(DEFAULT, name="measured", inside=Link(3e-6, 7e9, 0.25), flops=
 @pytest.fixture(autouse=True)
 def config(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv(machines.VARIABLE, raising=False)
+    monkeypatch.delenv(store.VARIABLE, raising=False)
 
 
 def entry(key=KEY, machine=MACHINE):
@@ -28,13 +28,13 @@ def entry(key=KEY, machine=MACHINE):
 
 
 def write(text):
-    os.makedirs(os.path.dirname(machines.path()), exist_ok=True)
-    with open(machines.path(), "w") as file:
+    os.makedirs(os.path.dirname(store.path()), exist_ok=True)
+    with open(store.path(), "w") as file:
         file.write(text)
 
 
 def data(**changes):
-    return {"format": machines.FORMAT, "entries": [entry().as_dict()], **changes}
+    return {"format": store.FORMAT, "entries": [entry().as_dict()], **changes}
 
 
 def without(name, within=None):
@@ -45,36 +45,36 @@ def without(name, within=None):
 
 
 def test_round_trip():
-    assert machines.store(entry()) is False
-    assert machines.read() == [entry()]
-    assert machines.resolve(KEY) == (MACHINE, f"measured 2030-01-02T03:04:05Z with head_dim 128, {machines.path()}")
+    assert store.store(entry()) is False
+    assert store.read() == [entry()]
+    assert store.resolve(KEY) == (MACHINE, f"measured 2030-01-02T03:04:05Z with head_dim 128, {store.path()}")
     other = entry(KEY._replace(cores=3), replace(MACHINE, launch=1.0))
-    assert machines.store(other) is False
-    assert machines.store(entry(machine=DEFAULT)) is True                # in place of the first
-    assert machines.read() == [other, entry(machine=DEFAULT)]
-    assert os.listdir(os.path.dirname(machines.path())) == ["machines.json"]
+    assert store.store(other) is False
+    assert store.store(entry(machine=DEFAULT)) is True                # in place of the first
+    assert store.read() == [other, entry(machine=DEFAULT)]
+    assert os.listdir(os.path.dirname(store.path())) == ["machines.json"]
 
 
 @pytest.mark.parametrize("field", [field for field in Key._fields if field != "head_dim"])
 def test_another_launch_gets_the_default(field):
     """Also one whose ranks a node are others: it gets the default with those."""
-    machines.store(entry())
+    store.store(entry())
     key = KEY._replace(**{field: 7 if isinstance(getattr(KEY, field), int) else "another"})
-    found, where = machines.resolve(key)
+    found, where = store.resolve(key)
     assert found == DEFAULT.with_ranks(key.ranks_per_node) and where.startswith("default, since")
 
 
 def test_the_nearest_head_dim():
     for head_dim in (32, 128):
-        machines.store(entry(KEY._replace(head_dim=head_dim), replace(MACHINE, launch=float(head_dim))))
+        store.store(entry(KEY._replace(head_dim=head_dim), replace(MACHINE, launch=float(head_dim))))
     for head_dim, nearest in ((1, 32), (32, 32), (63, 32), (65, 128), (512, 128)):
-        assert machines.resolve(KEY._replace(head_dim=head_dim))[0].launch == nearest
+        assert store.resolve(KEY._replace(head_dim=head_dim))[0].launch == nearest
 
 
 def test_no_store_is_no_trouble():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert machines.resolve(KEY)[0] == DEFAULT.with_ranks(4)
+        assert store.resolve(KEY)[0] == DEFAULT.with_ranks(4)
 
 
 BROKEN = {
@@ -93,46 +93,46 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_store_is_ignored_with_a_warning(name):
-    os.makedirs(os.path.dirname(machines.path()))
-    with open(machines.path(), "wb") as file:
+    os.makedirs(os.path.dirname(store.path()))
+    with open(store.path(), "wb") as file:
         file.write(BROKEN[name].encode(errors="surrogateescape"))
     with pytest.warns(RuntimeWarning, match="machines.json is not used: .*run `mpiattn tune` again") as told:
-        assert machines.resolve(KEY)[0] == DEFAULT.with_ranks(4)
+        assert store.resolve(KEY)[0] == DEFAULT.with_ranks(4)
     assert len(told) == 1
-    machines.store(entry())                                              # and replaced, but not lost
-    assert machines.resolve(KEY)[0] == MACHINE
-    with open(f"{machines.path()}.old", "rb") as file:
+    store.store(entry())                                              # and replaced, but not lost
+    assert store.resolve(KEY)[0] == MACHINE
+    with open(f"{store.path()}.old", "rb") as file:
         assert file.read() == BROKEN[name].encode(errors="surrogateescape")
 
 
 def test_one_broken_entry_does_not_spoil_the_others():
     write(json.dumps(data(entries=[{}, entry().as_dict()])))
     with pytest.warns(RuntimeWarning, match="is not used in part"):
-        assert machines.resolve(KEY)[0] == MACHINE
+        assert store.resolve(KEY)[0] == MACHINE
 
 
 def test_a_store_that_cannot_be_read():
-    os.makedirs(machines.path())
+    os.makedirs(store.path())
     with pytest.warns(RuntimeWarning, match="it cannot be read"):
-        assert machines.resolve(KEY)[0] == DEFAULT.with_ranks(4)
+        assert store.resolve(KEY)[0] == DEFAULT.with_ranks(4)
     with pytest.raises(FileError, match=r"the store of machines is .*it is a folder"):
-        machines.store(entry())
+        store.store(entry())
 
 
 def test_what_is_named_goes_first(tmp_path, monkeypatch):
-    machines.store(entry())
+    store.store(entry())
     file = tmp_path / "machine.json"
     other = replace(MACHINE, name="other", ranks_per_node=9)
     file.write_text(json.dumps(other.as_dict()))
-    assert machines.resolve(KEY, "h100") == (H100, "'h100', as given")
-    assert machines.resolve(KEY, file)[0] == other
-    assert machines.resolve(KEY, other) == (other, "as given")
-    monkeypatch.setenv(machines.VARIABLE, str(file))
-    assert machines.resolve(KEY) == (other, f"MPIATTN_MACHINE={file}")
-    assert machines.resolve(KEY, "h100")[0] == H100                      # the argument before the variable
-    monkeypatch.setenv(machines.VARIABLE, "no such")
+    assert store.resolve(KEY, "h100") == (H100, "'h100', as given")
+    assert store.resolve(KEY, file)[0] == other
+    assert store.resolve(KEY, other) == (other, "as given")
+    monkeypatch.setenv(store.VARIABLE, str(file))
+    assert store.resolve(KEY) == (other, f"MPIATTN_MACHINE={file}")
+    assert store.resolve(KEY, "h100")[0] == H100                      # the argument before the variable
+    monkeypatch.setenv(store.VARIABLE, "no such")
     with pytest.raises(ArgumentError, match=r"MPIATTN_MACHINE is 'no such'; .* it may be default, h100 or a file"):
-        machines.resolve(KEY)
+        store.resolve(KEY)
     with pytest.raises(ArgumentError, match="machine is 3; it may be None, a Machine, default, h100 or a file"):
-        machines.resolve(KEY, 3)
-    assert isinstance(machines.resolve(KEY, "default")[0], Machine)
+        store.resolve(KEY, 3)
+    assert isinstance(store.resolve(KEY, "default")[0], Machine)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError
-from mpiattn.documents import documents
-from mpiattn.layout import KINDS, Layout
-from mpiattn.mask import Mask, local_interval
-from mpiattn.problem import Problem
-from mpiattn.reference import visible_keys
+from mpiattn.problem.documents import documents
+from mpiattn.problem.layout import KINDS, Layout
+from mpiattn.problem.mask import Mask, local_interval
+from mpiattn.problem.problem import Problem
+from mpiattn.verify.reference import visible_keys
 
 SHAPES = [(6, 6), (2, 4), (4, 2), (1, 9), (9, 1), (5, 0), (0, 5), (31, 17), (17, 31)]
 

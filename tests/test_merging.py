@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from dense import error, largest
 
-from mpiattn import ArgumentError, merge, reference
-from mpiattn.tensors import as_array, as_tensor
+from mpiattn import ArgumentError, merge
+from mpiattn.problem.tensors import as_array, as_tensor
+from mpiattn.verify import reference
 
 SHAPE = {"q": (2, 7, 4, 8), "k": (2, 30, 2, 8), "v": (2, 30, 2, 6)}
 TOLERANCE = {"float64": 1e-13, "float32": 1e-6}

@@ -11,7 +11,7 @@ import json
 import numpy as np
 from mpi4py import MPI
 import mpiattn
-from mpiattn.reference import attention
+from mpiattn.verify.reference import attention
 comm = MPI.COMM_WORLD
 rng = np.random.default_rng(1)
 q, k, v = rng.standard_normal((3, 1, 97, 2, 8))

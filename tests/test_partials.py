@@ -12,14 +12,14 @@ from files import RANK_1_RAISES, write_input
 from launch import mpirun
 from thinning import thinned
 
-from mpiattn import partials
-from mpiattn.newfile import NewFile
+from mpiattn.system import partial_files
+from mpiattn.system.atomic_file import NewFile
 
 SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "ended by SIGHUP"}
 GENERATE = ["--seqlen", "40", "--heads", "2"]
 
 # Says that it writes, then waits for its fate.
-WAIT = ("import sys, time, mpiattn.hdf5 as h\n"
+WAIT = ("import sys, time, mpiattn.files.hdf5 as h\n"
         "def wait(*args):\n"
         "    print('writing', flush=True)\n"
         "    time.sleep(60)\n"
@@ -96,7 +96,7 @@ def test_another_process_with_its_number(tmp_path, killed):
 
 def test_where_processes_cannot_be_told_apart(tmp_path, killed, monkeypatch):
     """Without /proc nothing is removed, and files are made all the same."""
-    monkeypatch.setattr(partials, "_machine", lambda: None)
+    monkeypatch.setattr(partial_files, "_machine", lambda: None)
     new = NewFile("FILE", tmp_path / "x.h5")
     assert len(left_in(tmp_path)) == 2
     new.publish()
@@ -164,7 +164,7 @@ def test_nohup(tmp_path):
 
 def test_ctrl_c_in_a_callback(tmp_path):
     """Where Python drops exceptions, as in the callback of a weak reference: h5py's come with every object."""
-    code = ("import os, signal, sys, weakref, mpiattn.hdf5 as h\n"
+    code = ("import os, signal, sys, weakref, mpiattn.files.hdf5 as h\n"
             "write = h.write\n"
             "class Thing: pass\n"
             "def interrupted(*args):\n"
@@ -183,9 +183,10 @@ def test_ctrl_c_in_a_callback(tmp_path):
 # Every rank waits where it first reads; the victim says so, once all are there.
 READING = ("import os, sys, time\n"
            "victim, *arguments = sys.argv[1:]\n"
-           "from mpiattn.cli import launch_rank, witness\n"
+           "from mpiattn.console import witness\n"
+           "from mpiattn.system.launch_variables import launch_rank\n"
            "witness.watch(launch_rank())\n"
-           "import mpiattn.io as io\n"
+           "import mpiattn.files.io as io\n"
            "from mpi4py import MPI\n"
            "def wait(*args, **how):\n"
            "    MPI.COMM_WORLD.Barrier()\n"

@@ -10,22 +10,22 @@ import launch
 import numpy as np
 import pytest
 
-from mpiattn import cost
-from mpiattn import traffic as formulas
 from mpiattn.cli import main
-from mpiattn.cli.table import duration, size
+from mpiattn.console.table import duration, size
 from mpiattn.errors import ArgumentError, FileError
-from mpiattn.layout import Layout
-from mpiattn.load import Load, block_pairs
-from mpiattn.machine import DEFAULT
+from mpiattn.model import cost
+from mpiattn.model.machine import DEFAULT
+from mpiattn.model.simulate import simulate
+from mpiattn.model.workload import Load, block_pairs
 from mpiattn.plots import style
 from mpiattn.plots.assignment import assignment
 from mpiattn.plots.scaling import Series, scaling
 from mpiattn.plots.timeline import timeline
 from mpiattn.plots.traffic import traffic
-from mpiattn.problem import Problem
-from mpiattn.simulate import simulate
-from mpiattn.timeline import Moved, StepTimes, Timeline
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule import travels as formulas
+from mpiattn.schedule.timeline import Moved, StepTimes, Timeline
 
 pytest.importorskip("matplotlib", reason="takes matplotlib (extra plot)")
 NAN = float("nan")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpiattn.errors import ArgumentError, MpiattnError
-from mpiattn.problem import Problem
+from mpiattn.problem.problem import Problem
 
 SHAPE = {"seqlen": 10, "heads": 4, "head_dim": 16}
 

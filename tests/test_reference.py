@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from dense import Inputs, error, naive
 
-from mpiattn import reference
+from mpiattn.verify import reference
 
 
 def brute_force(q, k, v, causal, scale):

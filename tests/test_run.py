@@ -11,8 +11,8 @@ import pytest
 from files import assert_right, write_input
 from launch import environment, mpiexec, mpirun, require_launch, time_factor
 
-from mpiattn import reference
-from mpiattn.host import BLAS_VARIABLES
+from mpiattn.system.host import BLAS_VARIABLES
+from mpiattn.verify import reference
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 
@@ -45,7 +45,7 @@ def test_right(tmp_path, n, options, shape):
 def test_more_than_one_piece(tmp_path):
     """Slabs that are read and written in several pieces, and a slab that ends before the others."""
     source = write_input(tmp_path / "in.h5", seqlen=1501, heads=4, kv_heads=4)
-    code = ("import mpiattn.redistribute as r; r.PIECE_BYTES = 30_000; "
+    code = ("import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 30_000; "
             "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     mpirun(3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--causal"])
     assert_right(source, tmp_path / "out.h5", causal=True)
@@ -143,7 +143,7 @@ def test_same_bits_again(tmp_path):
 def test_verify_fails_on_a_wrong_result(tmp_path):
     """A back end that is wrong in one element: exit code 1, the size of the error, no OUT."""
     source = write_input(tmp_path / "in.h5")
-    code = ("import sys; from mpiattn.backends.numpy import NumpyBackend as B; copy = B.copy\n"
+    code = ("import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; copy = B.copy\n"
             "def wrong(self, dst, src):\n"
             "    copy(self, dst, src)\n"
             "    if dst.ndim == 4 and dst.shape[1]: dst[0, 5, 1, 3] += 0.01\n"
@@ -158,7 +158,7 @@ def test_verify_fails_on_a_wrong_result(tmp_path):
 
 def test_ranks_share_the_cores():
     """Without a word from the user, BLAS gets a rank's share of the cores, at least one."""
-    code = ("import os, sys; from mpiattn.cli.threads import limit_threads; limit_threads()\n"
+    code = ("import os, sys; from mpiattn.console.threads import limit_threads; limit_threads()\n"
             "sys.stdout.write(os.environ['OPENBLAS_NUM_THREADS'] + ' ')")
     unset = [f"-u{name}" for name in BLAS_VARIABLES]
     share = max(1, len(os.sched_getaffinity(0)) // 4)

@@ -168,7 +168,7 @@ def test_disk_full_is_told_at_once(tmp_path, small_disk):
 def test_disk_full_while_writing(tmp_path, small_disk):
     """Where blocks could not be reserved beforehand, the write itself fails, on rank 0 alone."""
     source = write_input(tmp_path / "in.h5", seqlen=2000, heads=4)
-    code = ("import sys, mpiattn.io as io; io.reserve = lambda path: None\n"
+    code = ("import sys, mpiattn.files.io as io; io.reserve = lambda path: None\n"
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     message = fails(source, small_disk / "out.h5", command=[sys.executable, "-c", code, "run"])
     assert "No space left on device" in message
@@ -177,7 +177,7 @@ def test_disk_full_while_writing(tmp_path, small_disk):
 @pytest.mark.parametrize("command", ["run", "generate"])
 def test_disk_that_others_fill_meanwhile(tmp_path, small_disk, command):
     """All that a file takes is reserved before the work, so that no work is lost."""
-    code = ("import os, sys, mpiattn.hdf5 as h; write = h.write\n"
+    code = ("import os, sys, mpiattn.files.hdf5 as h; write = h.write\n"
             "def fill(dataset, *args):\n"
             "    h.write = write\n"
             f"    with open({str(small_disk / 'theirs')!r}, 'wb', 0) as file:\n"
@@ -203,7 +203,7 @@ def test_a_rank_is_killed(tmp_path, out, victim):
     """The others wait for it in a transfer; the launch ends soon and OUT does not appear."""
     launch.require_launch()
     source = write_input(tmp_path / "in.h5")
-    code = ("import os, sys, time, mpiattn.executor as e\n"
+    code = ("import os, sys, time, mpiattn.engine.executor as e\n"
             "from mpi4py import MPI\n"
             "run_block = e.Executor._run_block\n"
             "def slow(self, u, w):\n"

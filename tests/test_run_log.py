@@ -17,8 +17,8 @@ from files import write_input
 from launch import mpirun
 
 import mpiattn
-from mpiattn.cli import progress
 from mpiattn.cli.opening import Host, crowded
+from mpiattn.console import progress
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 
@@ -50,7 +50,8 @@ def test_the_log_begins_with_what_is_done_and_where(tmp_path):
 def test_more_threads_than_cores(tmp_path):
     """Said at the top of the log or, where standard output is JSON, on standard error."""
     source = write_input(tmp_path / "in.h5")
-    code = ("import sys, mpiattn.host as host; host.blas = lambda: ('made up', 3); host.cores = lambda: {0, 1, 2, 3}\n"
+    code = ("import sys, mpiattn.system.host as host\n"
+            "host.blas = lambda: ('made up', 3); host.cores = lambda: {0, 1, 2, 3}\n"
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     command = [sys.executable, "-c", code, "run", source, tmp_path / "out.h5"]
     outcome = mpirun(2, command)
@@ -73,13 +74,13 @@ def test_more_threads_than_cores(tmp_path):
      "4 ranks on a have 4 threads for 2 cores, which can make it many times slower: take no more than 2 ranks a host"),
 ])
 def test_crowded(monkeypatch, hosts, said):
-    for name in mpiattn.host.BLAS_VARIABLES:
+    for name in mpiattn.system.host.BLAS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert crowded(hosts) == said
 
 
 def test_the_variables_that_are_set_are_named(monkeypatch):
-    for name in mpiattn.host.BLAS_VARIABLES:
+    for name in mpiattn.system.host.BLAS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
     assert crowded([Host("a", 2, 8, 4, 4)]).endswith("set OPENBLAS_NUM_THREADS=2")
@@ -137,7 +138,7 @@ def test_no_line_of_a_short_phase(clock, capsys):
 def test_one_rank_writes_lines(tmp_path):
     """Rank 0 alone, to standard error, and within its only block."""
     source = write_input(tmp_path / "in.h5", seqlen=3000, heads=2)
-    code = ("import sys, mpiattn.cli.progress as p; p.APART = p.LOOK = 0\n"
+    code = ("import sys, mpiattn.console.progress as p; p.APART = p.LOOK = 0\n"
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     outcome = mpirun(2, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5"])
     told = re.findall(r"^forward (\d+) %, ([\d.]+) of 2 blocks, ", outcome.stderr, re.MULTILINE)
@@ -149,7 +150,7 @@ def test_a_bar_on_a_terminal(tmp_path):
     """Standard error is a terminal: a bar, which moves within the one block, and no lines."""
     launch.require_launch()
     source = write_input(tmp_path / "in.h5", seqlen=3000, heads=2)
-    code = ("import sys, mpiattn.cli.progress as p; p.APART = 0\n"
+    code = ("import sys, mpiattn.console.progress as p; p.APART = 0\n"
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     above, below = os.openpty()
     fcntl.ioctl(below, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

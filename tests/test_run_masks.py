@@ -9,7 +9,7 @@ import pytest
 from files import assert_right, write_input
 from launch import mpirun
 
-from mpiattn.mask import Mask
+from mpiattn.problem.mask import Mask
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2, "float64": 1e-10}
@@ -154,7 +154,7 @@ def test_memory_is_what_was_planned(tmp_path, schedule):
 def test_verify_fails_on_a_wrong_gradient(tmp_path, name):
     """One element that is off on its way to the file: exit code 1, the size of the error, no OUT."""
     source = write_input(tmp_path / "in.h5", backward=True)
-    code = ("import sys; from mpiattn.plan import MeshAttention as M; backward = M.backward\n"
+    code = ("import sys; from mpiattn.plan.mesh_attention import MeshAttention as M; backward = M.backward\n"
             "def wrong(self, *args, **how):\n"
             "    grads = backward(self, *args, **how)\n"
             f"    grads[{['dq', 'dk', 'dv'].index(name)}][0, 5, 1, 3] += 0.01\n"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from mpiattn.collective import collective
 from mpiattn.errors import ArgumentError, ScheduleError
-from mpiattn.greedy import greedy
-from mpiattn.schedule import ROUTES, Block, Costs, Step, Transfer, apart, with_slots
-from mpiattn.validate import validate
+from mpiattn.schedule.collective import collective
+from mpiattn.schedule.greedy import greedy
+from mpiattn.schedule.steps import ROUTES, Block, Costs, Step, Transfer, apart, with_slots
+from mpiattn.schedule.validate import validate
 
 SIDES = (1, 2, 3, 4, 6)
 TILES = [(a, b) for a in SIDES for b in SIDES]

@@ -5,15 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpiattn import ArgumentError, choice, cost
-from mpiattn.layout import Layout
-from mpiattn.load import Load, block_pairs
-from mpiattn.machine import DEFAULT, H100, Link, Machine
-from mpiattn.problem import Problem
-from mpiattn.schedule import REDUCED
-from mpiattn.simulate import simulate
-from mpiattn.tiling import tiles
-from mpiattn.traffic import mean_sent
+from mpiattn import ArgumentError
+from mpiattn.model import cost, search
+from mpiattn.model.machine import DEFAULT, H100, Link, Machine
+from mpiattn.model.simulate import simulate
+from mpiattn.model.workload import Load, block_pairs
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule.steps import REDUCED
+from mpiattn.schedule.tile import tiles
+from mpiattn.schedule.travels import mean_sent
 
 PROBLEM = Problem(seqlen=6400, heads=4, head_dim=16)
 
@@ -86,10 +87,10 @@ def test_a_card_that_ranks_share():
     ring, direct = (timeline(on, 1, 8, route=route).seconds for route in ("ring", "direct"))
     assert direct == pytest.approx(ring * (1 + 2 + 3 + 4 + 3 + 2 + 1) / 7, rel=0.01)
     for shared, route in ((1e9, "ring"), (None, "direct")):
-        best = choice.evaluate(PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared), shapes=[(1, 8)])[0]
+        best = search.evaluate(PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared), shapes=[(1, 8)])[0]
         assert best.route == route
     lowered = replace(PROBLEM, wire_dtype="float16")
-    assert choice.evaluate(lowered, 8, route="auto", machine=on)[0].route == "direct"
+    assert search.evaluate(lowered, 8, route="auto", machine=on)[0].route == "direct"
 
 
 def test_what_computing_cannot_hide():
@@ -118,23 +119,23 @@ def test_merging_and_collectives():
 def test_memory_bounds_how_far_ahead(monkeypatch):
     """Every step ahead takes a slot; a limit takes them away first, and then the tile."""
     on = machine(bandwidth=3e7)
-    free = choice.evaluate(PROBLEM, 16, machine=on, shapes=[(1, 16)], kinds=("greedy",))[0]
+    free = search.evaluate(PROBLEM, 16, machine=on, shapes=[(1, 16)], kinds=("greedy",))[0]
     chunk = 400 * PROBLEM.kv_bytes
     assert free.ahead == 2
     for less, ahead in ((0, 2), (1, 1), (chunk, 1), (chunk + 1, 0), (2 * chunk, 0)):
-        limited = choice.evaluate(PROBLEM, 16, machine=on, shapes=[(1, 16)], kinds=("greedy",),
+        limited = search.evaluate(PROBLEM, 16, machine=on, shapes=[(1, 16)], kinds=("greedy",),
                                   max_memory=free.nbytes - less)[0]
         assert (limited.ahead, limited.nbytes) == (ahead, free.nbytes - (2 - ahead) * chunk)
-    everything = choice.evaluate(PROBLEM, 16, machine=on)
+    everything = search.evaluate(PROBLEM, 16, machine=on)
     least = min(one.nbytes for one in everything) - 2 * chunk
-    limited = choice.evaluate(PROBLEM, 16, machine=on, max_memory=least)
+    limited = search.evaluate(PROBLEM, 16, machine=on, max_memory=least)
     assert limited[0].nbytes <= least < everything[0].nbytes and limited[0].seconds >= everything[0].seconds
-    choice.check_memory(limited, least)
+    search.check_memory(limited, least)
     with pytest.raises(ArgumentError, match=r"max_memory is 1000 bytes a rank; the least .* needs"):
-        choice.check_memory(choice.evaluate(PROBLEM, 16, max_memory=1000), 1000)
+        search.check_memory(search.evaluate(PROBLEM, 16, max_memory=1000), 1000)
     for wrong in (0, -1, 1.5, True, "1G"):
         with pytest.raises(ArgumentError, match="max_memory is"):
-            choice.evaluate(PROBLEM, 16, max_memory=wrong)
+            search.evaluate(PROBLEM, 16, max_memory=wrong)
 
 
 def test_machines_for_json():

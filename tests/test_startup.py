@@ -15,7 +15,9 @@ COMMANDS = {"run": ["in.h5", "out.h5"], "decode": ["in.h5", "in.h5", "out.h5"],
 # One rank ends before it starts MPI; the others wait there.
 DRIVER = """
 import os, sys
-from mpiattn.cli import launch_rank, main, startup
+from mpiattn.cli import main
+from mpiattn.console import startup
+from mpiattn.system.launch_variables import launch_rank
 startup.LOADING = 1.0
 if launch_rank() == 1:
     sys.exit(3)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from mpiattn import traffic
-from mpiattn.problem import Problem
-from mpiattn.tiling import parse_tile, tiles
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule import travels
+from mpiattn.schedule.tile import parse_tile, tiles
 
 
 def saved(n, a, b, kv_share=1.0):
     """Per cent less than Ring without grouped heads' help: both with the same heads."""
-    return round(100 * (1 - traffic.volume(n, a, b, kv_share) / traffic.volume(n, 1, n, kv_share)), 1)
+    return round(100 * (1 - travels.volume(n, a, b, kv_share) / travels.volume(n, 1, n, kv_share)), 1)
 
 
 @pytest.mark.parametrize(("n", "a", "b", "percent"), [(32, 4, 8, 67.7), (64, 8, 8, 77.8), (128, 8, 16, 82.7),
@@ -20,18 +20,18 @@ def test_savings_of_the_paper(n, a, b, percent):
 
 def test_volume_is_the_papers_formula():
     for n in (4, 12, 64):
-        assert traffic.volume(n, 1, n) == pytest.approx(2 - 2 / n)
+        assert travels.volume(n, 1, n) == pytest.approx(2 - 2 / n)
         for a, b in tiles(n):
-            assert traffic.volume(n, a, b) == pytest.approx(2 * a / n + 2 / a - 4 / n)
-            assert traffic.volume(n, a, b, 0.25) == pytest.approx((2 * (a - 1) + 0.5 * (b - 1)) / n)
+            assert travels.volume(n, a, b) == pytest.approx(2 * a / n + 2 / a - 4 / n)
+            assert travels.volume(n, a, b, 0.25) == pytest.approx((2 * (a - 1) + 0.5 * (b - 1)) / n)
 
 
 def test_grouped_heads_shrink_the_best_tile():
     """256 ranks, 8 KV heads of 32: 2-D alone saves 76.9 %."""
-    best = min(tiles(256), key=lambda tile: traffic.volume(256, *tile, 0.25))
+    best = min(tiles(256), key=lambda tile: travels.volume(256, *tile, 0.25))
     assert best == (8, 32)
     assert saved(256, *best, 0.25) == 76.9
-    assert min(tiles(256), key=lambda tile: traffic.volume(256, *tile)) == (16, 16)
+    assert min(tiles(256), key=lambda tile: travels.volume(256, *tile)) == (16, 16)
 
 
 def even(n, tokens, **shape):
@@ -42,21 +42,21 @@ def test_usp_and_ulysses():
     """256 ranks, 32 heads: USP with all-to-all over 32 and Ring over 8 saves 96.5 %, with 8 KV heads 86.1 %."""
     for kv_heads, percent in ((32, 96.5), (8, 86.1)):
         problem = even(256, 64, kv_heads=kv_heads)
-        group, nbytes = traffic.best_usp(problem, 256)
+        group, nbytes = travels.best_usp(problem, 256)
         assert group == kv_heads
-        assert round(100 * (1 - nbytes / traffic.mean_sent(problem, 256, 1, 256)), 1) == percent
+        assert round(100 * (1 - nbytes / travels.mean_sent(problem, 256, 1, 256)), 1) == percent
     problem = even(16, 64, dtype="float32")
     total = problem.seqlen * 32 * 128 * 4
-    assert traffic.ulysses(problem, 16) == pytest.approx(4 * 15 / 16 ** 2 * total)
-    assert traffic.ulysses(even(64, 4), 64) is None
-    assert traffic.usp(problem, 16, 1) == pytest.approx(traffic.mean_sent(problem, 16, 1, 16))
+    assert travels.ulysses(problem, 16) == pytest.approx(4 * 15 / 16 ** 2 * total)
+    assert travels.ulysses(even(64, 4), 64) is None
+    assert travels.usp(problem, 16, 1) == pytest.approx(travels.mean_sent(problem, 16, 1, 16))
 
 
 def test_float32_partials_of_half_precision_inputs():
     """256 ranks, float16 inputs, float32 partials: the best 2-D tile saves 85.3 %, of which lse takes 0.05."""
     problem = even(256, 64)
-    least = min(traffic.mean_sent(problem, 256, a, b) for a, b in tiles(256))
-    ring = traffic.mean_sent(problem, 256, 1, 256)
+    least = min(travels.mean_sent(problem, 256, a, b) for a, b in tiles(256))
+    ring = travels.mean_sent(problem, 256, 1, 256)
     without_lse = least - 15 * 64 * 32 * 4
     assert round(100 * (1 - without_lse / ring), 1) == 85.3
     assert round(100 * (1 - least / ring), 2) == 85.25
@@ -87,7 +87,7 @@ def test_exact_bytes(n, dtype):
     for a, b in tiles(n):
         totals = set()
         for route in ("direct", "ring"):
-            sent = [traffic.sent(problem, q_lengths, k_lengths, a, b, rank, route) for rank in range(n)]
+            sent = [travels.sent(problem, q_lengths, k_lengths, a, b, rank, route) for rank in range(n)]
             assert sent == [moved(problem, q_lengths, k_lengths, a, b, rank, route) for rank in range(n)]
             assert all(one.total == sum(one) for one in sent)
             totals.add(sum(one.total for one in sent))
@@ -98,7 +98,7 @@ def test_mean_is_exact_for_even_chunks():
     problem = even(12, 3, kv_heads=8)
     for a, b in tiles(12):
         for rank in range(12):
-            assert traffic.sent(problem, [3] * 12, [3] * 12, a, b, rank).total == traffic.mean_sent(problem, 12, a, b)
+            assert travels.sent(problem, [3] * 12, [3] * 12, a, b, rank).total == travels.mean_sent(problem, 12, a, b)
 
 
 def test_groups():
@@ -107,11 +107,11 @@ def test_groups():
         for a, b in tiles(n):
             computed = {}
             for rank in range(n):
-                row = {traffic.in_row(rank, a, u) for u in range(a)}
-                column = {traffic.in_column(rank, a, b, w) for w in range(b)}
+                row = {travels.in_row(rank, a, u) for u in range(a)}
+                column = {travels.in_column(rank, a, b, w) for w in range(b)}
                 assert row == {a * (rank // a) + x for x in range(a)}
                 assert column == {rank % a + a * x for x in range(b)}
-                assert traffic.in_row(rank, a, 0) == traffic.in_column(rank, a, b, 0) == rank
+                assert travels.in_row(rank, a, 0) == travels.in_column(rank, a, b, 0) == rank
                 computed.update({(q, kv): rank for q in row for kv in column})
             assert computed == {(q, kv): a * (q // a) + kv % a for q in range(n) for kv in range(n)}
 

@@ -4,16 +4,16 @@ import json
 import sys
 from pathlib import Path
 
-from mpiattn import cost, machine
-from mpiattn.layout import Layout
-from mpiattn.load import Load, block_pairs
+from mpiattn.model import cost, machine
+from mpiattn.model.simulate import simulate
+from mpiattn.model.workload import Load, block_pairs
 from mpiattn.plots.assignment import assignment
 from mpiattn.plots.scaling import Series, scaling
 from mpiattn.plots.style import save
 from mpiattn.plots.timeline import timeline
 from mpiattn.plots.traffic import traffic
-from mpiattn.problem import Problem
-from mpiattn.simulate import simulate
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.problem import Problem
 
 LONG = Problem(524288, heads=32, head_dim=128, dtype="bfloat16", causal=True)
 ON = machine.H100

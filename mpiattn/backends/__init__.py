@@ -37,23 +37,23 @@ def check_name(name):
 def get(name="auto", transport="auto", local_rank=0):
     """A new back end: "numpy", which is "auto"; "cuda", on a GPU; for tests the others of NAMES.
 
-    transport, local_rank: of "cuda" alone, see `mpiattn.backends.cuda.CudaBackend`.
+    transport, local_rank: of "cuda" alone, see `mpiattn.backends.cuda.backend.CudaBackend`.
     """
     check_name(name)
     if resolved(name) == "numpy":
-        from .numpy import NumpyBackend
+        from .numpy.backend import NumpyBackend
         return NumpyBackend()
     if name == "cuda":
-        from .cuda import CudaBackend
+        from .cuda.backend import CudaBackend
         return CudaBackend(transport, local_rank)
     if name == "deferred":
-        from .deferred import DeferredBackend
+        from .testing.deferred import DeferredBackend
         return DeferredBackend()
     if name == "emulated":
-        from .emulated import EmulatedBackend
+        from .testing.emulated import EmulatedBackend
         return EmulatedBackend()
     if name == "deferred-emulated":
-        from .emulated import DeferredEmulatedBackend
+        from .testing.emulated import DeferredEmulatedBackend
         return DeferredEmulatedBackend()
-    from .paced import PacedBackend
+    from .testing.paced import PacedBackend
     return PacedBackend(name, *pace(name))

@@ -6,7 +6,7 @@ That has to be set before NumPy is first imported, which is why it happens here.
 
 import os
 
-from ..host import BLAS_VARIABLES
+from ..system.host import BLAS_VARIABLES
 
 if not any(name in os.environ for name in BLAS_VARIABLES):
     os.environ.update(dict.fromkeys(BLAS_VARIABLES, "1"))

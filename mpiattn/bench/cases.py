@@ -4,7 +4,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from ..tiling import parse_tile, tiles
+from ..schedule.tile import parse_tile, tiles
 
 
 class Case(NamedTuple):

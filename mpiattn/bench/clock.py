@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 
-from .. import host
-from ..arrays import on_host
+from ..engine.folding import on_host
+from ..system import host
 
 LEAST = 0.01               # seconds that a measurement takes at least, by repeating what is short
 MOST = 200                 # repeats

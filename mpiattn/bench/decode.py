@@ -13,16 +13,19 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from .. import __version__, combine, host, tree
-from ..agreement import agreement
-from ..arrays import on_host
-from ..cli.table import duration, facts, percent, size, table
-from ..decode import tree_decode
-from ..decoding import Call
+from .. import __version__
+from ..comm.agreement import agreement
+from ..console.table import duration, facts, percent, size, table
+from ..decode import combine
+from ..decode.call import Call
+from ..decode.rings import query_ring_decode, ring_decode
+from ..decode.tree import tree_decode
+from ..engine.folding import on_host
 from ..errors import ArgumentError, VerificationError
-from ..installation import mpi_library
-from ..problem import ITEMSIZE
-from ..rings import query_ring_decode, ring_decode
+from ..problem.problem import ITEMSIZE
+from ..schedule import reduction
+from ..system import host
+from ..system.installation import mpi_library
 from ..tuning.combining import combining
 from .baseline import TOLERANCE
 from .clock import plain_sum
@@ -42,8 +45,9 @@ def add_arguments(parser):
                        help="measure decoding over a cache of --seqlen tokens of each sequence")
     group.add_argument("--queries", type=int, default=1, metavar="N",
                        help="tokens of each sequence that are decoded at once (default: %(default)s)")
-    group.add_argument("--way", nargs="+", default=["all"], choices=("all", "auto", *tree.WAYS, *RINGS), metavar="NAME",
-                       help=f"how results are combined: {', '.join(tree.WAYS)}, auto; or what that is measured "
+    group.add_argument("--way", nargs="+", default=["all"], choices=("all", "auto", *reduction.WAYS, *RINGS),
+                       metavar="NAME",
+                       help=f"how results are combined: {', '.join(reduction.WAYS)}, auto; or what that is measured "
                             f"against: {', '.join(RINGS)}, which long contexts make slow (default: all)")
     group.add_argument("--page-size", type=int, default=64, metavar="N",
                        help="tokens of a page of the cache (default: %(default)s)")
@@ -86,7 +90,7 @@ def _ways(asked, cache, chosen):
     """The names of what is measured, each once."""
     names = []
     for name in asked:
-        names += [*tree.ways(cache.nodes), *RINGS] if name == "all" else [chosen if name == "auto" else name]
+        names += [*reduction.ways(cache.nodes), *RINGS] if name == "all" else [chosen if name == "auto" else name]
     return list(dict.fromkeys(names))
 
 
@@ -103,7 +107,7 @@ def _measure(peers, args, context):
                  (lambda way=name: tree_decode(q, cache, way=way, check=False)) for name in ways}
         sent, difference, error = _check(inputs, cache, calls, call.partial_bytes)
         alone = {f"combining {way}": combining(cache._combiner, cache._backend, way, call.partial(), call.partial())
-                 for way in ways if way in tree.WAYS}
+                 for way in ways if way in reduction.WAYS}
         work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call),
                 "sum": _sum(cache)}
         for _ in range(args.warmup):
@@ -132,7 +136,7 @@ def _check(inputs, cache, calls, partial_bytes):
         before = cache.sent[0]
         outs[name] = on_host(run()[0]).astype(np.float64)
         of_rank, formula = cache.sent[0] - before, None
-        if name in tree.WAYS:
+        if name in reduction.WAYS:
             formula = combine.moved_bytes(name, *partial_bytes, cache.nodes, cache.rank)
         told = peers.allgather((of_rank, formula))
         sent[name] = max(of for of, _ in told)

@@ -4,9 +4,9 @@ from functools import reduce
 
 import numpy as np
 
-from .. import reference
-from ..kvcache import KVCache
-from ..layout import Layout
+from ..decode.cache import KVCache
+from ..problem.layout import Layout
+from ..verify import reference
 
 PIECE = 4096                 # tokens that a rank draws at a time
 

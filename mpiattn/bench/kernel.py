@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from .. import reference
 from ..errors import VerificationError
-from ..machine import PRODUCTS
-from ..problem import Problem
+from ..model.machine import PRODUCTS
+from ..problem.problem import Problem
+from ..verify import reference
 from .baseline import TOLERANCE, baselines
 from .clock import host_array
 from .tensors import NAMES, Tensors

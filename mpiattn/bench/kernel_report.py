@@ -1,6 +1,6 @@
 """Results of `mpiattn bench --kernel` for people."""
 
-from ..cli.table import duration, facts, percent, table
+from ..console.table import duration, facts, percent, table
 
 TITLES = {"forward": "forward of a block of {seqlen} tokens", "backward": "backward of a block of {seqlen} tokens",
           "decode": "decoding: a query of {heads} heads over {keys} keys of {kv_heads} KV heads, pages of {page_size}",

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from .. import backends, traffic, verify, verify_gradients
-from ..arrays import on_host
-from ..cli.progress import Progress
+from .. import backends
+from ..console.progress import Progress
+from ..engine.folding import on_host
 from ..errors import VerificationError
-from ..machine import PRODUCTS
-from ..plan import MeshAttention
+from ..model.machine import PRODUCTS
+from ..plan.mesh_attention import MeshAttention
+from ..schedule import travels
+from ..verify import compare
 from .summary import EMULATED
 from .tensors import NAMES, Tensors
 
@@ -54,10 +56,10 @@ class Subject:
         plan, limit = self.plan, CHECK_WORK / peers.size
         self.forward = plan.forward(*self.inputs)
         out, lse = map(on_host, self.forward)
-        self.reports["forward"] = verify.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
+        self.reports["forward"] = compare.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
         if "backward" in self.passes:
             gradients = list(map(on_host, plan.backward(self.dout, *self.inputs, *self.forward)))
-            self.reports["backward"] = verify_gradients.verify_gradients(
+            self.reports["backward"] = gradients.verify_gradients(
                 peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, gradients, read, limit=limit)
         failed = [str(report) for report in self.reports.values() if not report.passed]
         if failed:
@@ -98,7 +100,7 @@ class Subject:
         """Bytes that this rank should send in a pass."""
         plan, activity = self.plan, self.plan.activity
         lengths = [layout.lengths for layout in (activity.q_layout, activity.k_layout)]
-        return traffic.sent(plan.problem, *lengths, *plan.tile, plan.chunk, plan.route, name, activity,
+        return travels.sent(plan.problem, *lengths, *plan.tile, plan.chunk, plan.route, name, activity,
                             plan.schedule.name == "collective").total
 
     def flops(self, name):

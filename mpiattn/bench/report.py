@@ -1,6 +1,6 @@
 """What a benchmark says: as data for JSON and as a table."""
 
-from ..cli.table import duration, facts, percent, size, table
+from ..console.table import duration, facts, percent, size, table
 from .summary import EMULATED
 
 

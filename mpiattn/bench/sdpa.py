@@ -17,19 +17,21 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from .. import __version__, host
-from ..agreement import agreement
-from ..cli import Parser, options
-from ..cli.jsonfile import write_json
-from ..cli.launch import on_all_ranks
-from ..cli.table import duration, facts, table
+from .. import __version__
+from ..comm.agreement import agreement
+from ..comm.mesh import nodes_of
+from ..console import options
+from ..console.json_file import write_json
+from ..console.launch import on_all_ranks
+from ..console.parser import Parser
+from ..console.table import duration, facts, table
 from ..errors import ArgumentError, MpiattnError, VerificationError
-from ..installation import mpi_library
-from ..machine import PRODUCTS
-from ..mesh import nodes_of
-from ..plan import MeshAttention
-from ..problem import ITEMSIZE
-from ..tiling import parse_tile, tiles
+from ..model.machine import PRODUCTS
+from ..plan.mesh_attention import MeshAttention
+from ..problem.problem import ITEMSIZE
+from ..schedule.tile import parse_tile, tiles
+from ..system import host
+from ..system.installation import mpi_library
 from .baseline import TOLERANCE, load_torch
 
 POLL = 2e-3          # seconds between looks of a sleeping rank

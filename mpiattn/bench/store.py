@@ -3,8 +3,8 @@
 import h5py
 import numpy as np
 
-from .. import hdf5
-from ..newfile import NewFile
+from ..files import hdf5
+from ..system.atomic_file import NewFile
 
 
 def _flat(data, prefix=""):

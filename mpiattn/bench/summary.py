@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..machine import PRODUCTS
+from ..model.machine import PRODUCTS
 
 EMULATED = "emulated compute"          # what every report of a run says whose blocks took the time of another machine
 

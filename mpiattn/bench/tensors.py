@@ -45,5 +45,5 @@ class Tensors:
         return tokens.reshape(batch, len(positions), *row)
 
     def read(self, name, start, stop):
-        """The tokens of a tensor from one position to another, as `mpiattn.verify.Source` reads them."""
+        """The tokens of a tensor from one position to another, as `mpiattn.verify.compare.Source` reads them."""
         return self.tokens(name, np.arange(start, stop))

@@ -7,9 +7,9 @@ import secrets
 import h5py
 import numpy as np
 
-from .. import io
 from ..errors import FileError
-from ..layout import Layout
+from ..files import io
+from ..problem.layout import Layout
 
 DATA = "numbers"
 

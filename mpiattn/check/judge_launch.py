@@ -1,11 +1,11 @@
 """Judges how the ranks were started: how many, from which installation, with which MPI.
 
-Here as in every `judge_*`, `ranks` are the facts of every rank (`mpiattn.check.facts`); nothing is looked up.
+Here as in every `judge_*`, `ranks` are the facts of every rank (`mpiattn.check.rank_facts`); nothing is looked up.
 """
 
-from ..installation import THREAD_LEVELS as LEVELS
-from .item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
-from .launcher import ADVICE
+from ..system.installation import THREAD_LEVELS as LEVELS
+from ..system.launcher import ADVICE
+from .report_item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
 
 LEVEL = "FUNNELED"         # one thread of a rank calls MPI, beside those of the BLAS
 LARGEST_TAG = 32767        # what MPI promises at least, and more than is used

@@ -1,6 +1,6 @@
 """Judges what the ranks of a node share: cores, threads, devices; `ranks` as in `mpiattn.check.judge_launch`."""
 
-from .item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
+from .report_item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
 
 # The variable that a BLAS reads, by what its name begins with.
 VARIABLE = {"scipy-openblas": "OPENBLAS_NUM_THREADS", "openblas": "OPENBLAS_NUM_THREADS", "mkl": "MKL_NUM_THREADS",
@@ -65,7 +65,7 @@ def threads(ranks):
 
 
 def gpu_aware(ranks, probes):
-    """Whether MPI takes device buffers; probes: of every node, what `mpiattn.gpuprobe.probe` says, or None."""
+    """Whether MPI takes device buffers; probes: of every node, what `mpiattn.system.gpu_probe.probe` says, or None."""
     claim, why = ranks[0]["mpi"]["gpu_aware"], ranks[0]["mpi"]["gpu_aware_why"]
     tried = [probe for probe in probes if probe]
     if not tried:

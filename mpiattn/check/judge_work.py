@@ -2,7 +2,7 @@
 
 from statistics import fmean, median
 
-from .item import FAIL, PASS, WARN, Item, count, ranks_text
+from .report_item import FAIL, PASS, WARN, Item, count, ranks_text
 
 SHOWN = 3                  # cases and links that are named
 LEAST_RATE = 1e8           # bytes a second between nodes: any network for such work has ten times as much

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cost import SCHEDULES
-from ..plan import MeshAttention
-from ..schedule import ROUTES
-from ..tiling import tiles
-from ..verify import verify
-from ..verify_gradients import verify_gradients
+from ..model.cost import SCHEDULES
+from ..plan.mesh_attention import MeshAttention
+from ..schedule.steps import ROUTES
+from ..schedule.tile import tiles
+from ..verify.compare import verify
+from ..verify.gradients import verify_gradients
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 

@@ -1,9 +1,9 @@
 """The whole check: gathers on all ranks, then judges, on every rank alike."""
 
-from .. import gpuprobe
-from ..peers import time_limit
-from . import facts, folder, judge_launch, judge_node, judge_work, links, results
-from .item import by_node
+from ..comm.peers import time_limit
+from ..system import gpu_probe
+from . import folder, judge_launch, judge_node, judge_work, links, rank_facts, results
+from .report_item import by_node
 
 
 def steps(ranks):
@@ -14,7 +14,7 @@ def steps(ranks):
 def survey(job, where, timeout, progress=lambda done: None):
     """Check everything; where: a folder for a small file.  Collective; gives (items, facts) on every rank.
 
-    job: as of `mpiattn.cli.launch`.  timeout: seconds that a rank waits for others.  progress: called with the number
+    job: as of `console.launch`.  timeout: seconds that a rank waits for others.  progress: called with the number
     of steps just done.
     """
     peers = job.peers
@@ -23,7 +23,7 @@ def survey(job, where, timeout, progress=lambda done: None):
         found = job(name, work)
         progress(1)
         return found
-    ranks = phase("look at the ranks", lambda: facts.gather(peers))
+    ranks = phase("look at the ranks", lambda: rank_facts.gather(peers))
     probes = phase("probe devices", lambda: _probes(peers, ranks, timeout))
     cases = job("compute", lambda: results.gather(peers, timeout, progress))
     rates = phase("measure links", lambda: links.gather(peers, ranks))
@@ -38,5 +38,5 @@ def survey(job, where, timeout, progress=lambda done: None):
 def _probes(peers, ranks, timeout):
     """By rank, what the first of every node that sees devices finds, None by the others."""
     asked = {min(seeing) for node in by_node(ranks) if (seeing := [rank["rank"] for rank in node if rank["devices"]])}
-    limit = min(gpuprobe.TIMEOUT, time_limit(timeout) / 2)             # the others wait
-    return peers.allgather(gpuprobe.probe(timeout=limit) if peers.rank in asked else None)
+    limit = min(gpu_probe.TIMEOUT, time_limit(timeout) / 2)             # the others wait
+    return peers.allgather(gpu_probe.probe(timeout=limit) if peers.rank in asked else None)

@@ -3,13 +3,14 @@
 import argparse
 import os
 import sys
-import time
 from importlib import import_module
 
 from .. import __version__
+from ..console import interrupts, startup, witness
+from ..console.parser import Parser
+from ..console.threads import limit_threads
 from ..errors import MpiattnError
-from . import interrupts, startup, suggest, witness
-from .threads import limit_threads
+from ..system.launch_variables import launch_rank
 
 COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",
@@ -36,50 +37,6 @@ examples:
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal
   mpiexec -n 4 mpiattn check
 """
-
-
-RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
-
-
-def launch_rank(otherwise=0):
-    """This process's rank by the launcher's environment, before MPI is started; `otherwise` without a launcher."""
-    for name in RANK_VARIABLES:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return otherwise
-
-
-class Parser(argparse.ArgumentParser):
-    """Says a wrong argument once, on rank 0, with what it was probably meant to be; ends every rank with code 2.
-
-    chosen: the parser of the subcommand that was chosen, for the options that it knows.
-    """
-
-    words, chosen = (), None
-
-    def parse_known_args(self, args=None, namespace=None):
-        """As argparse; the words are kept for errors."""
-        self.words = sys.argv[1:] if args is None else args
-        return super().parse_known_args(args, namespace)
-
-    def _check_value(self, action, value):
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            meant = suggest.of_choices(str(value), action.choices)
-            raise argparse.ArgumentError(action, error.message + meant) from None
-
-    def error(self, message):
-        """Print the message on rank 0 and exit."""
-        if launch_rank() == 0:
-            known = [*self._option_string_actions, *(self.chosen._option_string_actions if self.chosen else ())]
-            super().error(message + suggest.of_options(message, self.words, known))
-        time.sleep(1)               # a launcher ends all ranks with the first that fails: let rank 0 speak first
-        sys.exit(2)
-
-    def _print_message(self, message, file=None):
-        if launch_rank() == 0:
-            super()._print_message(message, file)
 
 
 def _parser(command):

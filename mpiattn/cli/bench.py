@@ -31,23 +31,26 @@ examples:
 import argparse
 from dataclasses import asdict
 
-from .. import __version__, choice, cost, host
-from ..agreement import agreement
+from .. import __version__
 from ..bench import decode, measure, report
 from ..bench.cases import cases
 from ..bench.store import write_hdf5
 from ..bench.summary import passes_of
+from ..comm.agreement import agreement
+from ..comm.mesh import nodes_of
+from ..console import options
+from ..console.json_file import check_json, is_stream, write_json
+from ..console.launch import on_all_ranks
 from ..errors import ArgumentError
-from ..installation import mpi_library
-from ..mesh import nodes_of
-from ..newfile import check_target
+from ..model import cost, search
 from ..plots import style
 from ..plots.timeline import timeline
-from ..problem import ITEMSIZE
-from ..schedule import ROUTES
-from . import kernel, options
-from .jsonfile import check_json, is_stream, write_json
-from .launch import on_all_ranks
+from ..problem.problem import ITEMSIZE
+from ..schedule.steps import ROUTES
+from ..system import host
+from ..system.atomic_file import check_target
+from ..system.installation import mpi_library
+from . import kernel
 
 
 def add_arguments(parser):
@@ -60,7 +63,7 @@ def add_arguments(parser):
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
     options.add_masks(parser)
-    parser.add_argument("--direction", default="forward", choices=tuple(choice.DIRECTIONS),
+    parser.add_argument("--direction", default="forward", choices=tuple(search.DIRECTIONS),
                         help="which passes to measure, and to choose for (default: %(default)s)")
     parser.add_argument("--tile", nargs="+", default=["auto", "ring"], metavar="AxB",
                         help="tiles, as of `mpiattn run`; all: every one of the ranks (default: auto ring)")
@@ -124,7 +127,7 @@ def _run(job, args):
                                                   "timeout")}
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
-        measured = measure.measure(job, of_size, how, choice.DIRECTIONS[args.direction], args.runs, args.warmup)
+        measured = measure.measure(job, of_size, how, search.DIRECTIONS[args.direction], args.runs, args.warmup)
         by_plan = [passes_of(plan, measured.problem) for plan in measured.plans]
         summaries = [{name: one.summary() for name, one in of_plan.items()} for of_plan in by_plan]
         found = report.cases_as_data(of_size, measured.which, measured.plans, summaries)

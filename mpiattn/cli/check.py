@@ -20,17 +20,18 @@ import textwrap
 import time
 from collections import Counter
 
-from ..agreement import agreement
-from ..check.item import FAIL, PASS, WARN, Item
-from ..check.launcher import ADVICE, foreign
+from ..check.report_item import FAIL, PASS, WARN, Item
+from ..comm.agreement import agreement
+from ..console import options
+from ..console.json_file import check_json, write_json
+from ..console.launch import on_all_ranks
+from ..console.message import SILENT
+from ..console.progress import Progress
+from ..console.startup import defer
 from ..errors import FileError
-from ..sources import test_dir
-from . import launch_rank, options
-from .jsonfile import check_json, write_json
-from .launch import on_all_ranks
-from .message import SILENT
-from .progress import Progress
-from .startup import defer
+from ..system.launch_variables import launch_rank
+from ..system.launcher import ADVICE, foreign
+from ..system.sources import test_dir
 
 TIMEOUT = 60.0             # seconds; nothing here takes a rank as long
 

@@ -19,17 +19,17 @@ import os
 
 import numpy as np
 
-from .. import hdf5
+from ..console.progress import Progress
+from ..console.suggest import closest
+from ..console.table import size
 from ..errors import ArgumentError, FileError
-from ..hdf5 import AXES
-from ..newfile import NewFile
-from ..problem import ITEMSIZE, Problem, dtype_name
-from ..tensorfiles import open_tensors, pieces
-from . import launch_rank
+from ..files import hdf5
+from ..files.hdf5 import AXES
+from ..files.tensor_files import open_tensors, pieces
+from ..problem.problem import ITEMSIZE, Problem, dtype_name
+from ..system.atomic_file import NewFile
+from ..system.launch_variables import launch_rank
 from .names import CUTS, TENSORS, add_names
-from .progress import Progress
-from .suggest import closest
-from .table import size
 
 PIECE_ELEMENTS = 2 ** 22
 NEEDED = ("q", "k", "v")

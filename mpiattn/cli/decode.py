@@ -19,26 +19,26 @@ import socket
 import h5py
 import numpy as np
 
-from .. import combine
-from ..agreement import agreement
-from ..arrays import on_host
-from ..cachefile import load, read_cache_shapes
-from ..decode import tree_decode
+from ..comm.agreement import agreement
+from ..comm.exchange import MAX_MESSAGE
+from ..console import options
+from ..console.json_file import check_json, write_json
+from ..console.launch import on_all_ranks
+from ..console.progress import Progress
+from ..console.table import duration, facts, size
+from ..decode import combine
+from ..decode.cache import KVCache
+from ..decode.cache_file import load, read_cache_shapes
+from ..decode.tree import tree_decode
+from ..engine.folding import on_host
 from ..errors import FileError, VerificationError
-from ..exchange import MAX_MESSAGE
-from ..hdf5 import dtype_of, file_errors, natural
-from ..io import Input, Output
-from ..kvcache import KVCache
-from ..layout import Layout
-from ..problem import Problem
-from ..tree import WAYS
-from ..verify_decode import choose, verify_decode
-from . import options
-from .jsonfile import check_json, write_json
-from .launch import on_all_ranks
+from ..files.hdf5 import dtype_of, file_errors, natural
+from ..files.io import Input, Output
+from ..problem.layout import Layout
+from ..problem.problem import Problem
+from ..schedule.reduction import WAYS
+from ..verify.decode import choose, verify_decode
 from .opening import origin
-from .progress import Progress
-from .table import duration, facts, size
 
 
 def add_arguments(parser):

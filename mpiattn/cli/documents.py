@@ -5,7 +5,7 @@ import re
 import h5py
 import numpy as np
 
-from ..agreement import agreement
+from ..comm.agreement import agreement
 from ..errors import FileError
 
 

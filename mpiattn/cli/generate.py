@@ -10,13 +10,13 @@ import os
 
 import numpy as np
 
-from .. import hdf5
+from ..console.progress import Progress
+from ..console.table import size
 from ..errors import ArgumentError
-from ..newfile import NewFile
-from ..problem import ITEMSIZE, Problem
-from . import launch_rank
-from .progress import Progress
-from .table import size
+from ..files import hdf5
+from ..problem.problem import ITEMSIZE, Problem
+from ..system.atomic_file import NewFile
+from ..system.launch_variables import launch_rank
 
 PIECE_ELEMENTS = 2 ** 22
 

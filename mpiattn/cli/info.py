@@ -13,16 +13,19 @@ With --kernels it shows instead what every GPU kernel takes of a GPU, as NVIDIA'
 import re
 import socket
 
-from .. import backends, host, installation, machines
-from ..agreement import agreement
-from ..backends import kernel_table
-from ..backends.kernel_tiles import PROCESSORS
+from .. import backends
+from ..backends.cuda import kernel_table
+from ..backends.cuda.tile_table import PROCESSORS
+from ..comm.agreement import agreement
+from ..console import options
+from ..console.json_file import write_json
+from ..console.launch import on_all_ranks
+from ..console.table import facts, table
 from ..errors import ArgumentError, FileError
-from ..sources import kernel_dir
-from . import launch_rank, options
-from .jsonfile import write_json
-from .launch import on_all_ranks
-from .table import facts, table
+from ..model import store
+from ..system import host, installation
+from ..system.launch_variables import launch_rank
+from ..system.sources import kernel_dir
 
 HEAD_DIM = 128             # for which a machine is looked up, as `mpiattn tune` measures it
 
@@ -44,7 +47,7 @@ def run(args):
 
 
 def _run(job, args):
-    from ..mesh import nodes_of
+    from ..comm.mesh import nodes_of
     comm, nodes = job.comm, nodes_of(job.peers)
     facts_of_hosts = _hosts(job.peers, nodes)
     data = None
@@ -115,12 +118,12 @@ def _kernels():
 
 def _machine(nodes):
     """The machine that plans of this launch reckon with, of the fastest back end, and where it is from."""
-    from ..tuned import key_of
+    from ..model.tuned import key_of
     backend = backends.get()
     key = key_of(backend, nodes, HEAD_DIM)
     backend.close()
     try:
-        machine, where = machines.resolve(key)
+        machine, where = store.resolve(key)
     except ArgumentError as error:
         return {"name": None, "from": str(error), "key": key._asdict(), "figures": None}
     return {"name": machine.name, "from": where, "key": key._asdict(), "figures": machine.as_dict()}

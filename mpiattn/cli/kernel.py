@@ -1,16 +1,17 @@
 """`mpiattn bench --kernel`: its options, and one rank that measures its back end's launches."""
 
-from .. import __version__, backends, host
-from ..agreement import agreement
+from .. import __version__, backends
 from ..bench import kernel
 from ..bench.baseline import load_torch
 from ..bench.clock import clock_of
 from ..bench.kernel_report import as_text
-from ..choice import DIRECTIONS
+from ..comm.agreement import agreement
+from ..console.json_file import check_json, write_json
 from ..errors import ArgumentError
-from ..installation import CUPY
-from ..problem import Problem
-from .jsonfile import check_json, write_json
+from ..model.search import DIRECTIONS
+from ..problem.problem import Problem
+from ..system import host
+from ..system.installation import CUPY
 
 KEYS = {"decode_keys": 65536, "carry_keys": 4096}
 OWN = {"kernel", *KEYS}                               # options that nothing but this takes

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import h5py
 
-from .. import __version__, host
-from ..installation import mpi_library
-from ..mesh import nodes_of
-from .table import duration, facts, span
+from .. import __version__
+from ..comm.mesh import nodes_of
+from ..console.table import duration, facts, span
+from ..system import host
+from ..system.installation import mpi_library
 
 NAMED = 4                  # hosts that are named at most
 

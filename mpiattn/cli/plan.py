@@ -7,18 +7,21 @@ Ring-Attention. Sizes are in tokens, heads and elements; output is in binary uni
 from dataclasses import asdict, replace
 from functools import partial
 
-from .. import __version__, choice, cost, machine, traffic
+from .. import __version__
+from ..console import options
+from ..console.json_file import write_json
+from ..console.table import duration, percent, size, table
 from ..errors import ArgumentError
-from ..load import Load, block_pairs
+from ..model import cost, machine, search
+from ..model.simulate import simulate
+from ..model.workload import Load, block_pairs
 from ..plots import style
 from ..plots.page import page
-from ..problem import ITEMSIZE, Problem
-from ..simulate import simulate
-from ..tiling import parse_tile, tiles
-from ..validate import validate
-from . import launch_rank, options
-from .jsonfile import write_json
-from .table import duration, percent, size, table
+from ..problem.problem import ITEMSIZE, Problem
+from ..schedule import travels
+from ..schedule.tile import parse_tile, tiles
+from ..schedule.validate import validate
+from ..system.launch_variables import launch_rank
 
 EXAMPLES = """\
 examples:
@@ -43,7 +46,7 @@ def add_arguments(parser):
     parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE),
                         help="of q, k, v and the result (default: %(default)s)")
     options.add_wire_dtype(parser)
-    parser.add_argument("--direction", default="forward", choices=tuple(choice.DIRECTIONS),
+    parser.add_argument("--direction", default="forward", choices=tuple(search.DIRECTIONS),
                         help="which passes to plan for (default: %(default)s)")
     options.add_layout(parser)
     options.add_route(parser)
@@ -74,10 +77,10 @@ def run(args):
     asked = parse_tile(args.tile, args.ranks)
     kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
     on = _machine(args)
-    evaluate = partial(choice.evaluate, problem, args.ranks, args.route, kinds, direction=args.direction, machine=on,
-                       pairs=choice.layouts(args.layout, problem, args.ranks))
+    evaluate = partial(search.evaluate, problem, args.ranks, args.route, kinds, direction=args.direction, machine=on,
+                       pairs=search.layouts(args.layout, problem, args.ranks))
     choices = evaluate(max_memory=args.max_memory)
-    choice.check_memory(choices, args.max_memory)
+    search.check_memory(choices, args.max_memory)
     auto = choices[0]
     fastest = auto.seconds if args.max_memory is None else min(one.seconds for one in evaluate())
     best = {}
@@ -89,11 +92,11 @@ def run(args):
     data = {"mpiattn": __version__, "ranks": args.ranks, "problem": asdict(problem), "direction": args.direction,
             "route": args.route, "schedule": args.schedule, "layout": args.layout, "machine": on.as_dict(),
             "max_memory": args.max_memory,
-            "memory_cost": choice.times_as_long(auto.seconds, fastest),
+            "memory_cost": search.times_as_long(auto.seconds, fastest),
             "auto": f"{auto.a}x{auto.b}", "tile": f"{shown.a}x{shown.b}", "tiles": rows,
             "others": _others(problem, args, ring)}
     schedules = [cost.build(shown.schedule, shown.a, shown.b, shown.route, problem, on, direction, ahead=shown.ahead)
-                 for direction in choice.DIRECTIONS[args.direction]]
+                 for direction in search.DIRECTIONS[args.direction]]
     if args.steps:
         data["steps"] = {schedule.direction: {**asdict(schedule), "validated_slots": validate(schedule)}
                          for schedule in schedules}
@@ -144,7 +147,7 @@ def _tile(problem, args, one, ring):
         direction: sum(kinds.values()) for direction, kinds in one.sent.items()}
     return {"tile": f"{a}x{b}", "sent_bytes": {**sent, "total": one.sent_bytes},
             "saving": _saving(one.sent_bytes, ring),
-            "saving_elements": _saving(*(traffic.volume(ranks, *shape, share, args.direction)
+            "saving_elements": _saving(*(travels.volume(ranks, *shape, share, args.direction)
                                          for shape in ((a, b), (1, ranks)))),
             "memory_bytes": one.nbytes, "balance": one.balance, "seconds": one.seconds, "waiting": one.waiting,
             "schedule": one.schedule, "route": one.route, "ahead": one.ahead, "layout": one.layouts[0].kind}
@@ -153,19 +156,19 @@ def _tile(problem, args, one, ring):
 def _others(problem, args, ring):
     """Ulysses and USP: what they send, or why they cannot run."""
     ranks, share = args.ranks, problem.kv_heads / problem.heads
-    ring_volume = traffic.volume(ranks, 1, ranks, share, args.direction)
+    ring_volume = travels.volume(ranks, 1, ranks, share, args.direction)
 
     def method(name, group, nbytes):
-        volume = traffic.usp_volume(ranks, group, share, args.direction)
+        volume = travels.usp_volume(ranks, group, share, args.direction)
         return {"method": name, "group": group, "sent_bytes": nbytes, "saving": _saving(nbytes, ring),
                 "saving_elements": _saving(volume, ring_volume)}
     found, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
-    nbytes = traffic.ulysses(problem, ranks, args.direction)
+    nbytes = travels.ulysses(problem, ranks, args.direction)
     if nbytes is None:
         found.append({"method": "Ulysses", "not_possible": f"{ranks} ranks do not divide {heads}"})
     else:
         found.append(method("Ulysses", ranks, nbytes))
-    group, nbytes = traffic.best_usp(problem, ranks, args.direction)
+    group, nbytes = travels.best_usp(problem, ranks, args.direction)
     if group > 1:
         found.append(method(f"USP {group}x{ranks // group}", group, nbytes))
     elif ranks > 1:
@@ -208,9 +211,9 @@ def _head(p, data):
 def _text(problem, data, on):
     """Table, legend and picture for people."""
     p, ranks = problem, data["ranks"]
-    row, column = traffic.ELEMENTS[data["direction"]]
+    row, column = travels.ELEMENTS[data["direction"]]
     what = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
-    legend = LEGEND.format(what=what, ranks=ranks, row=row, column=column, same=choice.SAME_TIME,
+    legend = LEGEND.format(what=what, ranks=ranks, row=row, column=column, same=search.SAME_TIME,
                            share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
                            machine=on.name, facts=on, assumes=on.assumes, limit=_limit(data))
     a, b = map(int, data["tile"].split("x"))

@@ -5,9 +5,9 @@ A rank's own part is a dict: its tokens, its pairs, of each pass what it sent an
 
 from dataclasses import asdict
 
-from ..load import balance
-from ..machine import PRODUCTS
-from .table import duration, facts, percent, size, span
+from ..console.table import duration, facts, percent, size, span
+from ..model.machine import PRODUCTS
+from ..model.workload import balance
 
 MASKS = ("prefix", "causal_block", "window", "softcap", "documents", "documents_k")
 

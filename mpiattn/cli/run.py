@@ -21,20 +21,23 @@ import sys
 import numpy as np
 from mpi4py import MPI
 
-from .. import io, traffic, verify, verify_gradients
-from ..activity import Activity
-from ..agreement import agreement
-from ..arrays import on_host
+from ..comm.agreement import agreement
+from ..comm.exchange import MAX_MESSAGE
+from ..console import options
+from ..console.json_file import check_json, write_json
+from ..console.launch import on_all_ranks
+from ..console.progress import Progress
+from ..engine.folding import on_host
 from ..errors import VerificationError
-from ..exchange import MAX_MESSAGE
-from ..finite import nonfinite
-from ..plan import MeshAttention
-from . import opening, options
+from ..files import io
+from ..files.finite import nonfinite
+from ..plan.mesh_attention import MeshAttention
+from ..schedule import travels
+from ..schedule.needed import Activity
+from ..verify import compare
+from . import opening
 from .documents import read_documents
-from .jsonfile import check_json, write_json
-from .launch import on_all_ranks
 from .names import add_names
-from .progress import Progress
 from .report import as_json, as_text, count_text, problem_text
 
 
@@ -213,12 +216,12 @@ def _verify(peers, plan, source, results, documents):
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
     out, lse, *gradients = results.values()
     how = {"read": source.tokens, "documents": documents}
-    with Progress("verify", len(verify.choose(p, layouts[0], peers.rank)), " rows") as progress:
-        reports = {"verify": verify.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
+    with Progress("verify", len(compare.choose(p, layouts[0], peers.rank)), " rows") as progress:
+        reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
     if gradients:
-        chosen = verify_gradients.choose(p, *layouts, peers.rank)
+        chosen = gradients.choose(p, *layouts, peers.rank)
         with Progress("verify gradients", sum(map(len, chosen)), " rows and keys") as progress:
-            reports["verify_gradients"] = verify_gradients.verify_gradients(
+            reports["verify_gradients"] = gradients.verify_gradients(
                 peers, p, *layouts, out, lse, gradients, progress=progress, **how)
     source.check()                              # HDF5 gives zeros for what is not there, which the results may be too
     failed = [str(report) for report in reports.values() if not report.passed]
@@ -247,7 +250,7 @@ def _local(comm, plan, activity):
 def _formulas(plan, activity, direction):
     """Bytes that this rank should send in a pass, and would on a ring."""
     def sent(a, b, activity, collective):
-        return traffic.sent(plan.problem, *lengths, a, b, plan.chunk, plan.route, direction, activity, collective).total
+        return travels.sent(plan.problem, *lengths, a, b, plan.chunk, plan.route, direction, activity, collective).total
     layouts, ranks = (activity.q_layout, activity.k_layout), math.prod(plan.tile)
     lengths = [layout.lengths for layout in layouts]
     ring = Activity(plan.problem.mask, *layouts, 1, ranks, activity.documents)

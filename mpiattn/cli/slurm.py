@@ -13,11 +13,11 @@ examples:
 import os
 import re
 
+from ..console.table import facts
 from ..errors import FileError
-from ..newfile import NewFile
-from ..sources import slurm_dir
-from . import launch_rank
-from .table import facts
+from ..system.atomic_file import NewFile
+from ..system.launch_variables import launch_rank
+from ..system.sources import slurm_dir
 
 KINDS = (".md", ".sh", ".sbatch", ".py")
 USUAL = "slurm"            # the folder in which the scripts look for one another, from where the job is submitted

@@ -18,21 +18,21 @@ import json
 import math
 import os
 
-from ..agreement import agreement
+from ..comm.agreement import agreement
+from ..console import options
+from ..console.json_file import check_json, write_json
+from ..console.launch import on_all_ranks
+from ..console.progress import Progress
+from ..console.table import duration, facts, percent, table
 from ..errors import ArgumentError
-from ..newfile import NewFile, check_target
-from . import options
-from .jsonfile import check_json, write_json
-from .launch import on_all_ranks
-from .progress import Progress
-from .table import duration, facts, percent, table
+from ..system.atomic_file import NewFile, check_target
 
 SECONDS, QUICK = 10.0, 2.0
 TIMEOUT = 60.0             # seconds; no part of it takes a rank as long
 
 
 def _dtypes(text):
-    from ..problem import dtype_name
+    from ..problem.problem import dtype_name
     try:
         return tuple(dict.fromkeys(dtype_name(one.strip(), "--dtype") for one in text.split(",")))
     except ArgumentError as error:
@@ -84,10 +84,10 @@ def run(args):
 
 
 def _run(job, args):
-    from .. import machines
-    from ..mesh import nodes_of
-    from ..transport import check_transport, make_backend
-    from ..tuned import key_of
+    from ..comm.mesh import nodes_of
+    from ..comm.transport import check_transport, make_backend
+    from ..model import store
+    from ..model.tuned import key_of
     from ..tuning.measure import measure
     peers, speaks = job.peers, job.comm.rank == 0
     with agreement(peers):
@@ -101,7 +101,7 @@ def _run(job, args):
             if args.out:
                 check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [])
             if not args.no_store:
-                machines.check_store()
+                store.check_store()
     with Progress("tune", args.seconds, " s") as progress:
         found = measure(job, nodes, backend, args.dtype or backend.dtypes, args.head_dim, args.seconds, progress)
     backend.close()
@@ -109,13 +109,13 @@ def _run(job, args):
         if speaks:
             key = key_of(backend, nodes, args.head_dim)
             samples = {name: one._asdict() for name, one in found.samples.items()}
-            entry = machines.Entry(key, found.machine, machines.now(), samples)
-            replaced = None if args.no_store else machines.store(entry)
+            entry = store.Entry(key, found.machine, store.now(), samples)
+            replaced = None if args.no_store else store.store(entry)
             if args.out:
                 _write_machine(args.out, found.machine)
             if args.json:
                 write_json(args.json, {**entry.as_dict(), "default": found.lacking, "replaced": replaced,
-                                       "store": None if args.no_store else machines.path(), "out": args.out,
+                                       "store": None if args.no_store else store.path(), "out": args.out,
                                        "seconds": job.seconds})
             if args.json != "-":
                 print(_text(args, key, nodes, found, replaced, sum(job.seconds.values())), flush=True)
@@ -170,7 +170,7 @@ def _row(name, sample):
 
 
 def _text(args, key, nodes, found, replaced, seconds):
-    from .. import machines
+    from ..model import store
     names = [*(name for name in NAMES if name in found.samples and name.startswith(("inside", "between", "node"))),
              "launch", *(name for name in found.samples if name.startswith("flops ")), "backward", "merging",
              *(name for name in found.samples if name.startswith(("collective", "combining")))]
@@ -189,10 +189,10 @@ def _text(args, key, nodes, found, replaced, seconds):
     if args.no_store:
         tail += [("stored", "no"), ("plans", "reckon as before")]
     else:
-        tail.append(("stored", f"{machines.path()}{', in place of what was measured before' * replaced}"))
+        tail.append(("stored", f"{store.path()}{', in place of what was measured before' * replaced}"))
         tail.append(("plans", f"of launches like this one, on {'several nodes' if key.several_nodes else 'one node'}, "
                               "now reckon with it"))
-    if os.environ.get(machines.VARIABLE):
-        tail.append(("", f"but {machines.VARIABLE}={os.environ[machines.VARIABLE]} is set and goes before the store"))
+    if os.environ.get(store.VARIABLE):
+        tail.append(("", f"but {store.VARIABLE}={os.environ[store.VARIABLE]} is set and goes before the store"))
     rows = [_row(name, found.samples[name]) for name in names]
     return "\n\n".join([facts(head), table(rows, ("", "typical", "quartiles", "samples")), facts(tail)])

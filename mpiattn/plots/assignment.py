@@ -7,10 +7,10 @@ of others, a Ring's row of n blocks n-1.
 
 import numpy as np
 
-from ..cli.table import size
+from ..console.table import size
 from ..errors import ArgumentError
-from ..schedule import GATHERED, IN_COLUMNS, REDUCED
-from ..traffic import ELEMENTS, in_column, in_row, place
+from ..schedule.steps import GATHERED, IN_COLUMNS, REDUCED
+from ..schedule.travels import ELEMENTS, in_column, in_row, place
 from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
 
 MOST_NUMBERED = 16                     # ranks of a matrix whose blocks all bear their rank's number and color
@@ -42,7 +42,7 @@ def _color_of(rank, a, b):
 def draw_assignment(axes, a, b, rank=0, work=None):
     """Draw the n x n blocks of a tile a x b, the tile of `rank` with a frame around it.
 
-    work: attended pairs of every block, (n, n), of `mpiattn.load.block_pairs`: blocks with less are paler, and empty
+    work: attended pairs of every block, (n, n), of `model.workload.block_pairs`: blocks with less are paler, and empty
     ones white.  Up to MOST_NUMBERED ranks every block bears its rank's number and color, beyond the one rank's alone.
     """
     from matplotlib.patches import Rectangle

@@ -1,6 +1,6 @@
 """A plan on one page: who computes which block, what one rank's tile needs, bytes against ranks, and the timeline."""
 
-from ..traffic import token_bytes
+from ..schedule.travels import token_bytes
 from .assignment import draw_assignment, draw_tile
 from .style import new_figure, styled
 from .timeline import LANE, LANES_SAY, draw_lanes, lanes, of_rank, slowest, told
@@ -13,7 +13,7 @@ WIDTH, TOP = 13.0, 4.4                # inches
 def page(problem, work, load, schedules, timelines, title, machine):
     """A figure of a plan for a `Problem`; the rank that is shown is the slowest of the first pass.
 
-    work, load: `mpiattn.load.block_pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: of each
+    work, load: `model.workload.block_pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: of each
     pass, the latter predicted.  title: the plan in words.  machine: what it is predicted for, in words.
     """
     (a, b, ranks), rank, first = load.pairs.shape, slowest(timelines[0]), schedules[0]

@@ -3,7 +3,7 @@
 from statistics import median
 from typing import NamedTuple
 
-from ..cli.table import duration
+from ..console.table import duration
 from ..errors import ArgumentError
 from .style import GRAY, INK, label_ends, new_figure, rank_axis, styled, time_axis
 

@@ -8,9 +8,9 @@ import functools
 import os
 import re
 
-from ..cli.table import duration, size
+from ..console.table import duration, size
 from ..errors import ArgumentError, FileError
-from ..newfile import NewFile, check_target
+from ..system.atomic_file import NewFile, check_target
 
 # What would change from run to run, or tell of the machine, is left out of the file.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None},

@@ -1,16 +1,16 @@
-"""What ranks do when in a pass, predicted (`mpiattn.simulate`) or measured (the executor's trace), at one scale.
+"""What ranks do when in a pass, predicted (`mpiattn.model.simulate`) or measured (the executor's trace), at one scale.
 
 Of one rank: a lane of blocks and of waiting, and one of each kind of transfer.  Of several ranks: a row each.  What is
-drawn is `mpiattn.timeline.Timeline`, with times as arrays over ranks or, of measured ones, a dict of ranks' own.
+drawn is `schedule.timeline.Timeline`, with times as arrays over ranks or, of measured ones, a dict of ranks' own.
 """
 
 import math
 from typing import NamedTuple
 
-from ..cli.table import duration, percent
+from ..console.table import duration, percent
 from ..errors import ArgumentError
-from ..schedule import GATHERED, REDUCED
-from ..timeline import Moved, StepTimes, Timeline
+from ..schedule.steps import GATHERED, REDUCED
+from ..schedule.timeline import Moved, StepTimes, Timeline
 from .style import COLORS, HATCH, INK, POINTS, new_figure, styled, time_axis
 
 LANE, ROW = 0.26, 0.42                # inches of a lane and of a rank's row, about

@@ -1,13 +1,13 @@
 """Bytes that a rank sends against the number of ranks: Ring, the best tile of a mesh, Ulysses and USP.
 
-Means over ranks where nothing is masked, by the formulas of `mpiattn.traffic`, which the tests count.
+Means over ranks where nothing is masked, by the formulas of `mpiattn.schedule.travels`, which the tests count.
 """
 
-from .. import traffic as formulas
-from ..cli.table import percent
+from ..console.table import percent
 from ..errors import ArgumentError
-from ..schedule import REDUCED
-from ..tiling import tiles
+from ..schedule import travels as formulas
+from ..schedule.steps import REDUCED
+from ..schedule.tile import tiles
 from .style import GRAY, INK, label_ends, new_figure, rank_axis, size_axis, styled
 
 FEWEST = 2

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..machine import PRODUCTS
-from ..passes import Backward, Forward
-from ..problem import Problem
+from ..engine.passes import Backward, Forward
+from ..model.machine import PRODUCTS
+from ..problem.problem import Problem
 from .samples import Sample, take_turns
 
 HEADS = 2

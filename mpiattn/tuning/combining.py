@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from .. import tree
-from ..combine import Combiner, Partial, partial_bytes
-from ..exchange import Exchange
+from ..comm.exchange import Exchange
+from ..decode.combine import Combiner, Partial, partial_bytes
+from ..schedule import reduction
 from .samples import Sample, take_turns
 
 ROWS = (8, 128, 2048)                # heads of all queries: kilobytes, as one token has, to megabytes
@@ -30,10 +30,11 @@ def measure(peers, nodes, backend, head_dim, inside, between, seconds, progress)
     if peers.size == 1:
         progress(seconds)
         return None
-    exchange, ways = Exchange(peers), tree.ways(nodes)
+    exchange, ways = Exchange(peers), reduction.ways(nodes)
     combiner = Combiner(exchange, backend, nodes)
     all_rows = [rows for rows in ROWS if rows == ROWS[0] or seconds > TURNS * len(ROWS) * sum(
-        tree.predicted_seconds(way, *partial_bytes(rows, head_dim, DTYPE), nodes, inside, between) for way in ways)]
+        reduction.predicted_seconds(way, *partial_bytes(rows, head_dim, DTYPE), nodes, inside, between)
+        for way in ways)]
     pairs = [[Partial(backend, 1, rows, head_dim, DTYPE) for _ in range(2)] for rows in all_rows]
     took = take_turns(peers, [combining(combiner, backend, way, *pair) for way in ways for pair in pairs], seconds,
                       progress)
@@ -45,6 +46,6 @@ def measure(peers, nodes, backend, head_dim, inside, between, seconds, progress)
 def factors(found, head_dim, nodes, inside, between):
     """As of `Machine.combining`: what was found, over what these links let expect."""
     def factor(way, nbytes, seconds):
-        return [nbytes[0], seconds / tree.predicted_seconds(way, *nbytes, nodes, inside, between)]
+        return [nbytes[0], seconds / reduction.predicted_seconds(way, *nbytes, nodes, inside, between)]
     return {way: [factor(way, partial_bytes(rows, head_dim, DTYPE), sample.typical) for rows, sample in by_rows.items()]
             for way, by_rows in found.items()}

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from .. import host
-from ..machine import DEFAULT, Link, Machine
+from ..model.machine import DEFAULT, Link, Machine
+from ..system import host
 from . import blocks, collectives, combining, links, overlap
 from .samples import Sample
 
@@ -24,7 +24,7 @@ class Measured(NamedTuple):
 def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seconds: None):
     """Measure the machine that these ranks run on, for about `seconds`; collective, the same result on every rank.
 
-    job: as of `mpiattn.cli.launch`.  nodes: of every rank (`mpiattn.mesh.nodes_of`).  dtypes: of blocks, one at least.
+    job: as of `console.launch`.  nodes: of every rank (`comm.mesh.nodes_of`).  dtypes: of blocks, one at least.
     progress: called with the seconds that have just gone by, `seconds` in all.
     """
     peers, samples, lacking = job.peers, {}, {}

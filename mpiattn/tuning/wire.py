@@ -1,6 +1,6 @@
 """Arrays that travel as a plan's chunks do: through a back end's buffers and an `Exchange`."""
 
-from ..exchange import Exchange
+from ..comm.exchange import Exchange
 
 TAG = 1
 ITEMSIZE = 4

@@ -35,7 +35,7 @@ class Smoke:
 
     def problem(self, **more):
         """A causal block."""
-        from mpiattn.problem import Problem
+        from mpiattn.problem.problem import Problem
         return Problem(**{"seqlen": self.tokens, "causal": True, **SHAPE, **more})
 
     def check(self, backward, **more):

@@ -134,7 +134,7 @@ class Work:
     def probe(self, run, found):
         """Whether this Open MPI takes device memory, in one process."""
         self.needs_openmpi()
-        run([sys.executable, "-m", "mpiattn.gpuprobe"], 60, mpi="openmpi")
+        run([sys.executable, "-m", "mpiattn.system.gpu_probe"], 60, mpi="openmpi")
         found["result"] = "device buffers were sent"
 
     def direct(self, run, found, file):

@@ -11,7 +11,7 @@ from test_kernels_forward import SHAPES as FORWARD
 from test_kernels_pages import CASES, pool
 
 from mpiattn import backends
-from mpiattn.arrays import on_host
+from mpiattn.engine.folding import on_host
 
 
 def name_of(shape):

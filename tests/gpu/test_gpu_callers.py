@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpiattn import reference
-from mpiattn.arrays import on_host
+from mpiattn.engine.folding import on_host
+from mpiattn.verify import reference
 
 SHAPE = {"seqlen": 300, "heads": 4, "kv_heads": 2, "head_dim": 64}
 

@@ -33,12 +33,12 @@ from runs import settle, subcomm
 if os.environ.get("MPIATTN_CUPY") == "fake":       # a GPU that is none; given "device", an MPI that can use its memory
     import fake_cupy
 
-    from mpiattn import gpuaware, gpuprobe
-    from mpiattn.backends import cuda
-    sys.modules["cupy"], cuda.PIECE = fake_cupy, 1000
+    from mpiattn.backends.cuda import backend
+    from mpiattn.system import gpu_aware_mpi, gpu_probe
+    sys.modules["cupy"], backend.PIECE = fake_cupy, 1000
     if os.environ["MPIATTN_TRANSPORT"] == "device":
-        gpuaware.gpu_aware = lambda: (True, "a test says so")
-        gpuprobe.probe = lambda: {"answer": "yes"}
+        gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
+        gpu_probe.probe = lambda: {"answer": "yes"}
 
 
 @pytest.hookimpl(wrapper=True)

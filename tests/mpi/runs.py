@@ -15,9 +15,10 @@ from caller import caller
 from dense import TOLERANCE, Inputs, Result, bits, draw_all, error, expected, gradients_at, largest, masks, wrong
 from mpi4py import MPI
 
-from mpiattn import MeshAttention, reference
-from mpiattn.executor import Executor
-from mpiattn.problem import Problem
+from mpiattn import MeshAttention
+from mpiattn.engine.executor import Executor
+from mpiattn.problem.problem import Problem
+from mpiattn.verify import reference
 
 OF_PROBLEM = tuple(signature(Problem).parameters)
 BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "numpy,deferred").split(","))

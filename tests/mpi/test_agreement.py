@@ -6,9 +6,9 @@ from dense import draw, draw_all
 from runs import attend, my_chunks, on
 
 from mpiattn import ArgumentError, Layout, MeshAttention
-from mpiattn.agreement import agree_on, agreement
+from mpiattn.comm.agreement import agree_on, agreement
+from mpiattn.comm.peers import Peers
 from mpiattn.errors import FileError, MpiattnError
-from mpiattn.peers import Peers
 
 SHAPE = {"seqlen": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
 

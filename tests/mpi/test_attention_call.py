@@ -6,7 +6,7 @@ from dense import Inputs, Result, bits, draw, draw_all, expected, masks, wrong
 from runs import agreed
 
 from mpiattn import ArgumentError, MeshAttention, attention
-from mpiattn.problem import Problem
+from mpiattn.problem.problem import Problem
 
 BACKENDS = ("numpy", "deferred")
 

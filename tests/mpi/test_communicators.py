@@ -10,7 +10,7 @@ from mpi4py import MPI
 from runs import attend, check, my_chunks, on, subcomm, tiles
 
 from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
-from mpiattn.mesh import Home
+from mpiattn.comm.mesh import Home
 
 SHAPE = {"seqlen": 43, "heads": 2, "head_dim": 8, "dtype": "float64", "causal": True}
 TINY = {"seqlen": 4, "heads": 1, "head_dim": 1}

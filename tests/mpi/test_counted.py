@@ -10,8 +10,9 @@ import pytest
 from dense import draw, draw_all
 from runs import agreed, my_chunks, tiles
 
-from mpiattn import Layout, MeshAttention, traffic
-from mpiattn.executor import TAG
+from mpiattn import Layout, MeshAttention
+from mpiattn.engine.executor import TAG
+from mpiattn.schedule import travels
 
 
 class Counting:
@@ -94,7 +95,7 @@ def test_case_22_bytes_are_the_formula(comm, layout, dtype):
                 assert (nbytes, messages) == plan.sent
                 cut = lengths(plan.q_layout), lengths(plan.k_layout), a, b, comm.rank
                 masked = {} if everything else {"activity": plan.activity, "collective": schedule == "collective"}
-                expected = traffic.sent(plan.problem, *cut, route=route, **masked).total
+                expected = travels.sent(plan.problem, *cut, route=route, **masked).total
                 agreed(comm, None if nbytes == expected else f"{schedule} {route} {a}x{b}: {nbytes}, not {expected}")
                 if route == "direct" and everything:
                     told = messages, hops_that_send(*cut)
@@ -119,7 +120,7 @@ def test_case_22_backward_and_wire_dtype(comm, wire):
                              plan.backward(mine.dout, *mine[:3], out, lse))
             arrays = {"forward": (1 + 2, 2), "backward": (4 + 1, 2 + 2)}          # a hop in a row, in a column
             for direction, (nbytes, messages) in (("forward", forward), ("backward", backward)):
-                expected = traffic.sent(plan.problem, *cut, direction=direction).total
+                expected = travels.sent(plan.problem, *cut, direction=direction).total
                 agreed(comm, None if nbytes == expected else f"{direction} {schedule} {a}x{b}: {nbytes}, {expected}")
                 in_row, in_column = arrays[direction]
                 assert messages == (a - 1) * in_row + (b - 1) * in_column
@@ -179,7 +180,7 @@ def test_what_nobody_sees_is_not_sent(comm, mask, layout):
                 if direction == "backward":
                     plan.backward(np.ones_like(out), q, k, v, out, lse)
                 nbytes, before = plan.sent[0] - before, plan.sent[0]
-                expected = traffic.sent(plan.problem, *cut, route, direction, plan.activity, schedule == "collective")
+                expected = travels.sent(plan.problem, *cut, route, direction, plan.activity, schedule == "collective")
                 told = f"{direction} {schedule} {route} {a}x{b}: {nbytes}, {expected}"
                 agreed(comm, None if nbytes == expected.total else told)
 

@@ -19,16 +19,15 @@ from mpiattn import (
     Layout,
     MeshAttention,
     PeerFailure,
-    combine,
-    decoding,
     query_ring_decode,
-    reference,
     ring_decode,
     tree_decode,
 )
-from mpiattn.arrays import on_host
-from mpiattn.backends.paced import PacedBackend
-from mpiattn.tree import WAYS
+from mpiattn.backends.testing.paced import PacedBackend
+from mpiattn.decode import call, combine
+from mpiattn.engine.folding import on_host
+from mpiattn.schedule.reduction import WAYS
+from mpiattn.verify import reference
 
 RINGS = {"ring": ring_decode, "qring": query_ring_decode}
 NINE = [*range(1, 9), pytest.param(9, marks=pytest.mark.many)]
@@ -280,7 +279,7 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
 
     def interrupt():
         raise KeyboardInterrupt
-    monkeypatch.setattr(decoding, "Partial", Watched)
+    monkeypatch.setattr(call, "Partial", Watched)
     with KVCache(group, capacity=10, kv_heads=1, head_dim=2) as cache:
         if group.rank == 0:
             cache._peers.idle = interrupt

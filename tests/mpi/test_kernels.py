@@ -14,8 +14,8 @@ from test_decode import RINGS, Mirror
 from test_numbers import check_padding
 
 from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
-from mpiattn.backends import emulated
-from mpiattn.tree import WAYS
+from mpiattn.backends.testing import emulated
+from mpiattn.schedule.reduction import WAYS
 
 BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "emulated,deferred-emulated").split(","))
 pytestmark = [pytest.mark.workshop, pytest.mark.skipif("emulated" in BACKENDS and emulated.compiler() is None,

@@ -6,8 +6,9 @@ from dense import bits, draw_all
 from runs import attend, my_chunks
 from test_agreement import same_error
 
-from mpiattn import ArgumentError, Layout, MeshAttention, choice
-from mpiattn.peers import Peers
+from mpiattn import ArgumentError, Layout, MeshAttention
+from mpiattn.comm.peers import Peers
+from mpiattn.model import search
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 HOW = [{"causal": True}, {"window": (9, 0), "layout": "striped", "schedule": "collective"},
@@ -56,7 +57,7 @@ def test_like_a_plan_like_another(comm):
 
 def test_nothing_is_searched(comm, monkeypatch):
     """One small allreduce, and one tile of one schedule, route and layout looked at."""
-    waits, asked, evaluate = [], [], choice.evaluate
+    waits, asked, evaluate = [], [], search.evaluate
     wait = Peers.wait
 
     def counted(self, *arguments, **options):
@@ -68,7 +69,7 @@ def test_nothing_is_searched(comm, monkeypatch):
         return evaluate(*arguments, **options)
     with MeshAttention(comm, seqlen=100, **SHAPE, causal=True) as first:
         monkeypatch.setattr(Peers, "wait", counted)
-        monkeypatch.setattr(choice, "evaluate", noted)
+        monkeypatch.setattr(search, "evaluate", noted)
         with first.like(seqlen=200):
             assert len(waits) == 1 and asked == [(1, 1, 1)]
 

@@ -5,7 +5,7 @@ import pytest
 from dense import draw_all, epsilon, error, expected, largest, masks, naive, sizes
 from runs import BACKENDS, agreed, check, narrow, on, problem_of, run, tiles
 
-from mpiattn import reference
+from mpiattn.verify import reference
 
 SHAPE = {"batch": 1, "seqlen": 70, "heads": 2, "head_dim": 16, "layout": "striped"}
 FLOAT32, FLOAT64 = (float(np.finfo(dtype).max) for dtype in ("float32", "float64"))

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, PeerFailure, cachefile, channel, tree_decode
-from mpiattn.peers import Peers
+from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, PeerFailure, tree_decode
+from mpiattn.comm import channel
+from mpiattn.comm.peers import Peers
+from mpiattn.decode import cache_file
 
 SHAPE = {"seqlen": 24, "heads": 2, "head_dim": 4}
 TIMEOUT = 0.5             # seconds, on a quiet machine with a core for every four ranks
@@ -194,7 +196,7 @@ def test_a_rank_is_interrupted_while_loading(comm, at_least, tmp_path):
         cache.save(path)
     guilty = comm.rank == comm.size - 1
     with pytest.raises((KeyboardInterrupt, PeerFailure)) as caught:
-        cachefile.load(KVCache, fresh, path, {"timeout": 500}, progress=interrupted if guilty else None)
+        cache_file.load(KVCache, fresh, path, {"timeout": 500}, progress=interrupted if guilty else None)
     if not guilty:
         assert "raised KeyboardInterrupt in call 1 of cache 1, load: on purpose" in str(caught.value)
     comm.Barrier()
@@ -282,7 +284,7 @@ def test_a_rank_raises_while_a_plan_is_made(comm, at_least, monkeypatch):
     def fail(*args):
         raise ZeroDivisionError("on purpose")
     if comm.rank == 0:
-        monkeypatch.setattr("mpiattn.plan.settle", fail)
+        monkeypatch.setattr("mpiattn.plan.mesh_attention.settle", fail)
     with pytest.raises((ZeroDivisionError, PeerFailure)) as caught:
         MeshAttention(fresh, **SHAPE, timeout=500)
     if comm.rank:

@@ -8,7 +8,7 @@ from dense import bits, draw_all
 from runs import attend, my_chunks
 
 from mpiattn import ArgumentError, KVCache, MeshAttention
-from mpiattn.machine import DEFAULT, H100
+from mpiattn.model.machine import DEFAULT, H100
 
 SHAPE = {"seqlen": 203, "heads": 4, "head_dim": 8, "causal": True, "direction": "both"}
 

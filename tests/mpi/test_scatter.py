@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from runs import agreed
 
-from mpiattn import ArgumentError, Layout, MeshAttention, redistribute
-from mpiattn.problem import dtype_name
+from mpiattn import ArgumentError, Layout, MeshAttention
+from mpiattn.comm import redistribute
+from mpiattn.problem.problem import dtype_name
 
 
 def plan_of(comm, layout, seqlen, seqlen_k=None):

@@ -3,7 +3,7 @@
 import json
 
 from mpiattn.check.survey import steps, survey
-from mpiattn.cli.launch import Job
+from mpiattn.console.launch import Job
 
 
 def test_nothing_fails_here(comm, tmp_path_factory):

@@ -15,7 +15,7 @@ from random_cases import draw_case
 from runs import attend, my_chunks, problem_of, settle, subcomm, use_schedule
 
 from mpiattn import MeshAttention
-from mpiattn.greedy import greedy
+from mpiattn.schedule.greedy import greedy
 
 SEED = int(os.environ.get("MPIATTN_SEED", "1"))
 CASES = int(os.environ.get("MPIATTN_CASES", "50"))

@@ -9,7 +9,7 @@ from test_agreement import same_error
 from test_attention_call import pieces
 
 from mpiattn import KVCache, MeshAttention, attention, query_ring_decode, ring_decode, tree_decode
-from mpiattn.tensors import as_array, as_tensor
+from mpiattn.problem.tensors import as_array, as_tensor
 
 if MPI.COMM_WORLD.size > 8:
     pytest.skip("many ranks would take long to load torch", allow_module_level=True)

@@ -7,8 +7,8 @@ from dense import bits, draw, draw_all, expected, masks, wrong
 from runs import agreed, attend, check, my_chunks, on, problem_of, run, subcomm, tiles, use_schedule
 
 from mpiattn import MeshAttention
-from mpiattn.greedy import greedy
-from mpiattn.schedule import Costs, apart
+from mpiattn.schedule.greedy import greedy
+from mpiattn.schedule.steps import Costs, apart
 
 SHAPE = {"batch": 2, "seqlen": 61, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float64", "causal": True}
 EXTREME_COSTS = [Costs(0.01, 0.01, 0.01), Costs(100, 0.1, 3), Costs(0.1, 100, 1), Costs(1.5, 2.5, 50)]

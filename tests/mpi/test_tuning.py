@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from runs import on
 
-from mpiattn import KVCache, MeshAttention, backends, machines, tree
-from mpiattn.cli.launch import Job
+from mpiattn import KVCache, MeshAttention, backends
+from mpiattn.comm.mesh import nodes_of
+from mpiattn.console.launch import Job
 from mpiattn.errors import ArgumentError
-from mpiattn.machine import DEFAULT, H100
-from mpiattn.mesh import nodes_of
-from mpiattn.tuned import key_of
+from mpiattn.model import store
+from mpiattn.model.machine import DEFAULT, H100
+from mpiattn.model.tuned import key_of
+from mpiattn.schedule import reduction
 from mpiattn.tuning.blocks import fit
 from mpiattn.tuning.combining import ROWS
 from mpiattn.tuning.links import partners
@@ -80,10 +82,10 @@ def test_measure(group, name):
         assert lacking or link == tuple(found.samples[f"{side} {field}"].typical for field in link._fields)
         assert (f"{side} of the default" in machine.assumes) == lacking
     assert machine.node_bandwidth is None or group.size == 4
-    assert set(machine.combining) == set(tree.ways(nodes) if group.size > 1 else ())
+    assert set(machine.combining) == set(reduction.ways(nodes) if group.size > 1 else ())
     for way, points in machine.combining.items():      # the factors make of the links' prediction what was measured
         for rows, (nbytes, factor) in zip(ROWS, points):
-            predicted = tree.predicted_seconds(way, nbytes, 4 * rows, nodes, machine.inside, machine.between)
+            predicted = reduction.predicted_seconds(way, nbytes, 4 * rows, nodes, machine.inside, machine.between)
             assert nbytes == 36 * rows
             assert factor * predicted == pytest.approx(found.samples[f"combining {rows} {way}"].typical)
     for sample in found.samples.values():
@@ -105,7 +107,7 @@ def test_machine_of_a_plan(comm, tmp_path_factory, monkeypatch):
     if comm.rank == 0:
         key = key_of(backends.get("numpy"), nodes, 8)
         assert key.backend == f"numpy {np.__version__}" and key.several_nodes == (len(set(nodes)) > 1)
-        machines.store(machines.Entry(key, mine, machines.now(), {}))
+        store.store(store.Entry(key, mine, store.now(), {}))
     assert machine() == mine
     assert machine(backend="deferred") == default
     assert machine(machine="h100") == H100

@@ -5,8 +5,9 @@ import pytest
 from calls import calls
 from runs import BACKENDS, agreed, on, settle, subcomm
 
-from mpiattn import ArgumentError, KVCache, Layout, query_ring_decode, reference, ring_decode, tree_decode
-from mpiattn.arrays import on_host
+from mpiattn import ArgumentError, KVCache, Layout, query_ring_decode, ring_decode, tree_decode
+from mpiattn.engine.folding import on_host
+from mpiattn.verify import reference
 
 TOKENS, HEADS, DIM = 1600, 2, 8
 DECODE = (tree_decode, ring_decode, query_ring_decode)

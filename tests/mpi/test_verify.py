@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiattn import reference
-from mpiattn.layout import Layout
-from mpiattn.peers import Peers
-from mpiattn.problem import Problem
-from mpiattn.verify import choose, verify
+from mpiattn.comm.peers import Peers
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.verify import reference
+from mpiattn.verify.compare import choose, verify
 
 
 def checked(problem, scale_q=1.0, scale_v=1.0, damage=None, limit=2e11):

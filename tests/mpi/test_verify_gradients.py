@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mpiattn import reference
-from mpiattn.layout import Layout
-from mpiattn.peers import Peers
-from mpiattn.problem import Problem
-from mpiattn.verify_gradients import choose, verify_gradients
+from mpiattn.comm.peers import Peers
+from mpiattn.problem.layout import Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.verify import reference
+from mpiattn.verify.gradients import choose, verify_gradients
 
 
 def tiny(**more):

@@ -1,0 +1,329 @@
+"""The CUDA back end: the kernels on a GPU, by CuPy.
+
+Launches go to one stream, copies to the wire to a second and from it to a third, each ordered after others by events
+alone.  A call begins after what the caller's current stream has been given, and that stream goes on after the call.
+
+Memory: CuPy's pool gives what is freed to the next who asks on the stream that it was allocated on, at once.  So work
+arrays are allocated on the launches' stream, and a copy's array is held until launches are ordered after the copy;
+results are allocated on the caller's stream, where the caller uses and frees them.
+"""
+
+import os
+from contextlib import contextmanager, suppress
+from functools import wraps
+
+import numpy as np
+
+from ...errors import ArgumentError, MpiattnError
+from ..base import WireBytes
+from . import kernel_source
+from .arrays import as_cupy, load_cupy
+from .kernels import KernelLaunches
+from .pinned import PinnedBlocks
+
+PIECE = 4 * 2 ** 20        # bytes of a staged message
+CAPABILITY = 80            # the least that the kernels are compiled for
+STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without being asked for
+ALIGNMENT = 16             # bytes, of what kernels read in asynchronous copies
+NOT_READY = 600            # cudaErrorNotReady
+# Launches are made of the methods of these names, here and in KernelLaunches.
+LAUNCHES = ("clear", "zero", "take", "copy", "attend", "attend_pages", "unnormalize", "normalize", "attend_backward",
+            "delta", "add", "merge", "sink", "sink_gradient")
+
+
+_dealt = []                # whether this process has been dealt a GPU
+
+
+def choose_device(cupy, local_rank):
+    """The number of this rank's GPU among those that CUDA_VISIBLE_DEVICES leaves.
+
+    It is the current one, if the caller has made another than the first current or this has been asked before; else it
+    is dealt, by local_rank, the number among the ranks of the node, and made the current one.
+    """
+    runtime = cupy.cuda.runtime
+    device = runtime.getDevice()
+    if not device and not _dealt:
+        device = local_rank % runtime.getDeviceCount()
+    stay_on(cupy, device)
+    return device
+
+
+def stay_on(cupy, device):
+    """Make a GPU the current one, and that of the back ends of this process from now on."""
+    cupy.cuda.Device(device).use()
+    _dealt.append(device)
+
+
+class _CupyLaunches(KernelLaunches):
+    """Launches on CuPy's current stream."""
+
+    def _run(self, kernel, grid, *arguments):
+        if 0 not in grid:
+            function, threads = self._function(kernel)
+            function(grid, threads, arguments, shared_mem=kernel.shared_bytes)
+
+    def _function(self, kernel):
+        """A kernel for this device and its block, which CuPy compiles or has kept: its text has all headers in it."""
+        held = self._functions.get(id(kernel))             # to hash all of a kernel takes longer than to launch it
+        if held is None:
+            module = self.cupy.RawModule(code=kernel_source.expanded(kernel.file),
+                                         options=("-std=c++17", *kernel.options()))
+            function = module.get_function(kernel.name)
+            if kernel.shared_bytes > STATIC_SHARED:
+                function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+            held = self._functions[id(kernel)] = function, (kernel.threads,), kernel
+        return held[:2]
+
+    def clear(self, out, lse):
+        out.fill(0)
+        lse.fill(-np.inf)
+
+    def zero(self, arrays):
+        for array in arrays:
+            array.fill(0)
+
+    def take(self, dst, src, rows):
+        as_bits = f"uint{8 * dst.itemsize}"                    # whatever the dtype, its bits are taken
+        self.cupy.take(src.view(as_bits), self.contiguous(rows), axis=0, out=dst.view(as_bits))
+
+    def copy(self, dst, src):
+        super().copy(dst, self.contiguous(src) if isinstance(src, np.ndarray) else src)
+
+
+def _launched(method):
+    """A launch, ordered as the protocol says: on the launches' stream, after events, returning its own."""
+    @wraps(method)
+    def launch(self, *args, after=(), **options):
+        with self._on(self.stream):
+            _wait_for(self.stream, after)
+            method(self, *args, **options)
+        return self._event(self.stream)
+    return launch
+
+
+def _wait_for(stream, events):
+    for event in events:
+        if event is not None:
+            stream.wait_event(event)
+
+
+class CudaBackend(_CupyLaunches):
+    """The protocol of `mpiattn.backends.base` on one GPU.
+
+    transport: "device" gives MPI the arrays themselves, collectives excepted, since no MPI's nonblocking ones can be
+    relied on to take them; "staged", and "auto", which has no MPI to ask, pinned host memory.
+    local_rank: see `choose_device`.
+
+    stream: of the launches.  device: number of the GPU.  Raises ArgumentError where there is no CuPy or no GPU.
+    """
+
+    name = "cuda"
+    meanwhile = property(lambda self: None, lambda self, call: None)       # launches do not take the host's time
+    advance = property(lambda self: None, lambda self, call: None)
+
+    def __init__(self, transport="auto", local_rank=0):
+        super().__init__()
+        self.cupy = load_cupy()
+        self.transport = "staged" if transport == "auto" else transport
+        self.device = choose_device(self.cupy, local_rank)
+        cuda, self._functions = self.cupy.cuda, {}
+        device = cuda.Device(self.device)
+        name = cuda.runtime.getDeviceProperties(self.device)["name"]
+        self.version = name.decode() if isinstance(name, bytes) else name
+        self.architecture = int(device.compute_capability)
+        if self.architecture < CAPABILITY:
+            raise ArgumentError(f"backend is 'cuda', but {self.version} has compute capability "
+                                f"{device.compute_capability}; the kernels need {CAPABILITY}")
+        self.processors = device.attributes["MultiProcessorCount"]
+        with device:
+            self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
+        self._pinned = PinnedBlocks(self.cupy)
+        self._leaving, self._arriving = {}, {}             # by id: what is staged, with the array itself
+        self._begun = self._event(self.stream)             # where the call began
+
+    @contextmanager
+    def _on(self, stream):
+        with self.cupy.cuda.Device(self.device), stream:
+            yield
+
+    def _event(self, stream):
+        with self.cupy.cuda.Device(self.device):           # another may be current, in another thread of the caller's
+            return stream.record(self.cupy.cuda.Event(disable_timing=True))
+
+    def _caller(self):
+        """The stream that the caller of the library works on."""
+        return self.cupy.cuda.get_current_stream(self.device)
+
+    def idle(self):
+        os.sched_yield()
+
+    # Arrays
+
+    @property
+    def staged_bytes(self):
+        """Bytes of pinned host memory."""
+        return self._pinned.nbytes
+
+    def empty(self, shape, dtype):
+        with self._on(self.stream):
+            return self.cupy.empty(shape, np.dtype(dtype))
+
+    def array(self, name, thing):
+        with self.cupy.cuda.Device(self.device):
+            array = as_cupy(self.cupy, name, thing)
+        if not isinstance(array, np.ndarray) and array.size and array.device.id != self.device:
+            raise ArgumentError(f"{name} is on GPU {array.device.id}; it must be on GPU {self.device}, which is this "
+                                "rank's: the one that was current or else dealt when the back end was made")
+        return array
+
+    def result(self, shape, dtype):
+        with self._on(self._caller()):
+            return self.cupy.empty(shape, np.dtype(dtype))
+
+    def give(self, array):
+        with self._on(self._caller()):
+            return self.cupy.asarray(array)
+
+    def _address(self, array):
+        return array.data.ptr
+
+    def contiguous(self, array, alignment=ALIGNMENT):
+        if isinstance(array, np.ndarray):
+            with self._on(self.stream):
+                return self.cupy.asarray(np.ascontiguousarray(array))
+        if array.flags.c_contiguous and array.data.ptr % alignment == 0:
+            return array
+        _wait_for(self.stream, [self._event(self._caller())])
+        copy = self.empty(array.shape, array.dtype)
+        self.copy(copy, array)
+        return copy
+
+    # Calls
+
+    def begin(self):
+        _wait_for(self.stream, [self._event(self._caller())])
+        self._begun = self._event(self.stream)
+        for stream in (self._out, self._in):
+            _wait_for(stream, [self._begun])
+
+    def finish(self):
+        _wait_for(self.stream, [self._event(self._in)])
+        _wait_for(self._caller(), [self._event(self.stream)])
+
+    def drain(self):
+        try:
+            for stream in (self.stream, self._out, self._in):
+                stream.synchronize()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            self._failed(error)
+
+    # Wire
+
+    def _done(self, event):
+        """Whether an event is done; raises where the GPU has failed, since that never is."""
+        status = self.cupy.cuda.runtime.eventQuery(event.ptr)
+        if status not in (0, NOT_READY):
+            self.wait(event)
+        return status == 0
+
+    def _all_done(self, events):
+        return all(event is None or self._done(event) for event in events)
+
+    def _as_it_is(self, array, after):
+        """An array for an MPI that takes device memory but knows no streams, so that the host waits for them."""
+        events = after or (self._begun,)
+        return WireBytes(array.reshape(-1).view(np.uint8), lambda stop: self._all_done(events))
+
+    def outgoing(self, array, after=(), collective=False):
+        if self.transport == "device" and not collective:
+            return self._as_it_is(array, after)
+        if not array.nbytes:
+            return WireBytes(np.empty(0, np.uint8))
+        if id(array) in self._leaving:                     # on its way to another rank: it has not changed since
+            held = self._leaving[id(array)]
+        else:
+            held = self._leaving[id(array)] = _Leaving(array, self._pinned.take(array.nbytes))
+            _wait_for(self._out, after)
+            for start in range(0, array.nbytes, PIECE):
+                self._copy_out(held, start, min(PIECE, array.nbytes - start))
+        held.users += 1
+        return WireBytes(held.block.bytes[:array.nbytes],
+                         lambda stop: self._all_done(held.copied[:-(-stop // PIECE)]), piece=PIECE)
+
+    def _copy_out(self, held, start, count):
+        runtime = self.cupy.cuda.runtime
+        runtime.memcpyAsync(held.block.pointer + start, held.array.data.ptr + start, count, runtime.memcpyDeviceToHost,
+                            self._out.ptr)
+        held.copied.append(self._event(self._out))
+
+    def sent(self, array):
+        held = self._leaving.get(id(array))
+        if held is None:
+            return
+        held.users -= 1
+        if not held.users:
+            self._pinned.give(self._leaving.pop(id(array)).block)
+
+    def incoming(self, array, after=(), collective=False):
+        if self.transport == "device" and not collective:
+            return self._as_it_is(array, after)
+        if not array.nbytes:
+            return WireBytes(np.empty(0, np.uint8))
+        held = self._arriving[id(array)] = _Arriving(array, self._pinned.take(array.nbytes), after, collective)
+        return WireBytes(held.block.bytes[:array.nbytes], taken=lambda start, stop: self._copy_in(held, start, stop),
+                         piece=PIECE)
+
+    def _copy_in(self, held, start, stop):
+        runtime = self.cupy.cuda.runtime
+        _wait_for(self._in, held.after)                    # not before: what arrives sooner need not wait for them
+        held.after = ()
+        runtime.memcpyAsync(held.array.data.ptr + start, held.block.pointer + start, stop - start,
+                            runtime.memcpyHostToDevice, self._in.ptr)
+
+    def arrived(self, array):
+        held = self._arriving.pop(id(array), None)
+        if held is None:
+            return None                                    # MPI has written it
+        if held.collective:
+            self._copy_in(held, 0, array.nbytes)
+        event = self._event(self._in)
+        self._pinned.give(held.block, event)
+        return event
+
+    def forget(self, array):
+        pass
+
+    def wait(self, event):
+        try:
+            if event is not None:
+                event.synchronize()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            self._failed(error)
+
+    def _failed(self, error):
+        raise MpiattnError(f"the GPU {self.version} has failed: {error}") from error
+
+    def close(self):
+        with suppress(MpiattnError):                       # whoever waited has been told
+            self.drain()
+        self._pinned.clear()
+        self._held.clear()
+        self._functions.clear()
+
+
+for _name in LAUNCHES:
+    setattr(CudaBackend, _name, _launched(getattr(_CupyLaunches, _name)))
+
+
+class _Leaving:
+    """An array on its way out: its block, the events of its pieces' copies, and how many sends there are."""
+
+    def __init__(self, array, block):
+        self.array, self.block, self.copied, self.users = array, block, [], 0
+
+
+class _Arriving:
+    """An array that is received into a block; after: events of its last uses."""
+
+    def __init__(self, array, block, after, collective):
+        self.array, self.block, self.after, self.collective = array, block, after, collective

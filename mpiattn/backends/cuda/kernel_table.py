@@ -1,0 +1,43 @@
+"""What the entries of the tile table take of a GPU, as the compiler has them."""
+
+from typing import NamedTuple
+
+from . import nvrtc
+from .tile_table import Tile, attention_kernel, blocks_per_processor, table
+
+ARCHITECTURES = "sm_80", "sm_89", "sm_90", "sm_100"
+HEADS_PER_KV = 7           # query heads of a KV head: no power of two, which takes the most registers
+DTYPES = {2: "bfloat16", 4: "float32"}
+
+
+class Row(NamedTuple):
+    """An entry of the table: registers of a thread, spilled bytes of a thread, shared_bytes of a thread block."""
+
+    work: str
+    dtype: str
+    head_dim: int
+    architecture: str
+    tile: Tile
+    registers: int
+    spilled: int
+    shared_bytes: int
+    blocks: int            # that a multiprocessor takes at a time
+
+
+def entries(architecture, heads_per_kv=HEADS_PER_KV):
+    """(work, dtype, head dim, kernel, tile) of every entry of an architecture's table, such as "sm_90"."""
+    for work, sizes in table(int(architecture[3:])).items():
+        for size, by_dim in sizes.items():
+            for dim in by_dim:
+                yield work, DTYPES[size], dim, *attention_kernel(work, DTYPES[size], dim, dim, heads_per_kv, 0,
+                                                                 int(architecture[3:]))
+
+
+def rows(architecture, heads_per_kv=HEADS_PER_KV):
+    """A `Row` for every entry, as they are compiled.  Raises ArgumentError where NVRTC is missing."""
+    nvrtc.load()
+    all_entries = list(entries(architecture, heads_per_kv))
+    for (work, dtype, dim, kernel, tile), report in zip(
+            all_entries, nvrtc.build_all([kernel for *_, kernel, _ in all_entries], architecture)):
+        yield Row(work, dtype, dim, architecture, tile, report.registers, report.spilled, kernel.shared_bytes,
+                  blocks_per_processor(kernel, report.registers, int(architecture[3:])))

@@ -1,0 +1,175 @@
+"""Launches of the GPU kernels, the same for a GPU and for their emulation on the CPU.
+
+What runs a kernel is left to the back end: `_run(kernel, grid, *arguments)` with its own arrays and NumPy scalars, as
+CuPy takes them, in the order of the calls.  It also has `empty` and `contiguous`; `_address(array)`, where an array
+begins; `processors`, the number of a GPU's multiprocessors; and `architecture`, its compute capability, such as 90.
+"""
+
+import math
+
+import numpy as np
+
+from ...errors import ArgumentError
+from . import tile_table
+from .launches import (
+    BLOCKS_PER_PROCESSOR,
+    THREADS,
+    WARPS,
+    backward_launches,
+    cast_kernel,
+    forward_launch,
+    partials_kernel,
+)
+
+ELEMENTS_PER_THREAD = 8           # that a thread which waits for memory goes through, so that grids stay small
+VECTOR = 4                        # neighbours that are cast at a time, where they are neighbours in both arrays
+
+
+class KernelLaunches:
+    """`attend` and the other launches of `mpiattn.backends.base` that compute, by kernels."""
+
+    dtypes = tuple(tile_table.ELEMENTS)
+
+    def __init__(self):
+        super().__init__()
+        self._held = {}
+
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
+        rows = {work: tile_table.tile(work, tile_table.itemsize(dtype), head_dim, value_dim, self.architecture).rows
+                for work in BLOCKS_PER_PROCESSOR}                  # of the partials of split keys
+        return 0 if backward else max(4 * (value_dim + 1) * rows[work] * BLOCKS_PER_PROCESSOR[work] * self.processors
+                                      for work in rows)
+
+    def _work_array(self, name, shape, dtype):
+        """A work array that the next launches may use, from memory that is kept between calls."""
+        size = math.prod(shape)
+        held = self._held.get((name, dtype))
+        if held is None or held.size < size:
+            held = self._held[name, dtype] = self.empty((size,), dtype)
+        return held[:size].reshape(shape)
+
+    # Attention
+
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+        _check_groups(begin, k.shape[1])
+        if len(q) and len(k):
+            self._attend(q, k, v, None, len(k), begin, end, out, lse, scale, softcap)
+
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        if not len(q):
+            return
+        if isinstance(pages, list):
+            tables = np.zeros((len(pages), max(map(len, pages))), np.int32)
+            for table, of_sequence in zip(tables, pages):
+                table[:len(of_sequence)] = of_sequence
+        else:
+            tables = pages.reshape(1, -1)
+        begin, end = (bound.reshape(len(tables), -1) for bound in (begin, end))
+        self._attend(q, keys, values, tables, tables.shape[1] * page_size, begin, end, out, lse, scale, softcap,
+                     page_size)
+
+    def _attend(self, q, k, v, pages, keys, begin, end, out, lse, scale, softcap, page_size=0):
+        """Add to a partial what rows see of a chunk of `keys`, or make it what they see of a pool's pages."""
+        launch = forward_launch(q.shape, k.shape, v.shape[2], len(begin), keys, q.dtype, scale, softcap, page_size,
+                                self.architecture, self.processors)
+        self._check_alignment("out", out, launch.alignment)
+        splits = launch.grid[1]
+        into = (out, lse) if splits == 1 else (self._work_array("out", (splits, *out.shape), "float32"),
+                                               self._work_array("lse", (splits, *lse.shape), "float32"))
+        self._run(launch.kernel, launch.grid, *map(self.contiguous, (q, k, v)),
+                  *self._numbers(begin, end, pages if page_size else begin), *into, *launch.numbers)
+        if splits > 1:
+            self._run(partials_kernel("merge_parts", "float32"), (lse.size, 1, 1), out, lse, *into, np.int64(lse.size),
+                      np.int32(v.shape[2]), np.int32(splits), np.int32(page_size > 0))
+
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+        _check_groups(begin, k.shape[1])
+        if not (len(q) and len(k)):
+            return
+        of_q, of_hulls, of_kv = backward_launches(q.shape, v.shape, len(begin), q.dtype, scale, softcap,
+                                                  self.architecture)
+        self._check_alignment("dq", dq, of_q.alignment)
+        self._check_alignment("dk", dk, of_q.alignment)
+        self._check_alignment("dv", dv, of_kv.alignment)
+        q, dout, k, v = map(self.contiguous, (q, dout, k, v))
+        lse, delta, begin, end = self._numbers(lse, delta, begin, end)
+        inputs = q, dout, lse, delta, k, v, begin, end
+        self._run(of_q.kernel, of_q.grid, *inputs, dq, *of_q.numbers)
+        hulls = self._work_array("hulls", (of_hulls.grid[0], 4), "int32")
+        self._run(of_hulls.kernel, of_hulls.grid, begin, end, hulls, *of_hulls.numbers)
+        self._run(of_kv.kernel, of_kv.grid, *inputs, hulls, dk, dv, *of_kv.numbers)
+
+    def _numbers(self, *arrays):
+        """Arrays of int32 or float32 that kernels read number by number: copied only where they are not contiguous."""
+        return [self.contiguous(array, 4) for array in arrays]
+
+    def _check_alignment(self, name, array, wanted):
+        """Kernels write several neighbours of a row at a time; wanted: bytes."""
+        if self._address(array) % wanted:
+            raise ArgumentError(f"{name} begins at address {self._address(array):#x}; with rows of {array.shape[-1]} "
+                                f"numbers it must begin at a multiple of {wanted} bytes")
+
+    # Partials
+
+    def _run_rows(self, name, dtype, rows, *arguments):
+        """A kernel of partials.cu that gives every row a warp."""
+        self._run(partials_kernel(name, dtype), (-(-rows // WARPS), 1, 1), *arguments)
+
+    def merge(self, out, lse, out_b, lse_b, after=()):
+        self._run_rows("merge", out_b.dtype.name, lse.size, out, lse, out_b, lse_b, np.int64(lse.size),
+                       np.int32(out.shape[-1]))
+
+    def unnormalize(self, out, lse, top):
+        self._run_rows("unnormalize", "float32", lse.size, out, lse, top, np.int64(lse.size), np.int32(out.shape[-1]))
+
+    def normalize(self, out, lse, top):
+        self._run_rows("normalize", "float32", lse.size, out, lse, top, np.int64(lse.size), np.int32(out.shape[-1]))
+
+    def add(self, arrays, others, after=()):
+        for array, other in zip(arrays, others):
+            self._run(partials_kernel("add", other.dtype.name), _flat_grid(array), array, other, np.int64(array.size))
+
+    def delta(self, delta, dout, out, dlse):
+        given = dlse is not None
+        self._run_rows("delta", dout.dtype.name, delta.size, delta, dout, out, dlse if given else delta,
+                       np.int64(delta.size), np.int32(dout.shape[-1]), np.int32(given))
+
+    def sink(self, out, lse, sinks):
+        self._run_rows("sink", "float32", lse.size, out, lse, sinks, np.int64(lse.size), np.int32(lse.shape[1]),
+                       np.int32(out.shape[-1]))
+
+    def sink_gradient(self, gradient, sinks, lse, delta):
+        self._run(partials_kernel("sink_gradient", "float32"), (len(gradient), 1, 1), gradient, sinks, lse, delta,
+                  np.int32(len(lse)), np.int32(len(gradient)))
+
+    def copy(self, dst, src):
+        axes = _collapsed(dst.shape, *([stride // array.itemsize for stride in array.strides] for array in (dst, src)))
+        count, *innermost = axes[-1]
+        steps = [count, *(stride for axis in axes[:-1] for stride in axis[1:])]
+        whole = (innermost == [1, 1] and not any(step % VECTOR for step in steps)
+                 and not any(self._address(array) % (VECTOR * array.itemsize) for array in (dst, src)))
+        numbers = [np.int64(n) for of_axis in zip(*axes) for n in of_axis]          # shape, strides of dst and of src
+        self._run(cast_kernel(dst.dtype.name, src.dtype.name, VECTOR if whole else 1, dst.size < 2 ** 31),
+                  _flat_grid(dst), dst, src, *numbers)
+
+
+def _collapsed(shape, *strides):
+    """The axes of arrays of a shape as four [count, stride, ...]; neighbours that lie as one axis does are one."""
+    axes = []
+    for count, *of in zip(shape, *strides):
+        if count == 1:
+            continue
+        if axes and all(outer == count * inner for outer, inner in zip(axes[-1][1:], of)):
+            axes[-1] = [axes[-1][0] * count, *of]
+        else:
+            axes.append([count, *of])
+    return [[1] + [0] * len(strides)] * (4 - len(axes)) + axes
+
+
+def _flat_grid(array):
+    return -(-array.size // (THREADS * ELEMENTS_PER_THREAD)), 1, 1
+
+
+def _check_groups(begin, kv_heads):
+    if kv_heads % len(begin):
+        raise ArgumentError(f"begin has {len(begin)} groups of heads; of {kv_heads} KV heads it may have a divisor")

@@ -1,0 +1,160 @@
+"""The tile table: how each kernel cuts its work for each head dim and architecture; the kernels that follow from it.
+
+One table for the compiler, which gets its numbers as constants, and for the host, which needs them to launch.
+Every entry fits the shared memory of its architecture, and none makes the compiler spill registers, whatever the query
+heads of a KV head; a test compiles them.  None has been measured yet.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+from ...errors import ArgumentError
+from .kernel_source import Kernel
+
+LARGEST_DIM = 256
+ELEMENTS = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}
+DECODE_ROWS = 64            # up to so many packed rows of a KV head, the keys are split over thread blocks
+
+
+class Processor(NamedTuple):
+    """What a multiprocessor has: KiB of shared memory, of a thread block and of all, of which each takes one for the
+    system; warps and thread blocks at most.
+    """
+
+    block_shared: int
+    shared: int
+    warps: int
+    blocks: int
+    registers: int = 64 * 1024
+
+
+# By compute capability, as the CUDA C++ Programming Guide has them; one that is not here is like the next smaller one.
+PROCESSORS = {80: Processor(163, 164, 64, 32), 86: Processor(99, 100, 48, 16), 87: Processor(163, 164, 48, 16),
+              89: Processor(99, 100, 48, 24), 90: Processor(227, 228, 64, 32), 100: Processor(227, 228, 64, 32),
+              120: Processor(99, 100, 48, 24)}
+
+
+class Tile(NamedTuple):
+    """Rows and columns of scores that a thread block makes at a time, its warps, and how many column tiles it holds.
+
+    rows: whose results stay in registers; queries, but keys in gradient_kv.  columns: of the other side.
+    parts: the columns of the results are divided among so many thread blocks, which make the scores anew.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    parts: int = 1
+
+
+# By bytes of an element, and the larger of head dim and value dim rounded up.
+TILES = {
+    "forward": {
+        2: {32: Tile(128, 128, 4, 1), 64: Tile(128, 64, 4, 2), 96: Tile(128, 64, 4, 1), 128: Tile(128, 64, 4, 1),
+            192: Tile(128, 64, 8, 1), 256: Tile(64, 64, 4, 1)},
+        4: {32: Tile(128, 32, 4, 2), 64: Tile(128, 32, 4, 2), 96: Tile(64, 32, 4, 1), 128: Tile(64, 32, 4, 1),
+            192: Tile(64, 32, 4, 1), 256: Tile(64, 16, 4, 1)}},
+    "decode": {
+        2: {32: Tile(16, 64, 1, 2), 64: Tile(16, 64, 1, 2), 96: Tile(16, 32, 1, 2), 128: Tile(16, 32, 1, 2),
+            192: Tile(16, 32, 1, 2), 256: Tile(16, 32, 1, 2)},
+        4: {32: Tile(16, 32, 1, 2), 64: Tile(16, 32, 1, 2), 96: Tile(16, 16, 1, 2), 128: Tile(16, 16, 1, 2),
+            192: Tile(16, 16, 1, 2), 256: Tile(16, 16, 1, 2)}},
+    "gradient_q": {
+        2: {32: Tile(128, 64, 4, 2), 64: Tile(128, 32, 4, 2), 96: Tile(64, 64, 4, 1), 128: Tile(64, 64, 4, 1),
+            192: Tile(64, 32, 4, 2), 256: Tile(64, 32, 4, 1, 2)},
+        4: {32: Tile(64, 32, 4, 2), 64: Tile(64, 32, 4, 2), 96: Tile(64, 32, 4, 1), 128: Tile(64, 32, 4, 1),
+            192: Tile(32, 32, 2, 1), 256: Tile(32, 16, 2, 1, 2)}},
+    "gradient_kv": {
+        2: {32: Tile(128, 32, 4, 2), 64: Tile(128, 32, 4, 2), 96: Tile(64, 32, 4, 2), 128: Tile(64, 32, 4, 2),
+            192: Tile(64, 32, 4, 2, 2), 256: Tile(64, 16, 4, 1, 2)},
+        4: {32: Tile(64, 32, 4, 2), 64: Tile(64, 32, 4, 2), 96: Tile(64, 32, 4, 1), 128: Tile(64, 16, 4, 1),
+            192: Tile(32, 32, 2, 1, 2), 256: Tile(32, 16, 2, 1, 2)}},
+}
+
+# What an architecture has in place of those entries, by compute capability as in PROCESSORS, work and bytes of an
+# element: 80, 90 and 100 have more shared memory, and from 90 on the compiler keeps more in registers.
+_WIDE_FORWARD = {("forward", 2): {256: Tile(128, 64, 8, 1)}}
+_HOPPER = {**_WIDE_FORWARD, ("gradient_q", 2): {96: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2)},
+           ("gradient_kv", 2): {256: Tile(64, 32, 4, 1, 2)}}
+BETTER = {80: _WIDE_FORWARD, 87: _WIDE_FORWARD, 90: _HOPPER, 100: _HOPPER}
+
+
+def _padded(dim):
+    return -(-dim // 32) * 32
+
+
+def processor(architecture):
+    """The `Processor` of a compute capability, such as 90."""
+    return PROCESSORS[max(known for known in PROCESSORS if known <= architecture)]
+
+
+def table(architecture):
+    """The tile table of a compute capability: by work, bytes of an element, and head dim."""
+    better = BETTER.get(max(known for known in PROCESSORS if known <= architecture), {})
+    return {work: {size: entries | better.get((work, size), {}) for size, entries in sizes.items()}
+            for work, sizes in TILES.items()}
+
+
+@cache
+def tile(work, itemsize, head_dim, value_dim, architecture):
+    """The entry of the table for some work, "forward", "decode", "gradient_q" or "gradient_kv"."""
+    if max(head_dim, value_dim) > LARGEST_DIM:
+        raise ArgumentError(f"head_dim is {head_dim}, value_dim {value_dim}; the GPU kernels take up to {LARGEST_DIM}")
+    entries = table(architecture)[work][itemsize]
+    return entries[min(dim for dim in entries if dim >= max(head_dim, value_dim))]
+
+
+def element(dtype):
+    """The kernels' name of a dtype, given as a string."""
+    if dtype not in ELEMENTS:
+        raise ArgumentError(f"dtype is {dtype}; the GPU kernels take {', '.join(ELEMENTS)}")
+    return ELEMENTS[dtype]
+
+
+def itemsize(dtype):
+    """Bytes of an element."""
+    return 4 if element(dtype) == "float" else 2
+
+
+def score_form(scale, softcap):
+    """(SCORE, inner, factor) of kernels/cuda/softmax.cuh."""
+    if softcap is not None:
+        return 2, scale / softcap, softcap * math.log2(math.e)
+    if scale > 0:
+        return 0, 0.0, scale * math.log2(math.e)
+    return 1, scale, math.log2(math.e)
+
+
+@cache
+def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, architecture, cut=None, page_size=0):
+    """The kernel of some work and its tile.
+
+    score: the form of the scores, see `score_form`.  architecture: compute capability, such as 90.  cut: a Tile other
+    than the table's.  page_size: of the pool that
+    holds the keys, forward; 0 where they are a chunk.
+    """
+    size = itemsize(dtype)
+    cut = cut or tile(work, size, head_dim, value_dim, architecture)
+    dims = _padded(head_dim) + _padded(value_dim)
+    if work in ("forward", "decode"):
+        name, shared = "forward", size * (cut.rows * _padded(head_dim) + cut.stages * cut.columns * dims) + 8 * cut.rows
+    else:
+        name, shared = work, size * dims * (cut.rows + cut.stages * cut.columns)
+        shared += 16 * (cut.rows if work == "gradient_q" else cut.stages * cut.columns)      # facts of rows
+    defines = {"ELEMENT": element(dtype), "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "HEADS_PER_KV": heads_per_kv,
+               "SCORE": score, "TILE_ROWS": cut.rows, "TILE_COLUMNS": cut.columns, "WARPS": cut.warps,
+               "STAGES": cut.stages, "PARTS": cut.parts, "SHARED_BYTES": shared}
+    if name == "forward":
+        defines["PAGE_SIZE"] = page_size
+    return Kernel(name, f"{name}.cu", tuple(defines.items()), 32 * cut.warps, shared), cut
+
+
+def blocks_per_processor(kernel, registers, architecture):
+    """How many blocks of a kernel, whose threads have so many registers, a multiprocessor takes at a time."""
+    of = processor(architecture)
+    warps = kernel.threads // 32
+    a_warp = -(-registers * 32 // 256) * 256                      # registers are given out 256 at a time
+    return min(of.blocks, of.warps // warps, of.registers // (a_warp * warps),
+               of.shared * 1024 // (kernel.shared_bytes + 1024))

@@ -1,0 +1,284 @@
+"""The NumPy back end: every launch is complete when it returns, and accumulates in float32 (float64)."""
+
+import itertools
+import math
+import os
+
+import numpy as np
+
+from ...errors import ArgumentError
+from ..base import WireBytes
+from . import paged, tiles
+from .tiles import Panel, row_tiles
+from .widen import widen
+
+PANEL = 4096            # keys of one head converted (or made contiguous) at a time
+LOWEST = float(np.finfo(np.float32).min)
+MERGE_ROWS = 1024       # tokens merged at a time, to bound the temporaries
+
+
+def flat(array):
+    """The bytes of a contiguous array, as an array."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _packing(q, k, begin):
+    """How many query heads of a KV head to take as one: where their rows together make up about a row tile.
+
+    One product of many rows is faster than many of few.  Every head must see the same.
+    """
+    per_kv = q.shape[1] // max(k.shape[1], 1)
+    return per_kv if len(begin) == 1 and len(q) < tiles.ROWS else 1
+
+
+def _pack(array, per_kv):
+    """(tokens, heads, ...) as (tokens * per_kv, KV heads, ...), a copy."""
+    tokens, heads, *dim = array.shape
+    return array.reshape(tokens, heads // per_kv, per_kv, *dim).swapaxes(1, 2).reshape(-1, heads // per_kv, *dim)
+
+
+def _unpack(array, packed, per_kv):
+    """Copy back what `_pack` has made of an array."""
+    tokens, heads, *dim = array.shape
+    array[...] = packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2).reshape(array.shape)
+
+
+def _seen(all_rows, keys):
+    """Every panel that is seen, as its first key, one past its last, and what of it each row tile of a group sees."""
+    for first in range(0, keys, PANEL):
+        last = min(first + PANEL, keys)
+        seen = [(g, rows, max(rows.lo, first), min(rows.hi, last))
+                for g, rows in all_rows if rows.lo < last and rows.hi > first]
+        if seen:
+            yield first, last, seen
+
+
+def _merge(out, lse, out_b, lse_b):
+    """`NumpyBackend.merge` of some rows, in few calls: a token's partial is so small that calls are what it takes."""
+    weight = lse - np.maximum(lse_b, LOWEST)       # where both are empty, -inf - -inf would be nan
+    np.exp(weight, out=weight)
+    weight += 1
+    np.reciprocal(weight, out=weight)              # of out_b
+    np.logaddexp(lse, lse_b, out=lse)
+    out *= (1 - weight)[..., None]
+    out += weight[..., None] * out_b
+
+
+class NumpyBackend:
+    """The protocol of `mpiattn.backends.base` on NumPy arrays."""
+
+    name = "numpy"
+    version = np.__version__
+    dtypes = ("float32", "float64", "bfloat16", "float16")
+    transport = None
+    meanwhile = None
+    advance = None
+    staged_bytes = 0
+
+    def __init__(self):
+        self._scratch = {}
+
+    def idle(self):
+        os.sched_yield()
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def array(self, name, thing):
+        if not isinstance(thing, np.ndarray) or isinstance(thing, np.ma.MaskedArray):
+            raise ArgumentError(f"{name} is a {type(thing).__name__}; it must be a NumPy array")
+        return thing
+
+    def result(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def give(self, array):
+        return array
+
+    def contiguous(self, array, alignment=None):
+        return np.ascontiguousarray(array)
+
+    def begin(self):
+        pass
+
+    def finish(self):
+        pass
+
+    def drain(self):
+        pass
+
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
+        work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
+        panels = PANEL * (head_dim + value_dim)
+        rows = tiles.ROWS * (tiles.COLUMNS + head_dim + 2 * value_dim)
+        if not backward:
+            return work * (panels + rows)
+        return work * (2 * panels + rows + tiles.COLUMNS * (tiles.ROWS + head_dim + value_dim))
+
+    def _work(self, name, shape, dtype):
+        """A contiguous work array of `shape`, from memory that is kept between calls."""
+        size = math.prod(shape)
+        held = self._scratch.get((name, dtype))
+        if held is None or held.size < size:
+            held = self._scratch[name, dtype] = np.empty(size, dtype)
+        return held[:size].reshape(shape)
+
+    # Launches
+
+    def clear(self, out, lse):
+        out.fill(0)
+        lse.fill(-np.inf)
+
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+        per_kv = _packing(q, k, begin)
+        if per_kv > 1:
+            queries, *partial = (_pack(array, per_kv) for array in (q, out, lse))
+            interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
+            NumpyBackend.attend(self, queries, k, v, *interval, *partial, scale, softcap)
+            for array, packed in zip((out, lse), partial):
+                _unpack(array, packed, per_kv)
+            return
+        with np.errstate(all="ignore"):            # inf - inf and the like are answers here, not mistakes
+            for panel, work, meanwhile in self._panels(q, k, v, begin, end, out.dtype):
+                for rows, head, lo, hi in work:
+                    tiles.forward(self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap,
+                                  panel, lo, hi, meanwhile)
+
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        tables = pages if isinstance(pages, list) else [pages]
+        with np.errstate(all="ignore"):
+            for table, *of_rows in zip(tables, *(np.split(array, len(tables)) for array in (q, begin, end, out, lse))):
+                mine, first, last, *partial = of_rows
+                paged.attend(self._work, mine, keys, values, table, page_size, first, last, *partial, scale, softcap,
+                             self.meanwhile)
+
+    def unnormalize(self, out, lse, top):
+        with np.errstate(all="ignore"):
+            np.exp(lse - np.where(top == -np.inf, 0, top), out=lse)
+            out *= lse[..., None]
+
+    def normalize(self, out, lse, top):
+        with np.errstate(all="ignore"):
+            out /= np.where(lse == 0, 1, lse)[..., None]
+            lse[...] = top + np.log(lse)
+
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+        per_kv = _packing(q, k, begin)
+        if per_kv > 1:
+            *queries, packed = (_pack(array, per_kv) for array in (q, dout, lse, delta, dq))
+            interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
+            NumpyBackend.attend_backward(self, *queries, k, v, *interval, packed, dk, dv, scale, softcap)
+            _unpack(dq, packed, per_kv)
+            return
+        with np.errstate(all="ignore"):
+            for panel, work, meanwhile in self._panels(q, k, v, begin, end, dq.dtype):
+                at = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
+                dk_panel, dv_panel = self._panel("dk", dk[at], dq.dtype), self._panel("dv", dv[at], dq.dtype)
+                for rows, head, lo, hi in work:
+                    tiles.backward(self._work, rows, q[:, head], dout[:, head], lse[:, head], delta[:, head],
+                                   dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi, meanwhile)
+                dk[at], dv[at] = dk_panel, dv_panel
+
+    def _meanwhile(self, all_rows, keys, per_group):
+        """What tiles of scores call before they are computed: `meanwhile`, and `advance` with the share done so far."""
+        if self.advance is None:
+            return self.meanwhile
+        count = per_group * sum(-(-(hi - lo) // tiles.COLUMNS) for *_, seen in _seen(all_rows, keys)
+                                for *_, lo, hi in seen)
+        number = itertools.count()
+
+        def meanwhile():
+            if self.meanwhile:
+                self.meanwhile()
+            self.advance(next(number) / count)
+        return meanwhile
+
+    def _panels(self, q, k, v, begin, end, dtype):
+        """Every panel of a KV head that is seen, with its work: row tile, query head and hull of what it sees.
+
+        And what its tiles of scores call before they are computed.
+        """
+        per_kv, per_group = q.shape[1] // k.shape[1], q.shape[1] // len(begin)
+        all_rows = [(g, rows) for g in range(len(begin)) for rows in row_tiles(begin[g], end[g])]
+        meanwhile = self._meanwhile(all_rows, len(k), per_group)
+        for first, last, seen in _seen(all_rows, len(k)):
+            for kv_head in range(k.shape[1]):
+                panel = Panel(first, kv_head, self._panel("k", k[first:last, kv_head], dtype),
+                              self._panel("v", v[first:last, kv_head], dtype))
+                heads = range(kv_head * per_kv, (kv_head + 1) * per_kv)
+                yield panel, [(rows, head, lo, hi) for head in heads for g, rows, lo, hi in seen
+                              if head // per_group == g], meanwhile
+
+    def _panel(self, name, source, dtype):
+        """Some keys of one head as a contiguous array of the accumulation dtype."""
+        panel = self._work(name, source.shape, dtype)
+        widen(panel, source)
+        return panel
+
+    def delta(self, delta, dout, out, dlse):
+        with np.errstate(all="ignore"):
+            for start in range(0, len(out), MERGE_ROWS):
+                at = slice(start, start + MERGE_ROWS)
+                values = out[at].astype(delta.dtype)
+                np.sum(dout[at].astype(delta.dtype) * values, axis=-1, out=delta[at])
+                odd = ~np.isfinite(delta[at])
+                if odd.any():
+                    delta[at][odd & ~values.any(axis=-1)] = 0
+            if dlse is not None:
+                delta -= dlse
+
+    def zero(self, arrays):
+        for array in arrays:
+            array.fill(0)
+
+    def add(self, arrays, others, after=()):
+        with np.errstate(all="ignore"):
+            for array, other in zip(arrays, others):
+                array += other
+
+    def merge(self, out, lse, out_b, lse_b, after=()):
+        with np.errstate(all="ignore"):
+            for start in range(0, len(out), MERGE_ROWS):
+                at = slice(start, start + MERGE_ROWS)
+                _merge(out[at], lse[at], out_b[at], lse_b[at])
+
+    def sink(self, out, lse, sinks):
+        with np.errstate(all="ignore"):
+            unseen = lse == -np.inf                # such a row is 0 whatever its weight
+            out *= np.where(unseen, 1, 1 / (1 + np.exp(sinks - lse)))[..., None]
+            np.logaddexp(lse, sinks, out=lse)
+
+    def sink_gradient(self, gradient, sinks, lse, delta):
+        with np.errstate(all="ignore"):
+            weight = np.where(sinks == -np.inf, 0, np.exp(sinks - lse))
+            gradient[...] = -np.sum(weight * delta, axis=0, dtype=np.float64)
+
+    def take(self, dst, src, rows, after=()):
+        np.take(src, rows, axis=0, out=dst, mode="clip")   # "raise" would buffer the whole result
+
+    def copy(self, dst, src):
+        with np.errstate(all="ignore"):            # a narrower dtype may overflow or underflow
+            np.copyto(dst, src, casting="same_kind")
+
+    # Wire
+
+    def outgoing(self, array, after=(), collective=False):
+        return WireBytes(flat(array))
+
+    def sent(self, array):
+        pass
+
+    def incoming(self, array, after=(), collective=False):
+        return WireBytes(flat(array))
+
+    def arrived(self, array):
+        pass
+
+    def forget(self, array):
+        pass
+
+    def wait(self, event):
+        pass
+
+    def close(self):
+        self._scratch.clear()

@@ -1,0 +1,159 @@
+"""Attention of a few queries over many keys that lie in pages, in NumPy: as fast as memory gives the keys.
+
+A pool is (kv_heads, slots, dim), so that consecutive pages are one contiguous matrix for each KV head, whatever the
+page size.  Its query heads and queries are the rows of one product with that matrix: every key is read once.
+"""
+
+import numpy as np
+
+from ..pages import stretches
+from . import tiles
+from .tiles import COLUMNS, ROWS, Panel, row_tiles
+from .widen import widen
+
+# Keys, of all KV heads together, that are copied at a time where they are scattered or of a narrower dtype: so many
+# that calls take little of the time, so few that they stay in a cache.
+GATHER = 8192
+LONGEST = 8192      # keys of a score tile of few rows
+
+
+def _groups(found, direct, most):
+    """Stretches one after another, cut and put together: pairs of a number of keys, `most` at most, and stretches.
+
+    direct: whether a longer stretch is a group of its own, whole, to be read where it lies.
+    """
+    group, count = [], 0
+    for first, last in found:
+        if direct and last - first >= most:
+            if group:
+                yield count, group
+            yield last - first, [(first, last)]
+            group, count = [], 0
+            continue
+        while first < last:
+            take = min(last - first, most - count)
+            group.append((first, first + take))
+            first, count = first + take, count + take
+            if count == most:
+                yield count, group
+                group, count = [], 0
+    if group:
+        yield count, group
+
+
+def _matrix(work, name, pool, slots, dtype):
+    """The rows of KV heads' pools at some stretches, (heads, keys, dim) in `dtype`: a view if it can be one."""
+    if len(slots) == 1:
+        gathered = pool[:, slots[0][0]:slots[0][1]]
+    else:
+        heads, _, dim = pool.shape
+        gathered, at = work("gathered " + name, (heads, sum(last - first for first, last in slots), dim), pool.dtype), 0
+        for first, last in slots:
+            gathered[:, at:at + last - first] = pool[:, first:last]
+            at += last - first
+    if pool.dtype == dtype:
+        return gathered
+    matrix = work(name, gathered.shape, dtype)
+    widen(matrix, gathered)
+    return matrix
+
+
+def _columns(rows):
+    """Keys of a score tile of so many rows."""
+    return min(max(COLUMNS, ROWS * COLUMNS // rows), LONGEST)
+
+
+def _score_tiles(slots, columns):
+    """The stretches of the score tiles of a group: one of a single stretch is cut where it lies."""
+    if len(slots) > 1:
+        return [slots]
+    first, last = slots[0]
+    return [[(start, min(start + columns, last))] for start in range(first, last, columns)]
+
+
+def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile):
+    """Attention where every query sees all the keys: one product for all KV heads.
+
+    Of few keys it takes a fraction of the time that a call for each head does.
+    """
+    kv_heads, queries, dtype = len(keys), len(q), out.dtype
+
+    def by_head(array):
+        """(queries, heads, ...) as (kv_heads, queries * heads of one, ...)."""
+        split = array.reshape(queries, kv_heads, -1, *array.shape[2:])
+        return split.swapaxes(0, 1).reshape(kv_heads, -1, *array.shape[2:])
+    query = by_head(np.multiply(q, dtype.type(scale), dtype=dtype))
+    rows = query.shape[1]
+    acc, total = np.zeros((kv_heads, rows, values.shape[2]), dtype), np.zeros((kv_heads, rows, 1), dtype)
+    top, product = np.full(total.shape, -np.inf, dtype), work("product", acc.shape, dtype)
+    columns = _columns(kv_heads * rows)
+    groups = _groups(found, keys.dtype == dtype, max(GATHER // kv_heads, 1))
+    for slots in (tile for _, group in groups for tile in _score_tiles(group, columns)):
+        if meanwhile:
+            meanwhile()
+        # keys and values one after the other, so that what is copied stays in the cache until it is used
+        panel = _matrix(work, "panel", keys, slots, dtype)
+        score = work("score", (kv_heads, rows, panel.shape[1]), dtype)
+        np.matmul(query, panel.swapaxes(1, 2), out=score)
+        if softcap is not None:
+            score *= 1 / softcap
+            np.tanh(score, out=score)
+            score *= softcap
+        new_top = np.maximum(top, score.max(axis=2, keepdims=True))
+        base = np.where(new_top == -np.inf, 0, new_top)
+        score -= base
+        np.exp(score, out=score)
+        decay = np.exp(top - base)
+        total *= decay
+        total += score.sum(axis=2, keepdims=True)
+        acc *= decay
+        np.matmul(score, _matrix(work, "panel", values, slots, dtype), out=product)
+        acc += product
+        top = new_top
+    acc *= np.divide(1, total, out=np.zeros_like(total), where=total != 0)
+    top += np.log(total)
+
+    def by_query(array):
+        return array.reshape(kv_heads, queries, -1, array.shape[2]).swapaxes(0, 1)
+    out[...] = by_query(acc).reshape(out.shape)
+    lse[...] = by_query(top).reshape(lse.shape)
+
+
+def _by_rows(work, rows, q, keys, values, found, first, out, lse, scale, softcap, meanwhile):
+    """Add keys, `first` and following, to the partial where rows see different ones: one KV head after another."""
+    per_kv = q.shape[1] // len(keys)
+    packed, columns = (len(q) * per_kv, -1), _columns(len(q) * per_kv)
+    for kv_head in range(len(keys)):
+        mine, head = slice(kv_head * per_kv, (kv_head + 1) * per_kv), slice(kv_head, kv_head + 1)
+        query, acc, top = (np.ascontiguousarray(array[:, mine]).reshape(packed) for array in (q, out, lse))
+        start = first
+        for count, slots in _groups(found, keys.dtype == out.dtype, GATHER):
+            panel = Panel(start, kv_head, _matrix(work, "k", keys[head], slots, out.dtype)[0],
+                          _matrix(work, "v", values[head], slots, out.dtype)[0])
+            for tile in rows:
+                lo, hi = max(tile.lo, start), min(tile.hi, start + count)
+                if lo < hi:
+                    tiles.forward(work, tile, query, acc, top[:, 0], scale, softcap, panel, lo, hi, meanwhile, columns)
+            start += count
+        out[:, mine], lse[:, mine] = acc.reshape(out[:, mine].shape), top.reshape(lse[:, mine].shape)
+
+
+def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, meanwhile=None):
+    """See `mpiattn.backends.base.Backend.attend_pages`; work(name, shape, dtype): a work array."""
+    out.fill(0)
+    lse.fill(-np.inf)
+    per_kv = q.shape[1] // len(keys)
+    rows = row_tiles(*(np.repeat(bound, per_kv) for bound in (begin, end)))
+    if not rows:
+        return
+    lo, hi = min(tile.lo for tile in rows), max(tile.hi for tile in rows)
+    common_lo, common_hi = int(begin.max()), int(end.min())
+    if common_lo >= common_hi:       # windows that do not overlap, queries that see nothing
+        common_lo = common_hi = lo
+    else:
+        found = stretches(pages, page_size, common_lo, common_hi)
+        _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile)
+    for first, last in ((lo, common_lo), (common_hi, hi)):
+        if first < last:
+            _by_rows(work, rows, q, keys, values, stretches(pages, page_size, first, last), first, out, lse, scale,
+                     softcap, meanwhile)

@@ -1,0 +1,79 @@
+"""Pages of one rank's pool: which are free, and the block table of every sequence.
+
+A page is `size` consecutive slots of the pool, a slot one token's place.  A sequence gets the page after its last where
+that is free, so that its keys stay consecutive in memory, whatever the size of a page; a new sequence starts in the
+middle of the longest free stretch, so that its neighbor can grow as well.
+"""
+
+import numpy as np
+
+from ..errors import ArgumentError
+
+
+class Pages:
+    """`count` pages of `size` slots, shared by `sequences` sequences."""
+
+    def __init__(self, count, size, sequences):
+        self.count, self.size = count, size
+        self._free = np.ones(count, bool)
+        self._tables = [np.empty(0, np.int32) for _ in range(sequences)]
+        self._used = [0] * sequences
+
+    def table(self, sequence):
+        """The block table: the numbers of a sequence's pages in order, int32, not to be changed."""
+        return self._tables[sequence][:self._used[sequence]]
+
+    @property
+    def free(self):
+        """Number of free pages."""
+        return self.count - sum(self._used)
+
+    def needed(self, tokens):
+        """Pages that so many tokens of one sequence take; of arrays too."""
+        return -(-tokens // self.size)
+
+    def resize(self, sequence, tokens):
+        """Give a sequence pages for exactly so many tokens; ArgumentError, and no change, if there are too few."""
+        used, wanted = self._used[sequence], self.needed(tokens)
+        if wanted - used > self.free:
+            raise ArgumentError(f"the cache has {self.free} free pages on this rank; {wanted - used} more are needed")
+        if wanted < used:
+            self._free[self._tables[sequence][wanted:used]] = True
+        elif wanted > used:
+            table = self._tables[sequence]
+            if wanted > len(table):                      # doubled, so that one page at a time costs little
+                table = np.empty(max(wanted, 2 * len(table)), np.int32)
+                table[:used] = self._tables[sequence][:used]
+                self._tables[sequence] = table
+            while used < wanted:
+                last = int(table[used - 1]) if used else None
+                first, count = self._stretch(last, wanted - used)
+                table[used:used + count] = np.arange(first, first + count)
+                self._free[first:first + count] = False
+                used += count
+        self._used[sequence] = wanted
+
+    def _stretch(self, last, wanted):
+        """First page and number, up to `wanted`, of consecutive free pages, after `last` if possible."""
+        at = None if last is None else last + 1
+        if at is None or at == self.count or not self._free[at]:
+            edges = np.flatnonzero(np.diff(self._free, prepend=False, append=False)).reshape(-1, 2)
+            begin, end = edges[np.argmax(edges[:, 1] - edges[:, 0])].tolist()
+            middle = (begin + end) // 2
+            at = middle if begin and middle + wanted <= end else begin
+        after = self._free[at:at + wanted]
+        return at, len(after) if after.all() else int(np.argmin(after))
+
+
+def stretches(pages, size, start, stop):
+    """The slots of the tokens [start, stop) of a block table, as pairs (first, past the last) of consecutive ones."""
+    if start >= stop:
+        return []
+    first = start // size
+    pages = pages[first:-(-stop // size)]
+    cuts = np.flatnonzero(np.diff(pages) != 1) + 1
+    begins, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(pages)]]) - 1
+    slots = np.stack([pages[begins], pages[ends] + 1], axis=1).astype(np.int64) * size
+    slots[0, 0] += start - first * size
+    slots[-1, 1] -= (first + len(pages)) * size - stop
+    return [tuple(pair) for pair in slots.tolist()]

@@ -1,0 +1,1 @@
+"""Back ends for tests: late as a GPU, emulating one, or as fast as is asked."""

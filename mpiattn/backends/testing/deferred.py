@@ -1,0 +1,166 @@
+"""A test-only back end that runs late: what fails on it would fail on a GPU.
+
+Launches wait in one thread, copies to the wire in a second and from it in a third, each with a random delay; copies
+are made piece by piece, those to the wire in any order.  A buffer that is not ready, or was given back, holds NaN;
+writing to one that MPI is still sending raises.  Results are those of the NumPy back end, bit for bit.
+"""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from ..base import WireBytes
+from ..numpy.backend import NumpyBackend, flat
+
+LONGEST_DELAY = 2e-3      # seconds, of an array's copy or a launch
+PIECE = 4096              # bytes
+NAN = 0xFF                # a byte of one, in every dtype
+
+
+class DeferredBackend(NumpyBackend):
+    """NumPy, as asynchronous as a GPU; see the module."""
+
+    name = "deferred"
+    meanwhile = property(lambda self: None, lambda self, call: None)       # MPI is the calling thread's alone
+    advance = property(lambda self: None, lambda self, call: None)
+
+    def __init__(self):
+        super().__init__()
+        self._launches = ThreadPoolExecutor(1)
+        self._copies_out, self._copies_in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._delays = random.Random(0)
+        self._sending = []
+        self._arriving = {}
+        self._failure = None                   # the first; from then on every wait raises it
+
+    def empty(self, shape, dtype):
+        array = super().empty(shape, dtype)
+        array.fill(np.nan)
+        return array
+
+    def begin(self):
+        self.drain()
+
+    def finish(self):
+        self.drain()
+
+    def drain(self):
+        for thread in (self._launches, self._copies_in):
+            self.wait(self._later(thread, (), int))
+
+    def _later(self, thread, after, work, *args, share=1):
+        delay = self._delays.uniform(0, LONGEST_DELAY / share)
+
+        def run():
+            for event in after:
+                self.wait(event)
+            time.sleep(delay)
+            try:
+                work(*args)
+            except BaseException as error:
+                self._failure = self._failure or error
+                raise
+        return thread.submit(run)
+
+    def _launch(self, written, after, work, *args):
+        for array in written:
+            self._check_not_sending(array)
+        return self._later(self._launches, after, work, *args)
+
+    def _check_not_sending(self, array):
+        if any(np.may_share_memory(array, busy) for busy in self._sending):
+            raise RuntimeError("a buffer is written to while MPI is sending it")
+
+    def clear(self, out, lse):
+        return self._launch((out, lse), (), super().clear, out, lse)
+
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+        return self._launch((out, lse), after, super().attend, q, k, v, begin, end, out, lse, scale, softcap)
+
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+        return self._launch((out, lse), after, super().attend_pages, q, keys, values, pages, page_size, begin, end, out,
+                            lse, scale, softcap)
+
+    def unnormalize(self, out, lse, top):
+        return self._launch((out, lse), (), super().unnormalize, out, lse, top)
+
+    def normalize(self, out, lse, top):
+        return self._launch((out, lse), (), super().normalize, out, lse, top)
+
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+        return self._launch((dq, dk, dv), after, super().attend_backward, q, dout, lse, delta, k, v, begin, end,
+                            dq, dk, dv, scale, softcap)
+
+    def delta(self, delta, dout, out, dlse):
+        return self._launch((delta,), (), super().delta, delta, dout, out, dlse)
+
+    def zero(self, arrays):
+        return self._launch(arrays, (), super().zero, arrays)
+
+    def add(self, arrays, others, after=()):
+        return self._launch(arrays, after, super().add, arrays, others)
+
+    def merge(self, out, lse, out_b, lse_b, after=()):
+        return self._launch((out, lse), after, super().merge, out, lse, out_b, lse_b)
+
+    def sink(self, out, lse, sinks):
+        return self._launch((out, lse), (), super().sink, out, lse, sinks)
+
+    def sink_gradient(self, gradient, sinks, lse, delta):
+        return self._launch((gradient,), (), super().sink_gradient, gradient, sinks, lse, delta)
+
+    def take(self, dst, src, rows, after=()):
+        return self._launch((dst,), after, super().take, dst, src, rows)
+
+    def copy(self, dst, src):
+        return self._launch((dst,), (), super().copy, dst, src)
+
+    def outgoing(self, array, after=(), collective=False):
+        if array.size:
+            self._sending.append(array)
+        source, staged = flat(array), np.full(array.nbytes, NAN, np.uint8)
+        starts, copied = range(0, len(staged), PIECE), {}
+        for start in self._delays.sample(starts, len(starts)):
+            piece = slice(start, start + PIECE)
+            copied[start] = self._later(self._copies_out, after, np.copyto, staged[piece], source[piece],
+                                        share=len(starts))
+        return WireBytes(staged, lambda stop: all(copied[start].done() for start in range(0, stop, PIECE)), piece=PIECE)
+
+    def sent(self, array):
+        self._sending = [busy for busy in self._sending if busy is not array]
+
+    def incoming(self, array, after=(), collective=False):
+        self._check_not_sending(array)
+        self._later(self._copies_in, after, array.fill, np.nan)
+        staged, target = np.full(array.nbytes, NAN, np.uint8), flat(array)
+        pieces = []
+
+        def taken(start, stop):
+            pieces.append(self._later(self._copies_in, (), np.copyto, target[start:stop], staged[start:stop],
+                                      share=max(1, -(-array.nbytes // PIECE))))
+        self._arriving[id(array)] = pieces, partial(taken, 0, len(staged)) if collective else None
+        return WireBytes(staged, taken=taken, piece=PIECE)
+
+    def arrived(self, array):
+        pieces, take_all = self._arriving.pop(id(array))
+        if take_all:
+            take_all()
+        return pieces[-1] if pieces else None
+
+    def forget(self, array):
+        array.fill(np.nan)
+
+    def wait(self, event):
+        if event is not None:
+            event.result()
+        if self._failure:
+            raise self._failure
+
+    def close(self):
+        self._launches.shutdown()
+        self._copies_out.shutdown()
+        self._copies_in.shutdown()
+        super().close()

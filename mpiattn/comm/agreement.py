@@ -1,0 +1,110 @@
+"""Ranks agree: one rank's error becomes the same error on all of them, and none is left waiting."""
+
+import hashlib
+from contextlib import contextmanager
+
+from .. import errors
+from ..errors import ArgumentError, CallError, MpiattnError
+
+
+def _which(ranks):
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _brief(text):
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _describe(error):
+    """(class name, text) of an exception, to be sent; classes of mpiattn survive the journey."""
+    name = type(error).__name__
+    if isinstance(error, MpiattnError):
+        return name, str(error)
+    if isinstance(error, OSError):
+        return "FileError", str(error)
+    return "MpiattnError", f"{name}: {error}"
+
+
+@contextmanager
+def agreement(peers, only=None, call=""):
+    """Run the body on every one of the `Peers`; if it raises on any, the same error is raised on all.
+
+    The body must not communicate, or only so that it fails on all ranks alike (an h5py that has MPI).  Costs one
+    small allreduce when all is well.
+    only: the one rank on which the body does anything, for what concerns all (a file, say); the message then
+    does not say on which ranks it failed.
+    call: in which collective call this is, in words; CallError on every rank where some are in another one.
+
+    Yields a dict, in which the body may put arguments that must be the same on every rank, as for `agree_on`: they are
+    compared by the same allreduce.
+    """
+    error, same = None, {}
+    try:
+        yield same
+    except Exception as caught:
+        error = caught
+    digest = _digest(call, {} if error else same)
+    failed, high, low = peers.largest([error is not None, digest, -digest])
+    if failed or high != -low:
+        _raise_everywhere(peers, call, error, only, same)
+
+
+def agree_on(peers, arguments):
+    """Raise ArgumentError on every rank unless all gave the same `arguments`, a dict of name to value."""
+    with agreement(peers) as same:
+        same |= arguments
+
+
+def _digest(call, arguments):
+    """A whole number that, but for a chance of 2^-56, differs where calls or arguments do."""
+    return int.from_bytes(hashlib.sha256(repr((call, sorted(arguments.items()))).encode()).digest()[:7], "big")
+
+
+def _raise_everywhere(peers, call, error, only, arguments):
+    """The first of: different calls, an error of some rank, different arguments."""
+    calls, errors_, arguments = zip(*peers.allgather((call, error and _describe(error), {} if error else arguments)))
+    common = _different_calls(calls) or _first_error(errors_, only) or _different_arguments(arguments)
+    raise everywhere(common, peers) from error
+
+
+def everywhere(error, peers):
+    """The error, marked as one that all of the `Peers` raise."""
+    error.everywhere, error.among = True, peers.comm.py2f()
+    return error
+
+
+def is_everywhere(error, comm):
+    """Whether all ranks of a communicator raise this exception; those of another one may not be all of them."""
+    return getattr(error, "among", None) == comm.py2f()
+
+
+def _different_calls(calls):
+    if len(set(calls)) == 1:
+        return None
+    ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in dict.fromkeys(calls)}
+    makes = [f"{_which(where)} {'makes' if len(where) == 1 else 'make'} {call or 'another call'}"
+             for call, where in ranks.items()]
+    return CallError("ranks make different calls on one communicator: " + "; ".join(makes)
+                     + "; every rank must make the same calls in the same order")
+
+
+def _first_error(described, only):
+    first = next((description for description in described if description is not None), None)
+    if first is None:
+        return None
+    failing = [rank for rank, other in enumerate(described) if other == first]
+    name, text = first
+    if len(failing) < len(described) and only is None:
+        text = f"{text} (on {_which(failing)} of {len(described)})"
+    return getattr(errors, name)(text)
+
+
+def _different_arguments(arguments):
+    """The first argument by name that some rank has given differently from rank 0, or not at all."""
+    for name in dict.fromkeys(name for given in arguments for name in given):
+        values = [repr(given[name]) if name in given else "not given" for given in arguments]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            return ArgumentError(f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
+                                 f"{other}; it must be the same on every rank")
+    return ArgumentError("some argument is not the same on every rank")

@@ -1,0 +1,92 @@
+"""What plans and caches have in common: collective calls, on one home, of which the ranks agree which one it is."""
+
+import weakref
+from contextlib import contextmanager, nullcontext
+
+from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
+from .agreement import agreement
+
+
+class Call:
+    """One collective call while it runs.
+
+    name: in words, the same on every rank that makes the same call.  peers: the ranks.  kept: what else, besides its
+    plan or cache, holds buffers of its transfers.
+    """
+
+    def __init__(self, name, peers):
+        self.name, self.peers, self.kept = name, peers, []
+
+    def agreement(self, check=True):
+        """As `mpiattn.comm.agreement.agreement`, and on which call it is; without check only run the body."""
+        return agreement(self.peers, call=self.name) if check else nullcontext({})
+
+
+class Collective:
+    """Base of what is made on a home and then called by all its ranks in the same order.
+
+    KIND: what it is, in words.  The ranks number everything that is made on a home, and its calls, so that they can
+    tell when some call another plan, another method, or the same for another time.
+    """
+
+    KIND = None
+    _home = _peers = _mesh = None
+    _raising = False
+
+    def _join(self, home, peers):
+        """From now on this is a member of a home; the other ranks have agreed to make it too."""
+        home.members += 1
+        self._home, self._peers, self._calls = home, peers, 0
+        self._name = f"{self.KIND} {home.members}"
+        self._unclosed = weakref.finalize(self, home.drop)
+        self._unclosed.atexit = False
+
+    @contextmanager
+    def _call(self, method):
+        """Run a collective call."""
+        self._check_open()
+        call = Call(f"call {self._calls + 1} of {self._name}, {method}", self._peers)
+        with self._home.call(call.name, lambda: (vars(self).copy(), call.kept)):
+            yield call
+            self._calls += 1
+
+    def _check_open(self):
+        if self._home is None:
+            raise ArgumentError(f"the {self.KIND} is closed; make a new one")
+        if self._home.abandoned:            # raised on this rank only: to communicate here could match stale messages
+            raise MpiattnError(f"a call on the communicator of this {self.KIND} did not end ({self._home.abandoned}); "
+                               f"close the {self.KIND} and make a new one")
+
+    @contextmanager
+    def _leaving(self, mesh=None):
+        """The body gives up what this holds, then this gives up its place in the home; collective.
+
+        The ranks agree on that, too, unless this one is on its way out with an exception: it must not wait for others.
+        """
+        call = f"closing {self._name}"
+        with self._home.call(call, lambda: vars(self).copy()):
+            if not self._raising and not self._home.abandoned:
+                self._meet(call)
+            yield
+            self._unclosed.detach()
+            self._home.leave(mesh)
+            self._home = None
+
+    def _meet(self, call):
+        try:
+            with agreement(self._peers, call=call):
+                pass
+        except PeerFailure as failure:
+            if not failure.relayed:                        # else a call has failed, and there is nothing left to do
+                raise
+
+    def __reduce_ex__(self, protocol):
+        raise CopyError(f"a {type(self).__name__} cannot be copied or pickled: it holds communicators and buffers of "
+                        "this process; make a new one, on every rank")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self._raising = error is not None
+        self.close()

@@ -1,0 +1,251 @@
+"""The mesh: a Cartesian communicator of heads x rows x columns with its row and column groups.
+
+    tile a=4, b=2 on 8 ranks        rank = r*a + c
+
+             c=0  c=1  c=2  c=3     row group (a ranks): shares Q, reduces O
+    r=0    |  0    1    2    3      column group (b ranks): shares K and V
+    r=1    |  4    5    6    7
+
+Where consecutive ranks of the communicator are on different nodes, a plan may order them node by node, so that a row
+group sits inside a node if it fits.
+
+Each communicator that a caller passes is duplicated once; all plans on it share the duplicate and, tile by
+tile, one mesh, so thousands of plans may be alive.  Both are freed with their last user.
+
+A call that fails on one rank leaves messages under way that nobody waits for.  No later call may meet them, so the
+whole home is then abandoned, on every rank: its plans and caches raise, and a new plan on the caller's communicator
+gets a new home.
+"""
+
+import os
+import socket
+import threading
+from contextlib import contextmanager
+
+from mpi4py import MPI
+
+from ..errors import ArgumentError, MpiattnError, PeerFailure
+from . import endings
+from .agreement import agreement, is_everywhere
+from .blocking import blocking
+from .channel import Channel, during
+from .peers import TIMEOUT, Peers, translate_ranks
+
+_KEY = None                       # MPI attribute under which a caller's communicator keeps its Home
+_ABANDONED = []                   # homes whose buffers MPI may still use
+_DROPPED = []                     # homes whose plans are gone, unclosed, and whose owner has been freed
+
+
+class Mesh:
+    """Ranks in b rows x a columns of a communicator whose size is a * b.
+
+    order: the ranks of the communicator in the order of the mesh, None for their own.
+    cart: the communicator of dims (1, b, a).  row, column: this rank's groups; r, c: its place, which is
+    its rank in `column` and `row`.
+    """
+
+    def __init__(self, comm, a, b, order=None):
+        self.a, self.b = a, b
+        ordered = comm if order is None else comm.Split(0, order.index(comm.rank))
+        self.cart = ordered.Create_cart((1, b, a), periods=(True, True, True), reorder=False)
+        if order is not None:
+            ordered.Free()
+        self.row = self.cart.Sub((False, False, True))
+        self.column = self.cart.Sub((False, True, False))
+        self.rank, self.size = self.cart.rank, self.cart.size
+        self.r, self.c = self.column.rank, self.row.rank
+        self.users = 0
+
+    def free(self):
+        """Free the communicators; collective."""
+        for comm in (self.row, self.column, self.cart):
+            comm.Free()
+
+
+def _forget_owner(comm, key, home):
+    """MPI calls it when the caller frees the communicator, through whatever handle, or `leave` lets go of it."""
+    home.owner = None
+    home.reap()
+
+
+def nodes_of(peers):
+    """The node of every rank, numbered from 0 on in order of their lowest ranks; collective."""
+    node = blocking(peers, lambda: peers.comm.Split_type(MPI.COMM_TYPE_SHARED))
+    lowest = min(translate_ranks(node, range(node.size), peers.comm))
+    node.Free()
+    everywhere = peers.allgather(lowest)
+    number = {lowest: i for i, lowest in enumerate(sorted(set(everywhere)))}
+    return [number[lowest] for lowest in everywhere]
+
+
+class Home:
+    """What mpiattn keeps with one communicator of the caller's: a duplicate, and the meshes in use.
+
+    nodes: of every rank, see `nodes_of`.  hosts: the name of every rank's host.  channel: over which the ranks tell
+    each other of failures.  abandoned: why nothing can be done here any more, "" as long as all is well.
+    """
+
+    def __init__(self, comm, timeout):
+        self.owner, self.abandoned, self._kept = comm, "", []
+        self.comm, request = comm.Idup()
+        Peers(comm, timeout).wait([request])
+        self.hosts, marks = zip(*Peers(self.comm, timeout).allgather((socket.gethostname(), os.urandom(8))))
+        self.channel = Channel(self.comm, self.hosts, marks[0])
+        self.nodes = nodes_of(self.peers(timeout))
+        self.users = self.dropped = self.members = 0
+        self.meshes = {}
+        self._turn, self._running = threading.Lock(), ""
+
+    @classmethod
+    def enter(cls, comm, timeout=TIMEOUT):
+        """The home of a communicator, made if need be, with one user more; collective.
+
+        timeout: seconds that the other ranks are waited for.
+        """
+        global _KEY
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise ArgumentError(f"comm is {comm!r}; it must be an mpi4py intracommunicator")
+        if _KEY is None:
+            _KEY = MPI.Comm.Create_keyval(delete_fn=_forget_owner)
+        while _DROPPED:
+            _DROPPED.pop()._free()
+        home = comm.Get_attr(_KEY)
+        if home is not None and not home._shared(timeout):
+            home = None
+        if home is None:
+            home = cls(comm, timeout)
+            comm.Set_attr(_KEY, home)
+        home.users += 1
+        return home
+
+    def _shared(self, timeout):
+        """Whether no rank has abandoned this home; one that has not heard of it yet does here."""
+        with self.call("making a plan or a cache"):
+            try:
+                with agreement(self.peers(timeout), call=self._running):
+                    pass
+            except PeerFailure:
+                if self.channel.failure is None:            # nobody has failed, but somebody does not come
+                    raise
+        return not self.abandoned
+
+    def peers(self, timeout):
+        """The ranks of the communicator."""
+        return Peers(self.comm, timeout, self.abandon, channel=self.channel)
+
+    @property
+    def order(self):
+        """The ranks node by node, None where they are so already: then consecutive ones share a node."""
+        order = sorted(range(len(self.nodes)), key=lambda rank: (self.nodes[rank], rank))
+        return None if order == list(range(len(order))) else tuple(order)
+
+    @contextmanager
+    def turn(self, call):
+        """Only one collective call runs on a communicator at a time, or their messages would be taken for each other's.
+
+        call: in words.  Raises MpiattnError, on this rank only, from inside another call or beside it in a thread.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise MpiattnError(f"{call} is refused: {self._running} is running on this communicator; it must end, on "
+                               "every rank, before another begins (not from its progress callback, not from another "
+                               "thread)")
+        try:
+            self._running = call
+            with during(call):
+                yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def call(self, name, kept=list):
+        """Run a collective call.  If it fails here alone, the other ranks are told and the home is abandoned.
+
+        name: in words.  kept: gives, where it fails, what holds the buffers that MPI may still use.
+        """
+        with self.turn(name):
+            try:
+                yield
+            except BaseException as error:
+                if self.comm.size > 1 and not is_everywhere(error, self.comm):
+                    self._fail(error, kept())
+                raise
+
+    @contextmanager
+    def making(self, member):
+        """Make a plan or a cache for a user that has entered, who leaves if that fails."""
+        try:
+            with self.call(f"making a {member.KIND}", lambda: vars(member).copy()):
+                yield
+        except BaseException:
+            self.leave(member._mesh)
+            raise
+
+    def _fail(self, error, kept):
+        where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
+        self.channel.alarm(f"{self.channel.name(self.comm.rank)} raised {type(error).__name__} in {where}: {error}")
+        self.abandon(kept, f"{type(error).__name__}: {error}")
+
+    def abandon(self, kept, why=""):
+        """Never use this home again; whoever enters the caller's communicator then gets a new one."""
+        self._kept.append(kept)
+        if self.abandoned:
+            return
+        self.abandoned = why or self.channel.failure or "a rank did not come"
+        if self.owner is not None and self.owner.Get_attr(_KEY) is self:      # it may fail while it is being made
+            self.owner.Delete_attr(_KEY)
+        _ABANDONED.append(self)
+        endings.abort_if_uncaught()
+
+    def mesh(self, peers, a, b, order=None):
+        """The mesh of a tile, made if need be, with one user more; collective.
+
+        peers: all ranks, as of `peers`.  order: the ranks in the order of the mesh, None for their own.
+        """
+        mesh = self.meshes.get((a, b, order))
+        if mesh is None:
+            mesh = self.meshes[a, b, order] = blocking(peers, lambda: Mesh(self.comm, a, b, order))
+        mesh.users += 1
+        return mesh
+
+    def share(self, mesh):
+        """One user more of the home and of a mesh that is in use."""
+        self.users += 1
+        mesh.users += 1
+
+    def leave(self, mesh=None):
+        """Give up a use of the home and, where given, of a mesh; collective."""
+        if MPI.Is_finalized() or self.abandoned:
+            return
+        if mesh is not None:
+            mesh.users -= 1
+            if not mesh.users:
+                self.meshes = {key: other for key, other in self.meshes.items() if other is not mesh}
+                mesh.free()
+        self.users -= 1
+        if not self.users:
+            if self.owner is not None:
+                self.owner.Delete_attr(_KEY)
+            self._free()
+        self.reap()
+
+    def drop(self):
+        """A user is gone without leaving: what it used stays until the caller frees the communicator."""
+        self.dropped += 1
+        self.reap()
+
+    def reap(self):
+        """Free what is left when only dropped users are and the caller's communicator is gone.
+
+        MPI may be calling, or the garbage collector, so that it is done when the next home is entered.
+        """
+        if self.owner is None and self.users and self.users == self.dropped and not self.abandoned:
+            self.users = 0
+            _DROPPED.append(self)
+
+    def _free(self):
+        if not MPI.Is_finalized():
+            self.channel.close()
+            for mesh in self.meshes.values():
+                mesh.free()
+            self.comm.Free()
+            self.meshes = {}

@@ -1,0 +1,217 @@
+"""Tokens from consecutive slabs to a layout's chunks and back, piece by piece.
+
+A slab is what a rank reads from or writes to a file, or, where one rank has all tokens, the whole array.  Both
+ends of every message know from the layouts alone which tokens it holds, so only tokens travel.
+"""
+
+import math
+from numbers import Integral
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import ArgumentError
+from ..problem.layout import Layout
+from ..problem.tensors import as_array, as_given, as_tensor, is_tensor
+from .agreement import agree_on, agreement
+from .exchange import MAX_MESSAGE, Exchange
+
+PIECE_BYTES = 4 * 2 ** 20       # what a rank reads or writes at a time; memory holds about three pieces
+
+
+def _shared(layout, chunk, start, stop):
+    """The tokens of a chunk in [start, stop): pairs of slices, in the chunk and in what starts at `start`."""
+    pairs, (before, parts) = [], layout.between(chunk, start, stop)
+    for tokens in parts:
+        pairs.append((slice(before, before + len(tokens)),
+                      slice(tokens[0] - start, tokens[-1] + 1 - start, tokens.step)))
+        before += len(tokens)
+    return pairs
+
+
+def _count(pairs):
+    return sum(at.stop - at.start for at, _ in pairs)
+
+
+def _starts(counts):
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
+def native(dtype):
+    """A dtype in this machine's byte order, in which ranks send: files and programs may hold another."""
+    return np.dtype(dtype).newbyteorder("=")
+
+
+class Redistribution:
+    """Moves rows of tokens between `slabs`, a contiguous layout, and `layout` among `Peers`.
+
+    shape, dtype: of one token's row; it travels in this machine's byte order.  max_message: as of `MeshAttention`.
+    """
+
+    def __init__(self, peers, slabs, layout, shape, dtype, max_message=MAX_MESSAGE):
+        self.peers, self.slabs, self.layout, self.max_message = peers, slabs, layout, max_message
+        self.shape, self.dtype = tuple(shape), native(dtype)
+        self.row_bytes = self.dtype.itemsize * math.prod(self.shape)
+        self.tokens = max(1, PIECE_BYTES // max(self.row_bytes, 1))
+
+    def _rounds(self):
+        """For every piece: its bounds on my slab, my tokens of every rank's piece, every rank's tokens of mine.
+
+        Tokens are pairs of slices, in the chunk and in the piece.
+        """
+        me, ranks = self.peers.rank, range(self.peers.size)
+        bounds = [(r.start, r.stop) for r in (self.slabs.ranges(rank)[0] for rank in ranks)]
+        for first in range(0, max(self.slabs.lengths), self.tokens):
+            pieces = [(min(start + first, stop), min(start + first + self.tokens, stop)) for start, stop in bounds]
+            yield (pieces[me], [_shared(self.layout, me, *piece) for piece in pieces],
+                   [_shared(self.layout, rank, *pieces[me]) for rank in ranks])
+
+    def _rows(self, count):
+        return np.empty((count, *self.shape), self.dtype)
+
+    def _trade(self, outgoing, leaving, incoming, arriving):
+        """Send `outgoing`, and receive `incoming`, by rank; leaving and arriving tell the tokens."""
+        if not self.row_bytes:
+            return
+        exchange = Exchange(self.peers, self.max_message)
+        counts, in_counts = list(map(_count, leaving)), list(map(_count, arriving))
+        exchange.wait(exchange.alltoall(
+            self.peers.comm, outgoing.reshape(-1).view(np.uint8), counts, _starts(counts),
+            incoming.reshape(-1).view(np.uint8), in_counts, _starts(in_counts), self.row_bytes,
+            min(self.tokens, max(self.slabs.lengths))))
+        exchange.close()
+
+    def _packed(self, rows, pairs, side):
+        """The tokens of all pairs one after another; side: 0 where rows are the chunk, 1 where they are the piece."""
+        return np.concatenate([rows[pair[side]] for of_rank in pairs for pair in of_rank] or [self._rows(0)],
+                              dtype=self.dtype)
+
+    @staticmethod
+    def _unpack(packed, rows, pairs, side):
+        done = 0
+        for pair in (pair for of_rank in pairs for pair in of_rank):
+            count = _count([pair])
+            rows[pair[side]] = packed[done:done + count]
+            done += count
+
+    def to_chunk(self, read):
+        """This rank's chunk (tokens, *shape); read(start, stop) gives tokens of my slab, (stop - start, *shape).
+
+        Every rank calls `read` equally often, with start = stop where its slab has ended, so it may be collective.
+        """
+        with agreement(self.peers):
+            chunk = self._rows(self.layout.length(self.peers.rank))
+        for (start, stop), mine, theirs in self._rounds():
+            with agreement(self.peers):
+                outgoing = self._packed(read(start, stop), theirs, 1)
+                incoming = self._rows(sum(map(_count, mine)))
+            self._trade(outgoing, theirs, incoming, mine)
+            self._unpack(incoming, chunk, mine, 0)
+        return chunk
+
+    def from_chunk(self, chunk, write):
+        """Give this rank's chunk back; write(start, rows) takes tokens of my slab in order.
+
+        Every rank calls `write` equally often, with no rows where its slab has ended.
+        """
+        for (start, stop), mine, theirs in self._rounds():
+            with agreement(self.peers):
+                outgoing = self._packed(chunk, mine, 0)
+                incoming, slab = self._rows(stop - start), self._rows(stop - start)
+            self._trade(outgoing, mine, incoming, theirs)
+            with agreement(self.peers):
+                self._unpack(incoming, slab, theirs, 1)
+                write(start, slab)
+
+
+def all_on(root, layout):
+    """The slabs of a sequence that one rank holds whole."""
+    sizes = tuple(layout.seqlen if rank == root else 0 for rank in range(layout.chunks))
+    return Layout("contiguous", layout.seqlen, layout.chunks, sizes)
+
+
+def _check_tokens(array, axis, length):
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(f"array is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU")
+    if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
+        raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
+    if not -array.ndim <= axis < array.ndim:
+        raise ArgumentError(f"axis is {axis}; array has shape {array.shape}, so it may be from {-array.ndim} to "
+                            f"{array.ndim - 1}")
+    if array.shape[axis] != length:
+        raise ArgumentError(f"array has shape {array.shape}; it must have {length} tokens along axis {axis}")
+
+
+def _check_root(peers, root):
+    if root is not None and (not isinstance(root, Integral) or not 0 <= root < peers.size):
+        raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {peers.size - 1}")
+
+
+def _checked_row(call, layout, array, root, axis, length):
+    """The array, and of one token's row shape, dtype and whether it comes from a tensor.
+
+    `root`, or for None every rank, must hold the array.
+    """
+    given, peers = array, call.peers
+    with call.agreement():
+        _check_root(peers, root)
+        if not isinstance(axis, Integral):
+            raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
+        if length is not None:
+            array = as_array("array", array)
+            _check_tokens(array, axis, length)
+    agree_on(peers, {"root": root, "axis": axis, "tokens": layout.seqlen})
+    row = None if length is None else (np.delete(array.shape, axis).tolist(), native(array.dtype))
+    if root is None:
+        agree_on(peers, {"shape of a token and dtype of array": row})
+        return array, *row, is_tensor(given)
+    return array, *peers.allgather(row and (*row, is_tensor(given)))[root]
+
+
+def scatter(call, layout, array, root, axis, max_message=MAX_MESSAGE):
+    """A rank's chunk of the whole `array`, which `root` has, or for None every rank; a tensor of a tensor.
+
+    call: the collective call that this is, a `mpiattn.comm.collective_calls.Call`.
+    """
+    peers = call.peers
+    length = layout.seqlen if root in (None, peers.rank) else None
+    array, shape, dtype, tensor = _checked_row(call, layout, array, root, axis, length)
+    with agreement(peers):
+        whole = np.empty((0, *shape), dtype) if length is None else np.moveaxis(array, axis, 0)
+    if root is None:
+        with agreement(peers):
+            rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(peers.rank)], dtype=dtype)
+    else:
+        move = Redistribution(peers, all_on(root, layout), layout, shape, dtype, max_message)
+        rows = move.to_chunk(lambda start, stop: whole[start:stop])
+    chunk = np.ascontiguousarray(np.moveaxis(rows, 0, axis))
+    with agreement(peers):                        # a rank may lack torch
+        return as_tensor(chunk) if tensor else chunk
+
+
+def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
+    """The whole array of all chunks on `root`, or for None on every rank; None elsewhere.  A tensor of a tensor.
+
+    call: as of `scatter`.
+    """
+    peers = call.peers
+    with call.agreement() as same:
+        _check_root(peers, root)
+        same |= {"root": root}
+    at = 0 if root is None else root
+    given = chunk
+    chunk, shape, dtype, _ = _checked_row(call, layout, chunk, None, axis, layout.length(peers.rank))
+    with agreement(peers):
+        whole = np.empty((layout.seqlen if root in (None, peers.rank) else 0, *shape), dtype)
+
+    def keep(start, rows):
+        whole[start:start + len(rows)] = rows
+    move = Redistribution(peers, all_on(at, layout), layout, shape, dtype, max_message)
+    move.from_chunk(np.moveaxis(chunk, axis, 0), keep)
+    if root not in (None, peers.rank):
+        return None
+    if root is None:
+        for start in range(0, len(whole), move.tokens):
+            piece = whole[start:start + move.tokens].reshape(-1).view(np.uint8)
+            peers.wait([peers.comm.Ibcast([piece, MPI.BYTE], at)])
+    return as_given(given, np.ascontiguousarray(np.moveaxis(whole, 0, axis)))[0]

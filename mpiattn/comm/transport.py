@@ -1,0 +1,66 @@
+"""How bytes of a device travel: staged through host memory, or by an MPI that takes device memory; and who has which.
+
+Only a back end with a device has a transport.  Everyone must choose the same, since pieces are cut by it.
+"""
+
+from .. import backends
+from ..errors import ArgumentError
+from ..system import gpu_aware_mpi, gpu_probe
+from .agreement import agreement
+
+TRANSPORTS = ("auto", "staged", "device")
+WITH_DEVICE = ("cuda",)                  # back ends
+_probed = {}                             # what a child process has shown, once for this process
+
+
+def one_of(name, value, choices):
+    """Raise ArgumentError unless a value is among the choices."""
+    if value not in choices:
+        raise ArgumentError(f"{name} is {value!r}; it may be {', '.join(map(str, choices))}")
+
+
+def check_transport(backend, transport):
+    """Raise ArgumentError unless a back end, by name, can have that transport here."""
+    one_of("transport", transport, TRANSPORTS)
+    backends.check_name(backend)
+    if backends.resolved(backend) not in WITH_DEVICE:
+        if transport != "auto":
+            raise ArgumentError(f"transport is {transport!r}, but the back end {backends.resolved(backend)!r} has no "
+                                f"device; only {', '.join(WITH_DEVICE)} has")
+    elif transport == "device":
+        aware, why = gpu_aware_mpi.gpu_aware()
+        if not aware:
+            raise ArgumentError(f"transport is 'device', but this MPI does not take device memory ({why}); it may be "
+                                "staged")
+
+
+def make_backend(peers, nodes, name, transport):
+    """A new back end, on this rank's device if it has one; collective.
+
+    nodes: of every rank.  name, transport: the same on every rank, checked.  Raises ArgumentError on every rank.
+    """
+    if backends.resolved(name) in WITH_DEVICE and transport == "auto":
+        transport = _chosen(peers)
+    with agreement(peers):
+        return local_backend(peers.rank, nodes, name, transport)
+
+
+def local_backend(rank, nodes, name, transport):
+    """A new back end on the device of a rank, if it has one; `transport` has been chosen.  Not collective."""
+    if backends.resolved(name) not in WITH_DEVICE:
+        return backends.get(name)
+    return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
+
+
+def _chosen(peers):
+    """ "device" where the MPI of every rank says that it takes device memory, and has done so in a child of rank 0.
+
+    To hand device memory to one that does not ends in a crash, so an MPI is not taken at its word.
+    """
+    aware, _ = gpu_aware_mpi.gpu_aware()
+    if peers.largest([not aware])[0]:
+        return "staged"
+    with agreement(peers, only=0):
+        if peers.rank == 0 and not _probed:
+            _probed.update(gpu_probe.probe())
+    return "device" if peers.allgather(_probed.get("answer"))[0] == "yes" else "staged"

@@ -1,0 +1,1 @@
+"""What the commands, benchmarks and pictures share: options, launches, messages, tables, progress."""

@@ -1,0 +1,46 @@
+"""Results for programs: JSON, in a file that is written whole or not at all."""
+
+import json
+import os
+import sys
+
+from ..errors import FileError
+from ..system.atomic_file import NewFile, check_target
+
+
+def is_stream(path):
+    """Whether a path is standard output, a device or a pipe, which is written to and not replaced."""
+    return path == "-" or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+
+
+def check_json(path, inputs=()):
+    """Raise FileError, naming --json, if `write_json` could not write there; before the work is done."""
+    if path is not None and not is_stream(path):
+        check_target("--json", path, inputs)
+
+
+def write_json(path, data):
+    """Write `data` as JSON to the file `path`, or to standard output if it is "-".
+
+    Numbers that JSON cannot say (nan, inf) must be given as None.  Raises FileError, which names --json.
+    """
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    new = None
+    try:
+        if not is_stream(path):
+            new = NewFile("--json", path)
+        with open(new.partial if new else path, "w") as file:
+            file.write(text)
+        if new:
+            new.publish()
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"--json is {path!r}; it cannot be written: {error.strerror or error}") from None
+    finally:
+        if new:
+            new.discard()

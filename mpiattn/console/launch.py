@@ -1,0 +1,106 @@
+"""How a subcommand that uses MPI runs and ends: all ranks together, with one message."""
+
+import contextlib
+import os
+import socket
+import sys
+import time
+import traceback
+
+from ..errors import ArgumentError, MpiattnError, PeerFailure
+from ..system import partial_files
+from ..system.launch_variables import launch_rank
+from . import witness
+from .message import AFTER, PARTING, SILENT, speak
+from .startup import start
+
+
+class Job:
+    """The ranks of this launch: comm, peers, and the phase they are in, whose seconds are kept.
+
+    timeout: seconds that a rank waits for others before it gives up; None for the library's.
+    """
+
+    def __init__(self, comm, timeout=None):
+        from ..comm.channel import Channel
+        from ..comm.peers import Peers, check_timeout, time_limit
+        check_timeout(timeout)
+        channel = Channel(comm)
+        self.comm, self.peers = comm, Peers(comm, time_limit(timeout), channel=channel)
+        channel.hosts = self.peers.allgather(socket.gethostname())
+        self.phase, self.seconds = "start", {}
+        witness.tell(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}")
+
+    def __call__(self, phase, work):
+        """Run work() as a phase, which the ranks begin and end together."""
+        self.phase = phase
+        witness.tell(doing=phase)
+        self.peers.barrier()
+        start = time.perf_counter()
+        result = work()
+        self.peers.barrier()
+        self.seconds[phase] = time.perf_counter() - start
+        return result
+
+
+def on_all_ranks(work, timeout=None, alone=False):
+    """Start MPI, run work(job) on every rank and return the exit code.
+
+    An error that the ranks agreed on is said once, by rank 0, and ends all of them with code 1.  An error that
+    only one rank knows of would leave the others waiting: that rank says what it is and where, and aborts the launch.
+    alone: whether the work is also for ranks that do not know of each other, since they were started for another MPI.
+    """
+    from ..system import launcher
+    wrong = None if alone else launcher.foreign()
+    comm = None if wrong else start(timeout)
+    wrong = wrong or (None if alone else launcher.copies(comm.size))
+    if wrong:
+        return _refuse(f"{wrong}. Nothing was done. {launcher.ADVICE}")
+    job = None
+    try:
+        job = Job(comm, timeout)
+        return work(job)
+    except BaseException as error:
+        wrong_timeout = job is None and isinstance(error, ArgumentError)         # and so on every rank
+        if isinstance(error, MpiattnError) and (error.everywhere or wrong_timeout or comm.size == 1):
+            if comm.rank == 0:
+                print(f"mpiattn: {error}", file=sys.stderr, flush=True)
+            _part(comm)
+            return 1
+        if comm.size == 1:
+            raise
+        partial_files.discard_all()
+        if isinstance(error, PeerFailure) and error.relayed:
+            time.sleep(AFTER)
+        parent = witness.launcher or os.getppid()                  # one for all ranks of a host
+        speak(_story(comm, job.phase if job else "start", error), comm.rank, parent)
+        witness.end()
+        comm.Abort(1)
+
+
+def _refuse(text):
+    """Say once why ranks that do not know of each other do nothing; gives the exit code."""
+    if launch_rank() == 0:
+        print(f"mpiattn: {text}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SILENT)
+    return 1
+
+
+def _part(comm):
+    """Wait until rank 0 has spoken: a launcher ends all ranks with the first that fails."""
+    from ..comm.peers import Peers
+    with contextlib.suppress(PeerFailure):
+        Peers(comm, PARTING).barrier()
+
+
+def _story(comm, phase, error):
+    """What happened to this rank, where, and why."""
+    if isinstance(error, PeerFailure):
+        return f"mpiattn: {error}; phase: {phase}\n"
+    where = getattr(error, "where", "") or f"in phase {phase}"
+    story = f"mpiattn: rank {comm.rank} of {comm.size} on {socket.gethostname()} failed {where}: "
+    if isinstance(error, MpiattnError):
+        return f"{story}{error}\n"
+    trace = "".join(traceback.format_exception(error))
+    return f"{story}{type(error).__name__}: {error}\n{trace}"

@@ -1,0 +1,156 @@
+"""Options that several subcommands share, so that they read and mean the same everywhere."""
+
+import argparse
+import re
+
+from ..comm.transport import TRANSPORTS
+from ..files.hdf5 import AXES
+from ..model.cost import SCHEDULES
+from ..model.machine import BUILT_IN
+from ..problem.layout import KINDS
+from ..problem.problem import ITEMSIZE
+from ..schedule.steps import ROUTES
+
+
+def add_tile(parser):
+    """--tile, text for `mpiattn.schedule.tile.parse_tile`."""
+    parser.add_argument("--tile", default="auto", metavar="AxB",
+                        help="A query chunks x B KV chunks on every rank, A*B = ranks: a mesh of B rows x A columns; "
+                             "ring is 1xN, qring is Nx1, auto the shortest predicted time (default: %(default)s)")
+
+
+def add_schedule(parser):
+    """--schedule."""
+    parser.add_argument("--schedule", default="auto", choices=(*SCHEDULES, "auto"),
+                        help="greedy: every transfer hidden behind blocks (the paper's Algorithm 2); collective: "
+                             "gather, one large block, exchange; auto: the shorter predicted time "
+                             "(default: %(default)s)")
+
+
+def add_layout(parser):
+    """--layout."""
+    parser.add_argument("--layout", default="auto", choices=(*KINDS, "auto"),
+                        help="which tokens a rank holds; auto: the shortest predicted time, so contiguous where that "
+                             "balances the work, zigzag for causal attention (default: %(default)s)")
+
+
+def add_route(parser):
+    """--route."""
+    parser.add_argument("--route", default="auto", choices=(*ROUTES, "auto"),
+                        help="direct: a chunk goes straight from its owner, or as MPI's collectives send it; ring: "
+                             "from neighbour to neighbour; the bytes are the same; auto: the shorter predicted time "
+                             "(default: %(default)s)")
+
+
+def parse_bytes(text):
+    """Bytes of a number with or without a unit: 512M, 1.5 GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kKMGT]?)(?:i?B)?", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 800000000, 512M or 1.5G (1G is "
+                                         f"1024 M)")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def add_max_memory(parser):
+    """--max-memory, bytes."""
+    parser.add_argument("--max-memory", type=parse_bytes, metavar="BYTES",
+                        help="what a rank may need for its chunks, results and buffers, as 512M or 1.5G: tiles and "
+                             "schedules that need more are not taken, and chunks are received less far ahead")
+
+
+def add_machine(parser):
+    """--machine, a name or file for `mpiattn.model.machine.load`."""
+    parser.add_argument("--machine", metavar="NAME|FILE",
+                        help=f"whose links and speed predictions are made for: {', '.join(BUILT_IN)}, or a JSON file "
+                             f"as `mpiattn tune` writes")
+
+
+def add_backend(parser):
+    """--backend."""
+    parser.add_argument("--backend", default="auto", metavar="NAME",
+                        help="what computes the blocks: numpy, which is auto; cuda, on a GPU of each rank; for tests "
+                             "deferred, late on purpose, emulated, the CUDA kernels on the CPU, deferred-emulated, "
+                             "both, and paced:GFLOPS[:MS], which emulates slower compute by sleeping, and looks for "
+                             "messages every 2 or so many milliseconds (default: %(default)s)")
+
+
+def add_transport(parser):
+    """--transport."""
+    parser.add_argument("--transport", default="auto", choices=TRANSPORTS,
+                        help="of the back end cuda: staged, through pinned host memory; device, by an MPI that takes "
+                             "device memory itself; auto, device where that has been seen to work (default: "
+                             "%(default)s)")
+
+
+def parse_window(text):
+    """(left, right) of the text of --window."""
+    try:
+        left, right = (int(side) if side.strip() else None for side in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LEFT,RIGHT, whole numbers, empty for no limit") from None
+    return left, right
+
+
+def add_axes(parser, files):
+    """--axes, of `mpiattn.files.io.Input`; None, which is bshd, where it is not given."""
+    parser.add_argument("--axes", choices=AXES,
+                        help=f"the order of dimensions in {files}: bshd is (batch, seqlen, heads, head_dim), bhsd is "
+                             "(batch, heads, seqlen, head_dim), as PyTorch's attention takes them (default: bshd)")
+
+
+def add_masks(parser):
+    """--causal, --prefix, --causal-block and --window."""
+    parser.add_argument("--causal", action="store_true",
+                        help="a query sees the keys up to its own position; the last query sees all")
+    parser.add_argument("--prefix", type=int, default=0, metavar="P",
+                        help="causal, but every query sees the first P keys, of every document where there are some "
+                             "(prefix-LM)")
+    parser.add_argument("--causal-block", type=int, metavar="B",
+                        help="causal, but a query sees to the end of the block of B keys in which it stands")
+    add_window(parser)
+
+
+def add_window(parser):
+    """--window."""
+    parser.add_argument("--window", type=parse_window, default=(None, None), metavar="LEFT,RIGHT",
+                        help="how many keys before and after its own position a query sees; an empty side has no "
+                             "limit: 1024,0 is sliding and causal, 512, has no limit to the right")
+
+
+def add_documents(parser):
+    """--documents and --documents-k, for `mpiattn.cli.documents.read_documents`."""
+    parser.add_argument("--documents", metavar="SPEC",
+                        help="several documents packed in the sequence, which see only themselves: the positions where "
+                             "they begin and one past the last one's end (cu_seqlens), as the name of a dataset in IN "
+                             "or, where IN has none of that name, the path of a .npy file or of a text file; in two "
+                             "dimensions, or as a line of text, for each batch entry, else for all alike")
+    parser.add_argument("--documents-k", metavar="SPEC",
+                        help="the same of keys and values, where they are not cut as the queries")
+
+
+def add_wire_dtype(parser):
+    """--wire-dtype."""
+    parser.add_argument("--wire-dtype", choices=tuple(ITEMSIZE),
+                        help="in which partial results travel; a narrower one takes fewer bytes and rounds each once, "
+                             "on the direct route only (default: that in which they accumulate, float32, or float64 "
+                             "for float64)")
+
+
+def add_timeout(parser):
+    """--timeout."""
+    parser.add_argument("--timeout", type=float, metavar="SECONDS",
+                        help="how long a rank waits for others before it says which and for what, and ends the job "
+                             "(default: 600 or, where that is longer, ten times the predicted time; inf: for ever)")
+
+
+def add_plot(parser):
+    """--plot, a path for `mpiattn.plots.style.save`."""
+    parser.add_argument("--plot", metavar="FILE",
+                        help="draw it too, whole or not at all, as .png, .svg or .pdf; takes matplotlib (extra plot)")
+
+
+def add_json(parser):
+    """--json, a path for `mpiattn.console.json_file.write_json`."""
+    parser.add_argument("--json", metavar="FILE",
+                        help="write the result as JSON too, whole or not at all; - is standard output, then without "
+                             "the table")

@@ -1,0 +1,103 @@
+"""How far long phases are: a bar on rank 0's terminal, or now and then a line in its log."""
+
+import os
+import sys
+import time
+
+from ..system.launch_variables import launch_rank
+from . import witness
+from .table import duration
+
+LAUNCHERS = ("hydra", "pmi_proxy", "mpiexec", "mpirun", "prte", "orte", "srun")
+LOOK = 0.1                 # seconds between two looks at how far it is, which take longer than a small piece of work
+APART = 10.0               # seconds between two lines at least, and before the first
+SHARE, SILENCE = 0.1, 60.0       # a line is due when that much more is done, or after so many seconds
+
+
+def _parent(pid):
+    """Parent of a process by Linux's /proc."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rsplit(")", 1)[1].split()[1])
+
+
+def _terminal():
+    """Where a person watches: standard error if it is a terminal.
+
+    A launcher hands its ranks pipes even where it was itself started from a terminal, so under one on this host
+    rank 0 looks where the launcher's own standard error goes.
+    """
+    if sys.stderr is None:
+        return None
+    if sys.stderr.isatty():
+        return sys.stderr
+    pid = witness.launcher or os.getppid()
+    try:
+        while any(name in os.path.basename(os.readlink(f"/proc/{pid}/exe")) for name in LAUNCHERS):
+            target = os.readlink(f"/proc/{pid}/fd/2")
+            if target.startswith(("/dev/pts/", "/dev/tty")):
+                return open(target, "w")                 # closed with the process
+            pid = _parent(pid)
+    except (OSError, ValueError):
+        pass                                             # no /proc, or not ours to read
+    return None
+
+
+class Progress:
+    """How far a phase with a title and a total is; call it with what was just done.
+
+    On rank 0 a bar where a person watches, else lines on standard error: "forward 40 %, 12 of 30 blocks, 14 s, about
+    21 s to go", none for phases that end soon.
+    """
+
+    def __init__(self, title, total, unit=""):
+        self._title, self._total, self._unit, self._done, self._bar = title, total, unit, 0, None
+        self._began = self._line_at = self._looked = time.monotonic()
+        self._line_done, self._lines = 0, False
+        self._tell_witness()
+        if launch_rank() == 0:
+            terminal = _terminal()
+            if terminal is None:
+                self._lines = sys.stderr is not None
+                return
+            from tqdm import tqdm
+            self._bar = tqdm(desc=title, total=total, unit=unit, file=terminal, unit_scale=True, leave=False,
+                             dynamic_ncols=True)
+
+    def __call__(self, done):
+        """Advance by what was just done."""
+        self._done += done
+        if self._bar is not None:
+            self._bar.update(done)
+        now = time.monotonic()
+        if now - self._looked >= LOOK:
+            self._looked = now
+            self._tell_witness()
+            if self._lines and self._due(now):
+                self._line(now)
+
+    def _due(self, now):
+        silence = now - self._line_at
+        much = silence >= SILENCE or self._done - self._line_done >= SHARE * self._total
+        return self._done < self._total and silence >= APART and much
+
+    def _line(self, now):
+        self._line_done, self._line_at = self._done, now
+        seconds, share = now - self._began, self._done / self._total if self._total else 1
+        rest = f", about {duration(seconds / share - seconds)} to go" if 0 < share < 1 else ""
+        print(f"{self._title} {int(100 * share)} %, {_amount(self._done)} of {_amount(self._total)}{self._unit}, "
+              f"{duration(seconds)}{rest}", file=sys.stderr, flush=True)
+
+    def _tell_witness(self):
+        witness.tell(doing=f"{self._title}, {_amount(self._done)} of {_amount(self._total)}{self._unit}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _amount(number):
+    """With a digit after the point where that says something."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")

@@ -1,0 +1,346 @@
+"""The KV cache of a batch of sequences, spread over the ranks: `KVCache`."""
+
+from contextlib import contextmanager
+from numbers import Integral
+
+import numpy as np
+
+from .. import backends
+from ..backends.pages import Pages, stretches
+from ..comm.agreement import agree_on, agreement, everywhere
+from ..comm.collective_calls import Collective
+from ..comm.exchange import MAX_MESSAGE, Exchange, check_max_message
+from ..comm.mesh import Home
+from ..comm.peers import check_timeout, time_limit
+from ..comm.transport import check_transport, make_backend
+from ..engine.folding import checked
+from ..errors import ArgumentError
+from ..model.tuned import machine_for
+from ..problem.layout import Layout
+from ..problem.problem import Problem
+from ..problem.tensors import as_array
+from ..schedule import reduction
+from .combine import Combiner
+from .token_owners import Ledger
+
+
+def cache_pages(capacity, ranks, sequences, page_size):
+    """Pages of a rank that hold its share of `capacity` tokens: each sequence may waste most of one."""
+    return -(-capacity // (ranks * page_size)) + sequences - 1
+
+
+class KVCache(Collective):
+    """Keys and values of `sequences` sequences whose tokens are spread over the ranks of a communicator.
+
+    Every rank has a pool of pages; a sequence has pages of each, for the tokens that the rank holds
+    (`decode.token_owners` says which).  Ranks do not send keys or values to each other: `append` leaves them where they
+    are.  Making a cache,
+    `append`, `truncate`, `free`, `save`, `load` and `close` are collective.
+
+    comm: an mpi4py intracommunicator, which stays the caller's.
+    capacity: tokens in all, over ranks and sequences.  Memory for them is taken at once: `nbytes`.
+    sequences: how many there are; each begins empty.
+    kv_heads, head_dim, value_dim: of the keys and values; value_dim is head_dim if left out.
+    dtype: of keys, values and queries, as of `MeshAttention`.
+    page_size: tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
+    backend, transport: as of `MeshAttention`.
+    machine: whose predicted times choose how results are combined, as of `MeshAttention`; then the one that was found.
+    max_message, timeout: as of `MeshAttention`.
+
+    Raises ArgumentError, the same on every rank.
+    """
+
+    KIND = "cache"
+
+    def __init__(self, comm, *, capacity, kv_heads, head_dim, value_dim=None, sequences=1, dtype="float32",
+                 page_size=64, backend="auto", transport="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
+        home = Home.enter(comm, time_limit(timeout))
+        with home.making(self):
+            peers = home.peers(time_limit(timeout))
+            with agreement(peers, call="making a cache"):
+                check_timeout(timeout)
+                problem = Problem(seqlen=0, heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+                for name, value in (("capacity", capacity), ("sequences", sequences), ("page_size", page_size)):
+                    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
+                check_max_message(max_message)
+                check_transport(backend, transport)
+            agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
+                             "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
+                             "page_size": page_size, "backend": backends.resolved(backend), "transport": transport,
+                             "machine": machine, "max_message": max_message, "timeout": timeout})
+            self._backend = make_backend(peers, home.nodes, backend, transport)
+            peers.idle = self._backend.idle
+            self.rank, self.ranks = peers.rank, peers.size
+            self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim
+            self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
+            self.capacity, self.sequences, self.page_size = capacity, sequences, page_size
+            self.pages = cache_pages(capacity, self.ranks, sequences, page_size)
+            self._ledgers = [Ledger(self.ranks, first) for first in range(sequences)]
+            self._pages = Pages(self.pages, page_size, sequences)
+            self._in_use = np.zeros(self.ranks, np.int64)                # pages, of every rank
+            found = None
+            with agreement(peers, only=0):            # what is stored of machines may differ from host to host
+                if peers.rank == 0:
+                    found = machine_for(home.nodes, self._backend, head_dim, machine)
+            self.machine = peers.allgather(found)[0]
+            slots = self.pages * page_size
+            with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
+                # whoever has no keys launches nothing, and would wait for those whom the back end tells only then
+                self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype)
+                self._pools = tuple(self._backend.empty((self.kv_heads, slots, dim), self.dtype)
+                                    for dim in (self.head_dim, self.value_dim))
+            self._exchange = Exchange(peers, max_message)
+            self.nodes = home.nodes
+            self._combiner = Combiner(self._exchange, self._backend, self.nodes)
+            self._ways = {}
+            self._join(home, peers)
+
+    # What there is
+
+    def __repr__(self):
+        if "_combiner" not in self.__dict__:
+            return f"{type(self).__name__}(not made)"
+        dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
+        return (f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
+                f"{self.kv_heads} KV heads x {dims}, {self.dtype}; {self.ranks} ranks, pages of {self.page_size}, "
+                f"{self.backend}; {'closed' if self._home is None else 'open'})")
+
+    @property
+    def backend(self):
+        """Name of the back end."""
+        return self._backend.name
+
+    @property
+    def nbytes(self):
+        """Bytes of this rank's pool of pages."""
+        return sum(pool.nbytes for pool in self._pools)
+
+    @property
+    def lengths(self):
+        """Number of tokens of every sequence."""
+        return tuple(ledger.seqlen for ledger in self._ledgers)
+
+    @property
+    def local_lengths(self):
+        """Number of tokens of every sequence that this rank holds."""
+        return tuple(ledger.length(self.rank) for ledger in self._ledgers)
+
+    def positions(self, sequence):
+        """Positions in the sequence of the tokens that this rank holds: int64, increasing."""
+        return self._ledgers[self._sequences([sequence])[0]].positions(self.rank)
+
+    @property
+    def free_pages(self):
+        """Pages of this rank that no sequence has."""
+        return self._pages.free
+
+    @property
+    def sent(self):
+        """What decoding with this cache has sent from this rank so far: (bytes, messages)."""
+        return self._exchange.sent_bytes, self._exchange.sent_messages
+
+    # Changes
+
+    def append(self, k, v, *, sequences=None, counts=None, layout=None, check=True):
+        """Append tokens to sequences; collective.
+
+        k (len(sequences), tokens, kv_heads, head_dim), v (len(sequences), tokens, kv_heads, value_dim), in the cache's
+        dtype.  Without a layout every rank gives the same tokens and keeps those that fall to it: each token goes to a
+        rank that holds the fewest of its sequence.  With a `Layout` every rank gives its chunk alone, which it keeps:
+        after a prefill, append(k, v, layout=plan.k_layout).
+        sequences: their numbers; None for all.  counts: how many of the tokens (of the whole, with a layout) each
+            sequence gets, the others being padding; None for all.
+        check: let ranks agree that their arguments are right and the same, by a small allreduce.
+
+        If the cache is full on some rank, every rank raises ArgumentError and nothing has changed.
+        """
+        with self._call("append") as call:
+            with call.agreement(check) as same:
+                sequences = self._sequences(sequences)
+                k, v, tokens = self._check_tokens(k, v, sequences, layout)
+                counts = self._counts(counts, sequences, tokens)
+                same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
+            with self._growing(sequences) as before:
+                for sequence, count in zip(sequences, counts):
+                    ledger = self._ledgers[sequence]
+                    if layout is None:
+                        ledger.deal(count)
+                    else:
+                        start = ledger.seqlen
+                        ledger.place(layout)
+                        ledger.truncate(start + count)
+                self._take(sequences, before, k, v, layout is not None)
+
+    @contextmanager
+    def _growing(self, sequences):
+        """The body appends to these sequences, and if it raises they are as before.
+
+        Yields for each its length and its ranks' numbers of tokens as they are now.
+        """
+        before = [(self._ledgers[sequence].seqlen, self._ledgers[sequence].counts) for sequence in sequences]
+        try:
+            yield before
+        except BaseException:
+            for sequence, (length, counts) in zip(sequences, before):
+                self._ledgers[sequence].truncate(length)
+                self._pages.resize(sequence, int(counts[self.rank]))
+            raise
+
+    def _take(self, sequences, before, k, v, mine):
+        """Store the tokens that sequences have got since `before`; mine: k and v hold this rank's alone."""
+        in_use = self._in_use + sum(self._pages.needed(self._ledgers[sequence].counts) - self._pages.needed(counts)
+                                    for sequence, (_, counts) in zip(sequences, before))
+        if (in_use > self.pages).any():
+            full = int(np.argmax(in_use))
+            error = ArgumentError(f"the cache is full: rank {full} would need {in_use[full]} pages of "
+                                  f"{self.page_size} tokens and has {self.pages}; capacity is {self.capacity} "
+                                  "tokens in all")
+            raise everywhere(error, self._peers)        # every rank knows what all ranks hold
+        self._backend.begin()
+        for i, (sequence, (length, counts)) in enumerate(zip(sequences, before)):
+            self._write(sequence, length, int(counts[self.rank]), k[i], v[i], mine)
+        self._backend.finish()                          # the caller's arrays are the caller's again
+        self._in_use = in_use
+
+    def _write(self, sequence, length, at, k, v, mine):
+        """Launch the copying of tokens into pages, those from position `length` on, of which this rank held `at`."""
+        ledger = self._ledgers[sequence]
+        self._pages.resize(sequence, ledger.length(self.rank))
+        table = self._pages.table(sequence)
+        done = 0
+        for new in ledger.ranges(self.rank, length):
+            rows = range(done, done + len(new)) if mine else range(new.start - length, new.stop - length, new.step)
+            for first, last in stretches(table, self.page_size, at + done, at + done + len(new)):
+                part, rows = rows[:last - first], rows[last - first:]
+                for pool, source in zip(self._pools, (k, v)):
+                    self._backend.copy(pool[:, first:last], source[part.start:part.stop:part.step].swapaxes(0, 1))
+            done += len(new)
+
+    def truncate(self, lengths, *, sequences=None, check=True):
+        """Keep the first tokens of sequences and give up the pages of the others; collective.
+
+        lengths: how many to keep, one number or one for each of the sequences, not more than there are.
+        sequences: their numbers; None for all.
+        """
+        with self._call("truncate") as call:
+            with call.agreement(check) as same:
+                sequences = self._sequences(sequences)
+                lengths = [lengths] * len(sequences) if isinstance(lengths, Integral) else list(
+                    as_array("lengths", lengths))
+                if len(lengths) != len(sequences) or not all(
+                        isinstance(length, Integral) and 0 <= length <= self._ledgers[sequence].seqlen
+                        for sequence, length in zip(sequences, lengths)):
+                    held = [self._ledgers[sequence].seqlen for sequence in sequences]
+                    raise ArgumentError(f"lengths is {lengths!r}; it must be a number of tokens for each of the "
+                                        f"sequences, which have {held}")
+                same |= {"sequences": sequences, "lengths": lengths}
+            for sequence, length in zip(sequences, lengths):
+                ledger = self._ledgers[sequence]
+                self._in_use = self._in_use - self._pages.needed(ledger.counts)
+                ledger.truncate(length)
+                self._in_use = self._in_use + self._pages.needed(ledger.counts)
+                self._pages.resize(sequence, ledger.length(self.rank))
+
+    def free(self, sequences=None, *, check=True):
+        """Give up all tokens of sequences, None for all, and their pages; collective."""
+        self.truncate(0, sequences=sequences, check=check)
+
+    # For decoding and files
+
+    def table(self, sequence):
+        """This rank's block table of a sequence: int32, the numbers of its pages in order."""
+        return self._pages.table(sequence)
+
+    def local(self, sequence):
+        """Copies of this rank's keys and values of a sequence, (tokens, kv_heads, dim), in order of position."""
+        self._check_open()
+        count = self._ledgers[sequence].length(self.rank)
+        copies = [self._backend.result((count, self.kv_heads, pool.shape[2]), self.dtype) for pool in self._pools]
+        self._backend.begin()
+        self._copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])
+        self._backend.finish()
+        return copies
+
+    def _copy_out(self, sequence, arrays):
+        """Launch the copying of this rank's keys and values of a sequence into (kv_heads, tokens, dim); the event."""
+        done, event = 0, None
+        count = self._ledgers[sequence].length(self.rank)
+        for first, last in stretches(self.table(sequence), self.page_size, 0, count):
+            for array, pool in zip(arrays, self._pools):
+                event = self._backend.copy(array[:, done:done + last - first], pool[:, first:last])
+            done += last - first
+        return event
+
+    def way(self, nbytes, lse_bytes, root=None):
+        """How a partial of that size is combined fastest: one of `schedule.reduction.WAYS`, as the machine predicts."""
+        key = nbytes, lse_bytes, root
+        if key not in self._ways:
+            links = self.machine.inside, self.machine.between
+            self._ways[key] = reduction.choose(nbytes, lse_bytes, self.nodes, *links, root, self.machine.combining)
+        return self._ways[key]
+
+    def save(self, path):
+        """Write all sequences to an HDF5 file, which appears whole or not at all; collective.  See `load`."""
+        from .cache_file import save
+        with self._call("save") as call:
+            with call.agreement():
+                pass
+            save(self, path)
+
+    @classmethod
+    def load(cls, comm, path, **options):
+        """A cache of the sequences of an HDF5 file, on any number of ranks; collective.
+
+        path: of `save`, or any file with k and v (batch, seqlen, kv_heads, dim): its batch entries are the sequences
+            or, where it has a dataset cu_seqlens, the documents that it cuts.
+        options: as of `KVCache`; capacity is the file's tokens if it is left out.
+        """
+        from .cache_file import load
+        return load(cls, comm, path, options)
+
+    # Arguments
+
+    def _sequences(self, sequences):
+        """Numbers of sequences as a list."""
+        if sequences is None:
+            return list(range(self.sequences))
+        sequences = as_array("sequences", sequences)
+        try:
+            numbers = [int(sequence) for sequence in sequences if isinstance(sequence, Integral)]
+            wrong = len(numbers) != len(sequences)
+        except TypeError:
+            wrong = True
+        if wrong or len(set(numbers)) < len(numbers) or not all(0 <= n < self.sequences for n in numbers):
+            raise ArgumentError(f"sequences is {sequences!r}; it must be different numbers from 0 to "
+                                f"{self.sequences - 1}")
+        return numbers
+
+    def _check_tokens(self, k, v, sequences, layout):
+        """k and v as arrays of the back end, and the number of tokens that are given, by all ranks together."""
+        if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
+            raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, one a rank")
+        tokens = None if layout is None else layout.length(self.rank)
+        k = checked(self._backend, "k", k, (len(sequences), tokens, self.kv_heads, self.head_dim), self.dtype)
+        v = checked(self._backend, "v", v, (len(sequences), k.shape[1], self.kv_heads, self.value_dim), self.dtype)
+        return k, v, k.shape[1] if layout is None else layout.seqlen
+
+    @staticmethod
+    def _counts(counts, sequences, tokens):
+        if counts is None:
+            return [tokens] * len(sequences)
+        counts = list(as_array("counts", counts))
+        if len(counts) != len(sequences) or not all(isinstance(n, Integral) and 0 <= n <= tokens for n in counts):
+            raise ArgumentError(f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of "
+                                f"{len(sequences)} sequences")
+        return list(map(int, counts))
+
+    # End
+
+    def close(self):
+        """Give up the memory and, with the communicator's last user, what mpiattn holds of it; collective."""
+        if self._home is not None:
+            with self._leaving():
+                self._backend.close()
+                self._exchange.close()
+            self._pools = None

@@ -1,0 +1,122 @@
+"""KV caches as HDF5 files, which any number of ranks can load.
+
+A file holds k and v (1, tokens, kv_heads, dim), the sequences one after another in natural token order, and cu_seqlens,
+where they begin and end: what `mpiattn run` takes as packed documents.  Where cu_seqlens is missing, every batch entry
+is a sequence.
+"""
+
+import os
+
+import h5py
+import numpy as np
+
+from ..comm.agreement import agreement
+from ..engine.folding import on_host
+from ..errors import ArgumentError, FileError
+from ..files.hdf5 import dtype_of, file_errors, natural
+from ..files.hdf5 import write as write_at
+from ..files.io import Input, Output
+from ..problem.problem import ITEMSIZE, dtype_name
+
+
+def read_cache_shapes(path, argument="path", axes="bshd"):
+    """What a file fixes: kv_heads, head_dim, value_dim, dtype, and of each sequence (batch entry, first token, length).
+
+    axes: as of `mpiattn.files.io.Input`.  Raises FileError where the file does not fit.
+    """
+    def no(why):
+        return FileError(f"{argument} is {str(path)!r}; {why}")
+    if not os.path.isfile(path):
+        raise no("there is no such file")
+    with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
+        for name in ("k", "v"):
+            if not isinstance(file.get(name), h5py.Dataset):
+                raise no(f"it has no dataset {name!r}, it must have k and v")
+        k, v = (natural(file[name].shape, axes) for name in ("k", "v"))
+        if not (len(k) == len(v) == 4 and k[:3] == v[:3]):
+            sizes = ", ".join(natural(("batch", "tokens", "kv_heads", "dim"), axes))
+            raise no(f"its shapes do not fit: k {file['k'].shape}, v {file['v'].shape}; they must be ({sizes})")
+        names = [dtype_of(file[name]) for name in ("k", "v")]
+        if len(set(names)) > 1 or names[0] not in ITEMSIZE:
+            raise no(f"its k and v have dtypes {', '.join(names)}; they must have one and the same of "
+                     f"{', '.join(ITEMSIZE)}")
+        dtype_name(names[0])                               # from here on NumPy knows bfloat16
+        batch, tokens = k[:2]
+        spans = [(entry, 0, tokens) for entry in range(batch)]
+        if "cu_seqlens" in file:
+            cuts = np.atleast_2d(file["cu_seqlens"][()])
+            if (cuts.ndim != 2 or cuts.dtype.kind not in "iu" or len(cuts) not in (1, batch) or cuts.shape[1] < 2
+                    or (np.diff(cuts, axis=1) < 0).any() or cuts.min() < 0 or cuts.max() > tokens):
+                raise no(f"its cu_seqlens is {np.array2string(cuts, threshold=9)}; it must increase from 0 to "
+                         f"{tokens}, for all {batch} batch entries or each")
+            spans = [(entry, int(start), int(stop - start)) for entry in range(batch)
+                     for start, stop in zip(cuts[entry % len(cuts)], cuts[entry % len(cuts)][1:])]
+        return {"kv_heads": k[2], "head_dim": k[3], "value_dim": v[3], "dtype": names[0], "spans": spans}
+
+
+def save(cache, path, argument="path"):
+    """Write a cache to a file, which appears whole or not at all; collective."""
+    peers, total = cache._peers, sum(cache.lengths)
+    starts = np.cumsum([0, *cache.lengths])
+    shapes = {name: ((1, total, cache.kv_heads, dim), cache.dtype)
+              for name, dim in (("k", cache.head_dim), ("v", cache.value_dim))}
+    output = Output(peers, path, {**shapes, "cu_seqlens": ((len(starts),), "int64")}, {"page_size": cache.page_size},
+                    max_message=cache._exchange.max_message, argument=argument)
+    try:
+        for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache._ledgers)):
+            with agreement(peers):                         # a copy of one sequence's keys and values is made
+                chunks = cache.local(sequence)
+            for name, chunk in zip(("k", "v"), map(on_host, chunks)):
+                output.write(name, chunk[None], ledger, first=start)
+        with agreement(peers), file_errors(argument, path, "written"):
+            if output.file is not None:
+                write_at(output.file["cu_seqlens"], (0,), starts.astype(np.int64))
+        output.commit()
+    finally:
+        output.abandon()                                   # does nothing once the file has its name
+
+
+def load(make, comm, path, options, argument="path", progress=None, axes="bshd"):
+    """A cache with a file's sequences; make(comm, **options) makes it.  See `mpiattn.KVCache.load`.
+
+    progress: called with the number of tokens that this rank has just read.  axes: as of `mpiattn.files.io.Input`.
+    """
+    from ..comm.mesh import Home
+    from ..comm.peers import time_limit
+    home = Home.enter(comm, time_limit(options.get("timeout")))
+    try:
+        peers = home.peers(time_limit(options.get("timeout")))
+        with home.call("loading a cache"):
+            source = Input(peers, path, look=lambda path: read_cache_shapes(path, argument, axes), argument=argument,
+                           axes=axes, call="loading a cache")
+        try:
+            return _fill(make, comm, home, source, options, progress)
+        finally:
+            source.close()
+    finally:
+        home.leave()
+
+
+def _fill(make, comm, home, source, options, progress):
+    spans = source.shapes["spans"]
+    fixed = {name: value for name, value in source.shapes.items() if name != "spans"}
+    given = sorted(set(options) & {*fixed, "sequences"})
+    with home.call("loading a cache"), agreement(source.peers):
+        if given:
+            raise ArgumentError(f"{', '.join(given)} is given; the file fixes it")
+        if not spans:
+            raise ArgumentError("the file holds no sequence; it must hold one at least")
+    total = sum(length for _, _, length in spans)
+    cache = make(comm, **{"capacity": max(total, 1), "sequences": len(spans), **fixed, **options})
+    try:
+        with cache._call("load"):
+            for sequence, (entry, first, length) in enumerate(spans):
+                with cache._growing([sequence]) as before:
+                    ledger = cache._ledgers[sequence]
+                    ledger.deal(length)
+                    chunks = [source.chunk(name, ledger, progress, entry, first) for name in ("k", "v")]
+                    cache._take([sequence], before, *chunks, mine=True)
+        return cache
+    except BaseException:
+        cache.close()
+        raise

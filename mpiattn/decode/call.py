@@ -1,0 +1,118 @@
+"""One decoding call: what is asked, checked, and this rank's part of it before ranks combine theirs."""
+
+from contextlib import contextmanager
+
+import numpy as np
+
+from ..engine.folding import checked, on_host
+from ..errors import ArgumentError
+from ..problem.problem import Problem
+from ..problem.tensors import as_given
+from .combine import Partial, partial_bytes
+
+
+class Call:
+    """The queries of one call with a cache; arguments as of `mpiattn.tree_decode`.
+
+    turn: the collective call that it is, a `mpiattn.comm.collective_calls.Call`.
+    A row is one query of one sequence: `queries` of each of `sequences`.  ways: what `way` may be besides auto.
+    """
+
+    def __init__(self, turn, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
+                 way=None, ways=(), root=None, check=True):
+        self.cache, self.backend, self.given = cache, cache._backend, q
+        turn.kept.append(self)
+        with turn.agreement(check) as same:
+            self.sequences = cache._sequences(sequences)
+            q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
+            if root is not None and root not in range(cache.ranks):
+                raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
+            if way is not None and way not in ("auto", *ways):
+                raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
+            lengths = [cache._ledgers[sequence].seqlen for sequence in self.sequences]
+            self.problems = [Problem(seqlen=q.shape[1], heads=q.shape[2], head_dim=cache.head_dim, seqlen_k=length,
+                                     kv_heads=cache.kv_heads, value_dim=cache.value_dim, dtype=cache.dtype,
+                                     causal=causal, scale=scale, window=window, softcap=softcap) for length in lengths]
+            self.queries, self.heads = q.shape[1:3]
+            if sinks is not None:
+                sinks = on_host(checked(self.backend, "sinks", sinks, (self.heads,), cache.partial_dtype))
+            self.rows = len(self.sequences) * self.queries
+            self.q = self.backend.contiguous(q).reshape(self.rows, self.heads, cache.head_dim)
+            same |= {"q's number of queries and heads": q.shape[1:3], "sequences": self.sequences, "root": root,
+                     "way": way, "causal": causal, "window": window, "softcap": softcap, "scale": scale,
+                     "sinks": None if sinks is None else sinks.tolist()}
+        self.sinks = sinks
+        positions = np.arange(self.queries)
+        self._seen = [problem.mask.key_interval(positions) for problem in self.problems]       # (1, queries) each
+
+    @property
+    def partial_bytes(self):
+        """Bytes of a partial and, of these, of its lse."""
+        return partial_bytes(self.rows * self.heads, self.cache.value_dim, self.cache.partial_dtype)
+
+    def partial(self, rows=None):
+        """A new partial, with no contents yet, of all rows or of so many."""
+        return Partial(self.backend, self.rows if rows is None else rows, self.heads, self.cache.value_dim,
+                       self.cache.partial_dtype)
+
+    def seen(self, i, rank):
+        """Which of a rank's keys of the i-th sequence its queries see: begin and end, int32 (queries,)."""
+        ledger = self.cache._ledgers[self.sequences[i]]
+        return tuple(ledger.below(rank, bound[0]).astype(np.int32) for bound in self._seen[i])
+
+    def attend(self, partial, q=None, rows=None, after=()):
+        """Launch attention over this rank's keys into a partial.
+
+        q, rows: where they and the partial hold only some rows, those and which ones, a range.  after: events of q.
+        """
+        cache = self.cache
+        keys = [(*cache._pools, cache.table(sequence), cache.page_size) for sequence in self.sequences]
+        q, rows = (self.q, range(self.rows)) if rows is None else (q, rows)
+        self.attend_to(keys, cache.rank, partial, q, rows, after)
+
+    def attend_to(self, keys, rank, partial, q, rows, after=()):
+        """Launch attention of rows over the keys of a rank: for each sequence (keys, values, pages, page size)."""
+        if rows == range(self.rows) and len(keys) > 1 and all(of[0] is keys[0][0] for of in keys):
+            bounds = [np.concatenate(bound) for bound in zip(*(self.seen(i, rank) for i in range(len(keys))))]
+            pools, tables, page_size = keys[0][:2], [of[2] for of in keys], keys[0][3]
+            problem = self.problems[0]
+            partial.ready = (self.backend.attend_pages(q, *pools, tables, page_size, *bounds, partial.out, partial.lse,
+                                                       problem.scale, problem.softcap, after=after),)
+            return
+        event = None
+        for i, problem in enumerate(self.problems):
+            first, start, stop = i * self.queries, *(min(max(bound, i * self.queries), (i + 1) * self.queries)
+                                                     for bound in (rows.start, rows.stop))
+            if start == stop:
+                continue
+            mine, at = slice(start - rows.start, stop - rows.start), slice(start - first, stop - first)
+            begin, end = (bound[at] for bound in self.seen(i, rank))
+            if (begin < end).any():
+                event = self.backend.attend_pages(q[mine], *keys[i], begin, end, partial.out[mine], partial.lse[mine],
+                                                  problem.scale, problem.softcap, after=after)
+            else:
+                event = self.backend.clear(partial.out[mine], partial.lse[mine])
+        partial.ready = (event,)
+
+    def result(self, partial):
+        """out (sequences, queries, heads, value_dim) in the cache's dtype and lse (sequences, heads, queries)."""
+        for event in partial.ready:
+            self.backend.wait(event)                    # it may have just arrived, which launches do not wait for
+        if self.sinks is not None:
+            self.backend.sink(partial.out, partial.lse, self.backend.contiguous(self.sinks))
+        cache = self.cache
+        shape = len(self.sequences), self.queries, self.heads
+        lse = self.backend.result((shape[0], shape[2], shape[1]), cache.partial_dtype)
+        out = partial.out.reshape(*shape, cache.value_dim)
+        if cache.dtype != cache.partial_dtype or not isinstance(out, np.ndarray):
+            out = self.backend.result(out.shape, cache.dtype)
+            self.backend.copy(out, partial.out.reshape(out.shape))
+        self.backend.copy(lse, partial.lse.reshape(shape).transpose(0, 2, 1))
+        return as_given(self.given, out, lse)
+
+    @contextmanager
+    def transfers(self):
+        """Launches and transfers run inside."""
+        self.backend.begin()
+        yield
+        self.backend.finish()

@@ -1,0 +1,131 @@
+"""What tree decoding is measured against: decoding that passes keys and values, or queries, around a ring.
+
+(Tree Attention, arXiv 2408.04093, section 6, has the first.)  Both give what `mpiattn.tree_decode` gives.
+"""
+
+import numpy as np
+
+from ..problem.layout import Layout
+from .call import Call
+
+
+class _Keys:
+    """Keys and values of one rank for the sequences of a call, in one array: (kv_heads, tokens, dim) of each."""
+
+    def __init__(self, call, rank, array):
+        cache = call.cache
+        self.rank = rank
+        counts = [cache._ledgers[sequence].length(rank) for sequence in call.sequences]
+        self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        tokens = int(self.starts[-1])
+        cut = cache.kv_heads * tokens * cache.head_dim
+        self.packed = array[:cut + cache.kv_heads * tokens * cache.value_dim]
+        self.parts = (self.packed[:cut].reshape(cache.kv_heads, tokens, cache.head_dim),
+                      self.packed[cut:].reshape(cache.kv_heads, tokens, cache.value_dim))
+
+    def of_sequences(self):
+        """For each sequence the arguments keys, values, pages and page size of attention to it: a page is a token."""
+        return [(*self.parts, np.arange(start, stop, dtype=np.int32), 1)
+                for start, stop in zip(self.starts, self.starts[1:])]
+
+
+def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
+                check=True):
+    """As `mpiattn.tree_decode` on all ranks, by passing every rank's keys and values around a ring; collective.
+
+    Each transfer goes on while a rank attends to what it has.  What is sent grows with the number of keys, and so does
+    memory: two buffers of the most keys that a rank holds.
+    """
+    with cache._call("ring_decode") as turn:
+        return _pass_keys(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
+
+
+def _pass_keys(call):
+    cache = call.cache
+    combiner, exchange, backend, ranks, rank = (cache._combiner, cache._exchange, call.backend, cache.ranks, cache.rank)
+    row = cache.kv_heads * (cache.head_dim + cache.value_dim)
+    most = int(np.max(sum((cache._ledgers[sequence].counts for sequence in call.sequences), np.zeros(ranks, np.int64))))
+    held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
+    whole, part = call.partial(), call.partial()
+    with call.transfers():
+        mine = _Keys(call, rank, held)
+        ready = tuple(cache._copy_out(sequence, [array[:, start:stop] for array in mine.parts])
+                      for sequence, start, stop in zip(call.sequences, mine.starts, mine.starts[1:]))
+        for hop in range(ranks):
+            others, posted = None, None
+            if hop < ranks - 1:
+                others = _Keys(call, (rank - hop - 1) % ranks, spare)
+                posted = combiner.post((rank + 1) % ranks, [(mine.packed, ready)], (rank - 1) % ranks,
+                                       [(others.packed, whole.ready)])
+                backend.meanwhile = lambda posted=posted: exchange.due() and exchange.complete(posted[0])
+            target = part if hop else whole
+            call.attend_to(mine.of_sequences(), mine.rank, target, call.q, range(call.rows), after=ready)
+            if hop:
+                whole.absorb(backend, part)
+            backend.meanwhile = None
+            if posted:
+                ready = combiner.finish(posted, f"in hop {hop + 1} of {ranks - 1} of keys and values")
+                mine, held, spare = others, spare, held
+        return call.result(whole)
+
+
+def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
+                      check=True):
+    """As `mpiattn.tree_decode` on all ranks, by passing queries and their partial results around a ring; collective.
+
+    The rows, one a query and sequence, are cut into a chunk for each rank, which visits all ranks one after another and
+    then comes back; at last every rank gathers all of them.
+    """
+    with cache._call("query_ring_decode") as turn:
+        return _pass_queries(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
+
+
+def _pass_queries(call):
+    cache = call.cache
+    combiner, backend, ranks, rank = cache._combiner, call.backend, cache.ranks, cache.rank
+    chunks = [Layout("contiguous", call.rows, ranks).ranges(chunk)[0] for chunk in range(ranks)]
+
+    def empty(chunk):
+        rows = len(chunks[chunk])
+        return call.partial(rows), backend.empty((rows, call.heads, cache.head_dim), cache.dtype)
+    (whole, queries), number = empty(rank), rank
+    with call.transfers():
+        queries_ready = (backend.copy(queries, call.q[chunks[rank].start:chunks[rank].stop]),)
+        call.attend(whole, queries, chunks[rank])
+        for hop in range(1, ranks + 1 if ranks > 1 else 1):
+            number = (rank - hop) % ranks
+            arriving, arriving_q = empty(number)
+            last = hop == ranks                         # back at its owner, who needs the result alone
+            leaving = [(whole.packed, whole.ready), (queries, queries_ready)][:2 - last]
+            so_far = *whole.ready, *queries_ready       # new memory may be what launches so far have had
+            posted = combiner.post((rank + 1) % ranks, leaving, (rank - 1) % ranks,
+                                   [(arriving.packed, so_far), (arriving_q, so_far)][:2 - last])
+            arriving.ready = arrived = combiner.finish(posted, f"in hop {hop} of {ranks} of queries")
+            if not last:
+                part = call.partial(len(chunks[number]))
+                call.attend(part, arriving_q, chunks[number], after=arrived)
+                arriving.absorb(backend, part, arrived)
+            whole, queries, queries_ready = arriving, arriving_q, arrived
+        return call.result(_gather(call, whole, chunks))
+
+
+def _gather(call, mine, chunks):
+    """A partial of all rows from that of every rank's chunk of rows."""
+    exchange, backend, comm = call.cache._exchange, call.backend, call.cache._peers.comm
+    row = call.heads * (call.cache.value_dim + 1)
+    arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
+    so_far = (backend.clear(whole.out, whole.lse),)        # launches until now may have had the arena's memory
+    leaving = exchange.whole(backend.outgoing(mine.packed, mine.ready, collective=True))
+    arriving = exchange.whole(backend.incoming(arena, so_far, collective=True))
+    posted = exchange.allgather(comm, leaving, arriving, [len(rows) for rows in chunks],
+                                [rows.start for rows in chunks], row * arena.dtype.itemsize)
+    exchange.wait(posted, "gathering results")
+    backend.sent(mine.packed)
+    backend.wait(backend.arrived(arena))
+    for rows in chunks:
+        part = arena[rows.start * row:rows.stop * row]
+        cut = len(rows) * call.heads * call.cache.value_dim
+        at = slice(rows.start, rows.stop)
+        backend.copy(whole.out[at], part[:cut].reshape(whole.out[at].shape))
+        whole.ready = (backend.copy(whole.lse[at], part[cut:].reshape(whole.lse[at].shape)),)
+    return whole

@@ -1,0 +1,190 @@
+"""Which rank holds which token of a sequence that grows and shrinks: a rule that all ranks evaluate alike.
+
+Tokens come in two ways.  Chunks that ranks hold already, say after a prefill, are placed where they are, as a `Layout`
+cuts them.  Further tokens go to the ranks that hold the fewest, in turn, until all hold equally many:
+
+    ranks 0 and 1 were given 5 and 3 tokens, rank 2 none; then the next 10 go to    2 2 2 1 2 1 2 0 1 2
+
+So a sequence is a list of pieces, one a chunk and one for each set of ranks that tokens were dealt to in turn, each of
+which is a Python range of positions on every rank.  Nothing grows with the tokens of a piece, and what is asked of a
+sequence looks only at the pieces that the answer lies in, however many there are.  A rank's own positions increase.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..problem.layout import Layout, within
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Positions from `start` on, cut by a layout: as many of the layout's tokens as the sequence keeps."""
+
+    start: int
+    layout: Layout
+
+    def ranges(self, rank, stop):
+        """The positions below `stop` of a rank, as ranges."""
+        cut = (tokens[:within(tokens, 0, stop - self.start)[1]] for tokens in self.layout.ranges(rank))
+        return [range(t.start + self.start, t.stop + self.start, t.step) for t in cut if t]
+
+    def counts(self, ranks, stop):
+        """Tokens below `stop` of every rank: int64."""
+        return np.array([sum(map(len, self.ranges(rank, stop))) for rank in range(ranks)], np.int64)
+
+    def room(self, stop):
+        """How many tokens can follow `stop` in this piece; None for any number."""
+        return 0
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """Positions from `start` on, dealt to `members` in turn until `limit`, None for ever."""
+
+    start: int
+    members: tuple
+    limit: int | None
+
+    def ranges(self, rank, stop):
+        """As of `_Placed`."""
+        if rank not in self.members:
+            return []
+        mine = range(self.start + self.members.index(rank), stop, len(self.members))
+        return [mine] if mine else []
+
+    def counts(self, ranks, stop):
+        """As of `_Placed`."""
+        counts = np.zeros(ranks, np.int64)
+        each, more = divmod(stop - self.start, len(self.members))
+        counts[list(self.members)] = each
+        counts[list(self.members[:more])] += 1
+        return counts
+
+    def room(self, stop):
+        """As of `_Placed`."""
+        return None if self.limit is None else self.limit - stop
+
+
+class Ledger:
+    """The tokens of one sequence on `ranks` ranks; where all hold equally many, `first` takes the next one.
+
+    seqlen: number of tokens.  counts: number of tokens of every rank, int64, not to be changed.
+    """
+
+    def __init__(self, ranks, first=0):
+        self.chunks, self.first = ranks, first % ranks
+        self.seqlen = 0
+        self.counts = np.zeros(ranks, np.int64)
+        self._pieces, self._starts = [], []                # a piece ends where the next one starts, the last with all
+        self._before = {}                                  # by rank: its tokens before each of the first pieces
+
+    # A ledger serves as a layout where only these are asked for.
+
+    @property
+    def lengths(self):
+        """Number of tokens of every rank."""
+        return tuple(self.counts.tolist())
+
+    def length(self, rank):
+        """Number of tokens of a rank."""
+        return int(self.counts[rank])
+
+    def ranges(self, rank, start=0, stop=None):
+        """The positions of a rank's tokens in [start, stop), as a tuple of ranges in increasing order."""
+        stop = self.seqlen if stop is None else min(stop, self.seqlen)
+        if start >= stop:
+            return ()
+        parts = (part for number in range(self._piece_of(start), self._piece_of(stop - 1) + 1)
+                 for part in self._ranges(number, rank))
+        cut = (part[slice(*within(part, start, stop))] for part in parts)
+        return tuple(part for part in cut if part)
+
+    def between(self, rank, start, stop):
+        """As of a layout."""
+        return int(self.below(rank, start)), self.ranges(rank, start, stop)
+
+    def positions(self, rank):
+        """Positions of a rank's tokens: int64, increasing."""
+        parts = [np.arange(t.start, t.stop, t.step, dtype=np.int64) for t in self.ranges(rank)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def below(self, rank, positions):
+        """How many of a rank's tokens lie before each of some positions: int64 of their shape."""
+        positions = np.minimum(np.asarray(positions, np.int64), self.seqlen)
+        if not positions.size or (positions == self.seqlen).all():
+            return np.full(positions.shape, self.counts[rank])
+        first, last = (self._piece_of(position) for position in (positions.min(), positions.max()))
+        total = np.full(positions.shape, self._tokens_before(first, rank), np.int64)
+        for number in range(first, last + 1):
+            for t in self._ranges(number, rank):
+                total += np.clip(-(-(positions - t.start) // t.step), 0, len(t))
+        return total
+
+    def _piece_of(self, position):
+        return bisect_right(self._starts, position) - 1
+
+    def _end(self, number):
+        return self._starts[number + 1] if number + 1 < len(self._starts) else self.seqlen
+
+    def _ranges(self, number, rank):
+        """The positions of a rank's tokens in a piece."""
+        return self._pieces[number].ranges(rank, self._end(number))
+
+    def _tokens_before(self, number, rank):
+        """A rank's tokens before a piece: counted once, and kept."""
+        before = self._before.setdefault(rank, [0])
+        for each in range(len(before) - 1, number):
+            before.append(before[each] + sum(map(len, self._ranges(each, rank))))
+        return before[number]
+
+    # Changes
+
+    def place(self, layout):
+        """Append tokens that the ranks hold already, as a layout of that many chunks cuts them."""
+        if layout.chunks != self.chunks:
+            raise ArgumentError(f"layout has {layout.chunks} chunks; it must have one a rank, {self.chunks}")
+        if layout.seqlen:
+            self._add(_Placed(self.seqlen, layout))
+            self._resize(self.seqlen + layout.seqlen)
+
+    def deal(self, count):
+        """Append tokens, each to a rank that then holds the fewest; returns their first position."""
+        start = self.seqlen
+        while self.seqlen < start + count:
+            room = self._pieces[-1].room(self.seqlen) if self._pieces else 0
+            if room == 0:
+                self._add(self._next_piece())
+            else:
+                left = start + count - self.seqlen
+                self._resize(self.seqlen + (left if room is None else min(left, room)))
+        return start
+
+    def truncate(self, length):
+        """Keep the first `length` tokens.  What was appended last is undone by this and leaves no trace."""
+        while self._pieces and self._starts[-1] >= length:
+            self._resize(self._starts[-1])
+            del self._pieces[-1], self._starts[-1]
+        self._resize(min(length, self.seqlen))
+        for before in self._before.values():
+            del before[max(len(self._pieces), 1):]
+
+    def _add(self, piece):
+        self._pieces.append(piece)
+        self._starts.append(piece.start)
+
+    def _resize(self, seqlen):
+        """Let the last piece, where the sequence now ends, end there instead."""
+        if seqlen != self.seqlen:
+            piece = self._pieces[-1]
+            self.counts = self.counts + piece.counts(self.chunks, seqlen) - piece.counts(self.chunks, self.seqlen)
+            self.seqlen = seqlen
+
+    def _next_piece(self):
+        """The ranks with the fewest tokens, in turn until they hold as many as those with the next fewest."""
+        fewest, *more = np.unique(self.counts).tolist()
+        in_turn = ((self.first + i) % self.chunks for i in range(self.chunks))
+        members = tuple(rank for rank in in_turn if self.counts[rank] == fewest)
+        return _Dealt(self.seqlen, members, self.seqlen + len(members) * (more[0] - fewest) if more else None)

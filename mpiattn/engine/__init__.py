@@ -1,0 +1,1 @@
+"""Runs a schedule on a mesh with a back end."""

@@ -1,0 +1,45 @@
+"""The arrays of a call: what a caller may give, and how the executor sees them, the batch folded into the heads."""
+
+from ..errors import ArgumentError
+from ..problem.tensors import as_array
+
+
+def on_host(array):
+    """An array of any back end as a NumPy array: itself, or a copy of what a device holds."""
+    return array.get() if hasattr(array, "__cuda_array_interface__") and hasattr(array, "get") else array
+
+
+def checked(backend, name, thing, shape, dtype):
+    """An argument, an array or a tensor, as an array of a back end; ArgumentError unless it has that shape and dtype.
+
+    shape: None for an axis of any length.
+    """
+    array = backend.array(name, as_array(name, thing))
+    if len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape)):
+        wanted = (f"on this rank it must be {shape}" if None not in shape else
+                  f"it must be ({', '.join('any' if n is None else str(n) for n in shape)})")
+        raise ArgumentError(f"{name} has shape {array.shape}; {wanted}")
+    if array.dtype.name != dtype or not array.dtype.isnative:
+        raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
+    return array
+
+
+class Folding:
+    """Arrays (batch, tokens, heads, ...) of the caller's as (tokens, batch * heads, ...) of a back end, and back."""
+
+    def __init__(self, backend, batch):
+        self.backend, self.batch = backend, batch
+
+    def fold(self, array):
+        """(batch, tokens, heads, ...) as (tokens, batch * heads, ...), contiguous; copied unless it is so already."""
+        batch, tokens, heads, *dim = array.shape
+        return self.backend.contiguous(array.swapaxes(0, 1)).reshape(tokens, batch * heads, *dim)
+
+    def by_batch(self, array):
+        """(tokens, batch * heads, ...) as (tokens, batch, heads, ...)."""
+        tokens, heads, *dim = array.shape
+        return array.reshape(tokens, self.batch, heads // self.batch, *dim)
+
+    def unfold(self, dst, src):
+        """Copy a folded partial into an array (batch, tokens, heads, dim), cast; returns the event."""
+        return self.backend.copy(dst, self.by_batch(src).swapaxes(0, 1))

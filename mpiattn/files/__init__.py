@@ -1,0 +1,1 @@
+"""HDF5 files and tensor files, read and written by all ranks."""

@@ -1,0 +1,219 @@
+"""HDF5 files without MPI: what an input must hold, how elements are stored, how an output is laid out, clear errors.
+
+bfloat16 is stored as HDF5's own description of it, a float of 16 bits with 8 of exponent: other readers get its values
+as float32.  What h5py calls such a dataset's dtype is float32 too, so here its name is told from the stored type.  h5py
+itself writes arrays of ml_dtypes.bfloat16 as opaque elements of 2 bytes, which are read as bfloat16 too.
+"""
+
+import contextlib
+import os
+import re
+
+import h5py
+import numpy as np
+
+from ..errors import FileError
+from ..problem.problem import ITEMSIZE
+
+INPUTS = ("q", "k", "v")
+LISTED = 40                                # datasets that an error names at most
+AXES = ("bshd", "bhsd")                    # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
+BFLOAT16_FIELDS = (15, 7, 8, 0, 7)         # first bit and, but for the sign, number of bits: sign, exponent, mantissa
+
+
+def _reason(error):
+    """The operating system's words in HDF5's long messages."""
+    match = re.search(r"error message = '([^']*)'", str(error))
+    return match[1] if match else getattr(error, "strerror", None) or str(error)
+
+
+@contextlib.contextmanager
+def file_errors(name, path, doing):
+    """Turn errors of HDF5 and the system into one that names the argument, the file and the reason."""
+    try:
+        yield
+    except FileError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise FileError(f"{name} is {str(path)!r}; it cannot be {doing}: {_reason(error)}") from error
+
+
+def _stored_type(dtype):
+    """HDF5's type of a NumPy dtype."""
+    if dtype.name != "bfloat16":
+        return h5py.h5t.py_create(dtype, logical=True)
+    kind = h5py.h5t.IEEE_F16LE.copy()
+    kind.set_fields(*BFLOAT16_FIELDS)
+    kind.set_ebias(127)
+    return kind
+
+
+def dtype_of(dataset):
+    """Name of the dtype of a dataset's elements; NumPy knows "bfloat16" once `problem.dtype_name` has seen it."""
+    kind = dataset.id.get_type()
+    if isinstance(kind, h5py.h5t.TypeFloatID) and kind.get_size() == 2 and kind.get_fields() == BFLOAT16_FIELDS:
+        return "bfloat16"
+    if isinstance(kind, h5py.h5t.TypeOpaqueID):
+        return "bfloat16" if kind.get_size() == 2 else f"opaque elements of {kind.get_size()} bytes"
+    return dataset.dtype.name
+
+
+def natural(shape, axes="bshd"):
+    """The shape (batch, seqlen, heads, dim) of a dataset whose axes are in the order `axes`, and the reverse."""
+    return tuple(shape) if axes == "bshd" or len(shape) != 4 else (shape[0], shape[2], shape[1], shape[3])
+
+
+def _transfer(dataset, starts, array):
+    """Arguments of HDF5's transfer of an array from or to its place: spaces, the array, its type."""
+    memory, stored = h5py.h5s.create_simple(array.shape), dataset.id.get_space()
+    if array.size:
+        stored.select_hyperslab(starts, array.shape)
+    else:
+        memory.select_none()
+        stored.select_none()
+    plain = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+    kind = dataset.id.get_type()
+    return memory, stored, plain, kind if isinstance(kind, h5py.h5t.TypeOpaqueID) else _stored_type(array.dtype)
+
+
+def read(dataset, starts, shape, how=None):
+    """The elements of a dataset from the indices `starts` on, in native byte order; how: a transfer's properties."""
+    array = np.empty(shape, dtype_of(dataset))
+    dataset.id.read(*_transfer(dataset, starts, array), dxpl=how)
+    return array
+
+
+def write(dataset, starts, array, how=None):
+    """Write an array into a dataset from the indices `starts` on; how: a transfer's properties."""
+    dataset.id.write(*_transfer(dataset, starts, np.ascontiguousarray(array)), dxpl=how)
+
+
+def contents(file):
+    """Every dataset of an open file by its path in it, as (shape, dtype name)."""
+    datasets = {}
+
+    def note(name, item):
+        if isinstance(item, h5py.Dataset):
+            datasets[name] = item.shape, dtype_of(item)
+    file.visititems(note)
+    return datasets
+
+
+def listing(tensors):
+    """Names, shapes and dtypes, one a line, for errors; tensors: name -> (shape, dtype name)."""
+    lines = [f"\n  {name} {shape} {dtype}" for name, (shape, dtype) in tensors.items()]
+    return "".join(lines[:LISTED]) + (f"\n  and {len(lines) - LISTED} more" if len(lines) > LISTED else "")
+
+
+def needed_bytes(file):
+    """The length in bytes that a file must have to hold all its datasets."""
+    ends = [file.id.get_filesize()]
+
+    def see(name, item):
+        if isinstance(item, h5py.Dataset) and item.id.get_offset() is not None:            # contiguous
+            ends.append(item.id.get_offset() + item.id.get_storage_size())
+    file.visititems(see)
+    return max(ends)
+
+
+def read_shapes(path, backward=False, names=None, axes="bshd"):
+    """The keyword arguments of `Problem` that an input file fixes; FileError where it does not fit.
+
+    backward: the file must hold dout too, the gradient of the result.  names: of its datasets, by what they are ("q"
+    and so on), where they have other names.  axes: one of AXES, in which they are.
+    """
+    if not os.path.isfile(path):
+        raise FileError(f"IN is {str(path)!r}; there is no such file")
+    names = names or {}
+    with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
+        tensors = {}
+        for name in (*INPUTS, "dout") if backward else INPUTS:
+            called = names.get(name, name)
+            data = file.get(called)
+            if not isinstance(data, h5py.Dataset):
+                needs = "q, k and v, and dout for gradients" if backward else "q, k and v"
+                raise FileError(f"IN is {str(path)!r}; it has no dataset {called!r}, it must have {needs}, under other "
+                                f"names if --names tells them; it has{listing(contents(file)) or ' none'}")
+            tensors[name] = data.shape, dtype_of(data)
+    return problem_of("IN", path, tensors, axes)
+
+
+def problem_of(argument, path, tensors, axes="bshd"):
+    """The keyword arguments of `Problem` that tensors fix; FileError, which names the argument, where they do not fit.
+
+    tensors: q, k, v and perhaps dout -> (shape, dtype name), their dimensions in the order `axes`.
+    """
+    (q, k, v), names = zip(*((natural(tensors[name][0], axes), tensors[name][1]) for name in INPUTS))
+    shapes = ", ".join(f"{name} {tensors[name][0]}" for name in INPUTS)
+    if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]):
+        sizes = {"q": ("batch", "seqlen", "heads", "head_dim"), "k": ("batch", "seqlen_k", "kv_heads", "head_dim"),
+                 "v": ("batch", "seqlen_k", "kv_heads", "value_dim")}
+        fitting = ", ".join(f"{name} ({', '.join(natural(size, axes))})" for name, size in sizes.items())
+        raise FileError(f"{argument} is {str(path)!r}; its shapes do not fit: {shapes}; they must be {fitting}")
+    if len(set(names)) > 1 or names[0] not in ITEMSIZE:
+        raise FileError(f"{argument} is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have one "
+                        f"and the same of {', '.join(ITEMSIZE)}")
+    if "dout" in tensors:
+        found, wanted = tensors["dout"], (natural((*q[:3], v[3]), axes), names[0])
+        if found != wanted:
+            sizes = ", ".join(natural(("batch", "seqlen", "heads", "value_dim"), axes))
+            raise FileError(f"{argument} is {str(path)!r}; its dout is {found[0]} in {found[1]}; it must be ({sizes}) "
+                            f"= {wanted[0]} in {wanted[1]}")
+    return {"batch": q[0], "seqlen": q[1], "heads": q[2], "head_dim": q[3], "seqlen_k": k[1], "kv_heads": k[2],
+            "value_dim": v[3], "dtype": names[0]}
+
+
+def open_to_write(path, create=False):
+    """A file, open to be written without MPI; create: what it held is lost."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_LATEST)
+    access.set_sieve_buf_size(0)                  # an error belongs to the write; a dataset must not fail to close
+    if create:
+        kind = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+        kind.set_obj_track_times(False)           # the same contents are the same bytes
+        return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, kind, access))
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDWR, fapl=access))
+
+
+@contextlib.contextmanager
+def writing(path, create=False):
+    """`open_to_write` for a while; if the body or the last write fails, what was written is lost."""
+    file = open_to_write(path, create)
+    try:
+        yield file
+        file.flush()
+    except BaseException:
+        drop(file)
+        raise
+    file.close()
+
+
+def drop(file):
+    """Close a file that nobody needs: what HDF5 has yet to write goes to memory, not to the file.
+
+    On a full or failing file system closing would fail, and HDF5 would end the process with SIGSEGV when it exits.
+    """
+    if file.id.valid:
+        spare = os.memfd_create("mpiattn")
+        os.dup2(spare, file.id.get_vfd_handle(), inheritable=False)
+        os.close(spare)
+        file.close()
+
+
+def reserve(path):
+    """Claim a file's disk blocks, so that a full disk is told at once and not hours later."""
+    with open(path, "r+b") as file, contextlib.suppress(AttributeError):
+        length = os.fstat(file.fileno()).st_size
+        if length:
+            os.posix_fallocate(file.fileno(), 0, length)
+
+
+def create_datasets(file, shapes):
+    """Empty contiguous datasets, their place in the file fixed at once; shapes: name -> (shape, dtype)."""
+    for name, (shape, dtype) in shapes.items():
+        how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        how.set_obj_track_times(False)               # the same contents are the same bytes
+        h5py.h5d.create(file.id, name.encode(), _stored_type(np.dtype(dtype)), h5py.h5s.create_simple(shape), how)

@@ -1,0 +1,204 @@
+"""HDF5 in and out: whole tensors (batch, seqlen, heads, dim) in natural token order, any number of ranks.
+
+Every rank reads one contiguous slab of tokens, and the ranks exchange tokens into the layout.  Where h5py is
+built with MPI, all ranks read and write one file collectively; else all read it at once, and rank 0 writes what
+the others send it, a piece at a time.  An output file appears whole, by a rename, or not at all.
+"""
+
+import contextlib
+import os
+
+import h5py
+import numpy as np
+
+from ..comm.agreement import agree_on, agreement
+from ..comm.exchange import MAX_MESSAGE
+from ..comm.redistribute import Redistribution, all_on
+from ..errors import FileError
+from ..problem.layout import Layout
+from ..system import partial_files
+from ..system.atomic_file import NewFile
+from . import hdf5
+from .hdf5 import create_datasets, dtype_of, file_errors, natural, needed_bytes, read_shapes, reserve
+
+
+def parallel():
+    """Whether this h5py reads and writes one file from many ranks."""
+    return bool(h5py.get_config().mpi)
+
+
+def _open(path, mode, comm):
+    if parallel():
+        return h5py.File(path, mode, driver="mpio", comm=comm)
+    return h5py.File(path, mode) if mode == "r" else hdf5.open_to_write(path)
+
+
+def _collective():
+    """Properties of a transfer in which all ranks take part, where h5py has MPI."""
+    how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+    if parallel():
+        how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+    return how
+
+
+def _write_tokens(dataset, start, rows, axis):
+    starts = [0] * dataset.ndim
+    starts[axis] = start
+    hdf5.write(dataset, tuple(starts), np.moveaxis(rows, 0, axis), _collective())
+
+
+class Input:
+    """An input file, open on every rank; made, used and closed collectively.
+
+    shapes: what look(path) returns of it; by default the keyword arguments of `Problem` that it fixes.
+    max_message: as of `MeshAttention`.  backward: it must hold dout besides q, k, v.  argument: what errors call it.
+    names: of its datasets, by what they are ("q" and so on), where they have other names.
+    axes: one of `mpiattn.files.hdf5.AXES`, in which its datasets are; what is read is in the order bshd.
+    call: as of `agreement`.
+    """
+
+    def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False, look=None, argument="IN", names=None,
+                 axes="bshd", call=""):
+        self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
+        self.names, self._watched = names or {}, None
+        with agreement(peers, call=call):             # every rank looks for itself: hosts may see different files
+            self.shapes = look(path) if look else read_shapes(path, backward, names, axes)
+        agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
+        with agreement(peers), file_errors(argument, path, "read"):
+            self.file = _open(path, "r", peers.comm)
+        with agreement(peers), file_errors(argument, path, "read"):
+            self._watched = open(path, "rb")          # noqa: SIM115  (this very file, until `close`)
+            self.needed = needed_bytes(self.file)
+        self.check()
+
+    def check(self):
+        """Raise FileError on every rank if the file has been cut short since it was opened; collective."""
+        with agreement(self.peers):
+            self._check_length()
+
+    def _check_length(self):
+        with file_errors(self.argument, self.path, "read"):
+            length = os.fstat(self._watched.fileno()).st_size
+        if length < self.needed:                      # HDF5 gives zeros for what is not there
+            raise FileError(f"{self.argument} is {str(self.path)!r}; it was cut short: its datasets end at byte "
+                            f"{self.needed}, it holds {length}")
+
+    def dataset(self, name):
+        """The dataset that is "q" and so on."""
+        return self.file[self.names.get(name, name)]
+
+    def chunk(self, name, layout, progress=None, entry=None, first=0):
+        """This rank's chunk of a dataset: (batch, tokens, heads, dim), stored tokens first.
+
+        progress: called with the number of tokens that this rank has just read.
+        entry, first: of one batch entry alone, and of the layout's tokens from there on.
+        """
+        data = self.dataset(name)
+        batch, _, *row = natural(data.shape, self.axes)
+        shape = (batch if entry is None else 1, *row)
+        slabs = Layout("contiguous", layout.seqlen, self.peers.size)
+
+        def read(start, stop):
+            rows = self.tokens(name, first + start, first + stop, entry, _collective())
+            self._check_length()
+            if progress:
+                progress(stop - start)
+            return np.moveaxis(rows, 1, 0)
+        move = Redistribution(self.peers, slabs, layout, shape, dtype_of(data), self.max_message)
+        return move.to_chunk(read).swapaxes(0, 1)
+
+    def tokens(self, name, start, stop, entry=None, how=None):
+        """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective unless `how` is.
+
+        entry: of one batch entry alone.  how: a transfer's properties.  `check` tells whether the file still held them.
+        """
+        data = self.dataset(name)
+        batch, _, *row = natural(data.shape, self.axes)
+        place = (entry or 0, start, 0, 0), (1 if entry is not None else batch, stop - start, *row)
+        with file_errors(self.argument, self.path, "read"):
+            array = hdf5.read(data, *(natural(numbers, self.axes) for numbers in place), how)
+        return array if self.axes == "bshd" else array.swapaxes(1, 2)
+
+    def close(self):
+        """Close the file; collective."""
+        self._watched.close()
+        self.file.close()
+
+
+class Output:
+    """An output file that appears when it is committed; made, used, committed and abandoned collectively.
+
+    shapes: name -> (shape, dtype).  attributes: of the file.  inputs: files that must not be written over.
+    argument: what errors call it.  axes: one of `files.hdf5.AXES`, in which tensors of four dimensions are written;
+    they are given in the order bshd.  Attributes and the place of every dataset are on the disk from the start, so that
+    the file can be finished on a disk that others have filled meanwhile.
+    """
+
+    def __init__(self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT",
+                 axes="bshd"):
+        self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
+        self.new = self.file = self.partial = None
+        try:
+            with agreement(peers, only=0), file_errors(argument, path, "written"):
+                if peers.rank == 0:
+                    self.new = NewFile(argument, path, inputs)
+                    with hdf5.writing(self.new.partial, create=True) as file:
+                        create_datasets(file, {name: (natural(shape, axes), dtype)
+                                               for name, (shape, dtype) in shapes.items()})
+                        file.attrs.update(attributes or {})
+                    reserve(self.new.partial)
+            self.partial = peers.allgather(self.new and self.new.partial)[0]
+            partial_files.share(argument, self.partial)
+            with agreement(peers), file_errors(argument, path, "written"):
+                if parallel() or peers.rank == 0:
+                    self.file = _open(self.partial, "r+", peers.comm)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, name, chunk, layout, axis=1, progress=None, first=0):
+        """Write every rank's chunk of a dataset, tokens along `axis`, from token `first` on."""
+        if chunk.ndim == 4 and self.axes == "bhsd":
+            chunk, axis = chunk.swapaxes(1, 2), 2
+        slabs = Layout("contiguous", layout.seqlen, self.peers.size) if parallel() else all_on(0, layout)
+
+        def write(start, rows):
+            if self.file is None:
+                return
+            with file_errors(self.argument, self.path, "written"):
+                _write_tokens(self.file[name], first + start, rows, axis)
+            if progress:
+                progress(len(rows))
+        rows = np.moveaxis(chunk, axis, 0)
+        move = Redistribution(self.peers, slabs, layout, rows.shape[1:], rows.dtype, self.max_message)
+        move.from_chunk(rows, write)
+
+    def commit(self):
+        """Close the file and give it its name."""
+        with agreement(self.peers), file_errors(self.argument, self.path, "written"):
+            if self.file is not None:
+                self.file.flush()                        # fails while the file can still be dropped
+                self.file.close()
+                self.file = None
+        with agreement(self.peers, only=0), file_errors(self.argument, self.path, "written"):
+            if self.new:
+                self.new.publish()
+        if not self.new:
+            partial_files.settle(self.partial)
+        self.partial = None
+
+    def abandon(self):
+        """Leave nothing behind; does nothing after `commit`.
+
+        Every rank removes the partial that it can reach: rank 0 may be the one that has failed.
+        """
+        if self.file is not None:
+            with contextlib.suppress(OSError, RuntimeError):
+                self.file.close() if parallel() else hdf5.drop(self.file)
+            self.file = None
+        if self.partial is not None:
+            with contextlib.suppress(OSError):
+                partial_files.discard(self.partial)
+            self.partial = None
+        if self.new:
+            self.new.discard()

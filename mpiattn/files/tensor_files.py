@@ -1,0 +1,198 @@
+"""Tensors in files of several kinds, read a piece at a time: .npy, .npz, safetensors, PyTorch's and HDF5.
+
+What a file is, its contents tell and not its name.
+"""
+
+import contextlib
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+
+from ..errors import FileError
+from ..problem.problem import dtype_name
+from . import hdf5
+
+KINDS = ".npy, .npz, safetensors, PyTorch (.pt) and HDF5"
+RAW_BFLOAT16 = np.dtype("V2")              # as which NumPy's own files keep it
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file that is open.
+
+    dtype: its name.  read: read(index) gives the elements at some leading indices and, last, a slice, in that dtype.
+    """
+
+    shape: tuple
+    dtype: str
+    read: Callable
+
+
+def pieces(shape, limit):
+    """Every index that `Tensor.read` takes of consecutive elements, `limit` at most, which make up the whole shape."""
+    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1:]) <= limit)
+    step = max(1, limit // max(1, math.prod(shape[axis + 1:])))
+    for leading in np.ndindex(*shape[:axis]):
+        for start in range(0, shape[axis], step):
+            yield (*leading, slice(start, min(start + step, shape[axis])))
+
+
+@contextlib.contextmanager
+def open_tensors(path, argument="IN"):
+    """The tensors of a file by name, a dict, while it is open; a .npy file's one is called as the file.
+
+    Raises FileError, which names the argument.
+    """
+    if not os.path.isfile(path):
+        raise FileError(f"{argument} is {str(path)!r}; there is no such file")
+    with contextlib.ExitStack() as stack:
+        with _errors(argument, path):
+            tensors = _open(path, argument, stack)
+        with _errors(argument, path):
+            yield tensors
+
+
+@contextlib.contextmanager
+def _errors(argument, path):
+    try:
+        with hdf5.file_errors(argument, path, "read"):
+            yield
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError) as error:
+        raise FileError(f"{argument} is {str(path)!r}; it cannot be read: {error}") from error
+
+
+def _open(path, argument, stack):
+    with open(path, "rb") as file:
+        start = file.read(9)
+    if start.startswith(b"\x93NUMPY"):
+        return {_stem(path): _of_array(np.load(path, mmap_mode="r"))}
+    if start.startswith(b"PK"):
+        archive = stack.enter_context(zipfile.ZipFile(path))
+        members = archive.namelist()
+        if members and all(name.endswith(".npy") for name in members):
+            return {name[:-4]: _of_member(archive, name, stack) for name in members}
+        if any(name.endswith("data.pkl") for name in members):
+            return _of_torch(path, argument)
+    if start.startswith(b"\x80"):                      # a pickle: what PyTorch wrote before it wrote archives
+        return _of_torch(path, argument)
+    if start[8:] == b"{":
+        return _of_safetensors(path, argument, stack)
+    if h5py.is_hdf5(path):
+        file = stack.enter_context(h5py.File(path, "r"))
+        return {name: _of_dataset(file[name], *said) for name, said in hdf5.contents(file).items()}
+    raise FileError(f"{argument} is {str(path)!r}; it is none of {KINDS}")
+
+
+def _stem(path):
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+def _bfloat16():
+    """NumPy's dtype of it."""
+    return np.dtype(dtype_name("bfloat16"))
+
+
+def _of_array(array):
+    if array.dtype == RAW_BFLOAT16:
+        array = array.view(_bfloat16())
+    return Tensor(array.shape, array.dtype.name, array.__getitem__)
+
+
+def _of_member(archive, member, stack):
+    """A tensor of a .npz archive, which is decompressed as it is read."""
+    stream = stack.enter_context(archive.open(member))
+    header = np.lib.format
+    version = header.read_magic(stream)
+    shape, by_columns, dtype = (header.read_array_header_1_0 if version == (1, 0)
+                                else header.read_array_header_2_0)(stream)
+    if by_columns:                                     # its rows are scattered over the whole stream
+        stream.seek(0)
+        return _of_array(header.read_array(stream, allow_pickle=False))
+    first = stream.tell()
+
+    def read(index):
+        *leading, last = index
+        strides = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
+        begin = sum(at * stride for at, stride in zip((*leading, last.start), strides))
+        row = strides[len(leading)]
+        stream.seek(first + begin * dtype.itemsize)
+        data = stream.read((last.stop - last.start) * row * dtype.itemsize)
+        array = np.frombuffer(data, dtype).reshape(-1, *shape[len(leading) + 1:])
+        return array.view(_bfloat16()) if dtype == RAW_BFLOAT16 else array
+    return Tensor(shape, "bfloat16" if dtype == RAW_BFLOAT16 else dtype.name, read)
+
+
+def _of_dataset(dataset, shape, dtype):
+    def read(index):
+        *leading, last = index
+        starts = (*leading, last.start, *[0] * (len(shape) - len(index)))
+        count = last.stop - last.start
+        array = hdf5.read(dataset, starts, (*[1] * len(leading), count, *shape[len(index):]))
+        return array.reshape(count, *shape[len(index):])
+    return Tensor(shape, dtype, read)
+
+
+def _missing(argument, path, kind, package):
+    return FileError(f"{argument} is {str(path)!r}, {kind}; to read it takes the package {package}, which is not "
+                     f"installed: pip install {package}, or mpiattn with its extra `convert`")
+
+
+SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+               "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+
+
+def _of_safetensors(path, argument, stack):
+    try:
+        import safetensors
+    except ImportError:
+        raise _missing(argument, path, "safetensors", "safetensors") from None
+    _bfloat16()                                        # NumPy must know the name
+    try:
+        file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
+    except safetensors.SafetensorError as error:
+        raise FileError(f"{argument} is {str(path)!r}; it cannot be read: {error}") from None
+    parts = {name: file.get_slice(name) for name in file.keys()}       # noqa: SIM118  (it is no dict)
+    return {name: Tensor(tuple(part.get_shape()), SAFETENSORS.get(part.get_dtype(), part.get_dtype()),
+                         part.__getitem__) for name, part in parts.items()}
+
+
+def _of_torch(path, argument):
+    try:
+        import torch
+    except ImportError:
+        raise _missing(argument, path, "PyTorch's", "torch") from None
+    import pickle
+    how = {"map_location": "cpu", "weights_only": True}               # nothing in the file is run
+    try:
+        try:
+            loaded = torch.load(path, mmap=True, **how)
+        except RuntimeError:                           # files of old, which cannot be mapped
+            loaded = torch.load(path, **how)
+    except pickle.UnpicklingError as error:
+        why = str(error).splitlines()[0]
+        raise FileError(f"{argument} is {str(path)!r}; it holds more than tensors, or is damaged: {why}") from None
+    return {name: _of_torch_tensor(torch, tensor) for name, tensor in _flat(torch, loaded, "", _stem(path))}
+
+
+def _flat(torch, content, prefix, alone):
+    """Every tensor inside dicts and lists with its name, a.b.0; `alone` is one's that is in none."""
+    if isinstance(content, torch.Tensor):
+        if content.layout == torch.strided:
+            yield prefix.rstrip(".") or alone, content.detach()
+    elif isinstance(content, dict | list | tuple):
+        for name, inside in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from _flat(torch, inside, f"{prefix}{name}.", alone)
+
+
+def _of_torch_tensor(torch, tensor):
+    dtype = str(tensor.dtype).removeprefix("torch.")
+
+    def read(index):
+        part = tensor[index]
+        return part.view(torch.int16).numpy().view(_bfloat16()) if dtype == "bfloat16" else part.numpy()
+    return Tensor(tuple(tensor.shape), dtype, read)

@@ -1,0 +1,55 @@
+"""What the greedy algorithm has to know of costs: how many blocks hide one transfer (arXiv 2512.20968, section 3)."""
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..schedule.collective import collective
+from ..schedule.greedy import greedy
+from ..schedule.steps import IN_COLUMNS, Costs, apart
+from ..schedule.travels import token_bytes
+from .machine import DEFAULT
+from .simulate import MESSAGES, nodes_of
+
+SCHEDULES = ("greedy", "collective")
+# How many steps before the one that needs it a chunk may come: as long as the link is busy it does not matter, and
+# every step ahead takes a buffer.
+AHEAD = 2
+
+
+def block_seconds(problem, ranks, machine, direction="forward"):
+    """Seconds of one block of an even mesh, the work of the mask spread evenly over the blocks."""
+    return machine.launch + machine.compute(problem.flops / ranks ** 2, problem.dtype, direction)
+
+
+def transfer_seconds(problem, a, b, machine, direction="forward", nodes=None):
+    """Seconds of one hop, by kind: between nodes where any row (any column) spans several."""
+    nodes = np.reshape(nodes_of(a * b, machine) if nodes is None else nodes, (b, a))
+    spans = {True: (nodes != nodes[:1]).any(), False: (nodes != nodes[:, :1]).any()}
+    tokens = {True: problem.seqlen_k / (a * b), False: problem.seqlen / (a * b)}
+    seconds = {}
+    for kind, nbytes in token_bytes(problem, direction).items():
+        column = kind in IN_COLUMNS
+        link = machine.between if spans[column] else machine.inside
+        seconds[kind] = link.seconds(tokens[column] * nbytes, MESSAGES[direction][kind])
+    return seconds
+
+
+def transfer_costs(problem, a, b, machine, direction="forward", nodes=None):
+    """The costs c of Algorithm 2: how many blocks hide one transfer of each kind."""
+    block = block_seconds(problem, a * b, machine, direction)
+    return Costs(*(seconds / block for seconds in transfer_seconds(problem, a, b, machine, direction, nodes).values()))
+
+
+def build(kind, a, b, route, problem, machine=DEFAULT, direction="forward", nodes=None, ahead=AHEAD, overlap=True):
+    """The schedule of a kind, "greedy" or "collective", for a tile.
+
+    nodes: the node of every rank of the mesh, see `model.simulate`.  overlap: whether a step may have both transfers
+    and blocks; without it no transfer is posted ahead either.
+    """
+    if kind not in SCHEDULES:
+        raise ArgumentError(f"schedule is {kind!r}; it may be {', '.join(SCHEDULES)} or auto")
+    if kind == "collective":
+        return collective(a, b, route, direction)
+    costs = transfer_costs(problem, a, b, machine, direction, nodes)
+    schedule = greedy(a, b, costs, route, direction, ahead if overlap else 0)
+    return schedule if overlap else apart(schedule)

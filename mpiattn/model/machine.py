@@ -1,0 +1,170 @@
+"""A machine, as far as predicting the time of a schedule takes it: links inside and between nodes, and blocks."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import NamedTuple
+
+from ..errors import ArgumentError
+from ..schedule.reduction import WAYS
+
+# Matrix products of a block, of which a forward pass takes two and a backward pass five.
+PRODUCTS = {"forward": 1.0, "backward": 2.5}
+
+
+class Link(NamedTuple):
+    """What joins two ranks.
+
+    latency: seconds a message takes besides its bytes.  bandwidth: bytes a second that one rank sends while it
+    receives as much and all others do so too.  overlap: the share of a transfer that goes on while the rank computes;
+    less than 1 where the cores have to move the bytes.
+    """
+
+    latency: float
+    bandwidth: float
+    overlap: float = 1.0
+
+    def seconds(self, nbytes, messages=1):
+        """Seconds of a transfer."""
+        return messages * self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of equal ranks.
+
+    ranks_per_node: ranks (GPUs) of a node.
+    inside, between: links of ranks on one node and on two.
+    node_bandwidth: bytes a second that all ranks of a node together send to others; None where each has its own card.
+    flops: floating-point operations a second of block attention, by dtype.  A block's are 2 (head_dim + value_dim) of
+        every attended pair and head forward, 2.5 times that backward.
+    backward: speed of backward blocks in units of `flops`.
+    launch: seconds a block takes besides its work.
+    merging: bytes of partials a second that a rank merges into its own.
+    collective: time of MPI's collectives in units of that of messages between pairs with the same bytes.
+    combining: for ways of combining partials (`schedule.reduction.WAYS`), pairs of a partial's bytes, increasing, and
+        the seconds that were measured over those that the links let expect; what is not there takes these.
+    assumes: where the figures are from, for people.
+    """
+
+    name: str
+    inside: Link
+    between: Link
+    flops: dict = field(hash=False)
+    ranks_per_node: int = 1
+    node_bandwidth: float | None = None
+    backward: float = 1.0
+    launch: float = 50e-6
+    merging: float = 2e9
+    collective: float = 1.0
+    combining: dict = field(default_factory=dict, hash=False)
+    assumes: str = ""
+
+    def __post_init__(self):
+        numbers = {"ranks_per_node": self.ranks_per_node, "backward": self.backward, "merging": self.merging,
+                   "collective": self.collective, **{f"flops of {dtype}": rate for dtype, rate in self.flops.items()}}
+        for side in ("inside", "between"):
+            link = getattr(self, side)
+            numbers[f"{side}.bandwidth"] = link.bandwidth
+            _check(f"{side}.latency", link.latency, link.latency >= 0, "at least 0")
+            _check(f"{side}.overlap", link.overlap, 0 <= link.overlap <= 1, "from 0 to 1")
+        if self.node_bandwidth is not None:
+            numbers["node_bandwidth"] = self.node_bandwidth
+        for name, number in numbers.items():
+            _check(name, number, number > 0, "positive")
+        _check("launch", self.launch, self.launch >= 0, "at least 0")
+        for way, points in self.combining.items():
+            sizes = [nbytes for nbytes, factor in points if nbytes > 0 and factor > 0]
+            if way not in WAYS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
+                raise ArgumentError(f"combining of the machine has {way!r}: {points!r}; it may have {', '.join(WAYS)}, "
+                                    "each with pairs of bytes, increasing, and a factor, both positive")
+        if not self.flops:
+            raise ArgumentError("the machine has no flops; it needs those of one dtype at least")
+
+    def compute(self, flops, dtype, direction="forward"):
+        """Seconds of blocks with that many operations in a forward pass; any array of them.
+
+        A dtype whose speed is not known is taken to be as fast as the nearest that is wider, else half as fast as the
+        widest.
+        """
+        speed = self.flops.get(dtype)
+        if speed is None:
+            wider = {"float16": ("bfloat16", "float32"), "bfloat16": ("float16", "float32")}.get(dtype, ())
+            known = [self.flops[one] for one in wider if one in self.flops]
+            speed = known[0] if known else min(self.flops.values()) / 2
+        backward = direction == "backward"
+        return flops * PRODUCTS[direction] / (speed * (self.backward if backward else 1))
+
+    def paced(self, flops):
+        """The same with blocks of a known speed in every dtype and pass."""
+        return replace(self, flops=dict.fromkeys(("float16", "bfloat16", "float32", "float64"), flops), backward=1.0)
+
+    def __str__(self):
+        speeds = ", ".join(f"{rate / 1e9:g} in {dtype}" for dtype, rate in self.flops.items())
+        links = [(self.between, "between nodes")]
+        if self.ranks_per_node > 1:
+            links.insert(0, (self.inside, f"inside a node of {self.ranks_per_node} ranks"))
+        told = [f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} us a message {where}" +
+                ("" if link.overlap == 1 else f" ({link.overlap:.0%} of it beside blocks)") for link, where in links]
+        shared = "" if self.node_bandwidth is None else f" ({self.node_bandwidth / 1e9:.3g} GB/s a node)"
+        return f"Gflop/s: {speeds}; {self.launch * 1e6:.3g} us a block; {', '.join(told)}{shared}"
+
+    def with_ranks(self, ranks_per_node):
+        """The same with another number of ranks a node."""
+        return replace(self, ranks_per_node=ranks_per_node)
+
+    def as_dict(self):
+        """For JSON."""
+        return {**asdict(self), "inside": self.inside._asdict(), "between": self.between._asdict()}
+
+    @classmethod
+    def from_dict(cls, data, name="machine"):
+        """The machine that `as_dict` wrote; raises ArgumentError, which says what is wrong."""
+        known = {one.name for one in fields(cls)}
+        try:
+            unknown = set(data) - known
+            if unknown:
+                raise ArgumentError(f"{name} has {', '.join(sorted(unknown))}; it may have {', '.join(sorted(known))}")
+            return cls(**{**data, "inside": Link(**data["inside"]), "between": Link(**data["between"])})
+        except ArgumentError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ArgumentError(f"{name} is not a machine: {error}") from None
+
+
+def _check(name, value, right, may_be):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not right:
+        raise ArgumentError(f"{name} of the machine is {value!r}; it must be {may_be}")
+
+
+# One core, and its share of a 100 Gb/s link.
+DEFAULT = Machine("default", inside=Link(2e-6, 5e9, overlap=0.0), between=Link(10e-6, 3e9),
+                  flops={"float32": 60e9, "float64": 30e9},
+                  assumes="one core a rank and its share of a 100 Gb/s link; run `mpiattn tune` to measure yours")
+
+# Datasheets: 400 Gb/s are 50 GB/s each way, NVLink 4 is 450 GB/s each way; of both, 80 % for messages of megabytes.
+# Blocks: FlashAttention-2's published forward and backward of head_dim 128 on an H100, float32 by its TF32 cores.
+H100 = Machine("h100", inside=Link(10e-6, 360e9), between=Link(15e-6, 40e9), ranks_per_node=8,
+               flops={"float16": 400e12, "bfloat16": 400e12, "float32": 120e12, "float64": 40e12}, backward=0.8,
+               launch=10e-6, merging=1e12,
+               assumes="nodes of 8 H100 joined by NVLink, one 400 Gb/s card a GPU, 80 % of the rates of the "
+                       "datasheets; blocks as fast as FlashAttention-2's published figures. Not measured here")
+
+BUILT_IN = {machine.name: machine for machine in (DEFAULT, H100)}
+
+
+def load(path):
+    """The machine of a JSON file, or a built-in one by name, or itself; raises ArgumentError."""
+    if isinstance(path, Machine):
+        return path
+    try:
+        name = os.fspath(path)                       # what is no path would be taken for a file that is open
+        if name in BUILT_IN:
+            return BUILT_IN[name]
+        with open(name) as file:
+            data = json.load(file)
+    except (OSError, TypeError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) else f"{error}"
+        raise ArgumentError(f"machine is {path!r}; it may be {', '.join(BUILT_IN)} or a file that `mpiattn tune` "
+                            f"wrote ({told})") from None
+    return Machine.from_dict(data, f"machine {path!r}")

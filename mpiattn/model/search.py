@@ -1,0 +1,153 @@
+"""The choice of tile, schedule, route and layout by predicted time: the paper's loop over every factorisation of n.
+
+(Mesh-Attention, arXiv 2512.20968, section 3.)  Pure arithmetic.
+"""
+
+from typing import NamedTuple
+
+from ..errors import ArgumentError
+from ..problem.layout import KINDS, Layout
+from ..schedule.steps import ROUTES
+from ..schedule.tile import tiles
+from ..schedule.travels import token_bytes
+from . import cost, memory
+from .machine import DEFAULT
+from .simulate import simulate
+from .workload import Load, block_pairs
+
+# Which passes a choice is made for.
+DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+# Layouts that "auto" may take, the simplest first: it is taken where another is no faster.
+AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
+# Predicted times that differ by no more than this share are the same: the model knows no better, and bytes are exact.
+SAME_TIME = 0.05
+
+
+class Choice(NamedTuple):
+    """A tile, a schedule kind, a route and a layout, with what they are predicted to need.
+
+    layouts: of queries and of keys.  ahead: how many steps ahead transfers may be posted.  balance: work of the busiest
+    rank over the mean.  seconds: of the passes asked for.  waiting: the share of them that a rank waits, mean over
+    ranks.  sent: bytes that a rank sends in each pass by kind, mean over ranks.  nbytes: memory of the largest rank.
+    """
+
+    a: int
+    b: int
+    schedule: str
+    route: str
+    layouts: tuple
+    ahead: int
+    balance: float
+    seconds: float
+    waiting: float
+    sent: dict
+    nbytes: int
+
+    @property
+    def sent_bytes(self):
+        """Bytes that a rank sends in all."""
+        return sum(sum(kinds.values()) for kinds in self.sent.values())
+
+
+def layouts(argument, problem, ranks):
+    """The pairs of layouts, of queries and of keys, that an argument leaves to choose from.
+
+    argument: a kind, "auto", a `Layout` or a pair of them.  Where every query sees every key, all kinds are alike.
+    """
+    if isinstance(argument, str):
+        if argument not in (*KINDS, "auto"):
+            raise ArgumentError(f"layout is {argument!r}; it may be {', '.join(KINDS)}, auto")
+        masked = problem.causal or problem.window != (None, None)
+        kinds = [argument] if argument != "auto" else AUTO_LAYOUTS if masked else AUTO_LAYOUTS[:1]
+        return [(Layout(kind, problem.seqlen, ranks), Layout(kind, problem.seqlen_k, ranks)) for kind in kinds]
+    pair = (argument, argument) if isinstance(argument, Layout) else argument
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(one, Layout) for one in pair)):
+        raise ArgumentError(f"layout is {argument!r}; it may be auto, {', '.join(KINDS)}, a Layout or a pair of them")
+    if [(one.seqlen, one.chunks) for one in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
+        raise ArgumentError(f"layout is {argument!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} "
+                            f"keys on {ranks} ranks")
+    return [pair]
+
+
+def routes(route, problem, machine):
+    """The routes that an argument leaves to choose from; raises ArgumentError where partials cannot take it.
+
+    Both send the same bytes as far, but where the ranks of a node share its card: neighbors cross less often.
+    """
+    if route not in (*ROUTES, "auto"):
+        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}, auto")
+    lowered = problem.wire_dtype != problem.partial_dtype
+    if route == "ring" and lowered:
+        raise ArgumentError(f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are rounded at "
+                            f"every hop, it must be {problem.partial_dtype!r}")
+    if route != "auto":
+        return [route]
+    return ["direct"] if lowered or machine.node_bandwidth is None else ["direct", "ring"]
+
+
+def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, pairs=None, machine=DEFAULT,
+             direction="forward", nodes=None, overlap=True, max_memory=None):
+    """Every tile (or those of `shapes`) with every schedule kind, route and pair of layouts as a Choice, best first.
+
+    pairs: of layouts, those of queries and of keys; default those of "auto".  direction: of DIRECTIONS.  nodes: the
+    node of every rank, see `model.simulate`.  overlap: see `model.cost.build`.  max_memory: bytes; then all that
+    needs more comes last, and transfers are posted as far ahead as they may be within it.
+
+    Best is the least predicted time; among those that are as fast within SAME_TIME, the fewest bytes sent, then
+    the least memory, then the first layout.
+    """
+    if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int) or max_memory <= 0):
+        raise ArgumentError(f"max_memory is {max_memory!r}; it must be a positive number of bytes, or None")
+
+    def schedules(a, b, kind, way, ahead):
+        return [cost.build(kind, a, b, way, problem, machine, one, nodes, ahead, overlap)
+                for one in DIRECTIONS[direction]]
+    made = {(*shape, kind, way): schedules(*shape, kind, way, cost.AHEAD)
+            for shape in shapes or tiles(ranks) for kind in kinds for way in routes(route, problem, machine)}
+    choices = []
+    for pair in pairs or layouts("auto", problem, ranks):
+        work, lengths = block_pairs(problem.mask, *pair), [layout.lengths for layout in pair]
+        loads = {shape: Load(work, *lengths, *shape) for shape in {key[:2] for key in made}}
+        for (a, b, kind, way), built in made.items():
+            load, ahead, nbytes = loads[a, b], built[0].ahead, _nbytes(built, problem, pair)
+            while ahead and max_memory is not None and nbytes > max_memory:
+                ahead -= 1
+                built = schedules(a, b, kind, way, ahead)
+                nbytes = _nbytes(built, problem, pair)
+            runs = [simulate(schedule, problem, load, machine, nodes) for schedule in built]
+            seconds = sum(run.seconds for run in runs)
+            waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
+            sent = {schedule.direction: _sent(schedule, problem, load) for schedule in built}
+            choices.append(Choice(a, b, kind, way, pair, ahead, load.balance, seconds, waiting, sent, nbytes))
+    fits = [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
+    least = (1 + SAME_TIME) * min(choice.seconds for choice in fits or choices)
+    return sorted(choices, key=lambda c: (bool(fits) and c not in fits, max(c.seconds, least), c.sent_bytes, c.nbytes))
+
+
+def check_memory(choices, max_memory):
+    """Raise ArgumentError unless the best of the choices needs no more than max_memory bytes on any rank; or None."""
+    if max_memory is not None and choices[0].nbytes > max_memory:
+        least = min(choices, key=lambda choice: choice.nbytes)
+        raise ArgumentError(f"max_memory is {max_memory} bytes a rank; the least that these arguments leave to choose "
+                            f"from needs {least.nbytes} (tile {least.a}x{least.b}, {least.schedule}, {least.route} "
+                            f"route, {least.layouts[0].kind} layout)")
+
+
+def times_as_long(seconds, fastest):
+    """How many times as long as the fastest; 1 where neither takes any time."""
+    return seconds / fastest if fastest else 1.0
+
+
+def _sent(schedule, problem, load):
+    return {kind: float(load.moved(kind, schedule.route, schedule.collective).sum() * nbytes / load.pairs.shape[2])
+            for kind, nbytes in token_bytes(problem, schedule.direction).items()}
+
+
+def _nbytes(schedules, problem, layouts):
+    q_tokens, k_tokens = (max(layout.lengths) for layout in layouts)
+    nbytes = memory.chunk_bytes(problem, q_tokens, k_tokens)
+    for schedule in schedules:
+        nbytes += memory.buffer_bytes(schedule, problem, q_tokens, k_tokens, layouts[1].kind)
+        if schedule.direction == "backward":
+            nbytes += memory.gradient_bytes(problem, q_tokens, k_tokens)
+    return nbytes

@@ -1,0 +1,149 @@
+"""Runs a schedule on a described machine, with no MPI: when every step and transfer of every rank begins and ends.
+
+A rank posts its transfers in the order of the schedule, its step's at once and others ahead while fewer than two are
+under way, as the executor does. A transfer begins when both ends have posted it and both links are free: a link serves
+one transfer after another. A step ends when its blocks are done and its transfers complete and merged. All ranks are
+computed at once, with what the masks leave each of them to do.
+"""
+
+import numpy as np
+
+from ..schedule.steps import GATHERED, IN_COLUMNS
+from ..schedule.timeline import Moved, StepTimes, Timeline
+from ..schedule.travels import token_bytes
+
+# Messages of one hop: one an array.
+MESSAGES = {"forward": {"Q": 1, "KV": 2, "O": 2}, "backward": {"Q": 4, "KV": 2, "dQ": 1, "dKV": 2}}
+
+
+def nodes_of(ranks, machine):
+    """The node of every rank where each node is filled before the next."""
+    return np.arange(ranks) // machine.ranks_per_node
+
+
+def simulate(schedule, problem, load, machine, nodes=None):
+    """The predicted `Timeline` of a pass, times as arrays over ranks.
+
+    load: what every rank has to compute and to move, `model.workload.Load` of the schedule's mesh.  nodes: the node of
+    every rank of the mesh; default: as many consecutive ones as the machine has on a node.
+    """
+    return _Run(schedule, problem, load, machine, nodes).timeline()
+
+
+class _Run:
+    def __init__(self, schedule, problem, load, machine, nodes):
+        self.schedule, self.load, self.machine = schedule, load, machine
+        self.ranks = load.pairs.shape[2]
+        self.nodes = nodes_of(self.ranks, machine) if nodes is None else np.asarray(nodes)
+        self.token_bytes = token_bytes(problem, schedule.direction)
+        self.moved = {(kind, collective): load.moved(kind, schedule.route, collective) * nbytes
+                      for kind, nbytes in self.token_bytes.items() for collective in (False, True)}
+        seconds = machine.compute(problem.flops_per_pair * load.pairs, problem.dtype, schedule.direction)
+        self.launches = np.where(load.pairs > 0, machine.launch, 0)
+        self.blocks = seconds + self.launches
+        zero = np.zeros(self.ranks)
+        self.free = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}      # of links inside and between
+        self.posted, self.last_two = zero, [zero, zero]       # of my transfers so far: latest post, two latest ends
+
+    def timeline(self):
+        begins, steps, moves = [], [], []
+        now = np.zeros(self.ranks)
+        for number, step in enumerate(self.schedule.steps):
+            begins.append(now)
+            computed = now + self._computing(step)
+            ended, unhidden, merging = computed, 0, 0
+            for t in step.transfers:
+                posted = self._post(t, begins)
+                begun, arrived, done, rest, received = (self._collective if t.collective else self._pairs)(t, posted)
+                ended, unhidden = np.maximum(ended, done), unhidden + rest
+                if t.kind not in GATHERED:
+                    merging = merging + received / self.machine.merging
+                self.last_two = sorted_two(*self.last_two, done)
+                moves.append(Moved(t.kind, 0 if t.collective else t.hops[0], number, begun, arrived))
+            ended = np.maximum(ended, computed + unhidden) + merging
+            steps.append(StepTimes(now, computed, ended))
+            now = ended
+        return Timeline(self.schedule.direction, tuple(steps), tuple(moves), float(now.max()))
+
+    def _computing(self, step):
+        if step.fused:
+            return (self.blocks - self.launches).sum(axis=(0, 1)) + self.launches.max(axis=(0, 1))
+        return sum((self.blocks[block] for block in step.blocks), np.zeros(self.ranks))
+
+    def _post(self, transfer, begins):
+        """When every rank posts it: in order, in its own step at the latest, ahead while one at most is under way."""
+        ahead = np.maximum(begins[transfer.after], self.last_two[0])
+        self.posted = np.maximum(self.posted, np.minimum(begins[-1], ahead))
+        return self.posted
+
+    def _sources(self, transfer):
+        """From which rank every rank receives."""
+        column = transfer.kind in IN_COLUMNS
+        chunks, extent = self.load.chunks[column], self.schedule.extent(transfer.kind)
+        if self.schedule.route == "ring":
+            return chunks[1 % extent]                          # my neighbor
+        hop, = transfer.hops
+        return chunks[hop if transfer.kind in GATHERED else -hop % extent]
+
+    def _links(self, sources):
+        """Whether each rank's source is on another node; latency, bytes a second and overlap of that link."""
+        inside, between = self.machine.inside, self.machine.between
+        crossing = self.nodes[sources] != self.nodes
+        rate = np.where(crossing, between.bandwidth, inside.bandwidth)
+        if self.machine.node_bandwidth is not None and crossing.any():
+            for ends in (self.nodes[sources], self.nodes):     # what leaves a node, what enters one
+                sharing = np.bincount(ends[crossing], minlength=self.nodes.max() + 1)[ends]
+                rate = np.where(crossing, np.minimum(rate, self.machine.node_bandwidth / np.maximum(sharing, 1)), rate)
+        return (crossing, np.where(crossing, between.latency, inside.latency), rate,
+                np.where(crossing, between.overlap, inside.overlap))
+
+    def _pairs(self, transfer, posted):
+        """A transfer between pairs: its begin and arrival, by receiver; when a rank has received and sent; seconds
+        that computing cannot hide; and bytes received."""
+        sources, everyone = self._sources(transfer), np.arange(self.ranks)
+        nbytes = self.moved[transfer.kind, False][transfer.hops[0]]
+        nbytes = nbytes if transfer.kind in GATHERED else nbytes[sources]
+        crossing, latency, rate, overlap = self._links(sources)
+        out, into = (np.where(crossing, self.free[side][1][at], self.free[side][0][at])
+                     for side, at in (("out", sources), ("in", everyone)))
+        moves, lasting = nbytes > 0, nbytes / rate
+        messages = MESSAGES[self.schedule.direction][transfer.kind]
+        begun = np.maximum(np.maximum(posted, posted[sources]), np.maximum(out, into))
+        leaves = begun + lasting
+        for between in (False, True):
+            busy = moves & (crossing == between)
+            self.free["out"][between][sources[busy]] = leaves[busy]
+            self.free["in"][between][busy] = leaves[busy]
+        arrived = leaves + messages * latency
+        done, unhidden = (np.where(moves, one, 0) for one in (arrived, (1 - overlap) * lasting))
+        sent, unhidden_sent = np.zeros(self.ranks), np.zeros(self.ranks)
+        sent[sources], unhidden_sent[sources] = done, unhidden
+        begun, arrived = (np.where(moves, one, np.nan) for one in (begun, arrived))
+        return begun, arrived, np.maximum(done, sent), np.maximum(unhidden, unhidden_sent), nbytes
+
+    def _collective(self, transfer, posted):
+        """The same of a collective: as long as its slowest rank takes to receive everything."""
+        column, reduced = transfer.kind in IN_COLUMNS, transfer.kind not in GATHERED
+        extent, nbytes = self.schedule.extent(transfer.kind), self.moved[transfer.kind, True]
+        shape, axis = (self.schedule.b, self.schedule.a), 0 if column else 1
+        seconds, latencies, received = np.zeros((2, self.ranks)), np.zeros(self.ranks), np.zeros(self.ranks)
+        for hop in range(1, extent):
+            sources = self.load.chunks[column][-hop % extent if reduced else hop]
+            incoming = nbytes[hop][sources] if reduced else nbytes[hop]
+            crossing, latency, rate, _ = self._links(sources)
+            seconds[crossing.astype(int), np.arange(self.ranks)] += incoming / rate
+            latencies += np.where(incoming > 0, latency, 0)
+            received += incoming
+        lasting = (self.machine.collective * (seconds.max(axis=0) + latencies)).reshape(shape)
+        free = np.max([posted, *self.free["out"], *self.free["in"]], axis=0)          # it takes all the links
+        begun = np.broadcast_to(free.reshape(shape).max(axis=axis, keepdims=True), shape)
+        done = begun + np.broadcast_to(lasting.max(axis=axis, keepdims=True), shape)
+        begun, done = begun.reshape(-1), done.reshape(-1)
+        self.free = {side: [done.copy(), done.copy()] for side in self.free}
+        moves = received > 0
+        return np.where(moves, begun, np.nan), np.where(moves, done, np.nan), done, 0, received
+
+
+def sorted_two(earlier, latest, new):
+    """The two latest of three times, the earlier one first."""
+    return [np.maximum(earlier, np.minimum(latest, new)), np.maximum(latest, new)]

@@ -1,0 +1,1 @@
+"""What a program calls: `MeshAttention`, `attention` and `merge`."""

@@ -1,0 +1,47 @@
+"""`merge`: the attention over two disjoint sets of keys, from the attention over each."""
+
+import numpy as np
+
+from ..backends.numpy.backend import NumpyBackend
+from ..engine.folding import Folding, checked
+from ..errors import ArgumentError
+from ..problem.problem import dtype_name
+from ..problem.tensors import as_given
+
+
+def merge(out, lse, out_b, lse_b):
+    """Attention of the same queries over the keys of two results together; on one rank, nothing is sent.
+
+    out, out_b (batch, tokens, heads, value_dim): float16, bfloat16, float32 or float64, both the same.
+    lse, lse_b (batch, heads, tokens): natural logarithms of the rows' sums of exponentials, both float32 or float64, as
+        `MeshAttention.forward`, `tree_decode` and FlashAttention return them.  NumPy arrays, or torch tensors on the
+        CPU; none is changed.
+
+    Returns (out, lse), new, in the dtypes and shapes of the first two, tensors where `out` is one.  It computes in the
+    dtype of lse and rounds out once.  A row whose lse is -inf has seen no key, and its out does not count; a row of two
+    such has out 0 and lse -inf.  A NaN stays in its row: one in lse takes the whole row, one in out its element.  An
+    attention sink belongs to one of the two alone.
+
+    Raises ArgumentError.
+    """
+    backend, given = NumpyBackend(), out
+    arrays = {"out": out, "lse": lse, "out_b": out_b, "lse_b": lse_b}
+    dtypes = [getattr(array, "dtype", None) for array in (out, lse)]
+    wide = dtype_name(dtypes[1], "the dtype of lse", ("float32", "float64"))
+    dtypes = [dtype_name(dtypes[0], "the dtype of out"), wide]
+    shape = np.shape(out)
+    if len(shape) != 4:
+        raise ArgumentError(f"out has shape {tuple(shape)}; it must be (batch, tokens, heads, value_dim)")
+    batch, tokens, heads, _ = shape
+    shapes = [tuple(shape), (batch, heads, tokens)]
+    folding, states = Folding(backend, batch), []
+    for state in (("out", "lse"), ("out_b", "lse_b")):
+        of_rows, sums = (checked(backend, name, arrays[name], *kind) for name, kind in zip(state, zip(shapes, dtypes)))
+        of_rows, sums = folding.fold(of_rows.astype(wide)), folding.fold(sums.transpose(0, 2, 1).copy())
+        of_rows[sums == -np.inf] = 0
+        states.append((of_rows, sums))
+    (whole, total), other = states
+    backend.merge(whole, total, *other)
+    result = np.empty(shapes[0], dtypes[0])
+    folding.unfold(result, whole)
+    return as_given(given, result, folding.by_batch(total).transpose(1, 2, 0).copy())

@@ -1,0 +1,1 @@
+"""What is asked: the attention problem, its masks, documents and layouts; tensors that callers give."""

@@ -1,0 +1,131 @@
+"""Where packed documents and padding begin and end, and what each document sees, from the arguments of a call.
+
+The result is a tuple of `mpiattn.problem.mask.Group`, one a batch entry, or one for all where they are alike.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import ArgumentError
+from .mask import Group
+
+
+def documents(problem, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
+              causal_documents=None):
+    """The groups that the arguments of a call mean; None where it has none.
+
+    cu_seqlens: positions where documents begin, and one past the last one's end, as in FlashAttention; (documents
+        + 1,) for all batch entries alike, or a sequence of one such for each.
+    lengths: tokens of every batch entry that are not padding, (batch,); padding comes last.
+    cu_seqlens_k, lengths_k: the same of the keys, where it differs from that of the queries.
+    prefixes: how many keys of every document, the first ones, all of its queries see in spite of `causal`, instead of
+        the plan's prefix: (documents,) for all batch entries alike, or a sequence of one such for each; without
+        cu_seqlens, where an entry is one document, (batch,).
+    causal_documents: in the same shape, whether each document is causal, instead of the plan's causal.
+    """
+    if cu_seqlens is not None and lengths is not None:
+        raise ArgumentError("lengths is given with cu_seqlens; let the last document end where padding begins")
+    for name, keys_alone in (("cu_seqlens", cu_seqlens is None and cu_seqlens_k is not None),
+                             ("lengths", lengths is None and lengths_k is not None)):
+        if keys_alone:
+            raise ArgumentError(f"{name}_k is given without {name}")
+    pairs = _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+    if prefixes is None and causal_documents is None:
+        return pairs and tuple(Group(*pair) for pair in pairs)
+    if causal_documents is None and not problem.causal:
+        raise ArgumentError("prefixes are given, but nothing is causal; make the plan causal or give causal_documents")
+    pairs = pairs or ((np.array([0, problem.seqlen]), np.array([0, problem.seqlen_k])),)
+    kinds = [_of_documents(name, given, pairs, problem.batch, cu_seqlens is not None)
+             for name, given in (("prefixes", prefixes), ("causal_documents", causal_documents))]
+    groups = max(map(len, (pairs, *kinds)))
+    return tuple(Group(*pair, prefix, causal) for pair, prefix, causal
+                 in zip(*(_spread(parts, groups) for parts in (pairs, *kinds))))
+
+
+def _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k):
+    """The cuts of queries and keys of every group, or None."""
+    if cu_seqlens is None and lengths is None:
+        return None
+    if cu_seqlens is not None:
+        name, cuts, given, given_k = "cu_seqlens", _cuts, cu_seqlens, cu_seqlens_k
+    else:
+        name, cuts, given, given_k = "lengths", _padding, lengths, lengths_k
+    q_cuts = cuts(name, given, problem.batch, problem.seqlen)
+    if given_k is None and problem.seqlen != problem.seqlen_k:
+        raise ArgumentError(f"{name}_k is not given; it must be where seqlen ({problem.seqlen}) and seqlen_k "
+                            f"({problem.seqlen_k}) differ")
+    k_cuts = q_cuts if given_k is None else cuts(f"{name}_k", given_k, problem.batch, problem.seqlen_k)
+    groups = max(len(q_cuts), len(k_cuts))
+    pairs = tuple(zip(_spread(q_cuts, groups), _spread(k_cuts, groups)))
+    for q_cut, k_cut in pairs:
+        if len(q_cut) != len(k_cut):
+            raise ArgumentError(f"{name}_k has {len(k_cut) - 1} documents; it must have {len(q_cut) - 1}, as {name}")
+    return pairs
+
+
+def _spread(cuts, groups):
+    return cuts * groups if len(cuts) == 1 else cuts
+
+
+def _of_documents(name, given, pairs, batch, packed):
+    """One array for all groups or one for each, with a value of each document; None where they are not given."""
+    if given is None:
+        return (None,)
+    if not (isinstance(given, Sequence) or getattr(given, "ndim", 0)):
+        raise ArgumentError(f"{name} is {_brief(given)}; it must be a sequence, of one value for each document")
+    if not packed:
+        given = [[value] for value in given]                     # an entry is one document
+    nested = not packed or (len(given) > 0 and np.ndim(given[0]) > 0)
+    if nested and len(given) != batch:
+        raise ArgumentError(f"{name} has {len(given)} entries; it must have {batch}, one for each of the batch"
+                            + (", or be alike for all" if packed else ""))
+    rows = tuple(map(_array, given if nested else [given]))
+    for row, (cuts, _) in zip(_spread(rows, len(pairs)), _spread(pairs, len(rows))):
+        if row.shape != (len(cuts) - 1,):
+            raise ArgumentError(f"{name} is {_brief(row)}; it must have a value for each of {len(cuts) - 1} documents")
+        if name == "prefixes" and (row.dtype.kind not in "iu" or row.min() < 0):
+            raise ArgumentError(f"{name} is {_brief(row)}; it must hold whole numbers, at least 0")
+        if name == "causal_documents" and not np.isin(row, (0, 1)).all():
+            raise ArgumentError(f"{name} is {_brief(row)}; it must hold True or False")
+    return tuple(row.astype(np.int64 if name == "prefixes" else bool) for row in rows)
+
+
+def _array(values):
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, RuntimeError):      # rows of different lengths where there should be one; a tensor
+        return np.empty(0)                             # that NumPy cannot see
+
+
+def _integers(name, values):
+    array = _array(values)
+    if array.dtype.kind not in "iu":
+        raise ArgumentError(f"{name} is {_brief(values)}; it must hold whole numbers")
+    return array.astype(np.int64)
+
+
+def _padding(name, lengths, batch, tokens):
+    ends = _integers(name, lengths)
+    if ends.shape != (batch,) or (ends < 0).any() or (ends > tokens).any():
+        raise ArgumentError(f"{name} is {_brief(lengths)}; it must be {batch} numbers from 0 to {tokens}")
+    return tuple(np.array([0, end]) for end in ends.tolist())
+
+
+def _cuts(name, cu_seqlens, batch, tokens):
+    if not (isinstance(cu_seqlens, Sequence) or getattr(cu_seqlens, "ndim", 0)):
+        raise ArgumentError(f"{name} is {_brief(cu_seqlens)}; it must be a sequence of positions")
+    nested = len(cu_seqlens) > 0 and np.ndim(cu_seqlens[0]) > 0
+    if nested and len(cu_seqlens) != batch:
+        raise ArgumentError(f"{name} has {len(cu_seqlens)} entries; it must be one for all, or one for each of {batch}")
+    cuts = tuple(_integers(name, entry) for entry in (cu_seqlens if nested else [cu_seqlens]))
+    for cut in cuts:
+        if cut.ndim != 1 or len(cut) < 2 or cut[0] < 0 or cut[-1] > tokens or (cut[1:] < cut[:-1]).any():
+            raise ArgumentError(f"{name} is {_brief(cut)}; it must be two or more positions from 0 to {tokens} that "
+                                "never decrease")
+    return cuts
+
+
+def _brief(values):
+    text = " ".join(str(values).split())
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,218 @@
+"""The shape of one attention problem, checked once and shared by plan, traffic, cost and the command line."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral, Real
+
+import numpy as np
+
+from ..errors import ArgumentError
+from .mask import Mask
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def _count(name, value, least):
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+    return int(value)
+
+
+def _finite(name, value):
+    try:
+        if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:                      # an int beyond all floats
+        pass
+    raise ArgumentError(f"{name} is {value!r}; it must be a finite number")
+
+
+def _computable(name, value, dtype, least, most):
+    """Raise ArgumentError unless a number is 0 or, without its sign, from `least` to `most`."""
+    if value and not least <= abs(value) <= most:
+        raise ArgumentError(f"{name} is {value!r}; scores are {dtype} here, in which it must be 0 "
+                            f"or from {least:.3g} to {most:.3g}")
+
+
+def _window(window):
+    try:
+        left, right = (None, None) if window is None else window
+        sides = tuple(None if side is None else _count("window", side, -1) for side in (left, right))
+    except (TypeError, ValueError):
+        raise ArgumentError(f"window is {window!r}; it must be (left, right), whole numbers from 0, or None or -1 for "
+                            "no limit") from None
+    return tuple(None if side == -1 else side for side in sides)
+
+
+def dtype_name(dtype, argument="dtype", choices=tuple(ITEMSIZE)):
+    """The name of a supported dtype, given as a name, a dtype of NumPy or torch, or a scalar type.
+
+    From then on NumPy knows it by that name: bfloat16 comes with the package ml_dtypes.
+    """
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", repr(dtype)))
+    name = name.removeprefix("torch.")
+    if name not in choices:
+        raise ArgumentError(f"{argument} is {name!r}; it may be {', '.join(choices)}")
+    if name == "bfloat16":
+        try:
+            import ml_dtypes  # noqa: F401  (NumPy learns the dtype)
+        except ImportError:
+            raise ArgumentError(f"{argument} is 'bfloat16'; it needs the package ml_dtypes, which is not "
+                                "installed") from None
+    return name
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of q (batch, seqlen, heads, head_dim) over k (batch, seqlen_k, kv_heads, head_dim) and
+    v (batch, seqlen_k, kv_heads, value_dim).
+
+    kv_heads must divide heads: query head h uses KV head h // (heads // kv_heads).  Left out, kv_heads is
+    heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).  window: see `mpiattn.problem.mask`.
+    prefix, causal_block: as well, and with either the problem is causal.
+    softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.  scale and softcap must be numbers of
+    partial_dtype.  wire_dtype: in which partials travel, without their lse; default partial_dtype, in which they
+    accumulate, and no wider.
+    """
+
+    seqlen: int
+    heads: int
+    head_dim: int
+    batch: int = 1
+    kv_heads: int = None
+    value_dim: int = None
+    seqlen_k: int = None
+    dtype: str = "float32"
+    causal: bool = False
+    scale: float = None
+    window: tuple = (None, None)
+    softcap: float = None
+    wire_dtype: str = None
+    prefix: int = 0
+    causal_block: int = None
+
+    def __post_init__(self):
+        def put(name, value):
+            object.__setattr__(self, name, value)
+        defaults = {"kv_heads": self.heads, "value_dim": self.head_dim, "seqlen_k": self.seqlen}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                put(name, default)
+        for name, least in (("batch", 1), ("seqlen", 0), ("seqlen_k", 0), ("heads", 1), ("kv_heads", 1),
+                            ("head_dim", 1), ("value_dim", 1)):
+            put(name, _count(name, getattr(self, name), least))
+        if self.heads % self.kv_heads:
+            raise ArgumentError(f"kv_heads is {self.kv_heads}; it must divide heads, which is {self.heads}")
+        put("dtype", dtype_name(self.dtype))
+        if self.scale is None:
+            put("scale", 1 / math.sqrt(self.head_dim))
+        put("scale", _finite("scale", self.scale))
+        if not isinstance(self.causal, bool | np.bool_ | Integral) or self.causal not in (0, 1):
+            raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
+        everything = self.seqlen + self.seqlen_k             # a side that is longer sees no more
+        put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
+        prefix = _count("prefix", self.prefix, 0)
+        put("prefix", min(prefix, self.seqlen_k))
+        if self.causal_block is not None:
+            put("causal_block", min(_count("causal_block", self.causal_block, 1), max(self.seqlen_k, 1)))
+        put("causal", bool(self.causal or prefix or self.causal_block))
+        if self.softcap is not None:
+            put("softcap", _finite("softcap", self.softcap) or None)
+            if self.softcap is not None and self.softcap < 0:
+                raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None or 0 for none")
+        limits = np.finfo(self.partial_dtype)
+        # Half the largest, since a back end may have it in base 2.  What is less than normal there loses digits.
+        tiny, most = float(limits.tiny), float(limits.max) / 2
+        _computable("scale", self.scale, self.partial_dtype, tiny, most)
+        if self.softcap is not None:
+            _computable("softcap", self.softcap, self.partial_dtype, tiny, 1 / tiny)
+            _computable("scale / softcap", self.scale / self.softcap, self.partial_dtype, tiny, most)
+        narrower = [name for name, size in ITEMSIZE.items() if size <= self.partial_itemsize]
+        put("wire_dtype", self.partial_dtype if self.wire_dtype is None else
+            dtype_name(self.wire_dtype, "wire_dtype", narrower))
+
+    def __str__(self):
+        """In one line."""
+        tokens = f"{self.seqlen} tokens" if self.seqlen_k == self.seqlen else f"{self.seqlen} x {self.seqlen_k} tokens"
+        heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
+        dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
+        return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.mask}"
+
+    @cached_property
+    def mask(self):
+        """Which keys each query sees."""
+        return Mask(self.seqlen, self.seqlen_k, self.causal, self.window, self.prefix, self.causal_block)
+
+    @property
+    def itemsize(self):
+        """Bytes of an element of q, k, v and out."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def partial_dtype(self):
+        """dtype of partials and lse: float32, float64 for float64."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def partial_itemsize(self):
+        """Bytes of an element of a partial and of lse."""
+        return ITEMSIZE[self.partial_dtype]
+
+    @property
+    def wire_itemsize(self):
+        """Bytes of an element of a partial that travels; its lse keeps that of a partial."""
+        return ITEMSIZE[self.wire_dtype]
+
+    # Bytes per token of a chunk that moves: the unit of traffic and of buffers.
+
+    @property
+    def q_bytes(self):
+        """Bytes of one token of q."""
+        return self.batch * self.heads * self.itemsize * self.head_dim
+
+    @property
+    def kv_bytes(self):
+        """Bytes of one token of k and v."""
+        return self.batch * self.kv_heads * self.itemsize * (self.head_dim + self.value_dim)
+
+    @property
+    def partial_bytes(self):
+        """Bytes of one token of a partial (out, lse) that travels."""
+        return self.batch * self.heads * (self.wire_itemsize * self.value_dim + self.partial_itemsize)
+
+    @property
+    def q_backward_bytes(self):
+        """Bytes of one token of what a backward pass sends along a row: q, dout, lse, delta."""
+        heads = self.batch * self.heads
+        return heads * (self.itemsize * (self.head_dim + self.value_dim) + 2 * self.partial_itemsize)
+
+    @property
+    def dq_bytes(self):
+        """Bytes of one token of a partial of dq that travels."""
+        return self.batch * self.heads * self.wire_itemsize * self.head_dim
+
+    @property
+    def dkv_bytes(self):
+        """Bytes of one token of a partial of dk and dv that travels."""
+        return self.batch * self.kv_heads * self.wire_itemsize * (self.head_dim + self.value_dim)
+
+    @property
+    def out_bytes(self):
+        """Bytes of one token of the result (out, lse)."""
+        return self.batch * self.heads * (self.itemsize * self.value_dim + self.partial_itemsize)
+
+    @property
+    def flops_per_pair(self):
+        """Floating-point operations of one attended (query, key) pair, over batch and heads."""
+        return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)
+
+    @property
+    def flops(self):
+        """Floating-point operations of the forward pass: the two products, attended pairs only."""
+        return self.flops_per_pair * self.pairs
+
+    @cached_property
+    def pairs(self):
+        """Number of (query, key) pairs that are attended to, where there are no documents."""
+        return self.mask.pairs()

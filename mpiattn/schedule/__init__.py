@@ -1,0 +1,1 @@
+"""Who moves and computes what, and when: tiles, the steps of a pass, what travels, what is needed."""

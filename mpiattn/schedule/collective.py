@@ -1,0 +1,23 @@
+"""The collective schedule: gather, one large local attention, exchange of partials.
+
+Nothing is overlapped, but MPI's collectives know the network and one large launch is better than many
+small ones (Attention2D, arXiv 2503.15758): the baseline that the greedy schedule has to beat.  On the ring route
+the same data go from neighbour to neighbour, for an MPI whose collectives are slow or cannot take GPU buffers.
+"""
+
+from .steps import GATHERED, IN_COLUMNS, REDUCED, Block, Step, Transfer, with_slots
+
+
+def collective(a, b, route="direct", direction="forward"):
+    """Allgatherv of Q in the rows and of KV in the columns, a x b blocks as one, Alltoallv of partials."""
+    def moves(kinds):
+        extents = {kind: b if kind in IN_COLUMNS else a for kind in kinds}
+        if route == "ring":
+            return [Step(tuple(Transfer(kind, (hop,), ()) for kind, extent in extents.items() if hop < extent))
+                    for hop in range(1, max(extents.values()))]
+        transfers = tuple(Transfer(kind, tuple(range(1, extent)), (), collective=True)
+                          for kind, extent in extents.items() if extent > 1)
+        return [Step(transfers)] if transfers else []
+    everything = Step((), tuple(Block(u, w) for u in range(a) for w in range(b)), fused=True)
+    steps = [*moves(GATHERED), everything, *moves(REDUCED[direction])]
+    return with_slots("collective", direction, a, b, route, steps)

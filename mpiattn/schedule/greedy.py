@@ -1,0 +1,124 @@
+"""The greedy schedules of Mesh-Attention (arXiv 2512.20968): Algorithm 2 forward, and backward.
+
+Three ideas: take the transfer that unlocks most blocks per cost; start only as many blocks as hide it; leave row 0
+(backward column 0 too) to the end, since what accumulates there is never sent.  greedy(1, n) is Ring-Attention.
+
+Backward, a row has to be complete before its dQ can be sent and a column before its dKV.  With n_dQ (n_dKV) blocks
+missing until the next one can, the next block is along that row if c_dQ / n_dQ > c_dKV / n_dKV, else along that
+column, so that whole rows and columns are finished one after another.  (The paper's listing, Algorithm 3, could not
+be had; sending what is complete already while chunks still arrive is ours.)
+"""
+
+from heapq import heappop, heappush
+
+from ..errors import ArgumentError
+from .steps import IN_COLUMNS, REDUCED, Block, Costs, Step, Transfer, blocks_to_hide, with_slots
+
+
+class _Tile:
+    """The blocks that have not run, which of them can, and the order to run them in."""
+
+    def __init__(self, a, b, costs, reduced):
+        self.a, self.b = a, b
+        self.cost = {"Q": costs.q, "KV": costs.kv, "O": costs.o, "dQ": costs.o, "dKV": costs.dkv}
+        self.here = {"Q": 0, "KV": 0}                       # hops that have arrived
+        self.unsent = {kind: list(range(1, b if kind in IN_COLUMNS else a)) for kind in reduced}
+        self.backward = "dKV" in reduced
+        self.done, self.heap = set(), []
+        self.missing = {**{("row", u): b for u in range(a)}, **{("column", w): a for w in range(b)}}
+        self._add(0, 0)
+
+    def _add(self, u, w):
+        heappush(self.heap, (*self._place(u, w), u, w))
+
+    def _place(self, u, w):
+        return u or self.a, (w or self.b) if self.backward else w
+
+    def arrive(self, kind):
+        """The next hop of Q or KV has arrived: its blocks with what is here can run."""
+        self.here[kind] += 1
+        hop = self.here[kind]
+        for other in range(self.here["KV" if kind == "Q" else "Q"] + 1):
+            self._add(*((hop, other) if kind == "Q" else (other, hop)))
+
+    def unlocks(self, kind):
+        """How many blocks the next hop of Q or KV would unlock."""
+        if self.here[kind] == (self.a if kind == "Q" else self.b) - 1:
+            return 0
+        return self.here["KV" if kind == "Q" else "Q"] + 1
+
+    def lacks(self, kind, hop):
+        """How many blocks are missing until a partial can be sent."""
+        return self.missing["column" if kind in IN_COLUMNS else "row", hop]
+
+    def targets(self):
+        """The next partial of each kind to be sent, the one with the most cost per missing block first."""
+        targets = [(kind, hops[0]) for kind, hops in self.unsent.items() if hops]
+        if len(targets) == 2:
+            gains = [self.cost[kind] / (self.lacks(kind, hop) or 1e-9) for kind, hop in targets]
+            if gains[0] <= gains[1]:
+                targets.reverse()
+        return targets
+
+    def _along(self, kind, hop):
+        """The next block of a row or column that can run, #0 last; None if there is none."""
+        in_column = kind in IN_COLUMNS
+        if hop > self.here["KV" if in_column else "Q"]:
+            return None
+        others = self.here["Q" if in_column else "KV"] + 1
+        blocks = ((other, hop) if in_column else (hop, other) for other in (*range(1, others), 0))
+        return next((block for block in blocks if block not in self.done), None)
+
+    def _next(self):
+        if self.backward:
+            for target in self.targets():
+                if block := self._along(*target):
+                    return block
+        while self.heap:                                   # row by row
+            *_, u, w = heappop(self.heap)
+            if (u, w) not in self.done:
+                return u, w
+        return None
+
+    def take(self, count):
+        """The next blocks to run, at most `count`."""
+        blocks = []
+        while len(blocks) < count and (block := self._next()):
+            self.done.add(block)
+            self.missing["row", block[0]] -= 1
+            self.missing["column", block[1]] -= 1
+            blocks.append(Block(*block))
+        return tuple(blocks)
+
+
+def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=0):
+    """Schedule of a tile of a query chunks x b KV chunks, each transfer overlapped with blocks.
+
+    costs: c_Q, c_KV, c_O (or c_dQ) and c_dKV, how many blocks hide one such transfer; positive numbers.
+    ahead: how many steps before its own a transfer may be posted.
+    """
+    costs = Costs(*costs)
+    if min(costs) <= 0:
+        raise ArgumentError(f"costs are {tuple(costs)}; each must be positive")
+    tile, steps = _Tile(a, b, costs, REDUCED[direction]), []
+
+    def move(*moved):
+        for kind, hop in moved:
+            if kind in tile.unsent:
+                tile.unsent[kind].remove(hop)
+        hidden_by = tile.take(blocks_to_hide(sum(tile.cost[kind] for kind, _ in moved)))
+        steps.append(Step(tuple(Transfer(kind, (hop,), ()) for kind, hop in moved), hidden_by))
+    while tile.unlocks("Q") or tile.unlocks("KV"):
+        kind = "Q" if tile.unlocks("Q") / costs.q > tile.unlocks("KV") / costs.kv else "KV"
+        complete = [target for target in tile.targets() if tile.backward and not tile.lacks(*target)]
+        move((kind, tile.here[kind] + 1), *complete)       # a partial that is complete goes along, and makes room
+        tile.arrive(kind)
+    while targets := tile.targets():
+        if tile.lacks(*targets[0]):
+            steps.append(Step((), tile.take(1)))
+        else:
+            move(targets[0])
+    rest = tile.take(a * b)
+    if rest:
+        steps.append(Step((), rest))
+    return with_slots("greedy", direction, a, b, route, steps, ahead)

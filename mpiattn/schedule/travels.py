@@ -1,0 +1,140 @@
+"""Bytes on the wire, exactly, and the volumes of other methods for comparison.  Pure arithmetic.
+
+Per token of the chunk that moves and hop (Mesh-Attention, arXiv 2512.20968, section 3.8, in bytes):
+a row carries heads * (w D) for Q and heads * (p Dv + lse) for a partial, a column kv_heads * w (D + Dv),
+with w bytes an input element and p a partial's.  lse has 4 bytes, 8 where partials are float64.
+"""
+
+from typing import NamedTuple
+
+from .steps import GATHERED, IN_COLUMNS
+
+
+class Sent(NamedTuple):
+    """Bytes that one rank sends in a forward pass, by kind."""
+
+    q: int
+    kv: int
+    o: int
+
+    @property
+    def total(self):
+        """All of them."""
+        return sum(self)
+
+
+class SentBackward(NamedTuple):
+    """Bytes that one rank sends in a backward pass, by kind; q is of q, dout, lse and delta."""
+
+    q: int
+    kv: int
+    dq: int
+    dkv: int
+
+    @property
+    def total(self):
+        """All of them."""
+        return sum(self)
+
+
+def place(rank, a):
+    """Row r and column c of a rank in a mesh of a columns."""
+    return divmod(rank, a)
+
+
+def in_row(rank, a, hop):
+    """The rank `hop` hops back in the row of `rank`."""
+    r, c = place(rank, a)
+    return r * a + (c - hop) % a
+
+
+def in_column(rank, a, b, hop):
+    """The rank `hop` hops back in the column of `rank`."""
+    r, c = place(rank, a)
+    return (r - hop) % b * a + c
+
+
+def token_bytes(problem, direction="forward"):
+    """Bytes of one token of what travels, by kind."""
+    if direction == "forward":
+        return {"Q": problem.q_bytes, "KV": problem.kv_bytes, "O": problem.partial_bytes}
+    return {"Q": problem.q_backward_bytes, "KV": problem.kv_bytes, "dQ": problem.dq_bytes, "dKV": problem.dkv_bytes}
+
+
+def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="forward", activity=None,
+         collective=False):
+    """Bytes that `rank` sends in a pass on a tile of a x b.
+
+    q_lengths, k_lengths: tokens of every rank's chunk.  The routes differ only in who sends which chunk:
+    straight from the owner, or each chunk passed on by neighbours; over all ranks they agree.
+    activity: an `Activity`, where masks leave chunks and partials that need not travel.
+    collective: chunks are gathered by MPI's collectives, which take one to all of the group or to none.
+    """
+    def travels(kind, hop, extent):
+        if activity is None:
+            return True
+        if collective and route == "direct" and kind in GATHERED:
+            return any(activity.sends(kind, rank, other) for other in range(1, extent))
+        return activity.sends(kind, rank, hop, route)
+
+    def back(kind, hop):
+        return in_column(rank, a, b, hop) if kind in IN_COLUMNS else in_row(rank, a, hop)
+    found = []
+    for kind, nbytes in token_bytes(problem, direction).items():
+        lengths = k_lengths if kind in IN_COLUMNS else q_lengths
+        tokens = 0
+        extent = b if kind in IN_COLUMNS else a
+        for hop in range(1, extent):
+            if travels(kind, hop, extent):
+                moved = hop if kind not in GATHERED else hop - 1 if route == "ring" else 0
+                tokens += lengths[back(kind, moved)]
+        found.append(tokens * nbytes)
+    return Sent(*found) if direction == "forward" else SentBackward(*found)
+
+
+def mean_sent(problem, ranks, a, b, direction="forward"):
+    """Mean bytes sent per rank on a tile of a x b where everything travels; exact for even chunks."""
+    q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
+    return sum((b - 1) * k_tokens * nbytes if kind in IN_COLUMNS else (a - 1) * q_tokens * nbytes
+               for kind, nbytes in token_bytes(problem, direction).items())
+
+
+# Chunks that one hop of a row and of a column moves: Q, O and K, V; Q, dO, dQ and K, V, dK, dV.
+ELEMENTS = {"forward": (2, 2), "backward": (3, 4), "both": (5, 6)}
+
+
+def volume(ranks, a, b, kv_share=1.0, direction="forward"):
+    """The paper's figure: elements per rank in units of seqlen * hidden, kv_share = kv_heads / heads."""
+    row, column = ELEMENTS[direction]
+    return (row * (a - 1) + column * kv_share * (b - 1)) / ranks
+
+
+def usp_volume(ranks, group, kv_share=1.0, direction="forward"):
+    """The like for USP, a head all-to-all in groups of `group` and Ring over the rest; Ulysses is group = ranks."""
+    exchanged = (2 + 2 * kv_share) * (2 if direction == "both" else 1)      # q, k, v, out; dout, dq, dk, dv
+    return (exchanged * (1 - 1 / group) + ELEMENTS[direction][1] * kv_share * (ranks // group - 1)) / ranks
+
+
+def ulysses(problem, ranks, direction="forward"):
+    """Mean bytes sent per rank by DeepSpeed-Ulysses (arXiv 2309.14509); None where the heads do not allow it."""
+    return usp(problem, ranks, ranks, direction) if problem.kv_heads % ranks == 0 else None
+
+
+def usp(problem, ranks, group, direction="forward"):
+    """Mean bytes sent per rank by USP (arXiv 2405.07719): all-to-all in groups of `group`, Ring over the rest.
+
+    Backward, dout, dq, dk and dv are exchanged, and Ring moves keys and values with their partial gradients.
+    """
+    if direction == "both":
+        return usp(problem, ranks, group) + usp(problem, ranks, group, "backward")
+    q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
+    result = problem.batch * problem.heads * problem.value_dim * problem.itemsize
+    exchanged = q_tokens * (problem.q_bytes + result) + k_tokens * problem.kv_bytes
+    ring = k_tokens * (problem.kv_bytes + (problem.dkv_bytes if direction == "backward" else 0))
+    return exchanged * (1 - 1 / group) + (ranks // group - 1) * ring
+
+
+def best_usp(problem, ranks, direction="forward"):
+    """USP's group with the least traffic and its bytes: (group, bytes); group 1, plain Ring, only if there is none."""
+    groups = [g for g in range(2, ranks + 1) if ranks % g == 0 and problem.kv_heads % g == 0] or [1]
+    return min(((group, usp(problem, ranks, group, direction)) for group in groups), key=lambda found: found[1])

@@ -1,0 +1,142 @@
+"""Checks a schedule against the rules of the algorithm by playing it, with no knowledge of how it was made.
+
+Since a schedule is the same on every rank, playing one rank is playing all: what arrives as Q#u is what a
+neighbour holds as Q#(u-1) at the same step, and a partial that arrives was made by the same steps.  Every transfer is
+posted in the first step that allows it and completed in its own: whatever lies between is then right too.
+"""
+
+from ..errors import ScheduleError
+from .steps import GATHERED, IN_COLUMNS, REDUCED, arena_of, hop_of
+
+
+class _Play:
+    def __init__(self, schedule):
+        self.s = schedule
+        self.reduced = REDUCED[schedule.direction]
+        self.have = {("Q", 0): None, ("KV", 0): None}      # chunk -> slot, once it has arrived
+        self.coming = set()                                # chunks whose transfer was posted
+        self.arena = {}                                    # (arena, slot) -> what was last written there
+        self.done = set()                                  # blocks run
+        # by reduced kind: contributions merged into #0, #1, ..., as hops to the owner; rows sent; slot -> hop
+        self.held = {kind: [set() for _ in range(schedule.extent(kind))] for kind in self.reduced}
+        self.sent = {kind: set() for kind in self.reduced}
+        self.alive = {}
+        self.posts = {}                                    # step -> transfers that may be posted from it on
+        for step in schedule.steps:
+            for t in step.transfers:
+                self.posts.setdefault(t.after, []).append(t)
+
+    def fail(self, step, what):
+        raise ScheduleError(f"{self.s.name} {self.s.a}x{self.s.b} {self.s.direction}, step {step}: {what}")
+
+    def check_slot(self, i, arena, slot):
+        if not 0 <= slot < self.s.slots[arena]:
+            self.fail(i, f"slot {arena}[{slot}] does not exist")
+
+    def read(self, i, kind, hop):
+        if (kind, hop) not in self.have:
+            self.fail(i, f"{kind}#{hop} is used before it has arrived")
+        if hop and self.arena[kind, self.have[kind, hop]] != hop:
+            self.fail(i, f"{kind}#{hop} was overwritten while still in use")
+
+    def accumulate(self, i, kind, hop):
+        if not hop:
+            return
+        if hop in self.sent[kind]:
+            self.fail(i, f"{kind}#{hop} changes after it was sent")
+        slot = self.s.accumulators[kind][hop - 1]
+        self.check_slot(i, kind, slot)
+        if self.alive.setdefault((kind, slot), hop) != hop:
+            self.fail(i, f"accumulator {kind}[{slot}] of {kind}#{self.alive[kind, slot]} is taken by {kind}#{hop}")
+
+    def blocks_of(self, kind, hop):
+        """The blocks that a partial is the sum of."""
+        if kind in IN_COLUMNS:
+            return {(u, hop) for u in range(self.s.a)}
+        return {(hop, w) for w in range(self.s.b)}
+
+    def post(self, i, t):
+        if len(t.slots) != len(t.hops):
+            self.fail(i, f"{t} has {len(t.hops)} hops but {len(t.slots)} slots")
+        for hop, slot in zip(t.hops, t.slots):
+            if t.kind not in (*GATHERED, *self.reduced) or not 0 < hop < self.s.extent(t.kind):
+                self.fail(i, f"{t.kind}#{hop} does not exist")
+            if t.kind in self.reduced:
+                self.accumulate(i, t.kind, hop)
+                self.sent[t.kind].add(hop)
+                if self.blocks_of(t.kind, hop) - self.done:
+                    self.fail(i, f"{t.kind}#{hop} is sent before its blocks are complete")
+            elif (t.kind, hop) in self.coming:
+                self.fail(i, f"{t.kind}#{hop} is received twice")
+            elif self.passes_on(t):
+                self.read(i, t.kind, hop - 1)
+            self.coming.add((t.kind, hop))
+            self.check_slot(i, arena_of(t.kind), slot)
+            self.arena[arena_of(t.kind), slot] = hop
+
+    def passes_on(self, t):
+        return self.s.route == "ring" and not t.collective
+
+    def complete(self, i, t):
+        arrived = []
+        for hop, slot in zip(t.hops, t.slots):
+            if t.kind in GATHERED:
+                if self.passes_on(t):
+                    self.read(i, t.kind, hop - 1)
+                self.have[t.kind, hop] = slot
+                continue
+            if self.arena[arena_of(t.kind), slot] != hop:
+                self.fail(i, f"the partial in {arena_of(t.kind)}[{slot}] was overwritten before it was merged")
+            target = (hop + 1) % self.s.extent(t.kind) if self.passes_on(t) else 0
+            self.accumulate(i, t.kind, target)
+            arrived.append((target, self.held[t.kind][hop] | {hop}))
+            self.alive.pop((t.kind, self.s.accumulators[t.kind][hop - 1]), None)
+        for target, contributions in arrived:
+            held = self.held[t.kind]
+            if held[target] & contributions:
+                self.fail(i, f"{t.kind}#{target} receives a contribution twice")
+            held[target] |= contributions
+
+    def step(self, i, step):
+        for t in step.transfers:
+            if t.after > i:
+                self.fail(i, f"{t} may be posted only after the step that needs it")
+        for t in self.posts.get(i, ()):
+            self.post(i, t)
+        for block in step.blocks:
+            if tuple(block) in self.done:
+                self.fail(i, f"block {tuple(block)} runs twice")
+            for kind in GATHERED:
+                self.read(i, kind, hop_of(kind, *block))
+            for kind in self.reduced:
+                self.accumulate(i, kind, hop_of(kind, *block))
+            self.done.add(tuple(block))
+        for t in step.transfers:
+            self.complete(i, t)
+
+    def finish(self):
+        missing = {(u, w) for u in range(self.s.a) for w in range(self.s.b)} ^ self.done
+        if missing:
+            self.fail("end", f"blocks never run, or not in the tile: {sorted(missing)}")
+        for kind in self.reduced:
+            lacking = set(range(1, self.s.extent(kind))) - self.held[kind][0]
+            if lacking:
+                self.fail("end", f"{kind}#0 lacks the partials of hops {sorted(lacking)}")
+
+
+def validate(schedule):
+    """Raise ScheduleError unless the schedule is right; return the most slots ever in use, by arena.
+
+    Right means: every block of the tile once, nothing used before it arrived, no slot overwritten while
+    in use, every contribution at its owner exactly once.
+    """
+    play = _Play(schedule)
+    for i, step in enumerate(schedule.steps):
+        play.step(i, step)
+    play.finish()
+    used = {kind: set() for kind in schedule.slots}
+    for arena, slot in play.arena:
+        used[arena].add(slot)
+    for kind, slots in schedule.accumulators.items():
+        used[kind] = set(slots)
+    return {kind: len(slots) for kind, slots in used.items()}

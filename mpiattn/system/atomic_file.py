@@ -1,0 +1,79 @@
+"""Files that appear whole or not at all: written under another name in the same folder, then renamed."""
+
+import contextlib
+import os
+import stat
+
+from ..errors import FileError
+from . import partial_files
+
+
+class NewFile:
+    """A file being made that will be called `path`.
+
+    `partial` is the name to write to until `publish`; it is new and nobody else's.  A symbolic link is followed, so
+    that what it points to is replaced and not the link.  A file that is replaced hands on its permissions.  Partials
+    that killed jobs left of the same file are removed.  Raises FileError, naming the argument `name`, where no regular
+    file can be made, where one must not be written, or where it would replace one of `inputs`.
+    """
+
+    def __init__(self, name, path, inputs=()):
+        self.name, self.path = name, path
+        self.target = check_target(name, path, inputs)
+        folder, base = os.path.split(self.target)
+        partial_files.remove_stale(folder, base)
+        try:
+            self.partial = partial_files.create(name, folder, base)
+        except OSError as error:
+            raise FileError(f"{name} is {str(path)!r}; it cannot be written: {error.strerror}") from error
+
+    def publish(self):
+        """Put what was written on the disk and give it its name."""
+        with open(self.partial, "rb") as file:
+            os.fchmod(file.fileno(), self._mode())       # until now the owner alone had access
+            os.fsync(file.fileno())
+        partial_files.publish(self.partial, self.target)
+        self.partial = None
+
+    def discard(self):
+        """Leave nothing behind; does nothing after `publish`."""
+        if self.partial is not None:
+            with contextlib.suppress(OSError):
+                partial_files.discard(self.partial)
+        self.partial = None
+
+    def _mode(self):
+        """Permissions of the file that is replaced, else those of any new file."""
+        try:
+            return stat.S_IMODE(os.stat(self.target).st_mode) & 0o777
+        except OSError:
+            return 0o666 & ~_umask()
+
+
+def check_target(name, path, inputs=()):
+    """The real path of a file to be made; FileError unless it is, or can become, a regular file and no input."""
+    def no(why):
+        return FileError(f"{name} is {str(path)!r}; {why}")
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    for other in inputs:
+        if target == os.path.realpath(other) or (os.path.exists(target) and os.path.exists(other)
+                                                 and os.path.samefile(target, other)):
+            raise no(f"it must be another file than {str(other)!r}")
+    if os.path.isdir(target):
+        raise no("it is a folder, it must be a file")
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise no("it is not a regular file")
+    if os.path.exists(target) and not (os.access(target, os.W_OK) and os.stat(target).st_mode & 0o222):
+        raise no("it exists and is read-only; remove it or make it writable (chmod u+w) to have it replaced")
+    if not os.path.isdir(folder):
+        raise no(f"there is no folder {folder!r}")
+    if not os.access(folder, os.W_OK):
+        raise no(f"its folder {folder!r} is not writable")
+    return target
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

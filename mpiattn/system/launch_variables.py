@@ -1,0 +1,38 @@
+"""What launchers say in the environment of the processes that they start: rank, ranks, ranks on this host."""
+
+import os
+
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
+# The number of ranks.  Without an interface to MPI srun starts as many programs of one rank each, and says so in its
+# own variable only; that is last, since mpiexec may have started its daemons by srun.
+OPEN_MPI = "the mpiexec of Open MPI"
+LAUNCHERS = {"PMI_SIZE": "the mpiexec of MPICH or Intel MPI (or another launcher with PMI)",
+             "OMPI_COMM_WORLD_SIZE": OPEN_MPI, "PALS_SIZE": "the launcher of PALS",
+             "MV2_COMM_WORLD_SIZE": "the launcher of MVAPICH", "SLURM_STEP_NUM_TASKS": "srun"}
+# The number of ranks on this host: MPICH's and Intel's, Open MPI's, Slurm's srun.
+LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+
+
+def launch_rank(otherwise=0):
+    """This process's rank by the launcher's environment, before MPI is started; `otherwise` without a launcher."""
+    for name in RANK_VARIABLES:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return otherwise
+
+
+def launched():
+    """How many ranks the launcher says it started, and which launcher that is, in words; (None, None) without one."""
+    for variable, launcher in LAUNCHERS.items():
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable]), launcher
+    return None, None
+
+
+def local_ranks():
+    """Ranks of this launch on this host by the launcher's environment; 1 if it does not say."""
+    for name in LOCAL_RANKS:
+        count = os.environ.get(name, "").split("(")[0].split(",")[0]     # Slurm writes 4(x2) for two hosts of 4
+        if count.isdigit() and int(count):
+            return int(count)
+    return 1

@@ -1,0 +1,1 @@
+"""The dense float64 oracle, and results compared with it."""

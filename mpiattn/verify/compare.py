@@ -1,0 +1,197 @@
+"""Checks a result against float64 attention whose keys and values are read again, piece by piece."""
+
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ..comm.redistribute import PIECE_BYTES
+from . import reference
+
+WORK_LIMIT = 2e11          # operations of float64 attention per rank: tens of seconds on one core
+STATE_BYTES = 4 * 2 ** 20   # float64 queries and results held at a time
+
+# Largest error allowed, relative to the largest absolute value: of accumulating in float32 (float64) ...
+ACCUMULATION = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
+# ... where scores, which are rounded relative to themselves, stay below this; beyond, in proportion ...
+USUAL_SCORE = 16.0
+# ... but so that a wrong result is still told from a right one ...
+MOST = 0.05
+# ... and of rounding to a narrower dtype: relative, and absolute where float16 becomes subnormal ...
+ROUNDING = {"float32": (6e-8, 0), "bfloat16": (4e-3, 0), "float16": (5e-4, 2.0 ** -25)}
+# ... for partials that travel in one, which may be larger than the result, this many times.
+OF_WIRE = 2
+
+
+def accumulation_error(problem, largest_lse):
+    """Relative error allowed of what is computed from scores, in the accumulation dtype."""
+    return ACCUMULATION[problem.dtype] * max(1, largest_lse / USUAL_SCORE)
+
+
+def rounding_error(problem):
+    """Relative and absolute error of rounding the result, and partials for the wire."""
+    relative = absolute = 0
+    for dtype, times in ((problem.dtype, 1), (problem.wire_dtype, OF_WIRE)):
+        if dtype != problem.partial_dtype:
+            relative += times * ROUNDING[dtype][0]
+            absolute += times * ROUNDING[dtype][1]
+    return relative, absolute
+
+
+class Report(NamedTuple):
+    """What was checked, over all ranks, and how far off it is."""
+
+    rows: int
+    of_rows: int
+    out_error: float
+    lse_error: float
+    tolerance: float
+    lse_tolerance: float
+    differing: int         # elements that are finite on one side only
+    nonfinite: int = 0     # rows of out with elements that are NaN or infinite on both sides alike
+
+    @property
+    def passed(self):
+        """Whether every error is within its tolerance."""
+        return (self.out_error <= self.tolerance and self.lse_error <= self.lse_tolerance and not self.differing)
+
+    def __str__(self):
+        rows = "all rows" if self.rows == self.of_rows else "rows, a seeded sample with the first, last and edges"
+        text = (f"{self.rows} of {self.of_rows} {rows}: out off by {self.out_error:.1e} (may be {self.tolerance:.0e}), "
+                f"lse by {self.lse_error:.1e} (may be {self.lse_tolerance:.0e})")
+        if self.differing:
+            text += f", {self.differing} elements are finite on one side only"
+        if self.nonfinite:
+            text += f", {self.nonfinite} rows are NaN or infinite on both sides"
+        return f"{text}: {'passed' if self.passed else 'FAILED'}"
+
+
+def choose_rows(layout, rank, row_work, limit=WORK_LIMIT, seed=0):
+    """Which of a rank's rows to check: all, or if that is too much work a sample with every edge of the chunk.
+
+    row_work: operations that one row takes.
+    """
+    count = layout.length(rank)
+    if count * row_work <= limit:
+        return np.arange(count)
+    edges, before = set(), 0
+    for tokens in layout.ranges(rank):
+        if tokens:
+            edges |= {before, before + len(tokens) - 1}
+        before += len(tokens)
+    sample = np.random.default_rng([seed, rank]).choice(count, min(count, int(limit // row_work)), replace=False)
+    return np.array(sorted(edges | set(sample.tolist())), np.int64)
+
+
+def steps(count, row_bytes, limit=STATE_BYTES):
+    """Cuts of `count` rows into consecutive slices that hold up to `limit` bytes, at least one row each."""
+    size = max(1, limit // max(row_bytes, 1))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+class Source:
+    """The tensors that a result is checked against, read in pieces, and what its queries see.
+
+    read(name, start, stop): tokens of "q", "k", "v" or "dout" at those positions, (batch, tokens, heads, dim); it must
+    not communicate.  documents: what `mpiattn.verify.reference.attention` takes of them, or None.
+    """
+
+    def __init__(self, problem, read, documents=None):
+        p = self.problem = problem
+        self.read = read
+        self.masks = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap,
+                      "prefix": p.prefix, "causal_block": p.causal_block, "lengths": (p.seqlen, p.seqlen_k),
+                      **(documents or {})}
+
+    def _row(self, name):
+        p = self.problem
+        return p.kv_heads if name in "kv" else p.heads, p.head_dim if name in "qk" else p.value_dim
+
+    def _steps(self, *names):
+        p = self.problem
+        elements = p.batch * sum(heads * dim for heads, dim in map(self._row, names))
+        return steps(p.seqlen_k if names[0] in "kv" else p.seqlen, elements * p.itemsize, PIECE_BYTES)
+
+    def pieces(self, *names):
+        """Every piece of tensors of equal length: (positions, the tokens of each)."""
+        for at in self._steps(*names):
+            yield np.arange(at.start, at.stop), *(self.read(name, at.start, at.stop) for name in names)
+
+    def rows(self, name, positions):
+        """A tensor's tokens at increasing positions."""
+        rows = np.empty((self.problem.batch, len(positions), *self._row(name)), self.problem.dtype)
+        for at in self._steps(name):
+            first, last = np.searchsorted(positions, (at.start, at.stop))
+            if first < last:
+                rows[:, first:last] = self.read(name, at.start, at.stop)[:, positions[first:last] - at.start]
+        return rows
+
+    def attention(self, positions, q):
+        """float64 out and lse of the queries q at some positions."""
+        p = self.problem
+        out = np.zeros((p.batch, len(positions), p.heads, p.value_dim))
+        lse = np.full((p.batch, p.heads, len(positions)), -np.inf)
+        for keys, k, v in self.pieces("k", "v"):
+            part = reference.attention(q, k, v, positions=positions, keys=keys, **self.masks)
+            out, lse = reference.merge(out, lse, *part)
+        return out, lse
+
+
+def largest(array):
+    """max|array| over its finite elements, 0 where there are none."""
+    return float(np.abs(array[np.isfinite(array)]).max(initial=0))
+
+
+class Errors:
+    """Largest difference and largest magnitude so far, over finite elements."""
+
+    def __init__(self):
+        self.error = self.magnitude = 0.0
+        self.differing = self.nonfinite = 0
+
+    def add(self, got, expected):
+        """Compare some elements more, (batch, rows, ...); nonfinite counts rows, differing elements."""
+        got = got.astype(np.float64)
+        same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+        finite = np.isfinite(got) & np.isfinite(expected)
+        self.differing += int((~same & ~finite).sum())
+        self.nonfinite += int((same & ~finite).any(axis=(0, *range(2, got.ndim))).sum())
+        self.error = max(self.error, largest(got[finite] - expected[finite]))
+        self.magnitude = max(self.magnitude, largest(expected))
+
+
+def choose(problem, layout, rank, limit=WORK_LIMIT, seed=0):
+    """The rows of out and lse that `verify` checks on a rank."""
+    return choose_rows(layout, rank, problem.flops_per_pair * problem.seqlen_k, limit, seed)
+
+
+def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None):
+    """Compare this rank's out and lse with float64 attention of the source; collective.
+
+    read, documents: as of `Source`.  progress: called with the rows just checked.  Returns a Report, the same on every
+    rank.
+    """
+    source = Source(problem, read, documents)
+    chosen, positions = choose(problem, layout, peers.rank, limit, seed), layout.positions(peers.rank)
+    outs, lses = Errors(), Errors()
+    for at in steps(len(chosen), 8 * problem.batch * problem.heads * (problem.head_dim + 4 * problem.value_dim)):
+        rows = chosen[at]
+        expected_out, expected_lse = source.attention(positions[rows], source.rows("q", positions[rows]))
+        outs.add(out[:, rows], expected_out)
+        lses.add(lse[:, :, rows], expected_lse)
+        if progress:
+            progress(len(rows))
+    return conclude(peers, problem, outs, lses, len(chosen), len(positions))
+
+
+def conclude(peers, problem, outs, lses, checked, rows):
+    """The Report of every rank's `Errors` of out and lse, over `checked` of its rows; collective."""
+    maxima = np.array([outs.error, outs.magnitude, lses.error, lses.magnitude])
+    counts = np.array([checked, rows, outs.differing + lses.differing, outs.nonfinite])
+    peers.reduce(maxima, MPI.MAX)
+    peers.reduce(counts, MPI.SUM)
+    out_error, out_size, lse_error, lse_size = maxima.tolist()
+    rounding, absolute = rounding_error(problem)
+    tolerance = min(rounding + accumulation_error(problem, lse_size), MOST)
+    return Report(*counts[:2].tolist(), max(0.0, out_error - absolute) / (out_size or 1), lse_error / max(1, lse_size),
+                  tolerance, ACCUMULATION[problem.dtype], *counts[2:].tolist())

@@ -1,0 +1,168 @@
+"""Checks gradients against float64 ones whose inputs are read again, piece by piece.
+
+dq of a row takes the row's own lse and delta = rowsum(dout * out) and all keys.  dk and dv of a key take lse and delta
+of every query: in float64 where every row is checked and so has them, else those of the run that is checked, whose out
+and lse `mpiattn.verify.compare` has sampled.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from . import reference
+from .compare import MOST, WORK_LIMIT, Errors, Source, accumulation_error, choose_rows, largest, rounding_error, steps
+
+# Gradients are rounded themselves, and computed from delta, and so from an out that was rounded.
+TIMES_ROUNDING = 3
+
+
+class GradientReport(NamedTuple):
+    """What was checked, over all ranks, and how far off it is."""
+
+    rows: int
+    of_rows: int
+    keys: int
+    of_keys: int
+    dq_error: float
+    dk_error: float
+    dv_error: float
+    tolerance: float
+    differing: int         # elements that are finite on one side only
+    nonfinite_rows: int    # rows of dq with elements that are NaN or infinite on both sides alike
+    nonfinite_keys: int    # and keys of dk or of dv, whichever are more
+    independent: bool      # whether keys were checked with float64 lse and delta, not with those of the run
+
+    @property
+    def passed(self):
+        """Whether every error is within its tolerance."""
+        return max(self.dq_error, self.dk_error, self.dv_error) <= self.tolerance and not self.differing
+
+    def __str__(self):
+        sampled = (self.rows, self.keys) != (self.of_rows, self.of_keys)
+        text = (f"{self.rows} of {self.of_rows} rows: dq off by {self.dq_error:.1e}; {self.keys} of {self.of_keys} "
+                f"keys: dk by {self.dk_error:.1e}, dv by {self.dv_error:.1e} (may be {self.tolerance:.0e})")
+        if sampled:
+            text += ", a seeded sample with the first, last and edges"
+        if not self.independent:
+            text += ", keys with this run's own lse and out"
+        if self.differing:
+            text += f", {self.differing} elements are finite on one side only"
+        if self.nonfinite_rows or self.nonfinite_keys:
+            text += (f", {self.nonfinite_rows} rows and {self.nonfinite_keys} keys are NaN or infinite on both "
+                     "sides")
+        return f"{text}: {'passed' if self.passed else 'FAILED'}"
+
+
+def choose(problem, q_layout, k_layout, rank, limit=WORK_LIMIT, seed=0):
+    """The rows of dq and the keys of dk and dv that `verify_gradients` checks on a rank."""
+    products = problem.flops_per_pair / 2          # two for out, five for gradients
+    return (choose_rows(q_layout, rank, 7 * products * problem.seqlen_k, limit, seed),
+            choose_rows(k_layout, rank, 5 * products * problem.seqlen, limit, seed))
+
+
+def _delta(dout, out):
+    return np.einsum("bqhd,bqhd->bhq", dout.astype(np.float64), out.astype(np.float64))
+
+
+class _Check:
+    """One verification: what was found so far, and the lse and delta of this rank's queries."""
+
+    def __init__(self, peers, source, positions, lse, out, progress):
+        self.peers, self.source, self.positions = peers, source, positions
+        self.progress = progress or (lambda done: None)
+        self.lse, self.out, self.delta = lse, out, None             # delta None: of this out
+        self.dq, self.dk, self.dv = Errors(), Errors(), Errors()
+        self.largest = {"lse": 0.0, "q": 0.0, "k": 0.0, "dout * out": 0.0}
+
+    def _see(self, name, array):
+        self.largest[name] = max(self.largest[name], largest(array))
+
+    def rows(self, dq, rows, keep):
+        """Check some rows of dq; keep: they are all, and their float64 lse and delta replace the run's."""
+        p, source = self.source.problem, self.source
+        kept = np.zeros((2, *self.lse.shape) if keep else 0)
+        for at in steps(len(rows), 8 * p.batch * p.heads * (3 * p.head_dim + 5 * p.value_dim)):
+            some = rows[at]
+            positions = self.positions[some]
+            q, dout = source.rows("q", positions), source.rows("dout", positions)
+            out, lse = source.attention(positions, q)
+            delta, expected = _delta(dout, out), np.zeros(q.shape)
+            for keys, k, v in source.pieces("k", "v"):
+                expected += reference.gradients(dout, q, k, v, lse, delta, positions=positions, keys=keys,
+                                                **source.masks)[0]
+                self._see("k", k)
+            self.dq.add(dq[:, some], expected)
+            self._see("lse", lse)
+            self._see("dout * out", np.sqrt(np.square(dout * out).sum(axis=-1)))
+            if keep:
+                kept[..., some] = lse, delta
+            self.progress(len(some))
+        if keep:
+            self.lse, self.delta = kept
+
+    def _of_all(self, positions, dout):
+        """lse and delta of the queries at consecutive positions, each from the rank that has it; collective."""
+        found = np.zeros((2, *self.lse.shape[:2], len(positions)))
+        mine = slice(*np.searchsorted(self.positions, (positions[0], positions[-1] + 1)))
+        at = self.positions[mine] - positions[0]
+        found[0][..., at] = self.lse[..., mine]
+        found[1][..., at] = _delta(dout[:, at], self.out[:, mine]) if self.delta is None else self.delta[..., mine]
+        self.peers.reduce(found, MPI.SUM)           # zero but on one rank
+        return found
+
+    def keys(self, dk, dv, keys, key_positions):
+        """Check some keys of dk and dv; collective."""
+        p, source = self.source.problem, self.source
+        turns = steps(len(keys), 8 * p.batch * p.kv_heads * 3 * (p.head_dim + p.value_dim))
+        for turn in range(self.peers.largest([len(turns)])[0]):
+            some = keys[turns[turn]] if turn < len(turns) else keys[:0]
+            positions = key_positions[some]
+            k, v = source.rows("k", positions), source.rows("v", positions)
+            expected_dk, expected_dv = np.zeros(k.shape), np.zeros(v.shape)
+            for queries, q, dout in source.pieces("q", "dout"):
+                _, of_k, of_v = reference.gradients(dout, q, k, v, *self._of_all(queries, dout), positions=queries,
+                                                    keys=positions, **source.masks)
+                expected_dk += of_k
+                expected_dv += of_v
+                self._see("q", q)
+            self.dk.add(dk[:, some], expected_dk)
+            self.dv.add(dv[:, some], expected_dv)
+            self.progress(len(some))
+
+    def errors(self):
+        """What a GradientReport says from dq_error to nonfinite_keys."""
+        p = self.source.problem
+        found = (self.dq, self.dk, self.dv)
+        maxima = np.array([[e.error for e in found], [e.magnitude for e in found], [*self.largest.values()][1:]])
+        lse_size = max(self.peers.allgather(self.largest["lse"]))
+        self.peers.reduce(maxima, MPI.MAX)
+        errors, sizes, (q_size, k_size, change) = maxima
+        # Where dq and dk cancel to nothing, what is left is what an error of out, through delta, makes of k and q.
+        sizes = np.maximum(sizes, [p.scale * k_size * change, p.scale * q_size * change, 0])
+        rounding, absolute = rounding_error(p)
+        tolerance = min(TIMES_ROUNDING * rounding + accumulation_error(p, lse_size), MOST)
+        relative = np.maximum(0, errors - absolute) / np.where(sizes == 0, 1, sizes)
+        counts = np.array([sum(e.differing for e in found), self.dq.nonfinite,
+                           max(self.dk.nonfinite, self.dv.nonfinite)])
+        self.peers.reduce(counts, MPI.SUM)
+        return *relative.tolist(), tolerance, *counts.tolist()
+
+
+def verify_gradients(peers, problem, q_layout, k_layout, out, lse, gradients, read, documents=None, limit=WORK_LIMIT,
+                     seed=0, progress=None):
+    """Compare this rank's gradients (dq, dk, dv) with float64 ones of the source; collective.
+
+    out, lse: of the same run.  read, documents: as of `verify.compare.Source`, with dout.  progress: called with the
+    rows or keys just checked.  Returns a GradientReport, the same on every rank.
+    """
+    rows, keys = choose(problem, q_layout, k_layout, peers.rank, limit, seed)
+    positions, key_positions = q_layout.positions(peers.rank), k_layout.positions(peers.rank)
+    independent = all(peers.allgather(len(rows) == len(positions)))
+    check = _Check(peers, Source(problem, read, documents), positions, lse, out, progress)
+    dq, dk, dv = gradients
+    check.rows(dq, rows, keep=independent)
+    check.keys(dk, dv, keys, key_positions)
+    counts = np.array([len(rows), len(positions), len(keys), len(key_positions)])
+    peers.reduce(counts, MPI.SUM)
+    return GradientReport(*counts.tolist(), *check.errors(), independent)
