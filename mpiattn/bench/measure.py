@@ -58,9 +58,9 @@ class Subject:
         out, lse = map(on_host, self.forward)
         self.reports["forward"] = compare.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
         if "backward" in self.passes:
-            gradients = list(map(on_host, plan.backward(self.dout, *self.inputs, *self.forward)))
+            grads = list(map(on_host, plan.backward(self.dout, *self.inputs, *self.forward)))
             self.reports["backward"] = gradients.verify_gradients(
-                peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, gradients, read, limit=limit)
+                peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, grads, read, limit=limit)
         failed = [str(report) for report in self.reports.values() if not report.passed]
         if failed:
             error = VerificationError(f"{self.case} is wrong, nothing is measured: {'; '.join(failed)}")

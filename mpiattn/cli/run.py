@@ -214,15 +214,15 @@ def _read(source, layouts, ranks):
 def _verify(peers, plan, source, results, documents):
     """Reports of the results and of the gradients; VerificationError if one is off."""
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
-    out, lse, *gradients = results.values()
+    out, lse, *grads = results.values()
     how = {"read": source.tokens, "documents": documents}
     with Progress("verify", len(compare.choose(p, layouts[0], peers.rank)), " rows") as progress:
         reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
-    if gradients:
+    if grads:
         chosen = gradients.choose(p, *layouts, peers.rank)
         with Progress("verify gradients", sum(map(len, chosen)), " rows and keys") as progress:
             reports["verify_gradients"] = gradients.verify_gradients(
-                peers, p, *layouts, out, lse, gradients, progress=progress, **how)
+                peers, p, *layouts, out, lse, grads, progress=progress, **how)
     source.check()                              # HDF5 gives zeros for what is not there, which the results may be too
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:
