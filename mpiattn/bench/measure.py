@@ -17,7 +17,7 @@ from ..errors import VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
 from ..schedule import travels
-from ..verify import compare
+from ..verify import compare, gradients
 from .summary import EMULATED
 from .tensors import NAMES, Tensors
 

@@ -34,7 +34,7 @@ from ..files.finite import nonfinite
 from ..plan.mesh_attention import MeshAttention
 from ..schedule import travels
 from ..schedule.needed import Activity
-from ..verify import compare
+from ..verify import compare, gradients
 from . import opening
 from .documents import read_documents
 from .names import add_names
