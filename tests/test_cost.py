@@ -10,7 +10,7 @@ from mpiattn.model.workload import Load, block_pairs
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule.tile import tiles
-from mpiattn.schedule.travels import mean_sent
+from mpiattn.schedule.travels import mean_sent, token_bytes
 
 
 def machine(flops, bandwidth, latency=0.0, launch=0.0, **more):
@@ -126,7 +126,7 @@ def test_memory_is_what_buffers_take(wire_dtype):
             buffers = Buffers(NumpyBackend(), Forward(problem, None).shapes(), schedule,
                               SimpleNamespace(a=a, b=b, rank=5), layout, layout)
             assert memory.buffer_bytes(schedule, problem, 8, 8, "contiguous") == buffers.nbytes, (a, b, kind)
-            ordered = b * 8 * problem.kv_bytes if kind == "collective" and b > 1 else 0    # keys again, by position
+            ordered = b * 8 * token_bytes(problem)["KV"] if kind == "collective" and b > 1 else 0  # keys by position
             assert memory.buffer_bytes(schedule, problem, 8, 8, "striped") == buffers.nbytes + ordered, (a, b, kind)
 
 

@@ -262,7 +262,7 @@ def test_page(monkeypatch, capsys):
     rank = int(runs[0].steps[-1].ended.argmax())
     assert len(patches(matrix, "tile")) == 4 and patches(matrix, "tile")[0][1] == rank // 3 * 3
     assert f"Rank {rank}, forward: 3 x 4 blocks" in tile.get_title(loc="left")
-    moved = load.moved("KV")[:, rank].sum() * problem.kv_bytes
+    moved = load.moved("KV")[:, rank].sum() * formulas.token_bytes(problem)["KV"]
     assert any(size(moved) in text for text in texts(tile))
     assert {line.get_label() for line in sent.lines} >= {"Ring", "best mesh"}
     for axes, run in zip((forward, backward), runs):

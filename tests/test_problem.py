@@ -26,24 +26,6 @@ def test_numpy_integers_are_numbers():
     assert p == Problem(**SHAPE, scale=0.5) and repr(p) == repr(Problem(**SHAPE, scale=0.5))
 
 
-def test_bytes_of_a_token():
-    p = Problem(**SHAPE, batch=3, kv_heads=2, value_dim=8, dtype="float16")
-    assert p.q_bytes == 3 * 4 * 16 * 2
-    assert p.kv_bytes == 3 * 2 * (16 + 8) * 2
-    assert p.partial_bytes == 3 * 4 * (8 + 1) * 4
-    assert p.out_bytes == 3 * 4 * (8 * 2 + 4)
-    assert Problem(**SHAPE, dtype="float64").partial_bytes == 4 * 17 * 8
-
-
-def test_bytes_of_a_partial_on_the_wire():
-    """Its lse keeps the dtype of accumulation."""
-    p = Problem(**SHAPE, kv_heads=2, wire_dtype="bfloat16")
-    assert (p.wire_itemsize, p.partial_itemsize) == (2, 4)
-    assert p.partial_bytes == 4 * (16 * 2 + 4)
-    assert p.dq_bytes == 4 * 16 * 2 and p.dkv_bytes == 2 * 32 * 2
-    assert Problem(**SHAPE, dtype="float64", wire_dtype="float32").dq_bytes == 4 * 16 * 4
-
-
 def test_window_without_end():
     """A side that reaches over everything is no limit, however large."""
     plain = Problem(**SHAPE, seqlen_k=7, causal=True)

@@ -12,9 +12,9 @@ from mpiattn.model.simulate import simulate
 from mpiattn.model.workload import Load, block_pairs
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
-from mpiattn.schedule.steps import REDUCED
+from mpiattn.schedule.kinds import REDUCED
 from mpiattn.schedule.tile import tiles
-from mpiattn.schedule.travels import mean_sent
+from mpiattn.schedule.travels import mean_sent, token_bytes
 
 PROBLEM = Problem(seqlen=6400, heads=4, head_dim=16)
 
@@ -74,7 +74,7 @@ def test_links_inside_and_between_nodes():
     """Ranks 0-3 and 4-7: rows of four stay inside; a ring's hop is as slow as its slowest link."""
     on = machine(bandwidth=1e9, ranks_per_node=4, flops=1e15)
     fast = replace(on, inside=Link(0.0, 1e12))
-    assert timeline(fast, 4, 2).seconds == pytest.approx(800 * PROBLEM.kv_bytes / 1e9, rel=0.05)
+    assert timeline(fast, 4, 2).seconds == pytest.approx(800 * token_bytes(PROBLEM)["KV"] / 1e9, rel=0.05)
     assert timeline(on, 4, 2).seconds > 2 * timeline(fast, 4, 2).seconds
     assert timeline(on, 1, 8).seconds == pytest.approx(timeline(fast, 1, 8).seconds, rel=0.01)
     scattered = timeline(fast, 4, 2, nodes=[0, 1, 0, 1, 0, 1, 0, 1])
@@ -108,7 +108,7 @@ def replace_link(link, **changes):
 def test_merging_and_collectives():
     on = machine()
     slow = replace(on, merging=1e6)
-    merged = 3 * 400 * PROBLEM.partial_bytes                 # three partials of a chunk of 400 tokens
+    merged = 3 * 400 * token_bytes(PROBLEM)["O"]                 # three partials of a chunk of 400 tokens
     assert timeline(slow, 4, 4, "collective").seconds - timeline(on, 4, 4, "collective").seconds == pytest.approx(
         merged / 1e6)
     twice = replace(on, collective=2.0)
@@ -120,7 +120,7 @@ def test_memory_bounds_how_far_ahead(monkeypatch):
     """Every step ahead takes a slot; a limit takes them away first, and then the tile."""
     on = machine(bandwidth=3e7)
     free = search.evaluate(PROBLEM, 16, machine=on, shapes=[(1, 16)], kinds=("greedy",))[0]
-    chunk = 400 * PROBLEM.kv_bytes
+    chunk = 400 * token_bytes(PROBLEM)["KV"]
     assert free.ahead == 2
     for less, ahead in ((0, 2), (1, 1), (chunk, 1), (chunk + 1, 0), (2 * chunk, 0)):
         limited = search.evaluate(PROBLEM, 16, machine=on, shapes=[(1, 16)], kinds=("greedy",),

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..model.machine import PRODUCTS
+from ..schedule.kinds import OUT, K, Q, V
+from ..schedule.travels import held_bytes
 
 EMULATED = "emulated compute"          # what every report of a run says whose blocks took the time of another machine
 
@@ -65,9 +67,8 @@ def _spread(numbers):
 
 def whole_bytes(problem, name):
     """Bytes of what a pass reads and gives, once each: q, k, v and out; backward dout, dq, dk and dv too."""
-    p = problem
-    out = p.batch * p.heads * p.value_dim * p.itemsize
-    return (p.seqlen * (p.q_bytes + out) + p.seqlen_k * p.kv_bytes) * (2 if name == "backward" else 1)
+    nbytes = problem.seqlen * held_bytes(problem, Q, OUT) + problem.seqlen_k * held_bytes(problem, K, V)
+    return nbytes * (2 if name == "backward" else 1)
 
 
 def passes_of(plan, problem):

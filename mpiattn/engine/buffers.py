@@ -1,6 +1,6 @@
 """The buffers of a plan: one arena a kind, cut into the slots of its schedule.
 
-Kinds as in `mpiattn.schedule.steps`: "Q" and "KV" hold chunks received, a reduced kind X its accumulators X#0, X#1, ...
+Kinds as in `mpiattn.schedule.kinds`: "Q" and "KV" hold chunks received, a reduced kind X its accumulators X#0, X#1, ...
 and "+X" the partials received.  A packed arena holds the chunks of a whole group in order of rank instead, so that
 it is itself one long chunk: what a fused launch works on.  Where partials travel in a dtype of their own, `wire` holds
 by reduced kind the arrays that they are cast into to leave, cut as "+X" is, None for one that leaves as it is.
@@ -8,7 +8,7 @@ by reduced kind the arrays that they are cast into to leave, cut as "+X" is, Non
 
 from dataclasses import dataclass
 
-from ..schedule.steps import GATHERED, IN_COLUMNS, REDUCED, arena_of
+from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
 from ..schedule.travels import in_column, in_row
 
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..problem.mask import local_interval
-from ..schedule.steps import GATHERED, IN_COLUMNS, Transfer, arena_of, hop_of
+from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of, hop_of
+from ..schedule.steps import Transfer
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers, Chunk
 
-# Message tags: a kind's, and one more for each further array; between two ranks, messages of one tag keep their order.
-TAG = {"Q": 0, "KV": 4, "O": 6, "dQ": 8, "dKV": 9}
 # Transfers under way that are ahead of their step: so many that the link is never idle, so few that the first of them
 # does not share it with all the others.
 UNDER_WAY = 2

@@ -3,23 +3,22 @@
 Shapes have the batch folded into the heads (see `mpiattn.backends.base`).
 """
 
+from ..schedule import kinds
 
-class Forward:
-    """Q and KV are gathered, the partial O = (out, lse) is reduced by merging."""
 
-    direction = "forward"
-
+class _Pass:
     def __init__(self, problem, backend):
         self.problem, self.backend = problem, backend
 
     def shapes(self):
         """By arena, shape of a token and dtype of every array; "+X" is of partials as they travel."""
-        p = self.problem
-        heads, kv_heads = p.batch * p.heads, p.batch * p.kv_heads
-        return {"Q": [((heads, p.head_dim), p.dtype)],
-                "KV": [((kv_heads, p.head_dim), p.dtype), ((kv_heads, p.value_dim), p.dtype)],
-                "O": [((heads, p.value_dim), p.partial_dtype), ((heads,), p.partial_dtype)],
-                "+O": [((heads, p.value_dim), p.wire_dtype), ((heads,), p.partial_dtype)]}
+        return kinds.shapes(self.problem, self.direction)
+
+
+class Forward(_Pass):
+    """Q and KV are gathered, the partial O = (out, lse) is reduced by merging."""
+
+    direction = "forward"
 
     def clear(self, kind, arrays):
         """Make an accumulator empty; returns the event."""
@@ -35,25 +34,10 @@ class Forward:
         return self.backend.merge(*arrays, *received, after=after)
 
 
-class Backward:
+class Backward(_Pass):
     """Q = (q, dout, lse, delta) and KV are gathered, dQ and dKV = (dk, dv) are reduced by adding."""
 
     direction = "backward"
-
-    def __init__(self, problem, backend):
-        self.problem, self.backend = problem, backend
-
-    def shapes(self):
-        """By arena, shape of a token and dtype of every array; "+X" is of partials as they travel."""
-        p = self.problem
-        heads, kv_heads, partial = p.batch * p.heads, p.batch * p.kv_heads, p.partial_dtype
-        shapes = {"Q": [((heads, p.head_dim), p.dtype), ((heads, p.value_dim), p.dtype), ((heads,), partial),
-                        ((heads,), partial)],
-                  "KV": [((kv_heads, p.head_dim), p.dtype), ((kv_heads, p.value_dim), p.dtype)]}
-        for prefix, dtype in (("", partial), ("+", p.wire_dtype)):
-            shapes[f"{prefix}dQ"] = [((heads, p.head_dim), dtype)]
-            shapes[f"{prefix}dKV"] = [((kv_heads, p.head_dim), dtype), ((kv_heads, p.value_dim), dtype)]
-        return shapes
 
     def clear(self, kind, arrays):
         """Make an accumulator zero; returns the event."""

@@ -5,10 +5,11 @@ import numpy as np
 from ..errors import ArgumentError
 from ..schedule.collective import collective
 from ..schedule.greedy import greedy
-from ..schedule.steps import IN_COLUMNS, Costs, apart
+from ..schedule.kinds import KINDS
+from ..schedule.steps import Costs, apart
 from ..schedule.travels import token_bytes
 from .machine import DEFAULT
-from .simulate import MESSAGES, nodes_of
+from .simulate import nodes_of
 
 SCHEDULES = ("greedy", "collective")
 # How many steps before the one that needs it a chunk may come: as long as the link is busy it does not matter, and
@@ -27,10 +28,10 @@ def transfer_seconds(problem, a, b, machine, direction="forward", nodes=None):
     spans = {True: (nodes != nodes[:1]).any(), False: (nodes != nodes[:, :1]).any()}
     tokens = {True: problem.seqlen_k / (a * b), False: problem.seqlen / (a * b)}
     seconds = {}
-    for kind, nbytes in token_bytes(problem, direction).items():
-        column = kind in IN_COLUMNS
-        link = machine.between if spans[column] else machine.inside
-        seconds[kind] = link.seconds(tokens[column] * nbytes, MESSAGES[direction][kind])
+    for name, nbytes in token_bytes(problem, direction).items():
+        kind = KINDS[direction][name]
+        link = machine.between if spans[kind.column] else machine.inside
+        seconds[name] = link.seconds(tokens[kind.column] * nbytes, len(kind.arrays))
     return seconds
 
 

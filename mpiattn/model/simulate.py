@@ -8,12 +8,9 @@ computed at once, with what the masks leave each of them to do.
 
 import numpy as np
 
-from ..schedule.steps import GATHERED, IN_COLUMNS
+from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..schedule.travels import token_bytes
-
-# Messages of one hop: one an array.
-MESSAGES = {"forward": {"Q": 1, "KV": 2, "O": 2}, "backward": {"Q": 4, "KV": 2, "dQ": 1, "dKV": 2}}
 
 
 def nodes_of(ranks, machine):
@@ -107,7 +104,7 @@ class _Run:
         out, into = (np.where(crossing, self.free[side][1][at], self.free[side][0][at])
                      for side, at in (("out", sources), ("in", everyone)))
         moves, lasting = nbytes > 0, nbytes / rate
-        messages = MESSAGES[self.schedule.direction][transfer.kind]
+        messages = len(KINDS[self.schedule.direction][transfer.kind].arrays)
         begun = np.maximum(np.maximum(posted, posted[sources]), np.maximum(out, into))
         leaves = begun + lasting
         for between in (False, True):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schedule.steps import GATHERED, IN_COLUMNS
+from ..schedule.kinds import GATHERED, IN_COLUMNS
 from ..schedule.travels import in_column, in_row
 
 RUN_PIECE = 2 ** 16         # queries looked at together under causal blocks

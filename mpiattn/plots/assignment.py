@@ -9,7 +9,7 @@ import numpy as np
 
 from ..console.table import size
 from ..errors import ArgumentError
-from ..schedule.steps import GATHERED, IN_COLUMNS, REDUCED
+from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, matrices
 from ..schedule.travels import ELEMENTS, in_column, in_row, place
 from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
 
@@ -189,7 +189,7 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
 def _told_of_tile(a, b, rank, direction, needs):
     head = f"Rank {rank}, {direction}: {a} x {b} blocks; white: its own chunks"
     (row, column), moved = ELEMENTS[direction], needs.moved
-    names = {"forward": ("Q, O", "K, V"), "backward": ("Q, dO, dQ", "K, V, dK, dV")}[direction]
+    names = [", ".join(matrices(direction, in_column)) for in_column in (False, True)]
     counts = " + ".join(f"{hops} of each {name}" for hops, name in zip(moved, names) if hops)
     if not counts:
         return f"{head}\nnothing moves"

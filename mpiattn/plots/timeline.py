@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..console.table import duration, percent
 from ..errors import ArgumentError
-from ..schedule.steps import GATHERED, REDUCED
+from ..schedule.kinds import GATHERED, NAMES, REDUCED
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .style import COLORS, HATCH, INK, POINTS, new_figure, styled, time_axis
 
@@ -173,5 +173,5 @@ def timeline(entries, ranks=None, title=None):
 
 
 def _kinds(shown):
-    return [kind for kind in (*GATHERED, "O", "dQ", "dKV")
+    return [kind for kind in NAMES
             if any(kind in lanes(of_rank(one, rank)) for _, one, some in shown for rank in some)]

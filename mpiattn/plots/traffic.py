@@ -6,7 +6,7 @@ Means over ranks where nothing is masked, by the formulas of `mpiattn.schedule.t
 from ..console.table import percent
 from ..errors import ArgumentError
 from ..schedule import travels as formulas
-from ..schedule.steps import REDUCED
+from ..schedule.kinds import KINDS
 from ..schedule.tile import tiles
 from .style import GRAY, INK, label_ends, new_figure, rank_axis, size_axis, styled
 
@@ -25,7 +25,7 @@ def best_tile(problem, ranks, direction="forward"):
 
 def mesh(problem, ranks, a, b, direction="forward"):
     """Mean bytes that a rank sends on a tile of a x b in a direction, of "both" the sum."""
-    directions = REDUCED if direction == "both" else (direction,)
+    directions = KINDS if direction == "both" else (direction,)
     return sum(formulas.mean_sent(problem, ranks, a, b, one) for one in directions)
 
 

@@ -160,49 +160,6 @@ class Problem:
         return ITEMSIZE[self.partial_dtype]
 
     @property
-    def wire_itemsize(self):
-        """Bytes of an element of a partial that travels; its lse keeps that of a partial."""
-        return ITEMSIZE[self.wire_dtype]
-
-    # Bytes per token of a chunk that moves: the unit of traffic and of buffers.
-
-    @property
-    def q_bytes(self):
-        """Bytes of one token of q."""
-        return self.batch * self.heads * self.itemsize * self.head_dim
-
-    @property
-    def kv_bytes(self):
-        """Bytes of one token of k and v."""
-        return self.batch * self.kv_heads * self.itemsize * (self.head_dim + self.value_dim)
-
-    @property
-    def partial_bytes(self):
-        """Bytes of one token of a partial (out, lse) that travels."""
-        return self.batch * self.heads * (self.wire_itemsize * self.value_dim + self.partial_itemsize)
-
-    @property
-    def q_backward_bytes(self):
-        """Bytes of one token of what a backward pass sends along a row: q, dout, lse, delta."""
-        heads = self.batch * self.heads
-        return heads * (self.itemsize * (self.head_dim + self.value_dim) + 2 * self.partial_itemsize)
-
-    @property
-    def dq_bytes(self):
-        """Bytes of one token of a partial of dq that travels."""
-        return self.batch * self.heads * self.wire_itemsize * self.head_dim
-
-    @property
-    def dkv_bytes(self):
-        """Bytes of one token of a partial of dk and dv that travels."""
-        return self.batch * self.kv_heads * self.wire_itemsize * (self.head_dim + self.value_dim)
-
-    @property
-    def out_bytes(self):
-        """Bytes of one token of the result (out, lse)."""
-        return self.batch * self.heads * (self.itemsize * self.value_dim + self.partial_itemsize)
-
-    @property
     def flops_per_pair(self):
         """Floating-point operations of one attended (query, key) pair, over batch and heads."""
         return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)

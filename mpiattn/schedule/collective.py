@@ -5,7 +5,8 @@ small ones (Attention2D, arXiv 2503.15758): the baseline that the greedy schedul
 the same data go from neighbour to neighbour, for an MPI whose collectives are slow or cannot take GPU buffers.
 """
 
-from .steps import GATHERED, IN_COLUMNS, REDUCED, Block, Step, Transfer, with_slots
+from .kinds import GATHERED, IN_COLUMNS, REDUCED
+from .steps import Block, Step, Transfer, with_slots
 
 
 def collective(a, b, route="direct", direction="forward"):

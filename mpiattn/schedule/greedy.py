@@ -12,18 +12,19 @@ be had; sending what is complete already while chunks still arrive is ours.)
 from heapq import heappop, heappush
 
 from ..errors import ArgumentError
-from .steps import IN_COLUMNS, REDUCED, Block, Costs, Step, Transfer, blocks_to_hide, with_slots
+from .kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
+from .steps import Block, Costs, Step, Transfer, blocks_to_hide, with_slots
 
 
 class _Tile:
     """The blocks that have not run, which of them can, and the order to run them in."""
 
-    def __init__(self, a, b, costs, reduced):
+    def __init__(self, a, b, costs, direction):
         self.a, self.b = a, b
-        self.cost = {"Q": costs.q, "KV": costs.kv, "O": costs.o, "dQ": costs.o, "dKV": costs.dkv}
-        self.here = {"Q": 0, "KV": 0}                       # hops that have arrived
-        self.unsent = {kind: list(range(1, b if kind in IN_COLUMNS else a)) for kind in reduced}
-        self.backward = "dKV" in reduced
+        self.cost = dict(zip(KINDS[direction], costs))
+        self.here = dict.fromkeys(GATHERED, 0)              # hops that have arrived
+        self.unsent = {kind: list(range(1, b if kind in IN_COLUMNS else a)) for kind in REDUCED[direction]}
+        self.backward = direction == "backward"
         self.done, self.heap = set(), []
         self.missing = {**{("row", u): b for u in range(a)}, **{("column", w): a for w in range(b)}}
         self._add(0, 0)
@@ -100,7 +101,7 @@ def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=
     costs = Costs(*costs)
     if min(costs) <= 0:
         raise ArgumentError(f"costs are {tuple(costs)}; each must be positive")
-    tile, steps = _Tile(a, b, costs, REDUCED[direction]), []
+    tile, steps = _Tile(a, b, costs, direction), []
 
     def move(*moved):
         for kind, hop in moved:

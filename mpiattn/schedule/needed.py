@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from ..problem.mask import local_interval
-from .steps import GATHERED, IN_COLUMNS
+from .kinds import GATHERED, IN_COLUMNS
 from .travels import in_column, in_row
 
 

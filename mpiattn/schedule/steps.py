@@ -4,9 +4,8 @@ Everything is in rank-relative hop coordinates (Mesh-Attention, arXiv 2512.20968
 one schedule serves every rank of a mesh of b rows x a columns: Q#u and O#u are the chunk u hops back in
 my row, KV#w the chunk w hops back in my column, #0 is my own.  Block (u, w) is Q#u against KV#w.
 
-Kinds that are gathered: "Q", what belongs to queries (backward also dO, lse and delta), in rows; "KV" in columns.
-Kinds that are reduced: forward "O" in rows; backward "dQ" in rows and "dKV" in columns.  A reduced kind X has two
-arenas: "X" of accumulators and "+X" of partials received.
+What travels are the kinds of `mpiattn.schedule.kinds`.  A reduced kind X has two arenas: "X" of accumulators and "+X"
+of partials received.
 
 The route says how a chunk travels.  "direct": straight from its owner, who is u hops back, and a
 partial straight to the owner of its queries.  "ring": Q and KV from neighbour to neighbour, a partial
@@ -19,21 +18,9 @@ from math import ceil
 from typing import NamedTuple
 
 from ..errors import ArgumentError
+from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of, hop_of
 
 ROUTES = ("direct", "ring")
-GATHERED = ("Q", "KV")
-REDUCED = {"forward": ("O",), "backward": ("dQ", "dKV")}
-IN_COLUMNS = ("KV", "dKV")
-
-
-def arena_of(kind):
-    """The arena that arrivals of a kind take their slots in."""
-    return kind if kind in GATHERED else f"+{kind}"
-
-
-def hop_of(kind, u, w):
-    """Which hop's chunk or accumulator of a kind the block (u, w) works on."""
-    return w if kind in IN_COLUMNS else u
 
 
 class Block(NamedTuple):
@@ -44,7 +31,7 @@ class Block(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """How many blocks it takes to hide one transfer of Q and of KV, and of what a row and a column reduce.
+    """How many blocks it takes to hide one transfer of each kind, in the order of `KINDS`.
 
     o is of O forward and of dQ backward, dkv is of dKV and backward only.
     """

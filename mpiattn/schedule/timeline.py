@@ -16,7 +16,7 @@ class StepTimes(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """One transfer: a kind of `mpiattn.schedule.steps`, its hop (0: all of a collective), and the step that needs it.
+    """One transfer: a kind of `mpiattn.schedule.kinds`, its hop (0: all of a collective), and the step that needs it.
 
     begun, arrived: seconds since the pass began, nan where nothing moves; arrays over ranks, or numbers of one rank.
     """

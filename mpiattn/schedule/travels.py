@@ -1,35 +1,18 @@
 """Bytes on the wire, exactly, and the volumes of other methods for comparison.  Pure arithmetic.
 
-Per token of the chunk that moves and hop (Mesh-Attention, arXiv 2512.20968, section 3.8, in bytes):
-a row carries heads * (w D) for Q and heads * (p Dv + lse) for a partial, a column kv_heads * w (D + Dv),
-with w bytes an input element and p a partial's.  lse has 4 bytes, 8 where partials are float64.
+What moves is in `mpiattn.schedule.kinds`.  Forward, a hop of one token costs what Mesh-Attention (arXiv 2512.20968,
+section 3.8) says, in bytes: a row carries heads * (w D) for Q and heads * (p Dv + lse) for a partial, a column
+kv_heads * w (D + Dv), with w bytes an input element and p a partial's.
 """
 
-from typing import NamedTuple
+from math import prod
 
-from .steps import GATHERED, IN_COLUMNS
-
-
-class Sent(NamedTuple):
-    """Bytes that one rank sends in a forward pass, by kind."""
-
-    q: int
-    kv: int
-    o: int
-
-    @property
-    def total(self):
-        """All of them."""
-        return sum(self)
+from ..problem.problem import ITEMSIZE
+from .kinds import GATHERED, IN_COLUMNS, KINDS, OUT, Q, matrices
 
 
-class SentBackward(NamedTuple):
-    """Bytes that one rank sends in a backward pass, by kind; q is of q, dout, lse and delta."""
-
-    q: int
-    kv: int
-    dq: int
-    dkv: int
+class Sent(tuple):
+    """Bytes that one rank sends in a pass: a number for each kind, in the order of `KINDS`."""
 
     @property
     def total(self):
@@ -56,9 +39,18 @@ def in_column(rank, a, b, hop):
 
 def token_bytes(problem, direction="forward"):
     """Bytes of one token of what travels, by kind."""
-    if direction == "forward":
-        return {"Q": problem.q_bytes, "KV": problem.kv_bytes, "O": problem.partial_bytes}
-    return {"Q": problem.q_backward_bytes, "KV": problem.kv_bytes, "dQ": problem.dq_bytes, "dKV": problem.dkv_bytes}
+    return {name: size_of(array.travelling(problem) for array in kind.arrays)
+            for name, kind in KINDS[direction].items()}
+
+
+def size_of(arrays):
+    """Bytes of one token of some arrays, given as pairs of the shape of a token and a dtype."""
+    return sum(prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)
+
+
+def held_bytes(problem, *arrays):
+    """Bytes of one token of some arrays of `mpiattn.schedule.kinds` in memory."""
+    return size_of(array.held(problem) for array in arrays)
 
 
 def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="forward", activity=None,
@@ -89,7 +81,7 @@ def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="f
                 moved = hop if kind not in GATHERED else hop - 1 if route == "ring" else 0
                 tokens += lengths[back(kind, moved)]
         found.append(tokens * nbytes)
-    return Sent(*found) if direction == "forward" else SentBackward(*found)
+    return Sent(found)
 
 
 def mean_sent(problem, ranks, a, b, direction="forward"):
@@ -99,8 +91,9 @@ def mean_sent(problem, ranks, a, b, direction="forward"):
                for kind, nbytes in token_bytes(problem, direction).items())
 
 
-# Chunks that one hop of a row and of a column moves: Q, O and K, V; Q, dO, dQ and K, V, dK, dV.
-ELEMENTS = {"forward": (2, 2), "backward": (3, 4), "both": (5, 6)}
+# Chunks that one hop of a row and of a column moves.
+ELEMENTS = {direction: tuple(len(matrices(direction, column)) for column in (False, True)) for direction in KINDS}
+ELEMENTS["both"] = tuple(map(sum, zip(*ELEMENTS.values())))
 
 
 def volume(ranks, a, b, kv_share=1.0, direction="forward"):
@@ -128,9 +121,9 @@ def usp(problem, ranks, group, direction="forward"):
     if direction == "both":
         return usp(problem, ranks, group) + usp(problem, ranks, group, "backward")
     q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
-    result = problem.batch * problem.heads * problem.value_dim * problem.itemsize
-    exchanged = q_tokens * (problem.q_bytes + result) + k_tokens * problem.kv_bytes
-    ring = k_tokens * (problem.kv_bytes + (problem.dkv_bytes if direction == "backward" else 0))
+    moved = token_bytes(problem, direction)
+    exchanged = q_tokens * held_bytes(problem, Q, OUT) + k_tokens * moved["KV"]
+    ring = k_tokens * sum(nbytes for kind, nbytes in moved.items() if kind in IN_COLUMNS)
     return exchanged * (1 - 1 / group) + (ranks // group - 1) * ring
 
 

@@ -6,14 +6,14 @@ posted in the first step that allows it and completed in its own: whatever lies 
 """
 
 from ..errors import ScheduleError
-from .steps import GATHERED, IN_COLUMNS, REDUCED, arena_of, hop_of
+from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of, hop_of
 
 
 class _Play:
     def __init__(self, schedule):
         self.s = schedule
         self.reduced = REDUCED[schedule.direction]
-        self.have = {("Q", 0): None, ("KV", 0): None}      # chunk -> slot, once it has arrived
+        self.have = dict.fromkeys((kind, 0) for kind in GATHERED)      # chunk -> slot, once it has arrived
         self.coming = set()                                # chunks whose transfer was posted
         self.arena = {}                                    # (arena, slot) -> what was last written there
         self.done = set()                                  # blocks run

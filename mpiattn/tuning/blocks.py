@@ -7,6 +7,7 @@ import numpy as np
 from ..engine.passes import Backward, Forward
 from ..model.machine import PRODUCTS
 from ..problem.problem import Problem
+from ..schedule.kinds import REDUCED
 from .samples import Sample, take_turns
 
 HEADS = 2
@@ -41,7 +42,7 @@ class Blocks:
             lse = self.q[2]
             backend.wait(backend.copy(lse, backend.contiguous(np.full(lse.shape, np.log(tokens) + 0.5, lse.dtype))))
         self.reduced = {kind: [backend.empty((tokens, *token), dtype) for token, dtype in shapes[kind]]
-                        for kind in shapes if kind in ("O", "dQ", "dKV")}
+                        for kind in REDUCED[direction]}
         for kind, arrays in self.reduced.items():
             backend.wait(self.work.clear(kind, arrays))
         self.interval = np.zeros((1, tokens), np.int32), np.full((1, tokens), tokens, np.int32)

@@ -11,8 +11,8 @@ from dense import draw, draw_all
 from runs import agreed, my_chunks, tiles
 
 from mpiattn import Layout, MeshAttention
-from mpiattn.engine.executor import TAG
 from mpiattn.schedule import travels
+from mpiattn.schedule.kinds import TAG
 
 
 class Counting:
