@@ -34,6 +34,7 @@ setup(
         "test": ["pytest>=7.4", "ruff>=0.6"],
         "bench": ["torch>=2.5"],
         "torch": ["torch>=2.5"],
+        "docs": ["sphinx>=7.3", "myst-parser>=3", "numpydoc>=1.7", "furo"],
     },
     entry_points={"console_scripts": ["mpiattn = mpiattn.cli:main"]},
     classifiers=[

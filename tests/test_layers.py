@@ -13,8 +13,8 @@ pytestmark = pytest.mark.workshop
 PACKAGE = launch.ROOT / "mpiattn"
 
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
-# Packages, the lowest first, as README.md draws them: each may import from those before it, from `errors` and, for the
-# version, from `mpiattn` itself.
+# Packages, the lowest first, as docs/contributing.md draws them: each may import from those before it, from `errors`
+# and, for the version, from `mpiattn` itself.
 ROOMS = ["system", "problem", "schedule", "model", "backends", "comm", "engine", "files", "verify", "plan", "decode",
          "tuning", "check", "console", "plots", "bench", "cli"]
 TOP = {"", "__main__", "errors", "torch"}                                   # the modules that are in no package
@@ -78,8 +78,8 @@ def test_imports_go_down(module):
     assert "mpiattn" not in outside, "inside the package, imports are relative"
 
 
-def test_the_readme_draws_the_rooms():
-    drawing = (launch.ROOT / "README.md").read_text().split("## Inside")[1].split("```")[1]
+def test_the_docs_draw_the_rooms():
+    drawing = (launch.DOCS / "contributing.md").read_text().split("## Inside")[1].split("```")[1]
     rows = [line.split()[0] for line in drawing.splitlines() if line[:1].strip()]
     assert rows == ROOMS[::-1]
 

@@ -31,10 +31,39 @@ class _Keys:
 
 def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
                 check=True):
-    """As `mpiattn.tree_decode` on all ranks, by passing every rank's keys and values around a ring; collective.
+    """As `tree_decode` on all ranks, by passing every rank's keys and values around a ring; collective.
 
     Each transfer goes on while a rank attends to what it has.  What is sent grows with the number of keys, and so does
     memory: two buffers of the most keys that a rank holds.
+
+    Parameters
+    ----------
+    q, cache, sequences, causal, window, softcap, scale, sinks, check
+        As of `tree_decode`.
+
+    Returns
+    -------
+    out, lse : array
+        As of `tree_decode`, on all ranks.
+
+    Raises
+    ------
+    ArgumentError
+        The same on every rank.
+    PeerFailure
+        Where another rank fails in the middle, or does not come.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpi4py import MPI
+    >>> import mpiattn
+    >>> rng = np.random.default_rng(0)
+    >>> with mpiattn.KVCache(MPI.COMM_WORLD, capacity=100, kv_heads=2, head_dim=16) as cache:
+    ...     cache.append(*rng.standard_normal((2, 1, 50, 2, 16), np.float32))
+    ...     out, lse = mpiattn.ring_decode(rng.standard_normal((1, 1, 8, 16), np.float32), cache)
+    >>> out.shape, lse.shape
+    ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache._call("ring_decode") as turn:
         return _pass_keys(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
@@ -71,10 +100,39 @@ def _pass_keys(call):
 
 def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
                       check=True):
-    """As `mpiattn.tree_decode` on all ranks, by passing queries and their partial results around a ring; collective.
+    """As `tree_decode` on all ranks, by passing queries and their partial results around a ring; collective.
 
     The rows, one a query and sequence, are cut into a chunk for each rank, which visits all ranks one after another and
     then comes back; at last every rank gathers all of them.
+
+    Parameters
+    ----------
+    q, cache, sequences, causal, window, softcap, scale, sinks, check
+        As of `tree_decode`.
+
+    Returns
+    -------
+    out, lse : array
+        As of `tree_decode`, on all ranks.
+
+    Raises
+    ------
+    ArgumentError
+        The same on every rank.
+    PeerFailure
+        Where another rank fails in the middle, or does not come.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpi4py import MPI
+    >>> import mpiattn
+    >>> rng = np.random.default_rng(0)
+    >>> with mpiattn.KVCache(MPI.COMM_WORLD, capacity=100, kv_heads=2, head_dim=16) as cache:
+    ...     cache.append(*rng.standard_normal((2, 1, 50, 2, 16), np.float32))
+    ...     out, lse = mpiattn.query_ring_decode(rng.standard_normal((1, 1, 8, 16), np.float32), cache)
+    >>> out.shape, lse.shape
+    ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache._call("query_ring_decode") as turn:
         return _pass_queries(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))

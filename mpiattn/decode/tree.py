@@ -11,23 +11,65 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     Every rank attends to the keys that it holds, and the partial results (out, lse) are combined.  What a rank sends
     does not depend on the number of keys.
 
-    q (len(sequences), queries, heads, head_dim), in the cache's dtype, the same on every rank; the cache's kv_heads
-        divide heads.  The queries are those of the last tokens of each sequence, whose keys have been appended: of a
-        sequence of n tokens, query i stands at position n - queries + i.
-    sequences: their numbers in the cache; None for all.
-    causal: a query sees no token after its own.  window, softcap, scale: as of `MeshAttention`.
-    sinks: as of `MeshAttention.forward`, the same on every rank.
-    way: how partial results are combined: "allreduce", the paper's, by two of MPI's Allreduce; "butterfly", by messages
-        between pairs, in half as many rounds, after which all ranks have the same bits; "levels", inside nodes, between
-        them, and inside again; "auto" is the shortest time that the cache's machine predicts, as
-        `mpiattn tune` measured them if it did.
-    root: the one rank that gets the result; None for all.
-    check: let ranks agree that their arguments are right and the same, by a small allreduce; without it a wrong
-        argument raises on its own rank only, and PeerFailure on the others.
+    Parameters
+    ----------
+    q : array, (len(sequences), queries, heads, head_dim)
+        In the cache's dtype, the same on every rank; the cache's kv_heads divide heads.  The queries are those of the
+        last tokens of each sequence, whose keys have been appended: of a sequence of n tokens, query i stands at
+        position n - queries + i.
+    cache : KVCache
+        The keys and values.
+    sequences : sequence of int, default all
+        Numbers of sequences in the cache.
+    causal : bool, default True
+        Whether a query sees no token after its own.
+    window : (int or None, int or None), default (None, None)
+        How many keys before and after its own a query sees; None or -1 for all.
+    softcap : float, default None
+        Scores s become softcap * tanh(s / softcap); None or 0 for none.
+    scale : float, default 1/sqrt(head_dim)
+        Factor of the scores.
+    sinks : array, (heads,), default None
+        Attention sinks in lse's dtype, the same on every rank: a score that every query of a head sees besides its
+        keys, with value 0.
+    way : str, default "auto"
+        How partial results are combined.  "allreduce", the paper's: two of MPI's Allreduce.  "butterfly": messages
+        between pairs, in half as many rounds, after which all ranks have the same bits.  "levels": inside nodes,
+        between them, and inside again.  "auto": the shortest time that the cache's machine predicts, from `mpiattn
+        tune` where that has been run.
+    root : int, default None
+        The one rank that gets the result; None for all.
+    check : bool, default True
+        Let ranks agree that their arguments are right and the same, by a small allreduce.  Without it a wrong argument
+        raises on its own rank only, and PeerFailure on the others.
 
-    Returns out (len(sequences), queries, heads, value_dim) in the cache's dtype and lse (len(sequences), heads,
-    queries), float32 (float64 for float64); (None, None) where root is another rank.  A query that sees no key has
-    out 0 and lse -inf.  Raises ArgumentError, the same on every rank.
+    Returns
+    -------
+    out : array, (len(sequences), queries, heads, value_dim)
+        In the cache's dtype, a tensor where q is one.  0 for a query that sees no key.  None where root is another
+        rank.
+    lse : array, (len(sequences), heads, queries)
+        Natural logarithms of the rows' sums of exponentials, float32 (float64 for float64).  -inf for a query that
+        sees no key.  None where root is another rank.
+
+    Raises
+    ------
+    ArgumentError
+        The same on every rank.
+    PeerFailure
+        Where another rank fails in the middle, or does not come.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpi4py import MPI
+    >>> import mpiattn
+    >>> rng = np.random.default_rng(0)
+    >>> with mpiattn.KVCache(MPI.COMM_WORLD, capacity=100, kv_heads=2, head_dim=16) as cache:
+    ...     cache.append(*rng.standard_normal((2, 1, 50, 2, 16), np.float32))
+    ...     out, lse = mpiattn.tree_decode(rng.standard_normal((1, 1, 8, 16), np.float32), cache)
+    >>> out.shape, lse.shape
+    ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache._call("tree_decode") as turn:
         call = Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, way, WAYS, root, check)

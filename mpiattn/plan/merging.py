@@ -12,17 +12,44 @@ from ..problem.tensors import as_given
 def merge(out, lse, out_b, lse_b):
     """Attention of the same queries over the keys of two results together; on one rank, nothing is sent.
 
-    out, out_b (batch, tokens, heads, value_dim): float16, bfloat16, float32 or float64, both the same.
-    lse, lse_b (batch, heads, tokens): natural logarithms of the rows' sums of exponentials, both float32 or float64, as
-        `MeshAttention.forward`, `tree_decode` and FlashAttention return them.  NumPy arrays, or torch tensors on the
-        CPU; none is changed.
+    It computes in the dtype of lse and rounds out once.  A NaN stays in its row: one in lse takes the whole row, one in
+    out its element.  An attention sink belongs to one of the two alone.
 
-    Returns (out, lse), new, in the dtypes and shapes of the first two, tensors where `out` is one.  It computes in the
-    dtype of lse and rounds out once.  A row whose lse is -inf has seen no key, and its out does not count; a row of two
-    such has out 0 and lse -inf.  A NaN stays in its row: one in lse takes the whole row, one in out its element.  An
-    attention sink belongs to one of the two alone.
+    Parameters
+    ----------
+    out, out_b : array, (batch, tokens, heads, value_dim)
+        float16, bfloat16, float32 or float64, both the same: NumPy arrays, or torch tensors on the CPU.  Neither is
+        changed.
+    lse, lse_b : array, (batch, heads, tokens)
+        Natural logarithms of the rows' sums of exponentials, both float32 or both float64, as `MeshAttention.forward`,
+        `tree_decode` and FlashAttention return them.  A row whose lse is -inf has seen no key, and its out does not
+        count.
 
-    Raises ArgumentError.
+    Returns
+    -------
+    out : array, (batch, tokens, heads, value_dim)
+        New, in the dtype of the first out, a tensor where that is one.  0 in a row of two that have seen no key.
+    lse : array, (batch, heads, tokens)
+        New, in the dtype of the first lse.  -inf in a row of two that have seen no key.
+
+    Raises
+    ------
+    ArgumentError
+        On this rank alone.
+
+    Examples
+    --------
+    Over the first 60 keys, over the others, and over all of them:
+
+    >>> import numpy as np
+    >>> from mpi4py import MPI
+    >>> import mpiattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 100, 4, 16), np.float32)
+    >>> first, others, both = (mpiattn.attention(q, k[:, part], v[:, part], comm=MPI.COMM_SELF)
+    ...                        for part in (slice(60), slice(60, None), slice(None)))
+    >>> out, lse = mpiattn.merge(*first, *others)
+    >>> bool(np.allclose(out, both[0], atol=1e-5) and np.allclose(lse, both[1], atol=1e-5))
+    True
     """
     backend, given = NumpyBackend(), out
     arrays = {"out": out, "lse": lse, "out_b": out_b, "lse_b": lse_b}

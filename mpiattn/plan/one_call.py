@@ -17,13 +17,56 @@ OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "ca
 def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", **options):
     """Attention in one call: makes a plan for these chunks, runs it, and closes it; collective.
 
-    q, k, v: this rank's chunks, as for `MeshAttention.forward`.  With the default layout they are consecutive
-    pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
-    "zigzag" they are what `Layout` says.  options: further arguments of `MeshAttention`, of which backend is by default
-    "cuda" for arrays on a GPU, else "numpy", and of its `forward`: documents and what they see, sinks.  Positions and
-    lengths in these are of the whole sequence.
+    To run more than once, make a `MeshAttention`.
 
-    Returns out and lse.  To run more than once, make a plan.
+    Parameters
+    ----------
+    q : array, (batch, tokens, heads, head_dim)
+        This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor
+        on the CPU or, for the back end "cuda", an array on a GPU.  With the default layout, chunks are consecutive
+        pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
+        "zigzag" they are what `Layout` says.
+    k : array, (batch, tokens_k, kv_heads, head_dim)
+        This rank's chunk of the keys, in q's dtype.  kv_heads divides heads.
+    v : array, (batch, tokens_k, kv_heads, value_dim)
+        This rank's chunk of the values, in q's dtype.
+    comm : mpi4py.MPI.Intracomm
+        The ranks; it stays the caller's.
+    causal : bool, default False
+        Whether query i sees no key after its own, i + seqlen_k - seqlen (aligned bottom-right).
+    scale : float, default 1/sqrt(head_dim)
+        Factor of the scores.
+    layout : str or Layout or pair of Layout, default "contiguous"
+        Which tokens a rank holds: "contiguous", "striped" or "zigzag".
+    **options
+        Further arguments of `MeshAttention`, of which backend is by default "cuda" for arrays on a GPU, else "numpy";
+        and of `MeshAttention.forward`: cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, sinks.
+        Positions and lengths in these are of the whole sequence.
+
+    Returns
+    -------
+    out : array, (batch, tokens, heads, value_dim)
+        In q's dtype, a tensor where q is one.  0 for a query that sees no key.
+    lse : array, (batch, heads, tokens)
+        Natural logarithms of the rows' sums of exponentials, float32 (float64 for float64).  -inf for a query that
+        sees no key.
+
+    Raises
+    ------
+    ArgumentError
+        The same on every rank.
+    PeerFailure
+        Where another rank fails in the middle, or does not come.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpi4py import MPI
+    >>> import mpiattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 100, 4, 16), np.float32)
+    >>> out, lse = mpiattn.attention(q, k, v, comm=MPI.COMM_WORLD, causal=True)
+    >>> out.shape, lse.shape
+    ((1, 100, 4, 16), (1, 4, 100))
     """
     limit, given = time_limit(options.get("timeout")), q
     call = {name: options.pop(name) for name in OF_CALL if name in options}

@@ -39,10 +39,33 @@ def within(tokens, start, stop):
 class Layout:
     """The cut of `seqlen` tokens into `chunks` chunks, one a rank; lengths may be uneven or zero.
 
-    kind: "contiguous", "striped" or "zigzag".
-    sizes: for "contiguous" only, the length of every chunk where it is not the even split.
-    order: the number in this cut of the chunk that each rank holds, where that is not its own: a plan gives its chunks
-        to ranks node by node.  The methods then go by rank.
+    Parameters
+    ----------
+    kind : str
+        "contiguous": consecutive pieces in order of rank.  "striped": rank r holds the tokens r, r + chunks, and so on.
+        "zigzag": of 2 * chunks consecutive pieces, rank r holds the r-th and the r-th from the end.
+    seqlen : int
+        Tokens of the sequence, from 0.
+    chunks : int
+        How many chunks, from 1.
+    sizes : sequence of int, default the even split
+        For "contiguous" only, the tokens of every chunk.
+    order : tuple of int, default (0, 1, ...)
+        The number in this cut of the chunk that each rank holds: a plan gives its chunks to ranks node by node.  The
+        methods then go by rank.
+
+    Raises
+    ------
+    ArgumentError
+        On this rank alone.
+
+    Examples
+    --------
+    >>> from mpiattn import Layout
+    >>> Layout("zigzag", 8, 2).positions(0)
+    array([0, 1, 6, 7])
+    >>> Layout("contiguous", 8, 3, sizes=(5, 0, 3)).lengths
+    (5, 0, 3)
     """
 
     kind: str

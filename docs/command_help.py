@@ -1,0 +1,35 @@
+"""The directive `command-help`, for Sphinx: a heading and the text of `--help` of every subcommand of mpiattn."""
+
+import os
+import re
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
+from mpiattn import cli
+
+
+class CommandHelp(Directive):
+    """Takes no argument; the headings are called as the commands, so that pages can link to them."""
+
+    def run(self):
+        """The sections, one a subcommand."""
+        os.environ["COLUMNS"] = "110"                        # argparse breaks lines there
+        sections = []
+        for name in cli.COMMANDS:
+            section = nodes.section(ids=[f"mpiattn-{name}"], names=[f"mpiattn-{name}"])
+            text = cli._parser(name).chosen.format_help()
+            section += [nodes.title("", f"mpiattn {name}"), nodes.paragraph("", f"{_sentence(cli.COMMANDS[name])}.")]
+            section += nodes.literal_block(text, re.sub(r"\x1b\[[\d;]*m", "", text), language="text")
+            sections.append(section)
+        return sections
+
+
+def _sentence(summary):
+    return summary[0].upper() + summary[1:]
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.add_directive("command-help", CommandHelp)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,55 @@
+"""Sphinx: `sphinx-build -W -b html docs FOLDER` makes the site, with mpiattn, its extra `docs` and an MPI installed."""
+
+import re
+import sys
+from pathlib import Path
+
+import mpi4py
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+mpi4py.rc.initialize = mpi4py.rc.finalize = False            # modules are read, nothing is run
+
+import mpiattn  # noqa: E402
+
+project = "mpiattn"
+author = copyright = "the maintainers of mpiattn"
+version = release = mpiattn.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpydoc", "command_help"]
+myst_enable_extensions = ["deflist", "dollarmath"]
+myst_heading_anchors = 3
+exclude_patterns = ["__pycache__"]
+html_theme = "furo"
+html_title = f"mpiattn {version}"
+
+autodoc_mock_imports = ["torch"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+numpydoc_show_class_members = False                          # autodoc lists them
+numpydoc_validation_checks = set()
+
+SECTION = re.compile(r"^(Parameters|Returns|Attributes|Raises|Examples)\n-+$", re.MULTILINE)
+ARGUMENT = re.compile(r"^([A-Za-z_][\w, ]*?(?: \([^()]*\))?(?:, [\w ]+\([^()]*\))*): (?=\S)")
+
+
+def prose_to_fields(app, what, name, obj, options, lines):
+    """Make fields of the arguments in docstrings without numpydoc sections, "name: meaning" and an indented rest."""
+    if SECTION.search("\n".join(lines)):
+        return
+    fields = []
+    for line in lines:
+        match = ARGUMENT.match(line)
+        if match and not line.startswith("Raises"):
+            if fields and fields[-1] and not fields[-1].startswith((":", " ")):
+                fields.append("")
+            line = f":{match[1]}: {line[match.end():]}"
+        elif fields and fields[-1].startswith((":", " ")) and line and not line.startswith(" "):
+            fields.append("")                                # the text goes on below the arguments
+        fields.append(re.sub(r"(?<![`*])\*(?!\*)", r"\\*", line))        # a product, not emphasis
+    lines[:] = fields
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", prose_to_fields, priority=400)       # before numpydoc, at 500

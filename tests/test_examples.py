@@ -1,0 +1,33 @@
+"""The examples in the docstrings of what mpiattn offers, on one rank."""
+
+import sys
+
+import launch
+
+WITH_EXAMPLE = ("attention", "merge", "Layout", "tree_decode", "ring_decode", "query_ring_decode")
+CODE = f"""
+import doctest, inspect, mpiattn
+tried = set()
+for name in mpiattn.__all__:
+    value = getattr(mpiattn, name)
+    if callable(value):
+        for test in doctest.DocTestFinder(recurse=True).find(value, name, inspect.getmodule(value), globs={{}}):
+            runner = doctest.DocTestRunner()
+            assert not runner.run(test).failed, test.name
+            tried |= {{test.name}} if test.examples else set()
+missing = set({WITH_EXAMPLE}) - tried
+assert not missing, f"no examples in {{missing}}"
+"""
+
+
+def test_examples_do_what_they_say():
+    launch.mpirun(1, [sys.executable, "-c", CODE], timeout=60)
+
+
+def test_public_names_that_have_sections():
+    """Shapes, dtypes, defaults, results and errors are where numpydoc looks for them."""
+    code = (f"import mpiattn\nfor name in {WITH_EXAMPLE}:\n"
+            "    text = getattr(mpiattn, name).__doc__\n"
+            "    for section in ('Parameters', 'Raises', 'Examples'):\n"
+            "        assert f'\\n    {section}\\n    {\"-\" * len(section)}\\n' in text, (name, section)\n")
+    launch.mpirun(1, [sys.executable, "-c", code], timeout=60)
