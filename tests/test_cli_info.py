@@ -34,7 +34,7 @@ def test_one_table_for_all_ranks():
 
 def test_kernels(tmp_path):
     """A table of what the compiler says, by one rank; the compiler itself is tested in test_kernels_compile.py."""
-    code = ("import sys; from mpiattn.backends import kernel_table as t; from mpiattn.cli import main; "
+    code = ("import sys; from mpiattn.backends.cuda import kernel_table as t; from mpiattn.cli import main; "
             "t.rows = lambda of: [t.Row('forward', 'bfloat16', 128, of, t.Tile(128, 64, 4, 1), 255, 16, 66560, 2)]; "
             "sys.exit(main(sys.argv[1:]))")
     outcome = launch.mpirun(2, [sys.executable, "-c", code, "info", "--kernels", "sm_80,sm_90", "--json",
