@@ -30,26 +30,31 @@ numpydoc_show_class_members = False                          # autodoc lists the
 numpydoc_validation_checks = set()
 
 SECTION = re.compile(r"^(Parameters|Returns|Attributes|Raises|Examples)\n-+$", re.MULTILINE)
-ARGUMENT = re.compile(r"^([A-Za-z_][\w, ]*?(?: \([^()]*\))?(?:, [\w ]+\([^()]*\))*): (?=\S)")
+ARGUMENT = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): +(?=\S)")
 
 
-def prose_to_fields(app, what, name, obj, options, lines):
-    """Make fields of the arguments in docstrings without numpydoc sections, "name: meaning" and an indented rest."""
+def prose_to_terms(app, what, name, obj, options, lines):
+    """Make a list of the arguments in docstrings without numpydoc sections, "name: meaning" and an indented rest."""
     if SECTION.search("\n".join(lines)):
         return
-    fields = []
+    made = []
     for line in lines:
         match = ARGUMENT.match(line)
-        if match and not line.startswith("Raises"):
-            if fields and fields[-1] and not fields[-1].startswith((":", " ")):
-                fields.append("")
-            line = f":{match[1]}: {line[match.end():]}"
-        elif fields and fields[-1].startswith((":", " ")) and line and not line.startswith(" "):
-            fields.append("")                                # the text goes on below the arguments
-        fields.append(re.sub(r"(?<![`*])\*(?!\*)", r"\\*", line))        # a product, not emphasis
-    lines[:] = fields
+        if made and made[-1] and (match if not made[-1].startswith(" ") else not line.startswith(" ")):
+            made.append("")                                  # a list begins, or ends
+        if match:
+            made.append(", ".join(f"``{word}``" for word in match[1].split(", ")))
+            line = " " * 4 + line[match.end():]
+        made.append(re.sub(r"(?<![`*])\*(?!\*)", r"\\*", line))           # a product, not emphasis
+    lines[:] = made
+
+
+def skip_fields(app, what, name, obj, skip, options):
+    """Leave out the fields of named tuples, which their class describes."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
 def setup(app):
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", prose_to_fields, priority=400)       # before numpydoc, at 500
+    app.connect("autodoc-process-docstring", prose_to_terms, priority=400)       # before numpydoc, at 500
+    app.connect("autodoc-skip-member", skip_fields)
