@@ -30,18 +30,6 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
               causal_documents=None, sinks=None, check=True):
     """Attention of this rank's chunks, differentiable by q, k, v and sinks; collective, and so is its backward pass.
 
-    plan: a `MeshAttention`; it must stay open until the backward pass is over.
-    q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim): dense tensors in the
-        plan's dtype, on its GPU if the back end is "cuda" and else on the CPU, tokens as in plan.positions and
-        plan.positions_k.  They are copied only where `MeshAttention.forward` copies.
-    sinks: (heads,) in lse's dtype, the same on every rank.
-    cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, check: as of `MeshAttention.forward`, and
-        used by the backward pass too.  With check, forward costs two more small allreduces than the plan's own and
-        backward one.
-
-    Returns out (batch, tokens, heads, value_dim) in the plan's dtype and lse (batch, heads, tokens), float32 (float64
-    for float64).  The loss may depend on either or both.
-
     Gradients are of the sum of all ranks' losses, in the dtypes of what they belong to.  That of sinks is an equal
     share on every rank: summed over the ranks, as any replicated parameter's, it is the whole.
 
@@ -51,7 +39,36 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
     included.  It can be differentiated once only.  Torch runs the backward pass of CUDA tensors in a thread of its own,
     so that MPI must allow threads to call it in turn, as mpi4py asks for.
 
-    Raises ArgumentError, the same on every rank.
+    Parameters
+    ----------
+    plan : MeshAttention
+        It must stay open until the backward pass is over.
+    q : torch.Tensor, (batch, tokens, heads, head_dim)
+        Dense, in the plan's dtype, on its GPU if the back end is "cuda" and else on the CPU; tokens as in
+        plan.positions.  It is copied only where `MeshAttention.forward` copies, and so are k and v.
+    k : torch.Tensor, (batch, tokens_k, kv_heads, head_dim)
+        As q; tokens as in plan.positions_k.
+    v : torch.Tensor, (batch, tokens_k, kv_heads, value_dim)
+        As k.
+    cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents : default None
+        As of `MeshAttention.forward`, and used by the backward pass too.
+    sinks : torch.Tensor, (heads,), default None
+        In lse's dtype, the same on every rank.
+    check : bool, default True
+        As of `MeshAttention.forward`, and used by the backward pass too.  With it, forward costs two more small
+        allreduces than the plan's own and backward one.
+
+    Returns
+    -------
+    out : torch.Tensor, (batch, tokens, heads, value_dim)
+        In the plan's dtype.  The loss may depend on out, on lse or on both.
+    lse : torch.Tensor, (batch, heads, tokens)
+        float32 (float64 for float64).
+
+    Raises
+    ------
+    ArgumentError
+        The same on every rank.
     """
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     with plan._call("torch.attention") as call, call.agreement(check) as same:

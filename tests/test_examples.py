@@ -4,7 +4,8 @@ import sys
 
 import launch
 
-WITH_EXAMPLE = ("attention", "merge", "Layout", "tree_decode", "ring_decode", "query_ring_decode")
+WITH_EXAMPLE = ("MeshAttention", "attention", "merge", "Layout", "KVCache", "tree_decode", "ring_decode",
+                "query_ring_decode")
 CODE = f"""
 import doctest, inspect, mpiattn
 tried = set()

@@ -34,20 +34,44 @@ class KVCache(Collective):
 
     Every rank has a pool of pages; a sequence has pages of each, for the tokens that the rank holds
     (`decode.token_owners` says which).  Ranks do not send keys or values to each other: `append` leaves them where they
-    are.  Making a cache,
-    `append`, `truncate`, `free`, `save`, `load` and `close` are collective.
+    are.  Making a cache, `append`, `truncate`, `free`, `save`, `load` and `close` are collective.
 
-    comm: an mpi4py intracommunicator, which stays the caller's.
-    capacity: tokens in all, over ranks and sequences.  Memory for them is taken at once: `nbytes`.
-    sequences: how many there are; each begins empty.
-    kv_heads, head_dim, value_dim: of the keys and values; value_dim is head_dim if left out.
-    dtype: of keys, values and queries, as of `MeshAttention`.
-    page_size: tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
-    backend, transport: as of `MeshAttention`.
-    machine: whose predicted times choose how results are combined, as of `MeshAttention`; then the one that was found.
-    max_message, timeout: as of `MeshAttention`.
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks; it stays the caller's.
+    capacity : int
+        Tokens in all, over ranks and sequences.  Memory for them is taken at once: `nbytes`.
+    kv_heads, head_dim : int
+        Of the keys and values.
+    value_dim : int, default head_dim
+        Elements of a value.
+    sequences : int, default 1
+        How many there are; each begins empty.
+    dtype : str or dtype, default "float32"
+        Of keys, values and queries, as of `MeshAttention`.
+    page_size : int, default 64
+        Tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
+    machine : Machine or str, default None
+        Whose predicted times choose how results are combined, as of `MeshAttention`; as an attribute, the `Machine`
+        that is used.
+    backend, transport, max_message, timeout
+        As of `MeshAttention`.
 
-    Raises ArgumentError, the same on every rank.
+    Raises
+    ------
+    ArgumentError
+        The same on every rank.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpi4py import MPI
+    >>> import mpiattn
+    >>> with mpiattn.KVCache(MPI.COMM_WORLD, capacity=100, kv_heads=2, head_dim=16) as cache:
+    ...     cache.append(*np.ones((2, 1, 50, 2, 16), np.float32))
+    ...     cache.lengths
+    (50,)
     """
 
     KIND = "cache"

@@ -28,44 +28,86 @@ class MeshAttention(Described, Collective):
     head_dim) and v (batch, tokens, kv_heads, value_dim), and gets its chunk of the result.  Making a plan,
     `forward`, `scatter`, `gather` and `close` are collective: every rank calls them in the same order.
 
-    comm: an mpi4py intracommunicator; it is duplicated once for all plans on it and stays the caller's.
-    batch, seqlen, heads, kv_heads, head_dim: the whole problem.  kv_heads divides heads (default: heads).
-    dtype: "float16", "bfloat16" (of ml_dtypes), "float32" or "float64", or such a dtype of NumPy or torch; of q, k, v,
-        out and gradients.
-    causal: query i sees keys j <= i + seqlen_k - seqlen (bottom-right aligned).
-    prefix, causal_block: causal, but all queries see the first `prefix` keys (prefix-LM), and each sees to the end of
-        the block of `causal_block` keys in which it stands (block-causal); of every document, where a call has some.
-    window: (left, right), how many keys before and after that diagonal a query sees; None or -1 for all.
-    softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.
-    scale: of the scores; default 1/sqrt(head_dim).
-    seqlen_k, value_dim: where they differ from seqlen and head_dim.
-    tile: "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto".
-    layout: "contiguous", "striped", "zigzag" or "auto"; `positions` tells which tokens a rank then holds.
-        A `Layout` of uneven contiguous chunks serves too, or a pair, of queries and of keys.
-    schedule: "greedy", "collective" or "auto".  route: "direct", "ring" or "auto".
-    direction: "forward", "backward" or "both": for the predicted time of which passes "auto" chooses, among all that
-        is left to it.  The plan runs either.
-    wire_dtype: in which partials (out, dq, dk, dv, not lse) travel; default the dtype in which they accumulate,
-        float32 (float64 for float64).  A narrower one takes fewer bytes and rounds each partial once, which only the
-        direct route can promise.
-    backend: "numpy", "cuda" (CuPy and a GPU) or "auto", which is "numpy".  "cuda" takes CuPy arrays, other libraries'
-        on the GPU, without a copy, and NumPy's; its results are CuPy's.  It takes no float64, and dims up to 256.
-    transport: of "cuda": "staged", through pinned host memory; "device", where MPI takes device memory itself; "auto",
-        "device" where that has been seen to work.
-    max_message: bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and
-        gather down to one token's row.
-    max_memory: bytes that a rank may need at most (`Choice.nbytes`, without the back end's scratch): tiles and
-        schedules that need more are not taken, and chunks are received less far ahead.
-    machine: whose predicted times "auto" goes by: a `model.machine.Machine`, the name of a built-in one or a file;
-        None for what `mpiattn tune` has stored for such a launch, else a default.
-    overlap: let transfers go on while blocks are computed; without it, to measure what it is worth.
-    timeout: seconds that this rank waits for others, in a call or a transfer, before it raises PeerFailure; default
-        600 or, where that is longer, ten times the predicted time of the passes.  inf: for ever.
-
-    q_layout, k_layout, schedule, problem: what was chosen and asked.
-
     Results are deterministic: the same mesh, layout, schedule, route and back end give the same bits.
-    Raises ArgumentError, the same on every rank.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.  It is duplicated once for all plans on it and stays the caller's.
+    seqlen, heads, head_dim : int
+        Of the queries of the whole problem.
+    batch : int, default 1
+        Sequences.
+    kv_heads : int, default heads
+        Heads of keys and values; it divides heads.
+    dtype : str or dtype of NumPy or torch, default "float32"
+        Of q, k, v, out and gradients: "float16", "bfloat16" (of ml_dtypes), "float32" or "float64".
+    causal : bool, default False
+        Whether query i sees only keys j <= i + seqlen_k - seqlen (bottom-right aligned).
+    prefix, causal_block : int, default 0 and None
+        Causal, but all queries see the first `prefix` keys (prefix-LM), and each sees to the end of the block of
+        `causal_block` keys in which it stands (block-causal); of every document, where a call has some.
+    window : (int or None, int or None), default None
+        How many keys before and after that diagonal a query sees; None or -1 for all.
+    softcap : float, default None
+        Scores s become softcap * tanh(s / softcap); None or 0 for none.
+    scale : float, default 1/sqrt(head_dim)
+        Factor of the scores.
+    seqlen_k, value_dim : int, default seqlen and head_dim
+        Tokens of the keys and elements of a value.
+    tile : str or (int, int), default "auto"
+        "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto".
+    layout : str or Layout or pair of Layout, default "auto"
+        "contiguous", "striped", "zigzag" or "auto"; `positions` tells which tokens a rank then holds.  Or a `Layout` of
+        uneven contiguous chunks, or a pair, of queries and of keys.
+    schedule, route : str, default "auto"
+        schedule: "greedy", "collective" or "auto".  route: "direct", "ring" or "auto".
+    direction : str, default "forward"
+        For the predicted time of which passes "auto" chooses, among all that is left to it: "forward", "backward" or
+        "both".  The plan runs either.
+    wire_dtype : str, default float32 (float64 for float64)
+        In which partials (out, dq, dk, dv, not lse) travel.  A narrower one takes fewer bytes and rounds each partial
+        once, which only the direct route can promise.
+    backend : str, default "auto", which is "numpy"
+        "numpy" or "cuda" (CuPy and a GPU).  "cuda" takes CuPy arrays, other libraries' on the GPU, without a copy, and
+        NumPy's; its results are CuPy's.  It takes no float64, and dims up to 256.
+    transport : str, default "auto"
+        Of "cuda": "staged", through pinned host memory; "device", where MPI takes device memory itself; "auto",
+        "device" where that has been seen to work.
+    max_message : int
+        Bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and gather down to
+        one token's row.
+    max_memory : int, default None
+        Bytes that a rank may need at most (`Choice.nbytes`, without the back end's scratch): tiles and schedules that
+        need more are not taken, and chunks are received less far ahead.
+    machine : Machine or str, default None
+        Whose predicted times "auto" goes by: a `Machine`, the name of a built-in one or a file; None for what `mpiattn
+        tune` has stored for such a launch, else a default.
+    overlap : bool, default True
+        Let transfers go on while blocks are computed; without it, to measure what it is worth.
+    timeout : float, default 600 or ten times the predicted time of the passes, whichever is longer
+        Seconds that this rank waits for others, in a call or a transfer, before it raises PeerFailure.  inf: for ever.
+
+    Attributes
+    ----------
+    q_layout, k_layout, schedule, problem
+        What was chosen and asked.
+
+    Raises
+    ------
+    ArgumentError
+        The same on every rank.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpi4py import MPI
+    >>> import mpiattn
+    >>> with mpiattn.MeshAttention(MPI.COMM_WORLD, seqlen=100, heads=4, head_dim=16, causal=True) as plan:
+    ...     q, k, v = np.ones((3, 1, len(plan.positions), 4, 16), np.float32)
+    ...     out, lse = plan.forward(q, k, v)
+    >>> out.shape, lse.shape
+    ((1, 100, 4, 16), (1, 4, 100))
     """
 
     KIND = "plan"
