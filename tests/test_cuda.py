@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
 from mpiattn.backends.cuda import backend
+from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
 from mpiattn.comm.peers import Peers
@@ -186,7 +187,10 @@ def test_every_launch_is_between_begin_and_finish(gpu, monkeypatch, tmp_path):
             method(self)
             change()
         return pass_it
-    for name in backend.LAUNCHES:
+    launches = [name for kind in (KernelLaunches, backend._CupyLaunches) for name in vars(kind)
+                if not name.startswith("_") and callable(getattr(kind, name)) and name != "scratch_bytes"]
+    for name in launches:
+        assert name in vars(backend.CudaBackend), f"{name} is launched on no stream"
         monkeypatch.setattr(backend.CudaBackend, name, recorded(name, getattr(backend.CudaBackend, name)))
     for name, change in (("begin", lambda: inside.append(1)), ("finish", inside.clear)):
         monkeypatch.setattr(backend.CudaBackend, name, edge(getattr(backend.CudaBackend, name), change))

@@ -33,8 +33,6 @@ class Backend(Protocol):
 
     name, version: what its speed depends on; figures measured with another are not those of this one.
     dtypes: of what it attends to.  transport: how its arrays travel, None where that is not for it to say.
-    meanwhile: a callable or None, which launches that compute before they return call every now and then.
-    advance: likewise, called with the share of the launch that is done so far.
     staged_bytes: of host memory that is held for copies to and from the wire.
     """
 
@@ -42,8 +40,6 @@ class Backend(Protocol):
     version: str
     dtypes: tuple
     transport = None
-    meanwhile = None
-    advance = None
     staged_bytes = 0
 
     def idle(self):
@@ -87,19 +83,21 @@ class Backend(Protocol):
     def drain(self):
         """Return when all launches and copies so far are done; raise if a launch has failed."""
 
-    # Launches
+    # Launches.  meanwhile: a callable or None, which a launch that computes before it returns calls every now and then,
+    # with a share of the launch that is done by then.
 
     def clear(self, out, lse):
         """Make (out, lse) the identity partial."""
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         """Add to the partial (out, lse) what each row q[i] sees: the keys [begin[g, i], end[g, i]).
 
         begin, end: int32 (groups, tokens); the heads divide into that many equal groups.
         softcap: scores s become softcap * tanh(s / softcap); None for none.
         """
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
+                     meanwhile=None):
         """Make (out, lse) the partial of what the queries of one sequence, or of several, see of their keys in a pool.
 
         q (queries, heads, head_dim).  keys (kv_heads, slots, head_dim), values (kv_heads, slots, value_dim): the pool;
@@ -118,7 +116,8 @@ class Backend(Protocol):
     def normalize(self, out, lse, top):
         """Make sums that have been added up a partial again."""
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
+                        meanwhile=None):
         """Add to dq, dk and dv, in the partial's dtype, what a block contributes.
 
         lse (tokens, heads) is that of the whole row, delta (tokens, heads) as `delta` makes it.

@@ -70,14 +70,17 @@ class Call:
         q, rows = (self.q, range(self.rows)) if rows is None else (q, rows)
         self.attend_to(keys, cache.rank, partial, q, rows, after)
 
-    def attend_to(self, keys, rank, partial, q, rows, after=()):
-        """Launch attention of rows over the keys of a rank: for each sequence (keys, values, pages, page size)."""
+    def attend_to(self, keys, rank, partial, q, rows, after=(), meanwhile=None):
+        """Launch attention of rows over the keys of a rank: for each sequence (keys, values, pages, page size).
+
+        meanwhile: as of `mpiattn.backends.base`.
+        """
         if rows == range(self.rows) and len(keys) > 1 and all(of[0] is keys[0][0] for of in keys):
             bounds = [np.concatenate(bound) for bound in zip(*(self.seen(i, rank) for i in range(len(keys))))]
             pools, tables, page_size = keys[0][:2], [of[2] for of in keys], keys[0][3]
             problem = self.problems[0]
             partial.ready = (self.backend.attend_pages(q, *pools, tables, page_size, *bounds, partial.out, partial.lse,
-                                                       problem.scale, problem.softcap, after=after),)
+                                                       problem.scale, problem.softcap, after, meanwhile),)
             return
         event = None
         for i, problem in enumerate(self.problems):
@@ -89,7 +92,7 @@ class Call:
             begin, end = (bound[at] for bound in self.seen(i, rank))
             if (begin < end).any():
                 event = self.backend.attend_pages(q[mine], *keys[i], begin, end, partial.out[mine], partial.lse[mine],
-                                                  problem.scale, problem.softcap, after=after)
+                                                  problem.scale, problem.softcap, after, meanwhile)
             else:
                 event = self.backend.clear(partial.out[mine], partial.lse[mine])
         partial.ready = (event,)

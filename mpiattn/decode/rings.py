@@ -3,6 +3,8 @@
 (Tree Attention, arXiv 2408.04093, section 6, has the first.)  Both give what `mpiattn.tree_decode` gives.
 """
 
+from functools import partial
+
 import numpy as np
 
 from ..problem.layout import Layout
@@ -81,21 +83,26 @@ def _pass_keys(call):
         ready = tuple(cache._copy_out(sequence, [array[:, start:stop] for array in mine.parts])
                       for sequence, start, stop in zip(call.sequences, mine.starts, mine.starts[1:]))
         for hop in range(ranks):
-            others, posted = None, None
+            others = posted = meanwhile = None
             if hop < ranks - 1:
                 others = _Keys(call, (rank - hop - 1) % ranks, spare)
                 posted = combiner.post((rank + 1) % ranks, [(mine.packed, ready)], (rank - 1) % ranks,
                                        [(others.packed, whole.ready)])
-                backend.meanwhile = lambda posted=posted: exchange.due() and exchange.complete(posted[0])
+                meanwhile = partial(_move_messages, exchange, posted[0])
             target = part if hop else whole
-            call.attend_to(mine.of_sequences(), mine.rank, target, call.q, range(call.rows), after=ready)
+            call.attend_to(mine.of_sequences(), mine.rank, target, call.q, range(call.rows), ready, meanwhile)
             if hop:
                 whole.absorb(backend, part)
-            backend.meanwhile = None
             if posted:
                 ready = combiner.finish(posted, f"in hop {hop + 1} of {ranks - 1} of keys and values")
                 mine, held, spare = others, spare, held
         return call.result(whole)
+
+
+def _move_messages(exchange, posted, share):
+    """What a launch calls while it computes."""
+    if exchange.due():
+        exchange.complete(posted)
 
 
 def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,

@@ -18,6 +18,7 @@ from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of, hop_of
 from ..schedule.steps import Transfer
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers, Chunk
+from .progress import Advance
 
 # Transfers under way that are ahead of their step: so many that the link is never idle, so few that the first of them
 # does not share it with all the others.
@@ -41,21 +42,6 @@ class _Pending:
     arriving: Chunk
     then: Callable
     arrived: float = None
-
-
-class _Advance:
-    """Tells `progress` of some blocks as they are computed, a part at a time; called with the share done so far."""
-
-    PARTS = 128                             # of a block; a power of two, so that sums of parts are exact
-
-    def __init__(self, progress, blocks):
-        self.progress, self.blocks, self.parts = progress, blocks, 0
-
-    def __call__(self, share):
-        parts = int(share * self.blocks * self.PARTS)
-        if parts > self.parts:
-            self.progress((parts - self.parts) / self.PARTS)
-            self.parts = parts
 
 
 # Bytes of the row intervals of an activity's blocks that are kept for the next call: those of 8 million rows.
@@ -126,13 +112,11 @@ class Executor:
                 self._post_next()
             self._post_ahead()
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
-                advance = progress and _Advance(progress, len(blocks))
-                self.backend.meanwhile = self._meanwhile if self.under_way else None
-                self.backend.advance = advance
-                self._run_tile() if step.fused else self._run_block(*blocks[0])
+                advance = progress and Advance(progress, len(blocks))
+                meanwhile = self._meanwhile(advance)
+                self._run_tile(meanwhile) if step.fused else self._run_block(*blocks[0], meanwhile)
                 if advance:
                     advance(1)
-            self.backend.meanwhile = self.backend.advance = None
             computed = self._now()
             while self.under_way and self.under_way[0].step == number:
                 self._complete(self.under_way.popleft())
@@ -165,7 +149,7 @@ class Executor:
             self.chunks[kind, hop] = Chunk(arrays, (self.work.clear(kind, arrays),))
         return self.chunks[kind, hop]
 
-    def _run_block(self, u, w):
+    def _run_block(self, u, w, meanwhile):
         """Block (u, w), unless no query of it sees a key of it."""
         i, j = self.buffers.q_chunks[u], self.buffers.k_chunks[w]
         if not self.activity.block(i, j):
@@ -174,7 +158,7 @@ class Executor:
         reduced = {kind: self._accumulator(kind, hop_of(kind, u, w)) for kind in self.buffers.reduced}
         interval = self._kept((i, j), lambda: local_interval(*self.activity.interval(i), self.k_layout.positions(j)))
         event = self.work.launch(q.arrays, kv.arrays, interval, {kind: c.arrays for kind, c in reduced.items()},
-                                 (*q.ready, *kv.ready))
+                                 (*q.ready, *kv.ready), meanwhile)
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
@@ -193,7 +177,7 @@ class Executor:
     def _arena_key_positions(self):
         return np.concatenate([self.k_layout.positions(chunk) for chunk in sorted(self.buffers.k_chunks)])
 
-    def _run_tile(self):
+    def _run_tile(self, meanwhile):
         """All blocks as one launch over the packed arenas."""
         q, kv = self._whole("Q"), self._whole("KV")
         accumulators = {kind: [self._accumulator(kind, hop) for hop in range(self.schedule.extent(kind))]
@@ -217,7 +201,7 @@ class Executor:
                 reduced[kind] = arrays[kind]
                 self.work.clear(kind, arrays[kind])
         event = self.work.launch(q.arrays, keys, self._kept(("tile", bool(self.sorting)), intervals), reduced,
-                                 (*q.ready, *kv.ready))
+                                 (*q.ready, *kv.ready), meanwhile)
         if self.sorting:
             for kind in unsorted:
                 for dst, src in zip(unsorted[kind], arrays[kind]):
@@ -263,11 +247,18 @@ class Executor:
                and sum(pending.arrived is None for pending in self.under_way) < UNDER_WAY):
             self._post_next()
 
-    def _meanwhile(self):
-        """Let MPI move messages while a launch computes, and start the next ones when some have arrived."""
-        if self.exchange.due():
-            self._look()
-            self._post_ahead()
+    def _meanwhile(self, advance):
+        """What a launch calls while it computes: MPI moves messages, and `advance` is called; None for neither."""
+        if not (self.under_way or advance):
+            return None
+
+        def meanwhile(share):
+            if self.under_way and self.exchange.due():
+                self._look()
+                self._post_ahead()
+            if advance:
+                advance(share)
+        return meanwhile
 
     def _look(self):
         """Note which transfers have arrived."""

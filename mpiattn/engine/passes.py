@@ -24,10 +24,11 @@ class Forward(_Pass):
         """Make an accumulator empty; returns the event."""
         return self.backend.clear(*arrays)
 
-    def launch(self, q, kv, interval, reduced, after):
-        """Add a block to the accumulators; returns the event."""
+    def launch(self, q, kv, interval, reduced, after, meanwhile=None):
+        """Add a block to the accumulators; returns the event.  meanwhile: as of `mpiattn.backends.base`."""
         p = self.problem
-        return self.backend.attend(*q, *kv, *interval, *reduced["O"], p.scale, p.softcap, after=after)
+        return self.backend.attend(*q, *kv, *interval, *reduced["O"], p.scale, p.softcap, after=after,
+                                   meanwhile=meanwhile)
 
     def merge(self, kind, arrays, received, after):
         """Merge a partial that was received; returns the event."""
@@ -43,11 +44,11 @@ class Backward(_Pass):
         """Make an accumulator zero; returns the event."""
         return self.backend.zero(arrays)
 
-    def launch(self, q, kv, interval, reduced, after):
-        """Add a block to the accumulators; returns the event."""
+    def launch(self, q, kv, interval, reduced, after, meanwhile=None):
+        """Add a block to the accumulators; returns the event.  meanwhile: as of `mpiattn.backends.base`."""
         p = self.problem
         return self.backend.attend_backward(*q, *kv, *interval, *reduced["dQ"], *reduced["dKV"], p.scale, p.softcap,
-                                            after=after)
+                                            after=after, meanwhile=meanwhile)
 
     def merge(self, kind, arrays, received, after):
         """Add a partial that was received; returns the event."""

@@ -47,9 +47,9 @@ class Blocks:
             backend.wait(self.work.clear(kind, arrays))
         self.interval = np.zeros((1, tokens), np.int32), np.full((1, tokens), tokens, np.int32)
 
-    def launch(self):
-        """Launch the block; returns the event."""
-        return self.work.launch(self.q, self.kv, self.interval, self.reduced, ())
+    def launch(self, meanwhile=None):
+        """Launch the block; returns the event.  meanwhile: as of `mpiattn.backends.base`."""
+        return self.work.launch(self.q, self.kv, self.interval, self.reduced, (), meanwhile)
 
     def run(self, turn=0):
         """Compute the block."""

@@ -26,9 +26,6 @@ CAPABILITY = 80            # the least that the kernels are compiled for
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without being asked for
 ALIGNMENT = 16             # bytes, of what kernels read in asynchronous copies
 NOT_READY = 600            # cudaErrorNotReady
-# Launches are made of the methods of these names, here and in KernelLaunches.
-LAUNCHES = ("clear", "zero", "take", "copy", "attend", "attend_pages", "unnormalize", "normalize", "attend_backward",
-            "delta", "add", "merge", "sink", "sink_gradient")
 
 
 _dealt = []                # whether this process has been dealt a GPU
@@ -118,8 +115,6 @@ class CudaBackend(_CupyLaunches):
     """
 
     name = "cuda"
-    meanwhile = property(lambda self: None, lambda self, call: None)       # launches do not take the host's time
-    advance = property(lambda self: None, lambda self, call: None)
 
     def __init__(self, transport="auto", local_rank=0):
         super().__init__()
@@ -217,6 +212,23 @@ class CudaBackend(_CupyLaunches):
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             self._failed(error)
 
+    # Launches, which do not take the host's time, so that they call nobody meanwhile
+
+    clear = _launched(_CupyLaunches.clear)
+    zero = _launched(_CupyLaunches.zero)
+    take = _launched(_CupyLaunches.take)
+    copy = _launched(_CupyLaunches.copy)
+    attend = _launched(_CupyLaunches.attend)
+    attend_pages = _launched(_CupyLaunches.attend_pages)
+    unnormalize = _launched(_CupyLaunches.unnormalize)
+    normalize = _launched(_CupyLaunches.normalize)
+    attend_backward = _launched(_CupyLaunches.attend_backward)
+    delta = _launched(_CupyLaunches.delta)
+    add = _launched(_CupyLaunches.add)
+    merge = _launched(_CupyLaunches.merge)
+    sink = _launched(_CupyLaunches.sink)
+    sink_gradient = _launched(_CupyLaunches.sink_gradient)
+
     # Wire
 
     def _done(self, event):
@@ -309,10 +321,6 @@ class CudaBackend(_CupyLaunches):
         self._pinned.clear()
         self._held.clear()
         self._functions.clear()
-
-
-for _name in LAUNCHES:
-    setattr(CudaBackend, _name, _launched(getattr(_CupyLaunches, _name)))
 
 
 class _Leaving:

@@ -50,12 +50,13 @@ class KernelLaunches:
 
     # Attention
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         _check_groups(begin, k.shape[1])
         if len(q) and len(k):
             self._attend(q, k, v, None, len(k), begin, end, out, lse, scale, softcap)
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
+                     meanwhile=None):
         if not len(q):
             return
         if isinstance(pages, list):
@@ -82,7 +83,8 @@ class KernelLaunches:
             self._run(partials_kernel("merge_parts", "float32"), (lse.size, 1, 1), out, lse, *into, np.int64(lse.size),
                       np.int32(v.shape[2]), np.int32(splits), np.int32(page_size > 0))
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
+                        meanwhile=None):
         _check_groups(begin, k.shape[1])
         if not (len(q) and len(k)):
             return

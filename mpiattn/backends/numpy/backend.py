@@ -1,5 +1,6 @@
 """The NumPy back end: every launch is complete when it returns, and accumulates in float32 (float64)."""
 
+import functools
 import itertools
 import math
 import os
@@ -53,6 +54,13 @@ def _seen(all_rows, keys):
             yield first, last, seen
 
 
+def _counted(meanwhile, all_rows, keys, per_group):
+    """What tiles of scores call before they are computed: `meanwhile`, with the share of the tiles done so far."""
+    count = per_group * sum(-(-(hi - lo) // tiles.COLUMNS) for *_, seen in _seen(all_rows, keys) for *_, lo, hi in seen)
+    number = itertools.count()
+    return lambda: meanwhile(next(number) / count)
+
+
 def _merge(out, lse, out_b, lse_b):
     """`NumpyBackend.merge` of some rows, in few calls: a token's partial is so small that calls are what it takes."""
     weight = lse - np.maximum(lse_b, LOWEST)       # where both are empty, -inf - -inf would be nan
@@ -71,8 +79,6 @@ class NumpyBackend:
     version = np.__version__
     dtypes = ("float32", "float64", "bfloat16", "float16")
     transport = None
-    meanwhile = None
-    advance = None
     staged_bytes = 0
 
     def __init__(self):
@@ -129,28 +135,30 @@ class NumpyBackend:
         out.fill(0)
         lse.fill(-np.inf)
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         per_kv = _packing(q, k, begin)
         if per_kv > 1:
             queries, *partial = (_pack(array, per_kv) for array in (q, out, lse))
             interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
-            NumpyBackend.attend(self, queries, k, v, *interval, *partial, scale, softcap)
+            NumpyBackend.attend(self, queries, k, v, *interval, *partial, scale, softcap, meanwhile=meanwhile)
             for array, packed in zip((out, lse), partial):
                 _unpack(array, packed, per_kv)
             return
         with np.errstate(all="ignore"):            # inf - inf and the like are answers here, not mistakes
-            for panel, work, meanwhile in self._panels(q, k, v, begin, end, out.dtype):
+            for panel, work, look in self._panels(q, k, v, begin, end, out.dtype, meanwhile):
                 for rows, head, lo, hi in work:
                     tiles.forward(self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap,
-                                  panel, lo, hi, meanwhile)
+                                  panel, lo, hi, look)
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
+                     meanwhile=None):
         tables = pages if isinstance(pages, list) else [pages]
         with np.errstate(all="ignore"):
-            for table, *of_rows in zip(tables, *(np.split(array, len(tables)) for array in (q, begin, end, out, lse))):
-                mine, first, last, *partial = of_rows
-                paged.attend(self._work, mine, keys, values, table, page_size, first, last, *partial, scale, softcap,
-                             self.meanwhile)
+            of_rows = zip(*(np.split(array, len(tables)) for array in (q, begin, end, out, lse)))
+            for number, (table, (queries, first, last, *partial)) in enumerate(zip(tables, of_rows)):
+                look = meanwhile and functools.partial(meanwhile, number / len(tables))
+                paged.attend(self._work, queries, keys, values, table, page_size, first, last, *partial, scale, softcap,
+                             look)
 
     def unnormalize(self, out, lse, top):
         with np.errstate(all="ignore"):
@@ -162,52 +170,40 @@ class NumpyBackend:
             out /= np.where(lse == 0, 1, lse)[..., None]
             lse[...] = top + np.log(lse)
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
+                        meanwhile=None):
         per_kv = _packing(q, k, begin)
         if per_kv > 1:
             *queries, packed = (_pack(array, per_kv) for array in (q, dout, lse, delta, dq))
             interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
-            NumpyBackend.attend_backward(self, *queries, k, v, *interval, packed, dk, dv, scale, softcap)
+            NumpyBackend.attend_backward(self, *queries, k, v, *interval, packed, dk, dv, scale, softcap,
+                                         meanwhile=meanwhile)
             _unpack(dq, packed, per_kv)
             return
         with np.errstate(all="ignore"):
-            for panel, work, meanwhile in self._panels(q, k, v, begin, end, dq.dtype):
+            for panel, work, look in self._panels(q, k, v, begin, end, dq.dtype, meanwhile):
                 at = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
                 dk_panel, dv_panel = self._panel("dk", dk[at], dq.dtype), self._panel("dv", dv[at], dq.dtype)
                 for rows, head, lo, hi in work:
                     tiles.backward(self._work, rows, q[:, head], dout[:, head], lse[:, head], delta[:, head],
-                                   dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi, meanwhile)
+                                   dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi, look)
                 dk[at], dv[at] = dk_panel, dv_panel
 
-    def _meanwhile(self, all_rows, keys, per_group):
-        """What tiles of scores call before they are computed: `meanwhile`, and `advance` with the share done so far."""
-        if self.advance is None:
-            return self.meanwhile
-        count = per_group * sum(-(-(hi - lo) // tiles.COLUMNS) for *_, seen in _seen(all_rows, keys)
-                                for *_, lo, hi in seen)
-        number = itertools.count()
-
-        def meanwhile():
-            if self.meanwhile:
-                self.meanwhile()
-            self.advance(next(number) / count)
-        return meanwhile
-
-    def _panels(self, q, k, v, begin, end, dtype):
+    def _panels(self, q, k, v, begin, end, dtype, meanwhile):
         """Every panel of a KV head that is seen, with its work: row tile, query head and hull of what it sees.
 
         And what its tiles of scores call before they are computed.
         """
         per_kv, per_group = q.shape[1] // k.shape[1], q.shape[1] // len(begin)
         all_rows = [(g, rows) for g in range(len(begin)) for rows in row_tiles(begin[g], end[g])]
-        meanwhile = self._meanwhile(all_rows, len(k), per_group)
+        look = meanwhile and _counted(meanwhile, all_rows, len(k), per_group)
         for first, last, seen in _seen(all_rows, len(k)):
             for kv_head in range(k.shape[1]):
                 panel = Panel(first, kv_head, self._panel("k", k[first:last, kv_head], dtype),
                               self._panel("v", v[first:last, kv_head], dtype))
                 heads = range(kv_head * per_kv, (kv_head + 1) * per_kv)
                 yield panel, [(rows, head, lo, hi) for head in heads for g, rows, lo, hi in seen
-                              if head // per_group == g], meanwhile
+                              if head // per_group == g], look
 
     def _panel(self, name, source, dtype):
         """Some keys of one head as a contiguous array of the accumulation dtype."""

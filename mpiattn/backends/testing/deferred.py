@@ -1,8 +1,9 @@
 """A test-only back end that runs late: what fails on it would fail on a GPU.
 
 Launches wait in one thread, copies to the wire in a second and from it in a third, each with a random delay; copies
-are made piece by piece, those to the wire in any order.  A buffer that is not ready, or was given back, holds NaN;
-writing to one that MPI is still sending raises.  Results are those of the NumPy back end, bit for bit.
+are made piece by piece, those to the wire in any order.  Launches do not call `meanwhile`, since MPI is the calling
+thread's alone.  A buffer that is not ready, or was given back, holds NaN; writing to one that MPI is still sending
+raises.  Results are those of the NumPy back end, bit for bit.
 """
 
 import random
@@ -24,8 +25,6 @@ class DeferredBackend(NumpyBackend):
     """NumPy, as asynchronous as a GPU; see the module."""
 
     name = "deferred"
-    meanwhile = property(lambda self: None, lambda self, call: None)       # MPI is the calling thread's alone
-    advance = property(lambda self: None, lambda self, call: None)
 
     def __init__(self):
         super().__init__()
@@ -77,10 +76,11 @@ class DeferredBackend(NumpyBackend):
     def clear(self, out, lse):
         return self._launch((out, lse), (), super().clear, out, lse)
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         return self._launch((out, lse), after, super().attend, q, k, v, begin, end, out, lse, scale, softcap)
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
+                     meanwhile=None):
         return self._launch((out, lse), after, super().attend_pages, q, keys, values, pages, page_size, begin, end, out,
                             lse, scale, softcap)
 
@@ -90,7 +90,8 @@ class DeferredBackend(NumpyBackend):
     def normalize(self, out, lse, top):
         return self._launch((out, lse), (), super().normalize, out, lse, top)
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
+                        meanwhile=None):
         return self._launch((dq, dk, dv), after, super().attend_backward, q, dout, lse, delta, k, v, begin, end,
                             dq, dk, dv, scale, softcap)
 

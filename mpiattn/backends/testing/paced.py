@@ -33,32 +33,36 @@ class PacedBackend(NumpyBackend):
     def idle(self):
         time.sleep(self.nap)   # a machine of its own would not take the core from the others while it waits
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=()):
-        with self._paced(self._flops(q, v, begin, end)):
-            super().attend(q, k, v, begin, end, out, lse, scale, softcap, after)
+    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
+        with self._paced(self._flops(q, v, begin, end), meanwhile):
+            super().attend(q, k, v, begin, end, out, lse, scale, softcap, after, meanwhile)
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=()):
+    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
+                     meanwhile=None):
         pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))
-        with self._paced(2 * (keys.shape[2] + values.shape[2]) * pairs * q.shape[1]):
-            super().attend_pages(q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, after)
+        with self._paced(2 * (keys.shape[2] + values.shape[2]) * pairs * q.shape[1], meanwhile):
+            super().attend_pages(q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, after,
+                                 meanwhile)
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=()):
-        with self._paced(BACKWARD * self._flops(q, v, begin, end)):
-            super().attend_backward(q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap, after)
+    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
+                        meanwhile=None):
+        with self._paced(BACKWARD * self._flops(q, v, begin, end), meanwhile):
+            super().attend_backward(q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap, after,
+                                    meanwhile)
 
     def _flops(self, q, v, begin, end):
         pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))        # of every group of heads
         return 2 * (q.shape[2] + v.shape[2]) * pairs * (q.shape[1] // len(begin))
 
     @contextmanager
-    def _paced(self, flops):
+    def _paced(self, flops, meanwhile):
         seconds, now = flops / self.speed, time.perf_counter()
         start = self._over if now - self._over < SLACK * seconds else now
         self._over = start + seconds
         yield
         while (left := self._over - time.perf_counter()) > 0:
-            if self.meanwhile:
-                self.meanwhile()
+            if meanwhile:
+                meanwhile(1.0)
                 left = self._over - time.perf_counter()
             time.sleep(max(0.0, min(left, self.nap)))
         self._over = max(self._over, time.perf_counter() - SLACK * seconds)
