@@ -22,6 +22,7 @@ except ImportError as error:
 
 from torch.autograd.function import once_differentiable
 
+from . import backends
 from .errors import ArgumentError
 from .problem.tensors import as_tensor, shared
 
@@ -138,7 +139,7 @@ class _Stream:
 @contextmanager
 def _torch_stream(plan):
     """Torch's stream is CuPy's meanwhile, so that the pass comes after its work and results are freed in its order."""
-    if plan.backend != "cuda":
+    if not backends.find(plan.backend).on_gpu:
         yield
         return
     import cupy
@@ -156,10 +157,11 @@ def _array(plan, name, tensor):
         return None
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
-    wanted, place = ("cuda", "its plan's GPU") if plan.backend == "cuda" else ("cpu", "the CPU")
-    if tensor.device.type != wanted:
+    kind = backends.find(plan.backend)
+    if tensor.device.type != kind.device:
+        place = "its plan's GPU" if kind.on_gpu else "the CPU"
         raise ArgumentError(f"{name} is on device {tensor.device}; it must be on {place}")
-    return tensor.detach() if wanted == "cuda" else shared(name, tensor)
+    return tensor.detach() if kind.on_gpu else shared(name, tensor)
 
 
 def _tensor(array):

@@ -33,6 +33,7 @@ class Backend(Protocol):
 
     name, version: what its speed depends on; figures measured with another are not those of this one.
     dtypes: of what it attends to.  transport: how its arrays travel, None where that is not for it to say.
+    emulated_flops: operations a second whose time it takes, None for the time that it really needs.
     staged_bytes: of host memory that is held for copies to and from the wire.
     """
 
@@ -40,7 +41,19 @@ class Backend(Protocol):
     version: str
     dtypes: tuple
     transport = None
+    emulated_flops = None
     staged_bytes = 0
+
+    @classmethod
+    def missing(cls):
+        """Why it cannot run in this process and what to install, "" where it can run."""
+
+    @classmethod
+    def adopt(cls, arrays):
+        """Arrays of the caller's, by name of the argument, as the back end's own, where it has yet to be made.
+
+        On a GPU back ends made from now on are on that of the arrays.  Raises ArgumentError as `array` does.
+        """
 
     def idle(self):
         """What a rank does between two looks at the messages that it waits for."""

@@ -116,13 +116,13 @@ class OneRank:
     """
 
     def __init__(self, problem, ranks, backend, passes):
-        p, self.passes, paced = problem, passes, backends.pace(backend)
-        self.known, self.seconds = paced and paced[0] * 1e9, {name: [] for name in passes}
+        p, self.passes = problem, passes
+        self.known, self.seconds = backend.emulated_flops, {name: [] for name in passes}
         if self.known:
             return
         tokens = -(-p.seqlen // ranks)
         self.plan = MeshAttention(MPI.COMM_SELF, seqlen=tokens, heads=p.heads, head_dim=p.head_dim, batch=p.batch,
-                                  kv_heads=p.kv_heads, dtype=p.dtype, backend=backend)
+                                  kv_heads=p.kv_heads, dtype=p.dtype, backend=backend.name)
         tensors = Tensors(self.plan.problem)
         q, k, v, self.dout = (self.plan.give(tensors.read(name, 0, tokens)) for name in NAMES)
         self.inputs = q, k, v
@@ -204,8 +204,9 @@ def measure(job, cases, how, passes, runs, warmup):
     subjects, which = job("plan", lambda: _subjects(job, cases, how, passes))
     plan = subjects[0].plan
     problem, machine, backend = plan.problem, plan.machine, plan.backend
-    one = OneRank(problem, peers.size, backend, passes)
-    peers.idle = backends.get(backend).idle            # between passes as in one
+    local = backends.get(backend)
+    one = OneRank(problem, peers.size, local, passes)
+    peers.idle = local.idle                            # between passes as in one
     total = len(subjects) * (1 + warmup + runs)
 
     def check():

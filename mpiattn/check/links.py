@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from ..backends import get
+from ..backends.numpy.backend import NumpyBackend
 from ..tuning.samples import take_turns
 from ..tuning.wire import Wire
 
@@ -22,7 +22,7 @@ def gather(peers, ranks):
     """
     if peers.size == 1:
         return []
-    backend = get("numpy")
+    backend = NumpyBackend()
     works = [_arriving(Wire(peers, backend, SHORT), TURNS), *(_arriving(Wire(peers, backend, size)) for size in SIZES)]
     latency, *long = np.moveaxis(np.median(take_turns(peers, works, LIMIT, most=REPEATS), axis=1), -1, 0).tolist()
     backend.close()

@@ -57,7 +57,7 @@ def _run(job, args):
             data = {"versions": installation.versions(), "blas": installation.blas(),
                     "mpi": installation.mpi(comm), "hosts": facts_of_hosts,
                     "processor": host.processor(), "machine": _machine(nodes),
-                    "backends": list(backends.NAMES), "kernels": _kernels()}
+                    "backends": backends.usages(), "kernels": _kernels()}
             if args.json:
                 write_json(args.json, data)
     if data and args.json != "-":

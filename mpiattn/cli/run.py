@@ -21,6 +21,7 @@ import sys
 import numpy as np
 from mpi4py import MPI
 
+from .. import backends
 from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE
 from ..console import options
@@ -130,7 +131,8 @@ def _open(peers, args, plan, chosen):
     hosts = opening.hosts_of(peers)
     if peers.rank:
         return
-    warning = opening.crowded(hosts) if plan.backend == "numpy" else None
+    on_cores = not backends.find(plan.backend).on_gpu and not backends.find(plan.backend).tests
+    warning = opening.crowded(hosts) if on_cores else None
     if args.json == "-":
         if warning:
             print(f"mpiattn run: WARNING: {warning}", file=sys.stderr, flush=True)

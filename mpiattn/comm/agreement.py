@@ -7,7 +7,8 @@ from .. import errors
 from ..errors import ArgumentError, CallError, MpiattnError
 
 
-def _which(ranks):
+def which_ranks(ranks):
+    """Ranks in words."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
@@ -82,7 +83,7 @@ def _different_calls(calls):
     if len(set(calls)) == 1:
         return None
     ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in dict.fromkeys(calls)}
-    makes = [f"{_which(where)} {'makes' if len(where) == 1 else 'make'} {call or 'another call'}"
+    makes = [f"{which_ranks(where)} {'makes' if len(where) == 1 else 'make'} {call or 'another call'}"
              for call, where in ranks.items()]
     return CallError("ranks make different calls on one communicator: " + "; ".join(makes)
                      + "; every rank must make the same calls in the same order")
@@ -95,7 +96,7 @@ def _first_error(described, only):
     failing = [rank for rank, other in enumerate(described) if other == first]
     name, text = first
     if len(failing) < len(described) and only is None:
-        text = f"{text} (on {_which(failing)} of {len(described)})"
+        text = f"{text} (on {which_ranks(failing)} of {len(described)})"
     return getattr(errors, name)(text)
 
 

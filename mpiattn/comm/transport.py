@@ -7,9 +7,9 @@ from .. import backends
 from ..errors import ArgumentError
 from ..system import gpu_aware_mpi, gpu_probe
 from .agreement import agreement
+from .available import agreed_backend
 
 TRANSPORTS = ("auto", "staged", "device")
-WITH_DEVICE = ("cuda",)                  # back ends
 _probed = {}                             # what a child process has shown, once for this process
 
 
@@ -22,11 +22,11 @@ def one_of(name, value, choices):
 def check_transport(backend, transport):
     """Raise ArgumentError unless a back end, by name, can have that transport here."""
     one_of("transport", transport, TRANSPORTS)
-    backends.check_name(backend)
-    if backends.resolved(backend) not in WITH_DEVICE:
+    names = backends.candidates(backend)
+    if not any(backends.find(name).on_gpu for name in names):
         if transport != "auto":
-            raise ArgumentError(f"transport is {transport!r}, but the back end {backends.resolved(backend)!r} has no "
-                                f"device; only {', '.join(WITH_DEVICE)} has")
+            raise ArgumentError(f"transport is {transport!r}, but the back end {' or '.join(map(repr, names))} has no "
+                                f"device; only {', '.join(backends.usages(on_gpu=True))} has")
     elif transport == "device":
         aware, why = gpu_aware_mpi.gpu_aware()
         if not aware:
@@ -39,7 +39,8 @@ def make_backend(peers, nodes, name, transport):
 
     nodes: of every rank.  name, transport: the same on every rank, checked.  Raises ArgumentError on every rank.
     """
-    if backends.resolved(name) in WITH_DEVICE and transport == "auto":
+    name = agreed_backend(peers, name)
+    if backends.find(name).on_gpu and transport == "auto":
         transport = _chosen(peers)
     with agreement(peers):
         return local_backend(peers.rank, nodes, name, transport)
@@ -47,8 +48,6 @@ def make_backend(peers, nodes, name, transport):
 
 def local_backend(rank, nodes, name, transport):
     """A new back end on the device of a rank, if it has one; `transport` has been chosen.  Not collective."""
-    if backends.resolved(name) not in WITH_DEVICE:
-        return backends.get(name)
     return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
 
 

@@ -3,6 +3,7 @@
 import argparse
 import re
 
+from ..backends.registry import AUTO, REGISTRY, usages
 from ..comm.transport import TRANSPORTS
 from ..files.hdf5 import AXES
 from ..model.cost import SCHEDULES
@@ -68,18 +69,21 @@ def add_machine(parser):
 def add_backend(parser):
     """--backend."""
     parser.add_argument("--backend", default="auto", metavar="NAME",
-                        help="what computes the blocks: numpy, which is auto; cuda, on a GPU of each rank; for tests "
-                             "deferred, late on purpose, emulated, the CUDA kernels on the CPU, deferred-emulated, "
-                             "both, and paced:GFLOPS[:MS], which emulates slower compute by sleeping, and looks for "
-                             "messages every 2 or so many milliseconds (default: %(default)s)")
+                        help=f"what computes the blocks: {_backends(tests=False)}; auto, which is {' or '.join(AUTO)}; "
+                             f"for tests {_backends(tests=True)} (default: %(default)s)")
+
+
+def _backends(tests):
+    """The back ends for tests, or the others, in words."""
+    return "; ".join(f"{entry.usage}, {entry.about}" for entry in REGISTRY.values() if entry.tests == tests)
 
 
 def add_transport(parser):
     """--transport."""
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS,
-                        help="of the back end cuda: staged, through pinned host memory; device, by an MPI that takes "
-                             "device memory itself; auto, device where that has been seen to work (default: "
-                             "%(default)s)")
+                        help=f"of the back end {' or '.join(usages(on_gpu=True))}: staged, through pinned host memory; "
+                             "device, by an MPI that takes device memory itself; auto, device where that has been seen "
+                             "to work (default: %(default)s)")
 
 
 def parse_window(text):

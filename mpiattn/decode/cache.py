@@ -5,7 +5,6 @@ from numbers import Integral
 
 import numpy as np
 
-from .. import backends
 from ..backends.pages import Pages, stretches
 from ..comm.agreement import agree_on, agreement, everywhere
 from ..comm.collective_calls import Collective
@@ -91,7 +90,7 @@ class KVCache(Collective):
                 check_transport(backend, transport)
             agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
                              "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
-                             "page_size": page_size, "backend": backends.resolved(backend), "transport": transport,
+                             "page_size": page_size, "backend": backend, "transport": transport,
                              "machine": machine, "max_message": max_message, "timeout": timeout})
             self._backend = make_backend(peers, home.nodes, backend, transport)
             peers.idle = self._backend.idle

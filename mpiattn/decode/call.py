@@ -79,8 +79,9 @@ class Call:
             bounds = [np.concatenate(bound) for bound in zip(*(self.seen(i, rank) for i in range(len(keys))))]
             pools, tables, page_size = keys[0][:2], [of[2] for of in keys], keys[0][3]
             problem = self.problems[0]
-            partial.ready = (self.backend.attend_pages(q, *pools, tables, page_size, *bounds, partial.out, partial.lse,
-                                                       problem.scale, problem.softcap, after, meanwhile),)
+            event = self.backend.attend_pages(q, *pools, tables, page_size, *bounds, partial.out, partial.lse,
+                                              problem.scale, problem.softcap, after=after, meanwhile=meanwhile)
+            partial.ready = (event,)
             return
         event = None
         for i, problem in enumerate(self.problems):
@@ -92,7 +93,7 @@ class Call:
             begin, end = (bound[at] for bound in self.seen(i, rank))
             if (begin < end).any():
                 event = self.backend.attend_pages(q[mine], *keys[i], begin, end, partial.out[mine], partial.lse[mine],
-                                                  problem.scale, problem.softcap, after, meanwhile)
+                                                  problem.scale, problem.softcap, after=after, meanwhile=meanwhile)
             else:
                 event = self.backend.clear(partial.out[mine], partial.lse[mine])
         partial.ready = (event,)

@@ -1,8 +1,8 @@
 """`attention`: a plan made for the chunks at hand, run once and closed."""
 
-from ..backends.cuda.arrays import as_cupy, load_cupy, on_device
-from ..backends.cuda.backend import stay_on
+from .. import backends
 from ..comm.agreement import agreement
+from ..comm.available import agreed_backend
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
 from ..errors import ArgumentError
@@ -39,7 +39,7 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     layout : str or Layout or pair of Layout, default "contiguous"
         Which tokens a rank holds: "contiguous", "striped" or "zigzag".
     **options
-        Further arguments of `MeshAttention`, of which backend is by default "cuda" for arrays on a GPU, else "numpy";
+        Further arguments of `MeshAttention`, of which backend is by default that of the GPU that q is on, else "auto";
         and of `MeshAttention.forward`: cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, sinks.
         Positions and lengths in these are of the whole sequence.
 
@@ -74,26 +74,27 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     peers = home.peers(limit)
     try:
         with home.call("attention"):
-            with agreement(peers, call="attention"):
-                q, k, v = (as_array(name, array) for name, array in (("q", q), ("k", k), ("v", v)))
-                if options.get("backend", "auto") == "auto" and on_device(q):
-                    options["backend"] = "cuda"
-                if options.get("backend") == "cuda":
-                    cupy = load_cupy()
-                    q, k, v = (as_cupy(cupy, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
-                    if isinstance(q, cupy.ndarray):
-                        stay_on(cupy, q.device.id)
-                for name, array in (("q", q), ("k", k), ("v", v)):
+            with agreement(peers, call="attention") as same:
+                arrays = {name: as_array(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+                backend = options.pop("backend", "auto")
+                backend = backends.for_array(arrays["q"]) if backend == "auto" else backend
+                same["backend"] = backend
+                backends.candidates(backend)
+            backend = agreed_backend(peers, backend)
+            with agreement(peers):
+                arrays = backends.find(backend).load().adopt(arrays)
+                for name, array in arrays.items():
                     if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
                         raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, "
                                             "dim)")
+                q, k, v = arrays.values()
             lengths = peers.allgather((q.shape[1], k.shape[1]))
         q_sizes, k_sizes = zip(*lengths)
         if layout == "contiguous":
             layout = tuple(Layout(layout, sum(sizes), comm.size, sizes) for sizes in (q_sizes, k_sizes))
         with MeshAttention(comm, batch=q.shape[0], seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=q.shape[2],
                            kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=str(q.dtype),
-                           causal=causal, scale=scale, layout=layout, **options) as plan:
+                           causal=causal, scale=scale, layout=layout, backend=backend, **options) as plan:
             return as_given(given, *plan.forward(q, k, v, **call))
     finally:
         home.leave()

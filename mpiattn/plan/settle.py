@@ -3,7 +3,6 @@
 import functools
 from dataclasses import asdict, dataclass, replace
 
-from .. import backends
 from ..comm.agreement import agree_on, agreement
 from ..comm.exchange import MAX_MESSAGE, check_max_message
 from ..comm.peers import check_timeout
@@ -92,7 +91,7 @@ def settle(home, peers, shape, options):
         problem, asked = Problem(**shape), Options(**options)
         checked = asked.checked(problem, ranks)
     agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options},
-                     "backend": backends.resolved(asked.backend)})
+                     "backend": asked.backend})
     backend = make_backend(peers, home.nodes, asked.backend, asked.transport)
     # pieces that the caller has cut are his to hold; else the mesh goes by nodes
     order = home.order if isinstance(asked.layout, str) else None
@@ -101,8 +100,8 @@ def settle(home, peers, shape, options):
     with agreement(peers, only=0):                # time and memory for it grow with the square of the ranks
         if peers.rank == 0:
             machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
-            if pace := backends.pace(backend.name):
-                machine = machine.paced(pace[0] * 1e9)
+            if backend.emulated_flops:
+                machine = machine.paced(backend.emulated_flops)
             found = _choose(problem, checked, machine, order, nodes)
     return peers.allgather(found)[0], backend
 

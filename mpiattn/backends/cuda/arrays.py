@@ -5,30 +5,29 @@ import numpy as np
 from ...errors import ArgumentError
 
 DLPACK_CUDA = 2            # the number of CUDA memory in DLPack
+EXTRAS = ("cuda12", "cuda13")               # of this package, which bring CuPy
 
 
-def load_cupy():
-    """CuPy, once it has found a GPU; ArgumentError where there is none."""
+def missing():
+    """Why CuPy cannot be used in this process and what to install, "" where it can be used."""
     try:
         import cupy
     except ImportError as error:
-        raise ArgumentError(f"backend is 'cuda', which needs CuPy ({error}); the extras cuda12 and cuda13 have it: "
-                            "pip install 'mpiattn[cuda12]'") from error
+        return f"it needs CuPy ({error}): " + " or ".join(f"pip install 'mpiattn[{extra}]'" for extra in EXTRAS)
     runtime = cupy.cuda.runtime
     try:
-        count = runtime.getDeviceCount()
+        return "" if runtime.getDeviceCount() else "CuPy counts 0 GPUs"
     except runtime.CUDARuntimeError as error:
-        raise ArgumentError(f"backend is 'cuda', but CuPy finds no GPU: {error}") from error
-    if not count:
-        raise ArgumentError("backend is 'cuda', but CuPy counts 0 GPUs")
-    return cupy
+        return f"CuPy finds no GPU: {error}"
 
 
-def on_device(thing):
-    """Whether something is an array in the memory of a GPU."""
+def device_of(thing):
+    """The kind of memory that an array is in: "cuda" or "cpu"."""
     if hasattr(thing, "__dlpack_device__"):        # first, as torch's other attribute raises where gradients are wanted
-        return thing.__dlpack_device__()[0] == DLPACK_CUDA
-    return hasattr(thing, "__cuda_array_interface__")
+        on_gpu = thing.__dlpack_device__()[0] == DLPACK_CUDA
+    else:
+        on_gpu = hasattr(thing, "__cuda_array_interface__")
+    return "cuda" if on_gpu else "cpu"
 
 
 def as_cupy(cupy, name, thing):
@@ -39,7 +38,7 @@ def as_cupy(cupy, name, thing):
     if isinstance(thing, cupy.ndarray) or (
             isinstance(thing, np.ndarray) and not isinstance(thing, np.ma.MaskedArray)):
         return thing
-    if isinstance(thing, np.ndarray) or not on_device(thing):
+    if isinstance(thing, np.ndarray) or device_of(thing) == "cpu":
         raise ArgumentError(f"{name} is a {type(thing).__name__}; it must be a CuPy array, another library's array on "
                             "the GPU, or a NumPy array")
     try:

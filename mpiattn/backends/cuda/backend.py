@@ -17,7 +17,7 @@ import numpy as np
 from ...errors import ArgumentError, MpiattnError
 from ..base import WireBytes
 from . import kernel_source
-from .arrays import as_cupy, load_cupy
+from .arrays import as_cupy, missing
 from .kernels import KernelLaunches
 from .pinned import PinnedBlocks
 
@@ -111,14 +111,26 @@ class CudaBackend(_CupyLaunches):
     relied on to take them; "staged", and "auto", which has no MPI to ask, pinned host memory.
     local_rank: see `choose_device`.
 
-    stream: of the launches.  device: number of the GPU.  Raises ArgumentError where there is no CuPy or no GPU.
+    stream: of the launches.  device: number of the GPU.  Raises ArgumentError where that is too old.
     """
 
     name = "cuda"
 
+    missing = staticmethod(missing)
+
+    @classmethod
+    def adopt(cls, arrays):
+        import cupy
+        arrays = {name: as_cupy(cupy, name, array) for name, array in arrays.items()}
+        given = next((array for array in arrays.values() if isinstance(array, cupy.ndarray)), None)
+        if given is not None:
+            stay_on(cupy, given.device.id)
+        return arrays
+
     def __init__(self, transport="auto", local_rank=0):
         super().__init__()
-        self.cupy = load_cupy()
+        import cupy
+        self.cupy = cupy
         self.transport = "staged" if transport == "auto" else transport
         self.device = choose_device(self.cupy, local_rank)
         cuda, self._functions = self.cupy.cuda, {}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import ArgumentError, MpiattnError
+from ...errors import MpiattnError
 from ...system.sources import kernel_dir
 from ..cuda import kernel_source
 from ..cuda.kernels import KernelLaunches
@@ -94,10 +94,9 @@ class EmulatedBackend(KernelLaunches, NumpyBackend):
     architecture = 90
     descending = False                  # the order in which the warps of a block run
 
-    def __init__(self):
-        super().__init__()
-        if compiler() is None:
-            raise ArgumentError(f"backend is 'emulated', which needs a C++ compiler: $CXX, {', '.join(COMPILERS)}")
+    @classmethod
+    def missing(cls):
+        return "" if compiler() else f"it needs a C++ compiler: $CXX, {', '.join(COMPILERS)}"
 
     def _address(self, array):
         return array.ctypes.data

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ...errors import ArgumentError
 from ..numpy.backend import NumpyBackend
 
 SLACK = 0.1             # a launch begins when the one before has ended, if no later than this share of its time
+NAP = 2.0               # milliseconds between two looks at the messages, where none are given
 BACKWARD = 2.5          # five matrix products of a block against two
 
 
@@ -25,10 +27,26 @@ class PacedBackend(NumpyBackend):
     The time for a launch starts when the one before it was over, so that waking up late does not add up.
     """
 
-    def __init__(self, name, gflops, nap):
+    def __init__(self, name):
         super().__init__()
-        self.name, self.speed, self.nap = name, gflops * 1e9, nap * 1e-3
+        gflops, nap = self.parse(name)
+        self.name, self.emulated_flops, self.nap = name, gflops * 1e9, nap * 1e-3
         self._over = 0.0
+
+    @staticmethod
+    def parse(name):
+        """The billions of operations a second and milliseconds of a nap of "paced:GFLOPS[:MS]".
+
+        Raises ArgumentError.
+        """
+        try:
+            gflops, nap = ([float(number) for number in name.split(":")[1:]] + [NAP])[:2]
+        except ValueError:
+            gflops = nap = 0.0
+        if not (0 < gflops < float("inf") and 0 < nap < float("inf") and name.count(":") <= 2):
+            raise ArgumentError(f"backend is {name!r}; after paced: it must have a positive number of Gflop/s and may "
+                                "have another : and milliseconds")
+        return gflops, nap
 
     def idle(self):
         time.sleep(self.nap)   # a machine of its own would not take the core from the others while it waits
@@ -56,7 +74,7 @@ class PacedBackend(NumpyBackend):
 
     @contextmanager
     def _paced(self, flops, meanwhile):
-        seconds, now = flops / self.speed, time.perf_counter()
+        seconds, now = flops / self.emulated_flops, time.perf_counter()
         start = self._over if now - self._over < SLACK * seconds else now
         self._over = start + seconds
         yield

@@ -1,0 +1,114 @@
+"""The back ends by name: what each is, where it is implemented, and whether it can run here.
+
+Nothing else knows their names.  An entry holds what must be known before a back end is made; what it can attend to
+(dtypes, dims) is said by its class.  Implementations are imported when they are asked for.
+"""
+
+import socket
+from dataclasses import dataclass
+from importlib import import_module
+
+from ..errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A back end that users may name.
+
+    home: "module:class", the module below this package.  about: a few words for --help.
+    device: the kind of memory in which its arrays are, as torch calls it.  tests: whether it is for tests only, so that
+    its times say nothing of this machine.  parameters: what follows the name, "" for nothing.
+    """
+
+    name: str
+    home: str
+    about: str
+    device: str = "cpu"
+    tests: bool = True
+    parameters: str = ""
+
+    @property
+    def usage(self):
+        """The name as it is given, with its parameters."""
+        return self.name + self.parameters
+
+    @property
+    def on_gpu(self):
+        """Whether its arrays are in a GPU's memory: it has a transport, and each rank needs a GPU."""
+        return self.device != "cpu"
+
+    def load(self):
+        """Its class."""
+        module, name = self.home.split(":")
+        return getattr(import_module(f".{module}", __package__), name)
+
+    def missing(self):
+        """Why it cannot run in this process and what to install, "" where it can run.  Raises nothing."""
+        try:
+            return self.load().missing()
+        except Exception as error:        # a broken installation may raise anything, and no rank may be left waiting
+            return f"{type(error).__name__}: {error}"
+
+
+REGISTRY = {entry.name: entry for entry in (
+    Entry("numpy", "numpy.backend:NumpyBackend", "on the cores of each rank", tests=False),
+    Entry("cuda", "cuda.backend:CudaBackend", "on a GPU of each rank", device="cuda", tests=False),
+    Entry("deferred", "testing.deferred:DeferredBackend", "late on purpose"),
+    Entry("emulated", "testing.emulated:EmulatedBackend", "the CUDA kernels on the CPU"),
+    Entry("deferred-emulated", "testing.emulated:DeferredEmulatedBackend", "the CUDA kernels on the CPU, late"),
+    Entry("paced", "testing.paced:PacedBackend", "which emulates slower compute by sleeping, and looks for messages "
+          "every 2 or so many milliseconds", parameters=":GFLOPS[:MS]"))}
+# What "auto" may stand for, the best first.
+AUTO = ("numpy",)
+
+
+def usages(**properties):
+    """The names, as they are given, of the back ends with such properties."""
+    return [entry.usage for entry in REGISTRY.values()
+            if all(getattr(entry, name) == value for name, value in properties.items())]
+
+
+def find(name):
+    """The `Entry` of a name as it is given, with parameters where it has some.
+
+    Raises ArgumentError where there is no such back end.
+    """
+    base, colon, _ = name.partition(":") if isinstance(name, str) else ("", "", "")
+    entry = REGISTRY.get(base)
+    if entry is None or bool(colon) != bool(entry.parameters):
+        raise ArgumentError(f"backend is {name!r}; it may be auto, {', '.join(usages())}")
+    if entry.parameters:
+        entry.load().parse(name)
+    return entry
+
+
+def candidates(name):
+    """What a name may stand for: the names for "auto", the best first, else itself.  Raises ArgumentError as `find`."""
+    if name == "auto":
+        return AUTO
+    find(name)
+    return (name,)
+
+
+def for_array(array):
+    """The name of the back end for an array of the caller's: that of the GPU that it is on, else "auto"."""
+    from .cuda.arrays import device_of
+    device = device_of(array)
+    return next((entry.name for entry in REGISTRY.values() if entry.on_gpu and entry.device == device), "auto")
+
+
+def get(name="auto", transport="auto", local_rank=0):
+    """A new back end, of "auto" the first that can run here.
+
+    transport, local_rank: of one on a GPU, see `mpiattn.backends.cuda.backend.CudaBackend`.
+
+    Raises ArgumentError where there is no such back end or it cannot run here.
+    """
+    names = candidates(name)
+    missing = {candidate: find(candidate).missing() for candidate in names}
+    chosen = next((candidate for candidate in names if not missing[candidate]), None)
+    if chosen is None:
+        raise ArgumentError(f"backend is {name!r}, which cannot run on {socket.gethostname()}: {missing[names[0]]}")
+    entry = find(chosen)
+    arguments = [chosen] if entry.parameters else [transport, local_rank] if entry.on_gpu else []
+    return entry.load()(*arguments)

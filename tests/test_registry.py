@@ -1,0 +1,80 @@
+"""The registry of back ends: what each name means, and that names stand nowhere else."""
+
+import ast
+import re
+
+import launch
+import pytest
+
+from mpiattn import ArgumentError, backends
+from mpiattn.backends import registry
+from mpiattn.backends.cuda import arrays
+from mpiattn.backends.numpy.backend import NumpyBackend
+from mpiattn.comm.available import _described
+
+PACKAGE = launch.ROOT / "mpiattn"
+
+
+@pytest.mark.parametrize("entry", registry.REGISTRY.values(), ids=lambda entry: entry.name)
+def test_entries(entry):
+    backend_class = entry.load()
+    assert entry.parameters or backend_class.name == entry.name
+    assert "float32" in backend_class.dtypes and isinstance(entry.missing(), str)
+    assert entry.name in registry.REGISTRY and entry.about
+
+
+def test_properties():
+    assert backends.usages(on_gpu=True) == ["cuda"] and backends.usages(tests=False) == ["numpy", "cuda"]
+    assert set(registry.AUTO) <= set(backends.usages(tests=False)), "auto is never a back end for tests"
+    assert backends.candidates("auto") == registry.AUTO and backends.candidates("deferred") == ("deferred",)
+
+
+@pytest.mark.parametrize("name", ["abacus", "numpy:", "cuda:0", "paced", "auto:1", "", None, 3])
+def test_names_that_are_none(name):
+    with pytest.raises(ArgumentError, match=re.escape(f"backend is {name!r}; it may be auto, numpy, cuda, deferred")):
+        backends.find(name)
+
+
+def test_a_broken_installation_is_a_reason(monkeypatch):
+    """Whatever it raises: a rank that raised alone would leave the others waiting."""
+    def broken():
+        raise OSError("libcuda.so.1: too short")
+    monkeypatch.setattr(NumpyBackend, "missing", broken)
+    assert backends.find("numpy").missing() == "OSError: libcuda.so.1: too short"
+    with pytest.raises(ArgumentError, match=r"backend is 'numpy', which cannot run on .*: OSError: libcuda\.so\.1"):
+        backends.get("numpy")
+
+
+def test_auto_is_the_first_that_runs(monkeypatch):
+    monkeypatch.setattr(registry, "AUTO", ("emulated", "numpy"))
+    monkeypatch.setattr("mpiattn.backends.testing.emulated.compiler", lambda: None)
+    assert backends.get().name == "numpy"
+    monkeypatch.setattr("mpiattn.backends.testing.emulated.compiler", lambda: "c++")
+    assert backends.get().name == "emulated"
+
+
+def test_hosts_and_reasons():
+    ranks = [("a", "no GPU"), ("a", "no GPU"), ("b", ""), ("c", "no GPU"), ("d", "no CuPy")]
+    assert _described(ranks) == "on a (ranks 0, 1), c (rank 3): no GPU; on d (rank 4): no CuPy"
+    many = [(f"node{i}", "no GPU") for i in range(9)]
+    assert _described(many).startswith("on node0 (rank 0), ") and "and 5 more hosts: no GPU" in _described(many)
+
+
+def test_the_extras_exist():
+    assert all(f'"{extra}": [' in (launch.ROOT / "setup.py").read_text() for extra in arrays.EXTRAS)
+
+
+@pytest.mark.workshop
+def test_names_stand_nowhere_else():
+    """No module but those of the back ends compares with a name of one."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if {PACKAGE / "backends", launch.TESTS, launch.SLURM} & set(path.parents):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                found += [f"{path.name}:{node.lineno}" for part in ast.walk(node) if isinstance(part, ast.Constant)
+                          and part.value in registry.REGISTRY]
+            elif isinstance(node, ast.Constant) and node.value in registry.usages(tests=True):
+                found.append(f"{path.name}:{node.lineno}")
+    assert not found
