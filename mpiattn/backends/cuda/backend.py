@@ -115,6 +115,7 @@ class CudaBackend(_CupyLaunches):
     """
 
     name = "cuda"
+    emulated_flops = None
 
     missing = staticmethod(missing)
 
