@@ -41,11 +41,13 @@ def test_walks_name_what_there_is():
 
 
 def test_pages_name_files_that_there_are():
-    """Paths in code spans, of modules, tests and documents."""
+    """Paths in code spans, of modules, tests and documents, and links."""
     folders = (launch.ROOT, launch.DOCS, launch.SLURM, launch.ROOT / "kernels")
     for page in (page for folder in folders for page in folder.glob("*.md")):
         for path in re.findall(r"`((?:mpiattn|tests|docs|kernels|slurm)/[\w/.]+\.\w+)`", page.read_text()):
             assert (launch.ROOT / path).exists(), f"{page.name} names {path}"
+        for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
 def test_first_program():
