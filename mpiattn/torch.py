@@ -72,7 +72,7 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
         The same on every rank.
     """
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
-    with plan._call("torch.attention") as call, call.agreement(check) as same:
+    with plan.call("torch.attention") as call, call.agreement(check) as same:
         for name, tensor in tensors.items():
             _array(plan, name, tensor)
         # else some ranks alone would come to the backward pass
@@ -102,7 +102,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         plan = ctx.plan
         saved, changed = _saved(ctx)
-        with plan._call("torch.attention's backward pass") as call, call.agreement(ctx.options["check"]):
+        with plan.call("torch.attention's backward pass") as call, call.agreement(ctx.options["check"]):
             if changed:
                 raise changed
             q, k, v, out, lse, sinks = saved

@@ -42,11 +42,17 @@ def part(module):
 
 
 @cache
+def tree(module):
+    """A module's text, parsed."""
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
 def imports(module):
     """(inside, outside): modules of mpiattn that a module imports anywhere, and outer packages."""
     path, inside, outside = MODULES[module], set(), set()
     package = module.split(".") if path.name == "__init__.py" and module else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
             outside |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -97,6 +103,20 @@ def test_pure_modules_are_pure(module):
         assert not {other for other in inside if not within(other, {"backends", "errors", "system.sources"})}
     if module == "verify.reference":
         assert not inside, "the oracle shares nothing with what it judges"
+
+
+# Private by their spelling alone: what named tuples have, and the one way to end a process at once.
+NOT_PRIVATE = {"_asdict", "_replace", "_fields", "_make", "_exit"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_names_stay_inside(module):
+    """A private name of an object is used where its class is, or a class that inherits from it."""
+    attributes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)
+                  and node.attr.startswith("_") and not node.attr.startswith("__")]
+    own = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls", "super()")}
+    own |= {node.name for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef)}
+    assert not {f"line {node.lineno}: {ast.unparse(node)}" for node in attributes if node.attr not in own | NOT_PRIVATE}
 
 
 def test_torch_is_optional():

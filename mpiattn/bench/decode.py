@@ -97,16 +97,16 @@ def _ways(asked, cache, chosen):
 def _measure(peers, args, context):
     inputs = Inputs(peers, args, context)
     with inputs.cache() as cache:
-        peers.idle = cache._backend.idle                # between calls as in one
+        peers.idle = cache.combiner.backend.idle                # between calls as in one
         q = inputs.q
-        with cache._call("bench") as turn:
+        with cache.call("bench") as turn:
             call = Call(turn, cache, q)
         chosen = cache.way(*call.partial_bytes)
         ways = _ways(args.way, cache, chosen)
         calls = {name: (lambda ring=RINGS[name]: ring(q, cache, check=False)) if name in RINGS else
                  (lambda way=name: tree_decode(q, cache, way=way, check=False)) for name in ways}
         sent, difference, error = _check(inputs, cache, calls, call.partial_bytes)
-        alone = {f"combining {way}": combining(cache._combiner, cache._backend, way, call.partial(), call.partial())
+        alone = {f"combining {way}": combining(cache.combiner, call.backend, way, call.partial(), call.partial())
                  for way in ways if way in reduction.WAYS}
         work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call),
                 "sum": _sum(cache)}
@@ -116,7 +116,7 @@ def _measure(peers, args, context):
         seconds = {name: [] for name in work}
         for _ in range(args.runs):
             for name, timed in seconds.items():
-                timed.append(_timed(peers, cache._backend, work[name]))
+                timed.append(_timed(peers, cache.combiner.backend, work[name]))
         nbytes = np.array([_key_bytes(cache)])
         peers.reduce(nbytes, MPI.MAX)
         return {"context": context, "chosen": chosen, "nodes": len(set(cache.nodes)), "backend": cache.backend,
@@ -168,7 +168,7 @@ def _fail(text):
 
 def _allreduce(cache, call):
     """MPI's own, which waits as it likes, and the one that waits as this library does."""
-    peers, elements = cache._peers, call.partial_bytes[0] // np.dtype(cache.partial_dtype).itemsize
+    peers, elements = cache.combiner.peers, call.partial_bytes[0] // np.dtype(cache.partial_dtype).itemsize
     given = np.zeros(elements, cache.partial_dtype)
     taken = np.empty_like(given)
     return {"MPI_Allreduce": lambda: peers.comm.Allreduce(given, taken),
@@ -181,7 +181,7 @@ def _keys(cache, call):
     def run():
         call.attend(partial)
         for event in partial.ready:
-            cache._backend.wait(event)
+            cache.combiner.backend.wait(event)
     return run
 
 
@@ -189,7 +189,7 @@ def _sum(cache):
     """A plain sum over the memory of this rank's keys and values."""
     if not sum(cache.local_lengths):
         return lambda: None
-    return plain_sum([pool.reshape(-1)[:_key_bytes(cache) // 2 // pool.itemsize] for pool in cache._pools])
+    return plain_sum([pool.reshape(-1)[:_key_bytes(cache) // 2 // pool.itemsize] for pool in cache.pools])
 
 
 def _key_bytes(cache):

@@ -33,6 +33,16 @@ class Collective:
     _home = _peers = _mesh = None
     _raising = False
 
+    @contextmanager
+    def _making(self, home):
+        """Make this for a user that has entered a home, who leaves it if that fails."""
+        try:
+            with home.call(f"making a {self.KIND}", lambda: vars(self).copy()):
+                yield
+        except BaseException:
+            home.leave(self._mesh)
+            raise
+
     def _join(self, home, peers):
         """From now on this is a member of a home; the other ranks have agreed to make it too."""
         home.members += 1
@@ -42,8 +52,8 @@ class Collective:
         self._unclosed.atexit = False
 
     @contextmanager
-    def _call(self, method):
-        """Run a collective call."""
+    def call(self, method):
+        """Run a collective call; for the modules of this package."""
         self._check_open()
         call = Call(f"call {self._calls + 1} of {self._name}, {method}", self._peers)
         with self._home.call(call.name, lambda: (vars(self).copy(), call.kept)):

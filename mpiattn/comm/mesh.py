@@ -170,16 +170,6 @@ class Home:
                     self._fail(error, kept())
                 raise
 
-    @contextmanager
-    def making(self, member):
-        """Make a plan or a cache for a user that has entered, who leaves if that fails."""
-        try:
-            with self.call(f"making a {member.KIND}", lambda: vars(member).copy()):
-                yield
-        except BaseException:
-            self.leave(member._mesh)
-            raise
-
     def _fail(self, error, kept):
         where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
         self.channel.alarm(f"{self.channel.name(self.comm.rank)} raised {type(error).__name__} in {where}: {error}")

@@ -78,7 +78,7 @@ class KVCache(Collective):
     def __init__(self, comm, *, capacity, kv_heads, head_dim, value_dim=None, sequences=1, dtype="float32",
                  page_size=64, backend="auto", transport="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
         home = Home.enter(comm, time_limit(timeout))
-        with home.making(self):
+        with self._making(home):
             peers = home.peers(time_limit(timeout))
             with agreement(peers, call="making a cache"):
                 check_timeout(timeout)
@@ -99,7 +99,8 @@ class KVCache(Collective):
             self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
             self.capacity, self.sequences, self.page_size = capacity, sequences, page_size
             self.pages = cache_pages(capacity, self.ranks, sequences, page_size)
-            self._ledgers = [Ledger(self.ranks, first) for first in range(sequences)]
+            # ledgers, pools and combiner are for the modules of this package
+            self.ledgers = [Ledger(self.ranks, first) for first in range(sequences)]
             self._pages = Pages(self.pages, page_size, sequences)
             self._in_use = np.zeros(self.ranks, np.int64)                # pages, of every rank
             found = None
@@ -111,18 +112,18 @@ class KVCache(Collective):
             with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
                 # whoever has no keys launches nothing, and would wait for those whom the back end tells only then
                 self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype)
-                self._pools = tuple(self._backend.empty((self.kv_heads, slots, dim), self.dtype)
+                self.pools = tuple(self._backend.empty((self.kv_heads, slots, dim), self.dtype)
                                     for dim in (self.head_dim, self.value_dim))
             self._exchange = Exchange(peers, max_message)
             self.nodes = home.nodes
-            self._combiner = Combiner(self._exchange, self._backend, self.nodes)
+            self.combiner = Combiner(self._exchange, self._backend, self.nodes)
             self._ways = {}
             self._join(home, peers)
 
     # What there is
 
     def __repr__(self):
-        if "_combiner" not in self.__dict__:
+        if "combiner" not in self.__dict__:
             return f"{type(self).__name__}(not made)"
         dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
         return (f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
@@ -137,21 +138,21 @@ class KVCache(Collective):
     @property
     def nbytes(self):
         """Bytes of this rank's pool of pages."""
-        return sum(pool.nbytes for pool in self._pools)
+        return sum(pool.nbytes for pool in self.pools)
 
     @property
     def lengths(self):
         """Number of tokens of every sequence."""
-        return tuple(ledger.seqlen for ledger in self._ledgers)
+        return tuple(ledger.seqlen for ledger in self.ledgers)
 
     @property
     def local_lengths(self):
         """Number of tokens of every sequence that this rank holds."""
-        return tuple(ledger.length(self.rank) for ledger in self._ledgers)
+        return tuple(ledger.length(self.rank) for ledger in self.ledgers)
 
     def positions(self, sequence):
         """Positions in the sequence of the tokens that this rank holds: int64, increasing."""
-        return self._ledgers[self._sequences([sequence])[0]].positions(self.rank)
+        return self.ledgers[self.sequence_numbers([sequence])[0]].positions(self.rank)
 
     @property
     def free_pages(self):
@@ -178,41 +179,41 @@ class KVCache(Collective):
 
         If the cache is full on some rank, every rank raises ArgumentError and nothing has changed.
         """
-        with self._call("append") as call:
+        with self.call("append") as call:
             with call.agreement(check) as same:
-                sequences = self._sequences(sequences)
+                sequences = self.sequence_numbers(sequences)
                 k, v, tokens = self._check_tokens(k, v, sequences, layout)
                 counts = self._counts(counts, sequences, tokens)
                 same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
-            with self._growing(sequences) as before:
+            with self.growing(sequences) as before:
                 for sequence, count in zip(sequences, counts):
-                    ledger = self._ledgers[sequence]
+                    ledger = self.ledgers[sequence]
                     if layout is None:
                         ledger.deal(count)
                     else:
                         start = ledger.seqlen
                         ledger.place(layout)
                         ledger.truncate(start + count)
-                self._take(sequences, before, k, v, layout is not None)
+                self.store(sequences, before, k, v, layout is not None)
 
     @contextmanager
-    def _growing(self, sequences):
+    def growing(self, sequences):
         """The body appends to these sequences, and if it raises they are as before.
 
         Yields for each its length and its ranks' numbers of tokens as they are now.
         """
-        before = [(self._ledgers[sequence].seqlen, self._ledgers[sequence].counts) for sequence in sequences]
+        before = [(self.ledgers[sequence].seqlen, self.ledgers[sequence].counts) for sequence in sequences]
         try:
             yield before
         except BaseException:
             for sequence, (length, counts) in zip(sequences, before):
-                self._ledgers[sequence].truncate(length)
+                self.ledgers[sequence].truncate(length)
                 self._pages.resize(sequence, int(counts[self.rank]))
             raise
 
-    def _take(self, sequences, before, k, v, mine):
+    def store(self, sequences, before, k, v, mine):
         """Store the tokens that sequences have got since `before`; mine: k and v hold this rank's alone."""
-        in_use = self._in_use + sum(self._pages.needed(self._ledgers[sequence].counts) - self._pages.needed(counts)
+        in_use = self._in_use + sum(self._pages.needed(self.ledgers[sequence].counts) - self._pages.needed(counts)
                                     for sequence, (_, counts) in zip(sequences, before))
         if (in_use > self.pages).any():
             full = int(np.argmax(in_use))
@@ -228,7 +229,7 @@ class KVCache(Collective):
 
     def _write(self, sequence, length, at, k, v, mine):
         """Launch the copying of tokens into pages, those from position `length` on, of which this rank held `at`."""
-        ledger = self._ledgers[sequence]
+        ledger = self.ledgers[sequence]
         self._pages.resize(sequence, ledger.length(self.rank))
         table = self._pages.table(sequence)
         done = 0
@@ -236,7 +237,7 @@ class KVCache(Collective):
             rows = range(done, done + len(new)) if mine else range(new.start - length, new.stop - length, new.step)
             for first, last in stretches(table, self.page_size, at + done, at + done + len(new)):
                 part, rows = rows[:last - first], rows[last - first:]
-                for pool, source in zip(self._pools, (k, v)):
+                for pool, source in zip(self.pools, (k, v)):
                     self._backend.copy(pool[:, first:last], source[part.start:part.stop:part.step].swapaxes(0, 1))
             done += len(new)
 
@@ -246,20 +247,20 @@ class KVCache(Collective):
         lengths: how many to keep, one number or one for each of the sequences, not more than there are.
         sequences: their numbers; None for all.
         """
-        with self._call("truncate") as call:
+        with self.call("truncate") as call:
             with call.agreement(check) as same:
-                sequences = self._sequences(sequences)
+                sequences = self.sequence_numbers(sequences)
                 lengths = [lengths] * len(sequences) if isinstance(lengths, Integral) else list(
                     as_array("lengths", lengths))
                 if len(lengths) != len(sequences) or not all(
-                        isinstance(length, Integral) and 0 <= length <= self._ledgers[sequence].seqlen
+                        isinstance(length, Integral) and 0 <= length <= self.ledgers[sequence].seqlen
                         for sequence, length in zip(sequences, lengths)):
-                    held = [self._ledgers[sequence].seqlen for sequence in sequences]
+                    held = [self.ledgers[sequence].seqlen for sequence in sequences]
                     raise ArgumentError(f"lengths is {lengths!r}; it must be a number of tokens for each of the "
                                         f"sequences, which have {held}")
                 same |= {"sequences": sequences, "lengths": lengths}
             for sequence, length in zip(sequences, lengths):
-                ledger = self._ledgers[sequence]
+                ledger = self.ledgers[sequence]
                 self._in_use = self._in_use - self._pages.needed(ledger.counts)
                 ledger.truncate(length)
                 self._in_use = self._in_use + self._pages.needed(ledger.counts)
@@ -278,19 +279,19 @@ class KVCache(Collective):
     def local(self, sequence):
         """Copies of this rank's keys and values of a sequence, (tokens, kv_heads, dim), in order of position."""
         self._check_open()
-        count = self._ledgers[sequence].length(self.rank)
-        copies = [self._backend.result((count, self.kv_heads, pool.shape[2]), self.dtype) for pool in self._pools]
+        count = self.ledgers[sequence].length(self.rank)
+        copies = [self._backend.result((count, self.kv_heads, pool.shape[2]), self.dtype) for pool in self.pools]
         self._backend.begin()
-        self._copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])
+        self.copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])
         self._backend.finish()
         return copies
 
-    def _copy_out(self, sequence, arrays):
+    def copy_out(self, sequence, arrays):
         """Launch the copying of this rank's keys and values of a sequence into (kv_heads, tokens, dim); the event."""
         done, event = 0, None
-        count = self._ledgers[sequence].length(self.rank)
+        count = self.ledgers[sequence].length(self.rank)
         for first, last in stretches(self.table(sequence), self.page_size, 0, count):
-            for array, pool in zip(arrays, self._pools):
+            for array, pool in zip(arrays, self.pools):
                 event = self._backend.copy(array[:, done:done + last - first], pool[:, first:last])
             done += last - first
         return event
@@ -306,7 +307,7 @@ class KVCache(Collective):
     def save(self, path):
         """Write all sequences to an HDF5 file, which appears whole or not at all; collective.  See `load`."""
         from .cache_file import save
-        with self._call("save") as call:
+        with self.call("save") as call:
             with call.agreement():
                 pass
             save(self, path)
@@ -324,7 +325,7 @@ class KVCache(Collective):
 
     # Arguments
 
-    def _sequences(self, sequences):
+    def sequence_numbers(self, sequences):
         """Numbers of sequences as a list."""
         if sequences is None:
             return list(range(self.sequences))
@@ -366,4 +367,4 @@ class KVCache(Collective):
             with self._leaving():
                 self._backend.close()
                 self._exchange.close()
-            self._pools = None
+            self.pools = None

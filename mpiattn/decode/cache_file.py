@@ -56,14 +56,14 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
 
 def save(cache, path, argument="path"):
     """Write a cache to a file, which appears whole or not at all; collective."""
-    peers, total = cache._peers, sum(cache.lengths)
+    peers, total = cache.combiner.peers, sum(cache.lengths)
     starts = np.cumsum([0, *cache.lengths])
     shapes = {name: ((1, total, cache.kv_heads, dim), cache.dtype)
               for name, dim in (("k", cache.head_dim), ("v", cache.value_dim))}
     output = Output(peers, path, {**shapes, "cu_seqlens": ((len(starts),), "int64")}, {"page_size": cache.page_size},
-                    max_message=cache._exchange.max_message, argument=argument)
+                    max_message=cache.combiner.exchange.max_message, argument=argument)
     try:
-        for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache._ledgers)):
+        for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.ledgers)):
             with agreement(peers):                         # a copy of one sequence's keys and values is made
                 chunks = cache.local(sequence)
             for name, chunk in zip(("k", "v"), map(on_host, chunks)):
@@ -109,13 +109,13 @@ def _fill(make, comm, home, source, options, progress):
     total = sum(length for _, _, length in spans)
     cache = make(comm, **{"capacity": max(total, 1), "sequences": len(spans), **fixed, **options})
     try:
-        with cache._call("load"):
+        with cache.call("load"):
             for sequence, (entry, first, length) in enumerate(spans):
-                with cache._growing([sequence]) as before:
-                    ledger = cache._ledgers[sequence]
+                with cache.growing([sequence]) as before:
+                    ledger = cache.ledgers[sequence]
                     ledger.deal(length)
                     chunks = [source.chunk(name, ledger, progress, entry, first) for name in ("k", "v")]
-                    cache._take([sequence], before, *chunks, mine=True)
+                    cache.store([sequence], before, *chunks, mine=True)
         return cache
     except BaseException:
         cache.close()

@@ -20,16 +20,16 @@ class Call:
 
     def __init__(self, turn, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
                  way=None, ways=(), root=None, check=True):
-        self.cache, self.backend, self.given = cache, cache._backend, q
+        self.cache, self.backend, self.given = cache, cache.combiner.backend, q
         turn.kept.append(self)
         with turn.agreement(check) as same:
-            self.sequences = cache._sequences(sequences)
+            self.sequences = cache.sequence_numbers(sequences)
             q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
             if root is not None and root not in range(cache.ranks):
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
             if way is not None and way not in ("auto", *ways):
                 raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
-            lengths = [cache._ledgers[sequence].seqlen for sequence in self.sequences]
+            lengths = [cache.ledgers[sequence].seqlen for sequence in self.sequences]
             self.problems = [Problem(seqlen=q.shape[1], heads=q.shape[2], head_dim=cache.head_dim, seqlen_k=length,
                                      kv_heads=cache.kv_heads, value_dim=cache.value_dim, dtype=cache.dtype,
                                      causal=causal, scale=scale, window=window, softcap=softcap) for length in lengths]
@@ -57,7 +57,7 @@ class Call:
 
     def seen(self, i, rank):
         """Which of a rank's keys of the i-th sequence its queries see: begin and end, int32 (queries,)."""
-        ledger = self.cache._ledgers[self.sequences[i]]
+        ledger = self.cache.ledgers[self.sequences[i]]
         return tuple(ledger.below(rank, bound[0]).astype(np.int32) for bound in self._seen[i])
 
     def attend(self, partial, q=None, rows=None, after=()):
@@ -66,7 +66,7 @@ class Call:
         q, rows: where they and the partial hold only some rows, those and which ones, a range.  after: events of q.
         """
         cache = self.cache
-        keys = [(*cache._pools, cache.table(sequence), cache.page_size) for sequence in self.sequences]
+        keys = [(*cache.pools, cache.table(sequence), cache.page_size) for sequence in self.sequences]
         q, rows = (self.q, range(self.rows)) if rows is None else (q, rows)
         self.attend_to(keys, cache.rank, partial, q, rows, after)
 

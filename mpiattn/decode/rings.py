@@ -17,7 +17,7 @@ class _Keys:
     def __init__(self, call, rank, array):
         cache = call.cache
         self.rank = rank
-        counts = [cache._ledgers[sequence].length(rank) for sequence in call.sequences]
+        counts = [cache.ledgers[sequence].length(rank) for sequence in call.sequences]
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = int(self.starts[-1])
         cut = cache.kv_heads * tokens * cache.head_dim
@@ -67,20 +67,20 @@ def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache._call("ring_decode") as turn:
+    with cache.call("ring_decode") as turn:
         return _pass_keys(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
 
 
 def _pass_keys(call):
     cache = call.cache
-    combiner, exchange, backend, ranks, rank = (cache._combiner, cache._exchange, call.backend, cache.ranks, cache.rank)
+    combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     row = cache.kv_heads * (cache.head_dim + cache.value_dim)
-    most = int(np.max(sum((cache._ledgers[sequence].counts for sequence in call.sequences), np.zeros(ranks, np.int64))))
+    most = int(np.max(sum((cache.ledgers[sequence].counts for sequence in call.sequences), np.zeros(ranks, np.int64))))
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
     whole, part = call.partial(), call.partial()
     with call.transfers():
         mine = _Keys(call, rank, held)
-        ready = tuple(cache._copy_out(sequence, [array[:, start:stop] for array in mine.parts])
+        ready = tuple(cache.copy_out(sequence, [array[:, start:stop] for array in mine.parts])
                       for sequence, start, stop in zip(call.sequences, mine.starts, mine.starts[1:]))
         for hop in range(ranks):
             others = posted = meanwhile = None
@@ -88,7 +88,7 @@ def _pass_keys(call):
                 others = _Keys(call, (rank - hop - 1) % ranks, spare)
                 posted = combiner.post((rank + 1) % ranks, [(mine.packed, ready)], (rank - 1) % ranks,
                                        [(others.packed, whole.ready)])
-                meanwhile = partial(_move_messages, exchange, posted[0])
+                meanwhile = partial(_move_messages, combiner.exchange, posted[0])
             target = part if hop else whole
             call.attend_to(mine.of_sequences(), mine.rank, target, call.q, range(call.rows), ready, meanwhile)
             if hop:
@@ -141,13 +141,13 @@ def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, sof
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache._call("query_ring_decode") as turn:
+    with cache.call("query_ring_decode") as turn:
         return _pass_queries(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
 
 
 def _pass_queries(call):
     cache = call.cache
-    combiner, backend, ranks, rank = cache._combiner, call.backend, cache.ranks, cache.rank
+    combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     chunks = [Layout("contiguous", call.rows, ranks).ranges(chunk)[0] for chunk in range(ranks)]
 
     def empty(chunk):
@@ -176,7 +176,7 @@ def _pass_queries(call):
 
 def _gather(call, mine, chunks):
     """A partial of all rows from that of every rank's chunk of rows."""
-    exchange, backend, comm = call.cache._exchange, call.backend, call.cache._peers.comm
+    exchange, backend, comm = call.cache.combiner.exchange, call.backend, call.cache.combiner.peers.comm
     row = call.heads * (call.cache.value_dim + 1)
     arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
     so_far = (backend.clear(whole.out, whole.lse),)        # launches until now may have had the arena's memory

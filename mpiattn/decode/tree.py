@@ -71,7 +71,7 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     >>> out.shape, lse.shape
     ((1, 1, 8, 16), (1, 8, 1))
     """
-    with cache._call("tree_decode") as turn:
+    with cache.call("tree_decode") as turn:
         call = Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, way, WAYS, root, check)
         if way == "auto":
             way = cache.way(*call.partial_bytes, root)
@@ -79,5 +79,5 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
         turn.kept += partial, spare
         with call.transfers():
             call.attend(partial)
-            whole = cache._combiner.run(way, partial, spare, root)
+            whole = cache.combiner.run(way, partial, spare, root)
             return call.result(whole) if root in (None, cache.rank) else (None, None)

@@ -119,7 +119,7 @@ class MeshAttention(Described, Collective):
                  timeout=None):
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
-        with home.making(self):
+        with self._making(home):
             peers = home.peers(limit)
             shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
                      "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
@@ -166,7 +166,7 @@ class MeshAttention(Described, Collective):
         seqlen = p.seqlen if seqlen is None else seqlen
         if seqlen_k is None:
             seqlen_k = seqlen if p.seqlen_k == p.seqlen else p.seqlen_k
-        with self._call("like") as call, call.agreement() as same:
+        with self.call("like") as call, call.agreement() as same:
             same |= {"seqlen": seqlen, "seqlen_k": seqlen_k}
             shape, options = self._asked
             other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
@@ -207,7 +207,7 @@ class MeshAttention(Described, Collective):
         for it.  No plan or cache on the communicator can then be used again; close them and make new ones.
         """
         p, tokens = self.problem, len(self.positions)
-        with self._call("forward") as call:
+        with self.call("forward") as call:
             with call.agreement(check) as same:
                 inputs, sinks = self._inputs(q, k, v), self._sinks(sinks)
                 activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
@@ -237,7 +237,7 @@ class MeshAttention(Described, Collective):
         whole gradient on every rank (from an allgather of heads numbers, which `sent` does not count).
         """
         p, tokens, given = self.problem, len(self.positions), q
-        with self._call("backward") as call:
+        with self.call("backward") as call:
             with call.agreement(check) as same:
                 q, k, v = self._inputs(q, k, v)
                 dout, out = (self._checked(name, array, (p.batch, tokens, p.heads, p.value_dim))
@@ -322,7 +322,7 @@ class MeshAttention(Described, Collective):
         keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
         On the back end "cuda" it is a CuPy array.  Of a torch tensor, which only `root` need have, it is a tensor.
         """
-        with self._call("scatter") as call:
+        with self.call("scatter") as call:
             chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
         return chunk if is_tensor(chunk) else self._backend.give(chunk)
 
@@ -332,7 +332,7 @@ class MeshAttention(Described, Collective):
         chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole, which
         is a NumPy array: one device may not have the memory for it; or a torch tensor, where this rank's chunk is one.
         """
-        with self._call("gather") as call:
+        with self.call("gather") as call:
             return gather(call, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
 
     def give(self, array):

@@ -229,13 +229,13 @@ def test_sent_bytes_do_not_depend_on_the_context(group):
             assert cache.pages - cache.free_pages == -(-layout.length(group.rank) // cache.page_size)
             assert least <= cache.nbytes <= least + 2 * 2 * cache.page_size * 2 * dim * 4
             for way in WAYS:
-                counting = cache._combiner.comm = Reducing(cache._combiner.comm)
+                counting = cache.combiner.comm = Reducing(cache.combiner.comm)
                 before = cache.sent
                 tracemalloc.start()
                 out, _ = tree_decode(q, cache, way=way)
                 peaks.append(tracemalloc.get_traced_memory()[1])
                 tracemalloc.stop()
-                cache._combiner.comm = counting.comm
+                cache.combiner.comm = counting.comm
                 partial = heads * (dim + 1) * 4
                 formula = combine.moved_bytes(way, partial, heads * 4, cache.nodes, group.rank)
                 assert counting.bytes == formula == cache.sent[0] - before[0]
