@@ -9,7 +9,8 @@ import pytest
 from mpiattn.errors import ArgumentError, ScheduleError
 from mpiattn.schedule.collective import collective
 from mpiattn.schedule.greedy import greedy
-from mpiattn.schedule.steps import ROUTES, Block, Costs, Step, Transfer, apart, with_slots
+from mpiattn.schedule.route import ROUTES
+from mpiattn.schedule.steps import Block, Costs, Step, Transfer, apart, with_slots
 from mpiattn.schedule.validate import validate
 
 SIDES = (1, 2, 3, 4, 6)

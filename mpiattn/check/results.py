@@ -7,7 +7,7 @@ import numpy as np
 
 from ..model.cost import SCHEDULES
 from ..plan.mesh_attention import MeshAttention
-from ..schedule.steps import ROUTES
+from ..schedule.route import ROUTES
 from ..schedule.tile import tiles
 from ..verify.compare import verify
 from ..verify.gradients import verify_gradients

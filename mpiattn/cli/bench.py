@@ -46,7 +46,7 @@ from ..model import cost, search
 from ..plots import style
 from ..plots.timeline import timeline
 from ..problem.problem import ITEMSIZE
-from ..schedule.steps import ROUTES
+from ..schedule.route import ROUTES
 from ..system import host
 from ..system.atomic_file import check_target
 from ..system.installation import mpi_library

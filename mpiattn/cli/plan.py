@@ -19,6 +19,7 @@ from ..plots import style
 from ..plots.page import page
 from ..problem.problem import ITEMSIZE, Problem
 from ..schedule import travels
+from ..schedule.route import passed_on
 from ..schedule.tile import parse_tile, tiles
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
@@ -236,7 +237,7 @@ def _rows(data, kinds):
         yield (f"{tile} {names.get(tile, '')}", size(sent["total"]), *(size(sent[kind]) for kind in kinds),
                _percent(row["saving"]), _percent(row["saving_elements"]), size(row["memory_bytes"]),
                f"{row['balance']:.2f}", duration(row["seconds"]), percent(row["waiting"]),
-               row["schedule"] + (", ring route" if row["route"] == "ring" else ""), row["layout"],
+               row["schedule"] + (f", {row['route']} route" if passed_on(row["route"]) else ""), row["layout"],
                f"<- {', '.join(marks)}" if marks else "")
     for row in data["others"]:
         if "sent_bytes" in row:

@@ -10,7 +10,7 @@ from ..model.cost import SCHEDULES
 from ..model.machine import BUILT_IN
 from ..problem.layout import KINDS
 from ..problem.problem import ITEMSIZE
-from ..schedule.steps import ROUTES
+from ..schedule.route import ROUTES
 
 
 def add_tile(parser):

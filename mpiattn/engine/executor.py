@@ -15,6 +15,7 @@ import numpy as np
 
 from ..problem.mask import local_interval
 from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of, hop_of
+from ..schedule.route import leg_of
 from ..schedule.steps import Transfer
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers, Chunk
@@ -267,29 +268,26 @@ class Executor:
                 pending.arrived = self._now()
 
     def _post(self, transfer):
-        """Post a transfer between pairs: my own chunk over the hop's distance, or a neighbour's one further."""
+        """Post a transfer between pairs."""
         kind, (hop,), (slot,) = transfer.kind, transfer.hops, transfer.slots
         route, rank = self.schedule.route, self.mesh.rank
-        ring, gathered = route == "ring", kind in GATHERED
-        ahead = 1 if ring else hop if gathered else -hop     # a partial goes to its owner, hop ranks back
-        target = hop if gathered else (hop + 1) % self.schedule.extent(kind) if ring else 0
+        ahead, leaves, lands, _ = leg_of(kind, hop, self.schedule.extent(kind), route)
         comm, me = self._group(kind)
         posted, sending, arriving = [], (), None
         if self.activity.receives(kind, rank, hop, route):
-            arriving, before = self.buffers.take_slot(arena_of(kind), slot, self.buffers.tokens(kind)[target], hop)
+            arriving, before = self.buffers.take_slot(arena_of(kind), slot, self.buffers.tokens(kind)[lands], hop)
             for i, array in enumerate(arriving.arrays):
                 posted += self.exchange.receive(comm, self.backend.incoming(array, before),
                                                   (me - ahead) % comm.size, TAG[kind] + i)
         if self.activity.sends(kind, rank, hop, route):
-            leaving = self._travelling(kind, self.chunks[kind, (hop - 1 if ring else 0) if gathered else hop],
-                                       self.buffers.slot_start(arena_of(kind), slot))
+            leaving = self._travelling(kind, self.chunks[kind, leaves], self.buffers.slot_start(arena_of(kind), slot))
             sending = leaving.arrays
             for i, array in enumerate(sending):
                 posted += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
                                                (me + ahead) % comm.size, TAG[kind] + i)
-        if not gathered:
+        if kind not in GATHERED:
             self.chunks.pop((kind, hop), None)
-            return posted, sending, arriving, lambda: self._merge(kind, target, arriving)
+            return posted, sending, arriving, lambda: self._merge(kind, lands, arriving)
         return posted, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving})
 
     def _travelling(self, kind, chunk, start=0):
@@ -324,7 +322,7 @@ class Executor:
         gathered = Chunk(self.buffers.arena[kind])
         tokens, starts = self._packing(kind)
         owners = [self.activity.back(kind, self.mesh.rank, (me - rank) % comm.size) for rank in range(comm.size)]
-        wanted = [any(self.activity.sends(kind, owner, hop) for hop in range(1, comm.size)) for owner in owners]
+        wanted = [self.activity.sends(kind, owner, 1, collective=True) for owner in owners]
         tokens = [count * want for count, want in zip(tokens, wanted)]
         posted = []
         for mine, arena in zip(own.arrays, gathered.arrays):

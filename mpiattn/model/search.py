@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import ArgumentError
 from ..problem.layout import KINDS, Layout
-from ..schedule.steps import ROUTES
+from ..schedule.route import ROUTES, passed_on
 from ..schedule.tile import tiles
 from ..schedule.travels import token_bytes
 from . import cost, memory
@@ -77,12 +77,12 @@ def routes(route, problem, machine):
     if route not in (*ROUTES, "auto"):
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}, auto")
     lowered = problem.wire_dtype != problem.partial_dtype
-    if route == "ring" and lowered:
+    if lowered and passed_on(route):
         raise ArgumentError(f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are rounded at "
                             f"every hop, it must be {problem.partial_dtype!r}")
     if route != "auto":
         return [route]
-    return ["direct"] if lowered or machine.node_bandwidth is None else ["direct", "ring"]
+    return [name for name in ROUTES if not passed_on(name) or not (lowered or machine.node_bandwidth is None)]
 
 
 def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, pairs=None, machine=DEFAULT,

@@ -9,6 +9,7 @@ computed at once, with what the masks leave each of them to do.
 import numpy as np
 
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS
+from ..schedule.route import leg_of
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..schedule.travels import token_bytes
 
@@ -32,9 +33,10 @@ class _Run:
         self.schedule, self.load, self.machine = schedule, load, machine
         self.ranks = load.pairs.shape[2]
         self.nodes = nodes_of(self.ranks, machine) if nodes is None else np.asarray(nodes)
-        self.token_bytes = token_bytes(problem, schedule.direction)
-        self.moved = {(kind, collective): load.moved(kind, schedule.route, collective) * nbytes
-                      for kind, nbytes in self.token_bytes.items() for collective in (False, True)}
+        nbytes = token_bytes(problem, schedule.direction)
+        transfers = {(t.kind, t.collective) for step in schedule.steps for t in step.transfers}
+        self.moved = {(kind, collective): load.moved(kind, schedule.route, collective) * nbytes[kind]
+                      for kind, collective in transfers}
         seconds = machine.compute(problem.flops_per_pair * load.pairs, problem.dtype, schedule.direction)
         self.launches = np.where(load.pairs > 0, machine.launch, 0)
         self.blocks = seconds + self.launches
@@ -73,14 +75,11 @@ class _Run:
         self.posted = np.maximum(self.posted, np.minimum(begins[-1], ahead))
         return self.posted
 
-    def _sources(self, transfer):
-        """From which rank every rank receives."""
-        column = transfer.kind in IN_COLUMNS
-        chunks, extent = self.load.chunks[column], self.schedule.extent(transfer.kind)
-        if self.schedule.route == "ring":
-            return chunks[1 % extent]                          # my neighbor
-        hop, = transfer.hops
-        return chunks[hop if transfer.kind in GATHERED else -hop % extent]
+    def _sources(self, transfer, hop):
+        """From which rank every rank receives over a hop."""
+        kind, extent = transfer.kind, self.schedule.extent(transfer.kind)
+        ahead = leg_of(kind, hop, extent, self.schedule.route, transfer.collective).ahead
+        return self.load.chunks[kind in IN_COLUMNS][ahead % extent]
 
     def _links(self, sources):
         """Whether each rank's source is on another node; latency, bytes a second and overlap of that link."""
@@ -97,8 +96,9 @@ class _Run:
     def _pairs(self, transfer, posted):
         """A transfer between pairs: its begin and arrival, by receiver; when a rank has received and sent; seconds
         that computing cannot hide; and bytes received."""
-        sources, everyone = self._sources(transfer), np.arange(self.ranks)
-        nbytes = self.moved[transfer.kind, False][transfer.hops[0]]
+        hop, = transfer.hops
+        sources, everyone = self._sources(transfer, hop), np.arange(self.ranks)
+        nbytes = self.moved[transfer.kind, False][hop]
         nbytes = nbytes if transfer.kind in GATHERED else nbytes[sources]
         crossing, latency, rate, overlap = self._links(sources)
         out, into = (np.where(crossing, self.free[side][1][at], self.free[side][0][at])
@@ -125,7 +125,7 @@ class _Run:
         shape, axis = (self.schedule.b, self.schedule.a), 0 if column else 1
         seconds, latencies, received = np.zeros((2, self.ranks)), np.zeros(self.ranks), np.zeros(self.ranks)
         for hop in range(1, extent):
-            sources = self.load.chunks[column][-hop % extent if reduced else hop]
+            sources = self._sources(transfer, hop)
             incoming = nbytes[hop][sources] if reduced else nbytes[hop]
             crossing, latency, rate, _ = self._links(sources)
             seconds[crossing.astype(int), np.arange(self.ranks)] += incoming / rate

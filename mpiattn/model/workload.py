@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schedule.kinds import GATHERED, IN_COLUMNS
+from ..schedule.kinds import IN_COLUMNS
+from ..schedule.route import leg_of
 from ..schedule.travels import in_column, in_row
 
 RUN_PIECE = 2 ** 16         # queries looked at together under causal blocks
@@ -134,16 +135,13 @@ class Load:
         """
         column = kind in IN_COLUMNS
         chunks, lengths = self.chunks[column], self.lengths[column]
-        travels = np.zeros(chunks.shape, bool)                          # (hops, chunks), by the chunk's owner
-        np.put_along_axis(travels, chunks, self.pairs.any(axis=0 if column else 1), axis=1)
-        travels[0] = False
-        if route == "ring" and kind in GATHERED:                        # passed on to those further away
-            travels[1:] = np.logical_or.accumulate(travels[:0:-1])[::-1]
-        elif route == "ring":                                           # merged on the way
-            travels = np.logical_or.accumulate(travels)
-        elif collective and kind in GATHERED:                           # to all of the group or to none
-            travels[1:] = travels.any(axis=0)
-        return np.take_along_axis(travels, chunks, axis=1) * lengths[chunks]
+        needed = np.zeros(chunks.shape, bool)       # (hops, chunks): by the rank that many hops ahead of the owner
+        np.put_along_axis(needed, chunks, self.pairs.any(axis=0 if column else 1), axis=1)
+        needed[0] = False
+        count, extent, moves = needed.cumsum(axis=0, dtype=np.int32), len(chunks), np.zeros_like(needed)
+        users = [leg_of(kind, hop, extent, route, collective).users for hop in range(1, extent)]
+        moves[1:] = count[[ahead[-1] for ahead in users]] > count[[ahead[0] - 1 for ahead in users]]
+        return np.take_along_axis(moves, chunks, axis=1) * lengths[chunks]
 
 
 def balance(work):

@@ -5,15 +5,16 @@ small ones (Attention2D, arXiv 2503.15758): the baseline that the greedy schedul
 the same data go from neighbour to neighbour, for an MPI whose collectives are slow or cannot take GPU buffers.
 """
 
-from .kinds import GATHERED, IN_COLUMNS, REDUCED
+from .kinds import GATHERED, REDUCED, extent_of
+from .route import passed_on
 from .steps import Block, Step, Transfer, with_slots
 
 
 def collective(a, b, route="direct", direction="forward"):
     """Allgatherv of Q in the rows and of KV in the columns, a x b blocks as one, Alltoallv of partials."""
     def moves(kinds):
-        extents = {kind: b if kind in IN_COLUMNS else a for kind in kinds}
-        if route == "ring":
+        extents = {kind: extent_of(kind, a, b) for kind in kinds}
+        if passed_on(route):
             return [Step(tuple(Transfer(kind, (hop,), ()) for kind, extent in extents.items() if hop < extent))
                     for hop in range(1, max(extents.values()))]
         transfers = tuple(Transfer(kind, tuple(range(1, extent)), (), collective=True)

@@ -12,7 +12,7 @@ be had; sending what is complete already while chunks still arrive is ours.)
 from heapq import heappop, heappush
 
 from ..errors import ArgumentError
-from .kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
+from .kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED, extent_of
 from .steps import Block, Costs, Step, Transfer, blocks_to_hide, with_slots
 
 
@@ -23,7 +23,7 @@ class _Tile:
         self.a, self.b = a, b
         self.cost = dict(zip(KINDS[direction], costs))
         self.here = dict.fromkeys(GATHERED, 0)              # hops that have arrived
-        self.unsent = {kind: list(range(1, b if kind in IN_COLUMNS else a)) for kind in REDUCED[direction]}
+        self.unsent = {kind: list(range(1, extent_of(kind, a, b))) for kind in REDUCED[direction]}
         self.backward = direction == "backward"
         self.done, self.heap = set(), []
         self.missing = {**{("row", u): b for u in range(a)}, **{("column", w): a for w in range(b)}}

@@ -98,6 +98,11 @@ def hop_of(kind, u, w):
     return w if kind in IN_COLUMNS else u
 
 
+def extent_of(kind, a, b):
+    """Number of hops of a kind in a tile of a x b, #0 included: the ranks of a row or of a column."""
+    return b if kind in IN_COLUMNS else a
+
+
 def shapes(problem, direction):
     """By arena, shape of a token and dtype of every array; "+X" is of partials as they travel."""
     kinds = KINDS[direction]

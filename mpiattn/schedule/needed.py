@@ -9,8 +9,9 @@ from functools import cache
 import numpy as np
 
 from ..problem.mask import local_interval
-from .kinds import GATHERED, IN_COLUMNS
-from .travels import in_column, in_row
+from .kinds import IN_COLUMNS, extent_of
+from .route import leg_of
+from .travels import in_column, in_group, in_row
 
 
 def _union(lo, hi):
@@ -38,6 +39,7 @@ class Activity:
         self.block = cache(self._block)
         self.kept = {}                     # row intervals of blocks, where `mpiattn.engine.executor` launches read them
         self.needs = cache(self._needs)
+        self.sends, self.receives = cache(self._sends), cache(self._receives)       # asked again by every call
 
     def interval(self, chunk):
         """First and one past the last key that each query of a chunk sees: (lo, hi), (groups, tokens)."""
@@ -70,7 +72,7 @@ class Activity:
 
     def back(self, kind, rank, hop):
         """The rank `hop` hops back in the group of a kind."""
-        return in_column(rank, self.a, self.b, hop) if kind in IN_COLUMNS else in_row(rank, self.a, hop)
+        return in_group(kind, rank, self.a, self.b, hop)
 
     def _needs(self, in_columns, chunk, rank):
         """Whether the tile of `rank` has work on a chunk of queries, or of keys with `in_columns`."""
@@ -78,22 +80,13 @@ class Activity:
             return any(self.block(in_row(rank, self.a, u), chunk) for u in range(self.a))
         return any(self.block(chunk, in_column(rank, self.a, self.b, w)) for w in range(self.b))
 
-    def sends(self, kind, rank, hop, route="direct"):
+    def _sends(self, kind, rank, hop, route="direct", collective=False):
         """Whether a rank sends in the transfer of a kind over a hop."""
-        def needed(owner, distance):
-            """Whether the rank that many hops ahead of the owner has work on its chunk."""
-            return self.needs(kind in IN_COLUMNS, owner, self.back(kind, owner, -distance))
-        extent = self.b if kind in IN_COLUMNS else self.a
-        if kind in GATHERED:
-            if route == "direct":
-                return needed(rank, hop)
-            owner = self.back(kind, rank, hop - 1)                         # whose chunk I pass on
-            return any(needed(owner, further) for further in range(hop, extent))
-        owner = self.back(kind, rank, hop)
-        return any(needed(owner, nearer) for nearer in ([hop] if route == "direct" else range(1, hop + 1)))
+        _, leaves, _, users = leg_of(kind, hop, extent_of(kind, self.a, self.b), route, collective)
+        owner = self.back(kind, rank, leaves)
+        return any(self.needs(kind in IN_COLUMNS, owner, self.back(kind, owner, -ahead)) for ahead in users)
 
-    def receives(self, kind, rank, hop, route="direct"):
+    def _receives(self, kind, rank, hop, route="direct"):
         """Whether a rank receives in the transfer of a kind over a hop: its sender's `sends`."""
-        if route == "ring":
-            return self.sends(kind, self.back(kind, rank, 1), hop, route)
-        return self.sends(kind, self.back(kind, rank, hop if kind in GATHERED else -hop), hop, route)
+        sender = self.back(kind, rank, leg_of(kind, hop, extent_of(kind, self.a, self.b), route).ahead)
+        return self.sends(kind, sender, hop, route)

@@ -6,10 +6,7 @@ my row, KV#w the chunk w hops back in my column, #0 is my own.  Block (u, w) is 
 
 What travels are the kinds of `mpiattn.schedule.kinds`.  A reduced kind X has two arenas: "X" of accumulators and "+X"
 of partials received.
-
-The route says how a chunk travels.  "direct": straight from its owner, who is u hops back, and a
-partial straight to the owner of its queries.  "ring": Q and KV from neighbour to neighbour, a partial
-too, merged with the neighbour's on its way.  The bytes are the same.
+What a route means is in `mpiattn.schedule.route`.
 """
 
 from dataclasses import dataclass, replace
@@ -18,9 +15,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of, hop_of
-
-ROUTES = ("direct", "ring")
+from .kinds import GATHERED, REDUCED, arena_of, extent_of, hop_of
+from .route import ROUTES, leg_of
 
 
 class Block(NamedTuple):
@@ -107,7 +103,7 @@ class Schedule:
 
     def extent(self, kind):
         """Number of hops of a kind, #0 included."""
-        return self.b if kind in IN_COLUMNS else self.a
+        return extent_of(kind, self.a, self.b)
 
     def __str__(self):
         slots = ", ".join(f"{count} {kind}" for kind, count in self.slots.items())
@@ -141,23 +137,17 @@ class _Lifetimes:
         return slot, count
 
 
-def _passed_on(route, transfer):
-    """Whether what arrives is what a neighbor has just received or merged."""
-    return route == "ring" and not transfer.collective
-
-
-def _first_steps(direction, route, steps, ahead):
+def _first_steps(direction, legs_of, steps, ahead):
     """By step, the first step in which each of its transfers may be posted; they are posted in order."""
     there, first, found = {}, 0, []           # there: (kind, hop) -> first step in which it is whole
     for i, step in enumerate(steps):
         found.append([])
         for t in step.transfers:
-            ring, gathered = _passed_on(route, t), t.kind in GATHERED
-            needs = [(t.kind, hop - gathered) for hop in t.hops] if ring or not gathered else []
-            first = max([first, i if t.collective else i - ahead, *(there.get(need, 0) for need in needs)])
+            legs = legs_of(t)
+            whole = [there.get((t.kind, leg.leaves), 0) for leg in legs]
+            first = max([first, i if t.collective else i - ahead, *whole])
             found[-1].append(first)
-            if ring:
-                there |= {(t.kind, hop + (not gathered)): i + 1 for hop in t.hops}
+            there |= {(t.kind, leg.lands): i + 1 for leg in legs}
         there |= {(kind, hop_of(kind, *block)): i + 1 for block in step.blocks for kind in REDUCED[direction]}
     return found
 
@@ -172,19 +162,17 @@ def with_slots(name, direction, a, b, route, steps, ahead=0):
     if route not in ROUTES:
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
     reduced = REDUCED[direction]
-    first_steps, lives = _first_steps(direction, route, steps, ahead), _Lifetimes()
+
+    def legs_of(t):
+        return [leg_of(t.kind, hop, extent_of(t.kind, a, b), route, t.collective) for hop in t.hops]
+    first_steps, lives = _first_steps(direction, legs_of, steps, ahead), _Lifetimes()
     for i, step in enumerate(steps):
         for t, first in zip(step.transfers, first_steps[i]):
-            for hop in t.hops:
+            for hop, leg in zip(t.hops, legs_of(t)):
                 lives.use((arena_of(t.kind), hop), first)
                 lives.use((arena_of(t.kind), hop), i)
-                if t.kind in GATHERED:
-                    if _passed_on(route, t) and hop > 1:
-                        lives.use((t.kind, hop - 1), i)   # goes on to the neighbour
-                else:
-                    lives.use((t.kind, hop), i)
-                    if _passed_on(route, t) and hop + 1 < (b if t.kind in IN_COLUMNS else a):
-                        lives.use((t.kind, hop + 1), i)   # what arrives is merged there
+                for used in filter(None, (leg.leaves, leg.lands)):       # of #0 nothing is in a slot
+                    lives.use((t.kind, used), i)
         for block in step.blocks:
             for kind in (*GATHERED, *reduced):
                 if hop_of(kind, *block):
@@ -198,7 +186,7 @@ def with_slots(name, direction, a, b, route, steps, ahead=0):
         transfers = tuple(replace(t, slots=tuple(slot[arena_of(t.kind), hop] for hop in t.hops), after=after)
                           for t, after in zip(step.transfers, first))
         placed.append(Step(transfers, step.blocks, step.fused))
-    accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, b if kind in IN_COLUMNS else a))
+    accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, extent_of(kind, a, b)))
                     for kind in reduced}
     return Schedule(name, direction, a, b, route, tuple(placed), accumulators, count, ahead)
 

@@ -8,7 +8,8 @@ kv_heads * w (D + Dv), with w bytes an input element and p a partial's.
 from math import prod
 
 from ..problem.problem import ITEMSIZE
-from .kinds import GATHERED, IN_COLUMNS, KINDS, OUT, Q, matrices
+from .kinds import IN_COLUMNS, KINDS, OUT, Q, extent_of, matrices
+from .route import leg_of
 
 
 class Sent(tuple):
@@ -37,6 +38,11 @@ def in_column(rank, a, b, hop):
     return (r - hop) % b * a + c
 
 
+def in_group(kind, rank, a, b, hop):
+    """The rank `hop` hops back in the row or the column that a kind moves in."""
+    return in_column(rank, a, b, hop) if kind in IN_COLUMNS else in_row(rank, a, hop)
+
+
 def token_bytes(problem, direction="forward"):
     """Bytes of one token of what travels, by kind."""
     return {name: size_of(array.travelling(problem) for array in kind.arrays)
@@ -57,31 +63,17 @@ def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="f
          collective=False):
     """Bytes that `rank` sends in a pass on a tile of a x b.
 
-    q_lengths, k_lengths: tokens of every rank's chunk.  The routes differ only in who sends which chunk:
-    straight from the owner, or each chunk passed on by neighbours; over all ranks they agree.
+    q_lengths, k_lengths: tokens of every rank's chunk.  The routes differ only in who sends which chunk; over all ranks
+    they agree.
     activity: an `Activity`, where masks leave chunks and partials that need not travel.
     collective: chunks are gathered by MPI's collectives, which take one to all of the group or to none.
     """
-    def travels(kind, hop, extent):
-        if activity is None:
-            return True
-        if collective and route == "direct" and kind in GATHERED:
-            return any(activity.sends(kind, rank, other) for other in range(1, extent))
-        return activity.sends(kind, rank, hop, route)
-
-    def back(kind, hop):
-        return in_column(rank, a, b, hop) if kind in IN_COLUMNS else in_row(rank, a, hop)
-    found = []
-    for kind, nbytes in token_bytes(problem, direction).items():
-        lengths = k_lengths if kind in IN_COLUMNS else q_lengths
-        tokens = 0
-        extent = b if kind in IN_COLUMNS else a
-        for hop in range(1, extent):
-            if travels(kind, hop, extent):
-                moved = hop if kind not in GATHERED else hop - 1 if route == "ring" else 0
-                tokens += lengths[back(kind, moved)]
-        found.append(tokens * nbytes)
-    return Sent(found)
+    def tokens(kind):
+        lengths, extent = k_lengths if kind in IN_COLUMNS else q_lengths, extent_of(kind, a, b)
+        return sum(lengths[in_group(kind, rank, a, b, leg_of(kind, hop, extent, route, collective).leaves)]
+                   for hop in range(1, extent)
+                   if activity is None or activity.sends(kind, rank, hop, route, collective))
+    return Sent(tokens(kind) * nbytes for kind, nbytes in token_bytes(problem, direction).items())
 
 
 def mean_sent(problem, ranks, a, b, direction="forward"):

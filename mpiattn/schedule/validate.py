@@ -7,6 +7,7 @@ posted in the first step that allows it and completed in its own: whatever lies 
 
 from ..errors import ScheduleError
 from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of, hop_of
+from .route import leg_of, passed_on
 
 
 class _Play:
@@ -58,6 +59,8 @@ class _Play:
     def post(self, i, t):
         if len(t.slots) != len(t.hops):
             self.fail(i, f"{t} has {len(t.hops)} hops but {len(t.slots)} slots")
+        if t.collective and passed_on(self.s.route):
+            self.fail(i, f"{t} is a collective, which cannot take the {self.s.route} route")
         for hop, slot in zip(t.hops, t.slots):
             if t.kind not in (*GATHERED, *self.reduced) or not 0 < hop < self.s.extent(t.kind):
                 self.fail(i, f"{t.kind}#{hop} does not exist")
@@ -68,26 +71,25 @@ class _Play:
                     self.fail(i, f"{t.kind}#{hop} is sent before its blocks are complete")
             elif (t.kind, hop) in self.coming:
                 self.fail(i, f"{t.kind}#{hop} is received twice")
-            elif self.passes_on(t):
-                self.read(i, t.kind, hop - 1)
+            else:
+                self.read(i, t.kind, self.leg(t, hop).leaves)
             self.coming.add((t.kind, hop))
             self.check_slot(i, arena_of(t.kind), slot)
             self.arena[arena_of(t.kind), slot] = hop
 
-    def passes_on(self, t):
-        return self.s.route == "ring" and not t.collective
+    def leg(self, t, hop):
+        return leg_of(t.kind, hop, self.s.extent(t.kind), self.s.route, t.collective)
 
     def complete(self, i, t):
         arrived = []
         for hop, slot in zip(t.hops, t.slots):
             if t.kind in GATHERED:
-                if self.passes_on(t):
-                    self.read(i, t.kind, hop - 1)
+                self.read(i, t.kind, self.leg(t, hop).leaves)
                 self.have[t.kind, hop] = slot
                 continue
             if self.arena[arena_of(t.kind), slot] != hop:
                 self.fail(i, f"the partial in {arena_of(t.kind)}[{slot}] was overwritten before it was merged")
-            target = (hop + 1) % self.s.extent(t.kind) if self.passes_on(t) else 0
+            target = self.leg(t, hop).lands
             self.accumulate(i, t.kind, target)
             arrived.append((target, self.held[t.kind][hop] | {hop}))
             self.alive.pop((t.kind, self.s.accumulators[t.kind][hop - 1]), None)
