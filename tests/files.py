@@ -9,9 +9,9 @@ from mpiattn.verify import reference
 RANK_1_RAISES = """
 import sys, mpiattn.engine.executor as e
 from mpi4py import MPI
-def broken(self, u, w):
+def broken(self, *arguments):
     if MPI.COMM_WORLD.rank == 1: raise ZeroDivisionError('on purpose')
-    return run_block(self, u, w)
+    return run_block(self, *arguments)
 run_block, e.Executor._run_block = e.Executor._run_block, broken
 from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))
 """

@@ -80,9 +80,9 @@ def test_messages_move_while_a_rank_computes(comm, at_least):
             called.append(len(plan._executor.under_way))
             complete()
 
-        def watched(u, w):
+        def watched(*arguments):
             before = len(called)
-            run_block(u, w)
+            run_block(*arguments)
             moves.append(len(called) > before)
         plan._exchange.due = lambda: True
         plan._executor._look, plan._executor._run_block = counted, watched
