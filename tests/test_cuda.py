@@ -21,6 +21,7 @@ from mpiattn.cli import tune
 from mpiattn.comm.peers import Peers
 from mpiattn.comm.transport import check_transport
 from mpiattn.engine.folding import on_host
+from mpiattn.engine.results import Results
 from mpiattn.errors import ArgumentError, MpiattnError
 from mpiattn.model.tuned import key_of
 
@@ -71,6 +72,23 @@ class Foreign:
 
     def __init__(self, array):
         self.array, self.__cuda_array_interface__ = array, array.__cuda_array_interface__
+
+
+def test_memory_for_results(gpu):
+    """On the GPU, writable, and of nothing else of the call."""
+    array = fake_cupy.empty((4, 6), "float32")
+    halves = {"left": array[:, ::2], "right": array[:, 1::2]}
+    into = Results(gpu, {name: (half, (4, 3), "float32") for name, half in halves.items()}, {"q": None})
+    assert into.returned(None) == tuple(halves.values())           # they share bounds, but no byte
+    with pytest.raises(ArgumentError, match=r"^out shares memory with q;"):
+        Results(gpu, {"out": (halves["left"], (4, 3), "float32")}, {"q": array[1:]})
+    with pytest.raises(ArgumentError, match=r"^out is a NumPy array; it must be a CuPy array"):
+        Results(gpu, {"out": (np.empty((4, 3), np.float32), (4, 3), "float32")}, {})
+    locked = Foreign(array)
+    locked.__cuda_array_interface__["data"] = (array.data.ptr, True)
+    with pytest.raises(ArgumentError, match=r"^out is read-only"):
+        gpu.writable("out", locked)
+    assert gpu.writable("out", Foreign(array)).data.ptr == array.data.ptr
 
 
 @needs_compiler

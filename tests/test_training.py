@@ -90,6 +90,14 @@ def test_step_of_the_documentation():
     assert float(launch.mpirun(3, [sys.executable, "-c", STEP, code], timeout=120).stdout) < 1e-4
 
 
+def test_results_in_memory_of_the_callers():
+    """What the documentation shows."""
+    text = (launch.DOCS / "training.md").read_text()
+    code = re.search(r"<!-- test: memory -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    more = "assert all(np.isfinite(array).all() and array.any() for array in (out, lse, gradients)); print('right')"
+    assert launch.mpirun(2, [sys.executable, "-c", code + more], timeout=120).stdout.count("right") == 2
+
+
 @needs_example
 @pytest.mark.parametrize("options, message", [(["--steps", "0"], "--steps is 0"), (["--tile", "3x1"], "tile is 3x1")])
 def test_training_errors(options, message):

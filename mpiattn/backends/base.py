@@ -67,16 +67,20 @@ class Backend(Protocol):
         Nothing is copied.  Raises ArgumentError where the back end cannot use it.
         """
 
+    def writable(self, name, thing):
+        """As `array`, of one of this back end's that a result is written into; ArgumentError if it is read-only."""
+
     def result(self, shape, dtype):
         """A new array for the caller, with no contents yet."""
 
     def give(self, array):
         """A NumPy array as a result for the caller, who alone has it."""
 
-    def contiguous(self, array, alignment=None):
+    def contiguous(self, array, alignment=None, empty=None):
         """The array itself if it is this back end's and contiguous, else a contiguous copy, which is launched.
 
         alignment: bytes that its address has to be a multiple of; None for what launches need of q, k, v and dout.
+        empty: empty(shape, dtype) gives the memory for a copy of an array of this back end; None for new memory.
         """
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):

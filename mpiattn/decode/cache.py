@@ -137,8 +137,8 @@ class KVCache(Collective):
 
     @property
     def nbytes(self):
-        """Bytes of this rank's pool of pages."""
-        return sum(pool.nbytes for pool in self.pools)
+        """Bytes of this rank's pool of pages, and of the partial results that decoding has kept memory for."""
+        return sum(pool.nbytes for pool in self.pools) + self.combiner.kept.nbytes()
 
     @property
     def lengths(self):
@@ -367,4 +367,4 @@ class KVCache(Collective):
             with self._leaving():
                 self._backend.close()
                 self._exchange.close()
-            self.pools = None
+            self.pools = self.combiner = None

@@ -1,13 +1,14 @@
 """One decoding call: what is asked, checked, and this rank's part of it before ranks combine theirs."""
 
 from contextlib import contextmanager
+from functools import partial as bind
 
 import numpy as np
 
 from ..engine.folding import checked, on_host
+from ..engine.results import Results
 from ..errors import ArgumentError
 from ..problem.problem import Problem
-from ..problem.tensors import as_given
 from .combine import Partial, partial_bytes
 
 
@@ -19,7 +20,7 @@ class Call:
     """
 
     def __init__(self, turn, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
-                 way=None, ways=(), root=None, check=True):
+                 way=None, ways=(), root=None, out=None, lse=None, check=True):
         self.cache, self.backend, self.given = cache, cache.combiner.backend, q
         turn.kept.append(self)
         with turn.agreement(check) as same:
@@ -37,7 +38,12 @@ class Call:
             if sinks is not None:
                 sinks = on_host(checked(self.backend, "sinks", sinks, (self.heads,), cache.partial_dtype))
             self.rows = len(self.sequences) * self.queries
-            self.q = self.backend.contiguous(q).reshape(self.rows, self.heads, cache.head_dim)
+            shape = len(self.sequences), self.queries, self.heads
+            self.results = Results(self.backend, {
+                "out": (out, (*shape, cache.value_dim), cache.dtype),
+                "lse": (lse, (shape[0], shape[2], shape[1]), cache.partial_dtype)}, {"q": q, "sinks": sinks})
+            whole = self.backend.contiguous(q, empty=bind(cache.combiner.kept, "q"))
+            self.q = whole.reshape(self.rows, self.heads, cache.head_dim)
             same |= {"q's number of queries and heads": q.shape[1:3], "sequences": self.sequences, "root": root,
                      "way": way, "causal": causal, "window": window, "softcap": softcap, "scale": scale,
                      "sinks": None if sinks is None else sinks.tolist()}
@@ -50,10 +56,13 @@ class Call:
         """Bytes of a partial and, of these, of its lse."""
         return partial_bytes(self.rows * self.heads, self.cache.value_dim, self.cache.partial_dtype)
 
-    def partial(self, rows=None):
-        """A new partial, with no contents yet, of all rows or of so many."""
+    def partial(self, rows=None, name=None):
+        """A partial, with no contents yet, of all rows or of so many.
+
+        name: by which the cache keeps its memory for the next call; None for new memory.
+        """
         return Partial(self.backend, self.rows if rows is None else rows, self.heads, self.cache.value_dim,
-                       self.cache.partial_dtype)
+                       self.cache.partial_dtype, name and bind(self.cache.combiner.kept, name))
 
     def seen(self, i, rank):
         """Which of a rank's keys of the i-th sequence its queries see: begin and end, int32 (queries,)."""
@@ -104,15 +113,10 @@ class Call:
             self.backend.wait(event)                    # it may have just arrived, which launches do not wait for
         if self.sinks is not None:
             self.backend.sink(partial.out, partial.lse, self.backend.contiguous(self.sinks))
-        cache = self.cache
-        shape = len(self.sequences), self.queries, self.heads
-        lse = self.backend.result((shape[0], shape[2], shape[1]), cache.partial_dtype)
-        out = partial.out.reshape(*shape, cache.value_dim)
-        if cache.dtype != cache.partial_dtype or not isinstance(out, np.ndarray):
-            out = self.backend.result(out.shape, cache.dtype)
-            self.backend.copy(out, partial.out.reshape(out.shape))
-        self.backend.copy(lse, partial.lse.reshape(shape).transpose(0, 2, 1))
-        return as_given(self.given, out, lse)
+        out, lse = self.results.arrays()
+        self.backend.copy(out, partial.out.reshape(out.shape))
+        self.backend.copy(lse, partial.lse.reshape(out.shape[:3]).transpose(0, 2, 1))
+        return self.results.returned(self.given)
 
     @contextmanager
     def transfers(self):
@@ -120,3 +124,5 @@ class Call:
         self.backend.begin()
         yield
         self.backend.finish()
+        for array in self.cache.combiner.kept.arrays():
+            self.backend.forget(array)

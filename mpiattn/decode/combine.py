@@ -8,17 +8,21 @@ import math
 import numpy as np
 from mpi4py import MPI
 
+from ..backends.kept import Kept
 from ..schedule import reduction
 
 TAG = 0        # of messages on the duplicate of a caller's communicator, where plans have none
 
 
 class Partial:
-    """out (rows, heads, value_dim) and lse (rows, heads) as views of one array of a back end."""
+    """out (rows, heads, value_dim) and lse (rows, heads) as views of one array of a back end.
 
-    def __init__(self, backend, rows, heads, value_dim, dtype):
+    empty: empty(shape, dtype) gives its memory; None for new memory.
+    """
+
+    def __init__(self, backend, rows, heads, value_dim, dtype, empty=None):
         cut = rows * heads * value_dim
-        self.packed = backend.empty((cut + rows * heads,), dtype)
+        self.packed = (empty or backend.empty)((cut + rows * heads,), dtype)
         self.out = self.packed[:cut].reshape(rows, heads, value_dim)
         self.lse = self.packed[cut:].reshape(rows, heads)
         self.ready = ()                                # events of the last launch that writes or reads it
@@ -31,10 +35,11 @@ class Partial:
 class Combiner:
     """Combines partials over the ranks of an `Exchange`'s peers with a back end.
 
-    nodes: the node of every rank.
+    nodes: the node of every rank.  kept: memory for partials that lasts from call to call.
     """
 
     def __init__(self, exchange, backend, nodes):
+        self.kept = Kept(backend.empty)
         self.exchange, self.backend, self.nodes = exchange, backend, nodes
         self.peers, self.comm = exchange.peers, exchange.peers.comm
         self._moves = {}                               # by way and root: a token takes little longer than finding them
@@ -88,7 +93,7 @@ class Combiner:
 
     def _allreduce(self, mine, spare, root):
         """The largest lse of each row, then the sums of exp(lse - largest) and of out weighted so, in one array."""
-        top = self.backend.empty(mine.lse.shape, mine.lse.dtype)
+        top = self.kept("top", mine.lse.shape, mine.lse.dtype)
         top_ready = self._reduce(mine.lse, mine.ready, top, (), MPI.MAX, "combining lse")
         for event in top_ready:
             self.backend.wait(event)

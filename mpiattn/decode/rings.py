@@ -31,8 +31,8 @@ class _Keys:
                 for start, stop in zip(self.starts, self.starts[1:])]
 
 
-def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
-                check=True):
+def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None, out=None,
+                lse=None, check=True):
     """As `tree_decode` on all ranks, by passing every rank's keys and values around a ring; collective.
 
     Each transfer goes on while a rank attends to what it has.  What is sent grows with the number of keys, and so does
@@ -40,7 +40,7 @@ def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
 
     Parameters
     ----------
-    q, cache, sequences, causal, window, softcap, scale, sinks, check
+    q, cache, sequences, causal, window, softcap, scale, sinks, out, lse, check
         As of `tree_decode`.
 
     Returns
@@ -68,7 +68,8 @@ def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("ring_decode") as turn:
-        return _pass_keys(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
+        return _pass_keys(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse,
+                               check=check))
 
 
 def _pass_keys(call):
@@ -106,7 +107,7 @@ def _move_messages(exchange, posted, share):
 
 
 def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
-                      check=True):
+                      out=None, lse=None, check=True):
     """As `tree_decode` on all ranks, by passing queries and their partial results around a ring; collective.
 
     The rows, one a query and sequence, are cut into a chunk for each rank, which visits all ranks one after another and
@@ -114,7 +115,7 @@ def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, sof
 
     Parameters
     ----------
-    q, cache, sequences, causal, window, softcap, scale, sinks, check
+    q, cache, sequences, causal, window, softcap, scale, sinks, out, lse, check
         As of `tree_decode`.
 
     Returns
@@ -142,7 +143,8 @@ def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, sof
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("query_ring_decode") as turn:
-        return _pass_queries(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, check=check))
+        return _pass_queries(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse,
+                                  check=check))
 
 
 def _pass_queries(call):

@@ -5,7 +5,7 @@ from .call import Call
 
 
 def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None, way="auto",
-                root=None, check=True):
+                root=None, out=None, lse=None, check=True):
     """Attention of the last queries of every sequence over all its tokens in the cache; collective.
 
     Every rank attends to the keys that it holds, and the partial results (out, lse) are combined.  What a rank sends
@@ -39,6 +39,11 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
         tune` where that has been run.
     root : int, default None
         The one rank that gets the result; None for all.
+    out, lse : array, default None
+        The caller's memory for the results, either or both: arrays of their shapes and dtypes and of the cache's back
+        end, with any strides, which are written into and returned; None for new ones.  They must be writable and share
+        no memory with q, sinks or each other.  Where root is another rank they are checked and left as they are.  If
+        the call raises, their contents are undefined.
     check : bool, default True
         Let ranks agree that their arguments are right and the same, by a small allreduce.  Without it a wrong argument
         raises on its own rank only, and PeerFailure on the others.
@@ -72,11 +77,10 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("tree_decode") as turn:
-        call = Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, way, WAYS, root, check)
+        call = Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, way, WAYS, root, out, lse, check)
         if way == "auto":
             way = cache.way(*call.partial_bytes, root)
-        partial, spare = call.partial(), call.partial()
-        turn.kept += partial, spare
+        partial, spare = call.partial(name="partial"), call.partial(name="spare")
         with call.transfers():
             call.attend(partial)
             whole = cache.combiner.run(way, partial, spare, root)

@@ -1,5 +1,8 @@
 """The arrays of a call: what a caller may give, and how the executor sees them, the batch folded into the heads."""
 
+from functools import partial
+
+from ..backends.kept import Kept
 from ..errors import ArgumentError
 from ..problem.tensors import as_array
 
@@ -9,12 +12,12 @@ def on_host(array):
     return array.get() if hasattr(array, "__cuda_array_interface__") and hasattr(array, "get") else array
 
 
-def checked(backend, name, thing, shape, dtype):
+def checked(backend, name, thing, shape, dtype, writable=False):
     """An argument, an array or a tensor, as an array of a back end; ArgumentError unless it has that shape and dtype.
 
-    shape: None for an axis of any length.
+    shape: None for an axis of any length.  writable: a result is written into it.
     """
-    array = backend.array(name, as_array(name, thing))
+    array = (backend.writable if writable else backend.array)(name, as_array(name, thing))
     if len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape)):
         wanted = (f"on this rank it must be {shape}" if None not in shape else
                   f"it must be ({', '.join('any' if n is None else str(n) for n in shape)})")
@@ -25,15 +28,27 @@ def checked(backend, name, thing, shape, dtype):
 
 
 class Folding:
-    """Arrays (batch, tokens, heads, ...) of the caller's as (tokens, batch * heads, ...) of a back end, and back."""
+    """Arrays (batch, tokens, heads, ...) of the caller's as (tokens, batch * heads, ...) of a back end, and back.
+
+    kept: the memory of the copies, by the names of the arguments.
+    """
 
     def __init__(self, backend, batch):
-        self.backend, self.batch = backend, batch
+        self.backend, self.batch, self.kept = backend, batch, Kept(backend.empty)
 
-    def fold(self, array):
-        """(batch, tokens, heads, ...) as (tokens, batch * heads, ...), contiguous; copied unless it is so already."""
+    def fold(self, name, array):
+        """(batch, tokens, heads, ...) as (tokens, batch * heads, ...), contiguous; copied unless it is so already.
+
+        A copy is good until the next of that name.
+        """
         batch, tokens, heads, *dim = array.shape
-        return self.backend.contiguous(array.swapaxes(0, 1)).reshape(tokens, batch * heads, *dim)
+        whole = self.backend.contiguous(array.swapaxes(0, 1), empty=partial(self.kept, name))
+        return whole.reshape(tokens, batch * heads, *dim)
+
+    @property
+    def unplanned_bytes(self):
+        """Bytes of copies that `mpiattn.model.memory` does not count: of a batch of one, for its strides."""
+        return self.kept.nbytes(("q", "k", "v", "dout", "out")) if self.batch == 1 else 0
 
     def by_batch(self, array):
         """(tokens, batch * heads, ...) as (tokens, batch, heads, ...)."""

@@ -35,7 +35,10 @@ def chunk_bytes(problem, q_tokens, k_tokens):
 
 
 def gradient_bytes(problem, q_tokens, k_tokens):
-    """Bytes that a backward pass needs besides its buffers: dout, delta, dq, dk, dv, and the copies of a batch."""
-    keys = k_tokens * held_bytes(problem, K, V)
-    folded = q_tokens * held_bytes(problem, Q, OUT, LSE, DOUT, LSE) + keys
-    return q_tokens * held_bytes(problem, DOUT, DELTA, Q) + keys + (folded if problem.batch > 1 else 0)
+    """Bytes that a backward pass needs besides its buffers: dout, dq, dk, dv, and what the plan keeps for it.
+
+    These are delta, lse and dlse with tokens first and, of a batch, dout and out.
+    """
+    folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 else 0
+    return (q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + folded)
+            + k_tokens * held_bytes(problem, K, V))

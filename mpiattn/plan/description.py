@@ -82,8 +82,9 @@ class Described:
 
         Where batch > 1 that includes a second q, k and v: `forward` folds the batch into the heads.  Once
         `backward` has been called it includes what that needs, and with "cuda" the pinned memory taken so far.
+        Copies of a batch of one count once arrays have come that were not contiguous.
         """
-        return self._nbytes + self._backend.staged_bytes
+        return self._nbytes + self._backend.staged_bytes + self._folding.unplanned_bytes
 
     @property
     def sent(self):

@@ -64,7 +64,8 @@ def merge(out, lse, out_b, lse_b):
     folding, states = Folding(backend, batch), []
     for state in (("out", "lse"), ("out_b", "lse_b")):
         of_rows, sums = (checked(backend, name, arrays[name], *kind) for name, kind in zip(state, zip(shapes, dtypes)))
-        of_rows, sums = folding.fold(of_rows.astype(wide)), folding.fold(sums.transpose(0, 2, 1).copy())
+        of_rows, sums = (folding.fold(name, array)
+                         for name, array in zip(state, (of_rows.astype(wide), sums.transpose(0, 2, 1).copy())))
         of_rows[sums == -np.inf] = 0
         states.append((of_rows, sums))
     (whole, total), other = states

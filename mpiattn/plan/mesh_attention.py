@@ -14,6 +14,7 @@ from ..comm.transport import local_backend
 from ..engine.executor import Executor
 from ..engine.folding import Folding, checked, on_host
 from ..engine.passes import Backward, Forward
+from ..engine.results import Results
 from ..model import memory
 from ..problem.tensors import as_given, is_tensor
 from ..schedule.needed import Activity
@@ -146,7 +147,8 @@ class MeshAttention(Described, Collective):
         self._exchange = Exchange(peers, options["max_message"])
         self._executor = Executor(self._mesh, self.schedule, Forward(p, self._backend), self._exchange, *self._layouts)
         self._activity = self._latest = Activity(p.mask, *self._layouts, chosen.a, chosen.b)
-        self._nbytes = (memory.chunk_bytes(p, *(layout.length(self.chunk) for layout in self._layouts))
+        self._tokens = tuple(layout.length(self.chunk) for layout in self._layouts)
+        self._nbytes = (memory.chunk_bytes(p, *self._tokens)
                         + self._executor.nbytes + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
         self._folding, self._backward = Folding(self._backend, p.batch), None
 
@@ -181,13 +183,14 @@ class MeshAttention(Described, Collective):
     # Running
 
     def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
-                causal_documents=None, sinks=None, check=True, progress=None):
+                causal_documents=None, sinks=None, out=None, lse=None, check=True, progress=None):
         """Attention of this rank's chunks; collective.
 
         q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
         plan's dtype, tokens as in `positions` and `positions_k`.  They are never changed.  Arrays that are not
-        contiguous with tokens first, (tokens, batch, heads, dim), are copied; with batch = 1 every contiguous
-        array is so.  Torch tensors on the CPU serve as well, here and in all other calls; results are tensors if q is.
+        contiguous with tokens first, (tokens, batch, heads, dim), are copied, into memory that the plan keeps; with
+        batch = 1 every contiguous array is so.  Torch tensors on the CPU serve as well, here and in all other calls;
+        results are tensors if q is.
 
         Returns out (batch, tokens, heads, value_dim) in the plan's dtype and lse (batch, heads, tokens), the
         natural logarithm of each row's sum of exponentials, float32 (float64 for float64).  A query that sees
@@ -197,6 +200,10 @@ class MeshAttention(Described, Collective):
             call, and what each document sees, the same on every rank (see `mpiattn.problem.documents.documents`).
         sinks: attention sinks, (heads,) in lse's dtype, the same on every rank: a score that every query of a head
             sees besides its keys, with value 0.  A query that sees no key then has lse = its head's sink.
+        out, lse: the caller's memory for the results, either or both: arrays of these shapes and dtypes, of any
+            strides, that are written into and returned; None for new ones.  With "cuda" they are on this rank's GPU.
+            They must be writable and share no memory with q, k, v, sinks or each other.  If the call raises, what they
+            hold is undefined.
         check: let ranks agree, by a small allreduce, that they make the same call of the same plan, that their
             arguments are right and their documents the same.  Without it a wrong argument raises on its own rank only,
             and PeerFailure on the others, and ranks that call different plans get wrong numbers.
@@ -206,65 +213,75 @@ class MeshAttention(Described, Collective):
         If anything raises on one rank once the transfers have begun, the others raise PeerFailure as soon as they wait
         for it.  No plan or cache on the communicator can then be used again; close them and make new ones.
         """
-        p, tokens = self.problem, len(self.positions)
+        p, tokens = self.problem, self._tokens[0]
         with self.call("forward") as call:
             with call.agreement(check) as same:
                 inputs, sinks = self._inputs(q, k, v), self._sinks(sinks)
+                results = Results(self._backend, {
+                    "out": (out, (p.batch, tokens, p.heads, p.value_dim), p.dtype),
+                    "lse": (lse, (p.batch, p.heads, tokens), p.partial_dtype)}, {**inputs, "sinks": sinks})
                 activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
                                             lengths_k=lengths_k, prefixes=prefixes, causal_documents=causal_documents)
                 same |= self._alike(activity, sinks)
-                out = self._backend.result((p.batch, tokens, p.heads, p.value_dim), p.dtype)
-                lse = self._backend.result((p.batch, p.heads, tokens), p.partial_dtype)
-                chunks = [self._folding.fold(array) for array in inputs]
+                whole_out, whole_lse = results.arrays()
+                chunks = [self._folding.fold(*argument) for argument in inputs.items()]
             with self._pass(self._executor):
                 partial_out, partial_lse = self._executor.run(chunks[:1], chunks[1:], activity, progress)["O"]
                 if sinks is not None:
                     self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
-                self._folding.unfold(out, partial_out)
-                self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
-        return as_given(q, out, lse)
+                self._folding.unfold(whole_out, partial_out)
+                self._backend.copy(whole_lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
+        return results.returned(q)
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
-                 lengths_k=None, prefixes=None, causal_documents=None, sinks=None, check=True, progress=None):
+                 lengths_k=None, prefixes=None, causal_documents=None, sinks=None, dq=None, dk=None, dv=None,
+                 check=True, progress=None):
         """Gradients of sum(dout * out) + sum(dlse * lse) by q, k and v; collective.
 
         q, k, v, out, lse, the documents and sinks: as given to and returned by `forward`.  dout: as out, in the plan's
         dtype.  dlse: as lse, or None for 0.  Rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which
         only the owner computes; dq is reduced along rows, dk and dv along columns (Mesh-Attention, section 3, with
         delta in place of out).  The first call makes the buffers of the backward pass.
+        dq, dk, dv: the caller's memory for the results, any of them, as `forward` takes it for its own: in the shapes
+        of q, k and v and the plan's dtype.  They are overwritten, not added to.
 
         Returns dq, dk and dv in the plan's dtype and the shapes of q, k and v; with sinks also dsinks, (heads,), the
         whole gradient on every rank (from an allgather of heads numbers, which `sent` does not count).
         """
-        p, tokens, given = self.problem, len(self.positions), q
+        p, tokens, given = self.problem, self._tokens[0], q
         with self.call("backward") as call:
             with call.agreement(check) as same:
-                q, k, v = self._inputs(q, k, v)
-                dout, out = (self._checked(name, array, (p.batch, tokens, p.heads, p.value_dim))
-                             for name, array in (("dout", dout), ("out", out)))
-                lse = self._checked("lse", lse, (p.batch, p.heads, tokens), p.partial_dtype)
-                dlse = None if dlse is None else self._checked("dlse", dlse, lse.shape, p.partial_dtype)
+                inputs = self._inputs(q, k, v)
+                asked = {f"d{name}": (grad, inputs[name].shape, p.dtype)
+                         for name, grad in (("q", dq), ("k", dk), ("v", dv))}
+                for name, array in (("dout", dout), ("out", out)):
+                    inputs[name] = self._checked(name, array, (p.batch, tokens, p.heads, p.value_dim))
+                rows = {name: self._checked(name, array, (p.batch, p.heads, tokens), p.partial_dtype)
+                        for name, array in (("lse", lse), ("dlse", dlse)) if name == "lse" or array is not None}
                 sinks = self._sinks(sinks)
+                results = Results(self._backend, asked, {**inputs, **rows, "sinks": sinks})
                 activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
                                             lengths_k=lengths_k, prefixes=prefixes, causal_documents=causal_documents)
                 same |= self._alike(activity, sinks)
                 executor, fold = self._backward_executor(), self._folding.fold
-                grads = [self._backend.result(array.shape, p.dtype) for array in (q, k, v)]
-                queries, dout, out, *keys = map(fold, (q, dout, out, k, v))
-                lse, dlse = (None if array is None else fold(array.transpose(0, 2, 1)) for array in (lse, dlse))
-                delta = self._backend.empty(lse.shape, p.partial_dtype)
+                grads = results.arrays()
+                q, k, v, dout, out = (fold(*argument) for argument in inputs.items())
+                lse, dlse = (None if name not in rows else fold(name, rows[name].transpose(0, 2, 1))
+                             for name in ("lse", "dlse"))
+                delta = self._folding.kept("delta", lse.shape, p.partial_dtype)
             with self._pass(executor):
                 ready = (self._backend.delta(delta, dout, out, dlse),)
-                results = executor.run([queries, dout, lse, delta], keys, activity, progress, ready)
-                for grad, partial in zip(grads, (*results["dQ"], *results["dKV"])):
+                partials = executor.run([q, dout, lse, delta], [k, v], activity, progress, ready)
+                for grad, partial in zip(grads, (*partials["dQ"], *partials["dKV"])):
                     self._folding.unfold(grad, partial)
                 if sinks is not None:
                     dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
                     self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
+            grads = results.returned(given)
             if sinks is not None:
                 local = on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
-                grads.append(self._backend.give(self._sum_over_ranks(local)))
-        return as_given(given, *grads)
+                grads += as_given(given, self._backend.give(self._sum_over_ranks(local)))
+        return grads
 
     @contextmanager
     def _pass(self, executor):
@@ -272,6 +289,8 @@ class MeshAttention(Described, Collective):
         yield
         self._backend.finish()
         executor.forget()
+        for array in self._folding.kept.arrays():
+            self._backend.forget(array)
 
     def _backward_executor(self):
         if self._backward is None:
@@ -279,7 +298,7 @@ class MeshAttention(Described, Collective):
             self._backward = Executor(self._mesh, self._plan.schedule("backward"), Backward(p, self._backend),
                                       self._exchange, *self._layouts)
             self._nbytes += (self._backward.nbytes
-                             + memory.gradient_bytes(p, len(self.positions), len(self.positions_k))
+                             + memory.gradient_bytes(p, *self._tokens)
                              + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
         return self._backward
 
@@ -305,10 +324,11 @@ class MeshAttention(Described, Collective):
         return np.sum(self._peers.allgather(local), axis=0)
 
     def _inputs(self, q, k, v):
-        p, tokens, tokens_k = self.problem, len(self.positions), len(self.positions_k)
-        return (self._checked("q", q, (p.batch, tokens, p.heads, p.head_dim)),
-                self._checked("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim)),
-                self._checked("v", v, (p.batch, tokens_k, p.kv_heads, p.value_dim)))
+        """q, k and v by name."""
+        p, (tokens, tokens_k) = self.problem, self._tokens
+        return {"q": self._checked("q", q, (p.batch, tokens, p.heads, p.head_dim)),
+                "k": self._checked("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim)),
+                "v": self._checked("v", v, (p.batch, tokens_k, p.kv_heads, p.value_dim))}
 
     def _checked(self, name, array, shape, dtype=None):
         return checked(self._backend, name, array, shape, dtype or self.problem.dtype)
@@ -357,3 +377,4 @@ class MeshAttention(Described, Collective):
                 self._backend.close()
                 self._exchange.close()
             self._executor = self._backward = None
+            self._folding = Folding(self._backend, self.problem.batch)      # what was kept may still be MPI's

@@ -275,7 +275,7 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
     class Watched(combine.Partial):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            made.append(weakref.ref(self.packed))
+            made.append(weakref.ref(self.packed.base))      # the memory, which the cache keeps
 
     def interrupt():
         raise KeyboardInterrupt

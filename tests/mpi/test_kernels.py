@@ -7,13 +7,13 @@ import os
 
 import numpy as np
 import pytest
-from caller import caller
-from dense import draw_all
-from runs import agreed, check, on, problem_of, run, tiles
+from caller import caller, memory_like
+from dense import bits, draw_all
+from runs import agreed, check, my_chunks, on, problem_of, run, tiles
 from test_decode import RINGS, Mirror
 from test_numbers import check_padding
 
-from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
+from mpiattn import ArgumentError, KVCache, Layout, MeshAttention, tree_decode
 from mpiattn.backends.testing import emulated
 from mpiattn.schedule.reduction import WAYS
 
@@ -73,6 +73,38 @@ def test_repeats_change_no_bit(group):
     found = {tuple(array.tobytes() for array in run(group, inputs, backend=BACKENDS[-1], **arguments)[0][:5])
              for _ in range(3)}
     agreed(group, None if len(found) == 1 else "repeats differ")
+
+
+@on(2)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_callers_memory(group, batch):
+    """Twice, so that what is kept between calls is used again; the bits of new arrays."""
+    shape = {**{name: size for name, size in SHAPE.items() if name != "backends"}, "batch": batch, "causal": True}
+    inputs = draw_all(problem_of(shape), sinks=True)
+    for backend in BACKENDS:
+        expected = run(group, inputs, backend=backend, **shape)[0]
+        with MeshAttention(group, **shape, backend=backend) as plan:
+            for _ in range(2):
+                with caller(backend) as (give, take):
+                    into = [memory_like(backend, array) for array in expected[:5]]
+                    q, k, v, dout, dlse, sinks = map(give, my_chunks(plan, *inputs))
+                    out, lse = plan.forward(q, k, v, sinks=sinks, out=into[0], lse=into[1])
+                    grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, dq=into[2], dk=into[3],
+                                          dv=into[4])
+                    given = all(got is array for got, array in zip((out, lse, *grads), into))
+                    same = bits(*take(*into)) == bits(*expected[:5])
+                agreed(group, None if given and same else (backend, given, same))
+        mirror = Mirror(group, 2, 16, sequences=batch, capacity=200, backend=backend)
+        mirror.append(31)
+        q = mirror.draw(batch, 3, 4, 16)
+        for way in WAYS:
+            with caller(backend) as (give, take):
+                expected = take(*tree_decode(give(q), mirror.cache, way=way))
+                into = [memory_like(backend, array) for array in expected]
+                tree_decode(give(q), mirror.cache, way=way, out=into[0], lse=into[1])
+                same = bits(*take(*into)) == bits(*expected)
+            agreed(group, None if same else (backend, way))
+        mirror.cache.close()
 
 
 @on(4)

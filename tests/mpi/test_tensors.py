@@ -88,6 +88,34 @@ def test_decoding(comm, dtype, decode):
             assert all(isinstance(x, torch.Tensor) if comm.rank == comm.size - 1 else x is None for x in found)
 
 
+def test_results_in_tensors(comm):
+    """A tensor that is given for a result is returned, whatever the inputs are; new results are as the first input."""
+    with MeshAttention(comm, **SHAPE, dtype="bfloat16") as plan:
+        tokens = len(plan.positions)
+        q, k, v = (tensor(2, tokens, heads, 8, dtype="bfloat16", seed=heads) for heads in (4, 2, 2))
+        expected = plan.forward(array(q), array(k), array(v))
+        grads = plan.backward(expected[0], array(q), array(k), array(v), *expected)
+        into = torch.full((2, 4, tokens, 8), float("nan"), dtype=torch.bfloat16).transpose(1, 2)
+        for given in ((q, k, v), [array(x) for x in (q, k, v)]):
+            out, lse = plan.forward(*given, out=into)
+            assert out is into and isinstance(lse, type(given[0]))
+            same((out.contiguous(),), expected[:1])
+            dq, *_ = plan.backward(out.contiguous(), *given, *expected, dq=into)
+            assert dq is into
+            same((dq.contiguous(),), grads[:1])
+        expanded = torch.empty(2, tokens, 4, 1, dtype=torch.bfloat16).expand(-1, -1, -1, 8)
+        assert "out has strides" in same_error(comm, lambda: plan.forward(q, k, v, out=expanded)) or not tokens
+        wanted = torch.empty(2, tokens, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+        assert "out requires a gradient" in same_error(comm, lambda: plan.forward(q, k, v, out=wanted))
+    with KVCache(comm, capacity=64 * comm.size, sequences=2, kv_heads=2, head_dim=4) as cache:
+        cache.append(tensor(2, 9, 2, 4), tensor(2, 9, 2, 4))
+        q = tensor(2, 3, 4, 4)
+        expected, into = tree_decode(array(q), cache), torch.empty(2, 4, 3)
+        found = tree_decode(q, cache, lse=into)
+        assert found[1] is into
+        same(found, expected)
+
+
 def test_numbers_of_a_cache(comm):
     with KVCache(comm, capacity=64 * comm.size, sequences=3, kv_heads=2, head_dim=4) as cache:
         k = tensor(2, 5, 2, 4)

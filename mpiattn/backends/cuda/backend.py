@@ -184,6 +184,14 @@ class CudaBackend(_CupyLaunches):
                                 "rank's: the one that was current or else dealt when the back end was made")
         return array
 
+    def writable(self, name, thing):
+        array = self.array(name, thing)
+        if isinstance(array, np.ndarray):
+            raise ArgumentError(f"{name} is a NumPy array; it must be a CuPy array or another library's on the GPU")
+        if getattr(thing, "__cuda_array_interface__", {"data": (0, False)})["data"][1]:
+            raise ArgumentError(f"{name} is read-only; it must be an array that can be written to")
+        return array
+
     def result(self, shape, dtype):
         with self._on(self._caller()):
             return self.cupy.empty(shape, np.dtype(dtype))
@@ -195,14 +203,14 @@ class CudaBackend(_CupyLaunches):
     def _address(self, array):
         return array.data.ptr
 
-    def contiguous(self, array, alignment=ALIGNMENT):
+    def contiguous(self, array, alignment=ALIGNMENT, empty=None):
         if isinstance(array, np.ndarray):
             with self._on(self.stream):
                 return self.cupy.asarray(np.ascontiguousarray(array))
         if array.flags.c_contiguous and array.data.ptr % alignment == 0:
             return array
         _wait_for(self.stream, [self._event(self._caller())])
-        copy = self.empty(array.shape, array.dtype)
+        copy = (empty or self.empty)(array.shape, array.dtype)
         self.copy(copy, array)
         return copy
 
@@ -332,7 +340,7 @@ class CudaBackend(_CupyLaunches):
         with suppress(MpiattnError):                       # whoever waited has been told
             self.drain()
         self._pinned.clear()
-        self._held.clear()
+        self._work_array.clear()
         self._functions.clear()
 
 

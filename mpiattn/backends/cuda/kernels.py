@@ -5,11 +5,10 @@ CuPy takes them, in the order of the calls.  It also has `empty` and `contiguous
 begins; `processors`, the number of a GPU's multiprocessors; and `architecture`, its compute capability, such as 90.
 """
 
-import math
-
 import numpy as np
 
 from ...errors import ArgumentError
+from ..kept import Kept
 from . import tile_table
 from .launches import (
     BLOCKS_PER_PROCESSOR,
@@ -32,21 +31,13 @@ class KernelLaunches:
 
     def __init__(self):
         super().__init__()
-        self._held = {}
+        self._work_array = Kept(self.empty)            # that the next launches may use
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         rows = {work: tile_table.tile(work, tile_table.itemsize(dtype), head_dim, value_dim, self.architecture).rows
                 for work in BLOCKS_PER_PROCESSOR}                  # of the partials of split keys
         return 0 if backward else max(4 * (value_dim + 1) * rows[work] * BLOCKS_PER_PROCESSOR[work] * self.processors
                                       for work in rows)
-
-    def _work_array(self, name, shape, dtype):
-        """A work array that the next launches may use, from memory that is kept between calls."""
-        size = math.prod(shape)
-        held = self._held.get((name, dtype))
-        if held is None or held.size < size:
-            held = self._held[name, dtype] = self.empty((size,), dtype)
-        return held[:size].reshape(shape)
 
     # Attention
 

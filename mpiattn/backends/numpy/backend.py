@@ -2,20 +2,20 @@
 
 import functools
 import itertools
-import math
 import os
 
 import numpy as np
 
 from ...errors import ArgumentError
 from ..base import WireBytes
+from ..kept import Kept
 from . import paged, tiles
 from .tiles import Panel, row_tiles
 from .widen import widen
 
 PANEL = 4096            # keys of one head converted (or made contiguous) at a time
 LOWEST = float(np.finfo(np.float32).min)
-MERGE_ROWS = 1024       # tokens merged at a time, to bound the temporaries
+MERGED = 2 ** 16        # numbers of partials that are merged at a time, to bound the work arrays
 
 
 def flat(array):
@@ -32,16 +32,32 @@ def _packing(q, k, begin):
     return per_kv if len(begin) == 1 and len(q) < tiles.ROWS else 1
 
 
-def _pack(array, per_kv):
-    """(tokens, heads, ...) as (tokens * per_kv, KV heads, ...), a copy."""
+def _by_packed(array, packed, per_kv):
+    """Views of one shape, of an array (tokens, heads, ...) and of one (tokens * per_kv, KV heads, ...)."""
     tokens, heads, *dim = array.shape
-    return array.reshape(tokens, heads // per_kv, per_kv, *dim).swapaxes(1, 2).reshape(-1, heads // per_kv, *dim)
+    return (array.reshape(tokens, heads // per_kv, per_kv, *dim),
+            packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2))
+
+
+def _pack(work, name, array, per_kv):
+    """(tokens, heads, ...) as (tokens * per_kv, KV heads, ...), a copy in a work array."""
+    tokens, heads, *dim = array.shape
+    packed = work(name, (tokens * per_kv, heads // per_kv, *dim), array.dtype)
+    source, target = _by_packed(array, packed, per_kv)
+    target[...] = source
+    return packed
 
 
 def _unpack(array, packed, per_kv):
     """Copy back what `_pack` has made of an array."""
-    tokens, heads, *dim = array.shape
-    array[...] = packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2).reshape(array.shape)
+    target, source = _by_packed(array, packed, per_kv)
+    target[...] = source
+
+
+def _some_tokens(array):
+    """Slices of the tokens of a partial's out, of `MERGED` numbers or one token each."""
+    step = max(1, MERGED // max(1, array[:1].size))
+    return (slice(start, start + step) for start in range(0, len(array), step))
 
 
 def _seen(all_rows, keys):
@@ -61,15 +77,16 @@ def _counted(meanwhile, all_rows, keys, per_group):
     return lambda: meanwhile(next(number) / count)
 
 
-def _merge(out, lse, out_b, lse_b):
+def _merge(work, out, lse, out_b, lse_b):
     """`NumpyBackend.merge` of some rows, in few calls: a token's partial is so small that calls are what it takes."""
-    weight = lse - np.maximum(lse_b, LOWEST)       # where both are empty, -inf - -inf would be nan
+    weight = np.maximum(lse_b, LOWEST)             # where both are empty, -inf - -inf would be nan
+    np.subtract(lse, weight, out=weight)
     np.exp(weight, out=weight)
     weight += 1
     np.reciprocal(weight, out=weight)              # of out_b
     np.logaddexp(lse, lse_b, out=lse)
     out *= (1 - weight)[..., None]
-    out += weight[..., None] * out_b
+    out += np.multiply(weight[..., None], out_b, out=work("product of merge", out.shape, out.dtype))
 
 
 class NumpyBackend:
@@ -83,7 +100,7 @@ class NumpyBackend:
     staged_bytes = 0
 
     def __init__(self):
-        self._scratch = {}
+        self._work = Kept(np.empty)            # contiguous work arrays
 
     @classmethod
     def missing(cls):
@@ -110,8 +127,19 @@ class NumpyBackend:
     def give(self, array):
         return array
 
-    def contiguous(self, array, alignment=None):
-        return np.ascontiguousarray(array)
+    def writable(self, name, thing):
+        array = self.array(name, thing)
+        if not array.flags.writeable:
+            raise ArgumentError(f"{name} is read-only; it must be an array that can be written to")
+        return array
+
+    def contiguous(self, array, alignment=None, empty=None):
+        array = np.asarray(array)
+        if array.flags.c_contiguous:
+            return array
+        copy = (empty or np.empty)(array.shape, array.dtype)
+        np.copyto(copy, array)
+        return copy
 
     def begin(self):
         pass
@@ -126,17 +154,11 @@ class NumpyBackend:
         work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
         panels = PANEL * (head_dim + value_dim)
         rows = tiles.ROWS * (tiles.COLUMNS + head_dim + 2 * value_dim)
+        hidden = 2 * tiles.ROWS * tiles.COLUMNS + tiles.COLUMNS * max(head_dim, value_dim)         # bytes, of booleans
         if not backward:
-            return work * (panels + rows)
-        return work * (2 * panels + rows + tiles.COLUMNS * (tiles.ROWS + head_dim + value_dim))
-
-    def _work(self, name, shape, dtype):
-        """A contiguous work array of `shape`, from memory that is kept between calls."""
-        size = math.prod(shape)
-        held = self._scratch.get((name, dtype))
-        if held is None or held.size < size:
-            held = self._scratch[name, dtype] = np.empty(size, dtype)
-        return held[:size].reshape(shape)
+            return work * (panels + rows + MERGED) + hidden
+        columns = tiles.COLUMNS * (2 * tiles.ROWS + head_dim + value_dim)
+        return work * (2 * panels + rows + columns + 2 * MERGED) + hidden
 
     # Launches
 
@@ -147,7 +169,8 @@ class NumpyBackend:
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         per_kv = _packing(q, k, begin)
         if per_kv > 1:
-            queries, *partial = (_pack(array, per_kv) for array in (q, out, lse))
+            queries, *partial = (_pack(self._work, name, array, per_kv)
+                                 for name, array in (("packed q", q), ("packed out", out), ("packed lse", lse)))
             interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
             NumpyBackend.attend(self, queries, k, v, *interval, *partial, scale, softcap, meanwhile=meanwhile)
             for array, packed in zip((out, lse), partial):
@@ -171,19 +194,23 @@ class NumpyBackend:
 
     def unnormalize(self, out, lse, top):
         with np.errstate(all="ignore"):
-            np.exp(lse - np.where(top == -np.inf, 0, top), out=lse)
-            out *= lse[..., None]
+            for at in _some_tokens(out):
+                np.exp(lse[at] - np.where(top[at] == -np.inf, 0, top[at]), out=lse[at])
+                out[at] *= lse[at][..., None]
 
     def normalize(self, out, lse, top):
         with np.errstate(all="ignore"):
-            out /= np.where(lse == 0, 1, lse)[..., None]
-            lse[...] = top + np.log(lse)
+            for at in _some_tokens(out):
+                out[at] /= np.where(lse[at] == 0, 1, lse[at])[..., None]
+                lse[at] = top[at] + np.log(lse[at])
 
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
                         meanwhile=None):
         per_kv = _packing(q, k, begin)
         if per_kv > 1:
-            *queries, packed = (_pack(array, per_kv) for array in (q, dout, lse, delta, dq))
+            names = "packed q", "packed dout", "packed lse", "packed delta", "packed dq"
+            *queries, packed = (_pack(self._work, name, array, per_kv)
+                                for name, array in zip(names, (q, dout, lse, delta, dq)))
             interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
             NumpyBackend.attend_backward(self, *queries, k, v, *interval, packed, dk, dv, scale, softcap,
                                          meanwhile=meanwhile)
@@ -222,10 +249,12 @@ class NumpyBackend:
 
     def delta(self, delta, dout, out, dlse):
         with np.errstate(all="ignore"):
-            for start in range(0, len(out), MERGE_ROWS):
-                at = slice(start, start + MERGE_ROWS)
-                values = out[at].astype(delta.dtype)
-                np.sum(dout[at].astype(delta.dtype) * values, axis=-1, out=delta[at])
+            for at in _some_tokens(out):
+                values, product = (self._work(name, out[at].shape, delta.dtype) for name in ("delta out", "delta dout"))
+                widen(values, out[at])
+                widen(product, dout[at])
+                product *= values
+                np.sum(product, axis=-1, out=delta[at])
                 odd = ~np.isfinite(delta[at])
                 if odd.any():
                     delta[at][odd & ~values.any(axis=-1)] = 0
@@ -243,15 +272,15 @@ class NumpyBackend:
 
     def merge(self, out, lse, out_b, lse_b, after=()):
         with np.errstate(all="ignore"):
-            for start in range(0, len(out), MERGE_ROWS):
-                at = slice(start, start + MERGE_ROWS)
-                _merge(out[at], lse[at], out_b[at], lse_b[at])
+            for at in _some_tokens(out):
+                _merge(self._work, out[at], lse[at], out_b[at], lse_b[at])
 
     def sink(self, out, lse, sinks):
         with np.errstate(all="ignore"):
-            unseen = lse == -np.inf                # such a row is 0 whatever its weight
-            out *= np.where(unseen, 1, 1 / (1 + np.exp(sinks - lse)))[..., None]
-            np.logaddexp(lse, sinks, out=lse)
+            for at in _some_tokens(out):
+                unseen = lse[at] == -np.inf        # such a row is 0 whatever its weight
+                out[at] *= np.where(unseen, 1, 1 / (1 + np.exp(sinks - lse[at])))[..., None]
+                np.logaddexp(lse[at], sinks, out=lse[at])
 
     def sink_gradient(self, gradient, sinks, lse, delta):
         with np.errstate(all="ignore"):
@@ -286,4 +315,4 @@ class NumpyBackend:
         pass
 
     def close(self):
-        self._scratch.clear()
+        self._work.clear()

@@ -79,13 +79,15 @@ def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile
     kv_heads, queries, dtype = len(keys), len(q), out.dtype
 
     def by_head(array):
-        """(queries, heads, ...) as (kv_heads, queries * heads of one, ...)."""
-        split = array.reshape(queries, kv_heads, -1, *array.shape[2:])
-        return split.swapaxes(0, 1).reshape(kv_heads, -1, *array.shape[2:])
-    query = by_head(np.multiply(q, dtype.type(scale), dtype=dtype))
-    rows = query.shape[1]
-    acc, total = np.zeros((kv_heads, rows, values.shape[2]), dtype), np.zeros((kv_heads, rows, 1), dtype)
-    top, product = np.full(total.shape, -np.inf, dtype), work("product", acc.shape, dtype)
+        """(queries, heads, ...) as (kv_heads, queries, heads of one, ...), a view."""
+        return array.reshape(queries, kv_heads, -1, *array.shape[2:]).swapaxes(0, 1)
+    rows = queries * q.shape[1] // kv_heads
+    query = work("q", (kv_heads, rows, q.shape[2]), dtype)
+    by_row = by_head(q)
+    np.multiply(by_row, dtype.type(scale), out=query.reshape(by_row.shape), dtype=dtype)
+    acc, product = (work(name, (kv_heads, rows, values.shape[2]), dtype) for name in ("acc", "product"))
+    acc.fill(0)
+    total, top = np.zeros((kv_heads, rows, 1), dtype), np.full((kv_heads, rows, 1), -np.inf, dtype)
     columns = _columns(kv_heads * rows)
     groups = _groups(found, keys.dtype == dtype, max(GATHER // kv_heads, 1))
     for slots in (tile for _, group in groups for tile in _score_tiles(group, columns)):
@@ -112,11 +114,8 @@ def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile
         top = new_top
     acc *= np.divide(1, total, out=np.zeros_like(total), where=total != 0)
     top += np.log(total)
-
-    def by_query(array):
-        return array.reshape(kv_heads, queries, -1, array.shape[2]).swapaxes(0, 1)
-    out[...] = by_query(acc).reshape(out.shape)
-    lse[...] = by_query(top).reshape(lse.shape)
+    for target, source in ((by_head(out), acc), (by_head(lse), top)):
+        target[...] = source.reshape(target.shape)
 
 
 def _by_rows(work, rows, q, keys, values, found, first, out, lse, scale, softcap, meanwhile):
@@ -125,7 +124,11 @@ def _by_rows(work, rows, q, keys, values, found, first, out, lse, scale, softcap
     packed, columns = (len(q) * per_kv, -1), _columns(len(q) * per_kv)
     for kv_head in range(len(keys)):
         mine, head = slice(kv_head * per_kv, (kv_head + 1) * per_kv), slice(kv_head, kv_head + 1)
-        query, acc, top = (np.ascontiguousarray(array[:, mine]).reshape(packed) for array in (q, out, lse))
+        query, acc, top = (work("rows of " + name, array[:, mine].shape, array.dtype)
+                           for name, array in (("q", q), ("out", out), ("lse", lse)))
+        for target, source in ((query, q), (acc, out), (top, lse)):
+            target[...] = source[:, mine]
+        query, acc, top = (array.reshape(packed) for array in (query, acc, top))
         start = first
         for count, slots in _groups(found, keys.dtype == out.dtype, GATHER):
             panel = Panel(start, kv_head, _matrix(work, "k", keys[head], slots, out.dtype)[0],

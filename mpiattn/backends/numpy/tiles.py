@@ -32,12 +32,15 @@ class RowTile:
         self.hi = int(self.end[sees].max(initial=0))
         self.full_from, self.full_to = int(self.begin.max()), int(self.end.min())
 
-    def hidden(self, start, stop):
-        """Which of the keys [start, stop) each row does not see; None if every row sees all."""
+    def hidden(self, work, start, stop):
+        """Which of the keys [start, stop) each row does not see, in a work array; None if every row sees all."""
         if self.full_from <= start and stop <= self.full_to:
             return None
         columns = np.arange(start, stop, dtype=np.int32)
-        return (columns < self.begin[:, None]) | (columns >= self.end[:, None])
+        before, after = (work(name, (self.count, stop - start), "bool") for name in ("hidden before", "hidden after"))
+        np.less(columns, self.begin[:, None], out=before)
+        np.greater_equal(columns, self.end[:, None], out=after)
+        return np.logical_or(before, after, out=before)
 
 
 def row_tiles(begin, end):
@@ -46,12 +49,12 @@ def row_tiles(begin, end):
     return [tile for tile in tiles if tile.lo < tile.hi]
 
 
-def _add_product(acc, weight, matrix, hidden, product):
+def _add_product(work, acc, weight, matrix, hidden, product):
     """acc += weight @ matrix, `product` a work array of acc's shape.
 
     hidden: pairs of weight that are masked, or None; their weight is 0, but 0 * NaN must not reach acc.
     """
-    finite = True if hidden is None else np.isfinite(matrix).all(axis=1)
+    finite = True if hidden is None else np.isfinite(matrix, out=work("finite", matrix.shape, "bool")).all(axis=1)
     if np.all(finite):
         np.matmul(weight, matrix, out=product)
         acc += product
@@ -69,7 +72,7 @@ def _scores(work, rows, query, panel, start, stop, softcap):
     if softcap is not None:
         score *= 1 / softcap
         np.tanh(score, out=score)
-    return score, rows.hidden(start, stop)
+    return score, rows.hidden(work, start, stop)
 
 
 def _query(work, rows, q, scale, dtype):
@@ -107,7 +110,7 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
         total *= decay
         total += score.sum(axis=1)
         acc *= decay[:, None]
-        _add_product(acc, score, panel.values[start - panel.first:stop - panel.first], hidden, product)
+        _add_product(work, acc, score, panel.values[start - panel.first:stop - panel.first], hidden, product)
         top = new_top
     acc *= np.divide(1, total, out=np.zeros_like(total), where=total != 0)[:, None]
     out[at] = acc
@@ -137,7 +140,8 @@ def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_pane
         weight, hidden = _scores(work, rows, query, panel, start, stop, softcap)
         bend = None
         if softcap is not None:
-            bend = 1 - weight * weight
+            bend = np.multiply(weight, weight, out=work("bend", weight.shape, dtype))
+            np.subtract(1, bend, out=bend)
             weight *= softcap
         np.subtract(weight, base, out=weight)
         np.exp(weight, out=weight)
@@ -151,9 +155,10 @@ def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_pane
             np.copyto(weight, 0, where=hidden)
             np.copyto(dweight, 0, where=hidden)
         unseen = None if hidden is None else hidden.T
-        _add_product(dv_panel[local], weight.T, grad, unseen, work("dv product", (stop - start, grad.shape[1]), dtype))
-        _add_product(dk_panel[local], dweight.T, query, unseen,
+        _add_product(work, dv_panel[local], weight.T, grad, unseen,
+                     work("dv product", (stop - start, grad.shape[1]), dtype))
+        _add_product(work, dk_panel[local], dweight.T, query, unseen,
                      work("dk product", (stop - start, query.shape[1]), dtype))
-        _add_product(acc, dweight, panel.keys[local], hidden, product)
+        _add_product(work, acc, dweight, panel.keys[local], hidden, product)
     acc *= dtype.type(scale)
     dq[at] += acc

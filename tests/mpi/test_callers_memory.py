@@ -1,0 +1,240 @@
+"""Results in the caller's memory: the same bits as in new arrays, and nothing of the size of the data allocated."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from dense import bits, draw_all
+from runs import BACKENDS, agreed, attend, check, my_chunks, on
+from test_agreement import same_error
+from test_decode import RINGS, Mirror
+from test_inputs import KINDS, other
+from thinning import thinned
+
+from mpiattn import KVCache, MeshAttention, tree_decode
+
+SHAPE = {"batch": 2, "seqlen": 37, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "causal": True}
+GRADIENTS = ("dq", "dk", "dv")
+
+
+def memory_for(results, kind=None):
+    """Arrays for such results, with no contents yet."""
+    nothing = [np.full(array.shape, np.nan, array.dtype) for array in results]
+    return nothing if kind is None else [other(kind, array) for array in nothing]
+
+
+@pytest.mark.parametrize("kind, batch, schedule, backend",
+                         thinned([kind for kind in KINDS if kind.__name__ != "read_only"], [1, 2],
+                                 ["greedy", "collective"], BACKENDS))
+def test_passes(comm, kind, batch, schedule, backend):
+    """In memory of any strides; against the oracle too."""
+    shape = {**SHAPE, "batch": batch, "schedule": schedule}
+    expected = check(comm, **shape, sinks=True, backends=(backend,))
+    with MeshAttention(comm, **shape, backend=backend) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem, sinks=True))
+        into = memory_for(expected[:5], kind)
+        for _ in range(2):
+            out, lse = plan.forward(*mine[:3], sinks=mine.sinks, out=into[0], lse=into[1])
+            grads = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, sinks=mine.sinks,
+                                  **dict(zip(GRADIENTS, into[2:])))
+            assert all(got is given for got, given in zip((out, lse, *grads), into))
+            same = bits(*into, grads[3]) == bits(*expected)
+            agreed(comm, None if same else "other bits than in new arrays")
+
+
+def test_some_results_in_the_callers_memory(comm):
+    with MeshAttention(comm, **SHAPE) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem))
+        expected = attend(plan, mine)
+        into = memory_for(expected[:5])
+        out, lse = plan.forward(*mine[:3], lse=into[1])
+        _, dk, dv = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, dk=into[3])
+        assert lse is into[1] and dk is into[3] and not np.shares_memory(dv, dk)
+        assert bits(out, lse, dk, dv) == bits(*expected[:2], *expected[3:5])
+
+
+def test_gradients_in_one_array(comm):
+    """Interleaved, as a layer that makes q, k and v at once wants them: they share bounds, but no byte."""
+    shape = {**SHAPE, "kv_heads": 4}
+    with MeshAttention(comm, **shape) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem))
+        expected = attend(plan, mine)
+        packed = np.empty((2, len(plan.positions), 3, 4, 8), np.float32)
+        into = dict(zip(GRADIENTS, np.moveaxis(packed, 2, 0)))
+        plan.backward(mine.dout, *mine[:3], *expected[:2], dlse=mine.dlse, **into)
+        assert bits(*into.values()) == bits(*expected[2:5])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decode", [tree_decode, *RINGS.values()])
+def test_decoding(comm, decode, backend):
+    mirror = Mirror(comm, 2, 8, sequences=2, capacity=100 * comm.size, backend=backend)
+    mirror.append(31)
+    q, sinks = mirror.draw(2, 3, 4, 8), np.ones(4, np.float32)
+    expected = decode(q, mirror.cache, sinks=sinks)
+    agreed(comm, mirror.wrong(expected, q, sinks=sinks))
+    for kind in KINDS[:3]:
+        into = memory_for(expected, kind)
+        out, lse = decode(q, mirror.cache, sinks=sinks, out=into[0], lse=into[1])
+        assert out is into[0] and lse is into[1] and bits(*into) == bits(*expected)
+    if decode is tree_decode:
+        into, root = memory_for(expected), comm.size - 1
+        found = decode(q, mirror.cache, sinks=sinks, root=root, out=into[0], lse=into[1])
+        assert [got is given for got, given in zip(found, into)] == [comm.rank == root] * 2
+        assert np.isnan(into[0]).all() == (comm.rank != root)
+    mirror.cache.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_are_new_where_no_memory_is_given(comm, backend):
+    """However much memory is kept between calls."""
+    with MeshAttention(comm, **SHAPE, backend=backend) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem))
+        results = attend(plan, mine)
+        before = bits(*results[:5])
+        attend(plan, mine._replace(q=2 * mine.q))
+        assert bits(*results[:5]) == before
+    mirror = Mirror(comm, 2, 8, capacity=100 * comm.size, backend=backend)
+    mirror.append(31)
+    for decode in (tree_decode, *RINGS.values()):
+        results = decode(mirror.draw(1, 1, 4, 8), mirror.cache)
+        before = bits(*results)
+        decode(mirror.draw(1, 1, 4, 8), mirror.cache)
+        assert bits(*results) == before
+    mirror.cache.close()
+
+
+def wrong_memory(good, q):
+    """Arrays that a result cannot be written into, by what the message says of them; `good` is one that it can be."""
+    locked, wide = good.copy(), np.empty((*good.shape, 2), good.dtype)
+    locked.flags.writeable = False
+    repeated = np.lib.stride_tricks.as_strided(good.copy(), good.shape, (0, *good.strides[1:]))
+    padded = np.empty(good.shape, [("number", good.dtype), ("padding", np.uint8)])["number"]
+    return {"has shape": good[:, :-1], "it must be": wide, "has dtype float64": good.astype(np.float64),
+            "has dtype >f4": good.astype(">f4"), "is a list": good.tolist(),
+            "is a MaskedArray": np.ma.masked_array(good), "is read-only": locked, "must be multiples": padded,
+            "must have memory of its own": repeated, "shares memory with q": q}
+
+
+def test_memory_that_cannot_be_written_into(comm):
+    """On the last rank alone: the same error on all, and the plan goes on."""
+    last = comm.rank == comm.size - 1
+    shape = {**SHAPE, "kv_heads": 4, "seqlen": 4 * comm.size}
+    with MeshAttention(comm, **shape) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem))
+        results = attend(plan, mine)
+        for said, wrong in wrong_memory(np.empty_like(results.out), mine.q).items():
+            def forward(wrong=wrong, **more):
+                return plan.forward(*mine[:3], **({"out": wrong} if last else {}), **more)
+
+            def backward(name, wrong=wrong, **more):
+                return plan.backward(mine.dout, *mine[:3], *results[:2], **({name: wrong} if last else {}), **more)
+            told = same_error(comm, forward)
+            assert told.startswith("out ") and said in told
+            for name in GRADIENTS:
+                told = same_error(comm, lambda name=name: backward(name))
+                assert told.startswith(f"{name} ") and said in told
+        both = np.empty_like(results.out)
+        assert "dk shares memory with dq" in same_error(comm, lambda: plan.backward(
+            mine.dout, *mine[:3], *results[:2], dq=both, dk=both[:, ::-1]))
+        for name, array in (("dout", mine.dout), ("out", results.out)):
+            assert f"dv shares memory with {name};" in same_error(comm, lambda array=array: plan.backward(
+                mine.dout, *mine[:3], *results[:2], dv=array))
+        assert "lse has shape" in same_error(comm, lambda: plan.forward(*mine[:3], lse=both))
+        assert bits(*attend(plan, mine)) == bits(*results)
+
+
+def test_memory_that_decoding_cannot_write_into(comm):
+    last = comm.rank == comm.size - 1
+    mirror = Mirror(comm, 4, 8, sequences=2, capacity=100 * comm.size)
+    mirror.append(31)
+    q = mirror.draw(2, 3, 4, 8)
+    expected = tree_decode(q, mirror.cache)
+    for decode in (tree_decode, *RINGS.values()):
+        for said, wrong in wrong_memory(np.empty_like(q), q).items():
+            told = same_error(comm, lambda wrong=wrong, decode=decode: decode(
+                q, mirror.cache, **({"out": wrong} if last else {})))
+            assert told.startswith("out ") and said in told
+    memory, small = np.empty(q.size, q.dtype), expected[1]
+    assert "lse shares memory with out" in same_error(comm, lambda: tree_decode(
+        q, mirror.cache, out=memory.reshape(q.shape), lse=memory[:small.size].reshape(small.shape)))
+    assert bits(*tree_decode(q, mirror.cache)) == bits(*expected)
+    mirror.cache.close()
+
+
+# Memory that is taken
+
+# Bytes that a warm call may take for a moment: NumPy's own buffers of 8192 elements, requests, small objects.
+MOMENTARY = 2 ** 17
+
+
+def taken(call):
+    """Bytes that a call takes at most at a time, once it has been made before."""
+    call()
+    tracemalloc.start()
+    call()
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    call()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak - before
+
+
+@on(1, 3)
+@pytest.mark.parametrize("options", [
+    {"batch": 2}, {"schedule": "collective", "layout": "striped", "dtype": "float16", "window": (100, 0)},
+    {"wire_dtype": "bfloat16", "tile": "ring", "softcap": 5.0}, {"schedule": "greedy", "strided": True}], ids=str)
+def test_a_warm_pass_allocates_nothing(group, options):
+    options = dict(options)
+    strided = options.pop("strided", False)
+    shape = {"seqlen": 280 * group.size, "heads": 4, "kv_heads": 2, "head_dim": 256, "causal": True, **options}
+    with MeshAttention(group, backend="numpy", **shape) as plan:
+        mine = my_chunks(plan, *draw_all(plan.problem))
+        if strided:
+            mine = mine._replace(**{name: np.repeat(getattr(mine, name), 2, axis=-1)[..., ::2]
+                                    for name in ("q", "k", "v", "dout", "dlse")})
+        results = attend(plan, mine)[:5]
+        out, lse, *grads = results
+        peaks = {
+            "forward": taken(lambda: plan.forward(*mine[:3], out=out, lse=lse)),
+            "backward": taken(lambda: plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse,
+                                                    **dict(zip(GRADIENTS, grads))))}
+    assert out.nbytes > 4 * MOMENTARY
+    agreed(group, None if max(peaks.values()) < MOMENTARY else peaks)
+
+
+@on(1, 3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_warm_decoding_allocates_nothing(group, dtype):
+    with KVCache(group, capacity=100 * group.size, sequences=2, kv_heads=4, head_dim=256, dtype=dtype,
+                 backend="numpy") as cache:
+        rng = np.random.default_rng(0)
+
+        def draw(*shape):
+            return rng.standard_normal(shape).astype(cache.dtype)
+        cache.append(draw(2, 50, 4, 256), draw(2, 50, 4, 256))
+        q = draw(2, 24, 16, 256)
+        for way in ("butterfly", "allreduce"):
+            out, lse = tree_decode(q, cache, way=way)
+            peak = taken(lambda way=way, out=out, lse=lse: tree_decode(q, cache, way=way, out=out, lse=lse))
+            assert out.nbytes > 2.9 * MOMENTARY
+            agreed(group, None if peak < MOMENTARY else f"{way}: {peak}")
+
+
+def test_memory_that_is_kept_is_counted(comm):
+    with MeshAttention(comm, **{**SHAPE, "batch": 1}) as plan:
+        q, k, v = my_chunks(plan, *draw_all(plan.problem))[:3]
+        before = plan.nbytes
+        plan.forward(q, k, v)
+        assert plan.nbytes == before
+        for _ in range(2):
+            plan.forward(np.repeat(q, 2, axis=-1)[..., ::2], k, v)
+            assert plan.nbytes == before + q.nbytes
+    mirror = Mirror(comm, 2, 8, capacity=100 * comm.size)
+    mirror.append(31)
+    before = mirror.cache.nbytes
+    for _ in range(2):
+        tree_decode(mirror.draw(1, 1, 4, 8), mirror.cache, way="butterfly")
+        assert mirror.cache.nbytes == before + 2 * 4 * (8 + 1) * 4
+    mirror.cache.close()
