@@ -2,7 +2,6 @@
 
 import re
 import sys
-from importlib import import_module
 
 import launch
 import pytest
@@ -12,8 +11,13 @@ pytestmark = [pytest.mark.workshop,
 NAME = re.compile(r"`(mpiattn(?:\.\w+)+)`")
 
 
+WALKS = """
+import sys
+import numpy as np
+from importlib import import_module
+from mpi4py import MPI
+
 def named(text):
-    """What a dotted name stands for."""
     words = text.split(".")
     for stop in range(len(words), 0, -1):
         try:
@@ -25,19 +29,64 @@ def named(text):
         return value
     raise ModuleNotFoundError(text)
 
+def codes(value):
+    if hasattr(value, "__code__"):
+        return {value.__code__}
+    made = set()
+    for member in vars(value).values():
+        function = getattr(member, "fget", None) or getattr(member, "func", member)
+        made |= {function.__code__} if hasattr(function, "__code__") else set()
+    return made
+
+def window():
+    from mpiattn import cli
+    path = sys.argv[1]
+    for words in (["generate", f"{path}/in.h5", "--seqlen", "40", "--heads", "2"],
+                  ["run", f"{path}/in.h5", f"{path}/out.h5", "--window", "9,0", "--json", f"{path}/out.json"]):
+        if words[0] == "run" or MPI.COMM_WORLD.rank == 0:
+            arguments = cli._parser(words[0]).parse_args(words)
+            arguments.words = words
+            assert arguments.run(arguments) == 0
+        MPI.COMM_WORLD.Barrier()
+
+def q():
+    from mpiattn import MeshAttention
+    with MeshAttention(MPI.COMM_WORLD, seqlen=40, heads=2, head_dim=8, tile="qring", schedule="greedy") as plan:
+        plan.forward(*np.ones((3, 1, len(plan.positions), 2, 8), np.float32))
+
+def cache():
+    from mpiattn import KVCache, tree_decode
+    with KVCache(MPI.COMM_WORLD, capacity=40, kv_heads=2, head_dim=8) as held:
+        held.append(*np.ones((2, 1, 9, 2, 8), np.float32))
+        tree_decode(np.ones((1, 1, 2, 8), np.float32), held)
+
+for walk, names in WALKS.items():
+    ran = set()
+    sys.setprofile(lambda frame, event, _: ran.add(frame.f_code) if event == "call" else None)
+    globals()[walk]()
+    sys.setprofile(None)
+    for name in names:
+        value = named(name)
+        if MPI.COMM_WORLD.rank == 0 and not name.startswith(ELSEWHERE) and not codes(value) & ran:
+            print(f"{walk} does not come to {name}")
+"""
+# A protocol, which runs nothing, and what takes a GPU; these only have to exist.
+ELSEWHERE = ("mpiattn.backends.base.", "mpiattn.backends.cuda.")
+
 
 def test_support_matrix_is_what_the_code_takes():
     """If not: python docs/support.py."""
     launch.mpirun(1, [sys.executable, launch.DOCS / "support.py", "--check"], timeout=60)
 
 
-def test_walks_name_what_there_is():
-    """Every step of a walk names a module, class or function that exists, and what it imports is where it leads."""
+def test_walks_are_those_that_values_take(tmp_path):
+    """Every step of a walk is code that runs where such a value is used, on two ranks."""
     text = (launch.DOCS / "contributing.md").read_text().split("## Where a value goes")[1]
-    code = [f"named({name!r})" for name in NAME.findall(text)]
-    assert len(code) > 35 and text.count("\n### ") == 3
-    launch.mpirun(1, [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(launch.TESTS)!r})\n"
-                                            f"from test_docs import named\n{chr(10).join(code)}"], timeout=60)
+    walks = {re.match(r"`(\w+)`", walk)[1]: NAME.findall(walk) for walk in text.split("\n### ")[1:]}
+    assert list(walks) == ["window", "q", "cache"] and min(map(len, walks.values())) > 10
+    code = f"WALKS, ELSEWHERE = {walks!r}, {ELSEWHERE!r}\n{WALKS}"
+    printed = launch.mpirun(2, [sys.executable, "-m", "mpi4py", "-c", code, tmp_path], timeout=60).stdout
+    assert not re.findall(".*does not come to.*", printed)
 
 
 def test_pages_name_files_that_there_are():
