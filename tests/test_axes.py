@@ -70,7 +70,7 @@ def test_more_heads_than_tokens(tmp_path, shape, options, says):
     warned = [line for line in outcome.stderr.splitlines() if "--axes" in line]
     assert len(warned) == (says is not None)
     if says:
-        assert f"mpiattn run: WARNING: {says}" in warned[0] and "say --axes bhsd" in warned[0]
+        assert f"mpiattn run: WARNING: {says}" in warned[0] and "add --axes bhsd" in warned[0]
 
 
 def test_shapes_that_do_not_fit(tmp_path):

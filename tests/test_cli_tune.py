@@ -1,4 +1,4 @@
-"""`mpiattn tune` as it is run: what it stores, what it says, what launches then reckon with, and what goes wrong."""
+"""`mpiattn tune` as users run it: what it stores and prints, which figures later launches use, and its errors."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def test_two_nodes_and_a_file(run, tmp_path):
     file = tmp_path / "machine.json"
     outcome = run(4, *QUICK, "--out", file, "--no-store", "--json", tmp_path / "all.json", env=TWO_NODES)
     lines = outcome.stdout.splitlines()
-    assert "ranks     4 on 2 nodes, 2 a node at most" in lines and "plans    reckon as before" in lines, outcome.stdout
+    assert "ranks     4 on 2 nodes, 2 a node at most" in lines and "plans    unchanged" in lines, outcome.stdout
     assert sum("hidden by blocks" in line for line in lines) == 2
     data = json.loads((tmp_path / "all.json").read_text())
     assert data["machine"] == json.loads(file.read_text()) and data["default"] == {} and data["store"] is None

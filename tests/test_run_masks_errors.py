@@ -66,7 +66,7 @@ def test_wrong_documents(tmp_path, out, text, says):
 
 
 @pytest.mark.parametrize("options, says", [
-    (["--documents", "none"], "neither has IN a dataset of that name, nor is there such a file"),
+    (["--documents", "none"], "it must be a dataset of IN or a file, and there is neither"),
     (["--documents", "/"], "it cannot be read"),
     (["--documents", "q"], "it must hold whole numbers"),
     (["--documents-k", "cuts"], "cu_seqlens_k is given without cu_seqlens"),

@@ -1,4 +1,4 @@
-"""The command line: one module a subcommand, each with `add_arguments(parser)` and `run(args)`."""
+"""The command line: one module per subcommand, each with `add_arguments(parser)` and `run(args)`."""
 
 import argparse
 import os
@@ -14,19 +14,20 @@ from ..system.launch_variables import launch_rank
 
 COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",
-    "convert": "make such a file of your own q, k, v: .npy, .npz, safetensors, PyTorch's, other HDF5",
-    "run": "attention of an HDF5 file over the ranks of this launch (under mpiexec or srun)",
+    "convert": "make such a file from your own q, k, v: .npy, .npz, safetensors, PyTorch, other HDF5",
+    "run": "compute attention of an HDF5 file on the ranks of this launch (under mpiexec or srun)",
     "decode": "attention of a few queries over a cache of keys and values (under mpiexec or srun)",
-    "plan": "every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
-    "bench": "how fast attention is on the ranks of this launch: sizes, tiles, schedules and routes; decoding; kernels",
-    "check": "whether this installation and this launch are fit for work; the first thing to run on a new cluster",
-    "tune": "measure the machine that these ranks run on, for the plans to come (under mpiexec or srun)",
-    "slurm": "the scripts for batch jobs of Slurm, and a copy of them to submit (no MPI needed)",
-    "info": "what this installation and this launch have",
+    "plan": "list every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
+    "bench": "measure the speed of attention on the ranks of this launch: sizes, tiles, schedules, routes; decoding; "
+             "kernels",
+    "check": "check that this installation and this launch work; the first thing to run on a new cluster",
+    "tune": "measure the machine that these ranks run on, for later plans (under mpiexec or srun)",
+    "slurm": "list the Slurm batch scripts, or copy them to submit (no MPI needed)",
+    "info": "show versions, MPI, devices and hosts of this installation and this launch",
 }
 
-UNDER_MPI = ("run", "decode", "bench", "check", "tune", "info")      # under a launcher, each with a witness
-MAKES = {"generate": "FILE", "convert": "OUT", "run": "OUT", "decode": "OUT"}        # what names the file asked for
+UNDER_MPI = ("run", "decode", "bench", "check", "tune", "info")      # under a launcher each rank has a witness
+MAKES = {"generate": "FILE", "convert": "OUT", "run": "OUT", "decode": "OUT"}  # the argument that names the output
 
 EXAMPLES = """\
 examples:
@@ -46,7 +47,7 @@ def _parser(command):
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name == command:                            # load one subcommand's modules, not all
+        if name == command:                            # import only the modules of the chosen subcommand
             module = import_module(f".{name}", __name__)
             sub.description = module.__doc__
             module.add_arguments(sub)
@@ -79,5 +80,5 @@ def _run(args):
             print(f"mpiattn {args.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:                            # as in `mpiattn plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # nor may Python's last flush complain
-        return 141                                     # what a shell says of a program that SIGPIPE ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # so that Python's last flush cannot fail
+        return 141                                     # the exit code that shells report for SIGPIPE

@@ -1,24 +1,24 @@
-"""How fast attention is on the ranks of this launch: a sweep over sizes, tiles, schedules and routes.
+"""Measure the speed of attention on the ranks of this launch: a sweep over sizes, tiles, schedules and routes.
 
-Every rank makes its own tokens. Each case is first run once and compared with float64 attention, all rows or a seeded
-sample; if one is off, that is said and nothing more is measured. Then the cases of a size are run in turn, run 1 of
-each, run 2 of each, so that what drifts hits all alike; cases for which the same is chosen are run once for all of
-them. After each size its table is printed and the files are written anew: a job that is ended keeps what is done.
-With --direction both a run is a forward and then a backward pass.
+Every rank makes its own tokens. Each case is first run once and compared with float64 attention, on all rows or on a
+seeded sample; a wrong result is reported and ends the benchmark. Then the cases of a size are run in turn (run 1 of
+each, run 2 of each, ...), so that drift of the machine affects all cases alike. Cases that resolve to the same plan are
+run once. After each size its table is printed and the files are rewritten, so an interrupted job keeps the sizes
+that are done. With --direction both a run is a forward pass followed by a backward pass.
 
-  median     seconds of the slowest rank, median over runs; "runs" their least and most; "ranks" of each rank's median
-  GFLOP/s    operations of all attended pairs over that: 2 (head_dim + value_dim) a pair and head, backward 2.5 times
-  of ideal   (pairs of the busiest rank / speed of one rank on one block, with no transfers) over that, where the speed
-             is measured on all ranks at once, in turn with the cases
+  median     seconds of the slowest rank, median over runs; "runs": their range; "ranks": range of the ranks' medians
+  GFLOP/s    operations of all attended pairs / median: 2 (head_dim + value_dim) per pair and head, backward 2.5 times
+  of ideal   (pairs of the busiest rank / speed of a rank on one block without transfers) / median; that speed is
+             measured on all ranks at once, in turn with the cases
   waits      share of its time that a rank waits for transfers, mean over ranks
-  algorithm  bytes of the whole q, k, v and out (backward dout, dq, dk and dv too) over the median
-  bus        bytes that a rank has sent, mean over ranks, over the median
-  predicted  by the machine that the plan goes by; see --machine
+  algorithm  bytes of the whole q, k, v and out (backward: also dout, dq, dk and dv) / median
+  bus        bytes that a rank has sent, mean over ranks, / median
+  predicted  time predicted for the plan's machine; see --machine
 
-With --decode it is tokens of sequences whose keys are spread over the ranks: every way to combine the ranks' results,
-each checked too, beside rings and a plain MPI_Allreduce; see the options at the end.
-With --kernel one rank measures its back end alone, one block at a time and no transfers, beside PyTorch's attention
-where that is installed: forward, backward, decoding over pages, what adding to a partial and what a launch costs.
+--decode measures decoding instead, over sequences whose keys are spread over the ranks: every algorithm that combines
+the ranks' results, each checked too, beside rings and a plain MPI_Allreduce; see the options at the end.
+--kernel measures the back end of one rank, one block at a time without transfers, beside PyTorch's attention where
+that is installed: forward, backward, decoding over pages, adding to a partial result, and the cost of a launch.
 
 examples:
   mpiattn bench --kernel --seqlen 8192 16384 --heads 32 --dtype bfloat16 --causal --direction both
@@ -66,13 +66,13 @@ def add_arguments(parser):
     parser.add_argument("--direction", default="forward", choices=tuple(search.DIRECTIONS),
                         help="which passes to measure, and to choose for (default: %(default)s)")
     parser.add_argument("--tile", nargs="+", default=["auto", "ring"], metavar="AxB",
-                        help="tiles, as of `mpiattn run`; all: every one of the ranks (default: auto ring)")
+                        help="tiles, as for `mpiattn run`; all: every tile of these ranks (default: auto ring)")
     parser.add_argument("--schedule", nargs="+", default=["auto"], choices=(*cost.SCHEDULES, "auto"),
                         metavar="NAME", help=f"{', '.join(cost.SCHEDULES)}, auto (default: auto)")
     parser.add_argument("--route", nargs="+", default=["auto"], choices=(*ROUTES, "auto"), metavar="NAME",
                         help=f"{', '.join(ROUTES)}, auto (default: auto)")
     parser.add_argument("--no-overlap", action="store_true",
-                        help="measure every case (but of collective schedules) without overlap too")
+                        help="measure every case without overlap too (except collective schedules, which have none)")
     options.add_layout(parser)
     options.add_wire_dtype(parser)
     options.add_backend(parser)
@@ -81,11 +81,11 @@ def add_arguments(parser):
     options.add_machine(parser)
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=1, metavar="N",
-                        help="runs before them, besides that of the check (default: %(default)s)")
+                        help="unmeasured runs before them, besides the checked one (default: %(default)s)")
     options.add_timeout(parser)
     options.add_json(parser)
     parser.add_argument("--plot", metavar="FILE",
-                        help="draw when the slowest rank does what in the last run of the first case, predicted above "
+                        help="draw the timeline of the slowest rank in the last run of the first case, predicted above "
                              "measured: FILE.png, .svg or .pdf; needs the extra `plot`")
     parser.add_argument("--hdf5", metavar="FILE",
                         help="write every run of every rank as HDF5 too, whole or not at all")
@@ -129,26 +129,27 @@ def _run(job, args):
     for number, of_size in enumerate(asked, 1):
         measured = measure.measure(job, of_size, how, search.DIRECTIONS[args.direction], args.runs, args.warmup)
         by_plan = [passes_of(plan, measured.problem) for plan in measured.plans]
-        summaries = [{name: one.summary() for name, one in of_plan.items()} for of_plan in by_plan]
-        found = report.cases_as_data(of_size, measured.which, measured.plans, summaries)
+        summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]
+        measured_cases = report.cases_as_data(of_size, measured.which, measured.plans, summaries)
         passes += [by_plan[i] for i in measured.which]
         data |= {"backend": measured.backend, "compute": measured.compute, "machine": measured.machine.as_dict(),
                  "problem": _problem(measured.problem), "direction": args.direction, "runs": args.runs,
-                 "warmup": args.warmup, "cases": [*data.get("cases", []), *found]}
+                 "warmup": args.warmup, "cases": [*data.get("cases", []), *measured_cases]}
         with agreement(peers, only=0):
             if comm.rank == 0:
                 if args.hdf5:
                     write_hdf5(args.hdf5, data, passes)
                 if args.plot and number == len(asked):
-                    _plot(args.plot, measured, found[0])
+                    _plot(args.plot, measured, measured_cases[0])
                 _keep(args, data, number == len(asked))
         if comm.rank == 0 and args.json != "-":
-            print(*[report.head_text(data)][number - 1:], report.size_text(found, data), sep="\n", flush=True)
+            print(*[report.head_text(data)][number - 1:], report.size_text(measured_cases, data), sep="\n",
+                  flush=True)
     return 0
 
 
 def _keep(args, data, last):
-    """Write JSON: a file whole after each size, for a job that is ended before the next; a stream once, at the end."""
+    """Write JSON: a file after each size, so that an interrupted job keeps it; a stream once, at the end."""
     if args.json and (last or not is_stream(args.json)):
         write_json(args.json, data)
 
@@ -157,9 +158,9 @@ def _check(args):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = vars(parser.parse_args([]))
-    for kind, of in (("decode", decode), ("kernel", kernel)):
+    for kind, module in (("decode", decode), ("kernel", kernel)):
         asked = getattr(args, kind)
-        unused = defaults.keys() - of.SHARED - of.OWN if asked else of.OWN
+        unused = defaults.keys() - module.SHARED - module.OWN if asked else module.OWN
         for name in sorted(unused):
             if getattr(args, name) != defaults[name]:
                 raise ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)!r}; it has no meaning "
@@ -177,9 +178,9 @@ def _check(args):
 def _plot(path, measured, case):
     """Draw the first case of the last size."""
     pairs = []
-    for name, (predicted, found) in measured.timelines.items():
+    for name, (predicted, traced) in measured.timelines.items():
         pairs += [(f"{name}, predicted for {measured.machine.name}", predicted),
-                  (f"{name}, measured{', emulated compute' * (measured.compute != 'real')}", found)]
+                  (f"{name}, measured{', emulated compute' * (measured.compute != 'real')}", traced)]
     p = measured.problem
     title = (f"{p.seqlen} tokens x {p.heads} heads x {p.head_dim}, {p.dtype}, tile {case['tile']}, {case['schedule']}, "
              f"{case['route']} route")
@@ -187,13 +188,13 @@ def _plot(path, measured, case):
 
 
 def _problem(problem):
-    """What all sizes have in common."""
+    """The part of a problem that is the same for all sizes."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(problem).items()
             if name not in ("seqlen", "seqlen_k")}
 
 
 def _environment(peers):
-    """On what it was measured; collective."""
+    """The hosts, cores, BLAS and versions of this launch; collective."""
     nodes, cores = nodes_of(peers), peers.allgather(len(host.cores()))
     blas, threads = host.blas()
     ranks, cores = max(((nodes.count(node), count) for node, count in zip(nodes, cores)),

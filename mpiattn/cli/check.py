@@ -1,10 +1,10 @@
-"""Whether this installation and this launch are fit for work: the first thing to run on a new cluster.
+"""Check that this installation and this launch work: the first thing to run on a new cluster.
 
-Looks at how the ranks were started, what they share, and their MPI; computes small problems on them in every mesh;
-measures links; writes a small file. Each item is PASS, WARN or FAIL, with what to do about it; code 1 if one is FAIL.
+Inspects how the ranks were started, what they share, and their MPI; computes small problems on every mesh of them;
+measures links; writes a small file. Each item is PASS, WARN or FAIL, with advice; the exit code is 1 if one is FAIL.
 
-With --full it runs the tests of mpiattn on these ranks instead (extra `test`), a few minutes on four ranks; what
-follows -- is for pytest, --slow for the tests that take longer.
+--full runs the tests of mpiattn on these ranks instead (extra `test`), a few minutes on four ranks. Arguments after --
+go to pytest; --slow adds the tests that take longer.
 
 examples:
   mpiexec -n 4 mpiattn check
@@ -33,15 +33,15 @@ from ..system.launch_variables import launch_rank
 from ..system.launcher import ADVICE, foreign
 from ..system.sources import test_dir
 
-TIMEOUT = 60.0             # seconds; nothing here takes a rank as long
+TIMEOUT = 60.0             # seconds; no part of the check takes a rank this long
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn check`."""
     parser.add_argument("--folder", metavar="DIR",
-                        help="where a small file is written, read and removed (default: the current folder)")
+                        help="folder in which a small file is written, read and removed (default: the current folder)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS",
-                        help="how long a rank waits for others before it says which and for what, and ends the job "
+                        help="how long a rank waits for others before it reports whom it waits for and ends the job "
                              f"(default: {TIMEOUT:g}; inf: for ever)")
     options.add_json(parser)
     parser.add_argument("--full", action="store_true", help="run the tests of mpiattn on these ranks instead")
@@ -72,16 +72,16 @@ def _run(job, args, timeout):
     from ..check.survey import steps, survey
 
     comm = job.comm
-    # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
+    # Under another MPI's mpiexec every process is rank 0 of its own world; only one of them prints.
     speaks = comm.rank == 0 and launch_rank() == 0
     with agreement(job.peers, only=0):
         if speaks:
             check_json(args.json)
     with Progress("check", steps(comm.size), " steps") as progress:
-        items, found = survey(job, args.folder or ".", timeout, progress)
+        items, facts = survey(job, args.folder or ".", timeout, progress)
     with agreement(job.peers, only=0):
         if speaks:
-            _write(args, items, found)
+            _write(args, items, facts)
     if speaks:
         _print(args, items)
     return int(_failed(items))
@@ -96,13 +96,13 @@ def _print(args, items):
         print(as_text(items), flush=True)
 
 
-def _write(args, items, found):
+def _write(args, items, facts):
     if args.json:
-        write_json(args.json, {"passed": not _failed(items), "items": [item._asdict() for item in items], **found})
+        write_json(args.json, {"passed": not _failed(items), "items": [item._asdict() for item in items], **facts})
 
 
 def as_text(items, width=None):
-    """Items for people, one below the other, advice after an arrow."""
+    """Items as text, one below the other, advice after an arrow."""
     width = max(60, min(width or shutil.get_terminal_size((120, 0)).columns, 120))
     longest = max(len(item.name) for item in items)
     lines = []
@@ -119,10 +119,10 @@ def as_text(items, width=None):
 
 
 def _full(args):
-    """Run the tests: those of one process on rank 0, the others on all ranks; gives pytest's exit code."""
+    """Run the tests, serial ones on rank 0 and the others on all ranks; returns pytest's exit code."""
     for name in ("folder", "timeout", "json"):
         if getattr(args, name) is not None:
-            args.wrong(f"--{name} is given with --full, which knows only what follows --")
+            args.wrong(f"--{name} is given with --full, which takes only arguments after --")
     if importlib.util.find_spec("pytest") is None:
         args.wrong("--full needs pytest: pip install pytest, or mpiattn with its extra `test`")
     try:
@@ -130,7 +130,7 @@ def _full(args):
     except FileError as error:
         args.wrong(str(error))
     import pytest
-    defer(False)                        # the tests start MPI, and only where they find themselves under a launcher
-    # Whatever configuration of pytest lies above the installation is of something else.
+    defer(False)                        # the tests start MPI themselves, and only under a launcher
+    # A pytest configuration in a folder above the installation belongs to another project: ignore it.
     alone = ["-c", os.devnull, "--rootdir", str(tests), "-p", "no:cacheprovider", "-ra"]
     return int(pytest.main([*alone, "-m", "not workshop", *args.pytest, str(tests)]))

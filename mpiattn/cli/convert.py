@@ -1,10 +1,10 @@
-"""Make the HDF5 file that `mpiattn run` and `mpiattn decode` take of tensors in other files.
+"""Convert tensors of other files to the HDF5 file that `mpiattn run` and `mpiattn decode` read.
 
-FILES are .npy (one tensor each, called as the file), .npz, safetensors (extra `convert`), PyTorch's .pt and .pth
-(nothing in them is run; extra `convert`) or HDF5, one or several. OUT gets the tensors q, k and v, and what there is of
-dout, cu_seqlens and cu_seqlens_k, under these names, in the order (batch, seqlen, heads, head_dim) and the dtype that
-they have; without a batch they become a batch of one. They are read and written a piece at a time, so they may be
-larger than memory. OUT appears whole or not at all; an existing file is replaced.
+FILES are one or more files: .npy (one tensor each, named after the file), .npz, safetensors (extra `convert`), PyTorch
+.pt and .pth (no code in them is run; extra `convert`) or HDF5. OUT gets the tensors q, k and v, and dout, cu_seqlens
+and cu_seqlens_k where FILES have them, in the order (batch, seqlen, heads, head_dim); dtypes are kept. Tensors without
+a batch axis become a batch of one. Tensors are read and written a piece at a time, so they may be larger than memory.
+OUT appears whole or not at all; an existing file is replaced.
 
 examples:
   mpiattn convert q.npy k.npy v.npy qkv.h5
@@ -52,7 +52,7 @@ def add_arguments(parser):
                              "(batch, heads, seqlen, head_dim), PyTorch's; in OUT it is always bshd "
                              "(default: %(default)s)")
     parser.add_argument("--only", type=_parts, metavar="LIST",
-                        help="take these alone: k,v for a CACHE of `mpiattn decode`, q for its QUERIES")
+                        help="convert only these: k,v for a CACHE of `mpiattn decode`, q for its QUERIES")
 
 
 def run(args):
@@ -82,10 +82,10 @@ def run(args):
     return 0
 
 
-# What is taken
+# Choosing tensors
 
 def _all(sources, stack):
-    """Every tensor of some files by name, with the files that have one of that name: name -> [(path, `Tensor`)]."""
+    """The tensors of all files by name, with the files that have them: name -> [(path, `Tensor`)]."""
     tensors = {}
     for path in sources:
         for name, tensor in stack.enter_context(open_tensors(path, "FILES")).items():
@@ -94,17 +94,17 @@ def _all(sources, stack):
 
 
 def _chosen(args, tensors):
-    """The tensors that OUT gets, by what they are; FileError where one is missing or cannot be what it is to be."""
+    """The tensors that OUT gets, by role (q, k, ...); FileError where one is missing or has a wrong shape or dtype."""
     wanted = args.only or (*NEEDED, *(part for part in ("dout", *CUTS) if part in args.names or part in tensors))
     for part in set(args.names) - set(wanted):
-        raise ArgumentError(f"--names tells what {part} is called, which --only {','.join(wanted)} leaves out")
+        raise ArgumentError(f"--names names {part}, which --only {','.join(wanted)} leaves out")
     taken = {}
     for part in wanted:
         name = args.names.get(part, part)
         if name not in tensors:
             near = closest(name, tensors)
             raise FileError(f"FILES has no tensor {name!r}{f'; did you mean {near!r}?' if near else ''}"
-                            f"{'' if part in args.names else f', and --names does not tell what {part} is called'}; "
+                            f"{'' if part in args.names else f', and --names gives no name for {part}'}; "
                             f"it has{_listed(tensors) or ' none'}")
         (path, tensor), *others = tensors[name]
         if others:

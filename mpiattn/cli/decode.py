@@ -1,10 +1,10 @@
-"""Attention of a few queries of each sequence over a cache of its keys and values, spread over this launch's ranks.
+"""Compute attention of a few queries of each sequence over a cache of its keys and values, spread over the ranks.
 
-CACHE holds k and v (batch, tokens, kv_heads, ...) in natural token order; its batch entries are the sequences or, where
-it has a dataset cu_seqlens, the documents that it cuts: what mpiattn.KVCache.save writes, and mpiattn generate. QUERIES
-holds q (sequences, queries, heads, head_dim), those of the last tokens of each sequence. OUT holds out, as q, and lse
-(sequences, heads, queries), and as attributes what was chosen, by which command and when. It appears whole or not at
-all; an existing file is replaced.
+CACHE holds k and v (batch, tokens, kv_heads, ...) in natural token order, as mpiattn.KVCache.save and mpiattn generate
+write it. Its sequences are its batch entries or, where it has a dataset cu_seqlens, the documents that cu_seqlens
+delimits. QUERIES holds q (sequences, queries, heads, head_dim), the queries of the last tokens of each sequence. OUT
+holds out, shaped as q, and lse (sequences, heads, queries); its attributes hold the options, the command and the date.
+OUT appears whole or not at all; an existing file is replaced.
 
 examples:
   mpiattn generate cache.h5 --seqlen 100000 --heads 8 --documents 5
@@ -48,14 +48,14 @@ def add_arguments(parser):
     parser.add_argument("output", metavar="OUT", help="HDF5 file to make, with datasets out and lse")
     options.add_axes(parser, "CACHE, QUERIES and OUT, whose tokens are CACHE's or queries")
     parser.add_argument("--full", action="store_true",
-                        help="a query sees the tokens after its own too (default: causal)")
+                        help="queries see the tokens after their own too (default: causal)")
     options.add_window(parser)
     parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
     parser.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(head_dim))")
     parser.add_argument("--way", default="auto", choices=(*WAYS, "auto"),
-                        help="how partial results are combined: allreduce, the paper's, two of MPI's Allreduce; "
-                             "butterfly, messages between pairs in half as many rounds; levels, inside nodes and "
-                             "between them; auto: the shortest predicted time (default: %(default)s)")
+                        help="algorithm that combines partial results; allreduce: the paper's, two MPI_Allreduce; "
+                             "butterfly: messages between pairs of ranks, in half as many rounds; levels: inside "
+                             "nodes, then between them; auto: the shortest predicted time (default: %(default)s)")
     parser.add_argument("--page-size", type=int, default=64, metavar="TOKENS",
                         help="tokens of a page of the cache (default: %(default)s)")
     options.add_backend(parser)
@@ -64,8 +64,9 @@ def add_arguments(parser):
     parser.add_argument("--max-message", type=int, default=MAX_MESSAGE, metavar="BYTES",
                         help="longest MPI message; longer ones are split (default: %(default)s)")
     parser.add_argument("--verify", action="store_true",
-                        help="check the rows, shared among the ranks, before they are written, in float64 against "
-                             "CACHE, read again; a sample where that is too much work; code 1 and no OUT if one is off")
+                        help="before the rows are written, compare them with float64 attention of CACHE, which is read "
+                             "again; the ranks share the rows; a sample of them where all are too much work; a wrong "
+                             "row: exit code 1, no OUT")
     options.add_timeout(parser)
     options.add_json(parser)
 
@@ -76,7 +77,7 @@ def run(args):
 
 
 def _query_shape(path, axes):
-    """Shape, in the order bshd, and dtype of the queries of a file."""
+    """Shape (in the order bshd) and dtype of a file's queries."""
     if not os.path.isfile(path):
         raise FileError(f"QUERIES is {str(path)!r}; there is no such file")
     with file_errors("QUERIES", path, "read"), h5py.File(path, "r") as file:
@@ -121,8 +122,8 @@ def _run(job, args):
         queries.check()
         shape = queries.shapes["shape"]
         nbytes = combine.partial_bytes(math.prod(shape[:3]), cache.value_dim, cache.partial_dtype)
-        way = args.way if args.way != "auto" else cache.way(*nbytes)
-        chosen = {**origin(peers, args.words), "axes": axes, "way": way, "ranks": comm.size,
+        algorithm = args.way if args.way != "auto" else cache.way(*nbytes)
+        chosen = {**origin(peers, args.words), "axes": axes, "way": algorithm, "ranks": comm.size,
                   "nodes": len(set(cache.nodes)), "page_size": cache.page_size, "backend": cache.backend,
                   "causal": not args.full, "scale": problems[0].scale}
         output = Output(peers, args.output, {"out": ((*shape[:3], cache.value_dim), cache.dtype),
@@ -130,7 +131,8 @@ def _run(job, args):
                         chosen, (args.cache, args.queries), args.max_message, axes=axes)
         try:
             out, lse = map(on_host, job("decode", lambda: tree_decode(
-                q, cache, causal=not args.full, window=args.window, softcap=args.softcap, scale=args.scale, way=way)))
+                q, cache, causal=not args.full, window=args.window, softcap=args.softcap, scale=args.scale,
+                way=algorithm)))
             report = None
             if args.verify:
                 report = job("verify", lambda: _verify(peers, problems, spans, source, q, out, lse))
@@ -144,25 +146,25 @@ def _run(job, args):
 
 
 def _verify(peers, problems, spans, source, q, out, lse):
-    """The report; VerificationError if the result is off."""
+    """The report; VerificationError if the result is wrong."""
     def read(sequence, name, start, stop):
         entry, first, _ = spans[sequence]
         return source.tokens(name, first + start, first + stop, entry)
     with Progress("verify", len(choose(problems, peers.rank, peers.size)[0]), " rows") as progress:
         report = verify_decode(peers, problems, q, out, lse, read, progress=progress)
-    source.check()                              # HDF5 gives zeros for what is not there
+    source.check()                              # HDF5 reads zeros past the end of a file
     if not report.passed:
         error = VerificationError(f"verification failed, OUT is not written: {report}")
-        error.everywhere = True                 # the report is the same on every rank
+        error.everywhere = True                 # every rank has the same report
         raise error
     return report
 
 
 def _write(output, out, lse, peers):
     layout = Layout("contiguous", out.shape[1], peers.size)
-    mine = layout.positions(peers.rank)
-    output.write("out", out[:, mine], layout)
-    output.write("lse", lse[..., mine], layout, axis=2)
+    positions = layout.positions(peers.rank)
+    output.write("out", out[:, positions], layout)
+    output.write("lse", lse[..., positions], layout, axis=2)
     output.commit()
 
 

@@ -1,4 +1,4 @@
-"""Where packed documents begin and end, from what --documents names."""
+"""The boundaries of packed documents, read from the dataset or file that --documents names."""
 
 import re
 
@@ -10,16 +10,16 @@ from ..errors import FileError
 
 
 def read_documents(peers, file, specs):
-    """The arguments of a call that options mean, read by rank 0; collective.
+    """Read documents on rank 0 and return them as arguments of `MeshAttention.forward`; collective.
 
-    file: the open input file.  specs: argument of `MeshAttention.forward` -> (option, SPEC or None).  Their values
-    are left for the plan to judge.
+    file: the open input file.  specs: argument of `MeshAttention.forward` -> (option, SPEC or None).  The plan checks
+    the values.
     """
-    found = {}
+    arguments = {}
     with agreement(peers, only=0):
         if peers.rank == 0:
-            found = {name: _read(file, option, spec) for name, (option, spec) in specs.items() if spec is not None}
-    return peers.allgather(found)[0]
+            arguments = {name: _read(file, option, spec) for name, (option, spec) in specs.items() if spec is not None}
+    return peers.allgather(arguments)[0]
 
 
 def _read(file, option, spec):
@@ -30,8 +30,7 @@ def _read(file, option, spec):
             is_array = stream.read(6) == b"\x93NUMPY"
         return _checked(np.load(spec)) if is_array else _of_text(spec)
     except FileNotFoundError:
-        raise FileError(f"{option} is {spec!r}; neither has IN a dataset of that name, nor is there such a "
-                        "file") from None
+        raise FileError(f"{option} is {spec!r}; it must be a dataset of IN or a file, and there is neither") from None
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{option} is {spec!r}; it cannot be read: {why}") from None
@@ -45,7 +44,7 @@ def _checked(array):
 
 
 def _of_text(path):
-    """Numbers of a text file: a line for each batch entry, or all of them on one line or one a line."""
+    """Numbers of a text file: a line per batch entry; for a single entry also one number per line."""
     with open(path) as file:
         lines = [[int(word) for word in re.split(r"[,\s]+", line.strip())] for line in file if line.strip()]
     if all(len(line) == 1 for line in lines):

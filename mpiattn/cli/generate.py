@@ -33,10 +33,10 @@ def add_arguments(parser):
     parser.add_argument("--seqlen-k", type=int, metavar="N", help="tokens of keys and values (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
     parser.add_argument("--dout", action="store_true",
-                        help="a gradient of the result too, dataset dout, for run --backward")
+                        help="add a gradient of the result, dataset dout, for run --backward")
     parser.add_argument("--documents", type=int, metavar="N",
-                        help="where N documents of random lengths begin and end, dataset cu_seqlens (and cu_seqlens_k "
-                             "with --seqlen-k), for run --documents cu_seqlens")
+                        help="add the boundaries of N documents of random lengths, dataset cu_seqlens (and "
+                             "cu_seqlens_k with --seqlen-k), for run --documents cu_seqlens")
     parser.add_argument("--dtype", default="float32", metavar="TYPE", help=f"{', '.join(ITEMSIZE)} (default: float32)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
 
@@ -80,7 +80,7 @@ def run(args):
 
 
 def _documents(args):
-    """Where documents begin and end, by dataset; none is empty."""
+    """The boundaries of random documents, none of them empty, by dataset."""
     cuts = {}
     if args.documents is None:
         return cuts

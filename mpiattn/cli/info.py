@@ -1,11 +1,11 @@
-"""What this installation and this launch have.
+"""Show what this installation and this launch have.
 
-Alone it shows versions, BLAS, MPI and devices; under mpiexec or srun also how many ranks run on which hosts:
+Shows versions, BLAS, MPI and devices; under mpiexec or srun also how many ranks run on which hosts:
 
   mpiattn info
   mpiexec -n 2 mpiattn info --json info.json
 
-With --kernels it shows instead what every GPU kernel takes of a GPU, as NVIDIA's compiler has it, which needs no GPU:
+--kernels shows instead the GPU resources of every kernel, as NVIDIA's compiler reports them; it needs no GPU:
 
   mpiattn info --kernels sm_90
 """
@@ -27,15 +27,15 @@ from ..system import host, installation
 from ..system.launch_variables import launch_rank
 from ..system.sources import kernel_dir
 
-HEAD_DIM = 128             # for which a machine is looked up, as `mpiattn tune` measures it
+HEAD_DIM = 128             # the default of `mpiattn tune`; the machine is looked up for it
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn info`."""
     parser.add_argument("--kernels", nargs="?", metavar="ARCHITECTURES", const=",".join(kernel_table.ARCHITECTURES),
-                        help="compile the GPU kernels for these architectures, as sm_80,sm_90, and show registers, "
-                             "bytes spilled, shared memory and thread blocks a multiprocessor of every entry of the "
-                             "tile table (default: %(const)s; needs the extra cuda-compile)")
+                        help="compile the GPU kernels for these architectures, for example sm_80,sm_90, and show "
+                             "registers, spilled bytes, shared memory and thread blocks per multiprocessor for every "
+                             "entry of the tile table (default: %(const)s; needs the extra cuda-compile)")
     options.add_json(parser)
 
 
@@ -52,7 +52,7 @@ def _run(job, args):
     facts_of_hosts = _hosts(job.peers, nodes)
     data = None
     with agreement(job.peers, only=0):
-        # Under another MPI's mpiexec every process is rank 0 of its own world; still only one may speak.
+        # Under another MPI's mpiexec every process is rank 0 of its own world; only one of them prints.
         if comm.rank == 0 and launch_rank() == 0:
             data = {"versions": installation.versions(), "blas": installation.blas(),
                     "mpi": installation.mpi(comm), "hosts": facts_of_hosts,
@@ -66,7 +66,7 @@ def _run(job, args):
 
 
 def _run_kernels(job, args):
-    """The table of `mpiattn info --kernels`, by rank 0."""
+    """Print the table of `mpiattn info --kernels` on rank 0."""
     with agreement(job.peers, only=0):
         if job.comm.rank or launch_rank():
             return 0
@@ -93,20 +93,20 @@ def _run_kernels(job, args):
 # Gathering
 
 def _hosts(peers, nodes):
-    """Per host in order of its first rank: name, ranks, cores and devices; nodes: of every rank."""
-    ranks, found = peers.allgather((socket.gethostname(), host.cores(), *installation.devices())), {}
+    """Name, ranks, cores and devices of every host, in order of first ranks.  nodes: node number of every rank."""
+    ranks, hosts = peers.allgather((socket.gethostname(), host.cores(), *installation.devices())), {}
     for node, (name, cores, devices, reason) in zip(nodes, ranks):
-        entry = found.setdefault(node, {"host": name, "ranks": 0, "cores": set(), "devices": [],
-                                          "no_devices_why": reason})
+        entry = hosts.setdefault(node, {"host": name, "ranks": 0, "cores": set(), "devices": [],
+                                        "no_devices_why": reason})
         entry["ranks"] += 1
         entry["cores"] |= cores
-        # Ranks that see different devices are told apart; the same list is said once.
+        # Ranks of a host may see different devices; each distinct list is shown once.
         if devices and devices not in entry["devices"]:
             entry["devices"].append(devices)
-    for entry in found.values():
+    for entry in hosts.values():
         entry["cores"] = len(entry["cores"])
         entry["no_devices_why"] = None if entry["devices"] else entry["no_devices_why"]
-    return list(found.values())
+    return list(hosts.values())
 
 
 def _kernels():
@@ -117,7 +117,7 @@ def _kernels():
 
 
 def _machine(nodes):
-    """The machine that plans of this launch reckon with, of the fastest back end, and where it is from."""
+    """The machine that plans of this launch use with the default back end, and where it is from."""
     from ..model.tuned import key_of
     backend = backends.get()
     key = key_of(backend, nodes, HEAD_DIM)
@@ -129,15 +129,15 @@ def _machine(nodes):
     return {"name": machine.name, "from": where, "key": key._asdict(), "figures": machine.as_dict()}
 
 
-# Telling
+# Output
 
 def _lines(data):
-    """Names and values for people."""
+    """Names and values of the table."""
     mpi, blas, versions = data["mpi"], data["blas"], data["versions"]
     settings = ", ".join(f"{name}={value}" for name, value in blas["settings"].items()) or "no variable set"
     if len(blas["settings"]) == len(host.BLAS_VARIABLES) and len(set(blas["settings"].values())) == 1:
         settings = f"{host.BLAS_VARIABLES[0]} and the like: {blas['settings'][host.BLAS_VARIABLES[0]]}"
-    yield from ((name, found or "not installed") for name, found in versions.items())
+    yield from ((name, version or "not installed") for name, version in versions.items())
     yield "BLAS", f"{blas['library'] or 'unknown'}; threads: {blas['threads'] or 'unknown'} ({settings})"
     yield "MPI", f"{mpi['library']}; standard {mpi['standard']}"
     yield "thread level", mpi["thread_level"]

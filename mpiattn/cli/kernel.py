@@ -1,4 +1,4 @@
-"""`mpiattn bench --kernel`: its options, and one rank that measures its back end's launches."""
+"""`mpiattn bench --kernel`: its options, and the measurement of one rank's back end."""
 
 from .. import __version__, backends
 from ..bench import kernel
@@ -14,22 +14,23 @@ from ..system import host
 from ..system.installation import CUPY
 
 KEYS = {"decode_keys": 65536, "carry_keys": 4096}
-OWN = {"kernel", *KEYS}                               # options that nothing but this takes
+OWN = {"kernel", *KEYS}                               # options that only --kernel takes
 SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "dtype", "causal", "direction", "backend", "runs", "timeout",
           "json"}
 
 
 def add_arguments(parser):
     """Declare --kernel and its options, after all others."""
-    group = parser.add_argument_group("one rank's kernels", "Of the options above those of sizes but --batch hold, "
-                                      "--dtype, --causal, --direction, --backend and --runs.")
-    group.add_argument("--kernel", action="store_true", help="measure the back end's launches on one rank, and no plan")
+    group = parser.add_argument_group("one rank's kernels", "Of the options above, --kernel uses the sizes (without "
+                                      "--batch), --dtype, --causal, --direction, --backend and --runs.")
+    group.add_argument("--kernel", action="store_true",
+                       help="measure the launches of one rank's back end instead of plans")
     group.add_argument("--decode-keys", type=int, metavar="N",
-                       help=f"keys that a query of 8 heads a KV head sees (default: {KEYS['decode_keys']}; 0: leave "
-                            "decoding out)")
+                       help=f"keys that a decoded query sees, with 8 query heads per KV head (default: "
+                            f"{KEYS['decode_keys']}; 0: do not measure decoding)")
     group.add_argument("--carry-keys", type=int, metavar="N",
-                       help=f"keys of the block that is added to a partial (default: {KEYS['carry_keys']}; 0: leave it "
-                            "out)")
+                       help=f"keys of the block that is added to a partial result (default: {KEYS['carry_keys']}; "
+                            "0: do not measure this)")
 
 
 def run(job, args):
@@ -76,5 +77,5 @@ def _measured(backend, problems, args, decode_keys, carry_keys):
 
 
 def _compute(backend):
-    """What its times are of."""
+    """"real", or which back end for tests was measured."""
     return f"back end for tests: {backend.name}" if backends.find(backend.name).tests else "real"

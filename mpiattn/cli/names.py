@@ -1,4 +1,4 @@
-"""--names, by which tensors of a file that are called otherwise are said to be q, k, v and so on."""
+"""--names: which tensors of a file are q, k, v and so on, where they have other names."""
 
 import argparse
 
@@ -7,7 +7,7 @@ CUTS = ("cu_seqlens", "cu_seqlens_k")
 
 
 def parser_of(known):
-    """What makes a dict, what it is -> its name in the file, of the text q=NAME,k=NAME; keys are of `known`."""
+    """A function that parses q=NAME,k=NAME to a dict, role -> name in the file; roles are those of `known`."""
     def parse(text):
         names = {}
         for part in text.split(","):
@@ -23,5 +23,5 @@ def parser_of(known):
 def add_names(parser, known=TENSORS, of="IN"):
     """--names."""
     parser.add_argument("--names", type=parser_of(known), default={}, metavar="q=NAME,...",
-                        help=f"what {', '.join(known)} are called in {of}: q=layers.0.q,k=layers.0.k; those that are "
-                             "left out have their own names")
+                        help=f"names of {', '.join(known)} in {of}, for example q=layers.0.q,k=layers.0.k; a tensor "
+                             "that is not listed is looked up under its own name")

@@ -1,4 +1,4 @@
-"""What `mpiattn run` says before it works: what was asked, where it runs, how long it may take, and what slows it."""
+"""What `mpiattn run` prints first: the command, the problem, the hosts, the predicted time, and what slows it down."""
 
 import os
 import shlex
@@ -14,13 +14,13 @@ from ..console.table import duration, facts, span
 from ..system import host
 from ..system.installation import mpi_library
 
-NAMED = 4                  # hosts that are named at most
+NAMED = 4                  # at most this many hosts are named
 
 
 class Host(NamedTuple):
-    """Ranks of one host: how many, the BLAS threads of all of them and how many cores they may use together.
+    """The ranks of one host: how many, their BLAS threads in all, and the cores that they may use together.
 
-    threads: None where that is not known.  all_cores: that the host has.
+    threads: None where unknown.  all_cores: the cores that the host has.
     """
 
     name: str
@@ -31,9 +31,9 @@ class Host(NamedTuple):
 
 
 def origin(peers, words):
-    """How and when results were made, for attributes of OUT, the same on every rank; collective.
+    """Command, date and versions, for the attributes of OUT; the same on every rank; collective.
 
-    words: of the command line, without the program.
+    words: the command line without the program.
     """
     return peers.allgather({
         "mpiattn": __version__, "command": shlex.join(["mpiattn", *words]),
@@ -54,7 +54,7 @@ def hosts_of(peers):
 
 
 def crowded(hosts):
-    """What to tell of the hosts whose ranks have more threads than cores, a text; None where there is none."""
+    """A warning about the host that has the most threads per core; None where no host has more threads than cores."""
     crowd = [each for each in hosts if each.threads is not None and each.threads > each.cores]
     if not crowd:
         return None
@@ -75,9 +75,9 @@ def crowded(hosts):
 
 
 def text(plan, made, hosts, problem, passes, warning):
-    """All that is said, and an empty line.
+    """The whole text, and an empty line.
 
-    made: as of `origin`.  problem: in words.  passes: of which the predicted time is.  warning: a text or None.
+    made: from `origin`.  problem: in words.  passes: those that the predicted time covers.  warning: text or None.
     """
     names = ", ".join(each.name for each in hosts[:NAMED]) + (", ..." if len(hosts) > NAMED else "")
     counts = [each.threads / each.ranks for each in hosts if each.threads is not None]

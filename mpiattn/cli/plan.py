@@ -1,4 +1,4 @@
-"""Every tile of n ranks with its traffic, memory, balance and predicted time; starts no MPI.
+"""List every tile of n ranks with its traffic, memory, balance and predicted time; starts no MPI.
 
 A tile AxB gives every rank A query chunks x B KV chunks: a mesh of B rows x A columns, A*B = ranks. 1xN is
 Ring-Attention. Sizes are in tokens, heads and elements; output is in binary units (1 KiB = 1024 B) and seconds.
@@ -58,7 +58,7 @@ def add_arguments(parser):
     parser.add_argument("--ranks-per-node", type=int, metavar="N",
                         help="ranks (GPUs) of a node, consecutive ones (default: the machine's)")
     parser.add_argument("--steps", action="store_true",
-                        help="print the schedule of --tile step by step, and the buffer slots it was seen to need")
+                        help="print the schedule of --tile step by step, and how many buffer slots it uses")
     options.add_plot(parser)
     options.add_json(parser)
 
@@ -66,7 +66,7 @@ def add_arguments(parser):
 def run(args):
     """`mpiattn plan`."""
     if launch_rank():
-        return 0                                # started by mpiexec all the same: one rank says it all
+        return 0                                # under mpiexec, only rank 0 prints
     if args.ranks < 1:
         raise ArgumentError(f"ranks is {args.ranks}; it must be at least 1")
     if args.plot is not None:
@@ -83,10 +83,10 @@ def run(args):
     choices = evaluate(max_memory=args.max_memory)
     search.check_memory(choices, args.max_memory)
     auto = choices[0]
-    fastest = auto.seconds if args.max_memory is None else min(one.seconds for one in evaluate())
+    fastest = auto.seconds if args.max_memory is None else min(choice.seconds for choice in evaluate())
     best = {}
-    for one in choices:                         # best first
-        best.setdefault((one.a, one.b), one)
+    for choice in choices:                      # best first
+        best.setdefault((choice.a, choice.b), choice)
     ring = best[1, args.ranks].sent_bytes
     rows = [_tile(problem, args, best[shape], ring) for shape in tiles(args.ranks)]
     shown = best[asked or (auto.a, auto.b)]
@@ -125,7 +125,7 @@ def _machine(args):
 
 
 def _plot(path, problem, data, shown, schedules, on):
-    """Draw the tile that is shown, on a page."""
+    """Draw the page of the shown tile."""
     work = block_pairs(problem.mask, *shown.layouts)
     load = Load(work, *(layout.lengths for layout in shown.layouts), shown.a, shown.b)
     title = (f"{_head(problem, data)}\ntile {shown.a}x{shown.b}, {shown.schedule} schedule, {shown.route} route, "
@@ -137,25 +137,26 @@ def _plot(path, problem, data, shown, schedules, on):
 # Figures
 
 def _saving(value, ring):
-    """The share that is saved over Ring; None where Ring sends nothing."""
+    """The share saved compared with Ring; None where Ring sends nothing."""
     return 1 - value / ring if ring else None
 
 
-def _tile(problem, args, one, ring):
-    """What is known of one tile; `ring`: bytes that tile 1xN sends."""
-    a, b, ranks, share = one.a, one.b, args.ranks, problem.kv_heads / problem.heads
-    sent = one.sent[args.direction] if args.direction in one.sent else {
-        direction: sum(kinds.values()) for direction, kinds in one.sent.items()}
-    return {"tile": f"{a}x{b}", "sent_bytes": {**sent, "total": one.sent_bytes},
-            "saving": _saving(one.sent_bytes, ring),
+def _tile(problem, args, choice, ring):
+    """The JSON of one tile.  ring: bytes that tile 1xN sends."""
+    a, b, ranks, share = choice.a, choice.b, args.ranks, problem.kv_heads / problem.heads
+    sent = choice.sent[args.direction] if args.direction in choice.sent else {
+        direction: sum(kinds.values()) for direction, kinds in choice.sent.items()}
+    return {"tile": f"{a}x{b}", "sent_bytes": {**sent, "total": choice.sent_bytes},
+            "saving": _saving(choice.sent_bytes, ring),
             "saving_elements": _saving(*(travels.volume(ranks, *shape, share, args.direction)
                                          for shape in ((a, b), (1, ranks)))),
-            "memory_bytes": one.nbytes, "balance": one.balance, "seconds": one.seconds, "waiting": one.waiting,
-            "schedule": one.schedule, "route": one.route, "ahead": one.ahead, "layout": one.layouts[0].kind}
+            "memory_bytes": choice.nbytes, "balance": choice.balance, "seconds": choice.seconds,
+            "waiting": choice.waiting, "schedule": choice.schedule, "route": choice.route, "ahead": choice.ahead,
+            "layout": choice.layouts[0].kind}
 
 
 def _others(problem, args, ring):
-    """Ulysses and USP: what they send, or why they cannot run."""
+    """Ulysses and USP: the bytes they send, or why they are not possible."""
     ranks, share = args.ranks, problem.kv_heads / problem.heads
     ring_volume = travels.volume(ranks, 1, ranks, share, args.direction)
 
@@ -163,34 +164,34 @@ def _others(problem, args, ring):
         volume = travels.usp_volume(ranks, group, share, args.direction)
         return {"method": name, "group": group, "sent_bytes": nbytes, "saving": _saving(nbytes, ring),
                 "saving_elements": _saving(volume, ring_volume)}
-    found, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
+    methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
     nbytes = travels.ulysses(problem, ranks, args.direction)
     if nbytes is None:
-        found.append({"method": "Ulysses", "not_possible": f"{ranks} ranks do not divide {heads}"})
+        methods.append({"method": "Ulysses", "not_possible": f"{ranks} ranks do not divide {heads}"})
     else:
-        found.append(method("Ulysses", ranks, nbytes))
+        methods.append(method("Ulysses", ranks, nbytes))
     group, nbytes = travels.best_usp(problem, ranks, args.direction)
     if group > 1:
-        found.append(method(f"USP {group}x{ranks // group}", group, nbytes))
+        methods.append(method(f"USP {group}x{ranks // group}", group, nbytes))
     elif ranks > 1:
-        found.append({"method": "USP", "not_possible": f"no group of more than 1 of {ranks} ranks divides {heads}"})
-    return found
+        methods.append({"method": "USP", "not_possible": f"no group of more than 1 of {ranks} ranks divides {heads}"})
+    return methods
 
 
 # Text
 
 LEGEND = """\
 sent/rank  bytes that a rank sends, mean over ranks: {what}
-saved      of sent/rank, over Ring (tile 1x{ranks})
-elements   the same counted in elements, as Mesh-Attention (arXiv 2512.20968) does, as if there were no mask:
+saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
+elements   the same, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
            {row}(a-1) + {column}(b-1){share} chunks
 memory     q, k, v, results and buffers of a rank, without the back end's scratch
-balance    attended pairs of the busiest rank over the mean
-time       predicted, by running the schedule on a described machine, {machine}:
+balance    attended pairs of the busiest rank / mean over ranks
+time       predicted, by simulating the schedule on the machine {machine}:
            {facts}
            assumes {assumes}
 waits      the share of that time that a rank waits, mean over ranks
-auto       the least time; of times within {same:.0%}, the least sent/rank{limit}"""
+auto       the shortest time; among times within {same:.0%}, the least sent/rank{limit}"""
 
 WHAT = {"forward": "Q, K and V in {dtype}, partials O in {partial}",
         "backward": "Q is q and dout in {dtype}, lse and delta in\n"
@@ -203,18 +204,18 @@ def _percent(share):
 
 
 def _head(p, data):
-    """What is planned for, in a line."""
+    """The ranks and the problem, in a line."""
     ranks = data["ranks"]
     return (f"{ranks} rank{'s' * (ranks > 1)}, {p}, {data['direction']}, {data['route']} route; chunks of "
             f"{-(-p.seqlen // ranks)} tokens")
 
 
 def _text(problem, data, on):
-    """Table, legend and picture for people."""
+    """Table, legend and picture as text."""
     p, ranks = problem, data["ranks"]
     row, column = travels.ELEMENTS[data["direction"]]
-    what = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
-    legend = LEGEND.format(what=what, ranks=ranks, row=row, column=column, same=search.SAME_TIME,
+    sent = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
+    legend = LEGEND.format(what=sent, ranks=ranks, row=row, column=column, same=search.SAME_TIME,
                            share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
                            machine=on.name, facts=on, assumes=on.assumes, limit=_limit(data))
     a, b = map(int, data["tile"].split("x"))
@@ -246,7 +247,7 @@ def _rows(data, kinds):
 
 
 def _limit(data):
-    """What a limit of memory has cost."""
+    """What a memory limit costs, for the legend."""
     if data["max_memory"] is None:
         return ""
     return (f"; only tiles within {size(data['max_memory'])} a rank, which takes "
@@ -270,7 +271,7 @@ def _some(count, most):
 
 
 def picture(a, b):
-    """The mesh of a tile, ranks in rows and columns, and what its first rank computes."""
+    """The mesh of a tile, ranks in rows and columns, and the blocks that rank 0 computes."""
     columns, width = _some(a, MOST_COLUMNS), len(str(a * b - 1)) + 4
 
     def line(label, cells):

@@ -1,6 +1,6 @@
-"""What `mpiattn run` says of a run: as JSON and as a table.
+"""The report of `mpiattn run`, as JSON and as a table.
 
-A rank's own part is a dict: its tokens, its pairs, of each pass what it sent and waited, and its memory.
+Each rank contributes a dict: its tokens, its pairs, what it sent and waited in each pass, and its memory.
 """
 
 from dataclasses import asdict
@@ -13,7 +13,7 @@ MASKS = ("prefix", "causal_block", "window", "softcap", "documents", "documents_
 
 
 def _flops(problem, ranks):
-    """Floating-point operations of a forward pass: the two products, attended pairs only."""
+    """Floating-point operations of a forward pass: both matrix products, attended pairs only."""
     return problem.flops_per_pair // problem.batch * sum(rank["pairs"] for rank in ranks)
 
 
@@ -33,7 +33,7 @@ def count_text(odd):
 
 
 def as_json(args, problem, chosen, seconds, ranks, reports, odd):
-    """All there is to say, as a dict for JSON; odd: by dataset, how many elements are NaN or infinite."""
+    """The whole report as a dict for JSON.  odd: number of elements that are NaN or infinite, by dataset."""
     return {"input": args.input, "output": args.output, **chosen, "problem": asdict(problem),
             "flops": _flops(problem, ranks), "gflops_per_second": _speeds(problem, seconds, ranks),
             "balance": _balance(ranks), "seconds": seconds, "nonfinite": odd,
@@ -55,8 +55,8 @@ def _waiting(name, ranks, seconds):
 
 
 def _sent(name, ranks):
-    sent, formula, ring = (sum(rank[name][what] for rank in ranks) / len(ranks)
-                           for what in ("sent_bytes", "formula_bytes", "ring_bytes"))
+    sent, formula, ring = (sum(rank[name][figure] for rank in ranks) / len(ranks)
+                           for figure in ("sent_bytes", "formula_bytes", "ring_bytes"))
     equal = all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] for rank in ranks)
     return (f"{size(sent)} {name}; formula: {size(formula)}, {'equal on every rank' if equal else 'DIFFERENT'}; "
             f"Ring: {size(ring)}" + (f", saved {percent(1 - sent / ring)}" if ring else ""))
@@ -70,7 +70,7 @@ def problem_text(p, chosen):
 
 
 def as_text(args, problem, chosen, seconds, ranks, reports, odd):
-    """What a person wants to know, as a table."""
+    """The report as a table."""
     p = problem
     a, b = map(int, chosen["tile"].split("x"))
     hosts = len({rank["host"] for rank in ranks})

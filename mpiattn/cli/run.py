@@ -1,12 +1,11 @@
-"""Exact attention of an HDF5 file over the ranks of this launch.
+"""Compute exact attention of an HDF5 file on the ranks of this launch.
 
-IN holds q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) in natural token order, or with
---axes bhsd heads before tokens.
-Every rank reads one contiguous slab, the ranks exchange tokens into the layout, compute, and give the result
-back. OUT holds out, as q, and lse (batch, heads, seqlen), and as attributes what was chosen, by which command, when and
-with which versions. It appears whole or not at all; an existing file is replaced.
+IN holds q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) in natural token order; with
+--axes bhsd, heads come before tokens. Every rank reads one contiguous slab; the ranks exchange tokens into the layout,
+compute, and exchange the result back. OUT holds out, shaped as q, and lse (batch, heads, seqlen). Its attributes hold
+the chosen plan, the command, the date and the versions. OUT appears whole or not at all; an existing file is replaced.
 
-With --backward IN also holds dout, as out, and OUT gets dq, dk, dv, as q, k, v: the gradients of sum(dout * out).
+With --backward IN also holds dout, shaped as out, and OUT gets dq, dk, dv: the gradients of sum(dout * out).
 
 examples:
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --window 1024,0 --verify
@@ -65,9 +64,9 @@ def add_arguments(parser):
     options.add_max_memory(parser)
     options.add_machine(parser)
     parser.add_argument("--verify", action="store_true",
-                        help="every rank checks its rows, and with --backward its keys, before they are written, in "
-                             "float64 against q, k, v and dout read again from IN; a sample where that is too much "
-                             "work; code 1 and no OUT if one is off")
+                        help="before the results are written, every rank compares its rows, and with --backward its "
+                             "keys, with float64 results of q, k, v and dout, which are read again from IN; a sample "
+                             "of them where all are too much work; a wrong row or key: exit code 1, no OUT")
     options.add_timeout(parser)
     options.add_json(parser)
 
@@ -78,7 +77,7 @@ def run(args):
 
 
 def _peak():
-    """Most memory that this process has had resident, in bytes."""
+    """Peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -99,7 +98,7 @@ def _run(job, args):
                          transport=args.transport, direction="both" if args.backward else "forward",
                          max_message=args.max_message, max_memory=args.max_memory, machine=args.machine,
                          timeout=args.timeout)
-    peers.timeout = max(peers.timeout, plan.timeout)     # between phases as in a pass
+    peers.timeout = max(peers.timeout, plan.timeout)     # phases may take as long as a pass
     documents = read_documents(peers, source.file, {"cu_seqlens": ("--documents", args.documents),
                                                    "cu_seqlens_k": ("--documents-k", args.documents_k)})
     with agreement(peers):
@@ -110,7 +109,7 @@ def _run(job, args):
                        args.max_message, axes=source.axes)
     try:
         results, local, odd = _compute(job, args, plan, source, documents, activity)
-        plan.close()                            # its buffers make room for what follows
+        plan.close()                            # frees its buffers before the verification
         reports = job("verify", lambda: _verify(peers, plan, source, results, documents)) if args.verify else {}
         source.close()
         job("write", lambda: _write(output, plan, results))
@@ -127,7 +126,7 @@ def _run(job, args):
 
 
 def _open(peers, args, plan, chosen):
-    """Say what is about to be done, on rank 0; collective."""
+    """Print the opening text on rank 0; collective."""
     hosts = opening.hosts_of(peers)
     if peers.rank:
         return
@@ -145,8 +144,8 @@ def _warn_of_axes(shapes):
     for heads, tokens in (("heads", "seqlen"), ("kv_heads", "seqlen_k")):
         if shapes[heads] > shapes[tokens]:
             print(f"mpiattn run: WARNING: IN has {heads} {shapes[heads]} and {tokens} {shapes[tokens]}; if it is "
-                  "(batch, heads, seqlen, head_dim), say --axes bhsd; --axes bshd says that it is not", file=sys.stderr,
-                  flush=True)
+                  "(batch, heads, seqlen, head_dim), add --axes bhsd; if not, --axes bshd silences this warning",
+                  file=sys.stderr, flush=True)
             return
 
 
@@ -162,8 +161,10 @@ def _results(p, backward):
 
 
 def _compute(job, args, plan, source, documents, activity):
-    """This rank's chunks of the results, by dataset; what it has to say of the passes; and of all ranks how many
-    elements of every dataset of IN and OUT are NaN or infinite.
+    """Run the passes.
+
+    Returns this rank's chunks of the results by dataset, its part of the report, and the number of elements of every
+    dataset of IN and OUT that are NaN or infinite, summed over the ranks.
     """
     layouts = {"q": plan.q_layout, "k": plan.k_layout, "v": plan.k_layout}
     if args.backward:
@@ -173,18 +174,18 @@ def _compute(job, args, plan, source, documents, activity):
     odd = {name: nonfinite(array) for name, array in zip(layouts, (q, k, v, *dout))}
 
     def whole(call, how):
-        found = call(**how)
+        results = call(**how)
         plan.drain()
-        return found
+        return results
 
     def measured(direction, call):
         before = *plan.sent, plan.wait_seconds
         with Progress(direction, plan.tile[0] * plan.tile[1], " blocks") as progress:
-            found = job(direction, lambda: whole(call, {"progress": progress, **documents}))
+            chunks = job(direction, lambda: whole(call, {"progress": progress, **documents}))
         sent, messages, waited = (now - then for now, then in zip((*plan.sent, plan.wait_seconds), before))
-        return found, {"sent_bytes": sent, "sent_messages": messages, "wait_seconds": waited,
-                       "steps": [step._asdict() for step in plan.trace(direction).steps],
-                       **_formulas(plan, activity, direction)}
+        return chunks, {"sent_bytes": sent, "sent_messages": messages, "wait_seconds": waited,
+                        "steps": [step._asdict() for step in plan.trace(direction).steps],
+                        **_formulas(plan, activity, direction)}
     (out, lse), local["forward"] = measured("forward", lambda **how: plan.forward(q, k, v, **how))
     results |= {"out": on_host(out), "lse": on_host(lse)}
     if args.backward:
@@ -214,7 +215,7 @@ def _read(source, layouts, ranks):
 
 
 def _verify(peers, plan, source, results, documents):
-    """Reports of the results and of the gradients; VerificationError if one is off."""
+    """Reports of the results and of the gradients; VerificationError if one is wrong."""
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
     out, lse, *grads = results.values()
     how = {"read": source.tokens, "documents": documents}
@@ -225,11 +226,11 @@ def _verify(peers, plan, source, results, documents):
         with Progress("verify gradients", sum(map(len, chosen)), " rows and keys") as progress:
             reports["verify_gradients"] = gradients.verify_gradients(
                 peers, p, *layouts, out, lse, grads, progress=progress, **how)
-    source.check()                              # HDF5 gives zeros for what is not there, which the results may be too
+    source.check()                              # HDF5 reads zeros past the end of a file, which results could match
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:
         error = VerificationError(f"verification failed, OUT is not written: {'; '.join(failed)}")
-        error.everywhere = True                 # the reports are the same on every rank
+        error.everywhere = True                 # every rank has the same reports
         raise error
     return reports
 
@@ -243,14 +244,14 @@ def _write(output, plan, results):
 
 
 def _local(comm, plan, activity):
-    """What this rank has to do; pairs are those of one head, over the batch."""
-    entries = plan.problem.batch // len(activity.documents or [0])      # that one group of documents stands for
+    """The work of this rank; pairs: of one head, summed over the batch."""
+    entries = plan.problem.batch // len(activity.documents or [0])      # batch entries per group of documents
     return {"rank": comm.rank, "host": socket.gethostname(), "tokens": len(plan.positions),
             "tokens_k": len(plan.positions_k), "pairs": entries * activity.work(plan.chunk)}
 
 
 def _formulas(plan, activity, direction):
-    """Bytes that this rank should send in a pass, and would on a ring."""
+    """Bytes that this rank should send in a pass by the formula, and would send on a ring."""
     def sent(a, b, activity, collective):
         return travels.sent(plan.problem, *lengths, a, b, plan.chunk, plan.route, direction, activity, collective).total
     layouts, ranks = (activity.q_layout, activity.k_layout), math.prod(plan.tile)
@@ -261,7 +262,7 @@ def _formulas(plan, activity, direction):
 
 
 def _chosen(plan, args):
-    """What was chosen and asked, for the attributes of OUT and the report; what was not asked is left out."""
+    """The chosen plan and the options given, for the attributes of OUT and the report; unset options are left out."""
     p, (a, b) = plan.problem, plan.tile
     asked = {"prefix": p.prefix or None, "causal_block": p.causal_block, "softcap": p.softcap,
              "documents": args.documents, "documents_k": args.documents_k}

@@ -1,8 +1,8 @@
-"""The scripts for batch jobs of Slurm: what there are, and a copy to change and submit.
+"""List the Slurm batch scripts, or copy them so that you can change and submit them.
 
-Alone it lists them. --copy DIR writes them into the folder DIR, which is made if it is not there; nothing is
+Without options it lists them. --copy DIR writes them into the folder DIR, which is created if needed; nothing is
 overwritten. Then change DIR/env.sh, the only file that depends on your site, and submit from the folder above DIR.
-DIR/README.md tells the rest.
+DIR/README.md explains the rest.
 
 examples:
   mpiattn slurm
@@ -20,13 +20,13 @@ from ..system.launch_variables import launch_rank
 from ..system.sources import slurm_dir
 
 KINDS = (".md", ".sh", ".sbatch", ".py")
-USUAL = "slurm"            # the folder in which the scripts look for one another, from where the job is submitted
+USUAL = "slurm"            # where the scripts look for each other, relative to the folder of submission
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn slurm`."""
     parser.add_argument("--copy", metavar="DIR",
-                        help="write the scripts into this folder, or nothing where it already has one of them")
+                        help="write the scripts into this folder; nothing is written if it already has one of them")
 
 
 def run(args):
@@ -47,14 +47,14 @@ def run(args):
 
 
 def _about(text):
-    """The first sentence of a script's first comment, of a docstring or of a page."""
+    """The first sentence of a script's first comment or docstring, or of a page."""
     lines = [line for line in text.splitlines() if not line.startswith("#!")]
     comment = " ".join(line.strip('# "') for line in lines[:6])
     return re.split(r"(?<!\.)[.:](?:\s|$)|  ", comment)[0]
 
 
 def _elsewhere(folder):
-    """What is to be set before `sbatch` where the folder is not called as the scripts expect."""
+    """The variable to set before `sbatch` where the folder does not have the name that the scripts expect."""
     return "" if os.path.normpath(folder) == USUAL else f"MPIATTN_SLURM={os.path.abspath(folder)} "
 
 

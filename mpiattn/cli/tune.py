@@ -1,12 +1,12 @@
-"""Measures the machine that these ranks run on, and stores it for the plans of launches like this one.
+"""Measure the machine that these ranks run on, and store the figures for plans of launches like this one.
 
-Links inside a node and between nodes, how much of a transfer goes on while a rank computes, blocks of every dtype,
-merging, MPI's collectives, and every way to combine partial results, all with all ranks at work. Plans reckon with what
-was found when they choose a tile, a layout and a schedule, and decoding when it chooses a way. Run it as the work will
-run: as many ranks a node, cores and threads a rank, on several nodes if the work is to run on several. What one rank or
-one node cannot show is the default's.
+Measures links inside a node and between nodes, how much of a transfer proceeds while a rank computes, blocks of every
+dtype, merging, MPI collectives, and every algorithm that combines partial results, all with all ranks busy. Plans use
+these figures to choose a tile, a layout and a schedule; decoding uses them to choose an algorithm. Launch it as the
+work will be launched: the same ranks per node, cores and threads per rank, and several nodes if the work uses several.
+Figures that one rank or one node cannot show are those of the default machine.
 
-The store is $XDG_CONFIG_HOME/mpiattn/machines.json (~/.config); MPIATTN_MACHINE=FILE goes before it.
+The store is $XDG_CONFIG_HOME/mpiattn/machines.json (~/.config); MPIATTN_MACHINE=FILE takes precedence over it.
 
 examples:
   mpiexec -n 4 mpiattn tune
@@ -28,13 +28,13 @@ from ..errors import ArgumentError
 from ..system.atomic_file import NewFile, check_target
 
 SECONDS, QUICK = 10.0, 2.0
-TIMEOUT = 60.0             # seconds; no part of it takes a rank as long
+TIMEOUT = 60.0             # seconds; no part of the measurement takes a rank this long
 
 
 def _dtypes(text):
     from ..problem.problem import dtype_name
     try:
-        return tuple(dict.fromkeys(dtype_name(one.strip(), "--dtype") for one in text.split(",")))
+        return tuple(dict.fromkeys(dtype_name(name.strip(), "--dtype") for name in text.split(",")))
     except ArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -58,22 +58,22 @@ def add_arguments(parser):
     options.add_backend(parser)
     options.add_transport(parser)
     parser.add_argument("--head-dim", type=_whole, default=128, metavar="N",
-                        help="of the blocks that are timed; plans of another take the nearest that was measured "
-                             "(default: %(default)s)")
+                        help="head dim of the blocks that are timed; plans with another one use the nearest that was "
+                             "measured (default: %(default)s)")
     parser.add_argument("--dtype", type=_dtypes, metavar="LIST",
-                        help="of the blocks that are timed, with commas between; plans reckon with the nearest wider "
-                             "dtype for one that is left out (default: all that the back end takes)")
+                        help="dtypes of the blocks that are timed, separated by commas; for a dtype that is left out, "
+                             "plans use the nearest wider one (default: all that the back end takes)")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--seconds", type=_seconds, default=SECONDS, metavar="S",
-                        help="about how long it may take; what is slow is done three times even so "
+                        help="about how long to measure; everything is measured at least three times "
                              "(default: %(default)g)")
     budget.add_argument("--quick", dest="seconds", action="store_const", const=QUICK, help=f"--seconds {QUICK:g}")
     parser.add_argument("--out", metavar="FILE",
-                        help="write the machine to a file too, which MeshAttention(machine=FILE) and "
-                             "MPIATTN_MACHINE=FILE take")
-    parser.add_argument("--no-store", action="store_true", help="leave the store as it is")
+                        help="write the machine to a file too, for MeshAttention(machine=FILE) and "
+                             "MPIATTN_MACHINE=FILE")
+    parser.add_argument("--no-store", action="store_true", help="do not change the store")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS",
-                        help="how long a rank waits for others before it says which and for what, and ends the job "
+                        help="how long a rank waits for others before it reports whom it waits for and ends the job "
                              "(default: %(default)g; inf: for ever)")
     options.add_json(parser)
 
@@ -96,29 +96,29 @@ def _run(job, args):
     backend = make_backend(peers, nodes, args.backend, args.transport)
     peers.idle = backend.idle
     with agreement(peers, only=0):
-        if speaks:                                     # before the time is spent
+        if speaks:                                     # before time is spent on measuring
             check_json(args.json)
             if args.out:
                 check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [])
             if not args.no_store:
                 store.check_store()
     with Progress("tune", args.seconds, " s") as progress:
-        found = measure(job, nodes, backend, args.dtype or backend.dtypes, args.head_dim, args.seconds, progress)
+        tuned = measure(job, nodes, backend, args.dtype or backend.dtypes, args.head_dim, args.seconds, progress)
     backend.close()
     with agreement(peers, only=0):
         if speaks:
             key = key_of(backend, nodes, args.head_dim)
-            samples = {name: one._asdict() for name, one in found.samples.items()}
-            entry = store.Entry(key, found.machine, store.now(), samples)
+            samples = {name: sample._asdict() for name, sample in tuned.samples.items()}
+            entry = store.Entry(key, tuned.machine, store.now(), samples)
             replaced = None if args.no_store else store.store(entry)
             if args.out:
-                _write_machine(args.out, found.machine)
+                _write_machine(args.out, tuned.machine)
             if args.json:
-                write_json(args.json, {**entry.as_dict(), "default": found.lacking, "replaced": replaced,
+                write_json(args.json, {**entry.as_dict(), "default": tuned.lacking, "replaced": replaced,
                                        "store": None if args.no_store else store.path(), "out": args.out,
                                        "seconds": job.seconds})
             if args.json != "-":
-                print(_text(args, key, nodes, found, replaced, sum(job.seconds.values())), flush=True)
+                print(_text(args, key, nodes, tuned, replaced, sum(job.seconds.values())), flush=True)
     return 0
 
 
@@ -132,7 +132,7 @@ def _write_machine(path, machine):
         new.discard()
 
 
-# Telling
+# Output
 
 def _rate(speed):
     return f"{speed / 1e9:.3g} GB/s"
@@ -146,22 +146,22 @@ def _times(ratio):
     return f"{ratio:.3g} times"
 
 
-# How the figures are called and written, by what a sample's name ends with.
+# How figures are formatted, by the last word of a sample's name.
 FIGURES = {"latency": duration, "bandwidth": _rate, "overlap": percent, "node_bandwidth": _rate, "launch": duration,
            "backward": _times, "merging": _rate, "collective": _times}
 NAMES = {"inside latency": "inside a node: latency", "inside bandwidth": "  bandwidth of a rank",
          "inside overlap": "  hidden by blocks", "between latency": "between nodes: latency",
          "between bandwidth": "  bandwidth of a rank", "node_bandwidth": "  bandwidth of a node",
-         "between overlap": "  hidden by blocks", "launch": "a block takes besides work",
+         "between overlap": "  hidden by blocks", "launch": "overhead of a block",
          "backward": "  backward, of forward's speed", "merging": "merging partials",
-         "collective": "collectives take, of pairs"}
+         "collective": "collectives, over pairs of messages"}
 
 
 def _row(name, sample):
-    what, *of = name.split()
-    if what == "flops":
+    kind, *of = name.split()
+    if kind == "flops":
         called, show = f"  {of[0]} blocks", _operations
-    elif what == "combining":
+    elif kind == "combining":
         called, show = f"combining {of[0]} heads: {of[1]}", duration
     else:
         called, show = NAMES[name], FIGURES[name.split()[-1]]
@@ -169,30 +169,30 @@ def _row(name, sample):
     return called, typical, f"{low} to {high}", sample.count
 
 
-def _text(args, key, nodes, found, replaced, seconds):
+def _text(args, key, nodes, tuned, replaced, seconds):
     from ..model import store
-    names = [*(name for name in NAMES if name in found.samples and name.startswith(("inside", "between", "node"))),
-             "launch", *(name for name in found.samples if name.startswith("flops ")), "backward", "merging",
-             *(name for name in found.samples if name.startswith(("collective", "combining")))]
+    names = [*(name for name in NAMES if name in tuned.samples and name.startswith(("inside", "between", "node"))),
+             "launch", *(name for name in tuned.samples if name.startswith("flops ")), "backward", "merging",
+             *(name for name in tuned.samples if name.startswith(("collective", "combining")))]
     several = max(nodes) + 1
     threads = "unknown" if key.threads is None else key.threads
     head = [("ranks", f"{len(nodes)} on {several} node{'s' * (several > 1)}, {key.ranks_per_node} a node at most"),
             ("a rank", f"{key.processor}; {key.cores} core{'s' * (key.cores > 1)}, BLAS threads: {threads} "
                        f"({key.blas or 'BLAS unknown'})"),
             ("back end", f"{key.backend}, head_dim {key.head_dim}"), ("MPI", key.mpi)]
-    tail = [("took", f"{duration(seconds)}; quartiles are of all ranks and turns")]
-    if found.lacking:
+    tail = [("took", f"{duration(seconds)}; quartiles over all ranks and repetitions")]
+    if tuned.lacking:
         tail.append(("not measured", "the default's: " + "; ".join(f"{field} ({why})"
-                                                                  for field, why in found.lacking.items())))
+                                                                  for field, why in tuned.lacking.items())))
     if args.out:
         tail.append(("written", args.out))
     if args.no_store:
-        tail += [("stored", "no"), ("plans", "reckon as before")]
+        tail += [("stored", "no"), ("plans", "unchanged")]
     else:
         tail.append(("stored", f"{store.path()}{', in place of what was measured before' * replaced}"))
         tail.append(("plans", f"of launches like this one, on {'several nodes' if key.several_nodes else 'one node'}, "
-                              "now reckon with it"))
+                              "use it from now on"))
     if os.environ.get(store.VARIABLE):
-        tail.append(("", f"but {store.VARIABLE}={os.environ[store.VARIABLE]} is set and goes before the store"))
-    rows = [_row(name, found.samples[name]) for name in names]
+        tail.append(("", f"but {store.VARIABLE}={os.environ[store.VARIABLE]} is set and overrides the store"))
+    rows = [_row(name, tuned.samples[name]) for name in names]
     return "\n\n".join([facts(head), table(rows, ("", "typical", "quartiles", "samples")), facts(tail)])
