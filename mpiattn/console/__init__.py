@@ -1,1 +1,1 @@
-"""What the commands, benchmarks and pictures share: options, launches, messages, tables, progress."""
+"""Shared by commands, benchmarks and plots: options, launches, messages, tables, progress."""

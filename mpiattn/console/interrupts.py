@@ -1,8 +1,7 @@
-"""What SIGINT (Ctrl-C), SIGTERM and SIGHUP do to a command: files half made go, it is said once, the process ends.
+"""Handlers of SIGINT (Ctrl-C), SIGTERM and SIGHUP: remove unfinished files, print one message, end the process.
 
-Python turns Ctrl-C into an exception where it happens to be, and where that is a callback of a weak reference, of which
-h5py has many, the exception is dropped and the program goes on.  So the handler does itself all that must be done, and
-ends the process there and then.
+Python raises KeyboardInterrupt wherever the program happens to be.  Inside a weak-reference callback, of which h5py has
+many, the exception is dropped and the program goes on.  So the handler cleans up itself and ends the process at once.
 """
 
 import contextlib
@@ -17,26 +16,24 @@ from . import witness
 from .message import PARTING, speak
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ECHO = 3.0                 # seconds in which a launcher that ends all ranks by SIGTERM, as one has failed, kills them
+ECHO = 3.0                 # seconds after which a launcher has killed all ranks that it sent SIGTERM after a failure
 
 
 @contextlib.contextmanager
 def handled(command, makes, speaks):
-    """Handle the signals while a command, "run" and so on, works.
+    """Handle the signals while a command ("run", ...) works; signals that the process ignores, as under nohup, stay so.
 
-    Those that this process was started to ignore, as by nohup, stay ignored.
-    makes: the argument that names the file which the command is there to write, or None.  speaks: whether this is the
-    process of a launch that speaks while MPI does not run.  The exit code is 128 and the signal's number: 130 for
-    Ctrl-C.
+    makes: the argument that names the command's output file, or None.  speaks: whether this process prints the message
+    while MPI does not run.  The exit code is 128 plus the signal's number: 130 for Ctrl-C.
     """
-    if threading.current_thread() is not threading.main_thread():        # Python lets others handle none
+    if threading.current_thread() is not threading.main_thread():        # only the main thread may set handlers
         yield
         return
 
     def handler(number, frame):
-        for other in NUMBERS:                # one Ctrl-C may come twice, from the terminal and from the witness
+        for other in NUMBERS:                # Ctrl-C may arrive twice, from the terminal and from the witness
             signal.signal(other, signal.SIG_IGN)
-        silent = partial_files.gone()             # the rank that removed it speaks
+        silent = partial_files.gone()             # another rank has removed the file and prints the message
         unwritten = partial_files.discard_all() | ({makes} if makes else set()) - partial_files.published()
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         lost = f", {' and '.join(sorted(unwritten))} was not written" if unwritten else ""
@@ -61,9 +58,9 @@ def handled(command, makes, speaks):
 
 @contextlib.contextmanager
 def plain():
-    """For a call of C that may wait long, in which no handler of Python's is run: let the system end the process.
+    """Restore the default handlers during a long call into C, which would not run Python's handlers.
 
-    To be used only while there is nothing to be cleared away.
+    Use it only while there are no files to clean up.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -80,11 +77,11 @@ def plain():
 
 
 def _end_job(comm, story, number, silent):
-    """End all ranks, and say why unless another does."""
+    """End all ranks; print why unless another rank does."""
     if silent:
         time.sleep(PARTING)
     else:
         if number == signal.SIGTERM:
-            time.sleep(ECHO)                 # Open MPI sends it where a rank has failed, and that has been said
+            time.sleep(ECHO)                 # Open MPI sends SIGTERM after a rank has failed and printed its message
         speak(story, comm.rank, witness.launcher or os.getppid())
     comm.Abort(128 + number)

@@ -1,4 +1,4 @@
-"""Results for programs: JSON, in a file that is written whole or not at all."""
+"""Results as JSON, in a file that is written whole or not at all."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from ..system.atomic_file import NewFile, check_target
 
 
 def is_stream(path):
-    """Whether a path is standard output, a device or a pipe, which is written to and not replaced."""
+    """Whether a path is standard output, a device or a pipe: these are written to, not replaced."""
     return path == "-" or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def check_json(path, inputs=()):
-    """Raise FileError, naming --json, if `write_json` could not write there; before the work is done."""
+    """Raise FileError, naming --json, if `write_json` could not write there; call it before the work."""
     if path is not None and not is_stream(path):
         check_target("--json", path, inputs)
 
@@ -22,7 +22,7 @@ def check_json(path, inputs=()):
 def write_json(path, data):
     """Write `data` as JSON to the file `path`, or to standard output if it is "-".
 
-    Numbers that JSON cannot say (nan, inf) must be given as None.  Raises FileError, which names --json.
+    JSON has no nan and inf: give None instead.  Raises FileError, which names --json.
     """
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     if path == "-":

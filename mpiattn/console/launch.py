@@ -1,4 +1,4 @@
-"""How a subcommand that uses MPI runs and ends: all ranks together, with one message."""
+"""Start and end of a subcommand that uses MPI: all ranks together, with one message."""
 
 import contextlib
 import os
@@ -16,9 +16,9 @@ from .startup import start
 
 
 class Job:
-    """The ranks of this launch: comm, peers, and the phase they are in, whose seconds are kept.
+    """The ranks of this launch: comm, peers, the current phase, and the seconds of every phase.
 
-    timeout: seconds that a rank waits for others before it gives up; None for the library's.
+    timeout: seconds that a rank waits for others before it gives up; None: the library's default.
     """
 
     def __init__(self, comm, timeout=None):
@@ -32,7 +32,7 @@ class Job:
         witness.tell(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}")
 
     def __call__(self, phase, work):
-        """Run work() as a phase, which the ranks begin and end together."""
+        """Run work() as a phase that all ranks begin and end together."""
         self.phase = phase
         witness.tell(doing=phase)
         self.peers.barrier()
@@ -46,9 +46,9 @@ class Job:
 def on_all_ranks(work, timeout=None, alone=False):
     """Start MPI, run work(job) on every rank and return the exit code.
 
-    An error that the ranks agreed on is said once, by rank 0, and ends all of them with code 1.  An error that
-    only one rank knows of would leave the others waiting: that rank says what it is and where, and aborts the launch.
-    alone: whether the work is also for ranks that do not know of each other, since they were started for another MPI.
+    An error that all ranks share is printed by rank 0, and all ranks return 1.  An error of one rank would leave the
+    others waiting: that rank prints the error and where it happened, and aborts the launch.
+    alone: run the work even if another MPI's launcher has started every rank in a world of its own.
     """
     from ..system import launcher
     wrong = None if alone else launcher.foreign()
@@ -61,7 +61,7 @@ def on_all_ranks(work, timeout=None, alone=False):
         job = Job(comm, timeout)
         return work(job)
     except BaseException as error:
-        wrong_timeout = job is None and isinstance(error, ArgumentError)         # and so on every rank
+        wrong_timeout = job is None and isinstance(error, ArgumentError)         # the same on every rank
         if isinstance(error, MpiattnError) and (error.everywhere or wrong_timeout or comm.size == 1):
             if comm.rank == 0:
                 print(f"mpiattn: {error}", file=sys.stderr, flush=True)
@@ -72,14 +72,14 @@ def on_all_ranks(work, timeout=None, alone=False):
         partial_files.discard_all()
         if isinstance(error, PeerFailure) and error.relayed:
             time.sleep(AFTER)
-        parent = witness.launcher or os.getppid()                  # one for all ranks of a host
+        parent = witness.launcher or os.getppid()                  # the same for all ranks of a host
         speak(_story(comm, job.phase if job else "start", error), comm.rank, parent)
         witness.end()
         comm.Abort(1)
 
 
 def _refuse(text):
-    """Say once why ranks that do not know of each other do nothing; gives the exit code."""
+    """Print once why ranks that do not share a world do nothing; returns the exit code."""
     if launch_rank() == 0:
         print(f"mpiattn: {text}", file=sys.stderr, flush=True)
     else:
@@ -88,7 +88,7 @@ def _refuse(text):
 
 
 def _part(comm):
-    """Wait until rank 0 has spoken: a launcher ends all ranks with the first that fails."""
+    """Wait until rank 0 has printed: launchers end all ranks when the first one fails."""
     from ..comm.peers import Peers
     with contextlib.suppress(PeerFailure):
         Peers(comm, PARTING).barrier()

@@ -1,4 +1,4 @@
-"""One message where ranks fail together: which of them speaks, and how long it takes until that is out."""
+"""One message when ranks fail together: which rank prints it, and how long the others wait for it."""
 
 import os
 import socket
@@ -7,17 +7,17 @@ import time
 
 from .threads import local_ranks
 
-PARTING = 10.0             # seconds that ranks which end together wait for each other
-SILENT = 5.0               # seconds in which rank 0 speaks, before a launcher ends it because another rank has ended
-FLUSH = 0.5                # seconds that a launcher needs to pass a message on, which it drops when the job is aborted
-STAGGER, LATEST = 1.0, 5.0       # seconds between hosts whose ranks fail together, so that one ends the job; at most
-AFTER = LATEST + 2 * FLUSH # seconds in which the rank that has failed speaks, before those that it has told
+PARTING = 10.0             # seconds that ranks wait for each other when they end together
+SILENT = 5.0               # seconds that the others give rank 0 to print: launchers end all ranks with the first
+FLUSH = 0.5                # seconds that a launcher needs to forward a message; it drops output after an abort
+STAGGER, LATEST = 1.0, 5.0       # delay per host in seconds, so that one host prints and ends the job; its maximum
+AFTER = LATEST + 2 * FLUSH # seconds that ranks told of a failure wait, so that the failed rank prints first
 
-_claims = []               # held until this process ends
+_claims = []               # sockets, open until this process ends
 
 
 def claim(launcher):
-    """Whether no other rank under this launcher has spoken; then none will."""
+    """Whether this rank is the first under this launcher that wants to print; all later claims fail."""
     if not sys.platform.startswith("linux"):
         return True
     claimed = socket.socket(socket.AF_UNIX)
@@ -30,13 +30,13 @@ def claim(launcher):
 
 
 def speak(story, rank, launcher):
-    """Write a story, why this rank is about to end the job, unless another that fails with it has said why it is.
+    """Print why this rank is about to end the job, unless another rank that fails with it has printed its reason.
 
-    launcher: the number of the process that has started the ranks of this host.
+    launcher: process number of the launcher's process on this host, the parent of its ranks.
     """
     if not claim(launcher):
         time.sleep(PARTING)
         return
     time.sleep(min(STAGGER * (rank // local_ranks()), LATEST))
-    os.write(2, story.encode())                        # in one piece
+    os.write(2, story.encode())                        # one write, so that output of ranks does not mix
     time.sleep(FLUSH)

@@ -1,4 +1,4 @@
-"""The parser of a command line that several ranks are given: a wrong argument is said once."""
+"""The argument parser of a command that several ranks run: a wrong argument is reported once."""
 
 import argparse
 import sys
@@ -9,15 +9,15 @@ from . import suggest
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a wrong argument once, on rank 0, with what it was probably meant to be; ends every rank with code 2.
+    """Reports a wrong argument on rank 0 only, with a suggestion, and ends every rank with code 2.
 
-    chosen: the parser of the subcommand that was chosen, for the options that it knows.
+    chosen: the parser of the chosen subcommand, whose options are suggested.
     """
 
     words, chosen = (), None
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse; the words are kept for errors."""
+        """As in argparse; keeps the words for errors."""
         self.words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         if launch_rank() == 0:
             known = [*self._option_string_actions, *(self.chosen._option_string_actions if self.chosen else ())]
             super().error(message + suggest.of_options(message, self.words, known))
-        time.sleep(1)               # a launcher ends all ranks with the first that fails: let rank 0 speak first
+        time.sleep(1)               # launchers end all ranks when the first fails: let rank 0 print first
         sys.exit(2)
 
     def _print_message(self, message, file=None):

@@ -1,4 +1,4 @@
-"""How far long phases are: a bar on rank 0's terminal, or now and then a line in its log."""
+"""Progress of long phases: a bar on rank 0's terminal, or a line in its log now and then."""
 
 import os
 import sys
@@ -9,22 +9,21 @@ from . import witness
 from .table import duration
 
 LAUNCHERS = ("hydra", "pmi_proxy", "mpiexec", "mpirun", "prte", "orte", "srun")
-LOOK = 0.1                 # seconds between two looks at how far it is, which take longer than a small piece of work
-APART = 10.0               # seconds between two lines at least, and before the first
-SHARE, SILENCE = 0.1, 60.0       # a line is due when that much more is done, or after so many seconds
+LOOK = 0.1                 # seconds between updates, which take longer than a small piece of work
+APART = 10.0               # seconds before the first line, and at least between two lines
+SHARE, SILENCE = 0.1, 60.0       # a line is due when this share more is done, or after this many seconds
 
 
 def _parent(pid):
-    """Parent of a process by Linux's /proc."""
+    """Parent of a process, from Linux's /proc."""
     with open(f"/proc/{pid}/stat") as stat:
         return int(stat.read().rsplit(")", 1)[1].split()[1])
 
 
 def _terminal():
-    """Where a person watches: standard error if it is a terminal.
+    """Standard error if it is a terminal; under a launcher on this host, the launcher's; else None.
 
-    A launcher hands its ranks pipes even where it was itself started from a terminal, so under one on this host
-    rank 0 looks where the launcher's own standard error goes.
+    A launcher gives its ranks pipes even if it was itself started from a terminal.
     """
     if sys.stderr is None:
         return None
@@ -43,10 +42,10 @@ def _terminal():
 
 
 class Progress:
-    """How far a phase with a title and a total is; call it with what was just done.
+    """Progress of a phase with a title and a total; call it with the amount just done.
 
-    On rank 0 a bar where a person watches, else lines on standard error: "forward 40 %, 12 of 30 blocks, 14 s, about
-    21 s to go", none for phases that end soon.
+    Rank 0 shows a bar on a terminal, else lines on standard error: "forward 40 %, 12 of 30 blocks, 14 s, about
+    21 s to go".  Short phases print no line.
     """
 
     def __init__(self, title, total, unit=""):
@@ -64,7 +63,7 @@ class Progress:
                              dynamic_ncols=True)
 
     def __call__(self, done):
-        """Advance by what was just done."""
+        """Advance by the amount just done."""
         self._done += done
         if self._bar is not None:
             self._bar.update(done)
@@ -99,5 +98,5 @@ class Progress:
 
 
 def _amount(number):
-    """With a digit after the point where that says something."""
+    """A number as text, with one decimal below 100 unless it is 0."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}".removesuffix(".0")

@@ -1,15 +1,15 @@
-"""How MPI is started: once the arguments are known, with a time limit, by a launcher that starts this MPI's ranks."""
+"""Starts MPI: after the arguments are parsed, and with a time limit."""
 
 from . import interrupts, witness
 
-LOADING = 30.0             # seconds besides the time-out: hosts load Python at different speeds
+LOADING = 30.0             # seconds added to the timeout: hosts load Python at different speeds
 
 OVERDUE = ("starting MPI, for which {:g} s were given; ranks wait there for all: for one whose node lacks mpiattn or "
            "has another MPI, that has ended, or that the network does not reach")
 
 
 def defer(wanted=True):
-    """Let `start` start MPI or, if that is not wanted, whoever imports mpi4py's MPI first, as without this."""
+    """Let `start` start MPI instead of the first import of mpi4py.MPI; wanted=False undoes this."""
     import mpi4py
     mpi4py.rc.initialize = not wanted
     if mpi4py.rc.finalize is None:
@@ -17,10 +17,10 @@ def defer(wanted=True):
 
 
 def start(timeout):
-    """Start MPI unless it has been; gives all ranks.
+    """Start MPI unless it is running; returns MPI.COMM_WORLD.
 
-    timeout: seconds that a rank waits for others, None for the library's.  MPI waits for every rank here and cannot be
-    interrupted: when time is up the system ends this process, and its witness says why.
+    timeout: seconds that a rank waits for others; None: the library's default.  Starting MPI waits for every rank and
+    cannot be interrupted: at the time limit an alarm signal ends this process, and its witness prints why.
     """
     from mpi4py import MPI, rc
 

@@ -1,4 +1,4 @@
-"""Results for people: tables, sizes and times."""
+"""Results as text: tables, sizes and times."""
 
 
 def table(rows, header=None):
@@ -13,13 +13,13 @@ def table(rows, header=None):
 
 
 def facts(pairs):
-    """Names and values, one a line."""
+    """Names and values, one pair per line."""
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs)
 
 
 def span(values, show=str):
-    """The least and the most of some values, as text."""
+    """The range of some values, as text: "2" or "2 to 5"."""
     low, high = show(min(values)), show(max(values))
     return low if low == high else f"{low} to {high}"
 

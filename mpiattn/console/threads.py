@@ -1,4 +1,4 @@
-"""How many BLAS threads a rank may use: its share of the host's cores, unless the user has said."""
+"""BLAS threads of a rank: its share of the host's cores, unless the user has set them."""
 
 import os
 
@@ -9,7 +9,7 @@ from ..system.launch_variables import local_ranks
 def limit_threads():
     """Set the variables that BLAS libraries read when NumPy is first imported, so that ranks share the cores.
 
-    Without it every rank would start a thread on every core, and on full hosts run several times slower.
+    Otherwise every rank would start a thread on every core, and fully used hosts would be several times slower.
     """
     if any(name in os.environ for name in BLAS_VARIABLES):
         return

@@ -1,8 +1,8 @@
-"""A process that outlives its rank, to say how it ended.
+"""A process that outlives its rank and reports how the rank ended.
 
-A rank that the kernel kills, for lack of memory say, cannot tell that itself, and launchers tell neither which rank it
-was nor what it was doing.  So before MPI starts, the process that the launcher started forks: the child is the rank,
-the parent waits for it and does nothing else.
+A rank that the kernel kills, for example for lack of memory, cannot report that, and launchers report neither which
+rank it was nor what it was doing.  So the process that the launcher started forks before MPI starts: the child is the
+rank; the parent, its witness, waits for it and does nothing else.
 """
 
 import contextlib
@@ -26,11 +26,14 @@ WHY = {signal.SIGKILL: " (for lack of memory, if nobody sent it)", signal.SIGALR
 ENDED = "its end"
 
 _note = None                           # memory shared with the witness, in the rank
-launcher = None                        # what started the witness, in the rank: a process number
+launcher = None                        # number of the process that started the witness, in the rank
 
 
 def watch(rank):
-    """Go on as the rank, of that number, with a witness as parent; does nothing where it cannot or has been done."""
+    """Fork: continue as the given rank in the child, with the parent as its witness.
+
+    Does nothing where it has been done, where MPI is already loaded, or outside Linux.
+    """
     global _note, launcher
     if _note is not None or not sys.platform.startswith("linux") or "mpi4py.MPI" in sys.modules:
         return
@@ -44,7 +47,7 @@ def watch(rank):
 
 
 def tell(who=None, doing=None):
-    """Note who this rank is, or what it is doing, for the witness."""
+    """Tell the witness who this rank is, or what it is doing."""
     if _note is not None:
         before = _read(_note)
         text = "\n".join(new or old for new, old in zip((who, doing), before))
@@ -53,7 +56,7 @@ def tell(who=None, doing=None):
 
 @contextlib.contextmanager
 def limit(doing, seconds):
-    """End the rank unless what is done inside, which nothing interrupts, is over in time; its witness then says so."""
+    """End the rank if the body, which nothing can interrupt, takes longer than `seconds`; the witness reports it."""
     if _note is None or seconds == float("inf"):
         yield
         return
@@ -68,7 +71,7 @@ def limit(doing, seconds):
 
 
 def end():
-    """Tell the witness that the rank has said all there was to say."""
+    """Tell the witness that the rank has printed its last message."""
     tell(doing=ENDED)
 
 
@@ -78,12 +81,12 @@ def _read(note):
 
 
 def _wait(pid, note, rank):
-    """The witness's whole life."""
-    asked = []                         # signals that the rank was sent by way of its witness: nobody need be told
+    """Run as the witness: forward signals, wait for the rank, report how it ended, end the same way."""
+    asked = []                         # signals forwarded to the rank: its end by one of them needs no report
 
     def forward(number, frame):
         asked.append(number)
-        with contextlib.suppress(ProcessLookupError):          # it has just ended
+        with contextlib.suppress(ProcessLookupError):          # the rank has just ended
             os.kill(pid, number)
     for number in FORWARDED:
         signal.signal(number, forward)
@@ -91,8 +94,8 @@ def _wait(pid, note, rank):
     who, doing = _read(note)
     if not os.WIFSIGNALED(status):
         code = os.WEXITSTATUS(status)
-        if 0 < code < 128 and doing != ENDED:                    # more than that is what a signal's handler gives
-            time.sleep(FLUSH)                                    # MPI may have ended it because of another rank
+        if 0 < code < 128 and doing != ENDED:                    # signal handlers end with codes from 128 on
+            time.sleep(FLUSH)                                    # MPI may have ended the rank because of another one
             if not asked:
                 speak(f"mpiattn: {who} ended with code {code} in the middle; it was at: {doing}\n", rank, os.getppid())
                 _end_by(signal.SIGTERM)
@@ -100,7 +103,7 @@ def _wait(pid, note, rank):
     number = os.WTERMSIG(status)
     if number not in asked:
         story = f"mpiattn: {who} was ended by {_name(number)}{WHY.get(number, '')}; it was at: {doing}\n"
-        if number == signal.SIGALRM:                             # that of other ranks is up, too
+        if number == signal.SIGALRM:                             # other ranks are at their limit too: one prints
             speak(story, rank, os.getppid())
         else:
             claim(os.getppid())
@@ -111,14 +114,14 @@ def _wait(pid, note, rank):
 def _name(number):
     try:
         return signal.Signals(number).name
-    except ValueError:                                           # one of those that have a number only
+    except ValueError:                                           # a real-time signal, which has no name
         return f"signal {number}"
 
 
 def _end_by(number):
-    """End by a signal, that of the rank: MPICH's launcher takes no exit code for a death, and would let others wait."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))             # the rank has left its own, if it was to
-    with contextlib.suppress(OSError):                           # nobody may change what SIGKILL does
+    """End by the signal that ended the rank: on an exit code, MPICH's launcher would let the other ranks wait."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))             # no second core file besides the rank's
+    with contextlib.suppress(OSError):                           # SIGKILL has no handler to reset
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
