@@ -133,7 +133,7 @@ def test_ranks_that_see_another_folder(tmp_path):
     spoil = ("honest = os.path.exists\n"
              "os.path.exists = lambda path: honest(path) and not (rank and 'check' in str(path))")
     items, *_ = check(3, "--folder", tmp_path, spoil=spoil, code=1)
-    assert "not read by ranks 1-2" in items["files"]["text"] and "not there" in items["files"]["text"]
+    assert "that ranks 1-2 on" in items["files"]["text"] and "not there" in items["files"]["text"]
     assert not list(tmp_path.iterdir())
 
 

@@ -101,7 +101,7 @@ def test_unknown_threads():
 
 @pytest.mark.parametrize("answer, claim, status, advice", [
     ("yes", True, "PASS", ""), ("yes", False, "WARN", "MPIR_CVAR_ENABLE_GPU=1"),
-    ("no", True, "FAIL", "fails with one"), ("no", False, "WARN", "go through the host's memory"),
+    ("no", True, "FAIL", "fails with one"), ("no", False, "WARN", "go through host memory"),
     ("unknown", True, "WARN", "why the probe cannot run"), ("unknown", False, "WARN", "why the probe cannot run"),
 ])
 def test_gpu_aware(answer, claim, status, advice):
@@ -122,7 +122,7 @@ def test_devices():
     says(judge_node.devices(job(2)), "PASS", "none (CuPy is not installed)")
     says(judge_node.devices(job(8, **seen("a", "b", "c", "d"))), "PASS", "one for each rank: Fast")
     says(judge_node.devices(job(4, **seen("a", "b"))), "WARN", "ranks 0, 2 share device a of n0",
-         "ranks 1, 3 share device b of n0", "as many ranks a node as it has devices")
+         "ranks 1, 3 share device b of n0", "as many ranks per node as it has devices")
     says(judge_node.devices(job(4, 2, **seen("a", "b", "c"))), "WARN", "1 device of n0 not used; 1 device of n1")
     says(judge_node.devices(job(2, devices=lambda rank: ["a"] * rank)), "WARN", "no device is seen by rank 0 of n0")
     alone = job(3, devices=lambda rank: ["abc"[rank]])           # each was given one that the others do not see
@@ -178,7 +178,7 @@ def test_files():
     says(judge_work.files(files(written="disk full", read=[]), ranks), "FAIL", "cannot write in '/data': disk full",
          "--folder")
     says(judge_work.files(files(read=[None] * 5 + ["not there"] * 3), ranks), "FAIL",
-         "not read by ranks 5-7 on n1: not there", "that all nodes share")
+         "that ranks 5-7 on n1 cannot read: not there", "that all nodes share")
 
 
 def test_report():

@@ -1,1 +1,1 @@
-"""What `mpiattn check` looks at: modules that gather facts on all ranks, and `judge_*`, which judge facts alone."""
+"""The parts of `mpiattn check`: modules that gather facts on all ranks, and `judge_*`, which only judge facts."""

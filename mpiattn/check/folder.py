@@ -1,4 +1,4 @@
-"""Whether a folder takes files as `mpiattn run` makes them, and whether all ranks then see the same."""
+"""Checks that `mpiattn run` can write files in a folder, and that all ranks read the same from it."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def gather(peers, folder):
     same on every rank.
     """
     path = peers.allgather(os.path.join(os.path.abspath(folder), f".mpiattn-check-{secrets.token_hex(8)}.h5"))[0]
-    found = {"folder": folder, "parallel": io.parallel(), "written": None, "read": []}
+    facts = {"folder": folder, "parallel": io.parallel(), "written": None, "read": []}
     layout = Layout("contiguous", 3 * peers.size, peers.size)
     try:
         try:
@@ -32,9 +32,9 @@ def gather(peers, folder):
             finally:
                 output.abandon()
         except FileError as error:                   # the same on every rank
-            return {**found, "written": str(error)}
-        found["read"] = peers.allgather(_read(path, layout.seqlen))
-        return found
+            return {**facts, "written": str(error)}
+        facts["read"] = peers.allgather(_read(path, layout.seqlen))
+        return facts
     finally:
         if peers.rank == 0:
             with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def gather(peers, folder):
 
 
 def _read(path, length):
-    """Why this rank does not read what was written, None if it does."""
+    """Why this rank cannot read the file as it was written; None if it can."""
     if not os.path.exists(path):
         return "not there"
     try:

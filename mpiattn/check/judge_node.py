@@ -2,7 +2,7 @@
 
 from .report_item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
 
-# The variable that a BLAS reads, by what its name begins with.
+# The variable that a BLAS reads, by the beginning of the BLAS's name.
 VARIABLE = {"scipy-openblas": "OPENBLAS_NUM_THREADS", "openblas": "OPENBLAS_NUM_THREADS", "mkl": "MKL_NUM_THREADS",
             "blis": "BLIS_NUM_THREADS"}
 
@@ -13,7 +13,7 @@ def _cores(node):
 
 
 def _crowd(node):
-    """The fewest cores that more ranks share: (ranks, cores), None if every rank can have a core of its own."""
+    """The smallest set of cores that has more ranks than cores: (ranks, cores); None if there is none."""
     for cores in sorted({_cores(node), *(frozenset(rank["cores"]) for rank in node)}, key=len):
         inside = [rank["rank"] for rank in node if cores.issuperset(rank["cores"])]
         if len(inside) > len(cores):
@@ -27,25 +27,25 @@ def crowded(ranks):
 
 
 def binding(ranks):
-    """A core for every rank."""
+    """Every rank can have a core of its own."""
     nodes = by_node(ranks)
     text = (f"{span([len(rank['cores']) for rank in ranks])} cores that a rank may use, "
             f"{span([len(_cores(node)) for node in nodes])} a node")
-    found = [(node, *_crowd(node)) for node in nodes if _crowd(node)]
-    if not found:
+    crowds = [(node, *_crowd(node)) for node in nodes if _crowd(node)]
+    if not crowds:
         return Item("binding", PASS, text)
-    told = [f"{ranks_text(crowd)} share {count(len(cores), 'core')} of {node[0]['host']}"
-            for node, crowd, cores in found]
-    if any(len(_cores(node)) < len(node) for node, *_ in found):
+    shared = [f"{ranks_text(crowd)} share {count(len(cores), 'core')} of {node[0]['host']}"
+              for node, crowd, cores in crowds]
+    if any(len(_cores(node)) < len(node) for node, *_ in crowds):
         advice = "ranks that share a core wait for each other: start at most as many ranks a node as it has cores"
     else:
         advice = ("the launcher binds several ranks to one core: let it give each its own (mpiexec -bind-to core, "
                   "--bind-to core of Open MPI, srun --cpu-bind=cores)")
-    return Item("binding", WARN, "; ".join(told), advice)
+    return Item("binding", WARN, "; ".join(shared), advice)
 
 
 def threads(ranks):
-    """No more BLAS threads than cores."""
+    """The ranks of a node have no more BLAS threads than cores."""
     used = [rank["blas"]["threads"] for rank in ranks]
     library = (ranks[0]["blas"]["library"] or "").lower()
     variable = next((name for start, name in VARIABLE.items() if library.startswith(start)), "OMP_NUM_THREADS")
@@ -65,34 +65,35 @@ def threads(ranks):
 
 
 def gpu_aware(ranks, probes):
-    """Whether MPI takes device buffers; probes: of every node, what `mpiattn.system.gpu_probe.probe` says, or None."""
+    """MPI takes device buffers.  probes: the result of `mpiattn.system.gpu_probe.probe` by rank, or None."""
     claim, why = ranks[0]["mpi"]["gpu_aware"], ranks[0]["mpi"]["gpu_aware_why"]
     tried = [probe for probe in probes if probe]
     if not tried:
-        return Item("GPU-aware MPI", PASS, f"no devices, so not probed ({'yes' if claim else 'no'}: {why})")
+        return Item("GPU-aware MPI", PASS, f"not probed: no devices ({'yes' if claim else 'no'}: {why})")
     worst = min(tried, key=lambda probe: ("no", "unknown", "yes").index(probe["answer"]))
     text = f"{worst['answer']}: {worst['text']}; {why}"
     if worst["answer"] == "unknown":
-        return Item("GPU-aware MPI", WARN, text, "see why the probe cannot run; until then device buffers go through "
-                                                 "the host's memory")
+        return Item("GPU-aware MPI", WARN, text, "find out why the probe cannot run; until then device buffers go "
+                                                 "through host memory")
     if worst["answer"] == "no" and claim:
-        return Item("GPU-aware MPI", FAIL, text, "this MPI says that it takes device buffers and fails with one: load "
-                                                 "a build that fits the driver, or switch its GPU support off")
+        return Item("GPU-aware MPI", FAIL, text, "this MPI claims to take device buffers but fails with one: load a "
+                                                 "build that fits the driver, or switch its GPU support off")
     if worst["answer"] == "no":
-        return Item("GPU-aware MPI", WARN, text, "device buffers go through the host's memory, which is slower: load "
-                                                 "an MPI built with CUDA, if the site has one")
+        return Item("GPU-aware MPI", WARN, text, "device buffers go through host memory, which is slower: load an MPI "
+                                                 "built with CUDA, if the site has one")
     if not claim:
-        return Item("GPU-aware MPI", WARN, text, "it works, but this MPI does not say so and is not relied on: set "
-                                                 "what its makers document (MPIR_CVAR_ENABLE_GPU=1 of MPICH, "
-                                                 "MPICH_GPU_SUPPORT_ENABLED=1 of Cray's)")
+        return Item("GPU-aware MPI", WARN, text, "device buffers work, but this MPI does not claim to take them, so "
+                                                 "mpiattn does not use them: set the documented variable "
+                                                 "(MPIR_CVAR_ENABLE_GPU=1 for MPICH, MPICH_GPU_SUPPORT_ENABLED=1 for "
+                                                 "Cray MPICH)")
     return Item("GPU-aware MPI", PASS, text)
 
 
 def devices(ranks):
-    """A device for every rank, and a rank for every device."""
+    """Every rank has a device, and every device has a rank."""
     if not any(rank["devices"] for rank in ranks):
         return Item("devices", PASS, f"none ({ranks[0]['no_devices_why']})")
-    told = []
+    problems = []
     for node in by_node(ranks):
         name = node[0]["host"]
         blind = [rank["rank"] for rank in node if not rank["devices"]]
@@ -102,14 +103,14 @@ def devices(ranks):
                 device = rank["devices"][rank["local_rank"] % len(rank["devices"])]
                 taken.setdefault(device, []).append(rank["rank"])
         if blind:
-            told.append(f"no device is seen by {ranks_text(blind)} of {name}")
-        told += [f"{ranks_text(some)} share device {device} of {name}"
+            problems.append(f"no device is seen by {ranks_text(blind)} of {name}")
+        problems += [f"{ranks_text(some)} share device {device} of {name}"
                  for device, some in taken.items() if len(some) > 1]
         if visible - set(taken):
-            told.append(f"{count(len(visible - set(taken)), 'device')} of {name} not used")
-    if told:
-        return Item("devices", WARN, "; ".join(told),
-                    "start as many ranks a node as it has devices, all of which every rank may see: a rank takes the "
-                    "device of its number on the node")
+            problems.append(f"{count(len(visible - set(taken)), 'device')} of {name} not used")
+    if problems:
+        return Item("devices", WARN, "; ".join(problems),
+                    "start as many ranks per node as it has devices, and let every rank see all of them: a rank uses "
+                    "the device whose number is its rank on the node")
     names = sorted({name for rank in ranks for name in rank["device_names"]})
     return Item("devices", PASS, f"one for each rank: {', '.join(names)}")

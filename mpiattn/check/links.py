@@ -1,4 +1,4 @@
-"""How fast ranks send to their neighbours, all at once around a ring, as chunks travel."""
+"""Measures how fast ranks send to their neighbours: all at once around a ring, as chunks travel."""
 
 import time
 
@@ -8,17 +8,17 @@ from ..backends.numpy.backend import NumpyBackend
 from ..tuning.samples import take_turns
 from ..tuning.wire import Wire
 
-SHORT = 8                            # bytes, for the time that a message takes whatever its length
+SHORT = 8                            # bytes, for the latency
 SIZES = (2 ** 20, 4 * 2 ** 20)       # bytes, for the rate
-TURNS, REPEATS = 30, 7               # exchanges of short messages in a row, and of everything at most ...
-LIMIT = 2.0                          # ... and seconds that all may take
+TURNS, REPEATS = 30, 7               # short exchanges in a row; at most this many repetitions of every measurement
+LIMIT = 2.0                          # seconds for all measurements together
 
 
 def gather(peers, ranks):
     """The link that ends at each rank: [{"from", "to", "between", "latency", "rates"}]; collective.
 
-    ranks: their facts.  between: whether it joins two nodes.  latency: seconds of a short exchange.  rates: bytes a
-    second by size, the median.  Empty for one rank.
+    ranks: their facts.  between: whether the link joins two nodes.  latency: seconds of a short exchange.  rates:
+    median bytes per second by size.  Empty for one rank.
     """
     if peers.size == 1:
         return []
@@ -33,7 +33,7 @@ def gather(peers, ranks):
 
 
 def _arriving(wire, times=1):
-    """A work for `take_turns`: seconds until as many messages of the neighbour's have come, whatever mine take."""
+    """A work for `take_turns`: seconds until `times` messages of the neighbour have come, without waiting for sends."""
     before, after = (wire.peers.rank - 1) % wire.peers.size, (wire.peers.rank + 1) % wire.peers.size
 
     def work(turn):

@@ -1,4 +1,4 @@
-"""What every rank knows of itself and its place."""
+"""The facts of every rank: host, node, cores, versions, MPI, devices."""
 
 import socket
 
@@ -8,11 +8,11 @@ from ..system.launch_variables import launched
 
 
 def gather(peers):
-    """The facts of every rank, as a list by rank of dicts that JSON can say; collective.
+    """The facts of all ranks, a list of dicts by rank, fit for JSON; collective.
 
-    rank, host, node (the first rank that shares memory with this one), local_rank, cores (those it may use),
-    versions, blas and mpi as of `mpiattn.system.installation`, launched (ranks that the launcher counts, or None),
-    devices (how each is known on the node), device_names and no_devices_why.
+    rank, host, node (the first rank that shares memory with this one), local_rank, cores (that it may use), versions,
+    blas and mpi (from `mpiattn.system.installation`), launched (ranks that the launcher started, or None), devices
+    (their addresses on the node), device_names and no_devices_why.
     """
     nodes = nodes_of(peers)
     node = nodes[peers.rank]

@@ -1,4 +1,4 @@
-"""Small attention problems on the ranks at hand, forward and backward, against float64."""
+"""Computes small attention problems on these ranks, forward and backward, and compares them with float64."""
 
 from itertools import product
 from typing import NamedTuple
@@ -50,9 +50,9 @@ def _run(peers, case, timeout, progress):
     with MeshAttention(peers.comm, seqlen=seqlen, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
                        causal=case.causal, tile=case.tile, schedule=case.schedule, route=case.route,
                        layout="zigzag" if case.causal else "contiguous", timeout=timeout) as plan:
-        mine = [np.ascontiguousarray(inputs[name][:, plan.positions]) for name in ("q", "k", "v", "dout")]
-        out, lse = plan.forward(*mine[:3])
-        gradients = plan.backward(mine[3], *mine[:3], out, lse)
+        *chunks, dout_chunk = (np.ascontiguousarray(array[:, plan.positions]) for array in inputs.values())
+        out, lse = plan.forward(*chunks)
+        gradients = plan.backward(dout_chunk, *chunks, out, lse)
         layouts = plan.q_layout, plan.k_layout
         reports = (verify(peers, plan.problem, layouts[0], out, lse, read),
                    verify_gradients(peers, plan.problem, *layouts, out, lse, gradients, read))

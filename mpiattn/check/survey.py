@@ -1,4 +1,4 @@
-"""The whole check: gathers on all ranks, then judges, on every rank alike."""
+"""The whole check: gathers facts from all ranks, then judges them; every rank has the same result."""
 
 from ..comm.peers import time_limit
 from ..system import gpu_probe
@@ -12,17 +12,17 @@ def steps(ranks):
 
 
 def survey(job, where, timeout, progress=lambda done: None):
-    """Check everything; where: a folder for a small file.  Collective; gives (items, facts) on every rank.
+    """Check everything; returns (items, facts) on every rank; collective.
 
-    job: as of `console.launch`.  timeout: seconds that a rank waits for others.  progress: called with the number
-    of steps just done.
+    job: a `console.launch.Job`.  where: the folder for a small file.  timeout: seconds that a rank waits for others.
+    progress: called with the number of steps just done.
     """
     peers = job.peers
 
     def phase(name, work):
-        found = job(name, work)
+        facts = job(name, work)
         progress(1)
-        return found
+        return facts
     ranks = phase("look at the ranks", lambda: rank_facts.gather(peers))
     probes = phase("probe devices", lambda: _probes(peers, ranks, timeout))
     cases = job("compute", lambda: results.gather(peers, timeout, progress))
@@ -36,7 +36,7 @@ def survey(job, where, timeout, progress=lambda done: None):
 
 
 def _probes(peers, ranks, timeout):
-    """By rank, what the first of every node that sees devices finds, None by the others."""
+    """By rank, the probe's result on the first rank of every node that sees devices; None for the others."""
     asked = {min(seeing) for node in by_node(ranks) if (seeing := [rank["rank"] for rank in node if rank["devices"]])}
-    limit = min(gpu_probe.TIMEOUT, time_limit(timeout) / 2)             # the others wait
+    limit = min(gpu_probe.TIMEOUT, time_limit(timeout) / 2)             # less than the others' time limit for waiting
     return peers.allgather(gpu_probe.probe(timeout=limit) if peers.rank in asked else None)
