@@ -1,1 +1,1 @@
-"""Measures the machine that ranks run on: what `mpiattn tune` stores and plans reckon with."""
+"""Measures the machine that ranks run on: the figures that `mpiattn tune` stores and plans use."""

@@ -1,4 +1,4 @@
-"""Blocks: what they take besides their work, and the speed of their work, by dtype; all ranks computing at once."""
+"""Measures blocks: their fixed overhead and the speed of their work by dtype, with all ranks computing at once."""
 
 from typing import NamedTuple
 
@@ -11,15 +11,15 @@ from ..schedule.kinds import REDUCED
 from .samples import Sample, take_turns
 
 HEADS = 2
-SMALLEST, LEAST = 128, 16            # tokens of the smallest block that is timed; where that takes long, at least
-LARGEST = 2 ** 14
-MERGED = 2 ** 13                     # tokens of a partial: megabytes, as those of chunks
-LONG = 2e-3                          # of the seconds that all blocks may take: the largest takes that, or a bit more
+SMALLEST, LEAST = 128, 16            # tokens of the smallest timed block; on slow machines fewer, at least LEAST
+LARGEST = 2 ** 14                    # tokens of the largest timed block, at most
+MERGED = 2 ** 13                     # tokens of a merged partial: megabytes, like the partials of chunks
+LONG = 2e-3                          # share of the seconds for all blocks that the largest block takes, about
 PASSES = {"forward": Forward, "backward": Backward}
 
 
-class Found(NamedTuple):
-    """launch: seconds.  flops: operations a second forward, by dtype.  backward: in units of that, of all dtypes."""
+class BlockFigures(NamedTuple):
+    """launch: seconds.  flops: operations per second forward, by dtype.  backward: speed relative to forward."""
 
     launch: Sample
     flops: dict
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
 
 class Blocks:
-    """Inputs and results of one size, dtype and direction; `run` computes the block, over all its pairs."""
+    """Inputs and results of a block of one size, dtype and direction; `run` computes it, without a mask."""
 
     def __init__(self, backend, tokens, dtype, head_dim, direction, heads=HEADS):
         problem = Problem(seqlen=tokens, heads=heads, head_dim=head_dim, dtype=dtype)
@@ -37,8 +37,8 @@ class Blocks:
 
         def draw(token, dtype):
             return backend.contiguous(rng.standard_normal((tokens, *token), np.float32).astype(dtype))
-        self.q, self.kv = [draw(*one) for one in shapes["Q"]], [draw(*one) for one in shapes["KV"]]
-        if direction == "backward":          # the lse of a row sets its weights: about what such rows have
+        self.q, self.kv = [draw(*shape) for shape in shapes["Q"]], [draw(*shape) for shape in shapes["KV"]]
+        if direction == "backward":          # the lse determines the weights: set it to about that of such rows
             lse = self.q[2]
             backend.wait(backend.copy(lse, backend.contiguous(np.full(lse.shape, np.log(tokens) + 0.5, lse.dtype))))
         self.reduced = {kind: [backend.empty((tokens, *token), dtype) for token, dtype in shapes[kind]]
@@ -57,7 +57,7 @@ class Blocks:
 
 
 def sizes(peers, backend, dtype, head_dim, seconds):
-    """Tokens of the three blocks to be timed, of which the largest takes a share of `seconds`; collective."""
+    """Tokens of the three blocks to be timed; the largest takes the share LONG of `seconds`; collective."""
     def is_long(tokens):
         block = Blocks(backend, tokens, dtype, head_dim, "forward")
         return np.max(take_turns(peers, [block.run], 0).min(axis=1)) >= LONG * seconds
@@ -71,24 +71,24 @@ def sizes(peers, backend, dtype, head_dim, seconds):
 
 
 def fit(flops, seconds, launch=None):
-    """(launch, rate) such that launch + flops / rate is about `seconds`, least squares of the relative errors.
+    """Fit launch + flops / rate to `seconds` by least squares of the relative errors; returns (launch, rate).
 
-    flops, seconds: arrays over blocks.  launch: where it is known; it is never below 0.
+    flops, seconds: arrays over blocks.  launch: seconds, if known; a fitted launch is at least 0.
     """
     of_flops, of_launch = np.asarray(flops, float) / seconds, 1 / np.asarray(seconds, float)
     if launch is None:
-        scale = of_flops.max() / of_launch.max()             # columns of one size
+        scale = of_flops.max() / of_launch.max()             # columns of the same magnitude
         (launch, slope), *_ = np.linalg.lstsq(np.stack([of_launch * scale, of_flops], axis=1),
                                               np.ones(len(of_flops)), rcond=None)
         launch = max(0.0, float(launch * scale))
     slope = of_flops @ (1 - launch * of_launch)
-    if slope <= 0:                                           # noise: no block takes as long as a launch
+    if slope <= 0:                                           # noise: every block took less than a launch
         slope = of_flops.sum()
     return launch, float(of_flops @ of_flops / slope)
 
 
 def measure(peers, backend, dtypes, head_dim, seconds, progress):
-    """What blocks are found to take; collective."""
+    """Measure blocks of every dtype, forward and backward; returns BlockFigures; collective."""
     chosen = sizes(peers, backend, dtypes[0], head_dim, seconds)
     blocks = {(dtype, direction): [Blocks(backend, tokens, dtype, head_dim, direction) for tokens in chosen]
               for dtype in dtypes for direction in PASSES}
@@ -97,24 +97,24 @@ def measure(peers, backend, dtypes, head_dim, seconds, progress):
     flops = {kind: [block.flops for block in some] for kind, some in blocks.items()}
 
     def quartiles(kind):
-        """Of the seconds of each size: low, typical, high."""
+        """Low, typical and high seconds of each size."""
         return np.percentile(times[kind].reshape(-1, len(flops[kind])), (25, 50, 75), axis=0)
-    launches = np.array([[fit(flops[kind], one)[0] for one in quartiles(kind)]
+    launches = np.array([[fit(flops[kind], by_size)[0] for by_size in quartiles(kind)]
                          for kind in blocks if kind[1] == "forward"])
     launch, count = float(np.median(launches[:, 1])), took[..., 0].size
-    rates = {kind: np.array([fit(flops[kind], one, launch)[1] for one in quartiles(kind)]) for kind in blocks}
+    rates = {kind: np.array([fit(flops[kind], by_size, launch)[1] for by_size in quartiles(kind)]) for kind in blocks}
     backward = np.median([rates[dtype, "backward"] / rates[dtype, "forward"][1] for dtype in dtypes], axis=0)
 
     def about(typical, values):
-        """A sample of a figure that was fitted to the median and to the quartiles of what was timed."""
+        """The Sample of a figure that was fitted to the median and to the quartiles of the times."""
         return Sample(float(typical), float(np.min(values)), float(np.max(values)), count)
-    return Found(about(launch, np.median(launches, axis=0).tolist() + [launch]),
+    return BlockFigures(about(launch, np.median(launches, axis=0).tolist() + [launch]),
                  {dtype: about(rates[dtype, "forward"][1], rates[dtype, "forward"]) for dtype in dtypes},
                  about(backward[1], backward))
 
 
 def merging(peers, backend, head_dim, seconds, progress):
-    """Bytes of partials a second that a rank merges into its own; collective."""
+    """Bytes of partials per second that a rank merges into its own; collective."""
     rng = np.random.default_rng(0)
     shapes = (MERGED, HEADS, head_dim), (MERGED, HEADS)
     partials = [[backend.contiguous(rng.standard_normal(shape, np.float32)) for shape in shapes] for _ in range(2)]

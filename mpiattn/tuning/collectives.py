@@ -1,4 +1,4 @@
-"""MPI's collectives against messages between pairs that move the same bytes, over all ranks."""
+"""Measures MPI's collectives against messages between pairs of ranks that move the same bytes."""
 
 import numpy as np
 
@@ -6,16 +6,16 @@ from ..backends.base import WireBytes
 from .samples import Sample, take_turns
 from .wire import ITEMSIZE, TAG, Wire
 
-CHUNK = 2 ** 20                      # bytes of a chunk ...
-ALL = 64 * 2 ** 20                   # ... and at most of those of all ranks together
-LEAST = 2 ** 12
-TURNS = 12                           # of three works, that there has to be time for
+CHUNK = 2 ** 20                      # bytes of a chunk, at most
+ALL = 64 * 2 ** 20                   # bytes of the chunks of all ranks together, at most
+LEAST = 2 ** 12                      # bytes of a chunk, at least
+TURNS = 12                           # turns of the three works that must fit into the time
 
 
 def measure(peers, backend, bandwidth, seconds, progress):
-    """Seconds of a collective in units of those of pairs, None for one rank; collective.
+    """Seconds of a collective relative to the messages between pairs; None for one rank; collective.
 
-    bandwidth: bytes a second of the slowest links.
+    bandwidth: bytes per second of the slowest links.
     """
     if peers.size == 1:
         progress(seconds)

@@ -1,4 +1,4 @@
-"""Links inside a node and between nodes: latency, and bandwidth while all ranks send and receive at once."""
+"""Measures links inside a node and between nodes: latency, and bandwidth while all ranks send and receive."""
 
 from typing import NamedTuple
 
@@ -7,17 +7,18 @@ import numpy as np
 from .samples import Sample, take_turns
 from .wire import Wire
 
-SHORT = 8                            # bytes, for what a message takes besides its bytes
-EXCHANGES = 30                       # short ones in a row
-SIZES = (2 ** 20, 8 * 2 ** 20)       # bytes, as chunks have, ...
-PROBE = 2 ** 16                      # ... or less on links so slow that those would take too long, at least this
-TURNS = 4                            # at least, that there has to be time for
-SHARING = 0.9                        # of the rate of one rank a node: with less, all ranks of it share a card
+SHORT = 8                            # bytes, for the latency
+EXCHANGES = 30                       # short exchanges in a row
+SIZES = (2 ** 20, 8 * 2 ** 20)       # bytes, like chunks; less on slow links, at least PROBE
+PROBE = 2 ** 16                      # bytes of the first, untimed estimate
+TURNS = 4                            # turns that must fit into the time
+SHARING = 0.9                        # below this share of the rate of one rank per node, its ranks share a card
 
 
-class Found(NamedTuple):
-    """latency: seconds.  bandwidth: bytes a second of a rank.  node: of all ranks of a node together, None if as many
-    times that of one."""
+class LinkFigures(NamedTuple):
+    """latency: seconds.  bandwidth: bytes per second of a rank.  node: bytes per second of all ranks of a node
+    together; None if they do not limit each other.
+    """
 
     latency: Sample
     bandwidth: Sample
@@ -25,19 +26,19 @@ class Found(NamedTuple):
 
 
 def partners(nodes, rank, between, turn, crossing=None):
-    """Whom a rank sends to and receives from, (dest, source), so that all do so at once; None if it has no part.
+    """The (dest, source) of a rank when all ranks send and receive at once; None if it takes no part.
 
-    nodes: of every rank.  between: whether to another node, then to the rank of the same place there.  turn: others
-    come with every turn.  crossing: how many ranks of each node send to another, at most and by default as many as the
-    smallest has.
+    nodes: node number of every rank.  between: send to another node, to the rank with the same number on that node.
+    turn: partners change with every turn.  crossing: ranks of each node that send to another one; default and maximum:
+    the ranks of the smallest node.
     """
-    places = [[other for other, node in enumerate(nodes) if node == one] for one in range(max(nodes) + 1)]
-    group, at = places[nodes[rank]], nodes[rank]
+    by_node = [[other for other, node in enumerate(nodes) if node == number] for number in range(max(nodes) + 1)]
+    group, at = by_node[nodes[rank]], nodes[rank]
     if between:
         place = group.index(rank)
-        if place >= (crossing or min(map(len, places))):
+        if place >= (crossing or min(map(len, by_node))):
             return None
-        group = [node[place] for node in places]
+        group = [node[place] for node in by_node]
     else:
         at = group.index(rank)
     if len(group) < 2:
@@ -47,7 +48,7 @@ def partners(nodes, rank, between, turn, crossing=None):
 
 
 def swapping(wire, nodes, between, times=1, crossing=None):
-    """A work for `take_turns`: swaps over such links."""
+    """A work for `take_turns`: swaps with the `partners` of the turn."""
     def work(turn):
         ends = partners(nodes, wire.peers.rank, between, turn, crossing)
         if ends is None:
@@ -59,18 +60,18 @@ def swapping(wire, nodes, between, times=1, crossing=None):
 
 
 def rates(seconds, sizes, latency):
-    """Bytes a second of transfers of every size in turn: seconds (..., sizes) as an array (...)."""
+    """Bytes per second of transfers of all sizes together, an array (...), from their seconds (..., sizes)."""
     took = seconds.sum(axis=-1)
-    return sum(sizes) / np.maximum(took - len(sizes) * latency, took / 2)       # a latency as noisy as the rest
+    return sum(sizes) / np.maximum(took - len(sizes) * latency, took / 2)       # the latency is noisy, too
 
 
 def exists(nodes, between):
-    """Whether there are such links."""
+    """Whether there are links between nodes, or inside a node for between=False."""
     return any(partners(nodes, rank, between, 0) for rank in range(len(nodes)))
 
 
 def measure(peers, nodes, backend, between, seconds, progress):
-    """What the links are found to be, None where there are none; collective."""
+    """Measure the links; returns LinkFigures, None where there are no such links; collective."""
     if not exists(nodes, between):
         progress(seconds)
         return None
@@ -91,5 +92,5 @@ def measure(peers, nodes, backend, between, seconds, progress):
         alone = Sample.of(rates(took[..., 1 + len(long):], sizes, latency.typical))
         if loaded.typical < SHARING * alone.typical:
             node = Sample(*(smallest * rate for rate in loaded[:3]), loaded.count)
-            return Found(latency, alone, node)
-    return Found(latency, loaded)
+            return LinkFigures(latency, alone, node)
+    return LinkFigures(latency, loaded)

@@ -7,14 +7,15 @@ from ..system import host
 from . import blocks, collectives, combining, links, overlap
 from .samples import Sample
 
-# Shares of the time that the parts take, in order.
+# The share of the time for each part, in order.
 SHARES = {"blocks": 0.35, "merging": 0.05, "inside": 0.1, "between": 0.15, "inside overlap": 0.1,
           "between overlap": 0.1, "collective": 0.1, "combining": 0.05}
 
 
 class Measured(NamedTuple):
-    """machine: what was found.  samples: a `Sample` of every figure that was measured, by name.  lacking: what this
-    launch does not have, by field of the machine: those are the default's."""
+    """machine: with the measured figures.  samples: the `Sample` of every measured figure, by name.  lacking: reasons
+    by field of the machine, for figures that this launch cannot show and that are those of the default machine.
+    """
 
     machine: Machine
     samples: dict
@@ -24,31 +25,31 @@ class Measured(NamedTuple):
 def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seconds: None):
     """Measure the machine that these ranks run on, for about `seconds`; collective, the same result on every rank.
 
-    job: as of `console.launch`.  nodes: of every rank (`comm.mesh.nodes_of`).  dtypes: of blocks, one at least.
-    progress: called with the seconds that have just gone by, `seconds` in all.
+    job: a `console.launch.Job`.  nodes: node number of every rank (`comm.mesh.nodes_of`).  dtypes: of blocks, at least
+    one.  progress: called with the seconds that have just passed, `seconds` in all.
     """
     peers, samples, lacking = job.peers, {}, {}
 
-    def part(name, what, *arguments):
+    def part(name, measurement, *arguments):
         """One part of the measurement, a phase of the job."""
-        found = job(f"measure {name}", lambda: what(*arguments, SHARES[name] * seconds, progress))
-        return peers.allgather(found)[0]               # sums in another order may differ in the last bit
+        figures = job(f"measure {name}", lambda: measurement(*arguments, SHARES[name] * seconds, progress))
+        return peers.allgather(figures)[0]             # rank 0's: sums may differ between ranks in the last bit
     computed = part("blocks", blocks.measure, peers, backend, dtypes, head_dim)
-    samples |= {"launch": computed.launch, **{f"flops {dtype}": one for dtype, one in computed.flops.items()},
+    samples |= {"launch": computed.launch, **{f"flops {dtype}": sample for dtype, sample in computed.flops.items()},
                 "backward": computed.backward}
     samples["merging"] = part("merging", blocks.merging, peers, backend, head_dim)
     sides, node = {}, None
     for side, between in (("inside", False), ("between", True)):
-        found = part(side, links.measure, peers, nodes, backend, between)
-        if found is None:
+        link = part(side, links.measure, peers, nodes, backend, between)
+        if link is None:
             sides[side] = getattr(DEFAULT, side)
             lacking[side] = "one node" if between else "no node with two ranks"
             continue
-        samples |= {f"{side} latency": found.latency, f"{side} bandwidth": found.bandwidth}
-        sides[side] = Link(found.latency.typical, found.bandwidth.typical)
-        if found.node:
-            samples["node_bandwidth"] = found.node
-            node = found.node.typical
+        samples |= {f"{side} latency": link.latency, f"{side} bandwidth": link.bandwidth}
+        sides[side] = Link(link.latency.typical, link.bandwidth.typical)
+        if link.node:
+            samples["node_bandwidth"] = link.node
+            node = link.node.typical
     for side, between in (("inside", False), ("between", True)):
         hidden = part(f"{side} overlap", overlap.measure, peers, nodes, backend, between, sides[side].bandwidth,
                       computed.flops[dtypes[0]].typical, dtypes[0], head_dim)
@@ -66,12 +67,12 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
     if combined is None:
         lacking["combining"] = "one rank"
     else:
-        samples |= {f"combining {rows} {way}": one for way, by_rows in combined.items()
-                    for rows, one in by_rows.items()}
+        samples |= {f"combining {rows} {algorithm}": sample for algorithm, by_rows in combined.items()
+                    for rows, sample in by_rows.items()}
     several = max(nodes) + 1
     machine = Machine("measured", **sides, node_bandwidth=node,
-                      ranks_per_node=max(nodes.count(one) for one in set(nodes)),
-                      flops={dtype: one.typical for dtype, one in computed.flops.items()},
+                      ranks_per_node=max(map(nodes.count, nodes)),
+                      flops={dtype: sample.typical for dtype, sample in computed.flops.items()},
                       backward=computed.backward.typical, launch=computed.launch.typical,
                       merging=samples["merging"].typical, collective=together.typical,
                       combining=combining.factors(combined or {}, head_dim, nodes, *sides.values()),

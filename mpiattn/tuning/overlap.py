@@ -1,4 +1,4 @@
-"""Overlap: the share of a transfer that goes on while the rank computes, as the executor lets it."""
+"""Measures overlap: the share of a transfer that proceeds while the rank computes, polled as the executor polls."""
 
 import numpy as np
 
@@ -7,16 +7,16 @@ from .links import exists, partners, swapping
 from .samples import Sample, take_turns
 from .wire import Wire
 
-TARGET, SHORTEST = 0.03, 5e-3        # of all the seconds, what the block and the transfer beside it take; at least
+TARGET, SHORTEST = 0.03, 5e-3        # duration of the block and of the transfer: share of all seconds; seconds at least
 MOST_BYTES, LEAST_BYTES = 32 * 2 ** 20, 2 ** 16
 LEAST_TOKENS = 64
 
 
 def measure(peers, nodes, backend, between, bandwidth, speed, dtype, head_dim, seconds, progress):
-    """The share of transfers that blocks hide, None where there are no such links; collective.
+    """The share of transfers that blocks hide; None where there are no such links; collective.
 
-    bandwidth: bytes a second of such links.  speed: operations a second of blocks of `dtype`.  Both make a block take
-    about as long as the transfer: one that takes longer hides more of it than goes on in the transfer's own time.
+    bandwidth: bytes per second of such links.  speed: operations per second of blocks of `dtype`.  From both follows a
+    block that takes about as long as the transfer; a longer one would hide more than the share to be measured.
     """
     if not exists(nodes, between):
         progress(seconds)
@@ -40,6 +40,6 @@ def measure(peers, nodes, backend, between, bandwidth, speed, dtype, head_dim, s
 
 
 def hidden(took):
-    """Share hidden, in [0, 1], of seconds (..., 3): of the transfer, of the block, and of both at once."""
+    """The hidden share, in [0, 1].  took (..., 3): seconds of the transfer, of the block, and of both at once."""
     transfer, block, together = np.moveaxis(took, -1, 0)
     return np.clip((transfer + block - together) / np.minimum(transfer, block), 0, 1)

@@ -1,4 +1,4 @@
-"""Times things on all ranks at once, in turn, and says what is typical of the samples of all ranks and turns."""
+"""Times works in turn, on all ranks at once, and summarises the samples of all ranks and turns."""
 
 import time
 from typing import NamedTuple
@@ -9,7 +9,7 @@ LEAST, MOST = 3, 100         # turns
 
 
 class Sample(NamedTuple):
-    """A figure: the median of its samples, their quartiles, and how many there are."""
+    """A measured figure: the median, the quartiles and the number of its samples."""
 
     typical: float
     low: float
@@ -18,7 +18,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, values):
-        """Of any array; nan is where a rank had no part."""
+        """The Sample of an array; nan, where a rank took no part, is left out."""
         values = np.asarray(values, float)
         values = values[np.isfinite(values)]
         low, typical, high = np.percentile(values, (25, 50, 75)).tolist()
@@ -26,27 +26,27 @@ class Sample(NamedTuple):
 
 
 def take_turns(peers, works, seconds, progress=lambda seconds: None, most=MOST):
-    """Time every one of `works` in turn, until about `seconds` are over or `most` turns; collective.
+    """Time the functions `works` in turn, for about `seconds` but at most `most` turns; collective.
 
-    Works are called with the number of the turn once all ranks are there.  One may return what is to count as its
-    seconds: nan where this rank has no part in it.  Each is done once before, untimed: connections are made and memory
-    is touched.  progress: called with the seconds that have just gone by, `seconds` in all.
+    After a barrier each is called with the number of the turn.  It may return its own seconds instead of those timed
+    here; nan: this rank takes no part.  Each is called once before, untimed, to open connections and touch memory.
+    progress: called with the seconds that have just passed, `seconds` in all.
     Returns seconds, float64 (ranks, turns, works).
     """
     for work in works:
         peers.barrier()
         work(0)
-    mine, told, begun = [], 0.0, time.monotonic()
+    turns, reported, begun = [], 0.0, time.monotonic()
     while True:
-        mine.append([_timed(peers, work, len(mine)) for work in works])
-        # whole milliseconds of the slowest, so that all ranks stop after the same turn
+        turns.append([_timed(peers, work, len(turns)) for work in works])
+        # the slowest rank's time, so that all ranks stop after the same turn
         gone = peers.largest([1e3 * (time.monotonic() - begun)])[0] / 1e3
-        over = len(mine) >= most or (len(mine) >= LEAST and gone >= seconds)
+        over = len(turns) >= most or (len(turns) >= LEAST and gone >= seconds)
         now = seconds if over else min(gone, seconds)
-        progress(now - told)
-        told = now
+        progress(now - reported)
+        reported = now
         if over:
-            return np.array(peers.allgather(np.array(mine)))
+            return np.array(peers.allgather(np.array(turns)))
 
 
 def _timed(peers, work, turn):

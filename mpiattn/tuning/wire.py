@@ -1,4 +1,4 @@
-"""Arrays that travel as a plan's chunks do: through a back end's buffers and an `Exchange`."""
+"""Sends arrays as a plan sends chunks: through a back end's buffers and an `Exchange`."""
 
 from ..comm.exchange import Exchange
 
@@ -7,16 +7,16 @@ ITEMSIZE = 4
 
 
 class Wire:
-    """An array of about `nbytes` to send and one to receive, of the back end; and the exchange that moves them.
+    """Two arrays of the back end of about `nbytes`, one to send and one to receive, and the exchange that moves them.
 
-    Transfers are between this rank and others of `peers`; the other end must do its part.
+    Transfers are between this rank and others of `peers`; the other rank must post the matching one.
     """
 
     def __init__(self, peers, backend, nbytes):
         self.peers, self.backend, self.exchange = peers, backend, Exchange(peers)
         self.given, self.taken = (backend.empty((max(1, nbytes // ITEMSIZE),), "float32") for _ in range(2))
         self.nbytes = self.given.nbytes
-        backend.wait(backend.zero((self.given, self.taken)))         # their memory is there before time is taken
+        backend.wait(backend.zero((self.given, self.taken)))         # touches the memory before anything is timed
 
     def receive(self, source):
         """Post a receive; returns what was posted."""
@@ -27,7 +27,7 @@ class Wire:
         return self.exchange.send(self.peers.comm, self.backend.outgoing(self.given), dest, TAG)
 
     def complete(self, posted):
-        """Wait until what was posted has left and come."""
+        """Wait until the posted transfers are complete."""
         self.exchange.wait(posted)
         self.backend.sent(self.given)
         self.backend.wait(self.backend.arrived(self.taken))
