@@ -1,14 +1,14 @@
-"""Counts the numbers that are not finite: they pass through every computation and every comparison unseen."""
+"""Counts numbers that are not finite, which computations and comparisons would not report."""
 
 import numpy as np
 
-PIECE_ELEMENTS = 2 ** 20       # looked at at a time
+PIECE_ELEMENTS = 2 ** 20       # tested at a time
 
 
 def nonfinite(array, sees_none=False):
-    """How many elements of an array (batch, ...) are NaN or infinite.
+    """The number of elements of an array (batch, ...) that are NaN or infinite.
 
-    sees_none: it is an lse, which is -inf where a query sees no key; those are not counted.
+    sees_none: the array is an lse; its -inf, of queries that see no key, are not counted.
     """
     if not array.size:
         return 0

@@ -1,8 +1,8 @@
-"""HDF5 files without MPI: what an input must hold, how elements are stored, how an output is laid out, clear errors.
+"""HDF5 files without MPI: the contents of inputs, stored types, the layout of outputs, and clear errors.
 
-bfloat16 is stored as HDF5's own description of it, a float of 16 bits with 8 of exponent: other readers get its values
-as float32.  What h5py calls such a dataset's dtype is float32 too, so here its name is told from the stored type.  h5py
-itself writes arrays of ml_dtypes.bfloat16 as opaque elements of 2 bytes, which are read as bfloat16 too.
+bfloat16 is stored as an HDF5 float of 16 bits with 8 of exponent; other readers get its values as float32.  h5py too
+reports float32 as the dtype of such a dataset, so here the dtype is derived from the stored type.  h5py itself writes
+arrays of ml_dtypes.bfloat16 as opaque elements of 2 bytes; these are read as bfloat16 too.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from ..errors import FileError
 from ..problem.problem import ITEMSIZE
 
 INPUTS = ("q", "k", "v")
-LISTED = 40                                # datasets that an error names at most
+LISTED = 40                                # an error lists at most this many datasets
 AXES = ("bshd", "bhsd")                    # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
-BFLOAT16_FIELDS = (15, 7, 8, 0, 7)         # first bit and, but for the sign, number of bits: sign, exponent, mantissa
+BFLOAT16_FIELDS = (15, 7, 8, 0, 7)         # bit of the sign; first bit and number of bits of exponent and mantissa
 
 
 def _reason(error):
-    """The operating system's words in HDF5's long messages."""
+    """The operating system's message inside HDF5's long one."""
     match = re.search(r"error message = '([^']*)'", str(error))
     return match[1] if match else getattr(error, "strerror", None) or str(error)
 
 
 @contextlib.contextmanager
 def file_errors(name, path, doing):
-    """Turn errors of HDF5 and the system into one that names the argument, the file and the reason."""
+    """Turn errors of HDF5 and the system into a FileError that names the argument, the file and the reason."""
     try:
         yield
     except FileError:
@@ -39,7 +39,7 @@ def file_errors(name, path, doing):
 
 
 def _stored_type(dtype):
-    """HDF5's type of a NumPy dtype."""
+    """The HDF5 type in which a NumPy dtype is stored."""
     if dtype.name != "bfloat16":
         return h5py.h5t.py_create(dtype, logical=True)
     kind = h5py.h5t.IEEE_F16LE.copy()
@@ -59,12 +59,12 @@ def dtype_of(dataset):
 
 
 def natural(shape, axes="bshd"):
-    """The shape (batch, seqlen, heads, dim) of a dataset whose axes are in the order `axes`, and the reverse."""
+    """Convert a shape in the order `axes` to (batch, seqlen, heads, dim), and back."""
     return tuple(shape) if axes == "bshd" or len(shape) != 4 else (shape[0], shape[2], shape[1], shape[3])
 
 
 def _transfer(dataset, starts, array):
-    """Arguments of HDF5's transfer of an array from or to its place: spaces, the array, its type."""
+    """Arguments of an HDF5 transfer from or to the indices `starts`: spaces, the array, its type."""
     memory, stored = h5py.h5s.create_simple(array.shape), dataset.id.get_space()
     if array.size:
         stored.select_hyperslab(starts, array.shape)
@@ -77,19 +77,19 @@ def _transfer(dataset, starts, array):
 
 
 def read(dataset, starts, shape, how=None):
-    """The elements of a dataset from the indices `starts` on, in native byte order; how: a transfer's properties."""
+    """The elements of a dataset from the indices `starts` on, in native byte order.  how: transfer properties."""
     array = np.empty(shape, dtype_of(dataset))
     dataset.id.read(*_transfer(dataset, starts, array), dxpl=how)
     return array
 
 
 def write(dataset, starts, array, how=None):
-    """Write an array into a dataset from the indices `starts` on; how: a transfer's properties."""
+    """Write an array into a dataset from the indices `starts` on.  how: transfer properties."""
     dataset.id.write(*_transfer(dataset, starts, np.ascontiguousarray(array)), dxpl=how)
 
 
 def contents(file):
-    """Every dataset of an open file by its path in it, as (shape, dtype name)."""
+    """The (shape, dtype name) of every dataset of an open file, by its path in the file."""
     datasets = {}
 
     def note(name, item):
@@ -100,7 +100,7 @@ def contents(file):
 
 
 def listing(tensors):
-    """Names, shapes and dtypes, one a line, for errors; tensors: name -> (shape, dtype name)."""
+    """Names, shapes and dtypes, a line each, for errors.  tensors: name -> (shape, dtype name)."""
     lines = [f"\n  {name} {shape} {dtype}" for name, (shape, dtype) in tensors.items()]
     return "".join(lines[:LISTED]) + (f"\n  and {len(lines) - LISTED} more" if len(lines) > LISTED else "")
 
@@ -117,10 +117,10 @@ def needed_bytes(file):
 
 
 def read_shapes(path, backward=False, names=None, axes="bshd"):
-    """The keyword arguments of `Problem` that an input file fixes; FileError where it does not fit.
+    """The keyword arguments of `Problem` that an input file determines; FileError where the file does not fit.
 
-    backward: the file must hold dout too, the gradient of the result.  names: of its datasets, by what they are ("q"
-    and so on), where they have other names.  axes: one of AXES, in which they are.
+    backward: the file must hold dout too, the gradient of the result.  names: role ("q", ...) -> name of the dataset,
+    where they differ.  axes: the order of the datasets' dimensions, one of AXES.
     """
     if not os.path.isfile(path):
         raise FileError(f"IN is {str(path)!r}; there is no such file")
@@ -128,20 +128,20 @@ def read_shapes(path, backward=False, names=None, axes="bshd"):
     with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
         tensors = {}
         for name in (*INPUTS, "dout") if backward else INPUTS:
-            called = names.get(name, name)
-            data = file.get(called)
+            dataset = names.get(name, name)
+            data = file.get(dataset)
             if not isinstance(data, h5py.Dataset):
                 needs = "q, k and v, and dout for gradients" if backward else "q, k and v"
-                raise FileError(f"IN is {str(path)!r}; it has no dataset {called!r}, it must have {needs}, under other "
-                                f"names if --names tells them; it has{listing(contents(file)) or ' none'}")
+                raise FileError(f"IN is {str(path)!r}; it has no dataset {dataset!r}, it must have {needs}, or "
+                                f"datasets that --names names; it has{listing(contents(file)) or ' none'}")
             tensors[name] = data.shape, dtype_of(data)
     return problem_of("IN", path, tensors, axes)
 
 
 def problem_of(argument, path, tensors, axes="bshd"):
-    """The keyword arguments of `Problem` that tensors fix; FileError, which names the argument, where they do not fit.
+    """The keyword arguments of `Problem` that tensors determine; FileError, naming the argument, where they do not fit.
 
-    tensors: q, k, v and perhaps dout -> (shape, dtype name), their dimensions in the order `axes`.
+    tensors: q, k, v and perhaps dout -> (shape, dtype name), with dimensions in the order `axes`.
     """
     (q, k, v), names = zip(*((natural(tensors[name][0], axes), tensors[name][1]) for name in INPUTS))
     shapes = ", ".join(f"{name} {tensors[name][0]}" for name in INPUTS)
@@ -151,34 +151,34 @@ def problem_of(argument, path, tensors, axes="bshd"):
         fitting = ", ".join(f"{name} ({', '.join(natural(size, axes))})" for name, size in sizes.items())
         raise FileError(f"{argument} is {str(path)!r}; its shapes do not fit: {shapes}; they must be {fitting}")
     if len(set(names)) > 1 or names[0] not in ITEMSIZE:
-        raise FileError(f"{argument} is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have one "
-                        f"and the same of {', '.join(ITEMSIZE)}")
+        raise FileError(f"{argument} is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have the "
+                        f"same, one of {', '.join(ITEMSIZE)}")
     if "dout" in tensors:
-        found, wanted = tensors["dout"], (natural((*q[:3], v[3]), axes), names[0])
-        if found != wanted:
+        stored, wanted = tensors["dout"], (natural((*q[:3], v[3]), axes), names[0])
+        if stored != wanted:
             sizes = ", ".join(natural(("batch", "seqlen", "heads", "value_dim"), axes))
-            raise FileError(f"{argument} is {str(path)!r}; its dout is {found[0]} in {found[1]}; it must be ({sizes}) "
-                            f"= {wanted[0]} in {wanted[1]}")
+            raise FileError(f"{argument} is {str(path)!r}; its dout is {stored[0]} in {stored[1]}; it must be "
+                            f"({sizes}) = {wanted[0]} in {wanted[1]}")
     return {"batch": q[0], "seqlen": q[1], "heads": q[2], "head_dim": q[3], "seqlen_k": k[1], "kv_heads": k[2],
             "value_dim": v[3], "dtype": names[0]}
 
 
 def open_to_write(path, create=False):
-    """A file, open to be written without MPI; create: what it held is lost."""
+    """Open a file for writing without MPI.  create: start with an empty file; old contents are lost."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_LATEST)
-    access.set_sieve_buf_size(0)                  # an error belongs to the write; a dataset must not fail to close
+    access.set_sieve_buf_size(0)                  # unbuffered: errors appear in the write, not when a dataset closes
     if create:
         kind = h5py.h5p.create(h5py.h5p.FILE_CREATE)
-        kind.set_obj_track_times(False)           # the same contents are the same bytes
+        kind.set_obj_track_times(False)           # files with the same contents are the same bytes
         return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, kind, access))
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDWR, fapl=access))
 
 
 @contextlib.contextmanager
 def writing(path, create=False):
-    """`open_to_write` for a while; if the body or the last write fails, what was written is lost."""
+    """`open_to_write` as a context; if the body or the flush fails, the contents are lost."""
     file = open_to_write(path, create)
     try:
         yield file
@@ -190,9 +190,9 @@ def writing(path, create=False):
 
 
 def drop(file):
-    """Close a file that nobody needs: what HDF5 has yet to write goes to memory, not to the file.
+    """Close a file that is not needed: HDF5 flushes to memory instead of to the file.
 
-    On a full or failing file system closing would fail, and HDF5 would end the process with SIGSEGV when it exits.
+    On a full or failing file system closing would fail, and HDF5 would crash the process with SIGSEGV at its exit.
     """
     if file.id.valid:
         spare = os.memfd_create("mpiattn")
@@ -202,7 +202,7 @@ def drop(file):
 
 
 def reserve(path):
-    """Claim a file's disk blocks, so that a full disk is told at once and not hours later."""
+    """Allocate a file's disk blocks, so that a full disk is reported now and not hours later."""
     with open(path, "r+b") as file, contextlib.suppress(AttributeError):
         length = os.fstat(file.fileno()).st_size
         if length:
@@ -210,10 +210,10 @@ def reserve(path):
 
 
 def create_datasets(file, shapes):
-    """Empty contiguous datasets, their place in the file fixed at once; shapes: name -> (shape, dtype)."""
+    """Create empty contiguous datasets, allocated at once.  shapes: name -> (shape, dtype)."""
     for name, (shape, dtype) in shapes.items():
         how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        how.set_obj_track_times(False)               # the same contents are the same bytes
+        how.set_obj_track_times(False)               # files with the same contents are the same bytes
         h5py.h5d.create(file.id, name.encode(), _stored_type(np.dtype(dtype)), h5py.h5s.create_simple(shape), how)

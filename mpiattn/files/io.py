@@ -1,8 +1,8 @@
-"""HDF5 in and out: whole tensors (batch, seqlen, heads, dim) in natural token order, any number of ranks.
+"""HDF5 input and output: whole tensors (batch, seqlen, heads, dim) in natural token order, any number of ranks.
 
-Every rank reads one contiguous slab of tokens, and the ranks exchange tokens into the layout.  Where h5py is
-built with MPI, all ranks read and write one file collectively; else all read it at once, and rank 0 writes what
-the others send it, a piece at a time.  An output file appears whole, by a rename, or not at all.
+Every rank reads one contiguous slab of tokens, and the ranks exchange tokens into the layout.  With an h5py that
+has MPI, all ranks read and write one file collectively.  Without, all ranks read it independently, and rank 0 writes
+what the others send, a piece at a time.  An output file appears whole, by a rename, or not at all.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from .hdf5 import create_datasets, dtype_of, file_errors, natural, needed_bytes,
 
 
 def parallel():
-    """Whether this h5py reads and writes one file from many ranks."""
+    """Whether this h5py has MPI, and so reads and writes one file from many ranks."""
     return bool(h5py.get_config().mpi)
 
 
@@ -34,7 +34,7 @@ def _open(path, mode, comm):
 
 
 def _collective():
-    """Properties of a transfer in which all ranks take part, where h5py has MPI."""
+    """Transfer properties: collective where h5py has MPI."""
     how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
     if parallel():
         how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
@@ -50,24 +50,23 @@ def _write_tokens(dataset, start, rows, axis):
 class Input:
     """An input file, open on every rank; made, used and closed collectively.
 
-    shapes: what look(path) returns of it; by default the keyword arguments of `Problem` that it fixes.
-    max_message: as of `MeshAttention`.  backward: it must hold dout besides q, k, v.  argument: what errors call it.
-    names: of its datasets, by what they are ("q" and so on), where they have other names.
-    axes: one of `mpiattn.files.hdf5.AXES`, in which its datasets are; what is read is in the order bshd.
-    call: as of `agreement`.
+    shapes: what look(path) returns; by default the keyword arguments of `Problem` that the file determines.
+    max_message: as for `MeshAttention`.  backward: the file must hold dout besides q, k, v.  argument: its name in
+    errors.  names: role ("q", ...) -> name of the dataset, where they differ.  axes: order of the dimensions in the
+    file, one of `mpiattn.files.hdf5.AXES`; arrays are returned in the order bshd.  call: as for `agreement`.
     """
 
     def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False, look=None, argument="IN", names=None,
                  axes="bshd", call=""):
         self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
         self.names, self._watched = names or {}, None
-        with agreement(peers, call=call):             # every rank looks for itself: hosts may see different files
+        with agreement(peers, call=call):             # every rank looks itself: hosts may see different files
             self.shapes = look(path) if look else read_shapes(path, backward, names, axes)
         agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
         with agreement(peers), file_errors(argument, path, "read"):
             self.file = _open(path, "r", peers.comm)
         with agreement(peers), file_errors(argument, path, "read"):
-            self._watched = open(path, "rb")          # noqa: SIM115  (this very file, until `close`)
+            self._watched = open(path, "rb")          # noqa: SIM115  (keeps this file even if the name is replaced)
             self.needed = needed_bytes(self.file)
         self.check()
 
@@ -79,19 +78,19 @@ class Input:
     def _check_length(self):
         with file_errors(self.argument, self.path, "read"):
             length = os.fstat(self._watched.fileno()).st_size
-        if length < self.needed:                      # HDF5 gives zeros for what is not there
+        if length < self.needed:                      # HDF5 reads zeros past the end of a file
             raise FileError(f"{self.argument} is {str(self.path)!r}; it was cut short: its datasets end at byte "
                             f"{self.needed}, it holds {length}")
 
     def dataset(self, name):
-        """The dataset that is "q" and so on."""
+        """The dataset of a role, "q" and so on."""
         return self.file[self.names.get(name, name)]
 
     def chunk(self, name, layout, progress=None, entry=None, first=0):
-        """This rank's chunk of a dataset: (batch, tokens, heads, dim), stored tokens first.
+        """This rank's chunk of a dataset: (batch, tokens, heads, dim), with tokens outermost in memory.
 
-        progress: called with the number of tokens that this rank has just read.
-        entry, first: of one batch entry alone, and of the layout's tokens from there on.
+        progress: called with the number of tokens that this rank has just read.  entry: read only this batch entry.
+        first: token of the dataset at which the layout begins.
         """
         data = self.dataset(name)
         batch, _, *row = natural(data.shape, self.axes)
@@ -110,7 +109,7 @@ class Input:
     def tokens(self, name, start, stop, entry=None, how=None):
         """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective unless `how` is.
 
-        entry: of one batch entry alone.  how: a transfer's properties.  `check` tells whether the file still held them.
+        entry: read only this batch entry.  how: transfer properties.  `check` reports a file that was cut short.
         """
         data = self.dataset(name)
         batch, _, *row = natural(data.shape, self.axes)
@@ -128,10 +127,10 @@ class Input:
 class Output:
     """An output file that appears when it is committed; made, used, committed and abandoned collectively.
 
-    shapes: name -> (shape, dtype).  attributes: of the file.  inputs: files that must not be written over.
-    argument: what errors call it.  axes: one of `files.hdf5.AXES`, in which tensors of four dimensions are written;
-    they are given in the order bshd.  Attributes and the place of every dataset are on the disk from the start, so that
-    the file can be finished on a disk that others have filled meanwhile.
+    shapes: name -> (shape, dtype).  attributes: of the file.  inputs: files that must not be overwritten.  argument:
+    its name in errors.  axes: order of dimensions in the file, one of `files.hdf5.AXES`, for tensors of four
+    dimensions; `write` takes them in the order bshd.  Attributes are written and the disk space of all datasets is
+    allocated at the start, so that the file can be completed even if others fill the disk meanwhile.
     """
 
     def __init__(self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT",
@@ -188,9 +187,9 @@ class Output:
         self.partial = None
 
     def abandon(self):
-        """Leave nothing behind; does nothing after `commit`.
+        """Remove the partial; does nothing after `commit`.
 
-        Every rank removes the partial that it can reach: rank 0 may be the one that has failed.
+        Every rank tries to remove it, since rank 0 may be the rank that failed.
         """
         if self.file is not None:
             with contextlib.suppress(OSError, RuntimeError):

@@ -1,6 +1,6 @@
-"""Tensors in files of several kinds, read a piece at a time: .npy, .npz, safetensors, PyTorch's and HDF5.
+"""Tensors in files of several formats, read a piece at a time: .npy, .npz, safetensors, PyTorch and HDF5.
 
-What a file is, its contents tell and not its name.
+The format is recognised by a file's contents, not by its name.
 """
 
 import contextlib
@@ -19,13 +19,14 @@ from ..problem.problem import dtype_name
 from . import hdf5
 
 KINDS = ".npy, .npz, safetensors, PyTorch (.pt) and HDF5"
-RAW_BFLOAT16 = np.dtype("V2")              # as which NumPy's own files keep it
+RAW_BFLOAT16 = np.dtype("V2")              # the dtype of bfloat16 in NumPy's files
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file that is open.
+    """A tensor in an open file.
 
-    dtype: its name.  read: read(index) gives the elements at some leading indices and, last, a slice, in that dtype.
+    dtype: its name.  read: read((*indices, slice)) returns the elements at leading indices and a slice of the next
+    axis, in that dtype.
     """
 
     shape: tuple
@@ -34,7 +35,7 @@ class Tensor(NamedTuple):
 
 
 def pieces(shape, limit):
-    """Every index that `Tensor.read` takes of consecutive elements, `limit` at most, which make up the whole shape."""
+    """Indices for `Tensor.read` that cover the whole shape in order, each of at most `limit` consecutive elements."""
     axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1:]) <= limit)
     step = max(1, limit // max(1, math.prod(shape[axis + 1:])))
     for leading in np.ndindex(*shape[:axis]):
@@ -44,7 +45,7 @@ def pieces(shape, limit):
 
 @contextlib.contextmanager
 def open_tensors(path, argument="IN"):
-    """The tensors of a file by name, a dict, while it is open; a .npy file's one is called as the file.
+    """Open a file and give its tensors by name, a dict; the tensor of a .npy file is named after the file.
 
     Raises FileError, which names the argument.
     """
@@ -78,13 +79,14 @@ def _open(path, argument, stack):
             return {name[:-4]: _of_member(archive, name, stack) for name in members}
         if any(name.endswith("data.pkl") for name in members):
             return _of_torch(path, argument)
-    if start.startswith(b"\x80"):                      # a pickle: what PyTorch wrote before it wrote archives
+    if start.startswith(b"\x80"):                      # a pickle, PyTorch's format before archives
         return _of_torch(path, argument)
     if start[8:] == b"{":
         return _of_safetensors(path, argument, stack)
     if h5py.is_hdf5(path):
         file = stack.enter_context(h5py.File(path, "r"))
-        return {name: _of_dataset(file[name], *said) for name, said in hdf5.contents(file).items()}
+        return {name: _of_dataset(file[name], *shape_and_dtype)
+                for name, shape_and_dtype in hdf5.contents(file).items()}
     raise FileError(f"{argument} is {str(path)!r}; it is none of {KINDS}")
 
 
@@ -93,7 +95,7 @@ def _stem(path):
 
 
 def _bfloat16():
-    """NumPy's dtype of it."""
+    """NumPy's dtype bfloat16."""
     return np.dtype(dtype_name("bfloat16"))
 
 
@@ -110,7 +112,7 @@ def _of_member(archive, member, stack):
     version = header.read_magic(stream)
     shape, by_columns, dtype = (header.read_array_header_1_0 if version == (1, 0)
                                 else header.read_array_header_2_0)(stream)
-    if by_columns:                                     # its rows are scattered over the whole stream
+    if by_columns:                                     # rows are scattered over the whole stream: read all of it
         stream.seek(0)
         return _of_array(header.read_array(stream, allow_pickle=False))
     first = stream.tell()
@@ -138,7 +140,7 @@ def _of_dataset(dataset, shape, dtype):
 
 
 def _missing(argument, path, kind, package):
-    return FileError(f"{argument} is {str(path)!r}, {kind}; to read it takes the package {package}, which is not "
+    return FileError(f"{argument} is {str(path)!r}, {kind}; reading it needs the package {package}, which is not "
                      f"installed: pip install {package}, or mpiattn with its extra `convert`")
 
 
@@ -151,7 +153,7 @@ def _of_safetensors(path, argument, stack):
         import safetensors
     except ImportError:
         raise _missing(argument, path, "safetensors", "safetensors") from None
-    _bfloat16()                                        # NumPy must know the name
+    _bfloat16()                                        # registers the dtype with NumPy
     try:
         file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
     except safetensors.SafetensorError as error:
@@ -167,11 +169,11 @@ def _of_torch(path, argument):
     except ImportError:
         raise _missing(argument, path, "PyTorch's", "torch") from None
     import pickle
-    how = {"map_location": "cpu", "weights_only": True}               # nothing in the file is run
+    how = {"map_location": "cpu", "weights_only": True}               # runs no code of the file
     try:
         try:
             loaded = torch.load(path, mmap=True, **how)
-        except RuntimeError:                           # files of old, which cannot be mapped
+        except RuntimeError:                           # old files cannot be mapped
             loaded = torch.load(path, **how)
     except pickle.UnpicklingError as error:
         why = str(error).splitlines()[0]
@@ -180,7 +182,7 @@ def _of_torch(path, argument):
 
 
 def _flat(torch, content, prefix, alone):
-    """Every tensor inside dicts and lists with its name, a.b.0; `alone` is one's that is in none."""
+    """Every tensor inside nested dicts and lists with its name, a.b.0; a bare tensor is named `alone`."""
     if isinstance(content, torch.Tensor):
         if content.layout == torch.strided:
             yield prefix.rstrip(".") or alone, content.detach()

@@ -1,1 +1,1 @@
-"""The host and what is installed on it: devices, versions, launchers, files that appear whole or not at all."""
+"""The host and its installation: devices, versions, launchers, and files that appear whole or not at all."""

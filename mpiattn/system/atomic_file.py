@@ -9,12 +9,12 @@ from . import partial_files
 
 
 class NewFile:
-    """A file being made that will be called `path`.
+    """A file that will appear under the name `path`.
 
-    `partial` is the name to write to until `publish`; it is new and nobody else's.  A symbolic link is followed, so
-    that what it points to is replaced and not the link.  A file that is replaced hands on its permissions.  Partials
-    that killed jobs left of the same file are removed.  Raises FileError, naming the argument `name`, where no regular
-    file can be made, where one must not be written, or where it would replace one of `inputs`.
+    Write to `partial`, a new and unique name, until `publish`.  Symbolic links are followed: the file they point to is
+    replaced, not the link.  The new file keeps the permissions of the replaced one.  Partials of the same file that
+    killed jobs have left are removed.  Raises FileError, naming the argument `name`, where no regular file can be made,
+    where it must not be written, or where it would replace one of `inputs`.
     """
 
     def __init__(self, name, path, inputs=()):
@@ -28,22 +28,22 @@ class NewFile:
             raise FileError(f"{name} is {str(path)!r}; it cannot be written: {error.strerror}") from error
 
     def publish(self):
-        """Put what was written on the disk and give it its name."""
+        """Flush the file to disk and give it its name."""
         with open(self.partial, "rb") as file:
-            os.fchmod(file.fileno(), self._mode())       # until now the owner alone had access
+            os.fchmod(file.fileno(), self._mode())       # until now only the owner had access
             os.fsync(file.fileno())
         partial_files.publish(self.partial, self.target)
         self.partial = None
 
     def discard(self):
-        """Leave nothing behind; does nothing after `publish`."""
+        """Remove the partial; does nothing after `publish`."""
         if self.partial is not None:
             with contextlib.suppress(OSError):
                 partial_files.discard(self.partial)
         self.partial = None
 
     def _mode(self):
-        """Permissions of the file that is replaced, else those of any new file."""
+        """Permissions of the replaced file, else those of any new file."""
         try:
             return stat.S_IMODE(os.stat(self.target).st_mode) & 0o777
         except OSError:
@@ -51,7 +51,7 @@ class NewFile:
 
 
 def check_target(name, path, inputs=()):
-    """The real path of a file to be made; FileError unless it is, or can become, a regular file and no input."""
+    """The real path of an output file; FileError unless it is, or can become, a regular file that is not an input."""
     def no(why):
         return FileError(f"{name} is {str(path)!r}; {why}")
     target = os.path.realpath(path)

@@ -1,7 +1,7 @@
-"""Whether this MPI takes buffers in GPU memory (CUDA), and why we say so.
+"""Whether this MPI takes buffers in GPU memory (CUDA), with the reason for the answer.
 
-Handing a device buffer to an MPI that is not GPU-aware ends in a segmentation fault, which cannot be caught: so
-the answer is no unless the library itself, or a setting that its makers document, says yes.
+An MPI that is not GPU-aware ends in a segmentation fault on a device buffer, which cannot be caught.  So the answer is
+no unless the library itself, or a documented setting of it, says yes.
 """
 
 import os
@@ -25,7 +25,7 @@ def gpu_aware():
 
 
 def verdict(version, environ, answer, transport_loaded):
-    """(True or False, why) from what could be found out; apart from `gpu_aware` so that it can be tested.
+    """(True or False, why) from the collected evidence; separate from `gpu_aware` so that it can be tested.
 
     version: the library's version text.  answer: (path, result) of MPIX_Query_cuda_support, or None without it.
     transport_loaded: whether Cray's GPU transport library is in this process.

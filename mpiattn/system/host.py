@@ -1,4 +1,4 @@
-"""What this process runs on: processor, packages, and the shared libraries it has loaded.  No MPI, no device."""
+"""What this process runs on: processor, packages, and loaded shared libraries.  Uses no MPI and no device."""
 
 import ctypes
 import os
@@ -7,9 +7,9 @@ import re
 from functools import cache
 from importlib import metadata
 
-# Variables that BLAS libraries read when they are loaded, for how many threads they may use.
+# Variables from which BLAS libraries read their number of threads when they are loaded.
 BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-# Functions by which BLAS libraries tell how many threads they use; NumPy's wheels bring the first.
+# Functions of BLAS libraries that return their number of threads; NumPy's wheels have the first one.
 BLAS_THREADS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads",
                 "MKL_Get_Max_Threads", "bli_thread_get_num_threads")
 
@@ -33,7 +33,7 @@ def processor():
 
 
 def version(*packages):
-    """Version of the first of these distributions that is installed, found without importing it; else None."""
+    """Version of the first of these distributions that is installed, read without importing it; else None."""
     for package in packages:
         try:
             return metadata.version(package)
@@ -65,14 +65,14 @@ def ask(path, function):
 
 
 def blas():
-    """NumPy's BLAS and the threads it uses: (name, threads), either None where it cannot be told."""
+    """NumPy's BLAS and its number of threads: (name, threads), each None where it is unknown."""
     name, path, function = _blas()
     return name, function and ask(path, function)
 
 
 @cache
 def _blas():
-    """Name of NumPy's BLAS, its library and the function that tells its threads; None what cannot be told."""
+    """Name of NumPy's BLAS, its library, and its function that returns the threads; each None where unknown."""
     import numpy as np
     try:
         built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]

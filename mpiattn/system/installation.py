@@ -1,4 +1,4 @@
-"""What this process has: versions, BLAS, MPI and devices."""
+"""The installation of this process: versions, BLAS, MPI and devices."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")      # in MPI's order
 
 def versions():
-    """Version by name, None for what is not installed."""
+    """Version by name; None where not installed."""
     import h5py
     parallel = "parallel" if h5py.get_config().mpi else "serial"
     return {"mpiattn": __version__, "Python": platform.python_version(), "NumPy": host.version("numpy"),
@@ -21,14 +21,14 @@ def versions():
 
 
 def blas():
-    """NumPy's BLAS, the threads it uses and the variables that are set."""
+    """NumPy's BLAS, its threads, and the variables that are set for it."""
     name, threads = host.blas()
     return {"library": name, "threads": threads,
             "settings": {variable: os.environ[variable] for variable in host.BLAS_VARIABLES if variable in os.environ}}
 
 
 def mpi(comm):
-    """This MPI and what it can do, and how many ranks it and the launcher count."""
+    """This MPI, its capabilities, and the number of ranks by MPI and by the launcher."""
     from mpi4py import MPI
 
     from .gpu_aware_mpi import gpu_aware
@@ -51,7 +51,7 @@ def _level(MPI):
 
 
 def devices():
-    """Names of the CUDA devices that this process sees, and why there are none: (names, why)."""
+    """Names of the CUDA devices that this process sees, and the reason if there are none: (names, why)."""
     if host.version(*CUPY) is None:
         return [], "CuPy is not installed"
     try:
@@ -64,7 +64,7 @@ def devices():
 
 
 def device_addresses(count):
-    """What tells this process's devices from others of the host: bus addresses or, where there are none, numbers."""
+    """Identifiers of this process's devices, unique on the host: PCI bus addresses, or numbers without those."""
     addresses = []
     for index in range(count):
         try:

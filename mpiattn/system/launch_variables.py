@@ -1,10 +1,10 @@
-"""What launchers say in the environment of the processes that they start: rank, ranks, ranks on this host."""
+"""Rank, number of ranks and ranks on this host, from the environment variables that launchers set."""
 
 import os
 
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
-# The number of ranks.  Without an interface to MPI srun starts as many programs of one rank each, and says so in its
-# own variable only; that is last, since mpiexec may have started its daemons by srun.
+# The number of ranks.  Without a PMI that MPI knows, srun starts independent programs of one rank each; then only its
+# own variable has the number.  It comes last because mpiexec may have started its daemons by srun.
 OPEN_MPI = "the mpiexec of Open MPI"
 LAUNCHERS = {"PMI_SIZE": "the mpiexec of MPICH or Intel MPI (or another launcher with PMI)",
              "OMPI_COMM_WORLD_SIZE": OPEN_MPI, "PALS_SIZE": "the launcher of PALS",
@@ -14,7 +14,7 @@ LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASK
 
 
 def launch_rank(otherwise=0):
-    """This process's rank by the launcher's environment, before MPI is started; `otherwise` without a launcher."""
+    """This process's rank from the launcher's environment, before MPI starts; `otherwise` without a launcher."""
     for name in RANK_VARIABLES:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -22,7 +22,7 @@ def launch_rank(otherwise=0):
 
 
 def launched():
-    """How many ranks the launcher says it started, and which launcher that is, in words; (None, None) without one."""
+    """The number of ranks that the launcher started, and its name in words; (None, None) without a launcher."""
     for variable, launcher in LAUNCHERS.items():
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable]), launcher
@@ -30,7 +30,7 @@ def launched():
 
 
 def local_ranks():
-    """Ranks of this launch on this host by the launcher's environment; 1 if it does not say."""
+    """Ranks of this launch on this host, from the launcher's environment; 1 if unknown."""
     for name in LOCAL_RANKS:
         count = os.environ.get(name, "").split("(")[0].split(",")[0]     # Slurm writes 4(x2) for two hosts of 4
         if count.isdigit() and int(count):

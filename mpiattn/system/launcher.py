@@ -1,20 +1,20 @@
-"""Whether the launcher starts ranks of this MPI.
+"""Checks that the launcher belongs to this MPI.
 
-One of another MPI starts programs that do not know of each other: each would be all of the job, N runs for one.
+The launcher of another MPI starts processes that are each alone in their world: each would do the whole work.
 """
 
 from . import installation
 from .launch_variables import OPEN_MPI, launched
 
-ADVICE = ("mpiexec belongs to another MPI than mpi4py: use the mpiexec of that MPI, or install mpi4py anew with yours "
-          "loaded (pip install --force-reinstall --no-binary=mpi4py mpi4py); with srun, name the interface that this "
-          "MPI knows: srun --mpi=pmix or pmi2 (srun --mpi=list)")
+ADVICE = ("mpiexec belongs to another MPI than mpi4py: use the mpiexec of mpi4py's MPI, or rebuild mpi4py with your "
+          "MPI loaded (pip install --force-reinstall --no-binary=mpi4py mpi4py); with srun, name the process manager "
+          "interface that this MPI supports: srun --mpi=pmix or pmi2 (srun --mpi=list)")
 
 
 def foreign():
-    """What is wrong where Open MPI's mpiexec has started this process and mpi4py's MPI is MPICH, else None.
+    """An error text where Open MPI's mpiexec has started this process but mpi4py's MPI is MPICH, else None.
 
-    MPICH ends the process when it is started so: this is to be asked before.
+    Call it before MPI starts: MPICH would end the process.
     """
     ranks, launcher = launched()
     if launcher != OPEN_MPI or "MPICH" not in installation.mpi_library().upper():
@@ -23,7 +23,7 @@ def foreign():
 
 
 def copies(size):
-    """What is wrong where this MPI sees one rank, `size`, and the launcher has started several, else None."""
+    """An error text where this MPI sees `size` = 1 rank but the launcher has started several, else None."""
     ranks, launcher = launched()
     if size > 1 or ranks in (None, 1):
         return None

@@ -1,8 +1,8 @@
-"""The hidden names that files have while they are written, and how those of jobs that ended early are removed.
+"""Hidden names of files that are being written, and the removal of those that ended jobs have left.
 
-A partial is called .NAME.MACHINE-PROCESS-START.RANDOM.partial.  MACHINE stands for one boot of one host and a space of
-process numbers, PROCESS and START for the process that made it, in hexadecimal.  So a later job on that host can tell
-whether that process still runs.  A partial of another host or of an earlier boot is never judged and so never removed.
+A partial is named .NAME.MACHINE-PROCESS-START.RANDOM.partial.  MACHINE identifies one boot of one host and a PID
+namespace; PROCESS and START identify the process that made it, in hexadecimal.  So a later job on that host can tell
+whether that process still runs.  Partials of other hosts or earlier boots are never removed: their state is unknown.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ import re
 import tempfile
 from functools import cache
 
-BASE_BYTES = 180               # of the file's own name in its partial's: a name may have 255 bytes in all
+BASE_BYTES = 180               # of the file's name that its partial's name keeps: names have at most 255 bytes
 
-_unfinished = {}               # partial -> argument, of the files that this process has a part in
-_published = set()             # arguments whose files have their names
+_unfinished = {}               # partial -> argument, for unfinished files that this process takes part in
+_published = set()             # arguments whose files are finished
 
 
 @cache
 def _machine():
-    """What is the same for two processes only if each can tell by a process number whether the other runs, or None."""
+    """Identifies a boot of a host and a PID namespace: processes with the same value see each other; None: unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read()
@@ -31,7 +31,7 @@ def _machine():
 
 
 def _started(process):
-    """When a process began, in clock ticks since the boot; None if it does not run."""
+    """Start time of a process in clock ticks since boot; None if it does not run."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return int(file.read().rsplit(")", 1)[1].split()[19])
@@ -44,9 +44,9 @@ def _prefix(base):
 
 
 def create(argument, folder, base):
-    """Make an empty file, new and nobody else's, that will be called `base`; returns its path.
+    """Make a new, empty file with a unique name, which will be named `base` later; returns its path.
 
-    argument: what errors and messages call the file.  Raises OSError.
+    argument: the name of the file in errors and messages.  Raises OSError.
     """
     record = f"{_machine()}-{os.getpid():x}-{_started(os.getpid()):x}." if _machine() else ""
     handle, partial = tempfile.mkstemp(prefix=_prefix(base) + record, suffix=".partial", dir=folder)
@@ -56,36 +56,36 @@ def create(argument, folder, base):
 
 
 def share(argument, partial):
-    """Note that this process has a part in a partial, which another rank made, so that it removes it if it must end."""
+    """Register a partial that another rank made, so that this process removes it too if it must end."""
     _unfinished[partial] = argument
     _published.discard(argument)
 
 
 def publish(partial, target):
-    """Give a file its name."""
+    """Rename a finished partial to its final name."""
     os.replace(partial, target)
     _published.add(_unfinished.pop(partial))
 
 
 def settle(partial):
-    """Note that another rank gave a file its name."""
+    """Note that another rank has published the file."""
     _published.add(_unfinished.pop(partial))
 
 
 def discard(partial):
-    """Remove a partial; does nothing where it is gone."""
+    """Remove a partial; does nothing if it is gone."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(partial)
     _unfinished.pop(partial, None)
 
 
 def gone():
-    """Whether another rank has removed a partial that this process has a part in: then the job is at its end."""
+    """Whether another rank has removed a partial that this process takes part in: then the job is ending."""
     return any(not os.path.exists(partial) for partial in _unfinished)
 
 
 def discard_all():
-    """Remove all partials that this process has a part in; returns their arguments.  For a process that must end."""
+    """Remove all partials that this process takes part in, before it must end; returns their arguments."""
     arguments = set(_unfinished.values())
     for partial in list(_unfinished):
         with contextlib.suppress(OSError):
@@ -94,12 +94,12 @@ def discard_all():
 
 
 def published():
-    """Arguments whose files have been written."""
+    """Arguments whose files are finished."""
     return set(_published)
 
 
 def remove_stale(folder, base):
-    """Remove partials of a file that this user's processes on this host left when they were killed, and log each."""
+    """Remove and log partials of a file that killed processes of this user have left on this host."""
     if _machine() is None:
         return
     name = re.compile(rf"{re.escape(_prefix(base) + _machine())}-([0-9a-f]+)-([0-9a-f]+)\.\w+\.partial")

@@ -1,4 +1,4 @@
-"""Where kernel sources, tests and Slurm's scripts are: inside the package when installed, beside it in a checkout."""
+"""Folders of kernel sources, tests and Slurm scripts: inside the package when installed, beside it in a checkout."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from ..errors import FileError
 
 
 def kernel_dir():
-    """The folder of kernel sources, with a folder for each kind of device."""
+    """The folder of kernel sources, with one subfolder per kind of device."""
     return _folder("kernels", "README.md", "kernel sources")
 
 
@@ -20,9 +20,9 @@ def slurm_dir():
     return _folder("slurm", "launch.sh", "scripts for Slurm")
 
 
-def _folder(name, holds, what):
+def _folder(name, marker, contents):
     package = Path(__file__).resolve().parents[1]
     for folder in (package / name, package.parent / name):
-        if (folder / holds).is_file():
+        if (folder / marker).is_file():
             return folder
-    raise FileError(f"no {what} beside {package}; the installation is incomplete")
+    raise FileError(f"no {contents} beside {package}; the installation is incomplete")
