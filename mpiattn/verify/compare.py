@@ -1,4 +1,4 @@
-"""Checks a result against float64 attention whose keys and values are read again, piece by piece."""
+"""Compares a result with float64 attention of keys and values that are read again, piece by piece."""
 
 from typing import NamedTuple
 
@@ -9,27 +9,27 @@ from ..comm.redistribute import PIECE_BYTES
 from . import reference
 
 WORK_LIMIT = 2e11          # operations of float64 attention per rank: tens of seconds on one core
-STATE_BYTES = 4 * 2 ** 20   # float64 queries and results held at a time
+STATE_BYTES = 4 * 2 ** 20   # of float64 queries and results in memory at a time
 
-# Largest error allowed, relative to the largest absolute value: of accumulating in float32 (float64) ...
+# Allowed errors are relative to the largest absolute value.  Of accumulation in float32 (float64 for float64):
 ACCUMULATION = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
-# ... where scores, which are rounded relative to themselves, stay below this; beyond, in proportion ...
+# Rounding errors of scores grow with the scores: above this score the allowed error grows in proportion.
 USUAL_SCORE = 16.0
-# ... but so that a wrong result is still told from a right one ...
+# At most this is allowed, so that a wrong result still fails.
 MOST = 0.05
-# ... and of rounding to a narrower dtype: relative, and absolute where float16 becomes subnormal ...
+# Of rounding to a narrower dtype: the relative error, and the absolute error of float16's subnormal numbers.
 ROUNDING = {"float32": (6e-8, 0), "bfloat16": (4e-3, 0), "float16": (5e-4, 2.0 ** -25)}
-# ... for partials that travel in one, which may be larger than the result, this many times.
+# Factor for partial results that are sent in a narrower dtype: they may be larger than the result.
 OF_WIRE = 2
 
 
 def accumulation_error(problem, largest_lse):
-    """Relative error allowed of what is computed from scores, in the accumulation dtype."""
+    """Allowed relative error of accumulation, for results that are computed from scores."""
     return ACCUMULATION[problem.dtype] * max(1, largest_lse / USUAL_SCORE)
 
 
 def rounding_error(problem):
-    """Relative and absolute error of rounding the result, and partials for the wire."""
+    """Allowed relative and absolute error of rounding the result, and partial results that are sent."""
     relative = absolute = 0
     for dtype, times in ((problem.dtype, 1), (problem.wire_dtype, OF_WIRE)):
         if dtype != problem.partial_dtype:
@@ -39,7 +39,7 @@ def rounding_error(problem):
 
 
 class Report(NamedTuple):
-    """What was checked, over all ranks, and how far off it is."""
+    """The rows that were checked on all ranks, and their errors."""
 
     rows: int
     of_rows: int
@@ -67,7 +67,7 @@ class Report(NamedTuple):
 
 
 def choose_rows(layout, rank, row_work, limit=WORK_LIMIT, seed=0):
-    """Which of a rank's rows to check: all, or if that is too much work a sample with every edge of the chunk.
+    """The rows to check on a rank: all or, if that is too much work, a sample that has the ends of every token range.
 
     row_work: operations that one row takes.
     """
@@ -84,16 +84,16 @@ def choose_rows(layout, rank, row_work, limit=WORK_LIMIT, seed=0):
 
 
 def steps(count, row_bytes, limit=STATE_BYTES):
-    """Cuts of `count` rows into consecutive slices that hold up to `limit` bytes, at least one row each."""
+    """Consecutive slices that cover `count` rows, each of at most `limit` bytes but at least one row."""
     size = max(1, limit // max(row_bytes, 1))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 class Source:
-    """The tensors that a result is checked against, read in pieces, and what its queries see.
+    """The inputs of the float64 attention, read in pieces, and its masks.
 
-    read(name, start, stop): tokens of "q", "k", "v" or "dout" at those positions, (batch, tokens, heads, dim); it must
-    not communicate.  documents: what `mpiattn.verify.reference.attention` takes of them, or None.
+    read(name, start, stop): returns tokens of "q", "k", "v" or "dout" at those positions, (batch, tokens, heads, dim);
+    it must not communicate.  documents: their arguments of `mpiattn.verify.reference.attention`, or None.
     """
 
     def __init__(self, problem, read, documents=None):
@@ -113,7 +113,7 @@ class Source:
         return steps(p.seqlen_k if names[0] in "kv" else p.seqlen, elements * p.itemsize, PIECE_BYTES)
 
     def pieces(self, *names):
-        """Every piece of tensors of equal length: (positions, the tokens of each)."""
+        """The pieces of tensors of equal length: (positions, the tokens of each tensor)."""
         for at in self._steps(*names):
             yield np.arange(at.start, at.stop), *(self.read(name, at.start, at.stop) for name in names)
 
@@ -143,14 +143,14 @@ def largest(array):
 
 
 class Errors:
-    """Largest difference and largest magnitude so far, over finite elements."""
+    """The largest difference and the largest magnitude so far, over finite elements."""
 
     def __init__(self):
         self.error = self.magnitude = 0.0
         self.differing = self.nonfinite = 0
 
     def add(self, got, expected):
-        """Compare some elements more, (batch, rows, ...); nonfinite counts rows, differing elements."""
+        """Compare more elements, (batch, rows, ...); `nonfinite` counts rows, `differing` counts elements."""
         got = got.astype(np.float64)
         same = (got == expected) | (np.isnan(got) & np.isnan(expected))
         finite = np.isfinite(got) & np.isfinite(expected)
@@ -168,8 +168,8 @@ def choose(problem, layout, rank, limit=WORK_LIMIT, seed=0):
 def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None):
     """Compare this rank's out and lse with float64 attention of the source; collective.
 
-    read, documents: as of `Source`.  progress: called with the rows just checked.  Returns a Report, the same on every
-    rank.
+    read, documents: as for `Source`.  progress: called with the number of rows just checked.  Returns a Report, the
+    same on every rank.
     """
     source = Source(problem, read, documents)
     chosen, positions = choose(problem, layout, peers.rank, limit, seed), layout.positions(peers.rank)
@@ -185,7 +185,7 @@ def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LI
 
 
 def conclude(peers, problem, outs, lses, checked, rows):
-    """The Report of every rank's `Errors` of out and lse, over `checked` of its rows; collective."""
+    """Combine the ranks' `Errors` of out and lse, over `checked` of `rows` rows each, to a Report; collective."""
     maxima = np.array([outs.error, outs.magnitude, lses.error, lses.magnitude])
     counts = np.array([checked, rows, outs.differing + lses.differing, outs.nonfinite])
     peers.reduce(maxima, MPI.MAX)

@@ -1,4 +1,4 @@
-"""Checks decoded results against float64 attention whose keys and values are read again, piece by piece."""
+"""Compares decoded results with float64 attention of keys and values that are read again, piece by piece."""
 
 import numpy as np
 
@@ -7,23 +7,27 @@ from .compare import WORK_LIMIT, Errors, Source, conclude
 
 
 def choose(problems, rank, ranks, limit=WORK_LIMIT, seed=0):
-    """The rows, pairs (sequence, query), that a rank checks: its share of all, or if that is too much work a sample."""
+    """The rows that a rank checks, pairs (sequence, query), and the size of its share of all rows.
+
+    It checks its whole share or, if that is too much work, a sample of it.
+    """
     queries = problems[0].seqlen
-    mine = even_part(len(problems) * queries, ranks, rank)
+    share = even_part(len(problems) * queries, ranks, rank)
     most = max(problem.flops_per_pair * problem.seqlen_k for problem in problems)
-    rows = np.array(mine, np.int64)
+    rows = np.array(share, np.int64)
     if len(rows) * most > limit:
         count = min(len(rows), max(1, int(limit // most)))
         rows = np.sort(np.random.default_rng([seed, rank]).choice(rows, count, replace=False))
-    return [divmod(row, queries) for row in rows.tolist()], len(mine)
+    return [divmod(row, queries) for row in rows.tolist()], len(share)
 
 
 def verify_decode(peers, problems, q, out, lse, read, limit=WORK_LIMIT, seed=0, progress=None):
     """Compare what `tree_decode` gave every rank with float64 attention of the source; collective.
 
-    problems: of every sequence.  q, out, lse: of all, as given to and returned by `tree_decode`.
-    read(sequence, name, start, stop): tokens of "k" or "v", (1, tokens, kv_heads, dim); it must not communicate.
-    progress: called with the rows just checked.  Returns a `mpiattn.verify.compare.Report`, the same on every rank.
+    problems: one per sequence.  q, out, lse: of all sequences, as given to and returned by `tree_decode`.
+    read(sequence, name, start, stop): returns tokens of "k" or "v", (1, tokens, kv_heads, dim); it must not
+    communicate.  progress: called with the number of rows just checked.  Returns a `mpiattn.verify.compare.Report`, the
+    same on every rank.
     """
     chosen, share = choose(problems, peers.rank, peers.size, limit, seed)
     outs, lses = Errors(), Errors()

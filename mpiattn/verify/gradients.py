@@ -1,8 +1,8 @@
-"""Checks gradients against float64 ones whose inputs are read again, piece by piece.
+"""Compares gradients with float64 gradients of inputs that are read again, piece by piece.
 
-dq of a row takes the row's own lse and delta = rowsum(dout * out) and all keys.  dk and dv of a key take lse and delta
-of every query: in float64 where every row is checked and so has them, else those of the run that is checked, whose out
-and lse `mpiattn.verify.compare` has sampled.
+dq of a row depends on all keys, and on the row's own lse and delta = rowsum(dout * out).  dk and dv of a key depend on
+lse and delta of every query.  These are float64 where every row is checked, since that computes them; else they are
+those of the run itself, whose out and lse `mpiattn.verify.compare` has sampled.
 """
 
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from mpi4py import MPI
 from . import reference
 from .compare import MOST, WORK_LIMIT, Errors, Source, accumulation_error, choose_rows, largest, rounding_error, steps
 
-# Gradients are rounded themselves, and computed from delta, and so from an out that was rounded.
+# Gradients are rounded themselves, and are computed from delta, which comes from a rounded out.
 TIMES_ROUNDING = 3
 
 
 class GradientReport(NamedTuple):
-    """What was checked, over all ranks, and how far off it is."""
+    """The rows and keys that were checked on all ranks, and their errors."""
 
     rows: int
     of_rows: int
@@ -66,7 +66,7 @@ def _delta(dout, out):
 
 
 class _Check:
-    """One verification: what was found so far, and the lse and delta of this rank's queries."""
+    """A verification: the errors so far, and the lse and delta of this rank's queries."""
 
     def __init__(self, peers, source, positions, lse, out, progress):
         self.peers, self.source, self.positions = peers, source, positions
@@ -79,7 +79,7 @@ class _Check:
         self.largest[name] = max(self.largest[name], largest(array))
 
     def rows(self, dq, rows, keep):
-        """Check some rows of dq; keep: they are all, and their float64 lse and delta replace the run's."""
+        """Check some rows of dq.  keep: these are all rows; their float64 lse and delta replace those of the run."""
         p, source = self.source.problem, self.source
         kept = np.zeros((2, *self.lse.shape) if keep else 0)
         for at in steps(len(rows), 8 * p.batch * p.heads * (3 * p.head_dim + 5 * p.value_dim)):
@@ -103,13 +103,14 @@ class _Check:
 
     def _of_all(self, positions, dout):
         """lse and delta of the queries at consecutive positions, each from the rank that has it; collective."""
-        found = np.zeros((2, *self.lse.shape[:2], len(positions)))
-        mine = slice(*np.searchsorted(self.positions, (positions[0], positions[-1] + 1)))
-        at = self.positions[mine] - positions[0]
-        found[0][..., at] = self.lse[..., mine]
-        found[1][..., at] = _delta(dout[:, at], self.out[:, mine]) if self.delta is None else self.delta[..., mine]
-        self.peers.reduce(found, MPI.SUM)           # zero but on one rank
-        return found
+        lse_and_delta = np.zeros((2, *self.lse.shape[:2], len(positions)))
+        own = slice(*np.searchsorted(self.positions, (positions[0], positions[-1] + 1)))
+        at = self.positions[own] - positions[0]
+        lse_and_delta[0][..., at] = self.lse[..., own]
+        lse_and_delta[1][..., at] = (_delta(dout[:, at], self.out[:, own]) if self.delta is None
+                                     else self.delta[..., own])
+        self.peers.reduce(lse_and_delta, MPI.SUM)           # every element is zero on all ranks but one
+        return lse_and_delta
 
     def keys(self, dk, dv, keys, key_positions):
         """Check some keys of dk and dv; collective."""
@@ -131,19 +132,20 @@ class _Check:
             self.progress(len(some))
 
     def errors(self):
-        """What a GradientReport says from dq_error to nonfinite_keys."""
+        """The fields of a GradientReport from dq_error to nonfinite_keys."""
         p = self.source.problem
-        found = (self.dq, self.dk, self.dv)
-        maxima = np.array([[e.error for e in found], [e.magnitude for e in found], [*self.largest.values()][1:]])
+        errors_of = (self.dq, self.dk, self.dv)
+        maxima = np.array([[e.error for e in errors_of], [e.magnitude for e in errors_of],
+                           [*self.largest.values()][1:]])
         lse_size = max(self.peers.allgather(self.largest["lse"]))
         self.peers.reduce(maxima, MPI.MAX)
         errors, sizes, (q_size, k_size, change) = maxima
-        # Where dq and dk cancel to nothing, what is left is what an error of out, through delta, makes of k and q.
+        # Where the terms of dq or dk cancel, the error of out, through delta, remains: its size replaces theirs.
         sizes = np.maximum(sizes, [p.scale * k_size * change, p.scale * q_size * change, 0])
         rounding, absolute = rounding_error(p)
         tolerance = min(TIMES_ROUNDING * rounding + accumulation_error(p, lse_size), MOST)
         relative = np.maximum(0, errors - absolute) / np.where(sizes == 0, 1, sizes)
-        counts = np.array([sum(e.differing for e in found), self.dq.nonfinite,
+        counts = np.array([sum(e.differing for e in errors_of), self.dq.nonfinite,
                            max(self.dk.nonfinite, self.dv.nonfinite)])
         self.peers.reduce(counts, MPI.SUM)
         return *relative.tolist(), tolerance, *counts.tolist()
@@ -153,8 +155,8 @@ def verify_gradients(peers, problem, q_layout, k_layout, out, lse, gradients, re
                      seed=0, progress=None):
     """Compare this rank's gradients (dq, dk, dv) with float64 ones of the source; collective.
 
-    out, lse: of the same run.  read, documents: as of `verify.compare.Source`, with dout.  progress: called with the
-    rows or keys just checked.  Returns a GradientReport, the same on every rank.
+    out, lse: of the same run.  read, documents: as for `verify.compare.Source`, with dout.  progress: called with the
+    number of rows or keys just checked.  Returns a GradientReport, the same on every rank.
     """
     rows, keys = choose(problem, q_layout, k_layout, peers.rank, limit, seed)
     positions, key_positions = q_layout.positions(peers.rank), k_layout.positions(peers.rank)

@@ -1,11 +1,11 @@
-"""The oracle: dense attention in float64, a block of rows at a time, by the definition.
+"""The reference: dense attention in float64 by its definition, a block of rows at a time.
 
-It shares nothing with masks and back ends, and never holds more than one block of scores.
+It shares no code with masks and back ends, and never has more than one block of scores in memory.
 """
 
 import numpy as np
 
-BLOCK_PAIRS = 2 ** 17      # scores held at a time, 1 MB
+BLOCK_PAIRS = 2 ** 17      # scores in memory at a time, 1 MB
 OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_k", "prefixes", "causal_documents")
 
 
@@ -13,11 +13,11 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu
                  prefix=0, causal_block=None, prefixes=None, causal_documents=None):
     """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
 
-    lengths: (seqlen, seqlen_k).  cu_seqlens, cu_seqlens_k: where documents of queries and of keys begin and end;
-    without them the sequence is one.  What lies in no document sees nothing and is not seen.
-    prefix: how many of the first keys, of every document, causal queries see all the same.  causal_block: causal
-    queries see the whole block, of so many keys of the document, in which they stand.  prefixes, causal_documents:
-    instead of prefix and causal, one for each document.
+    lengths: (seqlen, seqlen_k).  cu_seqlens, cu_seqlens_k: where documents of queries and of keys begin and end; by
+    default the sequence is one document.  Tokens in no document see nothing and are not seen.
+    prefix: causal queries also see this many keys at the beginning of their document.  causal_block: causal queries see
+    up to the end of their block of this many keys of the document.  prefixes, causal_documents: one value per document,
+    instead of prefix and causal.
     """
     cuts = (0, lengths[0]) if cu_seqlens is None else cu_seqlens
     cuts_k = cuts if cu_seqlens_k is None and cu_seqlens is not None else (
@@ -41,9 +41,8 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu
 
 
 def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, masks):
-    """Every batch entry, head and block of rows that sees something.
-
-    Yields (b, rows, h, kv head, scores, visible, slope of the cap).
+    """For every batch entry, head and block of rows that sees any key, yields
+    (b, rows, h, kv head, scores, visible, derivative of the softcap).
     """
     batch, rows, heads, dim = q.shape
     positions = np.arange(rows) if positions is None else positions
@@ -69,7 +68,7 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, masks):
 
 
 def _product(weight, matrix, visible):
-    """weight @ matrix, where a pair that is not visible has weight 0 and 0 * NaN must not count."""
+    """weight @ matrix; invisible pairs have weight 0, and contribute 0 even where the matrix is NaN or infinite."""
     finite = np.isfinite(matrix).all(axis=1)
     out = weight @ np.where(finite[:, None], matrix, 0)
     for row in np.flatnonzero(~finite):
@@ -82,12 +81,12 @@ def attention(q, k, v, causal=False, scale=None, *, softcap=None, positions=None
               **masks):
     """out (batch, seqlen, heads, value_dim) and lse (batch, heads, seqlen), float64.
 
-    q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, masks: as of `visible_keys`,
-    relative to a diagonal that is aligned bottom-right, in every document; those of documents one-dimensional for all
-    batch entries or one for each.  softcap: scores s become softcap * tanh(s / softcap).
-    positions, keys, lengths: where q or k and v are a selection of the sequence, which queries and which keys
-    they are, and how many (seqlen, seqlen_k) there are in all.  A row that sees nothing gives 0 and -inf.
-    sinks: (heads,) scores that every query of a head sees besides, with value 0.
+    q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, masks: as for `visible_keys`,
+    relative to a diagonal that is aligned bottom-right in every document; arguments of documents have one dimension for
+    all batch entries, or a row per entry.  softcap: scores s become softcap * tanh(s / softcap).
+    positions, keys, lengths: if q, or k and v, are a selection of the sequence: the positions of the queries, those of
+    the keys, and the whole (seqlen, seqlen_k).  A row that sees no key gives out 0 and lse -inf.
+    sinks: (heads,) an additional score for every query of a head, with value 0.
     """
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
@@ -108,12 +107,12 @@ def attention(q, k, v, causal=False, scale=None, *, softcap=None, positions=None
 
 
 def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, **masks):
-    """dq, dk, dv of sum(dout * out) + sum(dlse * lse), float64, shapes of q, k, v; arguments as of `attention`.
+    """dq, dk, dv of sum(dout * out) + sum(dlse * lse), float64, shapes of q, k, v; arguments as for `attention`.
 
     With sinks also dsinks, (heads,).
     """
     out, lse = attention(q, k, v, causal, scale, sinks=sinks, **masks)
-    counted = np.where(out.any(axis=3, keepdims=True), dout, 0)        # what sees nothing has out 0, whatever its dout
+    counted = np.where(out.any(axis=3, keepdims=True), dout, 0)        # rows that see no key ignore dout, even NaN
     delta = np.einsum("bqhd,bqhd->bhq", counted.astype(np.float64), out) - (0 if dlse is None else dlse)
     grads = gradients(dout, q, k, v, lse, delta, causal, scale, **masks)
     if sinks is None:
@@ -125,7 +124,7 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
 
 def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, softcap=None, positions=None, keys=None,
               lengths=None, **masks):
-    """What these queries with these keys add to dq, dk and dv, float64, shapes of q, k, v; arguments as of `attention`.
+    """The contributions of these queries and keys to dq, dk and dv, float64; other arguments as for `attention`.
 
     lse and delta = rowsum(dout * out) - dlse, (batch, heads, seqlen): of these queries over all their keys.
     """
@@ -146,7 +145,7 @@ def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, softcap=No
 
 
 def merge(out, lse, out_b, lse_b):
-    """The attention over two sets of keys from that over each, float64; shapes as of `attention`."""
+    """Merge the attention over two disjoint sets of keys, float64; shapes as for `attention`."""
     with np.errstate(all="ignore"):
         total = np.logaddexp(lse, lse_b)
         weight, weight_b = (np.where(part == -np.inf, 0, np.exp(part - total)).transpose(0, 2, 1)[..., None]
