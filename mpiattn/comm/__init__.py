@@ -1,1 +1,1 @@
-"""Everything that calls MPI: meshes, messages, collective calls, and what happens when a rank fails."""
+"""Everything that calls MPI: meshes, messages, collective calls, and the handling of failed ranks."""

@@ -1,4 +1,4 @@
-"""Ranks agree: one rank's error becomes the same error on all of them, and none is left waiting."""
+"""Ranks agree: an error of one rank is raised on all ranks alike, so that no rank is left waiting."""
 
 import hashlib
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ def _brief(text):
 
 
 def _describe(error):
-    """(class name, text) of an exception, to be sent; classes of mpiattn survive the journey."""
+    """(class name, text) of an exception, to be sent; exceptions of mpiattn keep their class."""
     name = type(error).__name__
     if isinstance(error, MpiattnError):
         return name, str(error)
@@ -28,16 +28,16 @@ def _describe(error):
 
 @contextmanager
 def agreement(peers, only=None, call=""):
-    """Run the body on every one of the `Peers`; if it raises on any, the same error is raised on all.
+    """Run the body on all `Peers`; if it raises on any rank, the same error is raised on all.
 
-    The body must not communicate, or only so that it fails on all ranks alike (an h5py that has MPI).  Costs one
-    small allreduce when all is well.
-    only: the one rank on which the body does anything, for what concerns all (a file, say); the message then
-    does not say on which ranks it failed.
-    call: in which collective call this is, in words; CallError on every rank where some are in another one.
+    The body must not communicate, unless it fails on all ranks alike (as an h5py with MPI does).  Costs one small
+    allreduce if no rank fails.
+    only: the only rank on which the body does anything, for a file for example; the message then does not say on which
+    ranks it failed.
+    call: the collective call that this is part of, in words; raises CallError on every rank if ranks differ in it.
 
-    Yields a dict, in which the body may put arguments that must be the same on every rank, as for `agree_on`: they are
-    compared by the same allreduce.
+    Yields a dict, in which the body may put arguments that must be the same on every rank, as for `agree_on`: the same
+    allreduce compares them.
     """
     error, same = None, {}
     try:
@@ -57,25 +57,25 @@ def agree_on(peers, arguments):
 
 
 def _digest(call, arguments):
-    """A whole number that, but for a chance of 2^-56, differs where calls or arguments do."""
+    """A hash of the call and its arguments, an integer of 56 bits."""
     return int.from_bytes(hashlib.sha256(repr((call, sorted(arguments.items()))).encode()).digest()[:7], "big")
 
 
 def _raise_everywhere(peers, call, error, only, arguments):
-    """The first of: different calls, an error of some rank, different arguments."""
+    """Raise the first of these on all ranks: different calls, an error of some rank, different arguments."""
     calls, errors_, arguments = zip(*peers.allgather((call, error and _describe(error), {} if error else arguments)))
     common = _different_calls(calls) or _first_error(errors_, only) or _different_arguments(arguments)
     raise everywhere(common, peers) from error
 
 
 def everywhere(error, peers):
-    """The error, marked as one that all of the `Peers` raise."""
+    """Mark an error as one that all `Peers` raise; returns it."""
     error.everywhere, error.among = True, peers.comm.py2f()
     return error
 
 
 def is_everywhere(error, comm):
-    """Whether all ranks of a communicator raise this exception; those of another one may not be all of them."""
+    """Whether all ranks of this communicator raise this exception; it may be marked for another communicator."""
     return getattr(error, "among", None) == comm.py2f()
 
 
@@ -101,7 +101,7 @@ def _first_error(described, only):
 
 
 def _different_arguments(arguments):
-    """The first argument by name that some rank has given differently from rank 0, or not at all."""
+    """ArgumentError about the first argument that some rank gave differently from rank 0, or not at all."""
     for name in dict.fromkeys(name for given in arguments for name in given):
         values = [repr(given[name]) if name in given else "not given" for given in arguments]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)

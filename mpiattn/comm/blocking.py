@@ -1,17 +1,17 @@
-"""Collective calls of MPI that have no nonblocking form, given up after a time limit all the same."""
+"""A time limit for collective MPI calls that have no nonblocking form."""
 
 import threading
 
 from mpi4py import MPI
 
-LOOK = 1e-3                # seconds between two looks whether a call has ended
+LOOK = 1e-3                # seconds between two tests whether a call has ended
 
 
 def blocking(peers, call):
-    """What call() gives, a blocking and collective call of MPI; PeerFailure where a rank does not come in time.
+    """The result of call(), a blocking collective call of MPI; PeerFailure if a rank does not come in time.
 
-    The ranks meet first, so that it cannot wait for one that has not come so far.  Where this MPI lets two threads call
-    it at once, the call is made by a thread of its own, so that even a rank that stops inside keeps nobody.
+    A barrier with a time limit comes first, so that the call cannot wait for a rank that never enters it.  With
+    MPI_THREAD_MULTIPLE the call runs in its own thread, so that even a rank that hangs inside it is given up.
     """
     peers.barrier()
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:

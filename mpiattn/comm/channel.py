@@ -1,8 +1,8 @@
-"""Small messages between ranks about what went wrong: who has failed, who is still there.
+"""Small messages between ranks about failures: who has failed, who still answers.
 
-A rank that raises while others count on it tells them, so that they need not wait until their time is up.  A rank whose
-time is up asks who is still there, so that its error can name the ranks that are not.  Messages are read whenever a
-rank waits for others.
+A rank that raises while others wait for it tells them, so that they need not wait until their time limit.  A rank at
+its time limit asks who still answers, so that its error can name the ranks that do not.  Ranks read these messages
+whenever they wait for others.
 """
 
 import contextlib
@@ -11,18 +11,18 @@ import time
 
 from mpi4py import MPI
 
-TAG = 32000                 # of these messages; MPI promises tags up to 32767, and no other message has this one
-LISTEN = 1e-3               # seconds between two looks for messages while a rank waits
-ANSWER = 1.0                # seconds within which a rank that waits, however crowded its core, answers
-LONGEST = 1000              # characters of what is sent: so short a message arrives though its sender has gone its way
+TAG = 32000                 # of these messages only; MPI guarantees tags up to 32767
+LISTEN = 1e-3               # seconds between two probes for messages while a rank waits
+ANSWER = 1.0                # seconds in which a waiting rank answers, even on a crowded core
+LONGEST = 1000              # characters of a message: short ones are sent eagerly, and arrive without the sender's help
 
-_channels = []              # all that are open: a rank that waits on one of them answers on every one
+_channels = []              # the open channels: a rank that waits on one of them answers on all
 _calls = []                 # the collective calls that this process is in, innermost last
 
 
 @contextlib.contextmanager
 def during(call):
-    """Other ranks that ask what this process is doing are answered `call`."""
+    """In the body, answer ranks that ask what this process is doing with `call`."""
     _calls.append(call)
     try:
         yield
@@ -31,18 +31,18 @@ def during(call):
 
 
 def listen():
-    """Read and answer what has come on every channel."""
+    """Read and answer the messages on all channels."""
     for channel in _channels:
         channel.poll()
 
 
 class Channel:
-    """The messages about failures among the ranks of `comm`, on which nobody else uses `TAG`.
+    """The messages about failures among the ranks of `comm`, on which nothing else uses `TAG`.
 
-    hosts: the name of every rank's host, None where they are not known.
-    mark: the same on every rank, and of no other communicator.  MPI may give the number of a freed communicator to a
-        new one, which then gets what some rank still sent on the old one: messages with another mark are dropped.
-    failure: what another rank has said of its failure, None as long as none has.
+    hosts: the host name of every rank; None where unknown.
+    mark: identifies the communicator, the same on every rank.  MPI may reuse the number of a freed communicator for a
+        new one, which then receives late messages of the old one: messages with another mark are dropped.
+    failure: the text that another rank has sent about its failure, else None.
     """
 
     def __init__(self, comm, hosts=None, mark=b""):
@@ -52,7 +52,7 @@ class Channel:
             _channels.append(self)
 
     def close(self):
-        """Before the communicator is freed."""
+        """Stop listening; call it before the communicator is freed."""
         if self in _channels:
             _channels.remove(self)
 
@@ -70,16 +70,16 @@ class Channel:
             self._sending += [self.comm.Isend([data, MPI.BYTE], rank, TAG) for rank in ranks]
 
     def alarm(self, failure):
-        """Tell all other ranks that this one cannot go on: they raise PeerFailure with that text.
+        """Tell all other ranks that this one has failed: they raise PeerFailure with that text.
 
-        Does nothing where they know of a failure: from this rank, or from the one that has told this rank.
+        Does nothing where a failure has been announced, by this rank or to this rank.
         """
         if self.failure is None and not self._alarmed:
             self._alarmed = True
             self._send(self._others(), "failure", failure)
 
     def poll(self):
-        """Read and answer what has come."""
+        """Read and answer the messages that have come."""
         status = MPI.Status()
         while (message := self.comm.Improbe(MPI.ANY_SOURCE, TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
@@ -95,7 +95,7 @@ class Channel:
                 self._answers[status.source] = text
 
     def roll_call(self, done):
-        """Who answers, in words; "" where nobody can be asked or `done()`, called meanwhile, turned true."""
+        """Who answers, in words; "" if there are no other ranks or `done()` becomes true meanwhile."""
         if self.comm.size == 1:
             return ""
         self._answers = {}

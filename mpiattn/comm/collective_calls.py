@@ -1,4 +1,4 @@
-"""What plans and caches have in common: collective calls, on one home, of which the ranks agree which one it is."""
+"""The base of plans and caches: collective calls on a home; the ranks agree which call they are in."""
 
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -8,25 +8,25 @@ from .agreement import agreement
 
 
 class Call:
-    """One collective call while it runs.
+    """A collective call while it runs.
 
-    name: in words, the same on every rank that makes the same call.  peers: the ranks.  kept: what else, besides its
-    plan or cache, holds buffers of its transfers.
+    name: in words, the same on all ranks that make the same call.  peers: the ranks.  kept: objects besides the plan or
+    cache that hold buffers of the call's transfers.
     """
 
     def __init__(self, name, peers):
         self.name, self.peers, self.kept = name, peers, []
 
     def agreement(self, check=True):
-        """As `mpiattn.comm.agreement.agreement`, and on which call it is; without check only run the body."""
+        """As `mpiattn.comm.agreement.agreement`, which also compares the call; without check only run the body."""
         return agreement(self.peers, call=self.name) if check else nullcontext({})
 
 
 class Collective:
-    """Base of what is made on a home and then called by all its ranks in the same order.
+    """Base of objects that are made on a home and that all its ranks then call in the same order.
 
-    KIND: what it is, in words.  The ranks number everything that is made on a home, and its calls, so that they can
-    tell when some call another plan, another method, or the same for another time.
+    KIND: the kind of object, in words.  The ranks number the objects of a home and the calls of each, so that they
+    notice when ranks call different objects or methods, or the same method a different number of times.
     """
 
     KIND = None
@@ -44,7 +44,7 @@ class Collective:
             raise
 
     def _join(self, home, peers):
-        """From now on this is a member of a home; the other ranks have agreed to make it too."""
+        """Become a member of a home; the ranks have agreed before that all make it."""
         home.members += 1
         self._home, self._peers, self._calls = home, peers, 0
         self._name = f"{self.KIND} {home.members}"
@@ -63,15 +63,15 @@ class Collective:
     def _check_open(self):
         if self._home is None:
             raise ArgumentError(f"the {self.KIND} is closed; make a new one")
-        if self._home.abandoned:            # raised on this rank only: to communicate here could match stale messages
+        if self._home.abandoned:            # raised on this rank only: communicating here could match stale messages
             raise MpiattnError(f"a call on the communicator of this {self.KIND} did not end ({self._home.abandoned}); "
                                f"close the {self.KIND} and make a new one")
 
     @contextmanager
     def _leaving(self, mesh=None):
-        """The body gives up what this holds, then this gives up its place in the home; collective.
+        """Run the body, which releases what this object holds, then leave the home; collective.
 
-        The ranks agree on that, too, unless this one is on its way out with an exception: it must not wait for others.
+        The ranks agree on this call too, unless this rank closes because of an exception: it must not wait for others.
         """
         call = f"closing {self._name}"
         with self._home.call(call, lambda: vars(self).copy()):
@@ -87,7 +87,7 @@ class Collective:
             with agreement(self._peers, call=call):
                 pass
         except PeerFailure as failure:
-            if not failure.relayed:                        # else a call has failed, and there is nothing left to do
+            if not failure.relayed:                        # if relayed, a call has failed before: only clean up
                 raise
 
     def __reduce_ex__(self, protocol):

@@ -1,8 +1,8 @@
-"""How a program ends in which a rank has failed.
+"""The end of a program in which a rank has failed.
 
-MPI_Finalize waits for every rank.  A program whose uncaught PeerFailure ended Python on most ranks would wait there for
-ever for the rank that hangs.  So once a call has failed, an exception that nobody catches ends the whole job, as it
-does under `python -m mpi4py`.
+MPI_Finalize waits for every rank.  If an uncaught PeerFailure ended Python on most ranks, they would wait there for
+ever for the rank that hangs.  So once a call has failed, an uncaught exception aborts the whole job, as under
+`python -m mpi4py`.
 """
 
 import sys
@@ -10,14 +10,14 @@ import time
 
 from mpi4py import MPI
 
-FLUSH = 0.5                # seconds that a launcher needs to pass a message on, which it drops when the job is aborted
-COURTESY = 5.0             # seconds that the rank which has failed gets to say why and to end the job itself
+FLUSH = 0.5                # seconds that a launcher needs to forward a message; it drops output after an abort
+COURTESY = 5.0             # seconds in which the failed rank can print why and end the job itself
 
 _watching = False
 
 
 def abort_if_uncaught():
-    """From now on an uncaught exception ends the job, after it has been printed."""
+    """From now on, an uncaught exception is printed and then aborts the job."""
     global _watching
     if _watching:
         return

@@ -1,7 +1,7 @@
 """Nonblocking messages of flat byte buffers, split where they are too long, and counted.
 
-What leaves may not be ready yet, on a GPU: a message is then posted later, by whoever looks at any message or waits for
-one.  A rank that waits to receive so goes on sending, and no rank waits for ever.
+Bytes to send may still be computed on a GPU.  Such a message is posted later, when a transfer is posted, tested or
+waited for.  So a rank that waits for a receive still posts its sends, and ranks cannot block each other.
 """
 
 import time
@@ -15,22 +15,22 @@ from mpi4py import MPI
 from ..errors import ArgumentError
 from .peers import translate_ranks
 
-MAX_MESSAGE = 2 ** 30     # bytes; below the 2^31 - 1 that an MPI count can say
-PROGRESS = 3e-4           # seconds between two calls that let MPI move messages while a rank computes
+MAX_MESSAGE = 2 ** 30     # bytes; MPI counts end at 2^31 - 1
+PROGRESS = 3e-4           # seconds between two polls of MPI while a rank computes
 
 
 def check_max_message(value):
-    """Raise ArgumentError unless a value may be the bytes of the longest message."""
+    """Raise ArgumentError unless `value` is valid as the bytes of the longest message."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2 ** 31:
         raise ArgumentError(f"max_message is {value!r}; it must be from 1 to 2^31 - 1 bytes")
 
 
 @dataclass(eq=False, slots=True)
 class Posted:
-    """A request, and for a message that says what is missing, what it does: a verb, bytes, and the rank in a group.
+    """A transfer: its request and, for error messages, its verb, its bytes and its peer's rank in `comm`.
 
-    request: None until the bytes are ready.  peer: None for a collective of all the group.  then: what is called once
-    it is complete, None once it has been.
+    request: None until the bytes are ready.  peer: None for a collective call.  then: called once when the transfer is
+    complete, then None.
     """
 
     request: MPI.Request
@@ -44,10 +44,10 @@ class Posted:
 class Exchange:
     """Posts and completes transfers for one plan.
 
-    peers: the ranks of the plan, by whose numbers a failure names them.  Messages are of `WireBytes`, collectives of
-    flat arrays of uint8, see `whole`.
-    max_message: bytes of the longest message; a longer one goes in pieces.  sent_bytes and sent_messages count what was
-    handed to MPI for other ranks.
+    peers: the ranks of the plan; errors name ranks by their numbers there.  Messages are `WireBytes`, collectives flat
+    arrays of uint8, see `whole`.
+    max_message: bytes of the longest message; longer ones are split.  sent_bytes, sent_messages: handed to MPI for
+    other ranks so far.
     """
 
     def __init__(self, peers, max_message=MAX_MESSAGE):
@@ -55,51 +55,51 @@ class Exchange:
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0
-        self._later = deque()               # what waits for its bytes, in order: what will be posted, whether, and how
-        self._coming = []                   # what was posted and has something to call when it is complete
+        self._later = deque()               # transfers without bytes yet, in order: (Posted, ready(), post())
+        self._coming = []                   # posted transfers with a `then` to call
 
     def send(self, comm, wire, dest, tag):
-        """Post a send, at once or when its bytes are ready; returns what is posted.  No bytes send nothing."""
+        """Post a send, now or when its bytes are ready; returns a list of Posted.  No bytes: nothing is sent."""
         posted = self._messages(comm.Isend, "send", comm, wire, dest, tag)
         self.sent_bytes += len(wire.array)
         self.sent_messages += len(posted)
         return posted
 
     def receive(self, comm, wire, source, tag):
-        """Post a receive of exactly the bytes, at once or when they may be written; returns what is posted."""
+        """Post a receive of exactly these bytes, now or when they may be written; returns a list of Posted."""
         return self._messages(comm.Irecv, "receive", comm, wire, source, tag)
 
     def _messages(self, post, verb, comm, wire, peer, tag):
         posted, size, total = [], min(self.max_message, wire.piece or self.max_message), len(wire.array)
         for start in range(0, total, size):
             stop = min(start + size, total)
-            one = Posted(None, verb, stop - start, comm, peer, wire.taken and partial(wire.taken, start, stop))
+            transfer = Posted(None, verb, stop - start, comm, peer, wire.taken and partial(wire.taken, start, stop))
             message = [wire.array[start:stop] if size < total else wire.array, MPI.BYTE], peer, tag
             if wire.ready is None:
-                one.request = post(*message)
+                transfer.request = post(*message)
             else:
-                self._later.append((one, partial(wire.ready, stop), partial(post, *message)))
-            if one.then:
-                self._coming.append(one)
-            posted.append(one)
+                self._later.append((transfer, partial(wire.ready, stop), partial(post, *message)))
+            if transfer.then:
+                self._coming.append(transfer)
+            posted.append(transfer)
         if self._later or self._coming:
             self.progress()
         return posted
 
     def progress(self):
-        """Post what has become ready, in order, and pass on what has arrived."""
+        """Post the transfers that have become ready, in order, and call `then` of those that are complete."""
         while self._later and self._later[0][1]():
-            one, _, message = self._later.popleft()
-            one.request = message()
+            transfer, _, post = self._later.popleft()
+            transfer.request = post()
         if self._coming:
-            there = [one for one in self._coming if one.request is not None]
-            for i in MPI.Request.Testsome([one.request for one in there]) or ():
-                then, there[i].then = there[i].then, None
+            requested = [transfer for transfer in self._coming if transfer.request is not None]
+            for i in MPI.Request.Testsome([transfer.request for transfer in requested]) or ():
+                then, requested[i].then = requested[i].then, None
                 then()
-            self._coming = [one for one in self._coming if one.then]
+            self._coming = [transfer for transfer in self._coming if transfer.then]
 
     def whole(self, wire):
-        """The array of all bytes, as a collective takes it, once they are ready."""
+        """Wait until all bytes are ready; returns their array, for a collective call."""
         def ready():
             self.progress()
             return wire.ready is None or wire.ready(len(wire.array))
@@ -107,7 +107,7 @@ class Exchange:
         return wire.array
 
     def _row_type(self, row_bytes):
-        """A datatype of one token's bytes: counts and displacements in tokens cannot overflow."""
+        """A datatype of one token's bytes, so that counts and displacements, in tokens, do not overflow."""
         if row_bytes not in self._row_types:
             self._row_types[row_bytes] = MPI.BYTE.Create_contiguous(row_bytes).Commit()
         return self._row_types[row_bytes]
@@ -118,28 +118,28 @@ class Exchange:
         return [(first, step) for first in range(0, longest, step)]
 
     def allgather(self, comm, chunk, arena, lengths, offsets, row_bytes):
-        """Post the gathering of every rank's chunk into `arena`; returns what was posted.
+        """Post an allgather of every rank's chunk into `arena`; returns a list of Posted.
 
-        lengths, offsets: tokens of each rank's chunk and where it goes in the arena, by rank of `comm`.
+        lengths, offsets: tokens of each rank's chunk and its offset in the arena, by rank of `comm`.
         """
         row_type, posted = self._row_type(row_bytes), []
         for first, step in self._rounds(max(lengths), row_bytes):
             counts = [min(max(n - first, 0), step) for n in lengths]
             starts = [offset + min(first, n) for offset, n in zip(offsets, lengths)]
-            mine = counts[comm.rank]
-            piece = chunk[first * row_bytes:(first + mine) * row_bytes]
-            request = comm.Iallgatherv([piece, mine, row_type], [arena, counts, starts, row_type])
+            own_count = counts[comm.rank]
+            piece = chunk[first * row_bytes:(first + own_count) * row_bytes]
+            request = comm.Iallgatherv([piece, own_count, row_type], [arena, counts, starts, row_type])
             posted.append(Posted(request, "gather", sum(counts) * row_bytes, comm))
-            self._count(mine * row_bytes, comm.size - 1)
+            self._count(own_count * row_bytes, comm.size - 1)
         return posted
 
     def alltoall(self, comm, outgoing, out_lengths, out_offsets, incoming, in_lengths, in_offsets, row_bytes,
                  longest):
-        """Post an exchange of a chunk with every rank; returns what was posted.
+        """Post an exchange of a chunk with every rank; returns a list of Posted.
 
-        Tokens out_lengths[j] at out_offsets[j] of `outgoing` go to rank j; in_lengths[j] tokens from rank j
-        come to in_offsets[j] of `incoming`.  longest: tokens of the longest chunk between any two ranks, by
-        which all of them know the number of rounds.
+        out_lengths[j] tokens at out_offsets[j] of `outgoing` go to rank j; in_lengths[j] tokens of rank j come to
+        in_offsets[j] of `incoming`.  longest: tokens of the longest chunk between any two ranks, which determines the
+        number of rounds on all ranks.
         """
         row_type, posted = self._row_type(row_bytes), []
 
@@ -162,7 +162,7 @@ class Exchange:
             self.sent_messages += int(messages)
 
     def due(self):
-        """Whether it is time again to let MPI move messages, for whoever computes on the thread that MPI would need."""
+        """True when MPI should be polled again by a rank that computes on the thread that MPI needs."""
         now = time.perf_counter()
         if now < self._next:
             return False
@@ -170,17 +170,17 @@ class Exchange:
         return True
 
     def complete(self, posted):
-        """Let MPI move what was posted; whether it is complete."""
+        """Poll MPI; returns whether all transfers of `posted` are complete."""
         if self._later or self._coming:
             self.progress()
-            if any(one.request is None or one.then for one in posted):
+            if any(transfer.request is None or transfer.then for transfer in posted):
                 return False
-        return MPI.Request.Testall([one.request for one in posted])
+        return MPI.Request.Testall([transfer.request for transfer in posted])
 
     def wait(self, posted, where=""):
-        """Complete what was posted, staying inside MPI so that it makes progress.
+        """Complete the transfers of `posted`, polling MPI so that they make progress.
 
-        where: in what, for the PeerFailure when it takes longer than the peers are waited for.
+        where: what this rank is doing, for the PeerFailure at the time limit.
         """
         start = time.perf_counter()
         def tell():
@@ -188,25 +188,25 @@ class Exchange:
         if self._later or self._coming:
             self.peers.until(lambda: self.complete(posted), tell, posted)
         else:
-            self.peers.wait([one.request for one in posted], tell)
+            self.peers.wait([transfer.request for transfer in posted], tell)
         self.wait_seconds += time.perf_counter() - start
 
     def finish(self, request, verb, nbytes, where):
-        """Complete a collective of all peers that was started elsewhere, to which this rank has given `nbytes`."""
+        """Complete a collective call of all peers that was started elsewhere; this rank has contributed `nbytes`."""
         self._count(nbytes, self.peers.size > 1)
         self.wait([Posted(request, verb, nbytes, self.peers.comm)], where)
 
     def _missing(self, posted):
-        """What has not been completed, in words."""
-        told = []
-        for one in posted:
-            if one.request is not None and (one.request == MPI.REQUEST_NULL or one.request.Test()):
+        """The incomplete transfers, in words."""
+        missing = []
+        for transfer in posted:
+            if transfer.request is not None and (transfer.request == MPI.REQUEST_NULL or transfer.request.Test()):
                 continue
-            ranks = range(one.comm.size) if one.peer is None else [one.peer]
-            names = ", ".join(str(rank) for rank in translate_ranks(one.comm, ranks, self.peers.comm))
-            preposition = {"send": "to rank", "receive": "from rank"}.get(one.verb, "among ranks")
-            told.append(f"{one.verb} {one.nbytes} bytes {preposition} {names}")
-        return ", ".join(told)
+            ranks = range(transfer.comm.size) if transfer.peer is None else [transfer.peer]
+            names = ", ".join(str(rank) for rank in translate_ranks(transfer.comm, ranks, self.peers.comm))
+            preposition = {"send": "to rank", "receive": "from rank"}.get(transfer.verb, "among ranks")
+            missing.append(f"{transfer.verb} {transfer.nbytes} bytes {preposition} {names}")
+        return ", ".join(missing)
 
     def close(self):
         """Free the datatypes."""

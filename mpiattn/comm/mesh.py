@@ -12,8 +12,8 @@ group sits inside a node if it fits.
 Each communicator that a caller passes is duplicated once; all plans on it share the duplicate and, tile by
 tile, one mesh, so thousands of plans may be alive.  Both are freed with their last user.
 
-A call that fails on one rank leaves messages under way that nobody waits for.  No later call may meet them, so the
-whole home is then abandoned, on every rank: its plans and caches raise, and a new plan on the caller's communicator
+A call that fails on one rank leaves messages in flight that no rank will receive.  No later call may match them, so the
+whole home is then abandoned on every rank: its plans and caches raise, and a new plan on the caller's communicator
 gets a new home.
 """
 
@@ -31,17 +31,17 @@ from .blocking import blocking
 from .channel import Channel, during
 from .peers import TIMEOUT, Peers, translate_ranks
 
-_KEY = None                       # MPI attribute under which a caller's communicator keeps its Home
-_ABANDONED = []                   # homes whose buffers MPI may still use
-_DROPPED = []                     # homes whose plans are gone, unclosed, and whose owner has been freed
+_KEY = None                       # key of the MPI attribute in which a caller's communicator keeps its Home
+_ABANDONED = []                   # homes that failed, kept because MPI may still use their buffers
+_DROPPED = []                     # homes whose plans were dropped without close(), and whose owner has been freed
 
 
 class Mesh:
-    """Ranks in b rows x a columns of a communicator whose size is a * b.
+    """The ranks of a communicator of size a * b, in b rows x a columns.
 
-    order: the ranks of the communicator in the order of the mesh, None for their own.
-    cart: the communicator of dims (1, b, a).  row, column: this rank's groups; r, c: its place, which is
-    its rank in `column` and `row`.
+    order: the ranks of the communicator in the order of the mesh; None: their own order.
+    cart: the communicator of dims (1, b, a).  row, column: this rank's groups; r, c: its row and column number, which
+    are its ranks in `column` and `row`.
     """
 
     def __init__(self, comm, a, b, order=None):
@@ -63,13 +63,13 @@ class Mesh:
 
 
 def _forget_owner(comm, key, home):
-    """MPI calls it when the caller frees the communicator, through whatever handle, or `leave` lets go of it."""
+    """Called by MPI when the caller frees the communicator, through any handle, or `leave` deletes the attribute."""
     home.owner = None
     home.reap()
 
 
 def nodes_of(peers):
-    """The node of every rank, numbered from 0 on in order of their lowest ranks; collective."""
+    """The node number of every rank; nodes are numbered from 0 in order of their lowest ranks; collective."""
     node = blocking(peers, lambda: peers.comm.Split_type(MPI.COMM_TYPE_SHARED))
     lowest = min(translate_ranks(node, range(node.size), peers.comm))
     node.Free()
@@ -79,10 +79,10 @@ def nodes_of(peers):
 
 
 class Home:
-    """What mpiattn keeps with one communicator of the caller's: a duplicate, and the meshes in use.
+    """What mpiattn keeps for one communicator of the caller: a duplicate of it, and the meshes in use.
 
-    nodes: of every rank, see `nodes_of`.  hosts: the name of every rank's host.  channel: over which the ranks tell
-    each other of failures.  abandoned: why nothing can be done here any more, "" as long as all is well.
+    nodes: of every rank, see `nodes_of`.  hosts: the host name of every rank.  channel: for messages about failures.
+    abandoned: why this home cannot be used any more; "" if it can.
     """
 
     def __init__(self, comm, timeout):
@@ -98,9 +98,9 @@ class Home:
 
     @classmethod
     def enter(cls, comm, timeout=TIMEOUT):
-        """The home of a communicator, made if need be, with one user more; collective.
+        """The home of a communicator, made if needed, with one more user; collective.
 
-        timeout: seconds that the other ranks are waited for.
+        timeout: seconds to wait for the other ranks.
         """
         global _KEY
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -119,13 +119,13 @@ class Home:
         return home
 
     def _shared(self, timeout):
-        """Whether no rank has abandoned this home; one that has not heard of it yet does here."""
+        """Whether no rank has abandoned this home; ranks that do not know yet learn it here."""
         with self.call("making a plan or a cache"):
             try:
                 with agreement(self.peers(timeout), call=self._running):
                     pass
             except PeerFailure:
-                if self.channel.failure is None:            # nobody has failed, but somebody does not come
+                if self.channel.failure is None:            # no rank has failed, but one does not come
                     raise
         return not self.abandoned
 
@@ -135,15 +135,15 @@ class Home:
 
     @property
     def order(self):
-        """The ranks node by node, None where they are so already: then consecutive ones share a node."""
+        """The ranks sorted by node; None if they already are, so that consecutive ranks share a node."""
         order = sorted(range(len(self.nodes)), key=lambda rank: (self.nodes[rank], rank))
         return None if order == list(range(len(order))) else tuple(order)
 
     @contextmanager
     def turn(self, call):
-        """Only one collective call runs on a communicator at a time, or their messages would be taken for each other's.
+        """Allow only one collective call at a time on a communicator: messages of two calls could match each other.
 
-        call: in words.  Raises MpiattnError, on this rank only, from inside another call or beside it in a thread.
+        call: in words.  Raises MpiattnError, on this rank only, inside another call or beside it in another thread.
         """
         if not self._turn.acquire(blocking=False):
             raise MpiattnError(f"{call} is refused: {self._running} is running on this communicator; it must end, on "
@@ -158,9 +158,9 @@ class Home:
 
     @contextmanager
     def call(self, name, kept=list):
-        """Run a collective call.  If it fails here alone, the other ranks are told and the home is abandoned.
+        """Run a collective call.  If it fails on this rank only, tell the other ranks and abandon the home.
 
-        name: in words.  kept: gives, where it fails, what holds the buffers that MPI may still use.
+        name: in words.  kept: called on failure; returns the objects with the buffers that MPI may still use.
         """
         with self.turn(name):
             try:
@@ -176,20 +176,20 @@ class Home:
         self.abandon(kept, f"{type(error).__name__}: {error}")
 
     def abandon(self, kept, why=""):
-        """Never use this home again; whoever enters the caller's communicator then gets a new one."""
+        """Never use this home again; the next `enter` on the caller's communicator makes a new one."""
         self._kept.append(kept)
         if self.abandoned:
             return
         self.abandoned = why or self.channel.failure or "a rank did not come"
-        if self.owner is not None and self.owner.Get_attr(_KEY) is self:      # it may fail while it is being made
+        if self.owner is not None and self.owner.Get_attr(_KEY) is self:      # not yet set if making the home failed
             self.owner.Delete_attr(_KEY)
         _ABANDONED.append(self)
         endings.abort_if_uncaught()
 
     def mesh(self, peers, a, b, order=None):
-        """The mesh of a tile, made if need be, with one user more; collective.
+        """The mesh of a tile, made if needed, with one more user; collective.
 
-        peers: all ranks, as of `peers`.  order: the ranks in the order of the mesh, None for their own.
+        peers: all ranks, from `peers`.  order: the ranks in the order of the mesh; None: their own order.
         """
         mesh = self.meshes.get((a, b, order))
         if mesh is None:
@@ -198,12 +198,12 @@ class Home:
         return mesh
 
     def share(self, mesh):
-        """One user more of the home and of a mesh that is in use."""
+        """Count one more user of the home and of a mesh that is in use."""
         self.users += 1
         mesh.users += 1
 
     def leave(self, mesh=None):
-        """Give up a use of the home and, where given, of a mesh; collective."""
+        """Count one user less of the home and, if given, of a mesh; free what has no users; collective."""
         if MPI.Is_finalized() or self.abandoned:
             return
         if mesh is not None:
@@ -219,14 +219,14 @@ class Home:
         self.reap()
 
     def drop(self):
-        """A user is gone without leaving: what it used stays until the caller frees the communicator."""
+        """A user was dropped without `leave`: what it used stays until the caller frees the communicator."""
         self.dropped += 1
         self.reap()
 
     def reap(self):
-        """Free what is left when only dropped users are and the caller's communicator is gone.
+        """Mark the home to be freed if only dropped users are left and the caller's communicator is gone.
 
-        MPI may be calling, or the garbage collector, so that it is done when the next home is entered.
+        The next `enter` frees it: here the caller may be MPI or the garbage collector.
         """
         if self.owner is None and self.users and self.users == self.dropped and not self.abandoned:
             self.users = 0

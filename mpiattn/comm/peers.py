@@ -1,7 +1,7 @@
-"""The ranks of a communicator, and how long they are waited for.
+"""The ranks of a communicator, and waiting for them with a time limit.
 
-A rank that has died, or has raised and gone its own way, never answers.  So everything that waits for others is
-nonblocking, completed here, and given up after a time limit.
+A rank that has died or has raised an exception never answers.  So every wait for other ranks is a nonblocking call that
+is completed here and given up after a time limit.
 """
 
 import os
@@ -16,9 +16,9 @@ from mpi4py import MPI
 from ..errors import ArgumentError, PeerFailure
 from . import channel as channels
 
-TIMEOUT = 600.0            # seconds; what ranks do between two calls may differ by minutes
-SUSPENDED = 1.0            # seconds; this process did not run in what is longer between two looks, so it did not wait
-_LOST = []                 # requests that were given up: MPI may still write to their buffers, so they are kept
+TIMEOUT = 600.0            # seconds; the work of ranks between two calls may differ by minutes
+SUSPENDED = 1.0            # seconds; a longer gap between polls means a suspended process: it is not counted as waiting
+_LOST = []                 # requests that were given up, kept because MPI may still write to their buffers
 
 
 def _is_limit(timeout):
@@ -26,28 +26,28 @@ def _is_limit(timeout):
 
 
 def check_timeout(timeout):
-    """Raise ArgumentError unless it is a time limit: a positive number of seconds, inf for none, or None."""
+    """Raise ArgumentError unless `timeout` is a positive number of seconds, inf for no limit, or None."""
     if timeout is not None and not _is_limit(timeout):
         raise ArgumentError(f"timeout is {timeout!r}; it must be a positive number of seconds, inf for no limit")
 
 
 def time_limit(timeout, predicted=0.0):
-    """Seconds that are meant: what was asked or, where nothing was, time enough for work of `predicted` seconds."""
+    """The given timeout or, for None, the default: enough seconds for work of `predicted` seconds."""
     return timeout if _is_limit(timeout) else max(TIMEOUT, 10 * predicted)
 
 
 def translate_ranks(comm, ranks, other):
-    """Numbers in another communicator of some ranks of one."""
-    # called so, it is the same of mpi4py 3, where it is a class's method, and of mpi4py 4
+    """The ranks in communicator `other` of some ranks of `comm`."""
+    # this form works for mpi4py 3, where it is a class method, and for mpi4py 4
     return MPI.Group.Translate_ranks(comm.Get_group(), list(ranks), other.Get_group())
 
 
 class Peers:
     """The ranks of `comm`, waited for up to `timeout` seconds.
 
-    lost: called with the requests that were given up; it must keep them.  idle: called between two looks at what is
-    waited for; a rank that shares this core may be the one.  channel: over which ranks tell each other of failures, a
-    `mpiattn.comm.channel.Channel`; without it they only find out when their time is up, and not who is missing.
+    lost: called with the requests that were given up; it must keep them.  idle: called between two polls, to yield the
+    core: a rank that shares it may be the awaited one.  channel: a `mpiattn.comm.channel.Channel` for messages about
+    failures; without it ranks notice failures only at their time limit, and not who is missing.
 
     The methods are collective; each raises PeerFailure on a rank whose peers fail or do not come in time.
     """
@@ -57,16 +57,16 @@ class Peers:
         self.rank, self.size = comm.rank, comm.size
 
     def wait(self, requests, tell=None):
-        """Complete requests, staying inside MPI so that it makes progress.
+        """Complete requests, polling MPI so that they make progress.
 
-        tell: called when time is up for what this rank was waiting for, for the message.
+        tell: called at the time limit; returns what this rank was waiting for, for the message.
         """
         self.until(lambda: MPI.Request.Testall(requests), tell, requests)
 
     def until(self, done, tell=None, kept=None):
-        """Call `done`, which lets MPI move messages, until it says that it is.
+        """Call `done`, which polls MPI, until it returns true.
 
-        tell: as of `wait`.  kept: what MPI may still use when time is up or anything else ends the wait.
+        tell: as for `wait`.  kept: the objects that MPI may still use if the time limit or an exception ends the wait.
         """
         try:
             if done():
@@ -95,7 +95,7 @@ class Peers:
             raise failure
 
     def _give_up(self, done, tell, kept):
-        """Time is up: raise PeerFailure, here and on the other ranks, unless what is waited for comes just now."""
+        """At the time limit: raise PeerFailure, here and on the other ranks, unless the wait just ends."""
         state = self.channel.roll_call(done) if self.channel else ""
         if done():
             return
@@ -108,7 +108,7 @@ class Peers:
         raise PeerFailure(failure)
 
     def barrier(self):
-        """Return once every rank has come."""
+        """Return once every rank has called it."""
         self.wait([self.comm.Ibarrier()])
 
     def reduce(self, array, operation):
@@ -118,17 +118,17 @@ class Peers:
         array[...] = result
 
     def largest(self, numbers):
-        """The largest of every number over the ranks: int64."""
+        """The maximum of each number over the ranks, int64."""
         result = np.array(numbers, np.int64)
         self.reduce(result, MPI.MAX)
         return result
 
-    def allgather(self, thing):
-        """What every rank gives, anything that can be pickled, as a list by rank."""
-        mine = np.frombuffer(pickle.dumps(thing), np.uint8)
+    def allgather(self, value):
+        """The value of every rank, anything that can be pickled, as a list by rank."""
+        pickled = np.frombuffer(pickle.dumps(value), np.uint8)
         lengths = np.empty(self.size, np.int64)
-        self.wait([self.comm.Iallgather(np.array([len(mine)], np.int64), lengths)])
+        self.wait([self.comm.Iallgather(np.array([len(pickled)], np.int64), lengths)])
         starts = np.concatenate([[0], np.cumsum(lengths)])
         everything = np.empty(starts[-1], np.uint8)
-        self.wait([self.comm.Iallgatherv([mine, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])])
+        self.wait([self.comm.Iallgatherv([pickled, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])])
         return [pickle.loads(everything[start:stop].tobytes()) for start, stop in pairwise(starts)]

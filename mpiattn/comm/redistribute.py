@@ -1,7 +1,7 @@
-"""Tokens from consecutive slabs to a layout's chunks and back, piece by piece.
+"""Moves tokens from consecutive slabs to a layout's chunks and back, piece by piece.
 
-A slab is what a rank reads from or writes to a file, or, where one rank has all tokens, the whole array.  Both
-ends of every message know from the layouts alone which tokens it holds, so only tokens travel.
+A slab is what a rank reads from or writes to a file or, where one rank has all tokens, the whole array.  Sender and
+receiver know from the layouts which tokens a message holds, so messages contain nothing but tokens.
 """
 
 import math
@@ -16,11 +16,11 @@ from ..problem.tensors import as_array, as_given, as_tensor, is_tensor
 from .agreement import agree_on, agreement
 from .exchange import MAX_MESSAGE, Exchange
 
-PIECE_BYTES = 4 * 2 ** 20       # what a rank reads or writes at a time; memory holds about three pieces
+PIECE_BYTES = 4 * 2 ** 20       # that a rank reads or writes at a time; about three pieces are in memory
 
 
 def _shared(layout, chunk, start, stop):
-    """The tokens of a chunk in [start, stop): pairs of slices, in the chunk and in what starts at `start`."""
+    """The tokens of a chunk in [start, stop), as pairs of slices: in the chunk, and relative to `start`."""
     pairs, (before, parts) = [], layout.between(chunk, start, stop)
     for tokens in parts:
         pairs.append((slice(before, before + len(tokens)),
@@ -38,14 +38,14 @@ def _starts(counts):
 
 
 def native(dtype):
-    """A dtype in this machine's byte order, in which ranks send: files and programs may hold another."""
+    """A dtype in this machine's byte order, in which ranks send; files and programs may use the other one."""
     return np.dtype(dtype).newbyteorder("=")
 
 
 class Redistribution:
     """Moves rows of tokens between `slabs`, a contiguous layout, and `layout` among `Peers`.
 
-    shape, dtype: of one token's row; it travels in this machine's byte order.  max_message: as of `MeshAttention`.
+    shape, dtype: of one token's row, which is sent in this machine's byte order.  max_message: as for `MeshAttention`.
     """
 
     def __init__(self, peers, slabs, layout, shape, dtype, max_message=MAX_MESSAGE):
@@ -55,9 +55,10 @@ class Redistribution:
         self.tokens = max(1, PIECE_BYTES // max(self.row_bytes, 1))
 
     def _rounds(self):
-        """For every piece: its bounds on my slab, my tokens of every rank's piece, every rank's tokens of mine.
+        """For every round: the bounds of this rank's piece of its slab, then two lists by rank.
 
-        Tokens are pairs of slices, in the chunk and in the piece.
+        The first has the tokens of that rank's piece that belong to this rank's chunk, the second the tokens of this
+        rank's piece that belong to that rank's chunk.  Tokens are pairs of slices, in the chunk and in the piece.
         """
         me, ranks = self.peers.rank, range(self.peers.size)
         bounds = [(r.start, r.stop) for r in (self.slabs.ranges(rank)[0] for rank in ranks)]
@@ -70,7 +71,7 @@ class Redistribution:
         return np.empty((count, *self.shape), self.dtype)
 
     def _trade(self, outgoing, leaving, incoming, arriving):
-        """Send `outgoing`, and receive `incoming`, by rank; leaving and arriving tell the tokens."""
+        """Send `outgoing` and receive `incoming`; leaving, arriving: their tokens by rank."""
         if not self.row_bytes:
             return
         exchange = Exchange(self.peers, self.max_message)
@@ -82,7 +83,7 @@ class Redistribution:
         exchange.close()
 
     def _packed(self, rows, pairs, side):
-        """The tokens of all pairs one after another; side: 0 where rows are the chunk, 1 where they are the piece."""
+        """The tokens of all pairs, concatenated.  side: 0 if rows are the chunk, 1 if they are the piece."""
         return np.concatenate([rows[pair[side]] for of_rank in pairs for pair in of_rank] or [self._rows(0)],
                               dtype=self.dtype)
 
@@ -95,37 +96,37 @@ class Redistribution:
             done += count
 
     def to_chunk(self, read):
-        """This rank's chunk (tokens, *shape); read(start, stop) gives tokens of my slab, (stop - start, *shape).
+        """This rank's chunk (tokens, *shape); read(start, stop) returns tokens of its slab, (stop - start, *shape).
 
-        Every rank calls `read` equally often, with start = stop where its slab has ended, so it may be collective.
+        Every rank calls `read` equally often, with start = stop after the end of its slab, so it may be collective.
         """
         with agreement(self.peers):
             chunk = self._rows(self.layout.length(self.peers.rank))
-        for (start, stop), mine, theirs in self._rounds():
+        for (start, stop), in_chunk, in_piece in self._rounds():
             with agreement(self.peers):
-                outgoing = self._packed(read(start, stop), theirs, 1)
-                incoming = self._rows(sum(map(_count, mine)))
-            self._trade(outgoing, theirs, incoming, mine)
-            self._unpack(incoming, chunk, mine, 0)
+                outgoing = self._packed(read(start, stop), in_piece, 1)
+                incoming = self._rows(sum(map(_count, in_chunk)))
+            self._trade(outgoing, in_piece, incoming, in_chunk)
+            self._unpack(incoming, chunk, in_chunk, 0)
         return chunk
 
     def from_chunk(self, chunk, write):
-        """Give this rank's chunk back; write(start, rows) takes tokens of my slab in order.
+        """Send this rank's chunk back; write(start, rows) takes the tokens of its slab in order.
 
-        Every rank calls `write` equally often, with no rows where its slab has ended.
+        Every rank calls `write` equally often, with no rows after the end of its slab.
         """
-        for (start, stop), mine, theirs in self._rounds():
+        for (start, stop), in_chunk, in_piece in self._rounds():
             with agreement(self.peers):
-                outgoing = self._packed(chunk, mine, 0)
+                outgoing = self._packed(chunk, in_chunk, 0)
                 incoming, slab = self._rows(stop - start), self._rows(stop - start)
-            self._trade(outgoing, mine, incoming, theirs)
+            self._trade(outgoing, in_chunk, incoming, in_piece)
             with agreement(self.peers):
-                self._unpack(incoming, slab, theirs, 1)
+                self._unpack(incoming, slab, in_piece, 1)
                 write(start, slab)
 
 
 def all_on(root, layout):
-    """The slabs of a sequence that one rank holds whole."""
+    """The slabs of a sequence that is whole on one rank."""
     sizes = tuple(layout.seqlen if rank == root else 0 for rank in range(layout.chunks))
     return Layout("contiguous", layout.seqlen, layout.chunks, sizes)
 
@@ -148,9 +149,9 @@ def _check_root(peers, root):
 
 
 def _checked_row(call, layout, array, root, axis, length):
-    """The array, and of one token's row shape, dtype and whether it comes from a tensor.
+    """The array, the shape and dtype of one token's row, and whether the array was given as a tensor.
 
-    `root`, or for None every rank, must hold the array.
+    `root` must hold the array; for None, every rank.
     """
     given, peers = array, call.peers
     with call.agreement():
@@ -169,9 +170,10 @@ def _checked_row(call, layout, array, root, axis, length):
 
 
 def scatter(call, layout, array, root, axis, max_message=MAX_MESSAGE):
-    """A rank's chunk of the whole `array`, which `root` has, or for None every rank; a tensor of a tensor.
+    """A rank's chunk of the whole `array`; a tensor if the array is one.
 
-    call: the collective call that this is, a `mpiattn.comm.collective_calls.Call`.
+    root: the rank that has the array; None: every rank has it.  call: this collective call, a
+    `mpiattn.comm.collective_calls.Call`.
     """
     peers = call.peers
     length = layout.seqlen if root in (None, peers.rank) else None
@@ -190,9 +192,9 @@ def scatter(call, layout, array, root, axis, max_message=MAX_MESSAGE):
 
 
 def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
-    """The whole array of all chunks on `root`, or for None on every rank; None elsewhere.  A tensor of a tensor.
+    """The whole array of all chunks on `root`, and None on the others; a tensor if the chunks are tensors.
 
-    call: as of `scatter`.
+    root: a rank; None: every rank gets the array.  call: as for `scatter`.
     """
     peers = call.peers
     with call.agreement() as same:

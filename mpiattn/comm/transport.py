@@ -1,6 +1,7 @@
-"""How bytes of a device travel: staged through host memory, or by an MPI that takes device memory; and who has which.
+"""Transports of device memory: staged through host memory, or by an MPI that takes device memory; and their choice.
 
-Only a back end with a device has a transport.  Everyone must choose the same, since pieces are cut by it.
+Only a back end with a device has a transport.  All ranks must choose the same, since it determines how messages are
+split.
 """
 
 from .. import backends
@@ -10,7 +11,7 @@ from .agreement import agreement
 from .available import agreed_backend
 
 TRANSPORTS = ("auto", "staged", "device")
-_probed = {}                             # what a child process has shown, once for this process
+_probed = {}                             # the result of the probe, which runs once per process
 
 
 def one_of(name, value, choices):
@@ -20,7 +21,7 @@ def one_of(name, value, choices):
 
 
 def check_transport(backend, transport):
-    """Raise ArgumentError unless a back end, by name, can have that transport here."""
+    """Raise ArgumentError unless the back end of that name can have that transport here."""
     one_of("transport", transport, TRANSPORTS)
     names = backends.candidates(backend)
     if not any(backends.find(name).on_gpu for name in names):
@@ -37,7 +38,8 @@ def check_transport(backend, transport):
 def make_backend(peers, nodes, name, transport):
     """A new back end, on this rank's device if it has one; collective.
 
-    nodes: of every rank.  name, transport: the same on every rank, checked.  Raises ArgumentError on every rank.
+    nodes: node number of every rank.  name, transport: checked, the same on every rank.  Raises ArgumentError on every
+    rank.
     """
     name = agreed_backend(peers, name)
     if backends.find(name).on_gpu and transport == "auto":
@@ -47,14 +49,14 @@ def make_backend(peers, nodes, name, transport):
 
 
 def local_backend(rank, nodes, name, transport):
-    """A new back end on the device of a rank, if it has one; `transport` has been chosen.  Not collective."""
+    """A new back end on the device of a rank, if it has one; transport: not "auto".  Not collective."""
     return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
 
 
 def _chosen(peers):
-    """ "device" where the MPI of every rank says that it takes device memory, and has done so in a child of rank 0.
+    """ "device" if the MPI of every rank claims to take device memory and the probe of rank 0 confirms it.
 
-    To hand device memory to one that does not ends in a crash, so an MPI is not taken at its word.
+    The claim alone is not enough: an MPI that does not take device memory crashes.
     """
     aware, _ = gpu_aware_mpi.gpu_aware()
     if peers.largest([not aware])[0]:
