@@ -85,6 +85,6 @@ def test_bytes_that_differ_are_marked():
             "problem": {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 3, "dtype": "float32", "causal": False,
                         "window": [5, None]}}
     text = report.head_text(data) + report.size_text(data["cases"], data)
-    assert text.count("BYTES NOT AS BY THE FORMULA") == 1 and text.count("emulated compute") == 2
+    assert text.count("BYTES DIFFER FROM THE FORMULA") == 1 and text.count("emulated compute") == 2
     assert "1x2 greedy auto: direct is also auto: 1x2 greedy auto: direct" in text and "WARNING" not in text
     assert "WARNING" in report.head_text({**data, "compute": "real"})

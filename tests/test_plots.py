@@ -226,7 +226,7 @@ def test_scaling():
 
 @pytest.mark.parametrize("series, message", [
     ([], "series is empty"), ([Series("x", [2, 1], [1, 1])], "increasing"),
-    ([Series("x", [1], [1, 2])], "with 2 times"), ([Series("x", [1, 2], [[1], []])], "one at least"),
+    ([Series("x", [1], [1, 2])], "with 2 times"), ([Series("x", [1, 2], [[1], []])], "at least one"),
     ([Series("x", [1], [0.0])], "positive"),
 ])
 def test_scaling_errors(series, message):

@@ -1,7 +1,7 @@
 """Benchmarks: the parts of `mpiattn bench`, and `mpiexec -n N python -m mpiattn.bench.sdpa`.
 
-Ranks are the parallelism that is measured, so each gets one BLAS thread unless the user has said otherwise.
-That has to be set before NumPy is first imported, which is why it happens here.
+The benchmarks measure ranks as the parallelism, so each rank gets one BLAS thread unless the user has set it.
+This must happen before NumPy is first imported, so it happens here.
 """
 
 import os

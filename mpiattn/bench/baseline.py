@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention, each of its back ends apart, to be measured beside a back end's launches."""
+"""PyTorch's scaled_dot_product_attention, with each of its back ends, as a baseline for a back end's launches."""
 
 import contextlib
 import math
@@ -9,10 +9,10 @@ import numpy as np
 
 from .clock import LEAST, MOST
 
-# Largest difference of two results over the largest value: some times what rounding makes of it.
+# Allowed difference of two results, relative to the largest value: a few times the rounding error.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-13}
 
-# On a GPU: name, name in torch.nn.attention.SDPBackend, whether for backward alone, whether deterministic.
+# On a GPU: name, name in torch.nn.attention.SDPBackend, whether only for backward, whether deterministic.
 ON_GPU = (("torch flash", "FLASH_ATTENTION", False, False), ("torch cuDNN", "CUDNN_ATTENTION", False, False),
           ("torch efficient", "EFFICIENT_ATTENTION", False, False),
           ("torch flash, deterministic", "FLASH_ATTENTION", True, True),
@@ -30,7 +30,7 @@ def load_torch():
 
 
 def to_torch(torch, array, device):
-    """(tokens, heads, dim) as a tensor (1, heads, tokens, dim) in one piece; torch knows bfloat16 by another name."""
+    """(tokens, heads, dim) as a contiguous tensor (1, heads, tokens, dim), bfloat16 as torch's own."""
     array = np.ascontiguousarray(array.swapaxes(0, 1))[None]
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
@@ -38,7 +38,7 @@ def to_torch(torch, array, device):
 
 
 def from_torch(torch, tensor):
-    """The reverse, in float32, or float64 for float64."""
+    """The reverse of `to_torch`, in float32, or float64 for float64."""
     tensor = tensor.detach().to("cpu")
     return (tensor if tensor.dtype == torch.float64 else tensor.float()).numpy()[0].swapaxes(0, 1)
 
@@ -46,7 +46,8 @@ def from_torch(torch, tensor):
 class Sdpa:
     """A pass of one of torch's back ends over the same arrays.
 
-    arrays: q, k, v, and dout for the backward pass, NumPy, (tokens, heads, dim).  `missing`: why it cannot, or None.
+    arrays: q, k, v, and dout for the backward pass, NumPy, (tokens, heads, dim).  missing: why it is not possible, or
+    None.
     """
 
     def __init__(self, torch, name, kind, deterministic, arrays, causal, backward, on_gpu):
@@ -69,7 +70,7 @@ class Sdpa:
 
     @contextlib.contextmanager
     def _kernel(self):
-        """Only this back end of torch, and in a deterministic way if that is asked."""
+        """Allow only this back end of torch, and only deterministic algorithms if asked."""
         torch = self.torch
         with contextlib.ExitStack() as stack:
             if self.kind is not None:
@@ -93,7 +94,7 @@ class Sdpa:
             return self.torch.autograd.grad(self.forward, self.inputs, self.dout, retain_graph=True)
 
     def seconds(self, times=1):
-        """Seconds of one of `times` passes, by torch's own events on a GPU."""
+        """Seconds per pass, over `times` passes; measured with torch's events on a GPU."""
         if not self.on_gpu:
             start = time.perf_counter()
             for _ in range(times):
@@ -108,13 +109,13 @@ class Sdpa:
         return events[0].elapsed_time(events[1]) / times / 1e3
 
     def repeats(self):
-        """How often to repeat a pass so that a measurement takes LEAST seconds."""
+        """The number of passes that take LEAST seconds."""
         self.seconds()
         return min(MOST, max(1, math.ceil(LEAST / max(self.seconds(), 1e-9))))
 
 
 def baselines(arrays, causal, backward, on_gpu):
-    """A `Sdpa` of every back end of torch for these arrays; none where torch is not installed or sees no GPU."""
+    """A `Sdpa` for every back end of torch; empty where torch is not installed, or sees no GPU for on_gpu."""
     torch = load_torch()
     if torch is None or (on_gpu and not torch.cuda.is_available()):
         return []

@@ -1,4 +1,4 @@
-"""What a benchmark measures: every combination of sizes, tiles, schedules and routes, with overlap and without."""
+"""The cases of a benchmark: every combination of sizes, tiles, schedules and routes, with and without overlap."""
 
 from itertools import product
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from ..schedule.tile import parse_tile, tiles
 
 
 class Case(NamedTuple):
-    """One plan to measure: tokens, and what is asked of `mpiattn.MeshAttention`; "auto" leaves it to the plan."""
+    """A plan to measure: tokens, and arguments of `mpiattn.MeshAttention`; "auto": the plan chooses."""
 
     seqlen: int
     tile: str
@@ -22,10 +22,10 @@ class Case(NamedTuple):
 
 
 def tile_names(asked, ranks):
-    """Tiles as "AxB" or "auto", each once, in the order asked; "all" is every tile of the ranks."""
+    """Tiles as "AxB" or "auto", each once, in the given order; "all" means every tile of the ranks."""
     names = []
-    for one in asked:
-        shapes = tiles(ranks) if one == "all" else [parse_tile(one, ranks)]
+    for text in asked:
+        shapes = tiles(ranks) if text == "all" else [parse_tile(text, ranks)]
         names += ["auto" if shape is None else "x".join(map(str, shape)) for shape in shapes]
     return list(dict.fromkeys(names))
 
@@ -33,8 +33,8 @@ def tile_names(asked, ranks):
 def cases(ranks, seqlens, tile, schedule, route, no_overlap=False):
     """The cases of every size, a list of lists.  Raises ArgumentError.
 
-    seqlens, tile, schedule, route: lists.  no_overlap: every one without overlap too, but for collective schedules,
-    which have none.
+    seqlens, tile, schedule, route: lists.  no_overlap: add every case without overlap, except those with a collective
+    schedule, which has none.
     """
     if min(seqlens) < 1:
         raise ArgumentError(f"seqlen is {min(seqlens)}; it must be at least 1")

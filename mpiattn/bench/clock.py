@@ -1,4 +1,4 @@
-"""How long launches of a back end take: by events on its stream where it has one, else by the host's clock."""
+"""Times launches of a back end: with events on its stream if it has one, else with the host's clock."""
 
 import math
 import time
@@ -8,8 +8,8 @@ import numpy as np
 from ..engine.folding import on_host
 from ..system import host
 
-LEAST = 0.01               # seconds that a measurement takes at least, by repeating what is short
-MOST = 200                 # repeats
+LEAST = 0.01               # seconds of a measurement, at least: short launches are repeated
+MOST = 200                 # repeats, at most
 
 
 def host_array(backend, array, event=None):
@@ -19,7 +19,7 @@ def host_array(backend, array, event=None):
 
 
 class HostClock:
-    """Of launches that the host waits for."""
+    """Times launches that the host waits for."""
 
     on_gpu = False
 
@@ -28,13 +28,13 @@ class HostClock:
 
     @property
     def device(self):
-        """What computes, for people."""
+        """Name of the processor that computes."""
         return host.processor()
 
     def seconds(self, launch, before=None, times=1):
-        """Seconds of one of `times` calls of launch(), which returns an event.
+        """Seconds per call of launch(), which returns an event, over `times` calls.
 
-        before: called ahead of each, and not timed.
+        before: called before each, and not timed.
         """
         total = 0.0
         for _ in range(times):
@@ -46,18 +46,18 @@ class HostClock:
         return total / times
 
     def repeats(self, launch, before=None):
-        """How often to repeat a launch so that a measurement takes LEAST seconds."""
-        self.seconds(launch, before)                              # warm
+        """The number of launches that take LEAST seconds."""
+        self.seconds(launch, before)                              # warm up
         return min(MOST, max(1, math.ceil(LEAST / max(self.seconds(launch, before), 1e-9))))
 
     def memory_bandwidth(self, nbytes, dtype):
-        """(what was measured, a function that does it once, bytes that it moves): a plain sum over memory."""
+        """A plain sum over memory, as (its name, a function that does it once, the bytes that it moves)."""
         data = np.zeros(max(1, nbytes // np.dtype(dtype).itemsize), dtype)
         return "NumPy's sum", plain_sum([data]), data.nbytes
 
 
 class StreamClock(HostClock):
-    """Of launches on a stream of a GPU, by CuPy's events."""
+    """Times launches on a GPU's stream with CuPy's events."""
 
     on_gpu = True
 
@@ -74,7 +74,7 @@ class StreamClock(HostClock):
         return f"{name.decode()}, CUDA {runtime.runtimeGetVersion()}, driver's CUDA {runtime.driverGetVersion()}"
 
     def seconds(self, launch, before=None, times=1):
-        """As of HostClock; without `before`, launches follow each other, and the time between them counts."""
+        """As in HostClock; without `before`, launches follow each other, and the gaps between them count."""
         pairs, each = [], times if before else 1
         for _ in range(each):
             if before:
@@ -89,7 +89,7 @@ class StreamClock(HostClock):
         return sum(self.cupy.cuda.get_elapsed_time(*pair) for pair in pairs) / times / 1e3
 
     def memory_bandwidth(self, nbytes, dtype):
-        """As of HostClock: a copy of half as many bytes, which moves each twice."""
+        """As in HostClock, with a copy of half as many bytes, which reads and writes each."""
         of, to = (self.backend.empty((max(1, nbytes // 8),), "float32") for _ in range(2))
         self.backend.zero((of, to))
         runtime = self.cupy.cuda.runtime
@@ -105,7 +105,7 @@ def clock_of(backend):
 
 
 def plain_sum(arrays):
-    """A function that sums arrays up, which takes as long as memory gives them; half types are read as float32."""
+    """A function that sums arrays, which is limited by memory bandwidth; 16-bit types are read as float32."""
     parts = [array.reshape(-1).view(np.uint8) for array in arrays]
     kind = np.float64 if arrays[0].dtype == np.float64 else np.float32
     parts = [part[:part.size // 8 * 8].view(kind) for part in parts]

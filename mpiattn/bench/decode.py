@@ -1,11 +1,10 @@
-"""Tree decoding over the ranks of a launch, against rings, a plain MPI_Allreduce, and a plain sum of the keys.
+"""Measures tree decoding over the ranks of a launch, beside rings, a plain MPI_Allreduce, and a plain sum of the keys.
 
-A call is one or a few tokens of each sequence: its time is that of the slowest rank, without the checks of arguments.
-First every way is run once and compared with float64 attention and with the others; then they are measured in turn.
-"Combining" is a way without attention, on results that are there. MPI_Allreduce and MPI_Iallreduce are MPI's own, once,
-of the same bytes; ranks wait for the second as for all else.
-"Keys" is attention on each rank alone: bytes of keys and values a second, beside those of NumPy's sum over the same
-memory.
+A call decodes one or a few tokens of each sequence; its time is that of the slowest rank, without argument checks.
+First every algorithm runs once and is compared with float64 attention and with the others; then all are measured in
+turn.  "combining" is an algorithm without the attention, on existing partial results.  MPI_Allreduce and MPI_Iallreduce
+are single calls of MPI with the same bytes; ranks wait for the latter as for all other messages.  "keys" is the
+attention of each rank alone, as bytes of keys and values per second, beside NumPy's sum over the same memory.
 """
 
 import time
@@ -32,29 +31,30 @@ from .clock import plain_sum
 from .decode_inputs import Inputs
 
 RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
-OWN = {"decode", "queries", "page_size", "way"}       # options that nothing but decoding takes
+OWN = {"decode", "queries", "page_size", "way"}       # options that only --decode takes
 SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "batch", "dtype", "backend", "transport", "machine", "runs",
           "warmup", "timeout", "json"}
 
 
 def add_arguments(parser):
     """Declare the options of `mpiattn bench --decode`."""
-    group = parser.add_argument_group("decoding", "Tokens that are decoded one or a few at a time, instead of passes. "
-                                      "Of the options above those of sizes, dtype, machine and runs hold.")
+    group = parser.add_argument_group("decoding", "Measure decoding of one or a few tokens at a time instead of "
+                                      "passes. Of the options above, --decode uses the sizes, --dtype, --backend, "
+                                      "--transport, --machine, --runs, --warmup, --timeout and --json.")
     group.add_argument("--decode", action="store_true",
                        help="measure decoding over a cache of --seqlen tokens of each sequence")
     group.add_argument("--queries", type=int, default=1, metavar="N",
-                       help="tokens of each sequence that are decoded at once (default: %(default)s)")
+                       help="tokens of each sequence that a call decodes (default: %(default)s)")
     group.add_argument("--way", nargs="+", default=["all"], choices=("all", "auto", *reduction.WAYS, *RINGS),
                        metavar="NAME",
-                       help=f"how results are combined: {', '.join(reduction.WAYS)}, auto; or what that is measured "
-                            f"against: {', '.join(RINGS)}, which long contexts make slow (default: all)")
+                       help=f"algorithms that combine partial results: {', '.join(reduction.WAYS)}, auto; for "
+                            f"comparison: {', '.join(RINGS)}, which are slow for long contexts (default: all)")
     group.add_argument("--page-size", type=int, default=64, metavar="N",
                        help="tokens of a page of the cache (default: %(default)s)")
 
 
 def measure(job, args):
-    """The measurement so far as data for JSON, after each context; collective.
+    """Yield the measurement so far, as data for JSON, after each context; collective.
 
     Raises ArgumentError and VerificationError.
     """
@@ -76,7 +76,7 @@ def measure(job, args):
 
 
 def _timed(peers, backend, work):
-    """Seconds of the slowest rank, until all launches are done."""
+    """Seconds of the slowest rank until all launches are complete."""
     peers.barrier()
     start = time.perf_counter()
     work()
@@ -86,8 +86,8 @@ def _timed(peers, backend, work):
     return float(seconds[0])
 
 
-def _ways(asked, cache, chosen):
-    """The names of what is measured, each once."""
+def _algorithms(asked, cache, chosen):
+    """The names of the algorithms to measure, each once."""
     names = []
     for name in asked:
         names += [*reduction.ways(cache.nodes), *RINGS] if name == "all" else [chosen if name == "auto" else name]
@@ -97,17 +97,17 @@ def _ways(asked, cache, chosen):
 def _measure(peers, args, context):
     inputs = Inputs(peers, args, context)
     with inputs.cache() as cache:
-        peers.idle = cache.combiner.backend.idle                # between calls as in one
+        peers.idle = cache.combiner.backend.idle        # ranks wait between calls as inside them
         q = inputs.q
         with cache.call("bench") as turn:
             call = Call(turn, cache, q)
         chosen = cache.way(*call.partial_bytes)
-        ways = _ways(args.way, cache, chosen)
+        algorithms = _algorithms(args.way, cache, chosen)
         calls = {name: (lambda ring=RINGS[name]: ring(q, cache, check=False)) if name in RINGS else
-                 (lambda way=name: tree_decode(q, cache, way=way, check=False)) for name in ways}
+                 (lambda name=name: tree_decode(q, cache, way=name, check=False)) for name in algorithms}
         sent, difference, error = _check(inputs, cache, calls, call.partial_bytes)
-        alone = {f"combining {way}": combining(cache.combiner, call.backend, way, call.partial(), call.partial())
-                 for way in ways if way in reduction.WAYS}
+        alone = {f"combining {name}": combining(cache.combiner, call.backend, name, call.partial(), call.partial())
+                 for name in algorithms if name in reduction.WAYS}
         work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call),
                 "sum": _sum(cache)}
         for _ in range(args.warmup):
@@ -126,10 +126,10 @@ def _measure(peers, args, context):
 
 
 def _check(inputs, cache, calls, partial_bytes):
-    """Run each way once: the most bytes that a rank sends in it, and the largest differences over the largest value.
+    """Run each algorithm once; returns the most bytes that a rank sends in each, and two differences.
 
-    Differences: between any two results; and between any and float64 attention, of the first and last query of the
-    first and last sequence.
+    The differences are relative to the largest value: between any two results, and between any result and float64
+    attention, for the first and last query of the first and last sequence.
     """
     peers, sent, outs = inputs.peers, {}, {}
     for name, run in calls.items():
@@ -138,10 +138,10 @@ def _check(inputs, cache, calls, partial_bytes):
         of_rank, formula = cache.sent[0] - before, None
         if name in reduction.WAYS:
             formula = combine.moved_bytes(name, *partial_bytes, cache.nodes, cache.rank)
-        told = peers.allgather((of_rank, formula))
-        sent[name] = max(of for of, _ in told)
-        if any(formula not in (None, of) for of, formula in told):
-            _fail(f"{name} sent {told} bytes, which is not the formula")
+        by_rank = peers.allgather((of_rank, formula))
+        sent[name] = max(nbytes for nbytes, _ in by_rank)
+        if any(formula not in (None, nbytes) for nbytes, formula in by_rank):
+            _fail(f"{name}: bytes sent and bytes by the formula differ, by rank: {by_rank}")
     first = next(iter(outs.values()))
     rows = {(sequence, query) for sequence in (0, len(first) - 1) for query in (0, first.shape[1] - 1)}
     expected = {row: inputs.expected(*row)[0] for row in sorted(rows) if inputs.context >= inputs.args.queries - row[1]}
@@ -149,9 +149,9 @@ def _check(inputs, cache, calls, partial_bytes):
                     max((_off(out[row], ref) for out in outs.values() for row, ref in expected.items()), default=0.0)])
     peers.reduce(off, MPI.MAX)
     tolerance = TOLERANCE[inputs.args.dtype]
-    for what, one in zip(("one another", "float64 attention"), off):
-        if not one <= tolerance:
-            _fail(f"results differ from {what} by {one:.2g} of the largest value, more than {tolerance:g}")
+    for other, difference in zip(("one another", "float64 attention"), off):
+        if not difference <= tolerance:
+            _fail(f"results differ from {other} by {difference:.2g} of the largest value, more than {tolerance:g}")
     return sent, *off.tolist()
 
 
@@ -160,14 +160,14 @@ def _off(out, ref):
 
 
 def _fail(text):
-    """Raise what every rank has found alike."""
+    """Raise an error that every rank raises."""
     error = VerificationError(text)
     error.everywhere = True
     raise error
 
 
 def _allreduce(cache, call):
-    """MPI's own, which waits as it likes, and the one that waits as this library does."""
+    """MPI_Allreduce, which waits inside MPI, and MPI_Iallreduce, which is completed as all messages of this library."""
     peers, elements = cache.combiner.peers, call.partial_bytes[0] // np.dtype(cache.partial_dtype).itemsize
     given = np.zeros(elements, cache.partial_dtype)
     taken = np.empty_like(given)
@@ -198,7 +198,7 @@ def _key_bytes(cache):
 
 
 def head_text(data):
-    """What holds for all contexts."""
+    """The head of the report, for all contexts."""
     versions, machine = data["versions"], data["machine"]
     return facts([
         ("problem", f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} "
@@ -211,7 +211,7 @@ def head_text(data):
 
 
 def result_text(result):
-    """The measurement of one context for people."""
+    """The measurement of one context as text."""
     median, sent = result["median"], result["sent_bytes"]
     base = result["chosen"] if result["chosen"] in median else next(iter(sent))
     rows = [(name, duration(median[name]), size(sent[name]) if name in sent else "",

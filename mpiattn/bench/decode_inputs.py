@@ -1,4 +1,4 @@
-"""Keys, values and queries of a decoding benchmark: drawn piece by piece where they stay, and once more to check."""
+"""Random keys, values and queries of a decoding benchmark: each rank draws its own, and draws them again to check."""
 
 from functools import reduce
 
@@ -12,7 +12,7 @@ PIECE = 4096                 # tokens that a rank draws at a time
 
 
 class Inputs:
-    """Random tokens of `args.batch` sequences over the ranks, `context` of each, and their last `args.queries` queries.
+    """Random sequences over the ranks, `args.batch` of `context` tokens each, and their last `args.queries` queries.
 
     q: (batch, queries, heads, head_dim), the same on every rank.
     """
@@ -27,7 +27,7 @@ class Inputs:
         return rng.standard_normal(shape, np.float32).astype(self.args.dtype)
 
     def _pieces(self):
-        """One after another: first position, the piece's layout over the ranks, and this rank's k and v of it."""
+        """Yield for each piece its first position, its layout over the ranks, and this rank's k and v of it."""
         rng, step = np.random.default_rng([1, self.peers.rank]), PIECE * self.peers.size
         for first in range(0, self.context, step):
             layout = Layout("contiguous", min(step, self.context - first), self.peers.size)
@@ -49,13 +49,13 @@ class Inputs:
         return cache
 
     def expected(self, sequence, query):
-        """out (heads, head_dim) and lse (heads,) of one query, float64, of tokens that are drawn again; collective."""
+        """out (heads, head_dim) and lse (heads,) of one query, in float64 from tokens drawn again; collective."""
         at, position = slice(sequence, sequence + 1), self.context - self.args.queries + query
-        found = []
+        partials = []
         for first, layout, k, v in self._pieces():
-            found.append(reference.attention(self.q[at, query:query + 1], k[at], v[at], True, positions=[position],
-                                             keys=first + layout.positions(self.peers.rank),
-                                             lengths=(self.context, self.context)))
-        parts = self.peers.allgather(reduce(lambda one, other: reference.merge(*one, *other), found))
-        out, lse = reduce(lambda one, other: reference.merge(*one, *other), parts)
+            partials.append(reference.attention(self.q[at, query:query + 1], k[at], v[at], True, positions=[position],
+                                                keys=first + layout.positions(self.peers.rank),
+                                                lengths=(self.context, self.context)))
+        of_ranks = self.peers.allgather(reduce(lambda a, b: reference.merge(*a, *b), partials))
+        out, lse = reduce(lambda a, b: reference.merge(*a, *b), of_ranks)
         return out[0, 0], lse[0, :, 0]

@@ -1,7 +1,7 @@
-"""How fast one block is, by the launches of a back end: no ranks, no mesh, no transfers.
+"""Measures single launches of a back end: no ranks, no mesh, no transfers.
 
 Each result is first compared with dense float64 attention at a size where that is affordable, and with PyTorch's at
-full size; if one is off, nothing is measured.  Then what is compared is run in turn.
+full size; a wrong result ends the benchmark.  Then mpiattn's and PyTorch's launches are measured in turn.
 """
 
 import time
@@ -17,13 +17,13 @@ from .baseline import TOLERANCE, baselines
 from .clock import host_array
 from .tensors import NAMES, Tensors
 
-CHECKED_PAIRS = 2 ** 21        # pairs of a query and a key, over heads, that are compared with float64
+CHECKED_PAIRS = 2 ** 21        # pairs of a query and a key, summed over heads, in the comparison with float64
 PAGE = 64                      # keys of a page
-TINY = 16                      # tokens of a block whose time is that of its launch
+TINY = 16                      # tokens of a block so small that its time is that of the launch
 
 
 class Block:
-    """One block on a back end, with its inputs as NumPy arrays too, (tokens, heads, dim): q, k, v, dout."""
+    """A block on a back end.  arrays: its inputs q, k, v, dout as NumPy arrays (tokens, heads, dim)."""
 
     def __init__(self, backend, problem):
         self.backend, self.problem, p = backend, problem, problem
@@ -37,21 +37,21 @@ class Block:
         self.grads = ()
 
     def partial(self):
-        """A new partial, with no contents yet."""
+        """A new partial result, uninitialised."""
         p, make = self.problem, self.backend.empty
         return (make((p.seqlen, p.heads, p.value_dim), p.partial_dtype), make((p.seqlen, p.heads), p.partial_dtype))
 
     def clear(self):
-        """Launch the emptying of the partial."""
+        """Launch the reset of the partial result."""
         return self.backend.clear(self.out, self.lse)
 
     def attend(self):
-        """Launch the block, onto what the partial holds."""
+        """Launch the block, which adds to the partial result."""
         return self.backend.attend(self.q, self.k, self.v, self.begin, self.end, self.out, self.lse,
                                    self.problem.scale)
 
     def prepare_backward(self):
-        """A forward pass, and delta of it, for `attend_backward`."""
+        """Compute the forward pass and delta, for `attend_backward`."""
         p, backend = self.problem, self.backend
         self.clear()
         backend.wait(self.attend())
@@ -63,12 +63,12 @@ class Block:
         backend.wait(backend.zero(self.grads))
 
     def attend_backward(self):
-        """Launch the block's gradients, which are added to what there is."""
+        """Launch the block's gradients, which add to `grads`."""
         return self.backend.attend_backward(self.q, self.dout, self.lse, self.delta, self.k, self.v, self.begin,
                                             self.end, *self.grads, self.problem.scale)
 
     def results(self, backward):
-        """out, or dq, dk, dv, of one launch, as NumPy arrays."""
+        """The out, or dq, dk, dv, of one launch, as NumPy arrays."""
         if backward:
             self.prepare_backward()
             event = self.attend_backward()
@@ -79,22 +79,22 @@ class Block:
 
 
 def difference(got, expected):
-    """The largest difference of any array over its largest value."""
-    return max(float(np.abs(one.astype(np.float64) - two).max() / max(np.abs(two).max(), 1e-300))
-               for one, two in zip(got, expected))
+    """The largest difference of any array, relative to the largest value of the expected one."""
+    return max(float(np.abs(result.astype(np.float64) - ref).max() / max(np.abs(ref).max(), 1e-300))
+               for result, ref in zip(got, expected))
 
 
-def check(what, got, expected, dtype):
-    """The difference, or VerificationError where it is not small."""
+def check(comparison, got, expected, dtype):
+    """The difference; VerificationError where it exceeds the tolerance.  comparison: its name in the error."""
     off = difference(got, expected)
     if not off <= TOLERANCE[dtype]:
-        raise VerificationError(f"{what}: off by {off:.2g} of the largest value, {TOLERANCE[dtype]:g} is allowed; "
-                                "nothing is measured")
+        raise VerificationError(f"{comparison}: off by {off:.2g} of the largest value, {TOLERANCE[dtype]:g} is "
+                                "allowed; nothing is measured")
     return off
 
 
 def check_small(backend, problem, backward):
-    """Compare a block of few tokens with float64; the difference."""
+    """Compare a block of few tokens with float64; returns the difference."""
     p, tokens = problem, max(1, min(problem.seqlen, int((CHECKED_PAIRS / problem.heads) ** 0.5)))
     small = Block(backend, Problem(seqlen=tokens, heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim,
                                    dtype=p.dtype, causal=p.causal))
@@ -105,7 +105,7 @@ def check_small(backend, problem, backward):
 
 
 def in_turn(subjects, runs):
-    """Seconds of every subject, (name, a function that times it once): run 1 of each, run 2 of each, ..."""
+    """Seconds by name; subjects: (name, a function that times it once); run 1 of each, run 2 of each, ..."""
     seconds = {name: [] for name, _ in subjects}
     for _ in range(runs):
         for name, timed in subjects:
@@ -114,30 +114,30 @@ def in_turn(subjects, runs):
 
 
 def summary(name, seconds, **more):
-    """What there is to say of one subject."""
+    """The results of one subject, for JSON."""
     low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
     return {"name": name, "median": median, "quartiles": [low, high], **more, "seconds": list(map(float, seconds))}
 
 
 def timed_by(clock, launch, before=None):
-    """A function that times a launch, repeated often enough."""
+    """A function that times a launch, with enough repeats."""
     return partial(clock.seconds, launch, before, clock.repeats(launch, before))
 
 
 def with_torch(arrays, causal, backward, on_gpu, own, dtype):
-    """Subjects of torch that agree with `own` results, their differences, and why others are missing."""
+    """Torch's subjects, after a comparison with mpiattn's `own` results; the differences; why others are missing."""
     subjects, differences, missing = [], {}, {}
-    for one in baselines(arrays, causal, backward, on_gpu):
-        if one.missing:
-            missing[one.name] = one.missing
+    for baseline in baselines(arrays, causal, backward, on_gpu):
+        if baseline.missing:
+            missing[baseline.name] = baseline.missing
             continue
-        differences[one.name] = check(f"mpiattn against {one.name}", own, one.results, dtype)
-        subjects.append((one.name, partial(one.seconds, one.repeats())))
+        differences[baseline.name] = check(f"mpiattn against {baseline.name}", own, baseline.results, dtype)
+        subjects.append((baseline.name, partial(baseline.seconds, baseline.repeats())))
     return subjects, differences, missing
 
 
 def measure_block(backend, clock, problem, direction, runs):
-    """One pass of one size beside torch's: a section of the result."""
+    """Measure one pass of one size beside torch's; returns a section of the result."""
     backward = direction == "backward"
     off = check_small(backend, problem, backward)
     block = Block(backend, problem)
@@ -156,7 +156,7 @@ def measure_block(backend, clock, problem, direction, runs):
 
 
 def measure_decode(backend, clock, problem, keys, runs):
-    """One query over `keys` keys in pages, as long as memory takes: a section of the result."""
+    """Measure one query over `keys` keys in pages, beside memory bandwidth; returns a section of the result."""
     p = Problem(seqlen=1, seqlen_k=keys, heads=8 * problem.kv_heads, kv_heads=problem.kv_heads,
                 head_dim=problem.head_dim, dtype=problem.dtype, causal=True)
     tensors = Tensors(p)
@@ -176,9 +176,9 @@ def measure_decode(backend, clock, problem, keys, runs):
         differences[name] = check(f"{name} over {keys} keys against float64", own, [expected], p.dtype)
         subjects.append((name, timed_by(clock, launch)))
     others, more, missing = with_torch(arrays, False, False, clock.on_gpu, own, p.dtype)
-    what, move, moved = clock.memory_bandwidth(nbytes, p.dtype)
-    subjects += [*others, (what, timed_by(clock, move))]
-    rows = [summary(name, seconds, bytes_per_second=(moved if name == what else nbytes) / float(np.median(seconds)),
+    memory, move, moved = clock.memory_bandwidth(nbytes, p.dtype)
+    subjects += [*others, (memory, timed_by(clock, move))]
+    rows = [summary(name, seconds, bytes_per_second=(moved if name == memory else nbytes) / float(np.median(seconds)),
                     difference={**differences, **more}.get(name))
             for name, seconds in in_turn(subjects, runs).items()]
     return {"what": "decode", "keys": keys, "heads": p.heads, "kv_heads": p.kv_heads, "page_size": PAGE,
@@ -186,7 +186,7 @@ def measure_decode(backend, clock, problem, keys, runs):
 
 
 def _paged(array, pages):
-    """(keys, kv_heads, dim) as a pool (kv_heads, slots, dim) whose pages are `pages` in order."""
+    """(keys, kv_heads, dim) as a pool (kv_heads, slots, dim) with its keys in these pages, in order."""
     pool = np.zeros((array.shape[1], len(pages) * PAGE, array.shape[2]), array.dtype)
     slots = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:len(array)]
     pool[:, slots] = array.swapaxes(0, 1)
@@ -194,7 +194,7 @@ def _paged(array, pages):
 
 
 def measure_carry(backend, clock, problem, keys, runs):
-    """What adding a block of `keys` keys to a partial costs more than making one: a section of the result."""
+    """Measure the extra cost of adding a block of `keys` keys to a partial result; returns a section of the result."""
     block = Block(backend, Problem(seqlen=problem.seqlen, seqlen_k=keys, heads=problem.heads,
                                    kv_heads=problem.kv_heads, head_dim=problem.head_dim, dtype=problem.dtype))
     held, other = (block.out, block.lse), block.partial()
@@ -203,21 +203,21 @@ def measure_carry(backend, clock, problem, keys, runs):
         block.out, block.lse = partial
         return block.attend()
 
-    def clear():                                                  # the same work ahead of both
+    def clear():                                                  # the same work before both
         return backend.clear(*other)
     backend.clear(*held)
     backend.wait(attend_onto(held))
     seconds = in_turn([("onto a cleared partial", timed_by(clock, lambda: attend_onto(other), clear)),
                        ("onto a partial", timed_by(clock, lambda: attend_onto(held), clear))], runs)
-    rows = [summary(name, found) for name, found in seconds.items()]
+    rows = [summary(name, of_subject) for name, of_subject in seconds.items()]
     return {"what": "carry", "seqlen": problem.seqlen, "keys": keys, "results": rows,
             "overhead": rows[1]["median"] / rows[0]["median"] - 1}
 
 
 def measure_launch(backend, clock, problem, runs):
-    """What a step takes besides its work: a block of few tokens and a merge: a section of the result.
+    """Measure the fixed cost of a step, a tiny block and a merge; returns a section of the result.
 
-    Issuing is the host's part, until the launches have returned; it matters where they return before they are done.
+    "issuing" is the host's time until the launches return; it matters where they return before they are complete.
     """
     tiny = Block(backend, Problem(seqlen=TINY, heads=problem.heads, kv_heads=problem.kv_heads,
                                   head_dim=problem.head_dim, dtype=problem.dtype))

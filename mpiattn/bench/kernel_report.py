@@ -1,4 +1,4 @@
-"""Results of `mpiattn bench --kernel` for people."""
+"""Results of `mpiattn bench --kernel` as text."""
 
 from ..console.table import duration, facts, percent, table
 
@@ -36,8 +36,8 @@ def as_text(data):
             ("machine", f"{machine['processor']}; threads of BLAS: {machine['blas_threads'] or 'unknown'}, of torch: "
                         f"{machine['torch_threads'] or 'none'}"),
             ("versions", f"mpiattn {data['mpiattn']}, {libraries}"),
-            ("measured", f"{data['runs']} runs of each, in turn; medians. A difference is the largest over the largest "
-                         "value: mpiattn's from float64 at a size where that is affordable, torch's from mpiattn's")]
+            ("measured", f"{data['runs']} runs of each, in turn; medians. Differences are relative to the largest "
+                         "value: of mpiattn from float64 at an affordable size, of torch from mpiattn")]
     if data["compute"] != "real":
         head.append(("compute", f"{data['compute']}: its times say nothing about a device"))
     lines = [facts(head)]

@@ -1,6 +1,6 @@
-"""Measures the cases of one size: plans are made, every result is checked, and then passes are run in turn.
+"""Measures the cases of one size: makes plans, checks every result, and then runs the passes in turn.
 
-Run 1 of every case, run 2 of every case, ...: what drifts on a machine hits all of them alike.
+Run 1 of every case, run 2 of every case, ...: so drift of the machine affects all cases alike.
 """
 
 import time
@@ -21,14 +21,14 @@ from ..verify import compare, gradients
 from .summary import EMULATED
 from .tensors import NAMES, Tensors
 
-CHECK_WORK = 2e9           # operations of float64 attention for a check of rows, over all ranks; edges come on top
-PIECES = 16                # of tensors that are kept while cases are checked, 4 MiB each
+CHECK_WORK = 2e9           # operations of float64 attention to check rows, over all ranks, without the edge rows
+PIECES = 16                # pieces of tensors that are cached during the check, 4 MiB each
 
 
 class Taken(NamedTuple):
-    """What one pass of one case has taken on this rank: a number a run.
+    """Measurements of one pass of one case on this rank, a list with a number per run.
 
-    seconds, waiting: of the pass, and in it waiting for transfers.  sent: bytes.
+    seconds, waiting: of the pass, and of waiting for transfers in it.  sent: bytes.
     """
 
     seconds: list
@@ -37,15 +37,12 @@ class Taken(NamedTuple):
 
 
 class Subject:
-    """A plan with this rank's inputs, and what its passes have taken so far: `taken`, by pass.
-
-    reports: of its check.
-    """
+    """A plan with this rank's inputs.  taken: its measurements so far, by pass.  reports: of its check, by pass."""
 
     def __init__(self, case, plan, inputs, passes):
         self.case, self.plan, self.passes, self.reports = case, plan, passes, {}
         *self.inputs, self.dout = map(plan.give, inputs)
-        self.forward = ()                              # out, lse that gradients are computed from
+        self.forward = ()                              # (out, lse), for the gradients
         self.taken = {name: Taken([], [], []) for name in passes}
 
     def check(self, peers, read):
@@ -64,11 +61,11 @@ class Subject:
         failed = [str(report) for report in self.reports.values() if not report.passed]
         if failed:
             error = VerificationError(f"{self.case} is wrong, nothing is measured: {'; '.join(failed)}")
-            error.everywhere = True                    # the reports are the same on every rank
+            error.everywhere = True                    # every rank has the same reports
             raise error
 
     def run(self, peers, keep):
-        """Every pass once, each begun by all ranks together; collective.  keep: note what it took."""
+        """Run every pass once, each after a barrier; collective.  keep: append the measurements to `taken`."""
         for name in self.passes:
             plan = self.plan
             peers.barrier()
@@ -80,16 +77,16 @@ class Subject:
             plan.drain()
             seconds = time.perf_counter() - start
             if keep:
-                for found, kept in zip((seconds, plan.wait_seconds - waited, plan.sent[0] - sent), self.taken[name]):
-                    kept.append(found)
+                for figure, kept in zip((seconds, plan.wait_seconds - waited, plan.sent[0] - sent), self.taken[name]):
+                    kept.append(figure)
 
-    def told(self, one):
-        """What this rank has to say of every pass, for the others; one: `OneRank`, whose speed an ideal has."""
+    def measurements(self, one_rank):
+        """This rank's part of the result, by pass.  one_rank: a `OneRank`, whose speed the ideal time assumes."""
         return {name: {**taken._asdict(), "formula": self.formula(name), "nbytes": self.plan.nbytes,
-                       "ideal": self.flops(name) / one.speed(name)} for name, taken in self.taken.items()}
+                       "ideal": self.flops(name) / one_rank.speed(name)} for name, taken in self.taken.items()}
 
     def facts(self):
-        """What was chosen and checked, the same on every rank."""
+        """The chosen plan and the reports of its check, the same on every rank."""
         plan, schedule = self.plan, self.plan.schedule
         return {"tile": "x".join(map(str, plan.tile)), "schedule": schedule.name, "route": plan.route,
                 "layout": plan.q_layout.kind, "ahead": schedule.ahead, "balance": plan.balance,
@@ -97,7 +94,7 @@ class Subject:
                 "checked": {name: {**report._asdict(), "told": str(report)} for name, report in self.reports.items()}}
 
     def formula(self, name):
-        """Bytes that this rank should send in a pass."""
+        """Bytes that this rank should send in a pass, by the formula."""
         plan, activity = self.plan, self.plan.activity
         lengths = [layout.lengths for layout in (activity.q_layout, activity.k_layout)]
         return travels.sent(plan.problem, *lengths, *plan.tile, plan.chunk, plan.route, name, activity,
@@ -109,10 +106,10 @@ class Subject:
 
 
 class OneRank:
-    """The speed of one rank on one block, a chunk of queries by a chunk of keys without a mask, and no transfers.
+    """The speed of one rank on one block, a chunk of queries by a chunk of keys, without a mask and transfers.
 
-    It is measured on all ranks at once, which share what they share when they work together; where compute is
-    emulated it is known.
+    It is measured on all ranks at once, so that they share the host's resources as in a pass.  Emulated compute has a
+    known speed.
     """
 
     def __init__(self, problem, ranks, backend, passes):
@@ -129,7 +126,7 @@ class OneRank:
         self.forward = self.plan.forward(*self.inputs)
 
     def run(self, peers, keep):
-        """Every pass once, on all ranks at once; collective."""
+        """Run every pass once, on all ranks at once; collective."""
         for name in () if self.known else self.passes:
             peers.barrier()
             start = time.perf_counter()
@@ -142,21 +139,21 @@ class OneRank:
                 self.seconds[name].append(time.perf_counter() - start)
 
     def speed(self, name):
-        """Floating-point operations a second in a pass."""
+        """Floating-point operations per second in a pass."""
         return self.known or PRODUCTS[name] * self.plan.problem.flops / float(np.median(self.seconds[name]))
 
     def close(self):
-        """Give up the plan."""
+        """Close the plan."""
         if not self.known:
             self.plan.close()
 
 
 class Measured(NamedTuple):
-    """One size on all ranks.
+    """The measurements of one size on all ranks.
 
-    problem, machine, backend: of its plans.  compute: "real", or EMULATED where its time is not.  which: for each case
-    which plan it is.  plans: of each its "facts" and, by pass, a list by rank of what `Subject.told` says.
-    timelines: by pass of the first case, (predicted, measured), by rank of the mesh.
+    problem, machine, backend: of its plans.  compute: "real" or EMULATED.  which: the index of each case's plan.
+    plans: for each its "facts" and its "passes", by pass a list by rank of `Subject.measurements`.  timelines:
+    (predicted, measured) of the first case by pass, each by rank of the mesh.
     """
 
     problem: object
@@ -169,14 +166,14 @@ class Measured(NamedTuple):
 
 
 def _chosen(case, plan):
-    """What tells one plan from another: cases with the same are measured once."""
+    """What identifies a plan: cases for which it is the same are measured once."""
     schedule = plan.schedule
     return (plan.tile, schedule.name, plan.route, plan.q_layout, plan.k_layout, schedule.ahead,
             case.overlap or schedule.name == "collective")
 
 
 def _subjects(job, cases, how, passes):
-    """Every different plan that the cases ask for, as a list, and for each case which one it is; collective."""
+    """The distinct plans of the cases, as a list, and the index of each case's plan; collective."""
     subjects, inputs, which = {}, {}, []
     for case in cases:
         plan = MeshAttention(job.comm, seqlen=case.seqlen, tile=case.tile, schedule=case.schedule, route=case.route,
@@ -185,7 +182,7 @@ def _subjects(job, cases, how, passes):
         if chosen in subjects:
             plan.close()
         else:
-            job.peers.timeout = max(job.peers.timeout, plan.timeout)       # between passes as in one
+            job.peers.timeout = max(job.peers.timeout, plan.timeout)       # ranks wait between passes as inside them
             tensors, place = Tensors(plan.problem), (plan.q_layout, plan.k_layout)
             if place not in inputs:
                 inputs[place] = [tensors.tokens(name, plan.positions_k if name in "kv" else plan.positions)
@@ -196,17 +193,17 @@ def _subjects(job, cases, how, passes):
 
 
 def measure(job, cases, how, passes, runs, warmup):
-    """What there is to say of every case of one size, `Measured`; collective.
+    """Measure every case of one size; returns `Measured`; collective.
 
-    how: keywords of `mpiattn.MeshAttention` that the cases share.  passes: names of directions, in order.
+    how: keyword arguments of `mpiattn.MeshAttention` that the cases share.  passes: names of directions, in order.
     """
     peers = job.peers
     subjects, which = job("plan", lambda: _subjects(job, cases, how, passes))
     plan = subjects[0].plan
     problem, machine, backend = plan.problem, plan.machine, plan.backend
     local = backends.get(backend)
-    one = OneRank(problem, peers.size, local, passes)
-    peers.idle = local.idle                            # between passes as in one
+    one_rank = OneRank(problem, peers.size, local, passes)
+    peers.idle = local.idle                            # ranks wait between passes as inside them
     total = len(subjects) * (1 + warmup + runs)
 
     def check():
@@ -217,21 +214,21 @@ def measure(job, cases, how, passes, runs, warmup):
 
     def rounds():
         for i in range(warmup + runs):
-            one.run(peers, i >= warmup)
+            one_rank.run(peers, i >= warmup)
             for subject in subjects:
                 subject.run(peers, i >= warmup)
                 progress(1)
     with Progress(f"bench of {problem.seqlen} tokens", total, " runs") as progress:
         job("check", check)
         job("measure", rounds)
-    told = peers.allgather([subject.told(one) for subject in subjects])
+    by_rank = peers.allgather([subject.measurements(one_rank) for subject in subjects])
     plans = [{"facts": subject.facts(),
-              "passes": {name: [rank[i][name] for rank in told] for name in passes}}
+              "passes": {name: [rank[i][name] for rank in by_rank] for name in passes}}
              for i, subject in enumerate(subjects)]
     plan = subjects[which[0]].plan
-    measured = [dict(peers.allgather((plan.chunk, plan.trace(name)))) for name in passes]
-    timelines = {name: (plan.predicted_trace(name), found) for name, found in zip(passes, measured)}
+    traces = [dict(peers.allgather((plan.chunk, plan.trace(name)))) for name in passes]
+    timelines = {name: (plan.predicted_trace(name), trace) for name, trace in zip(passes, traces)}
     for subject in subjects:
         subject.plan.close()
-    one.close()
-    return Measured(problem, machine, backend, EMULATED if one.known else "real", which, plans, timelines)
+    one_rank.close()
+    return Measured(problem, machine, backend, EMULATED if one_rank.known else "real", which, plans, timelines)

@@ -1,14 +1,14 @@
-"""What a benchmark says: as data for JSON and as a table."""
+"""The report of a benchmark, as data for JSON and as a table."""
 
 from ..console.table import duration, facts, percent, size, table
 from .summary import EMULATED
 
 
 def cases_as_data(asked, which, plans, summaries):
-    """Every case of one size for JSON: what was asked, what was chosen, and the figures of its plan.
+    """Every case of one size for JSON: the options given, the plan chosen, and the plan's figures.
 
-    which, plans: of `mpiattn.bench.measure.Measured`.  summaries: by plan, the summaries of its passes by name.
-    "measured_as": number, among the cases of its size, of the first for which the same was chosen.
+    which, plans: of `mpiattn.bench.measure.Measured`.  summaries: for each plan, the summaries of its passes by name.
+    "measured_as": the number, among the cases of its size, of the first case with the same plan.
     """
     first = [which.index(i) for i in range(len(plans))]
     return [{"seqlen": case.seqlen, "asked": {"tile": case.tile, "schedule": case.schedule, "route": case.route},
@@ -20,14 +20,14 @@ def _bandwidth(rate):
     return f"{size(rate)}/s"
 
 
-def _runs(found):
-    return f"{duration(found['min'])} - {duration(found['max'])}"
+def _runs(figures):
+    return f"{duration(figures['min'])} - {duration(figures['max'])}"
 
 
-def _ranks(found):
-    unit = duration(found["max"]).split()[1]
+def _ranks(figures):
+    unit = duration(figures["max"]).split()[1]
     scale = {"us": 1e6, "ms": 1e3, "s": 1}[unit]
-    return "/".join(f"{found[side] * scale:.3g}" for side in ("min", "mean", "max")) + f" {unit}"
+    return "/".join(f"{figures[side] * scale:.3g}" for side in ("min", "mean", "max")) + f" {unit}"
 
 
 def _name(case):
@@ -42,17 +42,18 @@ HEADER = ("tile", "schedule", "route", "layout", "pass", "median", "runs", "rank
 
 def _rows(cases, direction):
     for case in cases:
-        for i, (name, found) in enumerate(case["passes"].items()):
-            yield (*(_name(case) if not i else [""] * 4), name, duration(found["seconds"]["median"]),
-                   _runs(found["seconds"]), _ranks(found["ranks"]), f"{found['gflops_per_second']:.3g}",
-                   percent(found["of_ideal"]), percent(found["waiting"]["mean"]), size(found["sent_bytes"]["mean"]),
-                   _bandwidth(found["algorithm_bandwidth"]), _bandwidth(found["bus_bandwidth"]),
+        for i, (name, figures) in enumerate(case["passes"].items()):
+            yield (*(_name(case) if not i else [""] * 4), name, duration(figures["seconds"]["median"]),
+                   _runs(figures["seconds"]), _ranks(figures["ranks"]), f"{figures['gflops_per_second']:.3g}",
+                   percent(figures["of_ideal"]), percent(figures["waiting"]["mean"]),
+                   size(figures["sent_bytes"]["mean"]), _bandwidth(figures["algorithm_bandwidth"]),
+                   _bandwidth(figures["bus_bandwidth"]),
                    duration(case["predicted_seconds"]) if name == direction else "",
-                   "" if found["counted"] else "BYTES NOT AS BY THE FORMULA")
+                   "" if figures["counted"] else "BYTES DIFFER FROM THE FORMULA")
 
 
 def size_text(cases, data):
-    """The table of one size's cases; below it those for which the same was chosen as for one in it."""
+    """The table of one size's cases; below it the cases that have the same plan as one in the table."""
     measured = [case for number, case in enumerate(cases) if case["measured_as"] == number]
     checks = sum(len(case["checked"]) for case in measured)
     label = f", {EMULATED}" if data["compute"] == EMULATED else ""
@@ -75,11 +76,11 @@ def _problem(data):
 
 
 def head_text(data):
-    """What holds for all sizes."""
+    """The head of the report, for all sizes."""
     machine, versions, emulated = data["environment"], data["versions"], data["compute"] == EMULATED
     head = [("problem", _problem(data)),
             ("ranks", f"{data['ranks']} on {data['hosts']} host{'s' * (data['hosts'] > 1)}"),
-            ("back end", data["backend"] + (f": {EMULATED}, all times are of it" if emulated else "")),
+            ("back end", data["backend"] + (f": {EMULATED}, as are all times" if emulated else "")),
             ("machine", f"{machine['processor']}, {machine['cores']} cores for {machine['ranks_on_host']} ranks on the "
                         f"fullest host; BLAS threads of each: {machine['blas_threads'] or 'unknown'}"),
             ("versions", f"mpiattn {data['mpiattn']}, NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), "

@@ -1,12 +1,12 @@
-"""mpiattn over the ranks of this launch against PyTorch's scaled_dot_product_attention, on the same machine.
+"""Measure mpiattn on the ranks of this launch against PyTorch's scaled_dot_product_attention on the same machine.
 
   mpiexec -n 2 python -m mpiattn.bench.sdpa --causal
   mpiexec -n 2 python -m mpiattn.bench.sdpa --causal --backward
   mpiexec -n 4 python -m mpiattn.bench.sdpa --all-tiles --seqlen 8192 --json sdpa.json
 
-PyTorch computes the whole on --threads threads of rank 0's process while the other ranks sleep. Both are warmed
-up, checked against each other, and then measured in turn: mpiattn, torch, mpiattn, torch, ... An mpiattn time is
-that of the slowest rank, for chunks that are already in place, as is torch's. Needs the `bench` extra.
+PyTorch computes the whole problem on --threads threads of rank 0's process while the other ranks sleep. Both are
+warmed up, checked against each other, and then measured in turn: mpiattn, torch, mpiattn, torch, ... The time of
+mpiattn is that of the slowest rank. Inputs are in place before the measurement. Needs the extra `bench`.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from ..system import host
 from ..system.installation import mpi_library
 from .baseline import TOLERANCE, load_torch
 
-POLL = 2e-3          # seconds between looks of a sleeping rank
+POLL = 2e-3          # seconds between polls of a sleeping rank
 SETTLE = 0.05        # seconds for OpenMP threads to stop spinning after their last work
 
 
 def _arguments():
     parser = Parser(prog="python -m mpiattn.bench.sdpa", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, what in (("--seqlen", 4096, "tokens"), ("--heads", 8, "heads"),
-                                ("--head-dim", 128, "elements per head"),
-                                ("--runs", 7, "measured runs of each")):
-        parser.add_argument(name, type=int, default=default, help=f"{what} (default: %(default)s)")
+    for name, default, meaning in (("--seqlen", 4096, "tokens"), ("--heads", 8, "heads"),
+                                   ("--head-dim", 128, "elements per head"),
+                                   ("--runs", 7, "measured runs of each")):
+        parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
     parser.add_argument("--backward", action="store_true", help="measure the backward pass alone")
     parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
@@ -60,7 +60,7 @@ def _arguments():
 class _Torch:
     """The baseline, on rank 0: the whole attention in one process.
 
-    Launchers may bind a rank to one core, so it runs on all cores that the ranks of this host have together.
+    It runs on the cores of all ranks of this host, since launchers may bind a rank to one core.
     """
 
     def __init__(self, threads, cores, arrays, causal, backward):
@@ -70,7 +70,7 @@ class _Torch:
         self.torch, self.cores, self.causal = torch, cores, causal
         with self.spread():
             torch.set_num_threads(threads)
-            # (batch, heads, tokens, dim) in one piece, as torch likes it best
+            # (batch, heads, tokens, dim), contiguous: the fastest order for torch
             arrays = [torch.from_numpy(np.ascontiguousarray(array.transpose(0, 2, 1, 3))) for array in arrays]
             self.arrays, self.dout, self.out = arrays[:3], arrays[3], None
             if backward:
@@ -85,7 +85,7 @@ class _Torch:
         return self.torch.nn.functional.scaled_dot_product_attention(*self.arrays, is_causal=self.causal)
 
     def __call__(self):
-        """The pass over the whole: seconds, and out or dq, dk, dv as (batch, tokens, heads, dim)."""
+        """Run the pass; returns seconds, and out or dq, dk, dv as (batch, tokens, heads, dim)."""
         with self.spread(), self.torch.inference_mode(self.out is None):
             start = time.perf_counter()
             if self.out is None:
@@ -97,7 +97,7 @@ class _Torch:
 
 
 class _Affinity:
-    """Runs its body on other cores; threads that are started there stay there."""
+    """Runs its body on other cores; threads started in it stay on them."""
 
     def __init__(self, cores):
         self.cores, self.before = cores, None
@@ -113,9 +113,9 @@ class _Affinity:
 
 
 def asleep(comm, work):
-    """work() on rank 0 while the other ranks sleep; its result there, None elsewhere; collective.
+    """Run work() on rank 0 while the other ranks sleep; returns its result there, None elsewhere; collective.
 
-    A blocking MPI call would spin on a core that the work needs.
+    A blocking MPI call would occupy a core that the work needs.
     """
     result = work() if comm.rank == 0 else None
     everyone = comm.Ibarrier()
@@ -125,8 +125,8 @@ def asleep(comm, work):
     return result
 
 
-class _Mine:
-    """A plan and this rank's chunks: call it for one pass, to get seconds of the slowest rank and the results."""
+class _Mesh:
+    """A plan and this rank's chunks; calling it runs a pass and returns seconds of the slowest rank and the results."""
 
     def __init__(self, comm, plan, chunks, backward):
         self.comm, self.plan, self.inputs, self.dout = comm, plan, chunks[:3], chunks[3]
@@ -145,7 +145,7 @@ class _Mine:
 
 
 def _check(args, ranks):
-    """The tiles to measure, as MeshAttention takes them."""
+    """Check the arguments; returns the tiles to measure, as arguments of MeshAttention."""
     for name, least in (("seqlen", 1), ("heads", 1), ("head_dim", 1), ("runs", 1), ("threads", 1)):
         if getattr(args, name) < least:
             raise ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
@@ -176,14 +176,14 @@ def _run(job, args):
         plans.append(MeshAttention(comm, seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, dtype=args.dtype,
                                    causal=args.causal, tile=shape, schedule=args.schedule, layout=layout,
                                    route=args.route, backend=args.backend))
-        layout = plans[0].q_layout, plans[0].k_layout               # auto's for the first tile serves all
+        layout = plans[0].q_layout, plans[0].k_layout               # the first plan's layout, for all
     chunks = [plans[0].scatter(array) for array in arrays]
-    passes = [_Mine(comm, plan, chunks, args.backward) for plan in plans]
+    passes = [_Mesh(comm, plan, chunks, args.backward) for plan in plans]
     differences = _compare(peers, args, passes, torch)
     seconds, baseline = [[] for _ in plans], []
     for _ in range(args.runs):
-        for run, mine in zip(passes, seconds):
-            mine.append(run()[0])
+        for run, of_plan in zip(passes, seconds):
+            of_plan.append(run()[0])
         baseline.append(asleep(comm, lambda: torch()[0]))
     with agreement(peers):
         if comm.rank == 0:
@@ -194,7 +194,7 @@ def _run(job, args):
 
 
 def _compare(peers, args, passes, torch):
-    """Warms both up and returns the largest difference of each plan's results from torch's, over torch's largest."""
+    """Warm up; returns each plan's largest difference from torch's results, relative to torch's largest value."""
     expected = asleep(peers.comm, lambda: [result.astype(np.float64) for result in torch()[1]])
     differences = []
     for run in passes:
@@ -213,7 +213,7 @@ def _name(plan):
     return "x".join(map(str, plan.tile))
 
 
-# Telling
+# Output
 
 def _result(name, seconds, flops, baseline, **more):
     low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
@@ -224,9 +224,9 @@ def _result(name, seconds, flops, baseline, **more):
 def _tell(args, ranks, local_ranks, cores, plans, seconds, baseline, differences):
     direction = "backward" if args.backward else "forward"
     flops = plans[0].problem.flops * PRODUCTS[direction]
-    results = [_result("mpiattn", mine, flops, baseline, tile=_name(plan), schedule=plan.schedule.name,
+    results = [_result("mpiattn", of_plan, flops, baseline, tile=_name(plan), schedule=plan.schedule.name,
                        difference=difference)
-               for plan, mine, difference in zip(plans, seconds, differences)]
+               for plan, of_plan, difference in zip(plans, seconds, differences)]
     results.append(_result("torch", baseline, flops, baseline, threads=args.threads))
     blas, threads = host.blas()
     data = {"seqlen": args.seqlen, "heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype,
@@ -261,9 +261,9 @@ def _text(data):
         head.append(("WARNING", "fewer cores than ranks or threads: these times say little"))
     rows = []
     for row in data["results"]:
-        what = (f"mpiattn {row['tile']} {row['schedule']}" if row["name"] == "mpiattn"
+        name = (f"mpiattn {row['tile']} {row['schedule']}" if row["name"] == "mpiattn"
                 else f"torch, {row['threads']} thread{'s' * (row['threads'] > 1)}")
-        rows.append((what, duration(row["median"]), " - ".join(map(duration, row["quartiles"])),
+        rows.append((name, duration(row["median"]), " - ".join(map(duration, row["quartiles"])),
                      f"{row['gflops_per_second']:.3g}", f"{row['time_over_torch']:.3f}"))
     return f"{facts(head)}\n\n{table(rows, ('', 'median', 'quartiles', 'GFLOP/s', 'time over torch'))}"
 

@@ -1,4 +1,4 @@
-"""What the numbers of a benchmark come to: medians over runs, spread over ranks, speed, waiting, bandwidths.  Pure."""
+"""Summaries of a benchmark: medians over runs, spread over ranks, speed, waiting, bandwidths.  Pure functions."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from ..model.machine import PRODUCTS
 from ..schedule.kinds import OUT, K, Q, V
 from ..schedule.travels import held_bytes
 
-EMULATED = "emulated compute"          # what every report of a run says whose blocks took the time of another machine
+EMULATED = "emulated compute"          # the label of every report whose blocks took an emulated time
 
 
 @dataclass(frozen=True)
 class Pass:
     """One pass of one case on all ranks.
 
-    seconds, waiting, sent: (runs, ranks); bytes that were sent.  formula: (ranks,) bytes that should have been.
-    ideal: (ranks,) seconds of the rank's blocks at the speed of one rank alone.  flops: of the whole pass.  nbytes: of
-    q, k, v, out and, backward, of dout and the gradients.
+    seconds, waiting, sent (bytes): (runs, ranks).  formula: (ranks,) bytes by the formula.  ideal: (ranks,) seconds of
+    the rank's blocks at the speed of one rank alone.  flops: of the whole pass.  nbytes: of q, k, v, out and, backward,
+    of dout and the gradients.
     """
 
     seconds: np.ndarray
@@ -29,28 +29,28 @@ class Pass:
     nbytes: int
 
     @classmethod
-    def of(cls, told, problem, name):
-        """From what every rank told of a pass."""
-        runs = [np.array([rank[what] for rank in told]).T for what in ("seconds", "waiting", "sent")]
-        return cls(*runs, *(np.array([rank[what] for rank in told]) for what in ("formula", "ideal")),
+    def of(cls, by_rank, problem, name):
+        """The Pass of the measurements of every rank, a list of dicts."""
+        runs = [np.array([rank[field] for rank in by_rank]).T for field in ("seconds", "waiting", "sent")]
+        return cls(*runs, *(np.array([rank[field] for rank in by_rank]) for field in ("formula", "ideal")),
                    PRODUCTS[name] * problem.flops, whole_bytes(problem, name))
 
     def __add__(self, other):
-        """One pass after the other."""
+        """This pass followed by the other one."""
         return Pass(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     @property
     def slowest(self):
-        """Seconds of the slowest rank in every run: what a run takes."""
+        """Seconds of the slowest rank in every run, which is the time of the run."""
         return self.seconds.max(axis=1)
 
     @property
     def counted(self):
-        """Whether every rank has sent just what the formula says in every run."""
+        """Whether every rank has sent exactly the bytes of the formula in every run."""
         return bool((self.sent == self.formula).all())
 
     def summary(self):
-        """As numbers for people and programs, those of time over the median of the runs."""
+        """The figures of the report; rates use the median of the runs."""
         seconds = float(np.median(self.slowest))
         waiting = np.median(self.waiting / self.seconds, axis=0)
         ideal, sent = float(self.ideal.max()), self.sent.mean(axis=0)
@@ -66,14 +66,14 @@ def _spread(numbers):
 
 
 def whole_bytes(problem, name):
-    """Bytes of what a pass reads and gives, once each: q, k, v and out; backward dout, dq, dk and dv too."""
+    """Bytes of the whole inputs and results of a pass: q, k, v and out; backward also dout, dq, dk and dv."""
     nbytes = problem.seqlen * held_bytes(problem, Q, OUT) + problem.seqlen_k * held_bytes(problem, K, V)
     return nbytes * (2 if name == "backward" else 1)
 
 
 def passes_of(plan, problem):
-    """A plan of `mpiattn.bench.measure.Measured` as passes by name; where both were run, their sum as "both"."""
-    found = {name: Pass.of(told, problem, name) for name, told in plan["passes"].items()}
-    if len(found) > 1:
-        found["both"] = sum(list(found.values())[1:], found["forward"])
-    return found
+    """The passes of a plan of `mpiattn.bench.measure.Measured` by name; if both were run, also their sum, "both"."""
+    passes = {name: Pass.of(by_rank, problem, name) for name, by_rank in plan["passes"].items()}
+    if len(passes) > 1:
+        passes["both"] = sum(list(passes.values())[1:], passes["forward"])
+    return passes

@@ -1,6 +1,6 @@
-"""Inputs of a benchmark: any element of q, k, v and dout from its place alone.
+"""Inputs of a benchmark: every element of q, k, v and dout is a hash of its position.
 
-So each rank makes its own tokens, whichever its layout gives it, and a check can have any others.
+So each rank makes its own tokens, for any layout, and a check can make any others.
 """
 
 import math
@@ -8,11 +8,11 @@ import math
 import numpy as np
 
 NAMES = ("q", "k", "v", "dout")
-PIECE = 2 ** 20            # elements made at a time
+PIECE = 2 ** 20            # elements that are made at a time
 
 
 def _mixed(counter):
-    """A uint64 hash of every counter, in place (the finalizer of splitmix64)."""
+    """Hash an array of uint64 in place (the finalizer of splitmix64)."""
     counter *= np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         counter ^= counter >> np.uint64(shift)
@@ -36,7 +36,7 @@ class Tensors:
         tokens = np.empty((batch, len(positions), width), self.problem.dtype)
         step = max(1, PIECE // width)
         for b in range(batch):
-            first = (NAMES.index(name) * batch + b) << 48         # no sequence has as many elements
+            first = (NAMES.index(name) * batch + b) << 48         # sequences have fewer than 2^48 elements
             within = np.arange(first, first + width, dtype=np.uint64)
             for start in range(0, len(positions), step):
                 at = slice(start, start + step)
@@ -45,5 +45,5 @@ class Tensors:
         return tokens.reshape(batch, len(positions), *row)
 
     def read(self, name, start, stop):
-        """The tokens of a tensor from one position to another, as `mpiattn.verify.compare.Source` reads them."""
+        """The tokens of a tensor at positions [start, stop), as `mpiattn.verify.compare.Source` reads them."""
         return self.tokens(name, np.arange(start, stop))

@@ -1,7 +1,7 @@
-"""Pictures, drawn with matplotlib (extra `plot`): one module a picture, loaded when one is drawn.
+"""Plots with matplotlib (extra `plot`): one module per plot, imported when it is drawn.
 
-assignment: which rank computes which block, and what one rank receives for that.  timeline: what a rank does when,
-predicted or measured.  traffic: bytes a rank against the number of ranks.  scaling: time and speed-up against it.
-page: the first three together, of a plan.  Each has draw_... functions, which draw on axes that they are given, and one
-of its own name, which gives a whole `matplotlib.figure.Figure`; `style.save` writes that.
+assignment: which rank computes which block, and what one rank receives for it.  timeline: the blocks, waiting and
+transfers of ranks over time, predicted or measured.  traffic: bytes per rank against the number of ranks.  scaling:
+time and speed-up against it.  page: the first three together, for a plan.  Each module has draw_... functions, which
+draw on given axes, and a function of its own name, which returns a `matplotlib.figure.Figure`; `style.save` writes it.
 """

@@ -1,8 +1,8 @@
-"""The assignment matrix: which rank computes which block, and what one rank has to receive and send for its tile.
+"""The assignment matrix: which rank computes which block, and what one rank receives and sends for its tile.
 
 Rank r*a + c computes the blocks of the query chunks r*a ... r*a + a-1 and the KV chunks c, c + a, c + 2a, ...
-(Mesh-Attention, arXiv 2512.20968): a blocks high, every a-th column.  A tile of a x b blocks needs a-1 + b-1 chunks
-of others, a Ring's row of n blocks n-1.
+(Mesh-Attention, arXiv 2512.20968): a blocks high, every a-th column.  A tile of a x b blocks needs a-1 + b-1 chunks of
+other ranks; a Ring's row of n blocks needs n-1.
 """
 
 import numpy as np
@@ -13,27 +13,27 @@ from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, matrices
 from ..schedule.travels import ELEMENTS, in_column, in_row, place
 from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
 
-MOST_NUMBERED = 16                     # ranks of a matrix whose blocks all bear their rank's number and color
-MOST_CELLS = 256                       # a side of the picture of the work of many blocks, which are averaged
+MOST_NUMBERED = 16                     # with up to this many ranks every block has its rank's number and color
+MOST_CELLS = 256                       # per side of the image of the work; more blocks are averaged
 LIGHT = 0.75                           # share of a rank's color; the rest is white
-LONG = 100                             # ranks whose numbers leave no room for the kind before them
-MOST_LINES = 32                        # between the rows of a mesh
-MOST_CHUNKS = 9                        # of a side of the tile, drawn one by one; larger tiles are abbreviated
+LONG = 100                             # from this many ranks on, chunk numbers leave no room for the kind
+MOST_LINES = 32                        # lines between the rows of a mesh
+MOST_CHUNKS = 9                        # chunks per side of a tile that are drawn; larger tiles are abbreviated
 
 
 def check_rank(rank, a, b):
-    """Raise ArgumentError unless a mesh of tile a x b has that rank."""
+    """Raise ArgumentError unless the mesh of tile a x b has that rank."""
     if not 0 <= rank < a * b:
         raise ArgumentError(f"rank is {rank}; of {a * b} ranks it may be 0 to {a * b - 1}")
 
 
 def chunks_of(rank, a, b):
-    """The query chunks and the KV chunks of a rank's tile, by hop: its own are first."""
+    """The query chunks and the KV chunks of a rank's tile, by hop: its own chunks first."""
     return [in_row(rank, a, u) for u in range(a)], [in_column(rank, a, b, w) for w in range(b)]
 
 
 def _color_of(rank, a, b):
-    """Far from those of its neighbours in the row, whose blocks are side by side; darker ones for higher columns."""
+    """The color of a rank: far from those of its neighbours in the row, and darker for higher columns."""
     from matplotlib import colormaps
     r, c = place(rank, a)
     return 1 - LIGHT * (1 - np.array(colormaps["cividis_r"]((c * b + r) / max(1, a * b - 1))[:3]))
@@ -42,8 +42,9 @@ def _color_of(rank, a, b):
 def draw_assignment(axes, a, b, rank=0, work=None):
     """Draw the n x n blocks of a tile a x b, the tile of `rank` with a frame around it.
 
-    work: attended pairs of every block, (n, n), of `model.workload.block_pairs`: blocks with less are paler, and empty
-    ones white.  Up to MOST_NUMBERED ranks every block bears its rank's number and color, beyond the one rank's alone.
+    work: attended pairs of every block, (n, n), from `model.workload.block_pairs`: blocks with less work are paler,
+    empty ones white.  Up to MOST_NUMBERED ranks every block has its rank's number and color; with more ranks only the
+    blocks of `rank` are colored.
     """
     from matplotlib.patches import Rectangle
     check_rank(rank, a, b)
@@ -109,12 +110,12 @@ def _chunk_axes(axes, n):
 
 
 def _shown(count):
-    """Hops to show of `count`, None for those left out."""
+    """The hops to show of `count`; None stands for those left out."""
     return list(range(count)) if count <= MOST_CHUNKS else [*range(MOST_CHUNKS - 2), None, count - 1]
 
 
 class Needs:
-    """What the tile of a rank needs under a mask: by hop, whether a query chunk, a KV chunk and a block has work."""
+    """What a rank's tile needs under a mask: whether each query chunk, KV chunk and block has work, by hop."""
 
     def __init__(self, a, b, rank, work):
         self.queries, self.keys = chunks_of(rank, a, b)
@@ -125,31 +126,31 @@ class Needs:
         self.on_ring = int(work[rank].sum() - work[rank, rank])
 
     def of(self, kind):
-        """The chunks of a kind by hop, whether each is needed, and how many travel."""
+        """The chunks of a kind by hop, whether each is needed, and how many are sent."""
         column = kind in IN_COLUMNS
         return ((self.keys, self.columns) if column else (self.queries, self.rows)) + (self.moved[column],)
 
 
 def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
-    """Draw the tile of a rank alone: its blocks, the chunks that come to it and the partials that leave.
+    """Draw the tile of one rank: its blocks, the chunks that it receives and the partials that it sends.
 
-    work: as of `draw_assignment`; what nobody needs under the mask is left empty.  direction: "forward" or "backward".
-    nbytes: by kind, bytes that come to the rank or leave it, to be told too.
+    work: as for `draw_assignment`; chunks that the mask makes needless are left empty.  direction: "forward" or
+    "backward".  nbytes: bytes that the rank receives or sends, by kind, for the labels.
     """
     from matplotlib.patches import Rectangle
     check_rank(rank, a, b)
     needs = Needs(a, b, rank, work)
     rows, columns = _shown(a), _shown(b)
     down = len(rows) + (5.2 if direction == "backward" else 2.8)
-    width, height = axes.figure.get_size_inches() * axes.get_position().size       # the layout changes them
-    unit = POINTS * min(1.25 * width / (len(columns) + 7.6), 0.83 * height / down)  # points of a block's side, about
+    width, height = axes.figure.get_size_inches() * axes.get_position().size       # changed later by the layout
+    unit = POINTS * min(1.25 * width / (len(columns) + 7.6), 0.83 * height / down)  # side of a block in points, about
 
     def cell(x, y, text, label, **look):
         axes.add_patch(Rectangle((x, y), 0.92, 0.92, label=label, **look))
         axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.4 * unit / max(1, len(text))))
 
     def chunk(x, y, kind, hop):
-        """A chunk beside the tile: filled where it travels, framed where it is the rank's own, dotted where neither."""
+        """A chunk beside the tile: filled if it is sent, framed if it is the rank's own, dotted if neither."""
         chunks, needed, _ = needs.of(kind)
         state = "left out" if hop is None else "own" if hop == 0 else "moved" if needed[hop] else "not needed"
         text = "..." if hop is None else f"{kind if a * b < LONG else ''}{chunks[hop]}"
@@ -157,9 +158,9 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
              facecolor=COLORS[kind] if state in ("moved", "left out") else "white",
              linestyle=":" if state == "not needed" else "-")
 
-    def told(kind, between):
-        way = "in" if kind in GATHERED else "out"
-        return (f"{way}:{between}{needs.of(kind)[2]} {kind}"
+    def label(kind, between):
+        to_or_from = "in" if kind in GATHERED else "out"
+        return (f"{to_or_from}:{between}{needs.of(kind)[2]} {kind}"
                 + (f"{between}({size(nbytes[kind])})" if nbytes else ""))
     for y, u in enumerate(rows):
         for x, w in enumerate(columns):
@@ -173,20 +174,20 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
         if kind in IN_COLUMNS:
             for x, w in enumerate(columns):
                 chunk(x, -1.5 if gathered else below + 0.5, kind, w)
-            axes.text(len(columns) / 2, -1.7 if gathered else below + 1.7, told(kind, " "), ha="center",
+            axes.text(len(columns) / 2, -1.7 if gathered else below + 1.7, label(kind, " "), ha="center",
                       va="bottom" if gathered else "top")
         else:
             for y, u in enumerate(rows):
                 chunk(-1.5 if gathered else len(columns) + 0.5, y, kind, u)
-            axes.text(-1.7 if gathered else len(columns) + 1.7, below / 2, told(kind, "\n"),
+            axes.text(-1.7 if gathered else len(columns) + 1.7, below / 2, label(kind, "\n"),
                       ha="right" if gathered else "left", va="center")
     axes.set(xlim=(-3.8, len(columns) + 3.8), ylim=(down - 2.6, -2.6),
              aspect="equal", anchor="N")
     axes.set_axis_off()
-    axes.set_title(_told_of_tile(a, b, rank, direction, needs))
+    axes.set_title(_tile_title(a, b, rank, direction, needs))
 
 
-def _told_of_tile(a, b, rank, direction, needs):
+def _tile_title(a, b, rank, direction, needs):
     head = f"Rank {rank}, {direction}: {a} x {b} blocks; white: its own chunks"
     (row, column), moved = ELEMENTS[direction], needs.moved
     names = [", ".join(matrices(direction, in_column)) for in_column in (False, True)]

@@ -1,9 +1,9 @@
-"""A plan on one page: who computes which block, what one rank's tile needs, bytes against ranks, and the timeline."""
+"""A plan on one page: the assignment of blocks, what one rank's tile needs, bytes against ranks, and the timeline."""
 
 from ..schedule.travels import token_bytes
 from .assignment import draw_assignment, draw_tile
 from .style import new_figure, styled
-from .timeline import LANE, LANES_SAY, draw_lanes, lanes, of_rank, slowest, told
+from .timeline import LANE, LANES_LABEL, draw_lanes, lanes, of_rank, slowest, summary
 from .traffic import FEWEST, draw_traffic
 
 WIDTH, TOP = 13.0, 4.4                # inches
@@ -11,13 +11,13 @@ WIDTH, TOP = 13.0, 4.4                # inches
 
 @styled
 def page(problem, work, load, schedules, timelines, title, machine):
-    """A figure of a plan for a `Problem`; the rank that is shown is the slowest of the first pass.
+    """A figure of a plan for a `Problem`; it shows the slowest rank of the first pass.
 
-    work, load: `model.workload.block_pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: of each
-    pass, the latter predicted.  title: the plan in words.  machine: what it is predicted for, in words.
+    work, load: `model.workload.block_pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: one per
+    pass, with predicted timelines.  title: the plan in words.  machine: the machine of the prediction, in words.
     """
     (a, b, ranks), rank, first = load.pairs.shape, slowest(timelines[0]), schedules[0]
-    heights = [LANE * len(lanes(of_rank(one, rank))) + 0.25 for one in timelines]
+    heights = [LANE * len(lanes(of_rank(predicted, rank))) + 0.25 for predicted in timelines]
     sends = ranks >= FEWEST and problem.seqlen + problem.seqlen_k > 0
     widths = [1, 1, 0.8] if sends else [1, 1]
     figure = new_figure(WIDTH, TOP + sum(heights) + 0.6)
@@ -32,10 +32,11 @@ def page(problem, work, load, schedules, timelines, title, machine):
     if sends:
         direction = first.direction if len(schedules) == 1 else "both"
         draw_traffic(figure.add_subplot(top[2]), problem, ranks, direction, (a, b))
-    until = max(one.seconds for one in timelines) or None
-    for row, one in enumerate(timelines, 1):
+    until = max(predicted.seconds for predicted in timelines) or None
+    for row, predicted in enumerate(timelines, 1):
         axes = figure.add_subplot(rows[row])
-        draw_lanes(axes, one, rank, until)
-        axes.set_title(f"Rank {rank} in the {one.direction} pass, predicted for {machine}: {told(of_rank(one, rank))}")
-    axes.set_xlabel(LANES_SAY)
+        draw_lanes(axes, predicted, rank, until)
+        axes.set_title(f"Rank {rank} in the {predicted.direction} pass, predicted for {machine}: "
+                       f"{summary(of_rank(predicted, rank))}")
+    axes.set_xlabel(LANES_LABEL)
     return figure

@@ -1,7 +1,7 @@
-"""What all pictures share: colors, text, units, and the file, which is the same for the same picture.
+"""Shared by all plots: colors, text, units, and writing files, which are identical for identical plots.
 
-Kinds keep their color in every picture (of Okabe and Ito's palette, which the color blind can tell apart), but no
-picture needs it: lines differ in dashes and markers too, waiting is hatched, and names stand where the things are.
+Each kind has the same color in every plot (Okabe and Ito's palette, which is safe for the color blind).  No plot relies
+on color alone: lines also differ in dashes and markers, waiting is hatched, and labels stand beside what they name.
 """
 
 import functools
@@ -12,7 +12,7 @@ from ..console.table import duration, size
 from ..errors import ArgumentError, FileError
 from ..system.atomic_file import NewFile, check_target
 
-# What would change from run to run, or tell of the machine, is left out of the file.
+# Metadata that change from run to run or reveal the machine are left out of the file.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None},
             "pdf": {"CreationDate": None, "Creator": None, "Producer": None}}
 SETTINGS = {
@@ -31,9 +31,9 @@ POINTS = 72                                      # in an inch
 
 
 def check(name, path):
-    """Raise ArgumentError or FileError, naming the argument, if a picture could not be drawn or not be written there.
+    """Raise ArgumentError or FileError, naming the argument, if a plot cannot be drawn or written there.
 
-    To be called before any work.
+    Call it before any work.
     """
     if kind_of(path) not in METADATA:
         raise ArgumentError(f"{name} is {path!r}; it must end in {', '.join(f'.{kind}' for kind in METADATA)}")
@@ -46,12 +46,12 @@ def check(name, path):
 
 
 def kind_of(path):
-    """What a file is by its name: "png", "svg", "pdf" or something else."""
+    """The extension of a file name: "png", "svg", "pdf" or another one."""
     return os.path.splitext(path)[1].lower().lstrip(".")
 
 
 def styled(function):
-    """Draw with these settings whatever the caller's are, and leave the caller's alone."""
+    """Decorate a function to draw with SETTINGS, whatever the caller's settings are; these stay unchanged."""
     @functools.wraps(function)
     def drawn(*args, **kwargs):
         import matplotlib
@@ -63,7 +63,7 @@ def styled(function):
 
 
 def new_figure(width, height):
-    """An empty figure of so many inches, which no window and no other figure knows of."""
+    """An empty figure, size in inches, without pyplot and its windows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -91,9 +91,9 @@ def save(figure, path, name="path"):
 
 
 def _shorten(path):
-    """Leave out of an SVG file what says nothing: digits beyond a hundredth of a point, turns by nothing, indents."""
-    def of_tag(found):
-        tag = re.sub(r' transform="rotate\(-0 [^"]*\)"|; stroke-linejoin: miter', "", found[0])
+    """Shorten an SVG file: no digits below a hundredth of a point, rotations by 0, indents and needless groups."""
+    def of_tag(match):
+        tag = re.sub(r' transform="rotate\(-0 [^"]*\)"|; stroke-linejoin: miter', "", match[0])
         tag = re.sub(r"(\.\d\d)\d+", r"\1", tag)
         return re.sub(r"(?<=[MLCQ]) | ?\n(?=[MLCQz])|(?<=z)\n|(?<=\d) ?\n(?=\")", "", tag)
     with open(path, encoding="utf-8") as file:
@@ -105,9 +105,9 @@ def _shorten(path):
 
 
 def label_ends(axes, labels):
-    """Names at the ends of lines: (x, y, text, color) each; moved apart where they would overlap.
+    """Label the ends of lines, moving labels apart where they would overlap.
 
-    For axes whose limits are set.
+    labels: (x, y, text, color) of each.  The limits of the axes must be set before.
     """
     _, height = axes.figure.get_size_inches()
     space = 1.6 * SETTINGS["font.size"] / (POINTS * height * axes.get_position().height)
@@ -133,7 +133,7 @@ def size_axis(axis):
 
 
 def rank_axis(axis, ranks):
-    """Label a logarithmic axis of numbers of ranks, with these ticks."""
+    """Label a logarithmic axis of numbers of ranks, with ticks at `ranks`."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
     axis.set_major_locator(FixedLocator(ranks))
     axis.set_minor_locator(NullLocator())

@@ -1,7 +1,7 @@
-"""What ranks do when in a pass, predicted (`mpiattn.model.simulate`) or measured (the executor's trace), at one scale.
+"""Timelines of ranks in a pass, predicted (`mpiattn.model.simulate`) or measured (the executor's trace), at one scale.
 
-Of one rank: a lane of blocks and of waiting, and one of each kind of transfer.  Of several ranks: a row each.  What is
-drawn is `schedule.timeline.Timeline`, with times as arrays over ranks or, of measured ones, a dict of ranks' own.
+For one rank: a lane of blocks and waiting, and a lane for each kind of transfer.  For several ranks: a row each.  The
+input is a `schedule.timeline.Timeline` with times as arrays over ranks or, if measured, a dict of Timelines by rank.
 """
 
 import math
@@ -13,17 +13,17 @@ from ..schedule.kinds import GATHERED, NAMES, REDUCED
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .style import COLORS, HATCH, INK, POINTS, new_figure, styled, time_axis
 
-LANE, ROW = 0.26, 0.42                # inches of a lane and of a rank's row, about
-WHOLE = 0.8                           # height of the bars of a lane of its own
-NARROW = 3.0                          # points up to which a bar has no edges, which would hide it
-SAME_TIME = 0.1                       # share of a transfer's time that still counts as after the one before it
+LANE, ROW = 0.26, 0.42                # heights of a lane and of a rank's row in inches, about
+WHOLE = 0.8                           # height of the bars in a lane, relative to the lane
+NARROW = 3.0                          # points; narrower bars are drawn without edges, which would cover them
+SAME_TIME = 0.1                       # overlap of two transfers, as a share of the later one, that is ignored
 
-SAYS = "time since the pass began; hatched: waiting for what arrives and what leaves"
-LANES_SAY = f"{SAYS}; lanes of kinds: what arrives, #hop"
+LABEL = "time since the pass began; hatched: waiting for what arrives and what leaves"
+LANES_LABEL = f"{LABEL}; lanes of kinds: what arrives, #hop"
 
 
 class Bar(NamedTuple):
-    """Something that lasts, in seconds since the pass began; `level` of those that are under way at once."""
+    """A bar of a lane, in seconds since the pass began.  level: its row among bars that overlap in time."""
 
     what: str
     start: float
@@ -33,7 +33,7 @@ class Bar(NamedTuple):
 
 
 def of_rank(timeline, rank):
-    """The timeline of one rank, in numbers; raises ArgumentError where it is of others."""
+    """The timeline of one rank, with numbers as times; ArgumentError if the timeline does not have this rank."""
     if isinstance(timeline, dict):
         if rank not in timeline:
             raise ArgumentError(f"rank is {rank}; the timeline is of {', '.join(map(str, timeline))}")
@@ -52,7 +52,7 @@ def of_rank(timeline, rank):
 
 
 def slowest(timeline):
-    """The rank that ends last; 0 of a timeline of one rank."""
+    """The rank that ends last; 0 for a timeline of one rank."""
     if isinstance(timeline, dict):
         return max(timeline, key=lambda rank: timeline[rank].steps[-1].ended)
     ended = timeline.steps[-1].ended
@@ -60,13 +60,13 @@ def slowest(timeline):
 
 
 def lanes(timeline):
-    """The bars of one rank's timeline by lane: "blocks" (and waiting, after each step's), then kinds of transfers."""
-    found = {"blocks": []}
+    """The bars of one rank's timeline by lane: "blocks" (with the waiting of each step), then kinds of transfers."""
+    by_lane = {"blocks": []}
     for posted, computed, ended in timeline.steps:
         if computed > posted:
-            found["blocks"].append(Bar("blocks", posted, computed))
+            by_lane["blocks"].append(Bar("blocks", posted, computed))
         if ended > computed:
-            found["blocks"].append(Bar("waiting", computed, ended))
+            by_lane["blocks"].append(Bar("waiting", computed, ended))
     for kind in (*GATHERED, *REDUCED[timeline.direction]):
         bars, until = [], []                             # until: when each level is free
         for move in sorted((move for move in timeline.moves if move.kind == kind and not math.isnan(move.begun)),
@@ -76,12 +76,12 @@ def lanes(timeline):
             until[level:level + 1] = [move.arrived]
             bars.append(Bar(kind, move.begun, move.arrived, f"#{move.hop}" if move.hop else "all", level))
         if bars:
-            found[kind] = bars
-    return found
+            by_lane[kind] = bars
+    return by_lane
 
 
-def told(timeline):
-    """Seconds and waiting of one rank's timeline, in words."""
+def summary(timeline):
+    """Seconds and waiting of one rank's timeline, as text."""
     seconds, waiting = timeline.steps[-1].ended, sum(step.ended - step.computed for step in timeline.steps)
     return f"{duration(seconds)}, of which {duration(waiting) if waiting else 'none'} waiting" \
         + (f" ({percent(waiting / seconds)})" if waiting else "")
@@ -91,12 +91,12 @@ def _draw_bars(axes, bars, bottom, height):
     """Draw bars between heights, with their texts where there is room."""
     from matplotlib.patches import Rectangle
     levels = 1 + max((bar.level for bar in bars), default=0)
-    points = 0.85 * POINTS * axes.figure.get_size_inches()[0] / axes.get_xlim()[1]        # of a second, about
+    points = 0.85 * POINTS * axes.figure.get_size_inches()[0] / axes.get_xlim()[1]        # per second, about
     for bar in bars:
         waits, length = bar.what == "waiting", points * (bar.stop - bar.start)
         y, tall = bottom + height * (1 - (bar.level + 1) / levels), height / levels
         edge = INK if waits else "white"
-        if length <= NARROW:                             # edges would hide it; without, a short transfer would vanish
+        if length <= NARROW:                             # an edge of its own color keeps a short transfer visible
             edge = "none" if bar.what in ("blocks", "waiting") else COLORS[bar.what]
         axes.add_patch(Rectangle((bar.start, y), bar.stop - bar.start, tall, facecolor=COLORS[bar.what],
                                  edgecolor=edge, linewidth=0.4, hatch=HATCH if waits else None, label=bar.what))
@@ -114,24 +114,24 @@ def _frame(axes, ticks, until):
 
 
 def draw_lanes(axes, timeline, rank=None, until=None):
-    """Draw what one rank does, a lane a thing; by default the slowest.
+    """Draw one rank in lanes, by default the slowest; returns the rank.
 
     until: seconds at which the axis ends; default: the end of the pass.
     """
     rank = slowest(timeline) if rank is None else rank
-    one = of_rank(timeline, rank)
-    bars = lanes(one)
-    _frame(axes, list(bars), _end(one) if until is None else until)
+    shown = of_rank(timeline, rank)
+    bars = lanes(shown)
+    _frame(axes, list(bars), _end(shown) if until is None else until)
     for i, lane in enumerate(bars.values()):
         _draw_bars(axes, lane, len(bars) - i - (1 + WHOLE) / 2, WHOLE)
     return rank
 
 
 def draw_ranks(axes, timeline, ranks, until=None):
-    """Draw a row for each of some ranks: blocks and waiting above, under them a line of each kind of transfer."""
-    found = {rank: lanes(of_rank(timeline, rank)) for rank in ranks}
+    """Draw a row for each of some ranks: blocks and waiting above, below them a line for each kind of transfer."""
+    by_rank = {rank: lanes(of_rank(timeline, rank)) for rank in ranks}
     _frame(axes, [f"rank {rank}" for rank in ranks], until or max(_end(of_rank(timeline, rank)) for rank in ranks))
-    for i, bars in enumerate(found.values()):
+    for i, bars in enumerate(by_rank.values()):
         top = len(ranks) - i - 0.05
         blocks, *transfers = bars.values()
         _draw_bars(axes, blocks, top - 0.5, 0.5)
@@ -139,39 +139,38 @@ def draw_ranks(axes, timeline, ranks, until=None):
             _draw_bars(axes, [bar._replace(level=0) for bar in lane], top - 0.5 - 0.1 * (j + 1), 0.08)
 
 
-def _end(one):
-    return max([step.ended for step in one.steps] + [move.arrived for move in one.moves if not math.isnan(move.arrived)]
-               + [1e-9])
+def _end(timeline):
+    arrived = [move.arrived for move in timeline.moves if not math.isnan(move.arrived)]
+    return max([step.ended for step in timeline.steps] + arrived + [1e-9])
 
 
 @styled
 def timeline(entries, ranks=None, title=None):
     """A figure of one or more timelines, one above the other at the same scale.
 
-    entries: pairs of a name ("predicted", "measured", ...) and a Timeline or, of measured ones, a dict from ranks to
-        Timelines.
-    ranks: a list: a row for each of these.  Default: what the slowest rank of each does, in lanes.
+    entries: pairs of a name ("predicted", "measured", ...) and a Timeline or, if measured, a dict of Timelines by rank.
+    ranks: the ranks to show, a row each.  Default: the slowest rank of each timeline, in lanes.
     """
     if not entries:
         raise ArgumentError("entries is empty; it must be pairs of a name and a Timeline")
-    shown = [(name, one, ranks or [slowest(one)]) for name, one in entries]
-    until = max(_end(of_rank(one, rank)) for _, one, some in shown for rank in some)
+    shown = [(name, times, ranks or [slowest(times)]) for name, times in entries]
+    until = max(_end(of_rank(times, rank)) for _, times, some in shown for rank in some)
     if ranks:
         heights = [ROW * len(ranks)] * len(shown)
     else:
-        heights = [LANE * len(lanes(of_rank(one, some[0]))) for _, one, some in shown]
+        heights = [LANE * len(lanes(of_rank(times, some[0]))) for _, times, some in shown]
     figure = new_figure(8.4, sum(heights) + 0.45 * len(shown) + 0.4 + 0.3 * bool(title))
     if title:
         figure.suptitle(title, x=0.008, ha="left", fontsize=9, weight="bold")
     grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
-    for (name, one, some), axes in zip(shown, grid[:, 0]):
-        last = max(some, key=lambda rank, one=one: of_rank(one, rank).steps[-1].ended)
-        (draw_ranks(axes, one, some, until) if ranks else draw_lanes(axes, one, some[0], until))
-        axes.set_title(f"{name}, rank {last}: {told(of_rank(one, last))}")
-    grid[-1, 0].set_xlabel(f"{SAYS}; lines: {', '.join(_kinds(shown))} that arrive" if ranks else LANES_SAY)
+    for (name, times, some), axes in zip(shown, grid[:, 0]):
+        last = max(some, key=lambda rank, times=times: of_rank(times, rank).steps[-1].ended)
+        (draw_ranks(axes, times, some, until) if ranks else draw_lanes(axes, times, some[0], until))
+        axes.set_title(f"{name}, rank {last}: {summary(of_rank(times, last))}")
+    grid[-1, 0].set_xlabel(f"{LABEL}; lines: {', '.join(_kinds(shown))} that arrive" if ranks else LANES_LABEL)
     return figure
 
 
 def _kinds(shown):
     return [kind for kind in NAMES
-            if any(kind in lanes(of_rank(one, rank)) for _, one, some in shown for rank in some)]
+            if any(kind in lanes(of_rank(times, rank)) for _, times, some in shown for rank in some)]

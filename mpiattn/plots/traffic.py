@@ -1,6 +1,6 @@
 """Bytes that a rank sends against the number of ranks: Ring, the best tile of a mesh, Ulysses and USP.
 
-Means over ranks where nothing is masked, by the formulas of `mpiattn.schedule.travels`, which the tests count.
+Means over ranks without a mask, by the formulas of `mpiattn.schedule.travels`, which the tests compare with counts.
 """
 
 from ..console.table import percent
@@ -19,29 +19,29 @@ def counts(most):
 
 
 def best_tile(problem, ranks, direction="forward"):
-    """The tile that sends least, and its bytes: ((a, b), bytes)."""
-    return min((((a, b), mesh(problem, ranks, a, b, direction)) for a, b in tiles(ranks)), key=lambda found: found[1])
+    """The tile that sends the fewest bytes: ((a, b), bytes)."""
+    return min((((a, b), mesh(problem, ranks, a, b, direction)) for a, b in tiles(ranks)), key=lambda pair: pair[1])
 
 
 def mesh(problem, ranks, a, b, direction="forward"):
-    """Mean bytes that a rank sends on a tile of a x b in a direction, of "both" the sum."""
+    """Mean bytes that a rank sends with tile a x b in a direction; "both": the sum of both directions."""
     directions = KINDS if direction == "both" else (direction,)
-    return sum(formulas.mean_sent(problem, ranks, a, b, one) for one in directions)
+    return sum(formulas.mean_sent(problem, ranks, a, b, name) for name in directions)
 
 
 def lines(problem, most, direction="forward"):
-    """By method, the pairs of ranks and bytes to draw; none where a method is not possible."""
-    found = {"Ring": [], "best mesh": [], "USP": [], "Ulysses": []}
+    """Pairs (ranks, bytes) to draw, by method; without the ranks for which a method is not possible."""
+    by_method = {"Ring": [], "best mesh": [], "USP": [], "Ulysses": []}
     for ranks in counts(most):
-        found["Ring"].append((ranks, mesh(problem, ranks, 1, ranks, direction)))
-        found["best mesh"].append((ranks, best_tile(problem, ranks, direction)[1]))
+        by_method["Ring"].append((ranks, mesh(problem, ranks, 1, ranks, direction)))
+        by_method["best mesh"].append((ranks, best_tile(problem, ranks, direction)[1]))
         group, nbytes = formulas.best_usp(problem, ranks, direction)
         if group > 1:
-            found["USP"].append((ranks, nbytes))
+            by_method["USP"].append((ranks, nbytes))
         nbytes = formulas.ulysses(problem, ranks, direction)
         if nbytes is not None:
-            found["Ulysses"].append((ranks, nbytes))
-    return {name: points for name, points in found.items() if points}
+            by_method["Ulysses"].append((ranks, nbytes))
+    return {name: points for name, points in by_method.items() if points}
 
 
 LOOK = {"Ring": {"color": INK, "marker": "o", "linestyle": "-"},
@@ -52,16 +52,16 @@ LOOK = {"Ring": {"color": INK, "marker": "o", "linestyle": "-"},
 
 
 def draw_traffic(axes, problem, most, direction="forward", tile=None):
-    """Draw bytes a rank against ranks, up to `most`.
+    """Draw bytes per rank against the number of ranks, up to `most`.
 
-    tile: (a, b) of `most` ranks, to be marked where it is not the one that sends least.
+    tile: (a, b) of `most` ranks, marked if it is not the best one.
     """
     if most < FEWEST:
         raise ArgumentError(f"ranks is {most}; it must be at least {FEWEST} where traffic is to be drawn")
-    found, labels = lines(problem, most, direction), []
-    if not found["Ring"][-1][1]:
+    by_method, labels = lines(problem, most, direction), []
+    if not by_method["Ring"][-1][1]:
         raise ArgumentError("the problem has no tokens; nothing is sent that could be drawn")
-    for name, points in found.items():
+    for name, points in by_method.items():
         axes.plot(*zip(*points), **{"markersize": 3.5, **LOOK[name]}, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -69,30 +69,30 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
     rank_axis(axes.xaxis, shown if len(shown) < 10 else shown[::2])
     size_axis(axes.yaxis)
     (a, b), _ = best_tile(problem, most, direction)
-    ring, color = found["Ring"][-1][1], LOOK["best mesh"]["color"]
-    sizes = [nbytes for points in found.values() for _, nbytes in points if nbytes]
+    ring, color = by_method["Ring"][-1][1], LOOK["best mesh"]["color"]
+    sizes = [nbytes for points in by_method.values() for _, nbytes in points if nbytes]
     axes.set(xlim=(shown[0] * 0.85, most * 1.15), ylim=(min(sizes, default=1) / 2.5, max(sizes, default=1) * 1.5))
     for ranks in shown[:-1]:
-        (one, other), sent = best_tile(problem, ranks, direction)
-        if one > 1:
-            axes.annotate(f"{one}x{other}", (ranks, sent), xytext=(2, 4), textcoords="offset points", fontsize=6.5,
+        (columns, rows), sent = best_tile(problem, ranks, direction)
+        if columns > 1:
+            axes.annotate(f"{columns}x{rows}", (ranks, sent), xytext=(2, 4), textcoords="offset points", fontsize=6.5,
                           color=color)
 
     def less(sent):
         return f":\n{percent(1 - sent / ring)} less" if sent <= ring else ":\nmore than Ring"
     group = formulas.best_usp(problem, most, direction)[0]
     names = {"best mesh": f"best mesh, {a}x{b}" if a > 1 else "best mesh: Ring", "USP": f"USP, {group}x{most // group}"}
-    for name in [name for name in found if name != "Ulysses"]:
-        ranks, sent = found[name][-1]
-        told = (name if name == "Ring" or ranks < most else                # its line ends where it is possible no more
+    for name in [name for name in by_method if name != "Ulysses"]:
+        ranks, sent = by_method[name][-1]
+        label = (name if name == "Ring" or ranks < most else                # its line ends at the last possible number
                 names[name] + ("" if names[name].endswith("Ring") else less(sent)))
-        labels.append((ranks, sent, told, LOOK[name]["color"]))
+        labels.append((ranks, sent, label, LOOK[name]["color"]))
     if tile not in (None, (a, b), (1, most)):
         sent = mesh(problem, most, *tile, direction)
         axes.plot([most], [sent], marker="*", markersize=9, color=color, linestyle="", label="tile")
         labels.append((most, sent, f"tile {tile[0]}x{tile[1]}{less(sent)}", color))
     label_ends(axes, labels)
-    if "Ulysses" in found:
+    if "Ulysses" in by_method:
         axes.text(0.02, 0.03, f"diamonds: Ulysses, on no more ranks than the {problem.kv_heads} KV heads", color=GRAY,
                   transform=axes.transAxes)
     axes.set_xlabel("ranks, the same sequence on all of them")
