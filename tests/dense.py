@@ -93,15 +93,15 @@ def gradients_at(inputs, lse, delta, causal, rows, keys):
 def per_document(inputs, cuts, **options):
     """The reference's result of documents at `cuts`, each run on its own: the tokens of both sides are cut alike."""
     q, k, v, dout, dlse, _ = inputs
-    found = Result(*(np.zeros(shape) for shape in (dout.shape, dlse.shape, q.shape, k.shape, v.shape)))
-    found.lse.fill(-np.inf)
+    computed = Result(*(np.zeros(shape) for shape in (dout.shape, dlse.shape, q.shape, k.shape, v.shape)))
+    computed.lse.fill(-np.inf)
     for start, stop in pairwise(cuts):
         at = slice(start, stop)
         part = expected(Inputs(q[:, at], k[:, at], v[:, at], dout[:, at], dlse[..., at]), **options)
         for name in ("out", "dq", "dk", "dv"):
-            getattr(found, name)[:, at] = getattr(part, name)
-        found.lse[..., at] = part.lse
-    return found
+            getattr(computed, name)[:, at] = getattr(part, name)
+        computed.lse[..., at] = part.lse
+    return computed
 
 
 def _weights(inputs, rounded, causal=False, scale=None, softcap=None, **options):
@@ -142,38 +142,39 @@ def naive(inputs, dtype, **options):
         return np.asarray(array).astype(dtype).astype(work)
     q, k, v, dout, dlse, _ = inputs
     shapes = (dout.shape, (q.shape[0], q.shape[2], q.shape[1]), q.shape, k.shape, v.shape, q.shape[2])
-    found = Result(*(np.zeros(shape, work) for shape in shapes))
+    computed = Result(*(np.zeros(shape, work) for shape in shapes))
     with np.errstate(all="ignore"):
         for (b, h, kv), lse, weight, sink, slope in _weights(inputs, rounded, **options):
             queries, keys, values, grad = map(rounded, (q[b, :, h], k[b, :, kv], v[b, :, kv], dout[b, :, h]))
-            out = found.out[b, :, h] = rounded(weight @ values)
-            found.lse[b, h] = lse
+            out = computed.out[b, :, h] = rounded(weight @ values)
+            computed.lse[b, h] = lse
             delta = (grad * out).sum(axis=1) - (0 if dlse is None else dlse[b, h])
             dscore = rounded(weight * (rounded(grad @ values.T) - delta[:, None]) * slope)
-            found.dq[b, :, h] = dscore @ keys
-            found.dk[b, :, kv] += dscore.T @ queries
-            found.dv[b, :, kv] += weight.T @ grad
-            found.dsinks[h] -= (sink * delta).sum()
+            computed.dq[b, :, h] = dscore @ keys
+            computed.dk[b, :, kv] += dscore.T @ queries
+            computed.dv[b, :, kv] += weight.T @ grad
+            computed.dsinks[h] -= (sink * delta).sum()
         return Result(*(rounded(array) if name in ("out", "dq", "dk", "dv") else array
-                        for name, array in zip(Result._fields, found)))
+                        for name, array in zip(Result._fields, computed)))
 
 
 def sizes(inputs, **options):
     """The largest sum of the magnitudes of the terms of each result: rounding each term moves it by no more."""
     inputs = _complete(inputs)
     q, k, v, dout, dlse, _ = (None if array is None else np.abs(np.asarray(array, np.float64)) for array in inputs)
-    found = Result(*(np.zeros(shape) for shape in (dout.shape, dout.shape[:3], q.shape, k.shape, v.shape, q.shape[2])))
+    shapes = dout.shape, dout.shape[:3], q.shape, k.shape, v.shape, q.shape[2]
+    computed = Result(*map(np.zeros, shapes))
     with np.errstate(all="ignore"):
         for (b, h, kv), lse, weight, sink, slope in _weights(inputs, lambda x: np.asarray(x, np.float64), **options):
-            out = found.out[b, :, h] = weight @ v[b, :, kv]
+            out = computed.out[b, :, h] = weight @ v[b, :, kv]
             delta = (dout[b, :, h] * out).sum(axis=1) + (0 if dlse is None else dlse[b, h])
             dscore = weight * (dout[b, :, h] @ v[b, :, kv].T + delta[:, None]) * np.abs(slope)
-            found.lse[b, :, h] = np.abs(lse)
-            found.dq[b, :, h] = dscore @ k[b, :, kv]
-            found.dk[b, :, kv] += dscore.T @ q[b, :, h]
-            found.dv[b, :, kv] += weight.T @ dout[b, :, h]
-            found.dsinks[h] += (sink * delta).sum()
-    return Result(*map(largest, found))
+            computed.lse[b, :, h] = np.abs(lse)
+            computed.dq[b, :, h] = dscore @ k[b, :, kv]
+            computed.dk[b, :, kv] += dscore.T @ q[b, :, h]
+            computed.dv[b, :, kv] += weight.T @ dout[b, :, h]
+            computed.dsinks[h] += (sink * delta).sum()
+    return Result(*map(largest, computed))
 
 
 def epsilon(dtype):
@@ -195,7 +196,7 @@ def error(got, ref):
 
 
 def wrong(problem, got, ref, inputs, at, at_k, call=None, terms=False):
-    """What is wrong with one rank's result, as text; None if nothing is.
+    """The first error of one rank's result, as text; None if it is right.
 
     got: of the queries at `at` and the keys at `at_k`.  ref, inputs: of the whole problem.  terms: allow also the
     rounding of the terms of each sum, for problems whose results may cancel to nothing, and of the lse in exp(S - lse).

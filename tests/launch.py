@@ -98,18 +98,18 @@ def require_launch():
 
 @cache
 def time_factor():
-    """By how much limits in seconds grow on this machine: what MPIATTN_TIME_FACTOR says, else what is measured once.
+    """The factor for time limits on this machine: MPIATTN_TIME_FACTOR, else measured once.
 
     That is how long a launch takes, or the load, at least 1.  Under a launcher only the load is looked at.
     """
-    told = os.environ.get(FACTOR)
-    if told is not None:
+    setting = os.environ.get(FACTOR)
+    if setting is not None:
         try:
-            factor = float(told)
+            factor = float(setting)
         except ValueError:
             factor = 0
         if not 0 < factor < float("inf"):
-            raise pytest.UsageError(f"{FACTOR} is {told!r}; it must be a positive number")
+            raise pytest.UsageError(f"{FACTOR} is {setting!r}; it must be a positive number")
         return factor
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     if under_launcher() or mpiexec() is None:

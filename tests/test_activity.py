@@ -1,4 +1,4 @@
-"""Which work the masks leave a rank, against a count by the definition."""
+"""The work that masks leave to each rank, compared with a count by the definition."""
 
 import numpy as np
 import pytest
@@ -22,9 +22,9 @@ def test_pairs(kind, a, b, masks, documents):
     q_layout, k_layout = Layout(kind, 23, a * b), Layout(kind, 17, a * b)
     mask = Mask(23, 17, **masks)
     activity = Activity(mask, q_layout, k_layout, a, b, documents)
-    found = [activity.work(rank) for rank in range(a * b)]
-    assert sum(found) == mask.pairs(documents)
-    for rank, pairs in enumerate(found):
+    pairs_of_ranks = [activity.work(rank) for rank in range(a * b)]
+    assert sum(pairs_of_ranks) == mask.pairs(documents)
+    for rank, pairs in enumerate(pairs_of_ranks):
         row, column = divmod(rank, a)
         queries = np.concatenate([q_layout.positions(row * a + u) for u in range(a)])
         keys = np.concatenate([k_layout.positions(w * a + column) for w in range(b)])

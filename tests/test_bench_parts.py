@@ -1,4 +1,4 @@
-"""The parts of `mpiattn bench` that need no ranks: cases, inputs, figures and how they are told."""
+"""The parts of `mpiattn bench` that need no ranks: cases, inputs, figures and their report."""
 
 import numpy as np
 import pytest
@@ -42,21 +42,21 @@ def test_inputs_are_of_their_place(dtype):
     assert np.abs(np.corrcoef(flat) - np.eye(4)).max() < 0.02
 
 
-def told(seconds, waiting, sent, formula):
-    """What ranks tell of a pass, from (runs, ranks) of numbers."""
+def measurements(seconds, waiting, sent, formula):
+    """The ranks' measurements of a pass, from numbers (runs, ranks)."""
     columns = zip(np.transpose(seconds), np.transpose(waiting), np.transpose(sent))
     return [{"seconds": list(s), "waiting": list(w), "sent": list(n), "formula": formula, "ideal": 0.5 + rank}
             for rank, (s, w, n) in enumerate(columns)]
 
 
-FORWARD = told([[2, 4], [3, 1], [8, 9]], [[1, 1], [0, 0], [4, 9]], [[10, 20]] * 3, 15)
-BACKWARD = told([[5, 1], [5, 5], [1, 1]], [[0, 0]] * 3, [[7, 7]] * 3, 7)
+FORWARD = measurements([[2, 4], [3, 1], [8, 9]], [[1, 1], [0, 0], [4, 9]], [[10, 20]] * 3, 15)
+BACKWARD = measurements([[5, 1], [5, 5], [1, 1]], [[0, 0]] * 3, [[7, 7]] * 3, 7)
 
 
 def test_figures():
     problem = Problem(seqlen=10, heads=2, head_dim=3, causal=True)
-    found = passes_of({"passes": {"forward": FORWARD, "backward": BACKWARD}}, problem)
-    forward, backward, both = (found[name].summary() for name in ("forward", "backward", "both"))
+    passes = passes_of({"passes": {"forward": FORWARD, "backward": BACKWARD}}, problem)
+    forward, backward, both = (passes[name].summary() for name in ("forward", "backward", "both"))
     assert forward["runs"] == [4, 3, 9] and forward["seconds"] == {"median": 4, "min": 3, "mean": 16 / 3, "max": 9}
     assert forward["ranks"] == {"min": 3, "mean": 3.5, "max": 4}
     assert forward["waiting"] == {"min": 0.25, "mean": 0.375, "max": 0.5}            # by rank: 1/2, 0, 1/2; 1/4, 0, 1
@@ -68,7 +68,7 @@ def test_figures():
     assert both["gflops_per_second"] == pytest.approx(3.5 * 55 * 2 * 2 * 6 / 8 / 1e9)
     assert backward["counted"] and not forward["counted"] and not both["counted"]
     assert list(passes_of({"passes": {"backward": BACKWARD}}, problem)) == ["backward"]
-    assert isinstance(found["both"], Pass)
+    assert isinstance(passes["both"], Pass)
 
 
 def test_bytes_that_differ_are_marked():

@@ -1,4 +1,4 @@
-"""What `mpiattn check` says of facts: everything that it can find wrong, provoked once, and its report."""
+"""The judgements of `mpiattn check`: every fault that it can report, from facts made up here, and its report."""
 
 import pytest
 
@@ -12,7 +12,7 @@ VERSIONS = {"mpiattn": "1.0", "Python": "3.11", "NumPy": "2.4", "mpi4py": "4.1",
 
 
 def job(count, per_node=4, cores=range(8), **changes):
-    """The facts of so many ranks, all well; changes: name -> a function of the rank."""
+    """The facts of `count` ranks without faults.  changes: name -> a function of the rank."""
     ranks = []
     for rank in range(count):
         node = rank - rank % per_node
@@ -29,7 +29,7 @@ def blas(threads, library="openblas 0.3", **settings):
 
 
 def says(item, status, *texts):
-    """An item has this status, says this, and advises something just where it is not PASS."""
+    """Assert an item's status and texts, and that it has advice if and only if it is not PASS."""
     assert item.status == status, item
     assert bool(item.advice) == (status != "PASS"), item
     for text in texts:
@@ -141,14 +141,14 @@ def test_results():
 
 
 def links(count, per_node=4, slow=None, rate=5e9, network=1e9):
-    found = []
+    measured = []
     for rank in range(count):
         source = (rank - 1) % count
         between = source // per_node != rank // per_node
         speed = slow.get(rank, 1) if slow else 1
-        found.append({"from": source, "to": rank, "between": between, "latency": 1e-5,
+        measured.append({"from": source, "to": rank, "between": between, "latency": 1e-5,
                       "rates": {1: 1.0, 2: speed * (network if between else rate)}})
-    return found
+    return measured
 
 
 def test_links():

@@ -30,9 +30,9 @@ def _environment(monkeypatch):
 
 def plan(capsys, *arguments):
     assert main(["plan", *map(str, arguments)]) == 0
-    told = capsys.readouterr()
-    assert not told.err
-    return told.out
+    printed = capsys.readouterr()
+    assert not printed.err
+    return printed.out
 
 
 def refused(capsys, *arguments):
@@ -80,10 +80,10 @@ def test_bytes_are_those_that_ranks_send(capsys, route):
     assert [row["tile"] for row in data["tiles"]] == ["1x6", "2x3", "3x2", "6x1"]
     for a, b in [(1, 6), (2, 3), (3, 2), (6, 1)]:
         sent = [travels.sent(problem, *lengths, a, b, rank, route) for rank in range(6)]
-        told = row(data, f"{a}x{b}")["sent_bytes"]
+        printed = row(data, f"{a}x{b}")["sent_bytes"]
         means = [sum(values) / 6 for values in zip(*sent)]
-        assert [told[kind] for kind in ("Q", "KV", "O")] == pytest.approx(means)
-        assert told["total"] == pytest.approx(sum(means))
+        assert [printed[kind] for kind in ("Q", "KV", "O")] == pytest.approx(means)
+        assert printed["total"] == pytest.approx(sum(means))
 
 
 @pytest.mark.parametrize("schedule", ["greedy", "collective", "auto"])
@@ -140,13 +140,13 @@ def test_says_what_the_machine_is(capsys):
 
 
 def test_machine_of_a_file(capsys, tmp_path):
-    """A file changes what is predicted; a wrong one is named with what it may be."""
+    """A machine file changes the predictions; an error names a wrong one and what it may be."""
     file = tmp_path / "slow.json"
     slow = replace(DEFAULT, name="slow", flops={"float32": 1e9})
     file.write_text(json.dumps(slow.as_dict()))
-    fast, told = (as_json(capsys, "--ranks", 4, *MHA, *extra) for extra in ([], ["--machine", file]))
-    assert told["machine"] == slow.as_dict() and told["machine"]["name"] == "slow"
-    assert row(told, "2x2")["seconds"] == pytest.approx(60 * row(fast, "2x2")["seconds"], rel=0.01)
+    fast, printed = (as_json(capsys, "--ranks", 4, *MHA, *extra) for extra in ([], ["--machine", file]))
+    assert printed["machine"] == slow.as_dict() and printed["machine"]["name"] == "slow"
+    assert row(printed, "2x2")["seconds"] == pytest.approx(60 * row(fast, "2x2")["seconds"], rel=0.01)
     for text, wrong in (("{", "slow.json"), ("[]", "slow.json"), ('{"name": "x"}', "slow.json"),
                         (json.dumps({**slow.as_dict(), "color": 1}), "color"),
                         (json.dumps({**slow.as_dict(), "launch": -1}), "launch")):
@@ -156,7 +156,7 @@ def test_machine_of_a_file(capsys, tmp_path):
 
 
 def test_memory_limit(capsys):
-    """It takes the fastest of what fits and says what that costs; the least possible is named where nothing fits."""
+    """The fastest plan within the limit, and its cost in time; the error names the least memory if none fits."""
     free = as_json(capsys, "--ranks", 64, *MHA, "--machine", "h100")
     most = row(free, free["tile"])["memory_bytes"]
     least = min(one["memory_bytes"] for one in free["tiles"])

@@ -33,7 +33,7 @@ def test_every_tile_with_every_schedule_best_first():
 
 
 def test_ties_go_to_the_least_traffic():
-    """Where compute hides everything, times agree, and the tile with the least traffic is taken."""
+    """Where compute hides all transfers, times are equal, and the tile with the least traffic is chosen."""
     best = search.evaluate(PROBLEM, 16, machine=machine(flops=1e6, bandwidth=1e15))[0]
     assert mean_sent(PROBLEM, 16, best.a, best.b) == min(mean_sent(PROBLEM, 16, a, b) for a, b in tiles(16))
 
@@ -78,9 +78,9 @@ def test_the_slowest_rank_counts():
 
 def test_auto_layout_balances_work_and_sends_little():
     def best(ranks=8, **mask):
-        found = search.evaluate(Problem(seqlen=8000, heads=4, head_dim=16, **mask), ranks)[0]
-        assert found.balance < 1.02
-        return found
+        choice = search.evaluate(Problem(seqlen=8000, heads=4, head_dim=16, **mask), ranks)[0]
+        assert choice.balance < 1.02
+        return choice
     assert best().layouts[0].kind == "contiguous"
     assert best(causal=True).layouts[0].kind == "zigzag"
     windowed = best(causal=True, window=(100, 0))
@@ -111,7 +111,7 @@ def test_costs_are_blocks_that_hide_a_hop():
 
 @pytest.mark.parametrize("wire_dtype", [None, "float16"])
 def test_memory_is_what_buffers_take(wire_dtype):
-    """Against the arenas that a plan would really make, for even chunks."""
+    """The predicted memory equals the arenas that a plan allocates, for even chunks."""
     from types import SimpleNamespace
 
     from mpiattn.backends.numpy.backend import NumpyBackend

@@ -69,13 +69,13 @@ def _alive(pid):
         return False
 
 
-@pytest.mark.parametrize("told, factor", [("2.5", 2.5), ("0.5", 0.5), ("0", None), ("nan", None), ("fast", None)])
-def test_time_factor(monkeypatch, told, factor):
-    monkeypatch.setenv(launch.FACTOR, told)
+@pytest.mark.parametrize("setting, factor", [("2.5", 2.5), ("0.5", 0.5), ("0", None), ("nan", None), ("fast", None)])
+def test_time_factor(monkeypatch, setting, factor):
+    monkeypatch.setenv(launch.FACTOR, setting)
     if factor:
         assert launch.time_factor.__wrapped__() == factor
     else:
-        with pytest.raises(pytest.UsageError, match=f"{launch.FACTOR} is '{told}'; it must be a positive number"):
+        with pytest.raises(pytest.UsageError, match=f"{launch.FACTOR} is '{setting}'; it must be a positive number"):
             launch.time_factor.__wrapped__()
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds which token, and its pages, against lists; trees of messages, played through without MPI."""
+"""The owners and pages of tokens, compared with plain lists; trees of messages, played through without MPI."""
 
 import random
 from itertools import pairwise
@@ -32,17 +32,17 @@ def test_example_of_the_docstring():
 def checked(ledger, expected, ranks, rng):
     """A ledger against the owner of every token, looked at from one rank."""
     rank = rng.randrange(ranks)
-    mine = [position for position, owner in enumerate(expected) if owner == rank]
-    assert ledger.seqlen == len(expected) and ledger.length(rank) == len(mine)
-    assert ledger.positions(rank).tolist() == mine
+    own = [position for position, owner in enumerate(expected) if owner == rank]
+    assert ledger.seqlen == len(expected) and ledger.length(rank) == len(own)
+    assert ledger.positions(rank).tolist() == own
     cut = rng.randint(0, len(expected) + 3)
-    assert ledger.below(rank, [cut, 0]).tolist() == [sum(position < cut for position in mine), 0]
+    assert ledger.below(rank, [cut, 0]).tolist() == [sum(position < cut for position in own), 0]
     since = [position for part in ledger.ranges(rank, cut) for position in part]
-    assert since == [position for position in mine if position >= cut]
+    assert since == [position for position in own if position >= cut]
     stop = rng.randint(cut, len(expected) + 3)
     before, parts = ledger.between(rank, cut, stop)
-    assert before == sum(position < cut for position in mine) and all(parts)
-    assert [position for part in parts for position in part] == [p for p in mine if cut <= p < stop]
+    assert before == sum(position < cut for position in own) and all(parts)
+    assert [position for part in parts for position in part] == [p for p in own if cut <= p < stop]
 
 
 @pytest.mark.parametrize("ranks, page_size", [(4, 1), (5, 16), (9, 64)])
@@ -78,8 +78,8 @@ def test_ten_thousand_appends_and_truncates(ranks, page_size):
             continue
         checked(ledger, plain, ranks, rng)
         spans = stretches(pages.table(s), page_size, 0, ledger.length(me))
-        found = [slot for first, last in spans for slot in range(first, last)]
-        assert len(found) == ledger.length(me)
+        own_slots = [slot for first, last in spans for slot in range(first, last)]
+        assert len(own_slots) == ledger.length(me)
         assert all(b != a for (_, a), (b, _) in pairwise(spans)), "consecutive slots are one stretch"
         taken = np.concatenate([pages.table(sequence) for sequence in range(sequences)])
         assert len(set(taken.tolist())) == len(taken) == pages.count - pages.free, "a page belongs to one sequence"
@@ -151,18 +151,18 @@ def play(plans):
                 continue
             other = plans[peer][done[peer]]
             assert (move.sends, move.receives, move.final) == (other.receives, other.sends, other.final)
-            mine, theirs = have[rank], have[peer]
-            both = (mine, theirs) if rank < peer else (theirs, mine)
-            have[rank] = have[rank] if not move.receives else theirs if move.final else both
-            have[peer] = have[peer] if not other.receives else mine if move.final else both
+            own, other_tree = have[rank], have[peer]
+            both = (own, other_tree) if rank < peer else (other_tree, own)
+            have[rank] = have[rank] if not move.receives else other_tree if move.final else both
+            have[peer] = have[peer] if not other.receives else own if move.final else both
             rounds[rank] = rounds[peer] = max(rounds[rank], rounds[peer]) + 1
             done[rank], done[peer], moved = done[rank] + 1, done[peer] + 1, True
     assert done == list(map(len, plans)), "nobody is left waiting"
     return have, max(rounds)
 
 
-def leaves(thing):
-    return [thing[0]] if isinstance(thing[0], int) else [leaf for part in thing for leaf in leaves(part)]
+def leaves(tree):
+    return [tree[0]] if isinstance(tree[0], int) else [leaf for part in tree for leaf in leaves(part)]
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 18), 64, 100])
@@ -193,7 +193,7 @@ def test_levels_send_once_between_nodes():
 
 
 def test_choice():
-    """Few bytes go by messages between pairs, many by MPI's Allreduce; in two levels where nodes have several ranks."""
+    """Few bytes: messages between pairs; many bytes: MPI_Allreduce; two levels where nodes have several ranks."""
     inside, between = DEFAULT.inside, DEFAULT.between
     apart, shared = list(range(64)), [rank // 8 for rank in range(64)]
 

@@ -1,4 +1,4 @@
-"""The store of machines: what is put there comes back for launches of its kind only, and a broken one does no harm."""
+"""The store of machines: an entry is used for launches of its kind only, and a broken store does no harm."""
 
 import json
 import os
@@ -39,9 +39,9 @@ def data(**changes):
 
 def without(name, within=None):
     """The store's text with one field of an entry, or of a part of it, left out."""
-    told = data()
-    del (told["entries"][0][within] if within else told["entries"][0])[name]
-    return json.dumps(told)
+    edited = data()
+    del (edited["entries"][0][within] if within else edited["entries"][0])[name]
+    return json.dumps(edited)
 
 
 def test_round_trip():
@@ -57,11 +57,11 @@ def test_round_trip():
 
 @pytest.mark.parametrize("field", [field for field in Key._fields if field != "head_dim"])
 def test_another_launch_gets_the_default(field):
-    """Also one whose ranks a node are others: it gets the default with those."""
+    """A launch of another kind gets the default machine with its own ranks per node."""
     store.store(entry())
     key = KEY._replace(**{field: 7 if isinstance(getattr(KEY, field), int) else "another"})
-    found, where = store.resolve(key)
-    assert found == DEFAULT.with_ranks(key.ranks_per_node) and where.startswith("default, since")
+    machine, where = store.resolve(key)
+    assert machine == DEFAULT.with_ranks(key.ranks_per_node) and where.startswith("default, since")
 
 
 def test_the_nearest_head_dim():
@@ -96,9 +96,9 @@ def test_a_broken_store_is_ignored_with_a_warning(name):
     os.makedirs(os.path.dirname(store.path()))
     with open(store.path(), "wb") as file:
         file.write(BROKEN[name].encode(errors="surrogateescape"))
-    with pytest.warns(RuntimeWarning, match="machines.json is not used: .*run `mpiattn tune` again") as told:
+    with pytest.warns(RuntimeWarning, match="machines.json is not used: .*run `mpiattn tune` again") as warned:
         assert store.resolve(KEY)[0] == DEFAULT.with_ranks(4)
-    assert len(told) == 1
+    assert len(warned) == 1
     store.store(entry())                                              # and replaced, but not lost
     assert store.resolve(KEY)[0] == MACHINE
     with open(f"{store.path()}.old", "rb") as file:

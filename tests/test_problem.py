@@ -27,7 +27,7 @@ def test_numpy_integers_are_numbers():
 
 
 def test_window_without_end():
-    """A side that reaches over everything is no limit, however large."""
+    """A side of a window that reaches over all tokens is no limit, however large."""
     plain = Problem(**SHAPE, seqlen_k=7, causal=True)
     for side in (17, 2 ** 62, 2 ** 63 - 1, 10 ** 30):
         for window in ((side, None), (None, side), (side, side)):
@@ -95,7 +95,7 @@ def test_errors_name_argument_value_and_what_it_may_be(name, value, may_be):
 
 
 def test_what_scores_can_be_computed_with():
-    """scale and softcap are numbers of the dtype of scores, and so is what the one becomes by the other."""
+    """scale, softcap and their quotient must be representable in the dtype of the scores."""
     for dtype, tiny, most in (("float32", 2.0 ** -126, 1.7e38), ("bfloat16", 2.0 ** -126, 1.7e38),
                               ("float64", 2.0 ** -1022, 8.9e307)):
         for scale in (0, tiny, -tiny, most, -most):

@@ -69,14 +69,14 @@ def test_the_extras_exist():
 @pytest.mark.workshop
 def test_names_stand_nowhere_else():
     """No module but those of the back ends compares with a name of one."""
-    found = []
+    places = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if {PACKAGE / "backends", launch.TESTS, launch.SLURM} & set(path.parents):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare):
-                found += [f"{path.name}:{node.lineno}" for part in ast.walk(node) if isinstance(part, ast.Constant)
+                places += [f"{path.name}:{node.lineno}" for part in ast.walk(node) if isinstance(part, ast.Constant)
                           and part.value in registry.REGISTRY]
             elif isinstance(node, ast.Constant) and node.value in registry.usages(tests=True):
-                found.append(f"{path.name}:{node.lineno}")
-    assert not found
+                places.append(f"{path.name}:{node.lineno}")
+    assert not places

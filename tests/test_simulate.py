@@ -1,4 +1,4 @@
-"""The simulator: worked out by hand where that is easy, bounds and monotony where it is not."""
+"""The simulator: results worked out by hand where that is easy, else bounds and monotonicity."""
 
 from dataclasses import replace
 

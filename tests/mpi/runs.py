@@ -139,7 +139,7 @@ def check_long(comm, every, backward=True, **arguments):
 
 def agreed(comm, complaint, about=""):
     """Assert on every rank that no rank has a complaint."""
-    complaints = {rank: told for rank, told in enumerate(comm.allgather(complaint)) if told}
+    complaints = {rank: text for rank, text in enumerate(comm.allgather(complaint)) if text}
     assert not complaints, f"{about}: {complaints}"
 
 

@@ -17,8 +17,8 @@ def same_error(comm, call, kind=ArgumentError):
     """The text of the error that `call` raises, after checking that all ranks raise the same."""
     with pytest.raises(MpiattnError) as caught:
         call()
-    told = comm.allgather((type(caught.value).__name__, str(caught.value), caught.value.everywhere))
-    assert len(set(told)) == 1, told
+    raised = comm.allgather((type(caught.value).__name__, str(caught.value), caught.value.everywhere))
+    assert len(set(raised)) == 1, raised
     assert type(caught.value) is kind and caught.value.everywhere
     return str(caught.value)
 
@@ -95,9 +95,9 @@ OF_CALLS = ["q", "k", "v", "sinks", "dout", "dlse", "out", "lse"]
 def test_case_26_wrong_at_a_call_of_either_kind(group, name):
     """A shape, a dtype, no array: on the last rank alone; every rank says so, and the plan is as good as before."""
     with MeshAttention(group, **SHAPE) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem, sinks=True))
-        expected = attend(plan, mine)
-        good = {**mine._asdict(), "out": expected.out, "lse": expected.lse}
+        chunks = my_chunks(plan, *draw_all(plan.problem, sinks=True))
+        expected = attend(plan, chunks)
+        good = {**chunks._asdict(), "out": expected.out, "lse": expected.lse}
         backward_only = name in ("dout", "dlse", "out", "lse")
         for wrong in (good[name][:1], good[name].astype("f8"), good[name].tolist()):
             if isinstance(wrong, np.ndarray) and (wrong.shape, wrong.dtype) == (good[name].shape, good[name].dtype):
@@ -110,7 +110,7 @@ def test_case_26_wrong_at_a_call_of_either_kind(group, name):
             for call in calls:
                 text = same_error(group, call)
                 assert text.startswith(name) and "rank 3 of 4" in text
-        again = attend(plan, mine)
+        again = attend(plan, chunks)
         assert all((a == b).all() for a, b in zip(expected, again))
 
 
@@ -118,18 +118,18 @@ def test_case_26_wrong_at_a_call_of_either_kind(group, name):
 def test_case_26_different_at_a_call(group):
     """Documents, padding and sinks that differ on one rank, at both calls."""
     with MeshAttention(group, **SHAPE) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem))
-        out, lse = plan.forward(*mine[:3])
+        chunks = my_chunks(plan, *draw_all(plan.problem))
+        out, lse = plan.forward(*chunks[:3])
         odd = group.rank == 2
         for named, given in (("documents", {"cu_seqlens": [0, 10 + odd, 24]}),
                              ("documents", {"lengths": [9]} if odd else {}),
                              ("sinks", {"sinks": np.full(4, 1 + odd, np.float32)}),
                              ("sinks", {"sinks": np.ones(4, np.float32)} if odd else {})):
-            for call in (lambda given=given: plan.forward(*mine[:3], **given),
-                         lambda given=given: plan.backward(mine.dout, *mine[:3], out, lse, **given)):
+            for call in (lambda given=given: plan.forward(*chunks[:3], **given),
+                         lambda given=given: plan.backward(chunks.dout, *chunks[:3], out, lse, **given)):
                 text = same_error(group, call)
                 assert text.startswith(named) and "rank 2" in text
-        assert (plan.forward(*mine[:3])[0] == out).all()
+        assert (plan.forward(*chunks[:3])[0] == out).all()
 
 
 @pytest.mark.parametrize("given, says", [
@@ -141,10 +141,10 @@ def test_case_26_different_at_a_call(group):
 ])
 def test_wrong_documents(comm, given, says):
     with MeshAttention(comm, **SHAPE, batch=2) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem))
-        out, lse = plan.forward(*mine[:3], lengths=[24, 0])
-        for call in (lambda: plan.forward(*mine[:3], **given),
-                     lambda: plan.backward(mine.dout, *mine[:3], out, lse, **given)):
+        chunks = my_chunks(plan, *draw_all(plan.problem))
+        out, lse = plan.forward(*chunks[:3], lengths=[24, 0])
+        for call in (lambda: plan.forward(*chunks[:3], **given),
+                     lambda: plan.backward(chunks.dout, *chunks[:3], out, lse, **given)):
             with pytest.raises(ArgumentError, match=says):
                 call()
 

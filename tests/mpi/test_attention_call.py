@@ -29,11 +29,11 @@ def test_uneven_pieces(comm, causal, dtype, backend):
     q, k, v = draw(problem)
     inputs = Inputs(q, k, v)
     ref = expected(inputs, backward=False, **masks(problem))
-    mine, mine_k = slice(*pieces(comm, q_lengths)), slice(*pieces(comm, k_lengths))
+    own, own_k = slice(*pieces(comm, q_lengths)), slice(*pieces(comm, k_lengths))
     for options in ({}, {"schedule": "greedy", "route": "ring"}, {"schedule": "collective"}):
-        out, lse = attention(q[:, mine], k[:, mine_k], v[:, mine_k], comm=comm, causal=causal, scale=0.3,
+        out, lse = attention(q[:, own], k[:, own_k], v[:, own_k], comm=comm, causal=causal, scale=0.3,
                              backend=backend, **options)
-        agreed(comm, wrong(problem, Result(out, lse), ref, inputs, mine, mine_k), options)
+        agreed(comm, wrong(problem, Result(out, lse), ref, inputs, own, own_k), options)
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
@@ -57,11 +57,11 @@ def test_documents_and_sinks(comm, call):
                             for ranks in (range(comm.size), range(comm.size)[::-1]))
     problem = Problem(batch=2, seqlen=13, seqlen_k=13, heads=4, kv_heads=2, head_dim=8, causal=True)
     inputs = draw_all(problem, sinks=True)
-    mine, mine_k = slice(*pieces(comm, q_lengths)), slice(*pieces(comm, k_lengths))
+    own, own_k = slice(*pieces(comm, q_lengths)), slice(*pieces(comm, k_lengths))
     ref = expected(inputs, backward=False, **masks(problem, call))
-    result = attention(inputs.q[:, mine], inputs.k[:, mine_k], inputs.v[:, mine_k], comm=comm, causal=True,
+    result = attention(inputs.q[:, own], inputs.k[:, own_k], inputs.v[:, own_k], comm=comm, causal=True,
                        sinks=inputs.sinks, **call)
-    agreed(comm, wrong(problem, Result(*result), ref, inputs, mine, mine_k, call), call)
+    agreed(comm, wrong(problem, Result(*result), ref, inputs, own, own_k, call), call)
 
 
 def test_wrong_arguments(comm):

@@ -19,9 +19,9 @@ def test_case_27_finite_differences(group, tile, masks):
     call = {"cu_seqlens": [0, 5, 11]}
     with MeshAttention(group, **shape, tile=tile) as plan:
         def loss(moved):
-            mine = my_chunks(plan, *moved)
-            out, lse = plan.forward(*mine[:3], sinks=mine.sinks, **call)
-            return group.allreduce(float((out * mine.dout).sum() + (lse * mine.dlse).sum()))
+            chunks = my_chunks(plan, *moved)
+            out, lse = plan.forward(*chunks[:3], sinks=chunks.sinks, **call)
+            return group.allreduce(float((out * chunks.dout).sum() + (lse * chunks.dlse).sum()))
         result = attend(plan, my_chunks(plan, *inputs), call)
         whole = {name: plan.gather(getattr(result, "d" + name), root=None) for name in "qkv"}
         whole["sinks"] = result.dsinks

@@ -55,9 +55,9 @@ KINDS = strided, reversed_memory, heads_first, fortran, read_only, misaligned
 def test_case_24_any_memory_layout(comm, kind, batch, schedule, backend):
     """Of q, k, v, and backward of dout, out, lse and dlse too."""
     with MeshAttention(comm, **{**SHAPE, "batch": batch}, schedule=schedule, backend=backend) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem))
-        expected = attend(plan, mine)
-        given = mine._replace(**{name: other(kind, getattr(mine, name)) for name in mine._fields[:5]})
+        chunks = my_chunks(plan, *draw_all(plan.problem))
+        expected = attend(plan, chunks)
+        given = chunks._replace(**{name: other(kind, getattr(chunks, name)) for name in chunks._fields[:5]})
         out, lse = kind(expected.out), other(kind, expected.lse)
         before = bits(*given, out, lse)
         assert bits(*plan.forward(*given[:3])) == bits(*expected[:2])

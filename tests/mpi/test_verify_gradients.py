@@ -34,8 +34,8 @@ def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", 
         grads[which][at] += change
     q_layout, k_layout = (Layout(kind, tokens, comm.size) for tokens in (p.seqlen, p.seqlen_k))
     at, at_k = q_layout.positions(comm.rank), k_layout.positions(comm.rank)
-    mine = [grad[:, tokens] for grad, tokens in zip(grads, (at, at_k, at_k))]
-    return verify_gradients(Peers(comm), p, q_layout, k_layout, out[:, at], lse[..., at], mine,
+    own_grads = [grad[:, tokens] for grad, tokens in zip(grads, (at, at_k, at_k))]
+    return verify_gradients(Peers(comm), p, q_layout, k_layout, out[:, at], lse[..., at], own_grads,
                             lambda name, i, j: source[name][:, i:j], documents, limit)
 
 
