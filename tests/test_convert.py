@@ -200,7 +200,7 @@ def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch, package, cont
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "in").write_bytes(content)
     assert run([tmp_path / "in"], tmp_path / "out.h5") == 1
-    assert f"takes the package {package}, which is not installed: pip install {package}" in capsys.readouterr().err
+    assert f"needs the package {package}, which is not installed: pip install {package}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape, limit", [((3, 4, 5), 60), ((3, 4, 5), 20), ((3, 4, 5), 19), ((3, 4, 5), 3), ((7,), 2),

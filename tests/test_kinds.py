@@ -31,7 +31,7 @@ def test_bytes_of_a_partial_on_the_wire():
 def test_bytes_of_a_ranks_own_arrays():
     problem = Problem(**SHAPE, kv_heads=2, value_dim=8, dtype="float16")
     assert chunk_bytes(problem, 5, 3) == 5 * 4 * (16 * 2 + 8 * 2 + 4) + 3 * 2 * 24 * 2
-    assert gradient_bytes(problem, 5, 3) == 5 * 4 * (8 * 2 + 4 + 16 * 2) + 3 * 2 * 24 * 2
+    assert gradient_bytes(problem, 5, 3) == 5 * 4 * (8 * 2 + 3 * 4 + 16 * 2) + 3 * 2 * 24 * 2
 
 
 def test_kinds():

@@ -62,6 +62,7 @@ def test_hosts_and_reasons():
     assert _described(many).startswith("on node0 (rank 0), ") and "and 5 more hosts: no GPU" in _described(many)
 
 
+@pytest.mark.workshop
 def test_the_extras_exist():
     assert all(f'"{extra}": [' in (launch.ROOT / "setup.py").read_text() for extra in arrays.EXTRAS)
 
