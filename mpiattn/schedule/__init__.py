@@ -1,1 +1,1 @@
-"""Who moves and computes what, and when: tiles, the steps of a pass, what travels, what is needed."""
+"""Schedules: tiles of the mesh, steps of a pass, transfers, bytes, and which of them a mask makes needless."""

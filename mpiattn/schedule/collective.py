@@ -1,8 +1,8 @@
 """The collective schedule: gather, one large local attention, exchange of partials.
 
-Nothing is overlapped, but MPI's collectives know the network and one large launch is better than many
-small ones (Attention2D, arXiv 2503.15758): the baseline that the greedy schedule has to beat.  On the ring route
-the same data go from neighbour to neighbour, for an MPI whose collectives are slow or cannot take GPU buffers.
+This is the baseline for the greedy schedule (Attention2D, arXiv 2503.15758).  It overlaps nothing.  In return, MPI's
+collectives are tuned to the network, and one large launch is faster than many small ones.  On the ring route the same
+data pass from neighbour to neighbour, for an MPI whose collectives are slow or cannot take GPU buffers.
 """
 
 from .kinds import GATHERED, REDUCED, extent_of
@@ -11,7 +11,7 @@ from .steps import Block, Step, Transfer, with_slots
 
 
 def collective(a, b, route="direct", direction="forward"):
-    """Allgatherv of Q in the rows and of KV in the columns, a x b blocks as one, Alltoallv of partials."""
+    """Allgatherv of Q in rows and KV in columns, one fused launch of all a x b blocks, Alltoallv of partials."""
     def moves(kinds):
         extents = {kind: extent_of(kind, a, b) for kind in kinds}
         if passed_on(route):

@@ -1,12 +1,12 @@
 """The greedy schedules of Mesh-Attention (arXiv 2512.20968): Algorithm 2 forward, and backward.
 
-Three ideas: take the transfer that unlocks most blocks per cost; start only as many blocks as hide it; leave row 0
-(backward column 0 too) to the end, since what accumulates there is never sent.  greedy(1, n) is Ring-Attention.
+Three rules: choose the transfer that unlocks the most blocks per cost; start only as many blocks as hide it; run row 0
+(backward, column 0 too) last, because its accumulators are never sent.  greedy(1, n) is Ring-Attention.
 
-Backward, a row has to be complete before its dQ can be sent and a column before its dKV.  With n_dQ (n_dKV) blocks
-missing until the next one can, the next block is along that row if c_dQ / n_dQ > c_dKV / n_dKV, else along that
-column, so that whole rows and columns are finished one after another.  (The paper's listing, Algorithm 3, could not
-be had; sending what is complete already while chunks still arrive is ours.)
+Backward, dQ of a row can be sent once the row is complete, and dKV of a column once the column is.  Let n_dQ (n_dKV)
+blocks be missing from the next such row (column).  The next block is along the row if c_dQ / n_dQ > c_dKV / n_dKV, else
+along the column.  Rows and columns are thus finished one after another.  (The paper's listing, Algorithm 3, was not
+available to us.  Sending complete partials while chunks still arrive is our addition.)
 """
 
 from heapq import heappop, heappush
@@ -17,7 +17,7 @@ from .steps import Block, Costs, Step, Transfer, blocks_to_hide, with_slots
 
 
 class _Tile:
-    """The blocks that have not run, which of them can, and the order to run them in."""
+    """The blocks of a tile: which have run, which can run, and in which order they do."""
 
     def __init__(self, a, b, costs, direction):
         self.a, self.b = a, b
@@ -36,24 +36,24 @@ class _Tile:
         return u or self.a, (w or self.b) if self.backward else w
 
     def arrive(self, kind):
-        """The next hop of Q or KV has arrived: its blocks with what is here can run."""
+        """Record the arrival of the next hop of Q or KV, which unlocks its blocks with the chunks that are here."""
         self.here[kind] += 1
         hop = self.here[kind]
         for other in range(self.here["KV" if kind == "Q" else "Q"] + 1):
             self._add(*((hop, other) if kind == "Q" else (other, hop)))
 
     def unlocks(self, kind):
-        """How many blocks the next hop of Q or KV would unlock."""
+        """Number of blocks that the next hop of Q or KV would unlock."""
         if self.here[kind] == (self.a if kind == "Q" else self.b) - 1:
             return 0
         return self.here["KV" if kind == "Q" else "Q"] + 1
 
     def lacks(self, kind, hop):
-        """How many blocks are missing until a partial can be sent."""
+        """Number of blocks that have to run before a partial can be sent."""
         return self.missing["column" if kind in IN_COLUMNS else "row", hop]
 
     def targets(self):
-        """The next partial of each kind to be sent, the one with the most cost per missing block first."""
+        """The next partial of each kind to send, highest cost per missing block first."""
         targets = [(kind, hops[0]) for kind, hops in self.unsent.items() if hops]
         if len(targets) == 2:
             gains = [self.cost[kind] / (self.lacks(kind, hop) or 1e-9) for kind, hop in targets]
@@ -62,7 +62,7 @@ class _Tile:
         return targets
 
     def _along(self, kind, hop):
-        """The next block of a row or column that can run, #0 last; None if there is none."""
+        """The next runnable block of a row or column, #0 last; None if there is none."""
         in_column = kind in IN_COLUMNS
         if hop > self.here["KV" if in_column else "Q"]:
             return None
@@ -93,10 +93,11 @@ class _Tile:
 
 
 def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=0):
-    """Schedule of a tile of a query chunks x b KV chunks, each transfer overlapped with blocks.
+    """Schedule of a tile of a query chunks x b KV chunks in which blocks hide every transfer.
 
-    costs: c_Q, c_KV, c_O (or c_dQ) and c_dKV, how many blocks hide one such transfer; positive numbers.
+    costs: c_Q, c_KV, c_O (or c_dQ) and c_dKV: number of blocks that hide one transfer of the kind, positive.
     ahead: how many steps before its own a transfer may be posted.
+    Raises ArgumentError.
     """
     costs = Costs(*costs)
     if min(costs) <= 0:
@@ -112,7 +113,7 @@ def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=
     while tile.unlocks("Q") or tile.unlocks("KV"):
         kind = "Q" if tile.unlocks("Q") / costs.q > tile.unlocks("KV") / costs.kv else "KV"
         complete = [target for target in tile.targets() if tile.backward and not tile.lacks(*target)]
-        move((kind, tile.here[kind] + 1), *complete)       # a partial that is complete goes along, and makes room
+        move((kind, tile.here[kind] + 1), *complete)       # sending complete partials now frees their slots
         tile.arrive(kind)
     while targets := tile.targets():
         if tile.lacks(*targets[0]):

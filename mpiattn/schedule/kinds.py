@@ -1,16 +1,17 @@
-"""What travels in a pass: one table of kinds and their arrays.  No MPI, no NumPy.
+"""The kinds of data that move in a pass, and their arrays, as one table.  No MPI, no NumPy.
 
-Bytes, numbers of messages, tags, shapes of buffers and the order of costs follow from it.
+Bytes, message counts, tags, buffer shapes and the order of costs all follow from this table.
 """
 
 from typing import NamedTuple
 
 
 class Array(NamedTuple):
-    """One array of a kind; `heads`, `dim` and the dtypes are names of attributes of `Problem`.
+    """One array of a kind; `heads`, `dim` and the dtypes name attributes of `Problem`.
 
-    The shape of a token is (batch * heads, dim), without a dim (batch * heads,).  dtype: as the array is held.
-    wire: as it travels.
+    A token has the shape (batch * heads, dim), or (batch * heads,) without a dim.
+    dtype: in memory.
+    wire: dtype in messages.
     """
 
     name: str
@@ -20,28 +21,28 @@ class Array(NamedTuple):
     wire: str = "dtype"
 
     def shape(self, problem):
-        """The shape of a token, its batch folded into the heads."""
+        """Shape of a token, with the batch folded into the heads."""
         rows = problem.batch * getattr(problem, self.heads)
         return (rows, getattr(problem, self.dim)) if self.dim else (rows,)
 
     def held(self, problem):
-        """Shape of a token and dtype, in memory."""
+        """Shape of a token and dtype in memory."""
         return self.shape(problem), getattr(problem, self.dtype)
 
     def travelling(self, problem):
-        """Shape of a token and dtype, in a message."""
+        """Shape of a token and dtype in messages."""
         return self.shape(problem), getattr(problem, self.wire)
 
     def partial(self, name):
-        """The array of partial results that becomes this one: it accumulates and travels in dtypes of its own."""
+        """The partial results of this array: same shape, held in partial_dtype and sent in wire_dtype."""
         return self._replace(name=name, dtype="partial_dtype", wire="wire_dtype")
 
 
 class Kind(NamedTuple):
-    """Arrays that move together, a message each.
+    """Arrays that move together, one message each.
 
-    column: they move in the columns of the mesh, else in its rows.  reduced: partials that are merged at their owner,
-    else chunks that are gathered from their owners.
+    column: True if they move in the columns of the mesh, False if in its rows.
+    reduced: True for partials, which are merged at their owner; False for chunks, which are gathered from theirs.
     """
 
     column: bool
@@ -54,10 +55,10 @@ K = Array("K", "kv_heads", "head_dim")
 V = Array("V", "kv_heads", "value_dim")
 OUT = Array("O", "heads", "value_dim")
 DOUT = OUT._replace(name="dO")
-LSE = Array("lse", "heads", None, "partial_dtype", "partial_dtype")        # keeps its digits where partials are rounded
+LSE = Array("lse", "heads", None, "partial_dtype", "partial_dtype")        # never rounded to wire_dtype
 DELTA = LSE._replace(name="delta")
 
-# By direction and name, in the order in which costs and bytes are given.
+# By direction and name.  Costs and bytes are given in this order.
 KINDS = {
     "forward": {"Q": Kind(column=False, reduced=False, arrays=(Q,)),
                 "KV": Kind(column=True, reduced=False, arrays=(K, V)),
@@ -76,7 +77,7 @@ IN_COLUMNS = tuple(name for name in NAMES if dict(_ALL)[name].column)
 
 
 def _tags():
-    """The tag of each kind's first array; every further array has one more."""
+    """The tag of each kind's first array; the tags of its other arrays follow."""
     tags, following = {}, 0
     for name in NAMES:
         tags[name] = following
@@ -84,27 +85,27 @@ def _tags():
     return tags
 
 
-# Message tags; between two ranks, messages of one tag keep their order.
+# Message tags.  MPI keeps the order of messages with the same tag between two ranks.
 TAG = _tags()
 
 
 def arena_of(kind):
-    """The arena that arrivals of a kind take their slots in."""
+    """The arena whose slots receive a kind."""
     return kind if kind in GATHERED else f"+{kind}"
 
 
 def hop_of(kind, u, w):
-    """Which hop's chunk or accumulator of a kind the block (u, w) works on."""
+    """The hop of the chunk or accumulator of a kind that block (u, w) uses."""
     return w if kind in IN_COLUMNS else u
 
 
 def extent_of(kind, a, b):
-    """Number of hops of a kind in a tile of a x b, #0 included: the ranks of a row or of a column."""
+    """Number of hops of a kind in a tile of a x b, #0 included; it equals the ranks of a row or a column."""
     return b if kind in IN_COLUMNS else a
 
 
 def shapes(problem, direction):
-    """By arena, shape of a token and dtype of every array; "+X" is of partials as they travel."""
+    """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
     kinds = KINDS[direction]
     found = {name: [array.held(problem) for array in kind.arrays] for name, kind in kinds.items()}
     for name in REDUCED[direction]:
@@ -113,6 +114,6 @@ def shapes(problem, direction):
 
 
 def matrices(direction, column):
-    """Names of the arrays that move in a row (in a column) and have elements for every head and dimension."""
+    """Names of the arrays with a head dimension that move in a row, or in a column with `column`."""
     return tuple(array.name for kind in KINDS[direction].values() if kind.column == column
                  for array in kind.arrays if array.dim)

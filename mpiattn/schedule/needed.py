@@ -1,7 +1,7 @@
-"""What the masks leave to do: which blocks have work, and so which chunks and partials have to travel.
+"""Which blocks have work under a mask, and therefore which chunks and partials have to travel.
 
-Pure functions of masks, layouts and documents that both ends of a transfer evaluate alike: a chunk that no query of
-the receiver's tile sees is not sent, and a partial to which nothing was added neither.
+A chunk is not sent if no query of the receiver's tile sees it.  A partial is not sent if nothing was added to it.
+These are pure functions of masks, layouts and documents, so both ends of a transfer come to the same answer.
 """
 
 from functools import cache
@@ -27,9 +27,9 @@ def _union(lo, hi):
 
 
 class Activity:
-    """Which blocks of one call have work, on a mesh of b rows x a columns.
+    """The blocks of one call that have work, on a mesh of b rows x a columns.
 
-    documents: of this call (`mpiattn.problem.documents`), or None.
+    documents: the documents of this call (`mpiattn.problem.documents`), or None.
     """
 
     def __init__(self, mask, q_layout, k_layout, a, b, documents=None):
@@ -37,16 +37,16 @@ class Activity:
         self.a, self.b, self.documents = a, b, documents
         self.seen = cache(self._seen)
         self.block = cache(self._block)
-        self.kept = {}                     # row intervals of blocks, where `mpiattn.engine.executor` launches read them
+        self.kept = {}                     # row intervals of blocks on the device, filled by `mpiattn.engine.executor`
         self.needs = cache(self._needs)
-        self.sends, self.receives = cache(self._sends), cache(self._receives)       # asked again by every call
+        self.sends, self.receives = cache(self._sends), cache(self._receives)       # every call asks again
 
     def interval(self, chunk):
-        """First and one past the last key that each query of a chunk sees: (lo, hi), (groups, tokens)."""
+        """Keys [lo, hi) that each query of a chunk sees: two int64 arrays (groups, tokens)."""
         return self.mask.key_interval(self.q_layout.positions(chunk), self.documents)
 
     def _seen(self, chunk):
-        """The keys that any query of a chunk sees, as disjoint intervals."""
+        """The union of the keys that the queries of a chunk see, as disjoint intervals."""
         lo, hi = self.interval(chunk)
         return _union(lo.ravel(), hi.ravel())
 
@@ -54,13 +54,13 @@ class Activity:
         """Whether any query of chunk i sees any key of chunk j."""
         for tokens in self.k_layout.ranges(j):
             for lo, hi in self.seen(i):
-                first = max(-(-(lo - tokens.start) // tokens.step), 0)     # of the range's tokens, that is not below lo
+                first = max(-(-(lo - tokens.start) // tokens.step), 0)     # index of the first token from lo on
                 if first < len(tokens) and tokens[first] < hi:
                     return True
         return False
 
     def work(self, rank):
-        """Pairs (query, key) that a rank's tile attends to, summed over the groups of documents."""
+        """Number of attended (query, key) pairs in a rank's tile, summed over the groups of documents."""
         total = 0
         for chunk in (in_row(rank, self.a, u) for u in range(self.a)):
             interval = self.interval(chunk)
@@ -71,22 +71,22 @@ class Activity:
         return total
 
     def back(self, kind, rank, hop):
-        """The rank `hop` hops back in the group of a kind."""
+        """The rank `hop` hops back in the row or column that a kind moves in."""
         return in_group(kind, rank, self.a, self.b, hop)
 
     def _needs(self, in_columns, chunk, rank):
-        """Whether the tile of `rank` has work on a chunk of queries, or of keys with `in_columns`."""
+        """Whether the tile of `rank` has work on a chunk of queries, or on a chunk of keys with `in_columns`."""
         if in_columns:
             return any(self.block(in_row(rank, self.a, u), chunk) for u in range(self.a))
         return any(self.block(chunk, in_column(rank, self.a, self.b, w)) for w in range(self.b))
 
     def _sends(self, kind, rank, hop, route="direct", collective=False):
-        """Whether a rank sends in the transfer of a kind over a hop."""
+        """Whether a rank sends in the transfer of one hop of a kind."""
         _, leaves, _, users = leg_of(kind, hop, extent_of(kind, self.a, self.b), route, collective)
         owner = self.back(kind, rank, leaves)
         return any(self.needs(kind in IN_COLUMNS, owner, self.back(kind, owner, -ahead)) for ahead in users)
 
     def _receives(self, kind, rank, hop, route="direct"):
-        """Whether a rank receives in the transfer of a kind over a hop: its sender's `sends`."""
+        """Whether a rank receives in the transfer of one hop of a kind: the answer of `sends` for its sender."""
         sender = self.back(kind, rank, leg_of(kind, hop, extent_of(kind, self.a, self.b), route).ahead)
         return self.sends(kind, sender, hop, route)

@@ -1,8 +1,8 @@
-"""Trees that combine one partial of every rank: who trades with whom, round by round, as plain data.
+"""Reduction trees over one partial of every rank, as plain data: the messages of each rank, round by round.
 
 (Tree Attention, arXiv 2408.04093, section 5.)  Merging partials is associative, so any tree gives attention over
-all keys.  Here the partial of lower ranks is always the left operand.  Then the two ranks of a trade compute the same
-from the same operands, and all ranks end with the same bits.
+all keys.  The partial of the lower ranks is always the left operand.  Two ranks that exchange partials therefore
+compute the same result from the same operands, and all ranks end with the same bits.
 
     butterfly of 5 ranks          reduction of 5 ranks to rank 0
     0 <- 1                        0 <- 1    2 <- 3
@@ -19,9 +19,9 @@ WAYS = ("allreduce", "butterfly", "levels")
 
 
 class Move(NamedTuple):
-    """One rank's part of one round: a message to and from `peer`, or one of both.
+    """One round of one rank: a message to `peer`, a message from it, or both.
 
-    What is received is merged into what this rank has or, if `final`, replaces it.
+    The received partial is merged into this rank's or, if `final`, replaces it.
     """
 
     peer: int
@@ -39,9 +39,10 @@ def _from(peer, final=False):
 
 
 def butterfly(members, rank):
-    """Moves of a rank after which every one of `members`, increasing ranks, has the whole.
+    """Moves of a rank in an allreduce over `members`, increasing ranks, by recursive doubling.
 
-    Of a number of members that is no power of two, the first are paired, and one of each pair waits for the result.
+    If their number is not a power of two, the first members form pairs.  One rank of each pair hands over its partial
+    and waits for the result.
     """
     members = list(members)
     power = 1 << (len(members).bit_length() - 1)
@@ -61,7 +62,7 @@ def butterfly(members, rank):
 
 
 def reduction(members, rank, root):
-    """Moves of a rank after which `root`, one of `members`, has the whole; a binomial tree."""
+    """Moves of a rank in a reduction over `members` to `root`, one of them, by a binomial tree."""
     members = list(members)
     top = members.index(root)
     members = members[top:] + members[:top]
@@ -76,14 +77,15 @@ def reduction(members, rank, root):
 
 
 def spreading(members, rank, root):
-    """Moves of a rank after which all `members` have what `root` has: a reduction backward."""
+    """Moves of a rank in a broadcast from `root` to `members`: the reduction in reverse."""
     return [Move(move.peer, move.receives, move.sends, final=True) for move in reversed(reduction(members, rank, root))]
 
 
 def levels(nodes, rank, root=None):
-    """Moves in two levels: inside each node to its leader, between leaders, and inside each node again.
+    """Moves of a rank in two levels: each node reduces to its leader, the leaders combine, each leader broadcasts.
 
-    nodes: the node of every rank.  root: the one rank that shall have the result, None for all.
+    nodes: the node of every rank.
+    root: the rank that gets the result, None for all.  With a root there is no broadcast.
     """
     members = {node: [r for r, of in enumerate(nodes) if of == node] for node in nodes}
     leaders = sorted(root if root is not None and nodes[root] == node else of[0] for node, of in members.items())
@@ -96,7 +98,11 @@ def levels(nodes, rank, root=None):
 
 
 def moves(way, nodes, rank, root=None):
-    """Moves of a rank, "butterfly" or "levels"; nodes: the node of every rank; root: None for all."""
+    """Moves of a rank by the algorithm `way`: "butterfly" or "levels".
+
+    nodes: the node of every rank.
+    root: the rank that gets the result, None for all.
+    """
     if way == "levels":
         return levels(nodes, rank, root)
     everyone = range(len(nodes))
@@ -104,9 +110,10 @@ def moves(way, nodes, rank, root=None):
 
 
 def _seconds(plans, nbytes, nodes, inside, between):
-    """Seconds until the last rank has made its moves; plans: those of every rank.
+    """Seconds until the last rank has finished its moves.
 
-    Ranks of a node that send to others in the same round share the node's link.
+    plans: the moves of every rank.
+    Ranks of a node that send to other nodes in the same round share the node's link.
     """
     clock, done, pending = [0.0] * len(plans), [0] * len(plans), set(range(len(plans)))
     crossing = {}
@@ -133,11 +140,14 @@ def _seconds(plans, nbytes, nodes, inside, between):
 
 
 def predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root=None):
-    """Seconds that a way is predicted to take.
+    """Predicted seconds of the algorithm `way`, one of WAYS.
 
-    nbytes: of a partial, of which lse_bytes are its lse.  nodes: the node of every rank.  inside, between: links of
-    ranks of one node and of two, anything with `latency` in seconds and `bandwidth` in bytes a second.
-    Of MPI's Allreduce it is taken that it needs the rounds of a butterfly, and moves 2 (p-1)/p times the bytes at most.
+    nbytes: bytes of a partial, lse included.
+    lse_bytes: bytes of its lse.
+    nodes: the node of every rank.
+    inside, between: links of two ranks on one node and on two; anything with `latency` in seconds and `bandwidth` in
+        bytes a second.
+    MPI's Allreduce is assumed to take the rounds of a butterfly and to move at most 2 (p-1)/p times the bytes.
     """
     ranks = len(nodes)
     if way != "allreduce":
@@ -151,12 +161,15 @@ def predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root=None)
 
 
 def ways(nodes):
-    """The ways that differ on these ranks: levels only where some nodes, not one, have several."""
+    """The algorithms that differ on these ranks: "levels" only with several nodes, one of which has several ranks."""
     return [way for way in WAYS if way != "levels" or 1 < len(set(nodes)) < len(nodes)]
 
 
 def _factor(points, nbytes):
-    """The factor for a partial, between the nearest of `points`, increasing pairs (bytes, factor); 1 without any."""
+    """The factor for a partial of `nbytes`, interpolated in log(bytes); 1 without any points.
+
+    points: pairs (bytes, factor), bytes increasing.
+    """
     if not points:
         return 1.0
     at = bisect([size for size, _ in points], nbytes)
@@ -167,11 +180,11 @@ def _factor(points, nbytes):
 
 
 def choose(nbytes, lse_bytes, nodes, inside, between, root=None, factors=None):
-    """The way of the shortest predicted time; arguments as of `predicted_seconds`.
+    """The algorithm with the shortest predicted time; arguments as in `predicted_seconds`.
 
-    factors: {way: [(bytes of a partial, measured seconds over predicted), ...]}, by which predictions are corrected.
+    factors: {way: [(bytes of a partial, measured seconds / predicted seconds), ...]}, which correct the predictions.
     """
     def seconds(way):
         predicted = predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root)
         return predicted * _factor((factors or {}).get(way), nbytes)
-    return min(sorted(ways(nodes), key=lambda way: way != "butterfly"), key=seconds)       # the first of equals
+    return min(sorted(ways(nodes), key=lambda way: way != "butterfly"), key=seconds)       # equals: butterfly

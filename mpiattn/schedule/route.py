@@ -1,8 +1,9 @@
-"""What a route means: over which hop a chunk or a partial goes, who sends it, who receives it, who needs it.
+"""Routes: who sends, who receives and who needs the chunk or partial of a hop.
 
-"direct": a chunk goes straight from its owner and a partial straight to its owner, also by MPI's collectives.
-"ring": a chunk goes from neighbour to neighbour; a partial too, merged with the neighbour's on its way.
-The bytes are the same.
+"direct": the owner of a chunk sends it to every rank that needs it, and partials go straight to their owner.  MPI's
+collectives take this route too.
+"ring": chunks pass from neighbour to neighbour.  So do partials, which are merged with the neighbour's at every hop.
+Both routes move the same bytes.
 """
 
 from typing import NamedTuple
@@ -13,11 +14,12 @@ ROUTES = ("direct", "ring")
 
 
 class Leg(NamedTuple):
-    """What every rank of a row or column does in the transfer of one hop of a kind.
+    """The part of every rank of a row or column in the transfer of one hop of a kind.
 
-    ahead: it sends to the rank that many ahead of it, and receives from the one that many back.  leaves: the hop of the
-    chunk or accumulator that it sends.  lands: the hop of the chunk that it receives, or of the accumulator that a
-    partial is merged into.  users: the chunk moves if the tile of any rank so many ahead of its owner has work on it.
+    ahead: the rank sends to the rank `ahead` positions ahead and receives from the rank as many back.
+    leaves: hop of the chunk or accumulator that it sends.
+    lands: hop of the chunk that it receives, or of the accumulator that the received partial is merged into.
+    users: distances ahead of the owner.  The chunk moves if the tile of any rank at these distances has work on it.
     """
 
     ahead: int
@@ -29,7 +31,7 @@ class Leg(NamedTuple):
 def leg_of(kind, hop, extent, route="direct", collective=False):
     """The `Leg` of a hop, 1 or more, in rows or columns of `extent` ranks.
 
-    collective: whether MPI's collectives take the direct route: they give a chunk to all of the group or to none.
+    collective: True for MPI's collectives on the direct route, which give a chunk to all of the group or to none.
     """
     if kind in GATHERED:
         if passed_on(route):
@@ -41,5 +43,5 @@ def leg_of(kind, hop, extent, route="direct", collective=False):
 
 
 def passed_on(route):
-    """Whether chunks and partials go from neighbour to neighbour, never by a collective."""
+    """Whether chunks and partials pass from neighbour to neighbour, and so never by a collective."""
     return route == "ring"

@@ -1,12 +1,11 @@
-"""A schedule is data: which transfer moves when, and which blocks hide it.  No MPI, no NumPy.
+"""A schedule as data: when each transfer moves, and which blocks hide it.  No MPI, no NumPy.
 
-Everything is in rank-relative hop coordinates (Mesh-Attention, arXiv 2512.20968, section 3), so that
-one schedule serves every rank of a mesh of b rows x a columns: Q#u and O#u are the chunk u hops back in
-my row, KV#w the chunk w hops back in my column, #0 is my own.  Block (u, w) is Q#u against KV#w.
+Coordinates are hops relative to the rank (Mesh-Attention, arXiv 2512.20968, section 3), so one schedule serves every
+rank of a mesh of b rows x a columns.  Q#u and O#u belong to the chunk u hops back in this rank's row, KV#w is the chunk
+w hops back in its column, and #0 is its own.  Block (u, w) is Q#u against KV#w.
 
-What travels are the kinds of `mpiattn.schedule.kinds`.  A reduced kind X has two arenas: "X" of accumulators and "+X"
-of partials received.
-What a route means is in `mpiattn.schedule.route`.
+`mpiattn.schedule.kinds` lists the kinds that travel, `mpiattn.schedule.route` explains the routes.  A reduced kind X
+has two arenas: "X" holds accumulators, "+X" received partials.
 """
 
 from dataclasses import dataclass, replace
@@ -27,9 +26,10 @@ class Block(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """How many blocks it takes to hide one transfer of each kind, in the order of `KINDS`.
+    """Number of blocks that hide one transfer of each kind, in the order of `KINDS`.
 
-    o is of O forward and of dQ backward, dkv is of dKV and backward only.
+    o: O forward, dQ backward.
+    dkv: dKV, backward only.
     """
 
     q: float = 1.0
@@ -40,13 +40,13 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One movement, posted before the blocks of its step at the latest and completed after them.
+    """One transfer, posted before the blocks of its step at the latest and completed after them.
 
-    kind: of a gathered kind, chunks `hops` arrive; of a reduced kind, my partials `hops` leave, and as many
-        partials of others arrive and are merged.
-    slots: the buffer slot that each arrival takes, in the arena `arena_of(kind)`.
-    collective: one MPI collective over the group instead of messages between pairs.
-    after: number of the first step in which it may be posted: what it needs is there, and its slots are free.
+    kind: if gathered, the chunks `hops` arrive; if reduced, this rank's partials `hops` leave, and as many partials
+        of other ranks arrive and are merged.
+    slots: the buffer slot of each arrival, in the arena `arena_of(kind)`.
+    collective: True for one MPI collective over the group instead of messages between pairs.
+    after: the first step in which it may be posted, because its data are complete and its slots free by then.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Step:
-    """Transfers, and the blocks that run meanwhile; `fused` blocks are one launch over whole arenas."""
+    """Transfers, and the blocks that run during them; `fused` blocks are one launch over whole arenas."""
 
     transfers: tuple = ()
     blocks: tuple = ()
@@ -80,10 +80,10 @@ class Step:
 class Schedule:
     """The steps of one rank's tile of a x b blocks, and the buffers they need.
 
-    direction: "forward" or "backward", which says what is reduced.
-    accumulators: by reduced kind, the slot of each accumulator #1, #2, ...; #0 is the result.
+    direction: "forward" or "backward", which determines the reduced kinds.
+    accumulators: by reduced kind, the slot of each accumulator #1, #2, ...; #0 is the result and has none.
     slots: number of slots of every arena.
-    ahead: how many steps before the one that needs it a transfer may be posted, where all else allows.
+    ahead: how many steps before its own a transfer may be posted, if its data and slots allow.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Schedule:
 
     @property
     def collective(self):
-        """Whether MPI's collectives move anything."""
+        """Whether any transfer is an MPI collective."""
         return any(t.collective for step in self.steps for t in step.transfers)
 
     def extent(self, kind):
@@ -114,7 +114,7 @@ class Schedule:
 
 
 class _Lifetimes:
-    """First and last step of every buffer's use, from which slots follow."""
+    """The first and last step that use each buffer; slots are assigned from them."""
 
     def __init__(self):
         self.first, self.last = {}, {}
@@ -124,7 +124,7 @@ class _Lifetimes:
         self.last[name] = step
 
     def slots(self, kind):
-        """Give each buffer of a kind the lowest slot that is free over its whole life; and their number."""
+        """The lowest slot that is free for the whole life of each buffer of a kind, and the number of slots."""
         free, busy, slot, count = [], [], {}, 0          # heaps of slots and of (last use, slot)
         for name in sorted((n for n in self.first if n[0] == kind), key=self.first.get):
             while busy and busy[0][0] < self.first[name]:
@@ -138,8 +138,8 @@ class _Lifetimes:
 
 
 def _first_steps(direction, legs_of, steps, ahead):
-    """By step, the first step in which each of its transfers may be posted; they are posted in order."""
-    there, first, found = {}, 0, []           # there: (kind, hop) -> first step in which it is whole
+    """The first step in which each transfer may be posted, by step; transfers are posted in order."""
+    there, first, found = {}, 0, []           # there: (kind, hop) -> first step in which it is complete
     for i, step in enumerate(steps):
         found.append([])
         for t in step.transfers:
@@ -155,9 +155,10 @@ def _first_steps(direction, legs_of, steps, ahead):
 def with_slots(name, direction, a, b, route, steps, ahead=0):
     """The Schedule of `steps`, with the fewest buffer slots that their uses allow.
 
-    steps: Steps whose transfers have no slots yet.  ahead: how many steps before its own a transfer may be posted;
-    each takes a slot for that long.  A slot is written again only in a step after the last one that reads it, so a
-    receive can be posted at the start of that step.
+    steps: Steps whose transfers have no slots yet.
+    ahead: how many steps before its own a transfer may be posted; it holds its slot from then on.
+    A slot is reused only in a step after the last one that reads it, so a receive can be posted at that step's start.
+    Raises ArgumentError.
     """
     if route not in ROUTES:
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
@@ -171,7 +172,7 @@ def with_slots(name, direction, a, b, route, steps, ahead=0):
             for hop, leg in zip(t.hops, legs_of(t)):
                 lives.use((arena_of(t.kind), hop), first)
                 lives.use((arena_of(t.kind), hop), i)
-                for used in filter(None, (leg.leaves, leg.lands)):       # of #0 nothing is in a slot
+                for used in filter(None, (leg.leaves, leg.lands)):       # #0 takes no slot
                     lives.use((t.kind, used), i)
         for block in step.blocks:
             for kind in (*GATHERED, *reduced):
@@ -192,7 +193,7 @@ def with_slots(name, direction, a, b, route, steps, ahead=0):
 
 
 def apart(schedule):
-    """The same transfers and blocks in the same order, but never both in a step, so that nothing overlaps."""
+    """The same transfers and blocks in the same order, but never both in one step, so nothing overlaps."""
     steps = []
     for step in schedule.steps:
         steps += [Step((), step.blocks, step.fused)] * bool(step.blocks)
@@ -201,5 +202,5 @@ def apart(schedule):
 
 
 def blocks_to_hide(cost):
-    """A cost in blocks as a whole number of them, at least one."""
+    """A cost rounded up to a whole number of blocks, at least 1."""
     return max(1, ceil(cost))

@@ -1,4 +1,4 @@
-"""Tiles: how n ranks form a mesh of b rows x a columns, each computing a query chunks x b KV chunks."""
+"""Tiles: n ranks form a mesh of b rows x a columns, and each computes a query chunks x b KV chunks."""
 
 import re
 from operator import index
@@ -12,7 +12,7 @@ def tiles(ranks):
 
 
 def parse_tile(tile, ranks):
-    """The tile (a, b) meant by "AxB", "ring", "qring" or a pair; None for "auto"."""
+    """The tile (a, b) from "AxB", "ring", "qring" or a pair; None for "auto".  Raises ArgumentError."""
     choices = ", ".join(f"{a}x{b}" for a, b in tiles(ranks))
     may_be = f"for {ranks} rank{'s' * (ranks > 1)} it may be {choices}, ring, qring or auto"
     if tile == "auto":
@@ -29,7 +29,7 @@ def parse_tile(tile, ranks):
     else:
         try:
             pair = tuple(index(side) for side in tile)
-        except (TypeError, ValueError):                # what does not hold numbers, an array of more dimensions
+        except (TypeError, ValueError):                # not numbers, or an array of more dimensions
             raise ArgumentError(f"tile is {tile!r}; {may_be}") from None
     if len(pair) != 2 or pair not in tiles(ranks):
         raise ArgumentError(f"tile is {'x'.join(map(str, pair))}; {may_be}")

@@ -1,13 +1,15 @@
-"""When what happens in a pass: predicted for every rank by `model.simulate`, measured on one by the executor."""
+"""The timeline of a pass: predicted for every rank by `model.simulate`, measured on one rank by the executor."""
 
 from typing import NamedTuple
 
 
 class StepTimes(NamedTuple):
-    """Of one step, in seconds since the pass began; arrays over ranks, or numbers of one rank.
+    """Times of one step in seconds since the pass began: arrays (ranks,) if predicted, numbers if measured.
 
-    posted: it begins, and transfers that had to wait for it may be posted.  computed: its blocks are done.  ended: its
-    transfers are complete and merged.  ended - computed is waiting (predicted: and merging).
+    posted: the step begins, and transfers that had to wait for it may be posted.
+    computed: its blocks are done.
+    ended: its transfers are complete and merged.
+    ended - computed is the time spent waiting (and merging, if predicted).
     """
 
     posted: float
@@ -16,9 +18,13 @@ class StepTimes(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """One transfer: a kind of `mpiattn.schedule.kinds`, its hop (0: all of a collective), and the step that needs it.
+    """One transfer.
 
-    begun, arrived: seconds since the pass began, nan where nothing moves; arrays over ranks, or numbers of one rank.
+    kind: of `mpiattn.schedule.kinds`.
+    hop: its hop; 0 for a collective, which moves all of them.
+    step: number of the step that needs it.
+    begun, arrived: seconds since the pass began, nan if nothing moves; arrays (ranks,) if predicted, numbers if
+        measured.
     """
 
     kind: str
@@ -29,7 +35,22 @@ class Moved(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A pass: the times of its steps and transfers, and the seconds of its slowest rank."""
+    """The times of a pass: its steps and transfers.  `MeshAttention` measures one on this rank and predicts one.
+
+    Parameters
+    ----------
+    direction : str
+        "forward" or "backward".
+    steps : tuple
+        For every step its times (posted, computed, ended) in seconds since the pass began: the step begins, its blocks
+        are done, its transfers are complete and merged.  float64 arrays (ranks,) if predicted, float if measured.
+    moves : tuple
+        For every transfer (kind, hop, step, begun, arrived).  kind: "Q", "KV", "O", "dQ" or "dKV".  hop: 0 for a
+        collective, which moves all hops.  step: number of the step that needs it.  begun, arrived: seconds since the
+        pass began, nan if nothing moves; arrays (ranks,) if predicted, float if measured.
+    seconds : float
+        Seconds of the pass: of the slowest rank if predicted, of this rank if measured.
+    """
 
     direction: str
     steps: tuple
@@ -38,5 +59,10 @@ class Timeline(NamedTuple):
 
     @property
     def waiting(self):
-        """Seconds between the blocks' and the transfers' end, summed over steps; of every rank, or of one."""
+        """Seconds from the end of the blocks to the end of the transfers, summed over steps.
+
+        Returns
+        -------
+        ndarray (ranks,) if predicted, float if measured
+        """
         return sum(step.ended - step.computed for step in self.steps)

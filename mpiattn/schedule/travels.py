@@ -1,8 +1,8 @@
-"""Bytes on the wire, exactly, and the volumes of other methods for comparison.  Pure arithmetic.
+"""Exact bytes on the wire, and the volumes of other methods for comparison.  Pure arithmetic.
 
-What moves is in `mpiattn.schedule.kinds`.  Forward, a hop of one token costs what Mesh-Attention (arXiv 2512.20968,
-section 3.8) says, in bytes: a row carries heads * (w D) for Q and heads * (p Dv + lse) for a partial, a column
-kv_heads * w (D + Dv), with w bytes an input element and p a partial's.
+`mpiattn.schedule.kinds` lists the arrays that move.  Forward, the bytes of a token and hop are those of Mesh-Attention
+(arXiv 2512.20968, section 3.8): heads * (w D) for Q and heads * (p Dv + lse) for a partial in a row, and
+kv_heads * w (D + Dv) in a column.  w is the itemsize of the inputs, p that of partials.
 """
 
 from math import prod
@@ -13,11 +13,11 @@ from .route import leg_of
 
 
 class Sent(tuple):
-    """Bytes that one rank sends in a pass: a number for each kind, in the order of `KINDS`."""
+    """Bytes that one rank sends in a pass: one number per kind, in the order of `KINDS`."""
 
     @property
     def total(self):
-        """All of them."""
+        """Bytes of all kinds together."""
         return sum(self)
 
 
@@ -44,18 +44,18 @@ def in_group(kind, rank, a, b, hop):
 
 
 def token_bytes(problem, direction="forward"):
-    """Bytes of one token of what travels, by kind."""
+    """Bytes of one token on the wire, by kind."""
     return {name: size_of(array.travelling(problem) for array in kind.arrays)
             for name, kind in KINDS[direction].items()}
 
 
 def size_of(arrays):
-    """Bytes of one token of some arrays, given as pairs of the shape of a token and a dtype."""
+    """Bytes of one token of some arrays, given as pairs (shape of a token, dtype)."""
     return sum(prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)
 
 
 def held_bytes(problem, *arrays):
-    """Bytes of one token of some arrays of `mpiattn.schedule.kinds` in memory."""
+    """Bytes of one token in memory of some arrays of `mpiattn.schedule.kinds`."""
     return size_of(array.held(problem) for array in arrays)
 
 
@@ -63,10 +63,10 @@ def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="f
          collective=False):
     """Bytes that `rank` sends in a pass on a tile of a x b.
 
-    q_lengths, k_lengths: tokens of every rank's chunk.  The routes differ only in who sends which chunk; over all ranks
-    they agree.
-    activity: an `Activity`, where masks leave chunks and partials that need not travel.
-    collective: chunks are gathered by MPI's collectives, which take one to all of the group or to none.
+    q_lengths, k_lengths: tokens of every rank's chunk.
+    route: decides who sends which chunk; the sum over all ranks is the same for both routes.
+    activity: the `Activity` of the call, which leaves out transfers that the mask makes needless; None to count all.
+    collective: True if MPI's collectives gather the chunks, each to all of the group or to none.
     """
     def tokens(kind):
         lengths, extent = k_lengths if kind in IN_COLUMNS else q_lengths, extent_of(kind, a, b)
@@ -77,38 +77,38 @@ def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="f
 
 
 def mean_sent(problem, ranks, a, b, direction="forward"):
-    """Mean bytes sent per rank on a tile of a x b where everything travels; exact for even chunks."""
+    """Mean bytes sent per rank on a tile of a x b if no mask saves transfers; exact for even chunks."""
     q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
     return sum((b - 1) * k_tokens * nbytes if kind in IN_COLUMNS else (a - 1) * q_tokens * nbytes
                for kind, nbytes in token_bytes(problem, direction).items())
 
 
-# Chunks that one hop of a row and of a column moves.
+# Number of arrays (of chunk size) that one hop moves in a row and in a column.
 ELEMENTS = {direction: tuple(len(matrices(direction, column)) for column in (False, True)) for direction in KINDS}
 ELEMENTS["both"] = tuple(map(sum, zip(*ELEMENTS.values())))
 
 
 def volume(ranks, a, b, kv_share=1.0, direction="forward"):
-    """The paper's figure: elements per rank in units of seqlen * hidden, kv_share = kv_heads / heads."""
+    """The paper's volume: elements per rank in units of seqlen * hidden, with kv_share = kv_heads / heads."""
     row, column = ELEMENTS[direction]
     return (row * (a - 1) + column * kv_share * (b - 1)) / ranks
 
 
 def usp_volume(ranks, group, kv_share=1.0, direction="forward"):
-    """The like for USP, a head all-to-all in groups of `group` and Ring over the rest; Ulysses is group = ranks."""
+    """`volume` of USP: head all-to-all in groups of `group` ranks and Ring between them; group = ranks is Ulysses."""
     exchanged = (2 + 2 * kv_share) * (2 if direction == "both" else 1)      # q, k, v, out; dout, dq, dk, dv
     return (exchanged * (1 - 1 / group) + ELEMENTS[direction][1] * kv_share * (ranks // group - 1)) / ranks
 
 
 def ulysses(problem, ranks, direction="forward"):
-    """Mean bytes sent per rank by DeepSpeed-Ulysses (arXiv 2309.14509); None where the heads do not allow it."""
+    """Mean bytes sent per rank by DeepSpeed-Ulysses (arXiv 2309.14509); None if ranks does not divide kv_heads."""
     return usp(problem, ranks, ranks, direction) if problem.kv_heads % ranks == 0 else None
 
 
 def usp(problem, ranks, group, direction="forward"):
-    """Mean bytes sent per rank by USP (arXiv 2405.07719): all-to-all in groups of `group`, Ring over the rest.
+    """Mean bytes sent per rank by USP (arXiv 2405.07719): all-to-all in groups of `group` ranks, Ring between them.
 
-    Backward, dout, dq, dk and dv are exchanged, and Ring moves keys and values with their partial gradients.
+    Backward, the all-to-all exchanges dout, dq, dk and dv, and Ring moves keys and values with their partial gradients.
     """
     if direction == "both":
         return usp(problem, ranks, group) + usp(problem, ranks, group, "backward")
@@ -120,6 +120,6 @@ def usp(problem, ranks, group, direction="forward"):
 
 
 def best_usp(problem, ranks, direction="forward"):
-    """USP's group with the least traffic and its bytes: (group, bytes); group 1, plain Ring, only if there is none."""
+    """(group, bytes) of USP with the least traffic; group 1, plain Ring, only if no larger group divides kv_heads."""
     groups = [g for g in range(2, ranks + 1) if ranks % g == 0 and problem.kv_heads % g == 0] or [1]
     return min(((group, usp(problem, ranks, group, direction)) for group in groups), key=lambda found: found[1])

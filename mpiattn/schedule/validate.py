@@ -1,8 +1,8 @@
-"""Checks a schedule against the rules of the algorithm by playing it, with no knowledge of how it was made.
+"""Checks a schedule against the rules of the algorithm by replaying it, independent of how it was made.
 
-Since a schedule is the same on every rank, playing one rank is playing all: what arrives as Q#u is what a
-neighbour holds as Q#(u-1) at the same step, and a partial that arrives was made by the same steps.  Every transfer is
-posted in the first step that allows it and completed in its own: whatever lies between is then right too.
+Every rank has the same schedule, so replaying one rank checks all: the chunk that arrives as Q#u is what the neighbour
+holds as Q#(u-1) at the same step, and received partials result from the same steps.  The replay posts each transfer in
+the first step that allows it and completes it in its own step.  This also proves every later posting right.
 """
 
 from ..errors import ScheduleError
@@ -18,7 +18,7 @@ class _Play:
         self.coming = set()                                # chunks whose transfer was posted
         self.arena = {}                                    # (arena, slot) -> what was last written there
         self.done = set()                                  # blocks run
-        # by reduced kind: contributions merged into #0, #1, ..., as hops to the owner; rows sent; slot -> hop
+        # By reduced kind.  held: contributions in #0, #1, ..., as hops to the owner.  sent: hops.  alive: slot -> hop.
         self.held = {kind: [set() for _ in range(schedule.extent(kind))] for kind in self.reduced}
         self.sent = {kind: set() for kind in self.reduced}
         self.alive = {}
@@ -51,7 +51,7 @@ class _Play:
             self.fail(i, f"accumulator {kind}[{slot}] of {kind}#{self.alive[kind, slot]} is taken by {kind}#{hop}")
 
     def blocks_of(self, kind, hop):
-        """The blocks that a partial is the sum of."""
+        """The blocks whose sum a partial is."""
         if kind in IN_COLUMNS:
             return {(u, hop) for u in range(self.s.a)}
         return {(hop, w) for w in range(self.s.b)}
@@ -127,10 +127,10 @@ class _Play:
 
 
 def validate(schedule):
-    """Raise ScheduleError unless the schedule is right; return the most slots ever in use, by arena.
+    """Raise ScheduleError unless the schedule is correct; return the number of slots used, by arena.
 
-    Right means: every block of the tile once, nothing used before it arrived, no slot overwritten while
-    in use, every contribution at its owner exactly once.
+    Correct means: every block of the tile runs once, nothing is used before it arrives, no slot is overwritten while
+    in use, and every contribution reaches its owner exactly once.
     """
     play = _Play(schedule)
     for i, step in enumerate(schedule.steps):
