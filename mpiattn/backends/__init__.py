@@ -1,4 +1,4 @@
-"""Back ends: what holds arrays and computes.  `registry` has them by name; the heavy imports are inside."""
+"""Back ends hold arrays and compute on them.  `registry` lists them by name and imports each only when it is used."""
 
 from .registry import candidates, find, for_array, get, usages
 

@@ -1,4 +1,4 @@
-"""Work arrays in memory that is kept from call to call."""
+"""Work arrays whose memory is reused from call to call."""
 
 import math
 
@@ -6,14 +6,14 @@ import math
 class Kept:
     """Work arrays by name.
 
-    empty: empty(shape, dtype) makes new memory, which is taken where a name has none of that dtype yet, or too little.
+    empty: empty(shape, dtype) allocates.  It is called when a name has no memory of that dtype, or too little.
     """
 
     def __init__(self, empty):
         self._empty, self._memory = empty, {}
 
     def __call__(self, name, shape, dtype):
-        """A contiguous array with no contents yet, good until the next of that name and dtype."""
+        """A contiguous, uninitialized array, valid until the next request for that name and dtype."""
         size = math.prod(shape)
         held = self._memory.get((name, dtype))
         if held is None or held.size < size:
@@ -21,13 +21,13 @@ class Kept:
         return held[:size].reshape(shape)
 
     def arrays(self, names=None):
-        """The memory held, one array a name and dtype: of some names, None for all."""
+        """The memory held, one flat array per name and dtype.  names: which names; None for all."""
         return [held for (name, _), held in self._memory.items() if names is None or name in names]
 
     def nbytes(self, names=None):
-        """Bytes of that memory."""
+        """Total bytes of `arrays(names)`."""
         return sum(held.nbytes for held in self.arrays(names))
 
     def clear(self):
-        """Give up the memory."""
+        """Free the memory."""
         self._memory.clear()

@@ -1,8 +1,8 @@
 """Pages of one rank's pool: which are free, and the block table of every sequence.
 
-A page is `size` consecutive slots of the pool, a slot one token's place.  A sequence gets the page after its last where
-that is free, so that its keys stay consecutive in memory, whatever the size of a page; a new sequence starts in the
-middle of the longest free stretch, so that its neighbor can grow as well.
+A page is `size` consecutive slots of the pool; a slot holds one token.  A sequence that grows gets the page after its
+last one if that is free, so that its keys stay contiguous in memory for any page size.  A new sequence starts in the
+middle of the longest free range, so that the sequence before it can grow as well.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ class Pages:
         self._used = [0] * sequences
 
     def table(self, sequence):
-        """The block table: the numbers of a sequence's pages in order, int32, not to be changed."""
+        """The block table: the numbers of a sequence's pages in order, int32.  A view; do not modify it."""
         return self._tables[sequence][:self._used[sequence]]
 
     @property
@@ -29,11 +29,11 @@ class Pages:
         return self.count - sum(self._used)
 
     def needed(self, tokens):
-        """Pages that so many tokens of one sequence take; of arrays too."""
+        """Number of pages for `tokens` tokens of one sequence; elementwise for arrays."""
         return -(-tokens // self.size)
 
     def resize(self, sequence, tokens):
-        """Give a sequence pages for exactly so many tokens; ArgumentError, and no change, if there are too few."""
+        """Give a sequence the pages for exactly `tokens` tokens; ArgumentError, and no change, if too few are free."""
         used, wanted = self._used[sequence], self.needed(tokens)
         if wanted - used > self.free:
             raise ArgumentError(f"the cache has {self.free} free pages on this rank; {wanted - used} more are needed")
@@ -41,7 +41,7 @@ class Pages:
             self._free[self._tables[sequence][wanted:used]] = True
         elif wanted > used:
             table = self._tables[sequence]
-            if wanted > len(table):                      # doubled, so that one page at a time costs little
+            if wanted > len(table):                      # doubled: growth by single pages then costs amortized O(1)
                 table = np.empty(max(wanted, 2 * len(table)), np.int32)
                 table[:used] = self._tables[sequence][:used]
                 self._tables[sequence] = table
@@ -54,7 +54,7 @@ class Pages:
         self._used[sequence] = wanted
 
     def _stretch(self, last, wanted):
-        """First page and number, up to `wanted`, of consecutive free pages, after `last` if possible."""
+        """(first page, count) of at most `wanted` consecutive free pages, directly after page `last` if possible."""
         at = None if last is None else last + 1
         if at is None or at == self.count or not self._free[at]:
             edges = np.flatnonzero(np.diff(self._free, prepend=False, append=False)).reshape(-1, 2)
@@ -66,7 +66,7 @@ class Pages:
 
 
 def stretches(pages, size, start, stop):
-    """The slots of the tokens [start, stop) of a block table, as pairs (first, past the last) of consecutive ones."""
+    """The slots of the tokens [start, stop) of a block table, as (first, end) pairs of consecutive slots."""
     if start >= stop:
         return []
     first = start // size

@@ -1,7 +1,7 @@
-"""The back ends by name: what each is, where it is implemented, and whether it can run here.
+"""The back ends by name: a description of each, its class, and whether it can run here.
 
-Nothing else knows their names.  An entry holds what must be known before a back end is made; what it can attend to
-(dtypes, dims) is said by its class.  Implementations are imported when they are asked for.
+Only this module knows their names.  An entry holds what is needed before a back end is created; its class says which
+dtypes and dims it supports.  A back end is imported when it is requested.
 """
 
 import socket
@@ -13,11 +13,13 @@ from ..errors import ArgumentError
 
 @dataclass(frozen=True)
 class Entry:
-    """A back end that users may name.
+    """A back end that users may select by name.
 
-    home: "module:class", the module below this package.  about: a few words for --help.
-    device: the kind of memory in which its arrays are, as torch calls it.  tests: whether it is for tests only, so that
-    its times say nothing of this machine.  parameters: what follows the name, "" for nothing.
+    home: "module:class", the module below this package.
+    about: a few words for --help.
+    device: the kind of memory of its arrays, in torch's terms.
+    tests: whether it is for tests only, so that its timings do not describe this machine.
+    parameters: the syntax that follows the name, "" for none.
     """
 
     name: str
@@ -29,24 +31,24 @@ class Entry:
 
     @property
     def usage(self):
-        """The name as it is given, with its parameters."""
+        """The name with the syntax of its parameters, as a user gives it."""
         return self.name + self.parameters
 
     @property
     def on_gpu(self):
-        """Whether its arrays are in a GPU's memory: it has a transport, and each rank needs a GPU."""
+        """Whether its arrays are in GPU memory.  Such a back end has a transport, and each rank needs a GPU."""
         return self.device != "cpu"
 
     def load(self):
-        """Its class."""
+        """Import and return its class."""
         module, name = self.home.split(":")
         return getattr(import_module(f".{module}", __package__), name)
 
     def missing(self):
-        """Why it cannot run in this process and what to install, "" where it can run.  Raises nothing."""
+        """Why it cannot run in this process and what to install; "" if it can run.  Never raises."""
         try:
             return self.load().missing()
-        except Exception as error:        # a broken installation may raise anything, and no rank may be left waiting
+        except Exception as error:        # a broken installation may raise anything; other ranks must not hang on it
             return f"{type(error).__name__}: {error}"
 
 
@@ -58,20 +60,20 @@ REGISTRY = {entry.name: entry for entry in (
     Entry("deferred-emulated", "testing.emulated:DeferredEmulatedBackend", "the CUDA kernels on the CPU, late"),
     Entry("paced", "testing.paced:PacedBackend", "which emulates slower compute by sleeping, and looks for messages "
           "every 2 or so many milliseconds", parameters=":GFLOPS[:MS]"))}
-# What "auto" may stand for, the best first.
+# The back ends that "auto" tries, best first.
 AUTO = ("numpy",)
 
 
 def usages(**properties):
-    """The names, as they are given, of the back ends with such properties."""
+    """`usage` of every back end whose attributes have these values."""
     return [entry.usage for entry in REGISTRY.values()
             if all(getattr(entry, name) == value for name, value in properties.items())]
 
 
 def find(name):
-    """The `Entry` of a name as it is given, with parameters where it has some.
+    """The `Entry` of a back end's name, which includes its parameters if it takes any.
 
-    Raises ArgumentError where there is no such back end.
+    Raises ArgumentError if there is no such back end.
     """
     base, colon, _ = name.partition(":") if isinstance(name, str) else ("", "", "")
     entry = REGISTRY.get(base)
@@ -83,7 +85,7 @@ def find(name):
 
 
 def candidates(name):
-    """What a name may stand for: the names for "auto", the best first, else itself.  Raises ArgumentError as `find`."""
+    """The names that a name stands for: all for "auto", best first, else itself.  Raises ArgumentError as `find`."""
     if name == "auto":
         return AUTO
     find(name)
@@ -91,18 +93,18 @@ def candidates(name):
 
 
 def for_array(array):
-    """The name of the back end for an array of the caller's: that of the GPU that it is on, else "auto"."""
+    """The name of the back end for the caller's array: the one for the GPU that holds it, else "auto"."""
     from .cuda.arrays import device_of
     device = device_of(array)
     return next((entry.name for entry in REGISTRY.values() if entry.on_gpu and entry.device == device), "auto")
 
 
 def get(name="auto", transport="auto", local_rank=0):
-    """A new back end, of "auto" the first that can run here.
+    """A new back end.  For "auto", the first candidate that can run here.
 
-    transport, local_rank: of one on a GPU, see `mpiattn.backends.cuda.backend.CudaBackend`.
+    transport, local_rank: for back ends on a GPU, see `mpiattn.backends.cuda.backend.CudaBackend`.
 
-    Raises ArgumentError where there is no such back end or it cannot run here.
+    Raises ArgumentError if there is no such back end or it cannot run here.
     """
     names = candidates(name)
     missing = {candidate: find(candidate).missing() for candidate in names}

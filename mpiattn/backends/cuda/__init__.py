@@ -1,1 +1,1 @@
-"""The back end for NVIDIA GPUs, through CuPy."""
+"""The back end for NVIDIA GPUs, which uses CuPy."""

@@ -1,15 +1,15 @@
-"""Arrays in the memory of a GPU, of whatever library, as CuPy's: the same memory, not a copy."""
+"""Arrays of any library in GPU memory, as CuPy arrays: the same memory, without a copy."""
 
 import numpy as np
 
 from ...errors import ArgumentError
 
-DLPACK_CUDA = 2            # the number of CUDA memory in DLPack
-EXTRAS = ("cuda12", "cuda13")               # of this package, which bring CuPy
+DLPACK_CUDA = 2            # kDLCUDA, DLPack's device type of CUDA memory
+EXTRAS = ("cuda12", "cuda13")               # this package's extras that install CuPy
 
 
 def missing():
-    """Why CuPy cannot be used in this process and what to install, "" where it can be used."""
+    """Why CuPy cannot be used in this process and what to install; "" if it can be used."""
     try:
         import cupy
     except ImportError as error:
@@ -22,8 +22,8 @@ def missing():
 
 
 def device_of(thing):
-    """The kind of memory that an array is in: "cuda" or "cpu"."""
-    if hasattr(thing, "__dlpack_device__"):        # first, as torch's other attribute raises where gradients are wanted
+    """The kind of memory that holds an array: "cuda" or "cpu"."""
+    if hasattr(thing, "__dlpack_device__"):        # first: torch's other attribute raises if a gradient is required
         on_gpu = thing.__dlpack_device__()[0] == DLPACK_CUDA
     else:
         on_gpu = hasattr(thing, "__cuda_array_interface__")
@@ -31,9 +31,9 @@ def device_of(thing):
 
 
 def as_cupy(cupy, name, thing):
-    """An array on a GPU as a CuPy array, after what its library has launched; a NumPy array as it is.
+    """An array on a GPU as a CuPy array, ordered after its library's launches; a NumPy array is returned unchanged.
 
-    name: of the argument.  Raises ArgumentError for anything else.
+    name: the argument's name for errors.  Raises ArgumentError for anything else.
     """
     if isinstance(thing, cupy.ndarray) or (
             isinstance(thing, np.ndarray) and not isinstance(thing, np.ma.MaskedArray)):

@@ -1,11 +1,11 @@
-"""The CUDA back end: the kernels on a GPU, by CuPy.
+"""The CUDA back end: it launches the kernels on a GPU through CuPy.
 
-Launches go to one stream, copies to the wire to a second and from it to a third, each ordered after others by events
-alone.  A call begins after what the caller's current stream has been given, and that stream goes on after the call.
+Launches go to one stream, copies to the wire to a second and copies from the wire to a third; only events order the
+three.  A library call starts after the work queued on the caller's current stream, and that stream continues after it.
 
-Memory: CuPy's pool gives what is freed to the next who asks on the stream that it was allocated on, at once.  So work
-arrays are allocated on the launches' stream, and a copy's array is held until launches are ordered after the copy;
-results are allocated on the caller's stream, where the caller uses and frees them.
+Memory: CuPy's pool reuses freed memory at once for the next allocation on the same stream.  So work arrays are
+allocated on the stream of the launches, and an array being copied is held until launches are ordered after the copy.
+Results are allocated on the caller's stream, where the caller uses and frees them.
 """
 
 import os
@@ -21,21 +21,21 @@ from .arrays import as_cupy, missing
 from .kernels import KernelLaunches
 from .pinned import PinnedBlocks
 
-PIECE = 4 * 2 ** 20        # bytes of a staged message
-CAPABILITY = 80            # the least that the kernels are compiled for
-STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without being asked for
-ALIGNMENT = 16             # bytes, of what kernels read in asynchronous copies
+PIECE = 4 * 2 ** 20        # maximum bytes of a staged message
+CAPABILITY = 80            # the minimum compute capability that the kernels are compiled for
+STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
+ALIGNMENT = 16             # bytes; of arrays that kernels read by asynchronous copies
 NOT_READY = 600            # cudaErrorNotReady
 
 
-_dealt = []                # whether this process has been dealt a GPU
+_dealt = []                # the GPUs that were chosen for this process; empty before the first choice
 
 
 def choose_device(cupy, local_rank):
-    """The number of this rank's GPU among those that CUDA_VISIBLE_DEVICES leaves.
+    """The number of this rank's GPU, among those in CUDA_VISIBLE_DEVICES; it becomes the current one.
 
-    It is the current one, if the caller has made another than the first current or this has been asked before; else it
-    is dealt, by local_rank, the number among the ranks of the node, and made the current one.
+    The current GPU is kept if it is not GPU 0, or if this process has chosen a GPU before.  Else the choice is
+    local_rank, the rank's number on its node, modulo the number of GPUs.
     """
     runtime = cupy.cuda.runtime
     device = runtime.getDevice()
@@ -46,7 +46,7 @@ def choose_device(cupy, local_rank):
 
 
 def stay_on(cupy, device):
-    """Make a GPU the current one, and that of the back ends of this process from now on."""
+    """Make a GPU the current one, and the GPU of all back ends that this process creates later."""
     cupy.cuda.Device(device).use()
     _dealt.append(device)
 
@@ -60,8 +60,8 @@ class _CupyLaunches(KernelLaunches):
             function(grid, threads, arguments, shared_mem=kernel.shared_bytes)
 
     def _function(self, kernel):
-        """A kernel for this device and its block, which CuPy compiles or has kept: its text has all headers in it."""
-        held = self._functions.get(id(kernel))             # to hash all of a kernel takes longer than to launch it
+        """(function, block) of a kernel on this device.  CuPy caches by the source text, which includes all headers."""
+        held = self._functions.get(id(kernel))             # by id: hashing all of a kernel takes longer than its launch
         if held is None:
             module = self.cupy.RawModule(code=kernel_source.expanded(kernel.file),
                                          options=("-std=c++17", *kernel.options()))
@@ -80,7 +80,7 @@ class _CupyLaunches(KernelLaunches):
             array.fill(0)
 
     def take(self, dst, src, rows):
-        as_bits = f"uint{8 * dst.itemsize}"                    # whatever the dtype, its bits are taken
+        as_bits = f"uint{8 * dst.itemsize}"                    # elements are copied as bits, for any dtype
         self.cupy.take(src.view(as_bits), self.contiguous(rows), axis=0, out=dst.view(as_bits))
 
     def copy(self, dst, src):
@@ -88,7 +88,7 @@ class _CupyLaunches(KernelLaunches):
 
 
 def _launched(method):
-    """A launch, ordered as the protocol says: on the launches' stream, after events, returning its own."""
+    """Order a launch as the protocol requires: on the stream of the launches, after the events; returns its event."""
     @wraps(method)
     def launch(self, *args, after=(), **options):
         with self._on(self.stream):
@@ -107,11 +107,12 @@ def _wait_for(stream, events):
 class CudaBackend(_CupyLaunches):
     """The protocol of `mpiattn.backends.base` on one GPU.
 
-    transport: "device" gives MPI the arrays themselves, collectives excepted, since no MPI's nonblocking ones can be
-    relied on to take them; "staged", and "auto", which has no MPI to ask, pinned host memory.
+    transport: "device" passes device arrays to MPI, except in collectives, because no MPI's nonblocking collectives
+    reliably take device memory.  "staged" passes pinned host memory.  "auto" means "staged" here, where there is no
+    MPI to ask.
     local_rank: see `choose_device`.
 
-    stream: of the launches.  device: number of the GPU.  Raises ArgumentError where that is too old.
+    stream: the stream of the launches.  device: the number of the GPU.  Raises ArgumentError if the GPU is too old.
     """
 
     name = "cuda"
@@ -146,8 +147,8 @@ class CudaBackend(_CupyLaunches):
         with device:
             self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
         self._pinned = PinnedBlocks(self.cupy)
-        self._leaving, self._arriving = {}, {}             # by id: what is staged, with the array itself
-        self._begun = self._event(self.stream)             # where the call began
+        self._leaving, self._arriving = {}, {}             # staging state by the array's id; it holds the array
+        self._begun = self._event(self.stream)             # the start of the library call
 
     @contextmanager
     def _on(self, stream):
@@ -155,11 +156,11 @@ class CudaBackend(_CupyLaunches):
             yield
 
     def _event(self, stream):
-        with self.cupy.cuda.Device(self.device):           # another may be current, in another thread of the caller's
+        with self.cupy.cuda.Device(self.device):           # another thread of the caller may have another current GPU
             return stream.record(self.cupy.cuda.Event(disable_timing=True))
 
     def _caller(self):
-        """The stream that the caller of the library works on."""
+        """The current stream of the library's caller."""
         return self.cupy.cuda.get_current_stream(self.device)
 
     def idle(self):
@@ -169,7 +170,7 @@ class CudaBackend(_CupyLaunches):
 
     @property
     def staged_bytes(self):
-        """Bytes of pinned host memory."""
+        """Bytes of pinned host memory that are allocated."""
         return self._pinned.nbytes
 
     def empty(self, shape, dtype):
@@ -214,7 +215,7 @@ class CudaBackend(_CupyLaunches):
         self.copy(copy, array)
         return copy
 
-    # Calls
+    # Begin and end of a library call
 
     def begin(self):
         _wait_for(self.stream, [self._event(self._caller())])
@@ -233,7 +234,7 @@ class CudaBackend(_CupyLaunches):
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             self._failed(error)
 
-    # Launches, which do not take the host's time, so that they call nobody meanwhile
+    # Launches return at once, so they ignore `meanwhile`
 
     clear = _launched(_CupyLaunches.clear)
     zero = _launched(_CupyLaunches.zero)
@@ -253,7 +254,7 @@ class CudaBackend(_CupyLaunches):
     # Wire
 
     def _done(self, event):
-        """Whether an event is done; raises where the GPU has failed, since that never is."""
+        """Whether an event is done; raises if the GPU has failed, because the event would then never be done."""
         status = self.cupy.cuda.runtime.eventQuery(event.ptr)
         if status not in (0, NOT_READY):
             self.wait(event)
@@ -263,7 +264,7 @@ class CudaBackend(_CupyLaunches):
         return all(event is None or self._done(event) for event in events)
 
     def _as_it_is(self, array, after):
-        """An array for an MPI that takes device memory but knows no streams, so that the host waits for them."""
+        """`WireBytes` of a device array.  MPI does not know streams, so `ready` lets the host wait for the events."""
         events = after or (self._begun,)
         return WireBytes(array.reshape(-1).view(np.uint8), lambda stop: self._all_done(events))
 
@@ -272,7 +273,7 @@ class CudaBackend(_CupyLaunches):
             return self._as_it_is(array, after)
         if not array.nbytes:
             return WireBytes(np.empty(0, np.uint8))
-        if id(array) in self._leaving:                     # on its way to another rank: it has not changed since
+        if id(array) in self._leaving:                     # already staged for another rank, and unchanged since
             held = self._leaving[id(array)]
         else:
             held = self._leaving[id(array)] = _Leaving(array, self._pinned.take(array.nbytes))
@@ -308,7 +309,7 @@ class CudaBackend(_CupyLaunches):
 
     def _copy_in(self, held, start, stop):
         runtime = self.cupy.cuda.runtime
-        _wait_for(self._in, held.after)                    # not before: what arrives sooner need not wait for them
+        _wait_for(self._in, held.after)                    # only now, so that earlier copies need not wait for them
         held.after = ()
         runtime.memcpyAsync(held.array.data.ptr + start, held.block.pointer + start, stop - start,
                             runtime.memcpyHostToDevice, self._in.ptr)
@@ -316,7 +317,7 @@ class CudaBackend(_CupyLaunches):
     def arrived(self, array):
         held = self._arriving.pop(id(array), None)
         if held is None:
-            return None                                    # MPI has written it
+            return None                                    # MPI has written the array itself
         if held.collective:
             self._copy_in(held, 0, array.nbytes)
         event = self._event(self._in)
@@ -337,7 +338,7 @@ class CudaBackend(_CupyLaunches):
         raise MpiattnError(f"the GPU {self.version} has failed: {error}") from error
 
     def close(self):
-        with suppress(MpiattnError):                       # whoever waited has been told
+        with suppress(MpiattnError):                       # calls that waited have already raised it
             self.drain()
         self._pinned.clear()
         self._work_array.clear()
@@ -345,14 +346,14 @@ class CudaBackend(_CupyLaunches):
 
 
 class _Leaving:
-    """An array on its way out: its block, the events of its pieces' copies, and how many sends there are."""
+    """An array being sent.  block: its pinned memory.  copied: events of its pieces' copies.  users: pending sends."""
 
     def __init__(self, array, block):
         self.array, self.block, self.copied, self.users = array, block, [], 0
 
 
 class _Arriving:
-    """An array that is received into a block; after: events of its last uses."""
+    """An array being received into a pinned block.  after: the events of its last uses."""
 
     def __init__(self, array, block, after, collective):
         self.array, self.block, self.after, self.collective = array, block, after, collective

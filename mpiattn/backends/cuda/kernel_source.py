@@ -1,7 +1,7 @@
-"""Kernel sources: one kernel as one text, and the key under which what is compiled from it may be kept.
+"""Kernel sources: the complete text of a kernel, and the cache key of its compiled code.
 
-Compilers of kernels cache by the text that they are given and not by what it includes, so the project's own headers
-are put into it; a changed header is another text.
+CuPy and NVRTC cache by the source text and ignore changes in included files.  So the project's headers are inserted
+into the text: a changed header then changes the key.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 class Kernel(NamedTuple):
     """A kernel and the constants that it is compiled with.
 
-    name: of the function.  file: its source.  defines: ((name, value), ...).  threads, shared_bytes: of a thread block.
+    name: of the function.  file: its source file.  defines: ((name, value), ...), its constants.
+    threads, shared_bytes: threads and bytes of dynamic shared memory of a thread block.
     """
 
     name: str
@@ -28,18 +29,18 @@ class Kernel(NamedTuple):
     shared_bytes: int = 0
 
     def options(self):
-        """The constants as options of a compiler."""
+        """The constants as compiler options."""
         return tuple(f"-D{name}={value}" for name, value in self.defines)
 
 
 def path(file):
-    """Where a source file is."""
+    """The path of a source file."""
     return kernel_dir() / FOLDER / file
 
 
 @cache
 def expanded(file):
-    """The text of a source file with the project's headers in it, each once, where it is first included."""
+    """The text of a source file, with each project header inserted once, at its first include."""
     seen = set()
 
     def text_of(name):
@@ -53,6 +54,6 @@ def expanded(file):
 
 
 def digest(kernel, *more):
-    """A name for what is compiled from a kernel; `more`, strings: whatever else it depends on."""
+    """A key for a kernel's compiled code, 24 hex digits.  more: strings of all else that the code depends on."""
     text = "\0".join((expanded(kernel.file), kernel.name, *kernel.options(), *more))
     return hashlib.sha256(text.encode()).hexdigest()[:24]

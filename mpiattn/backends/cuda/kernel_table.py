@@ -1,4 +1,4 @@
-"""What the entries of the tile table take of a GPU, as the compiler has them."""
+"""Registers, spills and shared memory of every entry of the tile table, as the compiler reports them."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ from . import nvrtc
 from .tile_table import Tile, attention_kernel, blocks_per_processor, table
 
 ARCHITECTURES = "sm_80", "sm_89", "sm_90", "sm_100"
-HEADS_PER_KV = 7           # query heads of a KV head: no power of two, which takes the most registers
+HEADS_PER_KV = 7           # query heads per KV head: not a power of two, because that takes the most registers
 DTYPES = {2: "bfloat16", 4: "float32"}
 
 
 class Row(NamedTuple):
-    """An entry of the table: registers of a thread, spilled bytes of a thread, shared_bytes of a thread block."""
+    """An entry of the table.  registers, spilled: of a thread, spilled in bytes.  shared_bytes: of a thread block."""
 
     work: str
     dtype: str
@@ -21,7 +21,7 @@ class Row(NamedTuple):
     registers: int
     spilled: int
     shared_bytes: int
-    blocks: int            # that a multiprocessor takes at a time
+    blocks: int            # thread blocks that a multiprocessor holds at a time
 
 
 def entries(architecture, heads_per_kv=HEADS_PER_KV):
@@ -34,7 +34,7 @@ def entries(architecture, heads_per_kv=HEADS_PER_KV):
 
 
 def rows(architecture, heads_per_kv=HEADS_PER_KV):
-    """A `Row` for every entry, as they are compiled.  Raises ArgumentError where NVRTC is missing."""
+    """Yield a `Row` for every entry, each as soon as it is compiled.  Raises ArgumentError if NVRTC is missing."""
     nvrtc.load()
     all_entries = list(entries(architecture, heads_per_kv))
     for (work, dtype, dim, kernel, tile), report in zip(

@@ -1,8 +1,9 @@
-"""Launches of the GPU kernels, the same for a GPU and for their emulation on the CPU.
+"""Launches of the GPU kernels, shared by the GPU back end and the emulation on the CPU.
 
-What runs a kernel is left to the back end: `_run(kernel, grid, *arguments)` with its own arrays and NumPy scalars, as
-CuPy takes them, in the order of the calls.  It also has `empty` and `contiguous`; `_address(array)`, where an array
-begins; `processors`, the number of a GPU's multiprocessors; and `architecture`, its compute capability, such as 90.
+The back end runs the kernels.  It provides:
+- `_run(kernel, grid, *arguments)`, with its own arrays and NumPy scalars, as CuPy takes them; runs in call order;
+- `empty` and `contiguous`, and `_address(array)`, the address of an array's first byte;
+- `processors`, the number of multiprocessors, and `architecture`, the compute capability, such as 90.
 """
 
 import numpy as np
@@ -20,22 +21,22 @@ from .launches import (
     partials_kernel,
 )
 
-ELEMENTS_PER_THREAD = 8           # that a thread which waits for memory goes through, so that grids stay small
-VECTOR = 4                        # neighbours that are cast at a time, where they are neighbours in both arrays
+ELEMENTS_PER_THREAD = 8           # of the memory-bound kernels, so that grids stay small
+VECTOR = 4                        # elements per load and store of a cast, if they are contiguous in both arrays
 
 
 class KernelLaunches:
-    """`attend` and the other launches of `mpiattn.backends.base` that compute, by kernels."""
+    """`attend` and the other computing launches of `mpiattn.backends.base`, as kernel launches."""
 
     dtypes = tuple(tile_table.ELEMENTS)
 
     def __init__(self):
         super().__init__()
-        self._work_array = Kept(self.empty)            # that the next launches may use
+        self._work_array = Kept(self.empty)            # each reused by the next launches
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
         rows = {work: tile_table.tile(work, tile_table.itemsize(dtype), head_dim, value_dim, self.architecture).rows
-                for work in BLOCKS_PER_PROCESSOR}                  # of the partials of split keys
+                for work in BLOCKS_PER_PROCESSOR}                  # of one tile; split keys need partials
         return 0 if backward else max(4 * (value_dim + 1) * rows[work] * BLOCKS_PER_PROCESSOR[work] * self.processors
                                       for work in rows)
 
@@ -61,7 +62,7 @@ class KernelLaunches:
                      page_size)
 
     def _attend(self, q, k, v, pages, keys, begin, end, out, lse, scale, softcap, page_size=0):
-        """Add to a partial what rows see of a chunk of `keys`, or make it what they see of a pool's pages."""
+        """Add the attention to `keys` keys of a chunk to a partial, or set the partial to that of a pool's pages."""
         launch = forward_launch(q.shape, k.shape, v.shape[2], len(begin), keys, q.dtype, scale, softcap, page_size,
                                 self.architecture, self.processors)
         self._check_alignment("out", out, launch.alignment)
@@ -93,11 +94,11 @@ class KernelLaunches:
         self._run(of_kv.kernel, of_kv.grid, *inputs, hulls, dk, dv, *of_kv.numbers)
 
     def _numbers(self, *arrays):
-        """Arrays of int32 or float32 that kernels read number by number: copied only where they are not contiguous."""
+        """Make int32 or float32 arrays contiguous.  Kernels read them by element: 4-byte alignment is enough."""
         return [self.contiguous(array, 4) for array in arrays]
 
     def _check_alignment(self, name, array, wanted):
-        """Kernels write several neighbours of a row at a time; wanted: bytes."""
+        """Check the address of a result, because kernels write several elements of a row at a time.  wanted: bytes."""
         if self._address(array) % wanted:
             raise ArgumentError(f"{name} begins at address {self._address(array):#x}; with rows of {array.shape[-1]} "
                                 f"numbers it must begin at a multiple of {wanted} bytes")
@@ -105,7 +106,7 @@ class KernelLaunches:
     # Partials
 
     def _run_rows(self, name, dtype, rows, *arguments):
-        """A kernel of partials.cu that gives every row a warp."""
+        """Run a kernel of partials.cu with one warp per row."""
         self._run(partials_kernel(name, dtype), (-(-rows // WARPS), 1, 1), *arguments)
 
     def merge(self, out, lse, out_b, lse_b, after=()):
@@ -141,13 +142,13 @@ class KernelLaunches:
         steps = [count, *(stride for axis in axes[:-1] for stride in axis[1:])]
         whole = (innermost == [1, 1] and not any(step % VECTOR for step in steps)
                  and not any(self._address(array) % (VECTOR * array.itemsize) for array in (dst, src)))
-        numbers = [np.int64(n) for of_axis in zip(*axes) for n in of_axis]          # shape, strides of dst and of src
+        numbers = [np.int64(n) for of_axis in zip(*axes) for n in of_axis]          # shape, then strides of dst and src
         self._run(cast_kernel(dst.dtype.name, src.dtype.name, VECTOR if whole else 1, dst.size < 2 ** 31),
                   _flat_grid(dst), dst, src, *numbers)
 
 
 def _collapsed(shape, *strides):
-    """The axes of arrays of a shape as four [count, stride, ...]; neighbours that lie as one axis does are one."""
+    """The axes of equally shaped arrays as four [count, stride, ...]; adjacent axes are joined where strides allow."""
     axes = []
     for count, *of in zip(shape, *strides):
         if count == 1:

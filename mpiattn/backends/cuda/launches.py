@@ -1,4 +1,4 @@
-"""What is launched for which shapes: kernels, grids and the numbers that kernels are given, made once for each."""
+"""Kernels, grids and scalar arguments of launches, computed once for each combination of shapes."""
 
 import math
 from functools import cache, lru_cache
@@ -9,15 +9,15 @@ import numpy as np
 from .kernel_source import Kernel
 from .tile_table import DECODE_ROWS, attention_kernel, element, score_form
 
-THREADS = 128                     # of a block of the kernels that wait for memory
+THREADS = 128                     # of a block of the memory-bound kernels
 WARPS = THREADS // 32
-# Thread blocks that a multiprocessor takes at a time, by their registers and shared memory on sm_90 for head dim 128.
+# Thread blocks that a multiprocessor holds at a time: by registers and shared memory on sm_90, for head dim 128.
 BLOCKS_PER_PROCESSOR = {"forward": 2, "decode": 6}
-KEPT = 1024                       # launches of which all this is kept
+KEPT = 1024                       # entries of each cache of launches
 
 
 class Launch(NamedTuple):
-    """A launch but for its arrays; alignment: bytes of which the address of the result has to be a multiple."""
+    """A launch without its arrays.  numbers: scalar arguments.  alignment: bytes that divide the result's address."""
 
     kernel: Kernel
     grid: tuple
@@ -26,18 +26,19 @@ class Launch(NamedTuple):
 
 
 def _alignment(dim):
-    """Of an array of float32 rows of so many numbers, which kernels write by up to four where its rows allow it."""
+    """Bytes of alignment of a float32 array with rows of `dim` numbers: kernels write up to four numbers at a time."""
     return 4 * math.gcd(dim, 4)
 
 
 @lru_cache(KEPT)
 def forward_launch(q_shape, k_shape, value_dim, groups, keys, dtype, scale, softcap, page_size, architecture,
                    processors):
-    """The `Launch` of attention of q to `keys` keys of a chunk or, where page_size is not 0, of a pool.
+    """The `Launch` of attention of q to `keys` keys of a chunk or, if page_size is not 0, of a pool.
 
-    groups: of heads that have their own intervals, or sequences of a pool.  Its grid is (row tiles, KV heads and
-    sequences; splits; 1): where there would be fewer thread blocks than all multiprocessors
-    take at a time, each tile's keys are split.
+    groups: groups of heads with their own intervals, or sequences of a pool.
+
+    The grid is (row tiles * KV heads * sequences, splits, 1).  If there would be fewer thread blocks than all
+    multiprocessors hold at a time, each tile's keys are split.
     """
     (tokens, heads, head_dim), kv_heads = q_shape, k_shape[0 if page_size else 1]
     packed, sequences = heads // kv_heads, groups if page_size else 1
@@ -54,7 +55,7 @@ def forward_launch(q_shape, k_shape, value_dim, groups, keys, dtype, scale, soft
 
 @lru_cache(KEPT)
 def backward_launches(q_shape, v_shape, groups, dtype, scale, softcap, architecture):
-    """The launches of a block's gradients: of dq, of the hulls of its tiles of rows, of dk and dv."""
+    """The launches of a block's gradients: dq, then the hulls of gradient_kv's row tiles, then dk and dv."""
     (tokens, heads, head_dim), (keys, kv_heads, value_dim) = q_shape, v_shape
     packed = heads // kv_heads
     score, inner, factor = score_form(scale, softcap)
@@ -72,19 +73,19 @@ def backward_launches(q_shape, v_shape, groups, dtype, scale, softcap, architect
 
 @cache
 def partials_kernel(name, dtype):
-    """A kernel of partials.cu, for partials or outputs of a dtype."""
+    """The kernel `name` of partials.cu, for partials or outputs of a dtype."""
     shared = {"sink_gradient": WARPS * 8, "merge_parts": THREADS * 16}.get(name, 0)              # bytes
     return Kernel(name, "partials.cu", (("ELEMENT", element(dtype)), ("THREADS", THREADS)), THREADS, shared)
 
 
 @cache
 def hulls_kernel(heads_per_kv, cut):
-    """The kernel that says which keys the tiles of rows see that gradient_kv goes through."""
+    """The kernel that computes which keys each row tile of gradient_kv sees."""
     return Kernel("hulls", "hulls.cu", (("HEADS_PER_KV", heads_per_kv), ("TILE_COLUMNS", cut.columns)), 32)
 
 
 @cache
 def cast_kernel(to, of, vector=1, small=True):
-    """The kernel that casts one dtype to another, `vector` neighbours at a time; small: of fewer than 2 ** 31."""
+    """The kernel that casts dtype `of` to `to`, `vector` elements at a time.  small: fewer than 2 ** 31 elements."""
     return Kernel("cast", "cast.cu", (("TARGET", element(to)), ("ELEMENT", element(of)), ("THREADS", THREADS),
                                       ("VECTOR", vector), ("INDEX", "unsigned" if small else "size_t")), THREADS)

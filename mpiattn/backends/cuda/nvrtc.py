@@ -1,4 +1,4 @@
-"""Kernels compiled by NVRTC as CuPy has them compiled, which needs no GPU, and what the assembler says of them."""
+"""Compile kernels by NVRTC with the options that CuPy uses, and read the assembler's report.  No GPU is needed."""
 
 import os
 import re
@@ -11,12 +11,15 @@ from typing import NamedTuple
 from ...errors import ArgumentError, MpiattnError
 from . import kernel_source
 
-# What CuPy's RawModule adds to a kernel's own options, besides the architecture.
+# The options that CuPy's RawModule adds to a kernel's own, besides the architecture.
 CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
 
 
 class Report(NamedTuple):
-    """What a kernel takes on one architecture; spilled in bytes of stores and loads, stack in bytes."""
+    """A kernel's resources on one architecture.  registers: of a thread.  spilled: bytes of spill stores and loads.
+
+    stack: bytes of the stack frame.  log: the compiler's log.  cubin: the machine code.
+    """
 
     registers: int
     spilled: int
@@ -27,18 +30,18 @@ class Report(NamedTuple):
 
 @cache
 def load():
-    """The bindings of NVRTC; ArgumentError where they or the library are missing."""
+    """The Python bindings of NVRTC; ArgumentError if they or the library are missing."""
     try:
         from cuda.bindings import nvrtc
-        nvrtc.nvrtcVersion()              # the bindings load the library here, and raise if it is not there
-    except Exception as error:            # a missing library has no exception of its own
+        nvrtc.nvrtcVersion()              # the first call loads the library, and raises if it is missing
+    except Exception as error:            # a missing library raises no specific exception
         raise ArgumentError("kernels are compiled by NVRTC, which is not here: pip install 'mpiattn[cuda-compile]' "
                             f"({error!r:.100})") from error
     return nvrtc
 
 
 def missing():
-    """Why NVRTC cannot be used; None where it can."""
+    """Why NVRTC cannot be used; None if it can."""
     try:
         load()
     except ArgumentError as error:
@@ -58,12 +61,15 @@ def _version():
 
 
 def cache_dir():
-    """Where reports are kept: $XDG_CACHE_HOME/mpiattn or ~/.cache/mpiattn."""
+    """Folder of compiled kernels and logs, in $XDG_CACHE_HOME/mpiattn or ~/.cache/mpiattn."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpiattn" / "compiled"
 
 
 def build(kernel, architecture):
-    """The `Report` of a kernel on an architecture such as "sm_80", compiled or kept; raises with the compiler's log."""
+    """The `Report` of a kernel on an architecture such as "sm_80", from the cache if compiled before.
+
+    Raises MpiattnError with the compiler's log.
+    """
     options = (f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v", *CUPY_OPTIONS,
                *kernel.options())
     kept = cache_dir() / f"{kernel.name}-{architecture}-{kernel_source.digest(kernel, _version(), *options)}.cubin"
@@ -92,14 +98,14 @@ def _compile(kernel, architecture, options, cubin_path, log_path):
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     cubin_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cubin_path.parent) as folder:         # another process may keep the same
-        for path, data in ((cubin_path, cubin), (log_path, text.encode())):    # the log last: then both are there
+    with tempfile.TemporaryDirectory(dir=cubin_path.parent) as folder:         # another process may write the same
+        for path, data in ((cubin_path, cubin), (log_path, text.encode())):    # the log last: if it exists, both do
             made = Path(folder) / path.name
             made.write_bytes(data)
             made.replace(path)
 
 
 def build_all(kernels, architecture):
-    """Reports of several kernels, compiled side by side, in their order as they are ready."""
+    """Yield the reports of several kernels, compiled in parallel, in the order of the kernels."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(lambda kernel: build(kernel, architecture), kernels)

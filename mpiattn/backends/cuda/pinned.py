@@ -1,14 +1,14 @@
-"""Pinned host memory for copies to and from a GPU: made once, which takes milliseconds, and used again."""
+"""Pinned host memory for copies to and from a GPU.  Allocation takes milliseconds, so blocks are reused."""
 
 import numpy as np
 
-GRAIN = 2 ** 16            # bytes; blocks of nearly the same size serve each other
+GRAIN = 2 ** 16            # bytes to which sizes are rounded up, so that requests of similar size share blocks
 
 
 class Block:
-    """Some pinned memory.
+    """A block of pinned memory.
 
-    bytes: flat uint8 array.  pointer: its address.  busy: the event of the last copy from it, None where it is free.
+    bytes: flat uint8 array.  pointer: its address.  busy: the event of the last copy from it; None if it is free.
     """
 
     def __init__(self, cupy, size):
@@ -17,13 +17,13 @@ class Block:
 
 
 class PinnedBlocks:
-    """Blocks of pinned memory by size.  nbytes: of all that were made."""
+    """A pool of pinned blocks.  nbytes: bytes of all allocated blocks."""
 
     def __init__(self, cupy):
         self.cupy, self.nbytes, self._free = cupy, 0, []
 
     def take(self, nbytes):
-        """A block of at least so many bytes."""
+        """A free block of at least `nbytes` bytes, newly allocated if there is none."""
         free = [block for block in self._free if len(block.bytes) >= nbytes and (block.busy is None or block.busy.done)]
         if free:
             block = min(free, key=lambda block: len(block.bytes))
@@ -34,11 +34,11 @@ class PinnedBlocks:
         return block
 
     def give(self, block, busy=None):
-        """Give a block back; busy: the event after which it may be written again."""
+        """Return a block to the pool.  busy: the event after which it may be written again."""
         block.busy = busy
         self._free.append(block)
 
     def clear(self):
-        """Give up the blocks that nobody has."""
+        """Free the blocks that are not in use."""
         self.nbytes -= sum(len(block.bytes) for block in self._free)
         self._free.clear()

@@ -1,8 +1,8 @@
-"""The tile table: how each kernel cuts its work for each head dim and architecture; the kernels that follow from it.
+"""The tile table: tile sizes of each kernel, by head dim and architecture, and the kernels that follow from them.
 
-One table for the compiler, which gets its numbers as constants, and for the host, which needs them to launch.
-Every entry fits the shared memory of its architecture, and none makes the compiler spill registers, whatever the query
-heads of a KV head; a test compiles them.  None has been measured yet.
+The compiler gets the table's numbers as constants; the host uses them for launches.  Every entry fits the shared memory
+of its architecture, and none spills registers for any number of query heads per KV head; a test compiles them.
+No entry has been measured yet.
 """
 
 import math
@@ -14,12 +14,15 @@ from .kernel_source import Kernel
 
 LARGEST_DIM = 256
 ELEMENTS = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}
-DECODE_ROWS = 64            # up to so many packed rows of a KV head, the keys are split over thread blocks
+DECODE_ROWS = 64            # KV heads with at most so many packed rows use the decode tiles
 
 
 class Processor(NamedTuple):
-    """What a multiprocessor has: KiB of shared memory, of a thread block and of all, of which each takes one for the
-    system; warps and thread blocks at most.
+    """Limits of a multiprocessor.
+
+    block_shared, shared: KiB of shared memory for a thread block, and for all.  Each block needs 1 KiB more for the
+    system.
+    warps, blocks: maximum resident warps and thread blocks.  registers: of 32 bits.
     """
 
     block_shared: int
@@ -29,17 +32,20 @@ class Processor(NamedTuple):
     registers: int = 64 * 1024
 
 
-# By compute capability, as the CUDA C++ Programming Guide has them; one that is not here is like the next smaller one.
+# By compute capability, from the CUDA C++ Programming Guide; a missing one uses the entry of the next smaller one.
 PROCESSORS = {80: Processor(163, 164, 64, 32), 86: Processor(99, 100, 48, 16), 87: Processor(163, 164, 48, 16),
               89: Processor(99, 100, 48, 24), 90: Processor(227, 228, 64, 32), 100: Processor(227, 228, 64, 32),
               120: Processor(99, 100, 48, 24)}
 
 
 class Tile(NamedTuple):
-    """Rows and columns of scores that a thread block makes at a time, its warps, and how many column tiles it holds.
+    """The tile of scores that a thread block computes at a time.
 
-    rows: whose results stay in registers; queries, but keys in gradient_kv.  columns: of the other side.
-    parts: the columns of the results are divided among so many thread blocks, which make the scores anew.
+    rows: rows of the tile, whose results stay in registers.  They are queries, but keys in gradient_kv.
+    columns: columns of the tile: keys, but queries in gradient_kv.
+    warps: warps of the thread block.
+    stages: column tiles that shared memory holds at a time.
+    parts: number of thread blocks that divide the columns of the results; each recomputes the scores.
     """
 
     rows: int
@@ -49,7 +55,7 @@ class Tile(NamedTuple):
     parts: int = 1
 
 
-# By bytes of an element, and the larger of head dim and value dim rounded up.
+# By work, bytes of an element, and the larger of head dim and value dim, rounded up to an entry.
 TILES = {
     "forward": {
         2: {32: Tile(128, 128, 4, 1), 64: Tile(128, 64, 4, 2), 96: Tile(128, 64, 4, 1), 128: Tile(128, 64, 4, 1),
@@ -73,8 +79,8 @@ TILES = {
             192: Tile(32, 32, 2, 1, 2), 256: Tile(32, 16, 2, 1, 2)}},
 }
 
-# What an architecture has in place of those entries, by compute capability as in PROCESSORS, work and bytes of an
-# element: 80, 90 and 100 have more shared memory, and from 90 on the compiler keeps more in registers.
+# Entries that replace those, by compute capability as in PROCESSORS, work and bytes of an element.  80, 87, 90 and 100
+# have more shared memory, and from 90 on the compiler keeps more in registers.
 _WIDE_FORWARD = {("forward", 2): {256: Tile(128, 64, 8, 1)}}
 _HOPPER = {**_WIDE_FORWARD, ("gradient_q", 2): {96: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2)},
            ("gradient_kv", 2): {256: Tile(64, 32, 4, 1, 2)}}
@@ -91,7 +97,7 @@ def processor(architecture):
 
 
 def table(architecture):
-    """The tile table of a compute capability: by work, bytes of an element, and head dim."""
+    """The tile table of a compute capability, by work, bytes of an element and head dim."""
     better = BETTER.get(max(known for known in PROCESSORS if known <= architecture), {})
     return {work: {size: entries | better.get((work, size), {}) for size, entries in sizes.items()}
             for work, sizes in TILES.items()}
@@ -99,7 +105,10 @@ def table(architecture):
 
 @cache
 def tile(work, itemsize, head_dim, value_dim, architecture):
-    """The entry of the table for some work, "forward", "decode", "gradient_q" or "gradient_kv"."""
+    """The table's `Tile` for `work`: "forward", "decode", "gradient_q" or "gradient_kv".
+
+    Raises ArgumentError if a dim is larger than `LARGEST_DIM`.
+    """
     if max(head_dim, value_dim) > LARGEST_DIM:
         raise ArgumentError(f"head_dim is {head_dim}, value_dim {value_dim}; the GPU kernels take up to {LARGEST_DIM}")
     entries = table(architecture)[work][itemsize]
@@ -107,19 +116,19 @@ def tile(work, itemsize, head_dim, value_dim, architecture):
 
 
 def element(dtype):
-    """The kernels' name of a dtype, given as a string."""
+    """The kernels' type name for a dtype, given as a string.  Raises ArgumentError for an unsupported dtype."""
     if dtype not in ELEMENTS:
         raise ArgumentError(f"dtype is {dtype}; the GPU kernels take {', '.join(ELEMENTS)}")
     return ELEMENTS[dtype]
 
 
 def itemsize(dtype):
-    """Bytes of an element."""
+    """Bytes of an element of a dtype, given as a string."""
     return 4 if element(dtype) == "float" else 2
 
 
 def score_form(scale, softcap):
-    """(SCORE, inner, factor) of kernels/cuda/softmax.cuh."""
+    """The constants (SCORE, inner, factor) that kernels/cuda/softmax.cuh defines."""
     if softcap is not None:
         return 2, scale / softcap, softcap * math.log2(math.e)
     if scale > 0:
@@ -129,11 +138,10 @@ def score_form(scale, softcap):
 
 @cache
 def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, architecture, cut=None, page_size=0):
-    """The kernel of some work and its tile.
+    """(Kernel, Tile) for `work`, as in `tile`.
 
-    score: the form of the scores, see `score_form`.  architecture: compute capability, such as 90.  cut: a Tile other
-    than the table's.  page_size: of the pool that
-    holds the keys, forward; 0 where they are a chunk.
+    score: SCORE of `score_form`.  architecture: compute capability, such as 90.  cut: a Tile in place of the table's.
+    page_size: slots of a page if the keys are in a pool, forward only; 0 if they are a chunk.
     """
     size = itemsize(dtype)
     cut = cut or tile(work, size, head_dim, value_dim, architecture)
@@ -142,7 +150,7 @@ def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, arch
         name, shared = "forward", size * (cut.rows * _padded(head_dim) + cut.stages * cut.columns * dims) + 8 * cut.rows
     else:
         name, shared = work, size * dims * (cut.rows + cut.stages * cut.columns)
-        shared += 16 * (cut.rows if work == "gradient_q" else cut.stages * cut.columns)      # facts of rows
+        shared += 16 * (cut.rows if work == "gradient_q" else cut.stages * cut.columns)      # interval, lse, delta
     defines = {"ELEMENT": element(dtype), "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "HEADS_PER_KV": heads_per_kv,
                "SCORE": score, "TILE_ROWS": cut.rows, "TILE_COLUMNS": cut.columns, "WARPS": cut.warps,
                "STAGES": cut.stages, "PARTS": cut.parts, "SHARED_BYTES": shared}
@@ -152,9 +160,9 @@ def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, arch
 
 
 def blocks_per_processor(kernel, registers, architecture):
-    """How many blocks of a kernel, whose threads have so many registers, a multiprocessor takes at a time."""
+    """Number of blocks of a kernel that a multiprocessor holds at a time.  registers: of a thread."""
     of = processor(architecture)
     warps = kernel.threads // 32
-    a_warp = -(-registers * 32 // 256) * 256                      # registers are given out 256 at a time
+    a_warp = -(-registers * 32 // 256) * 256                      # registers are allocated in units of 256
     return min(of.blocks, of.warps // warps, of.registers // (a_warp * warps),
                of.shared * 1024 // (kernel.shared_bytes + 1024))

@@ -1,4 +1,4 @@
-"""The NumPy back end: every launch is complete when it returns, and accumulates in float32 (float64)."""
+"""The NumPy back end: a launch is complete when it returns.  It accumulates in float32, or in float64 for float64."""
 
 import functools
 import itertools
@@ -13,34 +13,37 @@ from . import paged, tiles
 from .tiles import Panel, row_tiles
 from .widen import widen
 
-PANEL = 4096            # keys of one head converted (or made contiguous) at a time
+PANEL = 4096            # keys of one head that are converted or made contiguous at a time
 LOWEST = float(np.finfo(np.float32).min)
-MERGED = 2 ** 16        # numbers of partials that are merged at a time, to bound the work arrays
+MERGED = 2 ** 16        # elements of a partial that are merged at a time, to bound the work arrays
 
 
 def flat(array):
-    """The bytes of a contiguous array, as an array."""
+    """The bytes of a contiguous array as a flat uint8 view."""
     return array.reshape(-1).view(np.uint8)
 
 
 def _packing(q, k, begin):
-    """How many query heads of a KV head to take as one: where their rows together make up about a row tile.
+    """Number of query heads of a KV head to pack into one: all if one head has fewer rows than a row tile, else 1.
 
-    One product of many rows is faster than many of few.  Every head must see the same.
+    One product of many rows is faster than many products of few rows.  Packed heads must share their intervals.
     """
     per_kv = q.shape[1] // max(k.shape[1], 1)
     return per_kv if len(begin) == 1 and len(q) < tiles.ROWS else 1
 
 
 def _by_packed(array, packed, per_kv):
-    """Views of one shape, of an array (tokens, heads, ...) and of one (tokens * per_kv, KV heads, ...)."""
+    """Views of one shape (tokens, KV heads, per_kv, ...) of `array` and `packed`.
+
+    array: (tokens, heads, ...).  packed: (tokens * per_kv, KV heads, ...).
+    """
     tokens, heads, *dim = array.shape
     return (array.reshape(tokens, heads // per_kv, per_kv, *dim),
             packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2))
 
 
 def _pack(work, name, array, per_kv):
-    """(tokens, heads, ...) as (tokens * per_kv, KV heads, ...), a copy in a work array."""
+    """Copy an array (tokens, heads, ...) into a work array (tokens * per_kv, KV heads, ...)."""
     tokens, heads, *dim = array.shape
     packed = work(name, (tokens * per_kv, heads // per_kv, *dim), array.dtype)
     source, target = _by_packed(array, packed, per_kv)
@@ -49,19 +52,19 @@ def _pack(work, name, array, per_kv):
 
 
 def _unpack(array, packed, per_kv):
-    """Copy back what `_pack` has made of an array."""
+    """Copy `packed`, as `_pack` makes it, back into `array`."""
     target, source = _by_packed(array, packed, per_kv)
     target[...] = source
 
 
 def _some_tokens(array):
-    """Slices of the tokens of a partial's out, of `MERGED` numbers or one token each."""
+    """Slices that cover the tokens of a partial's out, each of at most `MERGED` elements or one token."""
     step = max(1, MERGED // max(1, array[:1].size))
     return (slice(start, start + step) for start in range(0, len(array), step))
 
 
 def _seen(all_rows, keys):
-    """Every panel that is seen, as its first key, one past its last, and what of it each row tile of a group sees."""
+    """Every panel that some row sees: (first key, end, [(group, row tile, lo, hi)]); the tile sees keys [lo, hi)."""
     for first in range(0, keys, PANEL):
         last = min(first + PANEL, keys)
         seen = [(g, rows, max(rows.lo, first), min(rows.hi, last))
@@ -71,19 +74,19 @@ def _seen(all_rows, keys):
 
 
 def _counted(meanwhile, all_rows, keys, per_group):
-    """What tiles of scores call before they are computed: `meanwhile`, with the share of the tiles done so far."""
+    """A callback to call before each score tile: it calls `meanwhile` with the fraction of the tiles done so far."""
     count = per_group * sum(-(-(hi - lo) // tiles.COLUMNS) for *_, seen in _seen(all_rows, keys) for *_, lo, hi in seen)
     number = itertools.count()
     return lambda: meanwhile(next(number) / count)
 
 
 def _merge(work, out, lse, out_b, lse_b):
-    """`NumpyBackend.merge` of some rows, in few calls: a token's partial is so small that calls are what it takes."""
-    weight = np.maximum(lse_b, LOWEST)             # where both are empty, -inf - -inf would be nan
+    """`NumpyBackend.merge` of some rows, in few NumPy calls: for one token's partial, call overhead dominates."""
+    weight = np.maximum(lse_b, LOWEST)             # if both are empty, -inf - -inf would be nan
     np.subtract(lse, weight, out=weight)
     np.exp(weight, out=weight)
     weight += 1
-    np.reciprocal(weight, out=weight)              # of out_b
+    np.reciprocal(weight, out=weight)              # the weight of out_b
     np.logaddexp(lse, lse_b, out=lse)
     out *= (1 - weight)[..., None]
     out += np.multiply(weight[..., None], out_b, out=work("product of merge", out.shape, out.dtype))
@@ -176,7 +179,7 @@ class NumpyBackend:
             for array, packed in zip((out, lse), partial):
                 _unpack(array, packed, per_kv)
             return
-        with np.errstate(all="ignore"):            # inf - inf and the like are answers here, not mistakes
+        with np.errstate(all="ignore"):            # NaN from inf - inf and the like is a valid result here
             for panel, work, look in self._panels(q, k, v, begin, end, out.dtype, meanwhile):
                 for rows, head, lo, hi in work:
                     tiles.forward(self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap,
@@ -226,9 +229,10 @@ class NumpyBackend:
                 dk[at], dv[at] = dk_panel, dv_panel
 
     def _panels(self, q, k, v, begin, end, dtype, meanwhile):
-        """Every panel of a KV head that is seen, with its work: row tile, query head and hull of what it sees.
+        """Yield (panel, work, callback) for every panel of a KV head that some row sees.
 
-        And what its tiles of scores call before they are computed.
+        work: [(row tile, query head, lo, hi)], where the row tile sees the panel's keys [lo, hi).
+        callback: to call before each score tile, or None.
         """
         per_kv, per_group = q.shape[1] // k.shape[1], q.shape[1] // len(begin)
         all_rows = [(g, rows) for g in range(len(begin)) for rows in row_tiles(begin[g], end[g])]
@@ -242,7 +246,7 @@ class NumpyBackend:
                               if head // per_group == g], look
 
     def _panel(self, name, source, dtype):
-        """Some keys of one head as a contiguous array of the accumulation dtype."""
+        """Keys of one head as a contiguous work array of `dtype`, the accumulation dtype."""
         panel = self._work(name, source.shape, dtype)
         widen(panel, source)
         return panel
@@ -278,7 +282,7 @@ class NumpyBackend:
     def sink(self, out, lse, sinks):
         with np.errstate(all="ignore"):
             for at in _some_tokens(out):
-                unseen = lse[at] == -np.inf        # such a row is 0 whatever its weight
+                unseen = lse[at] == -np.inf        # out of such a row is 0, whatever its weight
                 out[at] *= np.where(unseen, 1, 1 / (1 + np.exp(sinks - lse[at])))[..., None]
                 np.logaddexp(lse[at], sinks, out=lse[at])
 
@@ -288,10 +292,10 @@ class NumpyBackend:
             gradient[...] = -np.sum(weight * delta, axis=0, dtype=np.float64)
 
     def take(self, dst, src, rows, after=()):
-        np.take(src, rows, axis=0, out=dst, mode="clip")   # "raise" would buffer the whole result
+        np.take(src, rows, axis=0, out=dst, mode="clip")   # mode "raise" would buffer the whole result
 
     def copy(self, dst, src):
-        with np.errstate(all="ignore"):            # a narrower dtype may overflow or underflow
+        with np.errstate(all="ignore"):            # a cast to a narrower dtype may overflow or underflow
             np.copyto(dst, src, casting="same_kind")
 
     # Wire

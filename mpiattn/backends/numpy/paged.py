@@ -1,7 +1,7 @@
-"""Attention of a few queries over many keys that lie in pages, in NumPy: as fast as memory gives the keys.
+"""Attention of a few queries over many keys in pages, in NumPy.  Its speed is limited by memory bandwidth.
 
-A pool is (kv_heads, slots, dim), so that consecutive pages are one contiguous matrix for each KV head, whatever the
-page size.  Its query heads and queries are the rows of one product with that matrix: every key is read once.
+A pool is (kv_heads, slots, dim), so consecutive pages are one contiguous matrix for each KV head, for any page size.
+All queries and query heads of a KV head are the rows of one product with that matrix, so every key is read once.
 """
 
 import numpy as np
@@ -11,16 +11,16 @@ from . import tiles
 from .tiles import COLUMNS, ROWS, Panel, row_tiles
 from .widen import widen
 
-# Keys, of all KV heads together, that are copied at a time where they are scattered or of a narrower dtype: so many
-# that calls take little of the time, so few that they stay in a cache.
+# Scattered keys, or keys of a narrower dtype, are copied so many at a time, counted over all KV heads: enough to
+# amortize the calls, few enough to stay in cache.
 GATHER = 8192
-LONGEST = 8192      # keys of a score tile of few rows
+LONGEST = 8192      # maximum keys of a score tile with few rows
 
 
 def _groups(found, direct, most):
-    """Stretches one after another, cut and put together: pairs of a number of keys, `most` at most, and stretches.
+    """Cut and join slot ranges, in order, into groups of at most `most` keys: pairs (number of keys, slot ranges).
 
-    direct: whether a longer stretch is a group of its own, whole, to be read where it lies.
+    direct: whether a range of `most` or more keys is a group by itself, uncut, to be read in place.
     """
     group, count = [], 0
     for first, last in found:
@@ -42,7 +42,7 @@ def _groups(found, direct, most):
 
 
 def _matrix(work, name, pool, slots, dtype):
-    """The rows of KV heads' pools at some stretches, (heads, keys, dim) in `dtype`: a view if it can be one."""
+    """The rows of the pool in the slot ranges `slots`, (heads, keys, dim) in `dtype`: a view where possible."""
     if len(slots) == 1:
         gathered = pool[:, slots[0][0]:slots[0][1]]
     else:
@@ -59,12 +59,12 @@ def _matrix(work, name, pool, slots, dtype):
 
 
 def _columns(rows):
-    """Keys of a score tile of so many rows."""
+    """Keys of a score tile with `rows` rows."""
     return min(max(COLUMNS, ROWS * COLUMNS // rows), LONGEST)
 
 
 def _score_tiles(slots, columns):
-    """The stretches of the score tiles of a group: one of a single stretch is cut where it lies."""
+    """The slot ranges of each score tile of a group: a group of one range is cut, any other is one tile."""
     if len(slots) > 1:
         return [slots]
     first, last = slots[0]
@@ -72,14 +72,14 @@ def _score_tiles(slots, columns):
 
 
 def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile):
-    """Attention where every query sees all the keys: one product for all KV heads.
+    """Attention where every query sees all the keys, in one product for all KV heads.
 
-    Of few keys it takes a fraction of the time that a call for each head does.
+    With few keys this takes a fraction of the time of one call per head.
     """
     kv_heads, queries, dtype = len(keys), len(q), out.dtype
 
     def by_head(array):
-        """(queries, heads, ...) as (kv_heads, queries, heads of one, ...), a view."""
+        """A view (kv_heads, queries, heads per KV head, ...) of an array (queries, heads, ...)."""
         return array.reshape(queries, kv_heads, -1, *array.shape[2:]).swapaxes(0, 1)
     rows = queries * q.shape[1] // kv_heads
     query = work("q", (kv_heads, rows, q.shape[2]), dtype)
@@ -93,7 +93,7 @@ def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile
     for slots in (tile for _, group in groups for tile in _score_tiles(group, columns)):
         if meanwhile:
             meanwhile()
-        # keys and values one after the other, so that what is copied stays in the cache until it is used
+        # keys first, then values, so that each copy is still in cache when it is used
         panel = _matrix(work, "panel", keys, slots, dtype)
         score = work("score", (kv_heads, rows, panel.shape[1]), dtype)
         np.matmul(query, panel.swapaxes(1, 2), out=score)
@@ -119,7 +119,7 @@ def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile
 
 
 def _by_rows(work, rows, q, keys, values, found, first, out, lse, scale, softcap, meanwhile):
-    """Add keys, `first` and following, to the partial where rows see different ones: one KV head after another."""
+    """Add the keys from `first` on to the partial, one KV head at a time.  Rows may see different keys."""
     per_kv = q.shape[1] // len(keys)
     packed, columns = (len(q) * per_kv, -1), _columns(len(q) * per_kv)
     for kv_head in range(len(keys)):
@@ -142,7 +142,7 @@ def _by_rows(work, rows, q, keys, values, found, first, out, lse, scale, softcap
 
 
 def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, meanwhile=None):
-    """See `mpiattn.backends.base.Backend.attend_pages`; work(name, shape, dtype): a work array."""
+    """See `mpiattn.backends.base.Backend.attend_pages`; work(name, shape, dtype) returns a work array."""
     out.fill(0)
     lse.fill(-np.inf)
     per_kv = q.shape[1] // len(keys)
@@ -151,7 +151,7 @@ def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale,
         return
     lo, hi = min(tile.lo for tile in rows), max(tile.hi for tile in rows)
     common_lo, common_hi = int(begin.max()), int(end.min())
-    if common_lo >= common_hi:       # windows that do not overlap, queries that see nothing
+    if common_lo >= common_hi:       # windows do not overlap, or some query sees no key
         common_lo = common_hi = lo
     else:
         found = stretches(pages, page_size, common_lo, common_hi)

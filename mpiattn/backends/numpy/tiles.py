@@ -1,19 +1,19 @@
-"""Row tiles of block attention in NumPy: what one head's rows do with a panel of keys, forward and backward.
+"""Row tiles of block attention in NumPy: one head's rows against a panel of keys, forward and backward.
 
-FlashAttention's online softmax, tile by tile: key tiles that no row of a row tile sees are skipped, those that all
-its rows see whole take the short way, only the rest are masked.  Nothing of the size of queries times keys is made.
+This is FlashAttention's online softmax, tile by tile.  Key tiles that no row of the row tile sees are skipped, tiles
+that every row sees in full need no mask, and only the rest are masked.  No array of size queries x keys is made.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-# A score tile of 256 x 1024 float32 is a megabyte, so that the passes over it stay in a core's L2 cache.
+# A score tile of 256 x 1024 float32 takes 1 MiB, so the passes over it stay in a core's L2 cache.
 ROWS, COLUMNS = 256, 1024
 
 
 class Panel(NamedTuple):
-    """Consecutive keys of one KV head from `first` on, contiguous and in the dtype of accumulation."""
+    """Consecutive keys of one KV head from `first` on, contiguous and in the accumulation dtype."""
 
     first: int
     kv_head: int
@@ -22,7 +22,7 @@ class Panel(NamedTuple):
 
 
 class RowTile:
-    """Consecutive rows with their intervals, and the hull [lo, hi) of what any of them sees."""
+    """Consecutive rows with their intervals, and the hull [lo, hi) of the keys that any of them sees."""
 
     def __init__(self, at, begin, end):
         self.at, self.begin, self.end = at, begin[at], end[at]
@@ -33,7 +33,7 @@ class RowTile:
         self.full_from, self.full_to = int(self.begin.max()), int(self.end.min())
 
     def hidden(self, work, start, stop):
-        """Which of the keys [start, stop) each row does not see, in a work array; None if every row sees all."""
+        """Mask (rows, keys) of those keys [start, stop) that a row does not see, a work array; None if it is empty."""
         if self.full_from <= start and stop <= self.full_to:
             return None
         columns = np.arange(start, stop, dtype=np.int32)
@@ -44,15 +44,15 @@ class RowTile:
 
 
 def row_tiles(begin, end):
-    """The row tiles that see anything."""
+    """The row tiles that see at least one key."""
     tiles = (RowTile(slice(start, min(start + ROWS, len(begin))), begin, end) for start in range(0, len(begin), ROWS))
     return [tile for tile in tiles if tile.lo < tile.hi]
 
 
 def _add_product(work, acc, weight, matrix, hidden, product):
-    """acc += weight @ matrix, `product` a work array of acc's shape.
+    """acc += weight @ matrix; `product` is a work array of acc's shape.
 
-    hidden: pairs of weight that are masked, or None; their weight is 0, but 0 * NaN must not reach acc.
+    hidden: mask of weight's masked pairs, or None.  Their weight is 0, but 0 * NaN must not reach acc.
     """
     finite = True if hidden is None else np.isfinite(matrix, out=work("finite", matrix.shape, "bool")).all(axis=1)
     if np.all(finite):
@@ -66,7 +66,7 @@ def _add_product(work, acc, weight, matrix, hidden, product):
 
 
 def _scores(work, rows, query, panel, start, stop, softcap):
-    """Scores of a row tile and the keys [start, stop), and tanh of them where they are capped; hidden pairs."""
+    """(scores, hidden) of a row tile and the keys [start, stop).  With a softcap, scores are tanh(score / softcap)."""
     score = work("score", (rows.count, stop - start), query.dtype)
     np.matmul(query, panel.keys[start - panel.first:stop - panel.first].T, out=score)
     if softcap is not None:
@@ -84,7 +84,7 @@ def _query(work, rows, q, scale, dtype):
 def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=None, columns=COLUMNS):
     """Add the keys [lo, hi) of a panel to the partial (out, lse) of one head's row tile.
 
-    q, out, lse: of the head.  work(name, shape, dtype): a work array.  columns: keys of a score tile.
+    q, out, lse: all rows of the head.  work(name, shape, dtype) returns a work array.  columns: keys of a score tile.
     """
     at, dtype = rows.at, out.dtype
     query = _query(work, rows, q, scale, dtype)
@@ -92,7 +92,7 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
     product = work("product", acc.shape, dtype)
     np.copyto(acc, out[at])
     top = lse[at].copy()
-    total = (top != -np.inf).astype(dtype)         # acc is normalised: its weights sum to 1, or 0 if empty
+    total = (top != -np.inf).astype(dtype)         # acc is normalised: its weights sum to 1, or to 0 if it is empty
     for start in range(lo, hi, columns):
         if meanwhile:
             meanwhile()
@@ -119,10 +119,10 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
 
 def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_panel, dv_panel, lo, hi,
              meanwhile=None):
-    """Add what one head's row tile and the keys [lo, hi) of a panel contribute to dq, dk_panel and dv_panel.
+    """Add the gradients of one head's row tile with the keys [lo, hi) of a panel to dq, dk_panel and dv_panel.
 
     With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dQ += scale * dS @ K and
-    dK += scale * dS.T @ Q; the cap multiplies dS by 1 - tanh^2.
+    dK += scale * dS.T @ Q.  The softcap multiplies dS by 1 - tanh^2.
     """
     at, dtype = rows.at, dq.dtype
     query = _query(work, rows, q, scale, dtype)

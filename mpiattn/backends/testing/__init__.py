@@ -1,1 +1,1 @@
-"""Back ends for tests: late as a GPU, emulating one, or as fast as is asked."""
+"""Back ends for tests: one runs late as a GPU does, one emulates a GPU, one runs at a given speed."""

@@ -1,9 +1,9 @@
-"""A test-only back end that runs late: what fails on it would fail on a GPU.
+"""A test-only back end that runs late: code that orders launches wrongly on a GPU fails here too.
 
-Launches wait in one thread, copies to the wire in a second and from it in a third, each with a random delay; copies
-are made piece by piece, those to the wire in any order.  Launches do not call `meanwhile`, since MPI is the calling
-thread's alone.  A buffer that is not ready, or was given back, holds NaN; writing to one that MPI is still sending
-raises.  Results are those of the NumPy back end, bit for bit.
+Launches run in one thread, copies to the wire in a second and copies from it in a third, each after a random delay.
+Copies are made piece by piece; those to the wire in random order.  Launches do not call `meanwhile`, because only the
+calling thread may call MPI.  A buffer that is not ready, or was released, holds NaN.  Writing to a buffer that MPI is
+still sending raises.  Results equal those of the NumPy back end bit for bit.
 """
 
 import random
@@ -16,13 +16,13 @@ import numpy as np
 from ..base import WireBytes
 from ..numpy.backend import NumpyBackend, flat
 
-LONGEST_DELAY = 2e-3      # seconds, of an array's copy or a launch
+LONGEST_DELAY = 2e-3      # seconds, for the copy of an array or for a launch
 PIECE = 4096              # bytes
-NAN = 0xFF                # a byte of one, in every dtype
+NAN = 0xFF                # a byte that makes NaN in every dtype if all bytes have it
 
 
 class DeferredBackend(NumpyBackend):
-    """NumPy, as asynchronous as a GPU; see the module."""
+    """The NumPy back end, as asynchronous as a GPU; see the module."""
 
     name = "deferred"
 
@@ -33,7 +33,7 @@ class DeferredBackend(NumpyBackend):
         self._delays = random.Random(0)
         self._sending = []
         self._arriving = {}
-        self._failure = None                   # the first; from then on every wait raises it
+        self._failure = None                   # the first failure; every later wait raises it
 
     def empty(self, shape, dtype):
         array = super().empty(shape, dtype)

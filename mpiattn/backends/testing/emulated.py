@@ -1,6 +1,7 @@
-"""A test-only back end that runs the CUDA kernels' sources on the CPU, compiled under kernels/emulation.
+"""A test-only back end that runs the sources of the CUDA kernels on the CPU, compiled with kernels/emulation.
 
-It shows that kernels are right, and nothing about their speed.  It needs a C++ compiler: $CXX, c++, g++ or clang++.
+It tests that kernels are correct and says nothing about their speed.  It needs a C++ compiler: $CXX, c++, g++ or
+clang++.
 """
 
 import ctypes
@@ -23,28 +24,28 @@ from ..numpy.backend import NumpyBackend
 from .deferred import DeferredBackend
 
 COMPILERS = ("c++", "g++", "clang++")
-# Shadow stacks and fortified longjmp take a change of fiber for an attack.
+# Shadow stacks and fortified longjmp would abort on a switch between fibers.
 OPTIONS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE",
            "-Wno-unknown-pragmas")
-GRID_LIMIT = 65535              # of CUDA, for all dimensions but the first
-PROCESSORS = 3                  # as if a GPU had so many, which decides how finely decoding splits the keys
+GRID_LIMIT = 65535              # CUDA's limit for the second and third dimension of a grid
+PROCESSORS = 3                  # multiprocessors of the emulated GPU; sets into how many splits decoding cuts the keys
 
 _C_TYPES = {np.int32: ctypes.c_int, np.int64: ctypes.c_longlong, np.float32: ctypes.c_float}
 
 
 def compiler():
-    """Path of a C++ compiler, or None."""
+    """Path of a C++ compiler; None if there is none."""
     return next(filter(None, map(shutil.which, (*filter(None, [os.environ.get("CXX")]), *COMPILERS))), None)
 
 
 def cache_dir():
-    """Where compiled kernels are kept: $XDG_CACHE_HOME/mpiattn or ~/.cache/mpiattn."""
+    """Folder of compiled kernels, in $XDG_CACHE_HOME/mpiattn or ~/.cache/mpiattn."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpiattn" / "emulated"
 
 
 @cache
 def _environment():
-    """What compiled kernels depend on besides their source: the emulation and the compiler."""
+    """What compiled kernels depend on besides their source: compiler, its options, and the emulation's files."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     folder = kernel_dir() / "emulation"
     return version, *OPTIONS, *(path.read_text() for path in sorted(folder.iterdir()))
@@ -52,7 +53,7 @@ def _environment():
 
 @contextmanager
 def _in_turn(path):
-    """Processes that hold this lock file one after another, where the file system has locks."""
+    """Hold a lock file in the body, so that processes take turns; no lock if the file system has none."""
     with open(path, "w") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -61,7 +62,7 @@ def _in_turn(path):
 
 def _compile(kernel, target):
     emulation = kernel_dir() / "emulation"
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:         # ranks of other hosts may compile the same
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:         # ranks on other hosts may compile the same
         made = Path(folder) / target.name
         command = [compiler(), *OPTIONS, f"-I{emulation}", f"-I{kernel_source.path('')}",
                    f'-DSOURCE="{kernel.file}"', f"-DKERNEL={kernel.name}", *kernel.options(),
@@ -74,11 +75,11 @@ def _compile(kernel, target):
 
 @cache
 def library(kernel):
-    """A compiled kernel, from the cache or compiled into it."""
+    """The entry function of a compiled kernel, from the cache or compiled into it."""
     target = cache_dir() / f"{kernel.name}-{kernel_source.digest(kernel, *_environment())}.so"
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _in_turn(target.with_suffix(".lock")):                        # one rank compiles it for all
+        with _in_turn(target.with_suffix(".lock")):                        # one rank compiles for all
             if not target.is_file():
                 _compile(kernel, target)
     function = ctypes.CDLL(str(target)).emulate
@@ -87,12 +88,12 @@ def library(kernel):
 
 
 class EmulatedBackend(KernelLaunches, NumpyBackend):
-    """The kernels on NumPy arrays, one thread block after the other; every launch is complete when it returns."""
+    """The kernels on NumPy arrays, one thread block after another; a launch is complete when it returns."""
 
     name = "emulated"
     processors = PROCESSORS
     architecture = 90
-    descending = False                  # the order in which the warps of a block run
+    descending = False                  # whether the warps of a block run in descending order
 
     @classmethod
     def missing(cls):
@@ -116,7 +117,7 @@ class EmulatedBackend(KernelLaunches, NumpyBackend):
 
 
 class DeferredEmulatedBackend(DeferredBackend, EmulatedBackend):
-    """The emulation as late as `mpiattn.backends.testing.deferred` makes it."""
+    """The emulation with the delays of `mpiattn.backends.testing.deferred`."""
 
     name = "deferred-emulated"
 

@@ -1,9 +1,9 @@
-"""A back end that computes with NumPy and takes the time of a slower machine: for tests of how transfers hide.
+"""A back end that computes with NumPy and takes the time of a slower machine, to test how compute hides transfers.
 
-Ranks that share a few cores cannot compute side by side, but they can sleep side by side.  Each launch of a block is
-really computed, and then sleeps until the time that its work takes at a given speed has passed, while MPI goes on
-moving messages.  Waiting ranks nap between two looks at their messages, which is all the latency that they have in
-common.  The results are right; every figure of time is of emulated compute, and has to be called so.
+Ranks that share a few cores cannot compute in parallel, but they can sleep in parallel.  Each block launch computes its
+result, and then sleeps until its operations would be done at the given speed, while MPI goes on moving messages.
+Waiting ranks sleep between two tests of their messages; that is the only latency all share.  Results are correct.
+Every timing is of emulated compute, and must be reported as such.
 """
 
 import time
@@ -14,17 +14,18 @@ import numpy as np
 from ...errors import ArgumentError
 from ..numpy.backend import NumpyBackend
 
-SLACK = 0.1             # a launch begins when the one before has ended, if no later than this share of its time
-NAP = 2.0               # milliseconds between two looks at the messages, where none are given
-BACKWARD = 2.5          # five matrix products of a block against two
+SLACK = 0.1             # a launch later than the end of the one before by less than this share of its time starts there
+NAP = 2.0               # milliseconds between two tests of the messages, unless given
+BACKWARD = 2.5          # a block takes five matrix products backward, two forward
 
 
 class PacedBackend(NumpyBackend):
-    """NumPy at `gflops` billion operations a second: 2 (head_dim + value_dim) a pair and head, 2.5 times that backward.
+    """NumPy at `gflops` billion operations per second.
 
-    nap: milliseconds between two looks at the messages.
+    A block takes 2 (head_dim + value_dim) operations per pair and head forward, and 2.5 times that backward.
+    nap: seconds between two tests of the messages.
 
-    The time for a launch starts when the one before it was over, so that waking up late does not add up.
+    The time of a launch starts at the end of the one before it, so that late wake-ups do not accumulate.
     """
 
     def __init__(self, name):
@@ -35,9 +36,9 @@ class PacedBackend(NumpyBackend):
 
     @staticmethod
     def parse(name):
-        """The billions of operations a second and milliseconds of a nap of "paced:GFLOPS[:MS]".
+        """(billion operations per second, milliseconds of a nap) from "paced:GFLOPS[:MS]".
 
-        Raises ArgumentError.
+        Raises ArgumentError for any other form.
         """
         try:
             gflops, nap = ([float(number) for number in name.split(":")[1:]] + [NAP])[:2]
@@ -49,7 +50,7 @@ class PacedBackend(NumpyBackend):
         return gflops, nap
 
     def idle(self):
-        time.sleep(self.nap)   # a machine of its own would not take the core from the others while it waits
+        time.sleep(self.nap)   # a rank with its own machine would not take a core from the others while it waits
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         with self._paced(self._flops(q, v, begin, end), meanwhile):
@@ -69,7 +70,7 @@ class PacedBackend(NumpyBackend):
                                     meanwhile)
 
     def _flops(self, q, v, begin, end):
-        pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))        # of every group of heads
+        pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))        # over all groups of heads
         return 2 * (q.shape[2] + v.shape[2]) * pairs * (q.shape[1] // len(begin))
 
     @contextmanager
