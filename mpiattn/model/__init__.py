@@ -1,1 +1,1 @@
-"""What a pass costs on a machine: its traffic, memory and time, and the search for the best plan."""
+"""Predicted traffic, memory and time of a pass on a machine, and the search for the best plan."""

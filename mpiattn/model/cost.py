@@ -1,4 +1,4 @@
-"""What the greedy algorithm has to know of costs: how many blocks hide one transfer (arXiv 2512.20968, section 3)."""
+"""Costs for the greedy algorithm: number of blocks that hide one transfer (arXiv 2512.20968, section 3)."""
 
 import numpy as np
 
@@ -12,18 +12,18 @@ from .machine import DEFAULT
 from .simulate import nodes_of
 
 SCHEDULES = ("greedy", "collective")
-# How many steps before the one that needs it a chunk may come: as long as the link is busy it does not matter, and
-# every step ahead takes a buffer.
+# Steps by which a transfer may be posted ahead of its own.  More gain nothing while the link is busy, and every step
+# ahead takes a buffer.
 AHEAD = 2
 
 
 def block_seconds(problem, ranks, machine, direction="forward"):
-    """Seconds of one block of an even mesh, the work of the mask spread evenly over the blocks."""
+    """Mean seconds of one block: even chunks, and the work of the mask spread evenly over all blocks."""
     return machine.launch + machine.compute(problem.flops / ranks ** 2, problem.dtype, direction)
 
 
 def transfer_seconds(problem, a, b, machine, direction="forward", nodes=None):
-    """Seconds of one hop, by kind: between nodes where any row (any column) spans several."""
+    """Seconds of one hop, by kind.  The link between nodes is used if any row (or column) spans several nodes."""
     nodes = np.reshape(nodes_of(a * b, machine) if nodes is None else nodes, (b, a))
     spans = {True: (nodes != nodes[:1]).any(), False: (nodes != nodes[:, :1]).any()}
     tokens = {True: problem.seqlen_k / (a * b), False: problem.seqlen / (a * b)}
@@ -36,7 +36,7 @@ def transfer_seconds(problem, a, b, machine, direction="forward", nodes=None):
 
 
 def transfer_costs(problem, a, b, machine, direction="forward", nodes=None):
-    """The costs c of Algorithm 2: how many blocks hide one transfer of each kind."""
+    """The costs c of Algorithm 2: number of blocks that hide one transfer of each kind."""
     block = block_seconds(problem, a * b, machine, direction)
     return Costs(*(seconds / block for seconds in transfer_seconds(problem, a, b, machine, direction, nodes).values()))
 
@@ -44,8 +44,9 @@ def transfer_costs(problem, a, b, machine, direction="forward", nodes=None):
 def build(kind, a, b, route, problem, machine=DEFAULT, direction="forward", nodes=None, ahead=AHEAD, overlap=True):
     """The schedule of a kind, "greedy" or "collective", for a tile.
 
-    nodes: the node of every rank of the mesh, see `model.simulate`.  overlap: whether a step may have both transfers
-    and blocks; without it no transfer is posted ahead either.
+    nodes: the node of every rank of the mesh; default as in `model.simulate`.
+    overlap: whether a step may have both transfers and blocks.  If False, no transfer is posted ahead either.
+    Raises ArgumentError.
     """
     if kind not in SCHEDULES:
         raise ArgumentError(f"schedule is {kind!r}; it may be {', '.join(SCHEDULES)} or auto")

@@ -1,4 +1,4 @@
-"""A machine, as far as predicting the time of a schedule takes it: links inside and between nodes, and blocks."""
+"""The machine model behind predicted times: links inside and between nodes, and the speed of blocks."""
 
 import json
 import os
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from ..errors import ArgumentError
 from ..schedule.reduction import WAYS
 
-# Matrix products of a block, of which a forward pass takes two and a backward pass five.
+# Work of a block in units of a forward one, which takes two matrix products; a backward one takes five.
 PRODUCTS = {"forward": 1.0, "backward": 2.5}
 
 
 class Link(NamedTuple):
-    """What joins two ranks.
+    """The link between two ranks.
 
-    latency: seconds a message takes besides its bytes.  bandwidth: bytes a second that one rank sends while it
-    receives as much and all others do so too.  overlap: the share of a transfer that goes on while the rank computes;
-    less than 1 where the cores have to move the bytes.
+    latency: seconds per message, in addition to its bytes.
+    bandwidth: bytes a second that a rank sends while it receives at the same rate and all other ranks do the same.
+    overlap: share of a transfer that proceeds while the rank computes; below 1 if the cores have to move the bytes.
     """
 
     latency: float
@@ -25,26 +25,46 @@ class Link(NamedTuple):
     overlap: float = 1.0
 
     def seconds(self, nbytes, messages=1):
-        """Seconds of a transfer."""
+        """Seconds of a transfer of `nbytes` bytes in `messages` messages."""
         return messages * self.latency + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal ranks.
+    """A cluster of equal nodes with equal ranks, from which times of plans are predicted.
 
-    ranks_per_node: ranks (GPUs) of a node.
-    inside, between: links of ranks on one node and on two.
-    node_bandwidth: bytes a second that all ranks of a node together send to others; None where each has its own card.
-    flops: floating-point operations a second of block attention, by dtype.  A block's are 2 (head_dim + value_dim) of
-        every attended pair and head forward, 2.5 times that backward.
-    backward: speed of backward blocks in units of `flops`.
-    launch: seconds a block takes besides its work.
-    merging: bytes of partials a second that a rank merges into its own.
-    collective: time of MPI's collectives in units of that of messages between pairs with the same bytes.
-    combining: for ways of combining partials (`schedule.reduction.WAYS`), pairs of a partial's bytes, increasing, and
-        the seconds that were measured over those that the links let expect; what is not there takes these.
-    assumes: where the figures are from, for people.
+    Parameters
+    ----------
+    name : str
+        Name of the machine.
+    inside, between : Link
+        Links of two ranks on one node and on two nodes: (latency in seconds, bandwidth in bytes a second, overlap).
+        overlap is the share of a transfer that proceeds while the rank computes, default 1.
+    flops : dict of str to float
+        By dtype, floating-point operations a second of block attention.  A block has 2 (head_dim + value_dim) for every
+        attended pair and head forward, and 2.5 times as many backward.
+    ranks_per_node : int, default 1
+        Ranks (GPUs) of a node.
+    node_bandwidth : float, default None
+        Bytes a second that all ranks of a node together send to other nodes.  None if each rank has its own card.
+    backward : float, default 1.0
+        Speed of backward blocks in units of `flops`.
+    launch : float, default 50e-6
+        Seconds of a block in addition to its work.
+    merging : float, default 2e9
+        Bytes a second of partials that a rank merges into its own.
+    collective : float, default 1.0
+        Time of MPI's collectives in units of the time of pairwise messages with the same bytes.
+    combining : dict, default {}
+        By algorithm that combines partials ("allreduce", "butterfly", "levels"), pairs (bytes of a partial, measured
+        seconds / seconds predicted from the links), bytes increasing.  The factor of a missing algorithm is 1.
+    assumes : str, default ""
+        Where the figures come from, in words.
+
+    Raises
+    ------
+    ArgumentError
+        On this rank alone.
     """
 
     name: str
@@ -82,10 +102,24 @@ class Machine:
             raise ArgumentError("the machine has no flops; it needs those of one dtype at least")
 
     def compute(self, flops, dtype, direction="forward"):
-        """Seconds of blocks with that many operations in a forward pass; any array of them.
+        """Seconds of blocks, from the operations that they take forward.
 
-        A dtype whose speed is not known is taken to be as fast as the nearest that is wider, else half as fast as the
-        widest.
+        If the speed of float16 or bfloat16 is unknown, that of the other is used, else that of float32.  Otherwise an
+        unknown speed is half the lowest known one.
+
+        Parameters
+        ----------
+        flops : float or ndarray
+            Floating-point operations of the forward pass, also if direction is "backward".
+        dtype : str
+            dtype of the inputs.
+        direction : str, default "forward"
+            "forward" or "backward".
+
+        Returns
+        -------
+        float or ndarray of the shape of flops
+            Seconds.
         """
         speed = self.flops.get(dtype)
         if speed is None:
@@ -96,7 +130,17 @@ class Machine:
         return flops * PRODUCTS[direction] / (speed * (self.backward if backward else 1))
 
     def paced(self, flops):
-        """The same with blocks of a known speed in every dtype and pass."""
+        """A copy of the machine with one speed of blocks for every dtype and pass.
+
+        Parameters
+        ----------
+        flops : float
+            Floating-point operations a second.
+
+        Returns
+        -------
+        Machine
+        """
         return replace(self, flops=dict.fromkeys(("float16", "bfloat16", "float32", "float64"), flops), backward=1.0)
 
     def __str__(self):
@@ -110,16 +154,46 @@ class Machine:
         return f"Gflop/s: {speeds}; {self.launch * 1e6:.3g} us a block; {', '.join(told)}{shared}"
 
     def with_ranks(self, ranks_per_node):
-        """The same with another number of ranks a node."""
+        """A copy of the machine with another number of ranks per node.
+
+        Parameters
+        ----------
+        ranks_per_node : int
+
+        Returns
+        -------
+        Machine
+        """
         return replace(self, ranks_per_node=ranks_per_node)
 
     def as_dict(self):
-        """For JSON."""
+        """The machine as a dict that JSON can hold.
+
+        Returns
+        -------
+        dict
+        """
         return {**asdict(self), "inside": self.inside._asdict(), "between": self.between._asdict()}
 
     @classmethod
     def from_dict(cls, data, name="machine"):
-        """The machine that `as_dict` wrote; raises ArgumentError, which says what is wrong."""
+        """The machine of a dict from `as_dict`.
+
+        Parameters
+        ----------
+        data : dict
+        name : str, default "machine"
+            What error messages call it.
+
+        Returns
+        -------
+        Machine
+
+        Raises
+        ------
+        ArgumentError
+            On this rank alone.
+        """
         known = {one.name for one in fields(cls)}
         try:
             unknown = set(data) - known
@@ -142,8 +216,9 @@ DEFAULT = Machine("default", inside=Link(2e-6, 5e9, overlap=0.0), between=Link(1
                   flops={"float32": 60e9, "float64": 30e9},
                   assumes="one core a rank and its share of a 100 Gb/s link; run `mpiattn tune` to measure yours")
 
-# Datasheets: 400 Gb/s are 50 GB/s each way, NVLink 4 is 450 GB/s each way; of both, 80 % for messages of megabytes.
-# Blocks: FlashAttention-2's published forward and backward of head_dim 128 on an H100, float32 by its TF32 cores.
+# Links, from datasheets: 400 Gb/s are 50 GB/s each way, NVLink 4 has 450 GB/s each way.  Messages of megabytes are
+# assumed to reach 80 % of both.
+# Blocks: published figures of FlashAttention-2 on an H100, forward and backward, head_dim 128; float32 on TF32 cores.
 H100 = Machine("h100", inside=Link(10e-6, 360e9), between=Link(15e-6, 40e9), ranks_per_node=8,
                flops={"float16": 400e12, "bfloat16": 400e12, "float32": 120e12, "float64": 40e12}, backward=0.8,
                launch=10e-6, merging=1e12,
@@ -154,11 +229,11 @@ BUILT_IN = {machine.name: machine for machine in (DEFAULT, H100)}
 
 
 def load(path):
-    """The machine of a JSON file, or a built-in one by name, or itself; raises ArgumentError."""
+    """The `Machine` of a JSON file or of a built-in name; a `Machine` is returned as it is.  Raises ArgumentError."""
     if isinstance(path, Machine):
         return path
     try:
-        name = os.fspath(path)                       # what is no path would be taken for a file that is open
+        name = os.fspath(path)                       # open() would take an int for a file descriptor
         if name in BUILT_IN:
             return BUILT_IN[name]
         with open(name) as file:

@@ -7,8 +7,9 @@ from ..schedule.travels import held_bytes, size_of
 def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
     """Bytes of a plan's buffers for a pass whose chunks hold up to q_tokens and k_tokens tokens.
 
-    The slots of the schedule, one accumulator #0 of each reduced kind and, for a fused launch, the chunk's own place
-    in the arenas and, unless the layout is contiguous, what columns move once more in order of position.
+    Counted are the slots of the schedule, one accumulator #0 of each reduced kind, and the copies of partials that are
+    cast for the wire.  A fused launch adds the rank's own chunk to each arena.  Unless the layout is contiguous, it
+    also holds the arrays that move in columns a second time, sorted by position.
     """
     slots, fused = schedule.slots, any(step.fused for step in schedule.steps)
     arrays, total = shapes(problem, schedule.direction), 0
@@ -29,15 +30,15 @@ def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
 
 
 def chunk_bytes(problem, q_tokens, k_tokens):
-    """Bytes of a rank's own q, k, v and its result, and of q, k, v once more where a batch is folded into heads."""
+    """Bytes of a rank's own q, k, v and its result; q, k, v count twice if a batch is folded into the heads."""
     inputs = q_tokens * held_bytes(problem, Q) + k_tokens * held_bytes(problem, K, V)
     return inputs * (1 if problem.batch == 1 else 2) + q_tokens * held_bytes(problem, OUT, LSE)
 
 
 def gradient_bytes(problem, q_tokens, k_tokens):
-    """Bytes that a backward pass needs besides its buffers: dout, dq, dk, dv, and what the plan keeps for it.
+    """Bytes that a backward pass needs besides its buffers: dout, dq, dk, dv, and the copies that the plan keeps.
 
-    These are delta, lse and dlse with tokens first and, of a batch, dout and out.
+    The copies are delta, lse and dlse with tokens first and, with a batch above 1, dout and out folded.
     """
     folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 else 0
     return (q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + folded)

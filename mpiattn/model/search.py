@@ -1,6 +1,6 @@
-"""The choice of tile, schedule, route and layout by predicted time: the paper's loop over every factorisation of n.
+"""The choice of tile, schedule, route and layout by predicted time.  Pure arithmetic.
 
-(Mesh-Attention, arXiv 2512.20968, section 3.)  Pure arithmetic.
+This is the paper's loop over every factorisation of the number of ranks (Mesh-Attention, arXiv 2512.20968, section 3).
 """
 
 from typing import NamedTuple
@@ -15,20 +15,25 @@ from .machine import DEFAULT
 from .simulate import simulate
 from .workload import Load, block_pairs
 
-# Which passes a choice is made for.
+# The passes that a plan is optimised for.
 DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
-# Layouts that "auto" may take, the simplest first: it is taken where another is no faster.
+# Layouts that "auto" may choose, simplest first: the earlier wins a tie.
 AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
-# Predicted times that differ by no more than this share are the same: the model knows no better, and bytes are exact.
+# Predicted times within this share of the least count as equal, because the model is no more accurate.  Exact bytes
+# decide then.
 SAME_TIME = 0.05
 
 
 class Choice(NamedTuple):
-    """A tile, a schedule kind, a route and a layout, with what they are predicted to need.
+    """A tile, a schedule kind, a route and layouts, with their predicted costs.
 
-    layouts: of queries and of keys.  ahead: how many steps ahead transfers may be posted.  balance: work of the busiest
-    rank over the mean.  seconds: of the passes asked for.  waiting: the share of them that a rank waits, mean over
-    ranks.  sent: bytes that a rank sends in each pass by kind, mean over ranks.  nbytes: memory of the largest rank.
+    layouts: of queries and of keys.
+    ahead: how many steps ahead transfers may be posted.
+    balance: work of the busiest rank / mean work.
+    seconds: predicted time of all passes of the direction.
+    waiting: share of that time that a rank waits, mean over ranks.
+    sent: {direction: {kind: bytes that a rank sends, mean over ranks}}.
+    nbytes: bytes of memory on the rank that needs the most.
     """
 
     a: int
@@ -45,14 +50,15 @@ class Choice(NamedTuple):
 
     @property
     def sent_bytes(self):
-        """Bytes that a rank sends in all."""
+        """Bytes that a rank sends in all passes, mean over ranks."""
         return sum(sum(kinds.values()) for kinds in self.sent.values())
 
 
 def layouts(argument, problem, ranks):
-    """The pairs of layouts, of queries and of keys, that an argument leaves to choose from.
+    """The pairs of layouts, (of queries, of keys), that an argument allows.  Raises ArgumentError.
 
-    argument: a kind, "auto", a `Layout` or a pair of them.  Where every query sees every key, all kinds are alike.
+    argument: a kind, "auto", a `Layout` or a pair of them.  "auto" without a mask allows "contiguous" only, because all
+        kinds balance equally well then.
     """
     if isinstance(argument, str):
         if argument not in (*KINDS, "auto"):
@@ -70,9 +76,10 @@ def layouts(argument, problem, ranks):
 
 
 def routes(route, problem, machine):
-    """The routes that an argument leaves to choose from; raises ArgumentError where partials cannot take it.
+    """The routes that an argument allows.  Raises ArgumentError.
 
-    Both send the same bytes as far, but where the ranks of a node share its card: neighbors cross less often.
+    "auto" considers the ring route only if the ranks of a node share its card: neighbours cross nodes less often.
+    Otherwise both routes cost the same.  Partials that are rounded for the wire cannot take the ring route.
     """
     if route not in (*ROUTES, "auto"):
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}, auto")
@@ -87,14 +94,17 @@ def routes(route, problem, machine):
 
 def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, pairs=None, machine=DEFAULT,
              direction="forward", nodes=None, overlap=True, max_memory=None):
-    """Every tile (or those of `shapes`) with every schedule kind, route and pair of layouts as a Choice, best first.
+    """A `Choice` for every combination of tile, schedule kind, route and pair of layouts, best first.
 
-    pairs: of layouts, those of queries and of keys; default those of "auto".  direction: of DIRECTIONS.  nodes: the
-    node of every rank, see `model.simulate`.  overlap: see `model.cost.build`.  max_memory: bytes; then all that
-    needs more comes last, and transfers are posted as far ahead as they may be within it.
+    shapes: the tiles (a, b) to try, default all.
+    pairs: pairs of layouts (of queries, of keys), default those that "auto" allows.
+    direction: a key of DIRECTIONS.
+    nodes: the node of every rank; default as in `model.simulate`.
+    overlap: as in `model.cost.build`.
+    max_memory: bytes a rank.  Choices that need more come last.  Transfers are posted ahead only as far as it allows.
 
-    Best is the least predicted time; among those that are as fast within SAME_TIME, the fewest bytes sent, then
-    the least memory, then the first layout.
+    The best choice has the least predicted time.  Times within SAME_TIME of the least are equal; then the fewest bytes
+    sent decide, then the least memory, then the first layout.  Raises ArgumentError.
     """
     if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int) or max_memory <= 0):
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a positive number of bytes, or None")
@@ -125,7 +135,7 @@ def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, 
 
 
 def check_memory(choices, max_memory):
-    """Raise ArgumentError unless the best of the choices needs no more than max_memory bytes on any rank; or None."""
+    """Raise ArgumentError if the best choice needs more than max_memory bytes on any rank; None for no limit."""
     if max_memory is not None and choices[0].nbytes > max_memory:
         least = min(choices, key=lambda choice: choice.nbytes)
         raise ArgumentError(f"max_memory is {max_memory} bytes a rank; the least that these arguments leave to choose "
@@ -134,7 +144,7 @@ def check_memory(choices, max_memory):
 
 
 def times_as_long(seconds, fastest):
-    """How many times as long as the fastest; 1 where neither takes any time."""
+    """The ratio seconds / fastest; 1 if the fastest takes no time."""
     return seconds / fastest if fastest else 1.0
 
 

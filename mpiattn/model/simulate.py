@@ -1,9 +1,9 @@
-"""Runs a schedule on a described machine, with no MPI: when every step and transfer of every rank begins and ends.
+"""Simulates a schedule on a machine model: begin and end of every step and transfer on every rank.  No MPI.
 
-A rank posts its transfers in the order of the schedule, its step's at once and others ahead while fewer than two are
-under way, as the executor does. A transfer begins when both ends have posted it and both links are free: a link serves
-one transfer after another. A step ends when its blocks are done and its transfers complete and merged. All ranks are
-computed at once, with what the masks leave each of them to do.
+A rank posts transfers in the order of the schedule, as the executor does: those of the current step at once, later ones
+while fewer than two are in flight.  A transfer begins when both ends have posted it and both links are free, since a
+link serves one transfer at a time.  A step ends when its blocks are done and its transfers complete and merged.  All
+ranks are simulated together, each with the work and transfers that the mask leaves it.
 """
 
 import numpy as np
@@ -15,15 +15,15 @@ from ..schedule.travels import token_bytes
 
 
 def nodes_of(ranks, machine):
-    """The node of every rank where each node is filled before the next."""
+    """The node of every rank if each node is filled before the next: int64 (ranks,)."""
     return np.arange(ranks) // machine.ranks_per_node
 
 
 def simulate(schedule, problem, load, machine, nodes=None):
-    """The predicted `Timeline` of a pass, times as arrays over ranks.
+    """The predicted `Timeline` of a pass; its times are arrays (ranks,).
 
-    load: what every rank has to compute and to move, `model.workload.Load` of the schedule's mesh.  nodes: the node of
-    every rank of the mesh; default: as many consecutive ones as the machine has on a node.
+    load: the `model.workload.Load` of the schedule's mesh, the work and transfers of every rank.
+    nodes: the node of every rank of the mesh; default `machine.ranks_per_node` consecutive ranks on each.
     """
     return _Run(schedule, problem, load, machine, nodes).timeline()
 
@@ -41,8 +41,8 @@ class _Run:
         self.launches = np.where(load.pairs > 0, machine.launch, 0)
         self.blocks = seconds + self.launches
         zero = np.zeros(self.ranks)
-        self.free = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}      # of links inside and between
-        self.posted, self.last_two = zero, [zero, zero]       # of my transfers so far: latest post, two latest ends
+        self.free = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}      # links inside and between
+        self.posted, self.last_two = zero, [zero, zero]       # so far: latest post, two latest ends
 
     def timeline(self):
         begins, steps, moves = [], [], []
@@ -70,32 +70,35 @@ class _Run:
         return sum((self.blocks[block] for block in step.blocks), np.zeros(self.ranks))
 
     def _post(self, transfer, begins):
-        """When every rank posts it: in order, in its own step at the latest, ahead while one at most is under way."""
+        """When every rank posts a transfer: in order, in its step at the latest, ahead with at most one in flight."""
         ahead = np.maximum(begins[transfer.after], self.last_two[0])
         self.posted = np.maximum(self.posted, np.minimum(begins[-1], ahead))
         return self.posted
 
     def _sources(self, transfer, hop):
-        """From which rank every rank receives over a hop."""
+        """The rank from which every rank receives in a hop."""
         kind, extent = transfer.kind, self.schedule.extent(transfer.kind)
         ahead = leg_of(kind, hop, extent, self.schedule.route, transfer.collective).ahead
         return self.load.chunks[kind in IN_COLUMNS][ahead % extent]
 
     def _links(self, sources):
-        """Whether each rank's source is on another node; latency, bytes a second and overlap of that link."""
+        """By receiver: whether its source is on another node; latency, bytes a second and overlap of their link."""
         inside, between = self.machine.inside, self.machine.between
         crossing = self.nodes[sources] != self.nodes
         rate = np.where(crossing, between.bandwidth, inside.bandwidth)
         if self.machine.node_bandwidth is not None and crossing.any():
-            for ends in (self.nodes[sources], self.nodes):     # what leaves a node, what enters one
+            for ends in (self.nodes[sources], self.nodes):     # leaving a node, entering one
                 sharing = np.bincount(ends[crossing], minlength=self.nodes.max() + 1)[ends]
                 rate = np.where(crossing, np.minimum(rate, self.machine.node_bandwidth / np.maximum(sharing, 1)), rate)
         return (crossing, np.where(crossing, between.latency, inside.latency), rate,
                 np.where(crossing, between.overlap, inside.overlap))
 
     def _pairs(self, transfer, posted):
-        """A transfer between pairs: its begin and arrival, by receiver; when a rank has received and sent; seconds
-        that computing cannot hide; and bytes received."""
+        """Times of a transfer between pairs.
+
+        Returns its begin and arrival by receiver, the time when each rank has received and sent, the seconds that
+        blocks cannot hide, and the bytes received.
+        """
         hop, = transfer.hops
         sources, everyone = self._sources(transfer, hop), np.arange(self.ranks)
         nbytes = self.moved[transfer.kind, False][hop]
@@ -119,7 +122,7 @@ class _Run:
         return begun, arrived, np.maximum(done, sent), np.maximum(unhidden, unhidden_sent), nbytes
 
     def _collective(self, transfer, posted):
-        """The same of a collective: as long as its slowest rank takes to receive everything."""
+        """The same for a collective, which lasts until its slowest rank has received everything."""
         column, reduced = transfer.kind in IN_COLUMNS, transfer.kind not in GATHERED
         extent, nbytes = self.schedule.extent(transfer.kind), self.moved[transfer.kind, True]
         shape, axis = (self.schedule.b, self.schedule.a), 0 if column else 1
@@ -132,7 +135,7 @@ class _Run:
             latencies += np.where(incoming > 0, latency, 0)
             received += incoming
         lasting = (self.machine.collective * (seconds.max(axis=0) + latencies)).reshape(shape)
-        free = np.max([posted, *self.free["out"], *self.free["in"]], axis=0)          # it takes all the links
+        free = np.max([posted, *self.free["out"], *self.free["in"]], axis=0)          # it occupies all links
         begun = np.broadcast_to(free.reshape(shape).max(axis=axis, keepdims=True), shape)
         done = begun + np.broadcast_to(lasting.max(axis=axis, keepdims=True), shape)
         begun, done = begun.reshape(-1), done.reshape(-1)
@@ -142,5 +145,5 @@ class _Run:
 
 
 def sorted_two(earlier, latest, new):
-    """The two latest of three times, the earlier one first."""
+    """The two latest of three times, in order."""
     return [np.maximum(earlier, np.minimum(latest, new)), np.maximum(latest, new)]

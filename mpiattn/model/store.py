@@ -1,7 +1,7 @@
-"""The store of machines that `mpiattn tune` measured, a JSON file of the user's, and which of them a launch takes.
+"""The user's JSON file of machines measured by `mpiattn tune`, and the choice of a machine for a launch.
 
-It is $XDG_CONFIG_HOME/mpiattn/machines.json, with ~/.config where that variable is not set.  MPIATTN_MACHINE, a file of
-`mpiattn tune --out` or the name of a built-in machine, goes before it.
+The file is $XDG_CONFIG_HOME/mpiattn/machines.json, with ~/.config if that variable is not set.  MPIATTN_MACHINE takes
+precedence over it: a file that `mpiattn tune --out` wrote or the name of a built-in machine.
 """
 
 import json
@@ -17,16 +17,20 @@ from ..system.atomic_file import NewFile, check_target
 from .machine import BUILT_IN, DEFAULT, Machine, load
 
 VARIABLE = "MPIATTN_MACHINE"
-FORMAT = 1                   # of the store; one of another is not read
+FORMAT = 1                   # of the file; other formats are not read
 
 
 class Key(NamedTuple):
-    """What the figures of a machine depend on.
+    """The conditions under which the figures of a machine hold.
 
-    processor: its model.  cores: that a rank may use.  blas, threads: NumPy's BLAS and how many threads of it a rank
-    uses, None where they cannot be told.  backend: name, version and transport.  mpi: library and version.
-    ranks_per_node: of the fullest node.  several_nodes: whether there are more than one.  head_dim: of the blocks that
-    were timed.
+    processor: model of the CPU.
+    cores: cores that a rank may use.
+    blas, threads: NumPy's BLAS and its threads per rank; None if unknown.
+    backend: name, version and transport.
+    mpi: library and version.
+    ranks_per_node: ranks of the fullest node.
+    several_nodes: whether the launch has more than one node.
+    head_dim: of the timed blocks.
     """
 
     processor: str
@@ -41,7 +45,7 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A machine, for which launches it is, when it was measured (UTC, ISO 8601) and the samples behind its figures."""
+    """A machine, its key, the time of its measurement (UTC, ISO 8601) and the samples behind its figures."""
 
     key: Key
     machine: Machine
@@ -49,13 +53,13 @@ class Entry(NamedTuple):
     samples: dict
 
     def as_dict(self):
-        """For JSON."""
+        """The entry as a dict that JSON can hold."""
         return {"key": self.key._asdict(), "machine": self.machine.as_dict(), "when": self.when,
                 "samples": self.samples}
 
     @classmethod
     def from_dict(cls, data):
-        """The entry that `as_dict` wrote; raises ArgumentError."""
+        """The entry of a dict from `as_dict`.  Raises ArgumentError."""
         try:
             key = Key(**data["key"])
             if not isinstance(key.head_dim, int) or key.head_dim < 1:
@@ -66,12 +70,12 @@ class Entry(NamedTuple):
 
 
 def now():
-    """The time as an entry tells it."""
+    """The current time as entries hold it: UTC, ISO 8601."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def path():
-    """Where the store is."""
+    """The path of the store."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return os.path.join(folder, "mpiattn", "machines.json")
 
@@ -79,7 +83,7 @@ def path():
 # Reading
 
 def read():
-    """The entries of the store, none where there is no file; what cannot be used is left out with one warning."""
+    """The usable entries of the store, [] without a file; one RuntimeWarning if others cannot be used."""
     entries, wrong = _read()
     if wrong:
         warnings.warn(f"{path()} is not used{' in part' * bool(entries)}: {wrong}; run `mpiattn tune` again",
@@ -88,7 +92,7 @@ def read():
 
 
 def _read():
-    """The entries that can be used, and what is wrong with the others or with the whole."""
+    """The usable entries, and what is wrong with the others or with the file; None if nothing is."""
     try:
         with open(path()) as file:
             data = json.load(file)
@@ -110,9 +114,9 @@ def _read():
 
 
 def lookup(key, entries):
-    """The entry of a launch, None if there is none: all of its key but head_dim is the same, and that is the nearest.
+    """The entry for a launch, None if there is none: its key equals the launch's, with the nearest head_dim.
 
-    The speed of blocks changes little with head_dim, and that of links not at all.
+    The speed of blocks depends little on head_dim, and the speed of links not at all.
     """
     def alike(entry):
         return entry.key._replace(head_dim=key.head_dim) == key
@@ -123,10 +127,11 @@ def lookup(key, entries):
 
 
 def resolve(key, machine=None):
-    """The machine for a launch, and in words where it is from: (Machine, text).
+    """The machine for a launch and its origin in words: (Machine, str).
 
-    machine: a `Machine`, the name of a built-in one or a path; None for that of MPIATTN_MACHINE, else of the store,
-    else DEFAULT.  What is named is taken as it is; DEFAULT gets the launch's ranks a node.  Raises ArgumentError.
+    machine: a `Machine`, the name of a built-in one or a path.  None: MPIATTN_MACHINE, else the store, else DEFAULT.
+    A machine that is given or named is used unchanged.  DEFAULT takes the launch's ranks per node.  Raises
+    ArgumentError.
     """
     if isinstance(machine, Machine):
         return machine, "as given"
@@ -150,7 +155,7 @@ def resolve(key, machine=None):
 # Writing
 
 def check_store():
-    """Make the store's folder; raises FileError where it could not be written."""
+    """Make the store's folder.  Raises FileError if it cannot be made or the store could not be written."""
     try:
         os.makedirs(os.path.dirname(path()), exist_ok=True)
     except OSError as error:
@@ -159,9 +164,10 @@ def check_store():
 
 
 def store(entry):
-    """Put an entry in the store in place of that of the same key; returns whether there was one.
+    """Store an entry; it replaces an entry with the same key.  Returns whether there was one.
 
-    The file is written whole or not at all.  One that cannot be used is kept beside it, as .old.  Raises FileError.
+    The file is written whole or not at all.  If part of the previous file was unusable, it is kept as .old.  Raises
+    FileError.
     """
     check_store()
     entries, wrong = _read()

@@ -1,4 +1,4 @@
-"""The machine that plans of this launch reckon with."""
+"""The machine model that the plans of this launch use."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from . import store
 def key_of(backend, nodes, head_dim):
     """The `mpiattn.model.store.Key` of this launch, as this process sees it.
 
-    nodes: of every rank (`mpiattn.comm.mesh.nodes_of`).
+    nodes: the node of every rank (`mpiattn.comm.mesh.nodes_of`).
     """
     blas, threads = host.blas()
     return store.Key(processor=host.processor(), cores=len(host.cores()), blas=blas, threads=threads,
@@ -19,9 +19,10 @@ def key_of(backend, nodes, head_dim):
 
 
 def machine_for(nodes, backend, head_dim, machine=None):
-    """The `Machine` that a plan reckons with, as this process sees it.
+    """The `Machine` that a plan uses, as this process sees it.  Raises ArgumentError.
 
-    nodes: of every rank.  machine: None for that of MPIATTN_MACHINE, else of the store that `mpiattn tune` writes, else
-    the default; a `Machine`; a built-in one's name; or a file.  Raises ArgumentError.
+    nodes: the node of every rank.
+    machine: a `Machine`, the name of a built-in one or a file.  None: MPIATTN_MACHINE, else the store that
+        `mpiattn tune` writes, else the default.
     """
     return store.resolve(key_of(backend, nodes, head_dim), machine)[0]
