@@ -1,1 +1,1 @@
-"""What a program calls: `MeshAttention`, `attention` and `merge`."""
+"""The public calls for attention: `MeshAttention`, `attention` and `merge`."""

@@ -1,4 +1,4 @@
-"""What a plan tells of itself: `Described`, the part of `MeshAttention` that runs nothing."""
+"""The read-only properties of a plan: `Described`, a base class of `MeshAttention`."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from .settle import one_of
 
 
 class Described:
-    """What was chosen for a plan, and what it has done so far."""
+    """The choices made for a plan, and its counters so far."""
 
     def __repr__(self):
         if "_folding" not in self.__dict__:
@@ -20,37 +20,40 @@ class Described:
 
     @property
     def tile(self):
-        """The tile (a, b): a query chunks x b KV chunks on every rank, a mesh of b rows x a columns."""
+        """The tile (a, b): a query chunks x b KV chunks per rank.  The mesh has b rows x a columns."""
         return self.schedule.a, self.schedule.b
 
     @property
     def route(self):
-        """How chunks travel."""
+        """The route of chunks between ranks: "direct" or "ring"."""
         return self._plan.choice.route
 
     @property
     def machine(self):
-        """The machine whose predicted times "auto" went by."""
+        """The `Machine` whose predicted times "auto" used."""
         return self._plan.machine
 
     @property
     def balance(self):
-        """The most pairs (query, key) that a rank attends to over their mean, under the plan's own masks."""
+        """Load imbalance: the maximum over the mean of the ranks' (query, key) pairs, under the plan's own masks."""
         return self._plan.choice.balance
 
     @property
     def predicted_seconds(self):
-        """Of the passes of `direction`, on that machine."""
+        """Predicted seconds of the passes of `direction` on `machine`."""
         return self._plan.choice.seconds
 
     @property
     def memory_cost(self):
-        """How many times as long they are predicted to take as they would without max_memory."""
+        """Predicted slowdown due to max_memory: `predicted_seconds` over the time without the limit."""
         return times_as_long(self._plan.choice.seconds, self._plan.fastest)
 
     @property
     def chunk(self):
-        """Which chunk this rank holds, its rank in the mesh: not its own rank where that is not node by node."""
+        """Number of this rank's chunk, which is its rank in the mesh.
+
+        It differs from the rank in the caller's communicator where that does not number ranks node by node.
+        """
         return self._mesh.rank
 
     @property
@@ -69,9 +72,22 @@ class Described:
         return self._layouts[1].positions(self.chunk)
 
     def owner(self, positions, *, keys=False):
-        """The rank that holds each of some positions in the sequence: an int, or int64 of the shape of an array.
+        """The rank that holds each of the given positions in the sequence; not collective.
 
-        keys: the positions are those of keys and values.  Raises ArgumentError.
+        Parameters
+        ----------
+        positions : int or array of int
+        keys : bool, default False
+            Whether the positions are those of keys and values.
+
+        Returns
+        -------
+        int or int64 array of the shape of positions
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only.
         """
         ranks = (self.k_layout if keys else self.q_layout).owner(positions)
         return ranks if ranks.ndim else int(ranks)
@@ -80,49 +96,48 @@ class Described:
     def nbytes(self):
         """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch.
 
-        Where batch > 1 that includes a second q, k and v: `forward` folds the batch into the heads.  Once
-        `backward` has been called it includes what that needs, and with "cuda" the pinned memory taken so far.
-        Copies of a batch of one count once arrays have come that were not contiguous.
+        With batch > 1 a second q, k and v are included, because `forward` folds the batch into the heads.  With batch
+        = 1 these copies count from the first call with arrays that are not contiguous.  The memory of `backward` counts
+        from its first call.  With "cuda", the pinned memory allocated so far is included.
         """
         return self._nbytes + self._backend.staged_bytes + self._folding.unplanned_bytes
 
     @property
     def sent(self):
-        """What this plan's transfers have sent from this rank so far: (bytes, messages)."""
+        """Totals that this plan's transfers have sent from this rank so far: (bytes, messages)."""
         return self._exchange.sent_bytes, self._exchange.sent_messages
 
     @property
     def timeout(self):
-        """Seconds that this rank waits for others."""
+        """Seconds that this rank waits for others before it raises PeerFailure."""
         return self._peers.timeout
 
     @property
     def wait_seconds(self):
-        """Seconds that this rank has so far waited for transfers."""
+        """Seconds that this rank has waited for transfers so far."""
         return self._exchange.wait_seconds
 
     def trace(self, direction="forward"):
-        """When steps and transfers of the last such pass began and ended on this rank: a `schedule.timeline.Timeline`.
+        """Start and end times of the steps and transfers of the last forward or backward pass on this rank.
 
-        None where there has been none.
+        Returns a `schedule.timeline.Timeline`, or None before the first such pass.  Raises ArgumentError.
         """
         one_of("direction", direction, ("forward", "backward"))
         executor = self._executor if direction == "forward" else self._backward
         return executor and executor.trace()
 
     def predicted_trace(self, direction="forward"):
-        """The predicted `Timeline` of such a pass, its times as arrays over the ranks of the mesh."""
+        """The predicted `Timeline` of a forward or backward pass, with times as arrays over the ranks of the mesh."""
         one_of("direction", direction, ("forward", "backward"))
         return self._plan.predicted(direction)
 
     @property
     def activity(self):
-        """Which blocks and transfers the plan's own masks leave (`mpiattn.schedule.needed.Activity`)."""
+        """The blocks and transfers that the plan's own masks need (`mpiattn.schedule.needed.Activity`)."""
         return self._activity
 
     def activity_of(self, **of_documents):
-        """The activity of a call with some arguments of `problem.documents`; made once for calls in turn with the same.
-        """
+        """The activity of a call, with arguments as of `problem.documents`; reused while calls have the same ones."""
         groups = documents(self.problem, **of_documents)
         if groups is None:
             return self._activity
@@ -132,6 +147,6 @@ class Described:
 
 
 def _same_cuts(groups, others):
-    """Whether two results of `mpiattn.problem.documents.documents` are the same."""
+    """Whether two results of `mpiattn.problem.documents.documents` are equal."""
     return groups is not None and len(groups) == len(others) and all(
         np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other))

@@ -1,4 +1,4 @@
-"""`merge`: the attention over two disjoint sets of keys, from the attention over each."""
+"""`merge`: attention over two disjoint sets of keys, from the results over each set."""
 
 import numpy as np
 
@@ -10,36 +10,36 @@ from ..problem.tensors import as_given
 
 
 def merge(out, lse, out_b, lse_b):
-    """Attention of the same queries over the keys of two results together; on one rank, nothing is sent.
+    """Combine the attention of the same queries over two disjoint sets of keys; local, sends nothing.
 
-    It computes in the dtype of lse and rounds out once.  A NaN stays in its row: one in lse takes the whole row, one in
-    out its element.  An attention sink belongs to one of the two alone.
+    Arithmetic is in the dtype of lse, and out is rounded once.  A NaN in lse makes its row of the result NaN; a NaN in
+    out makes its element NaN.  Attention sinks must be counted in only one of the two results.
 
     Parameters
     ----------
     out, out_b : array, (batch, tokens, heads, value_dim)
-        float16, bfloat16, float32 or float64, both the same: NumPy arrays, or torch tensors on the CPU.  Neither is
-        changed.
+        float16, bfloat16, float32 or float64, both the same: NumPy arrays, or torch tensors on the CPU.  Inputs
+        are not changed.
     lse, lse_b : array, (batch, heads, tokens)
         Natural logarithms of the rows' sums of exponentials, both float32 or both float64, as `MeshAttention.forward`,
-        `tree_decode` and FlashAttention return them.  A row whose lse is -inf has seen no key, and its out does not
-        count.
+        `tree_decode` and FlashAttention return them.  A row with lse -inf has seen no key, and its out is
+        ignored.
 
     Returns
     -------
     out : array, (batch, tokens, heads, value_dim)
-        New, in the dtype of the first out, a tensor where that is one.  0 in a row of two that have seen no key.
+        New, in the dtype of the first out, a tensor if that is one.  0 in a row that has seen no key in either result.
     lse : array, (batch, heads, tokens)
-        New, in the dtype of the first lse.  -inf in a row of two that have seen no key.
+        New, in the dtype of the first lse.  -inf in a row that has seen no key in either result.
 
     Raises
     ------
     ArgumentError
-        On this rank alone.
+        On this rank only.
 
     Examples
     --------
-    Over the first 60 keys, over the others, and over all of them:
+    Results over the first 60 keys and over the others combine into the result over all keys:
 
     >>> import numpy as np
     >>> from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""What a program calls: `MeshAttention`, a plan that is made once and run many times."""
+"""`MeshAttention`: a plan that is made once and run many times."""
 
 from contextlib import contextmanager
 
@@ -25,79 +25,60 @@ from .settle import resized, settle
 class MeshAttention(Described, Collective):
     """Exact attention of a sequence that is spread over the ranks of a communicator (arXiv 2512.20968).
 
-    Every rank holds a chunk of the tokens of q (batch, tokens, heads, head_dim), k (batch, tokens, kv_heads,
-    head_dim) and v (batch, tokens, kv_heads, value_dim), and gets its chunk of the result.  Making a plan,
-    `forward`, `scatter`, `gather` and `close` are collective: every rank calls them in the same order.
-
-    Results are deterministic: the same mesh, layout, schedule, route and back end give the same bits.
+    Every rank holds a chunk of the tokens (`positions`) of q, k and v, and gets the same chunk of the result.  Making a
+    plan, `like`, `forward`, `backward`, `scatter`, `gather` and `close` are collective: all ranks call them in the same
+    order.  The same mesh, layout, schedule, route and back end give the same bits.  `q_layout`, `k_layout` and
+    `schedule` hold what was chosen, `problem` holds the problem as given.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks.  It is duplicated once for all plans on it and stays the caller's.
     seqlen, heads, head_dim : int
-        Of the queries of the whole problem.
-    batch : int, default 1
-        Sequences.
-    kv_heads : int, default heads
-        Heads of keys and values; it divides heads.
+        Tokens, heads and elements per head of the queries of the whole problem.
+    batch, kv_heads : int, default 1 and heads
+        Number of sequences, and of heads of keys and values; kv_heads divides heads.
     dtype : str or dtype of NumPy or torch, default "float32"
         Of q, k, v, out and gradients: "float16", "bfloat16" (of ml_dtypes), "float32" or "float64".
     causal : bool, default False
         Whether query i sees only keys j <= i + seqlen_k - seqlen (bottom-right aligned).
     prefix, causal_block : int, default 0 and None
-        Causal, but all queries see the first `prefix` keys (prefix-LM), and each sees to the end of the block of
-        `causal_block` keys in which it stands (block-causal); of every document, where a call has some.
+        Causal, but every query also sees the first `prefix` keys (prefix-LM) and the rest of its block of
+        `causal_block` keys (block-causal).  In a call with documents both apply to each document.
     window : (int or None, int or None), default None
-        How many keys before and after that diagonal a query sees; None or -1 for all.
-    softcap : float, default None
-        Scores s become softcap * tanh(s / softcap); None or 0 for none.
-    scale : float, default 1/sqrt(head_dim)
-        Factor of the scores.
+        Number of keys before and after the diagonal that a query sees; None or -1 for all.
+    softcap, scale : float, default None and 1/sqrt(head_dim)
+        Scores are multiplied by scale.  Softcap then replaces s by softcap * tanh(s / softcap); None or 0 for none.
     seqlen_k, value_dim : int, default seqlen and head_dim
         Tokens of the keys and elements of a value.
     tile : str or (int, int), default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto".
     layout : str or Layout or pair of Layout, default "auto"
-        "contiguous", "striped", "zigzag" or "auto"; `positions` tells which tokens a rank then holds.  Or a `Layout` of
-        uneven contiguous chunks, or a pair, of queries and of keys.
+        "contiguous", "striped", "zigzag", "auto", or a `Layout` of uneven contiguous chunks, or two: (queries, keys).
     schedule, route : str, default "auto"
         schedule: "greedy", "collective" or "auto".  route: "direct", "ring" or "auto".
     direction : str, default "forward"
-        For the predicted time of which passes "auto" chooses, among all that is left to it: "forward", "backward" or
-        "both".  The plan runs either.
+        Passes whose predicted time "auto" minimizes: "forward", "backward" or "both".  The plan can run either pass.
     wire_dtype : str, default float32 (float64 for float64)
-        In which partials (out, dq, dk, dv, not lse) travel.  A narrower one takes fewer bytes and rounds each partial
-        once, which only the direct route can promise.
-    backend : str, default "auto", which is "numpy"
-        "numpy" or "cuda" (CuPy and a GPU).  "cuda" takes CuPy arrays, other libraries' on the GPU, without a copy, and
-        NumPy's; its results are CuPy's.  It takes no float64, and dims up to 256.
-    transport : str, default "auto"
-        Of "cuda": "staged", through pinned host memory; "device", where MPI takes device memory itself; "auto",
-        "device" where that has been seen to work.
-    max_message : int
-        Bytes of the longest MPI message; longer ones are split, those of collectives and of scatter and gather down to
-        one token's row.
-    max_memory : int, default None
-        Bytes that a rank may need at most (`Choice.nbytes`, without the back end's scratch): tiles and schedules that
-        need more are not taken, and chunks are received less far ahead.
+        Dtype of partials (out, dq, dk, dv, not lse) in messages; narrower: route "direct" only, rounded once.
+    backend, transport : str, default "auto"
+        backend: "numpy", "auto" (is "numpy") or "cuda" (CuPy; no float64, dims to 256).  "cuda" takes NumPy arrays and,
+        without a copy, GPU arrays of CuPy and other libraries; it returns CuPy arrays.  Its transport: "staged" (pinned
+        host memory), "device" (MPI takes GPU memory), or "auto" ("device" if seen to work, else "staged").
+    max_message, max_memory : int, max_memory by default None
+        max_message: bytes of the longest MPI message.  Collectives, scatter and gather split down to one token's row.
+        max_memory: bytes per rank (`Choice.nbytes`, without scratch) for tiles, schedules and chunks received ahead.
     machine : Machine or str, default None
-        Whose predicted times "auto" goes by: a `Machine`, the name of a built-in one or a file; None for what `mpiattn
-        tune` has stored for such a launch, else a default.
+        For "auto": a `Machine`, a built-in name, a file; None for the `mpiattn tune` of such a launch, else a default.
     overlap : bool, default True
-        Let transfers go on while blocks are computed; without it, to measure what it is worth.
+        Whether transfers run while blocks are computed; False measures the gain of it.
     timeout : float, default 600 or ten times the predicted time of the passes, whichever is longer
-        Seconds that this rank waits for others, in a call or a transfer, before it raises PeerFailure.  inf: for ever.
-
-    Attributes
-    ----------
-    q_layout, k_layout, schedule, problem
-        What was chosen and asked.
+        Seconds that this rank waits for others in a call or a transfer before it raises PeerFailure; inf for no limit.
 
     Raises
     ------
     ArgumentError
-        The same on every rank.
+        The same on every rank, here and from all collective methods.
 
     Examples
     --------
@@ -105,8 +86,7 @@ class MeshAttention(Described, Collective):
     >>> from mpi4py import MPI
     >>> import mpiattn
     >>> with mpiattn.MeshAttention(MPI.COMM_WORLD, seqlen=100, heads=4, head_dim=16, causal=True) as plan:
-    ...     q, k, v = np.ones((3, 1, len(plan.positions), 4, 16), np.float32)
-    ...     out, lse = plan.forward(q, k, v)
+    ...     out, lse = plan.forward(*np.ones((3, 1, len(plan.positions), 4, 16), np.float32))
     >>> out.shape, lse.shape
     ((1, 100, 4, 16), (1, 4, 100))
     """
@@ -116,8 +96,8 @@ class MeshAttention(Described, Collective):
     def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
                  prefix=0, causal_block=None, window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None,
                  tile="auto", layout="auto", schedule="auto", route="auto", direction="forward", wire_dtype=None,
-                 backend="auto", transport="auto", max_message=MAX_MESSAGE, max_memory=None, machine=None, overlap=True,
-                 timeout=None):
+                 backend="auto", transport="auto", max_message=MAX_MESSAGE, max_memory=None, machine=None,
+                 overlap=True, timeout=None):
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
         with self._making(home):
@@ -132,15 +112,14 @@ class MeshAttention(Described, Collective):
                 "machine": machine, "overlap": overlap, "timeout": timeout}
             self._plan, self._backend = settle(home, peers, *self._asked)
             self._mesh = home.mesh(peers, self._plan.choice.a, self._plan.choice.b, self._plan.order)
-            with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
+            with agreement(peers):                    # out of memory on one rank must not hang the others
                 self._prepare(home)
             self._join(home, self._exchange.peers)
 
     def _prepare(self, home):
-        """Make what the plan needs to run, on its mesh and back end; not collective."""
         chosen, (_, options) = self._plan.choice, self._asked
         p = self.problem = self._plan.problem
-        self.schedule, self._layouts = self._plan.schedule(), chosen.layouts            # these by rank of the mesh
+        self.schedule, self._layouts = self._plan.schedule(), chosen.layouts            # layouts by mesh rank
         self.q_layout, self.k_layout = self._plan.layouts_by_rank()
         peers = home.peers(time_limit(options["timeout"], chosen.seconds))
         peers.idle = self._backend.idle
@@ -153,16 +132,23 @@ class MeshAttention(Described, Collective):
         self._folding, self._backward = Folding(self._backend, p.batch), None
 
     def like(self, *, seqlen=None, seqlen_k=None):
-        """A plan for other lengths with this one's choice: tile, schedule, route, kind of layout; collective.
+        """A plan for other lengths with this plan's tile, schedule, route and kind of layout; collective.
 
-        All else is as this plan was asked, and either may be closed first.  Nothing is searched, so it takes a few
-        milliseconds and one small allreduce: for training on batches of changing length.  Where lengths differ much,
-        another choice may be faster.
+        All other options are this plan's; either plan may be closed first.  It searches nothing: a few milliseconds and
+        one small allreduce, for batches of changing length.  Where lengths differ much, another choice may be faster.
 
-        seqlen: default this plan's.  seqlen_k: default seqlen if they are the same in this plan, else this plan's.
+        Parameters
+        ----------
+        seqlen, seqlen_k : int, default this plan's; seqlen_k follows seqlen if the two are equal in this plan
 
-        Raises ArgumentError, the same on every rank: also where this plan's layout has sizes that do not add up to the
-        length, or the length needs more than max_memory.
+        Returns
+        -------
+        MeshAttention
+
+        Raises
+        ------
+        ArgumentError
+            The same on every rank.  Also where layout sizes do not sum to the length, or it exceeds max_memory.
         """
         p, other = self.problem, object.__new__(type(self))
         seqlen = p.seqlen if seqlen is None else seqlen
@@ -175,43 +161,50 @@ class MeshAttention(Described, Collective):
             other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
             other._backend = local_backend(self._peers.rank, self._home.nodes, self.backend, self._backend.transport)
             other._prepare(self._home)
-            same["schedule"] = other.schedule            # every rank has made its own
+            same["schedule"] = other.schedule            # built separately on every rank
         self._home.share(self._mesh)
         other._join(self._home, other._exchange.peers)
         return other
-
-    # Running
 
     def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
                 causal_documents=None, sinks=None, out=None, lse=None, check=True, progress=None):
         """Attention of this rank's chunks; collective.
 
-        q (batch, tokens, heads, head_dim), k and v (batch, tokens_k, kv_heads, head_dim or value_dim), in the
-        plan's dtype, tokens as in `positions` and `positions_k`.  They are never changed.  Arrays that are not
-        contiguous with tokens first, (tokens, batch, heads, dim), are copied, into memory that the plan keeps; with
-        batch = 1 every contiguous array is so.  Torch tensors on the CPU serve as well, here and in all other calls;
-        results are tensors if q is.
+        Inputs are never changed.  All calls accept torch tensors on the CPU.  Arrays that are not contiguous with
+        tokens first, as all contiguous ones are if batch = 1, are copied into memory that the plan keeps.
 
-        Returns out (batch, tokens, heads, value_dim) in the plan's dtype and lse (batch, heads, tokens), the
-        natural logarithm of each row's sum of exponentials, float32 (float64 for float64).  A query that sees
-        no key has out 0 and lse -inf.
+        Parameters
+        ----------
+        q : array, (batch, tokens, heads, head_dim)
+            In the plan's dtype; tokens as in `positions`.
+        k, v : array, (batch, tokens_k, kv_heads, head_dim or value_dim)
+            In the plan's dtype; tokens as in `positions_k`.
+        cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents : default None
+            Documents, padding and what documents see, the same on every rank: `mpiattn.problem.documents.documents`.
+        sinks : array, (heads,), default None
+            Attention sinks in lse's dtype, the same on every rank: one more score per query of a head, with value 0.
+        out, lse : array, default None
+            Memory for the results, either or both: arrays of their shapes and dtypes, with any strides, on this rank's
+            GPU with "cuda".  They must be writable and share no memory with q, k, v, sinks or each other.  They are
+            undefined if the call raises.  None for new arrays.
+        check : bool, default True
+            Verify by a small allreduce that ranks make the same valid call.  Else calls of different plans mix numbers.
+        progress : callable, default None
+            Called with the number of blocks (of a * b), or the part of one, just computed.  It must not call mpiattn.
 
-        cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents: packed documents and padding of this
-            call, and what each document sees, the same on every rank (see `mpiattn.problem.documents.documents`).
-        sinks: attention sinks, (heads,) in lse's dtype, the same on every rank: a score that every query of a head
-            sees besides its keys, with value 0.  A query that sees no key then has lse = its head's sink.
-        out, lse: the caller's memory for the results, either or both: arrays of these shapes and dtypes, of any
-            strides, that are written into and returned; None for new ones.  With "cuda" they are on this rank's GPU.
-            They must be writable and share no memory with q, k, v, sinks or each other.  If the call raises, what they
-            hold is undefined.
-        check: let ranks agree, by a small allreduce, that they make the same call of the same plan, that their
-            arguments are right and their documents the same.  Without it a wrong argument raises on its own rank only,
-            and PeerFailure on the others, and ranks that call different plans get wrong numbers.
-        progress: called with the number of blocks (of a * b in all), or the part of one, that were
-            just done.  It must not call mpiattn.
+        Returns
+        -------
+        out : array, (batch, tokens, heads, value_dim)
+            In the plan's dtype; 0 for a query without keys.  Both results are tensors if q is one.
+        lse : array, (batch, heads, tokens)
+            Natural logarithm of each row's sum of exponentials, float32 or float64; without keys -inf or the sink.
 
-        If anything raises on one rank once the transfers have begun, the others raise PeerFailure as soon as they wait
-        for it.  No plan or cache on the communicator can then be used again; close them and make new ones.
+        Raises
+        ------
+        ArgumentError
+            The same on every rank; with check=False on the faulty rank only, and PeerFailure on the others.
+        PeerFailure
+            Another rank failed or timed out.  Close all plans and caches on the communicator: none can be used again.
         """
         p, tokens = self.problem, self._tokens[0]
         with self.call("forward") as call:
@@ -236,17 +229,33 @@ class MeshAttention(Described, Collective):
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
                  lengths_k=None, prefixes=None, causal_documents=None, sinks=None, dq=None, dk=None, dv=None,
                  check=True, progress=None):
-        """Gradients of sum(dout * out) + sum(dlse * lse) by q, k and v; collective.
+        """Gradients of sum(dout * out) + sum(dlse * lse) with respect to q, k and v; collective.
 
-        q, k, v, out, lse, the documents and sinks: as given to and returned by `forward`.  dout: as out, in the plan's
-        dtype.  dlse: as lse, or None for 0.  Rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which
-        only the owner computes; dq is reduced along rows, dk and dv along columns (Mesh-Attention, section 3, with
-        delta in place of out).  The first call makes the buffers of the backward pass.
-        dq, dk, dv: the caller's memory for the results, any of them, as `forward` takes it for its own: in the shapes
-        of q, k and v and the plan's dtype.  They are overwritten, not added to.
+        Mesh rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which its owner computes.  dq is reduced
+        along rows, dk and dv along columns (Mesh-Attention, section 3, with delta in place of out).
 
-        Returns dq, dk and dv in the plan's dtype and the shapes of q, k and v; with sinks also dsinks, (heads,), the
-        whole gradient on every rank (from an allgather of heads numbers, which `sent` does not count).
+        Parameters
+        ----------
+        dout, dlse : array, dlse by default None for 0
+            Gradients with respect to out and lse, in their shapes and dtypes.
+        q, k, v, out, lse : array
+            Arguments and results of `forward`.
+        cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, sinks, check, progress
+            As in `forward`, with the same documents and sinks.
+        dq, dk, dv : array, default None
+            Memory for any of the results, as `out` in `forward`.  It is overwritten, not added to.
+
+        Returns
+        -------
+        dq, dk, dv : array
+            In the plan's dtype and the shapes of q, k and v; tensors if q is one.
+        dsinks : array, (heads,)
+            With sinks only: the whole gradient on every rank, in lse's dtype, by an allgather not counted in `sent`.
+
+        Raises
+        ------
+        ArgumentError, PeerFailure
+            As in `forward`.
         """
         p, tokens, given = self.problem, self._tokens[0], q
         with self.call("backward") as call:
@@ -297,21 +306,19 @@ class MeshAttention(Described, Collective):
             p = self.problem
             self._backward = Executor(self._mesh, self._plan.schedule("backward"), Backward(p, self._backend),
                                       self._exchange, *self._layouts)
-            self._nbytes += (self._backward.nbytes
-                             + memory.gradient_bytes(p, *self._tokens)
+            self._nbytes += (self._backward.nbytes + memory.gradient_bytes(p, *self._tokens)
                              + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
         return self._backward
 
     @staticmethod
     def _alike(activity, sinks):
-        """Both ends of a transfer judge by the documents whether it is made, so they must be the same everywhere."""
+        """What must be the same on every rank: each end of a transfer decides from the documents whether it happens."""
         groups = activity.documents
         return {"documents (cu_seqlens, lengths, prefixes or causal_documents)":
                 groups and tuple(group.as_lists() for group in groups),
                 "sinks": None if sinks is None else sinks.tolist()}
 
     def _sinks(self, sinks):
-        """Sinks as a NumPy array, or None."""
         if sinks is None:
             return None
         return on_host(self._checked("sinks", sinks, (self.problem.heads,), self.problem.partial_dtype))
@@ -320,11 +327,9 @@ class MeshAttention(Described, Collective):
         return self._backend.contiguous(np.tile(sinks, self.problem.batch))
 
     def _sum_over_ranks(self, local):
-        """The sum of a small array over the ranks, in order of rank, so that it is the same on all."""
-        return np.sum(self._peers.allgather(local), axis=0)
+        return np.sum(self._peers.allgather(local), axis=0)     # in order of rank: the same bits on all ranks
 
     def _inputs(self, q, k, v):
-        """q, k and v by name."""
         p, (tokens, tokens_k) = self.problem, self._tokens
         return {"q": self._checked("q", q, (p.batch, tokens, p.heads, p.head_dim)),
                 "k": self._checked("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim)),
@@ -334,47 +339,61 @@ class MeshAttention(Described, Collective):
         return checked(self._backend, name, array, shape, dtype or self.problem.dtype)
 
     def scatter(self, array, *, root=0, axis=1, keys=False):
-        """This rank's chunk of a whole array whose tokens lie along `axis`, in natural order; collective.
+        """This rank's chunk of a whole array whose tokens are in natural order along `axis`; collective.
 
-        array: the whole, of numbers of any dtype, needed on `root` only; with root=None every rank gives it and nothing
-            is sent.  The chunk has its dtype, in this machine's byte order.
-        axis: negative ones count from the last.
-        keys: the tokens are those of keys and values (they differ only where seqlen_k does from seqlen).
-        On the back end "cuda" it is a CuPy array.  Of a torch tensor, which only `root` need have, it is a tensor.
+        Parameters
+        ----------
+        array : array of numbers of any dtype
+            The whole, needed on `root` only.  With root=None every rank passes it and nothing is sent.
+        root, axis : int, default 0 and 1; negative axes count from the last
+        keys : bool, default False
+            Whether the tokens are those of keys and values; it matters only where seqlen_k differs from seqlen.
+
+        Returns
+        -------
+        chunk : array
+            In `array`'s dtype and native byte order: a torch tensor if the root's array is one, else the back end's.
         """
         with self.call("scatter") as call:
             chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
         return chunk if is_tensor(chunk) else self._backend.give(chunk)
 
     def gather(self, chunk, *, root=0, axis=1, keys=False):
-        """The whole array of the ranks' chunks, in natural order; None except on `root`; collective.
+        """The whole array, in natural order, from the ranks' chunks; collective.
 
-        chunk: this rank's tokens along `axis` (1 for out, 2 for lse).  With root=None every rank gets the whole, which
-        is a NumPy array: one device may not have the memory for it; or a torch tensor, where this rank's chunk is one.
+        Parameters
+        ----------
+        chunk : array
+            This rank's tokens along `axis` (1 for out, 2 for lse).
+        root, axis, keys
+            As in `scatter`; with root=None every rank gets the whole.
+
+        Returns
+        -------
+        whole : array or None
+            A NumPy array, as one GPU may lack the memory; a torch tensor if this rank's chunk is one.  None off `root`.
         """
         with self.call("gather") as call:
             return gather(call, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
 
     def give(self, array):
-        """A NumPy array as the back end's own, for `forward` and `backward`: with "cuda" a CuPy array."""
+        """A NumPy array as the back end's array (CuPy with "cuda"), for `forward` and `backward`."""
         self._check_open()
         return self._backend.give(array)
 
     def drain(self):
-        """Return when results are there: with "cuda" calls return when all is launched."""
+        """Wait until results are complete: with "cuda", calls return as soon as all work is launched."""
         self._check_open()
         self._backend.drain()
 
     def _layout(self, keys):
         return self.k_layout if keys else self.q_layout
 
-    # End
-
     def close(self):
-        """Give up the buffers and, with the communicator's last plan, what mpiattn holds of it; collective."""
+        """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective."""
         if self._home is not None:
             with self._leaving(self._mesh):
                 self._backend.close()
                 self._exchange.close()
             self._executor = self._backward = None
-            self._folding = Folding(self._backend, self.problem.batch)      # what was kept may still be MPI's
+            self._folding = Folding(self._backend, self.problem.batch)      # MPI may still use the old arrays

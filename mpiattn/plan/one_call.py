@@ -1,4 +1,4 @@
-"""`attention`: a plan made for the chunks at hand, run once and closed."""
+"""`attention`: makes a plan for the given chunks, runs it once and closes it."""
 
 from .. import backends
 from ..comm.agreement import agreement
@@ -15,17 +15,17 @@ OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "ca
 
 
 def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", **options):
-    """Attention in one call: makes a plan for these chunks, runs it, and closes it; collective.
+    """Attention in one call: makes a plan for these chunks, runs it and closes it; collective.
 
-    To run more than once, make a `MeshAttention`.
+    For repeated calls, make a `MeshAttention` once.
 
     Parameters
     ----------
     q : array, (batch, tokens, heads, head_dim)
         This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor
         on the CPU or, for the back end "cuda", an array on a GPU.  With the default layout, chunks are consecutive
-        pieces of the sequence in order of rank, of any lengths, which the ranks tell each other; with "striped" or
-        "zigzag" they are what `Layout` says.
+        pieces of the sequence in order of rank, of any lengths; the ranks exchange these lengths.  With "striped" or
+        "zigzag", chunks are as in `Layout`.
     k : array, (batch, tokens_k, kv_heads, head_dim)
         This rank's chunk of the keys, in q's dtype.  kv_heads divides heads.
     v : array, (batch, tokens_k, kv_heads, value_dim)
@@ -33,20 +33,20 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     comm : mpi4py.MPI.Intracomm
         The ranks; it stays the caller's.
     causal : bool, default False
-        Whether query i sees no key after its own, i + seqlen_k - seqlen (aligned bottom-right).
+        Whether query i sees only keys j <= i + seqlen_k - seqlen (bottom-right aligned).
     scale : float, default 1/sqrt(head_dim)
         Factor of the scores.
     layout : str or Layout or pair of Layout, default "contiguous"
-        Which tokens a rank holds: "contiguous", "striped" or "zigzag".
+        The tokens of each rank: "contiguous", "striped" or "zigzag".
     **options
-        Further arguments of `MeshAttention`, of which backend is by default that of the GPU that q is on, else "auto";
-        and of `MeshAttention.forward`: cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, sinks.
-        Positions and lengths in these are of the whole sequence.
+        Other arguments of `MeshAttention`, and cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents
+        and sinks of `MeshAttention.forward`, whose positions and lengths are those of the whole sequence.  The default
+        backend is "cuda" if q is on a GPU, else "auto".
 
     Returns
     -------
     out : array, (batch, tokens, heads, value_dim)
-        In q's dtype, a tensor where q is one.  0 for a query that sees no key.
+        In q's dtype, a tensor if q is one.  0 for a query that sees no key.
     lse : array, (batch, heads, tokens)
         Natural logarithms of the rows' sums of exponentials, float32 (float64 for float64).  -inf for a query that
         sees no key.
@@ -56,7 +56,7 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
     ArgumentError
         The same on every rank.
     PeerFailure
-        Where another rank fails in the middle, or does not come.
+        Another rank failed during the call, or did not call in time.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What a plan settles before it makes anything: whether the ranks agree on the problem, and what they choose for it."""
+"""The first step of making a plan: ranks agree on the problem and choose tile, layout, schedule and route."""
 
 import functools
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +18,7 @@ from ..schedule.tile import parse_tile
 
 @dataclass(frozen=True)
 class Options:
-    """How to attend, as `MeshAttention` documents it."""
+    """Options of `MeshAttention` other than the problem, as documented there."""
 
     tile: str = "auto"
     layout: str = "auto"
@@ -34,7 +34,7 @@ class Options:
     timeout: float = None
 
     def checked(self, problem, ranks):
-        """With tile and layout as values; raises ArgumentError."""
+        """A copy with tile and layout parsed into values; raises ArgumentError."""
         check_timeout(self.timeout)
         one_of("direction", self.direction, tuple(search.DIRECTIONS))
         one_of("schedule", self.schedule, (*cost.SCHEDULES, "auto"))
@@ -47,10 +47,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen, the same on every rank.
+    """The choices for a plan, the same on every rank.
 
-    order: the ranks in the order of the mesh, None for their own.  nodes: the node of every rank of the mesh.
-    fastest: predicted seconds of the best choice without a limit of memory.
+    order: ranks of the caller's communicator in mesh order, None for their own order.
+    nodes: node of every rank of the mesh.
+    fastest: predicted seconds of the best choice without a memory limit.
     """
 
     problem: Problem
@@ -68,13 +69,13 @@ class Plan:
                           self.overlap)
 
     def predicted(self, direction="forward"):
-        """The predicted `mpiattn.schedule.timeline.Timeline` of a pass, of all ranks of the mesh."""
+        """The predicted `mpiattn.schedule.timeline.Timeline` of a pass, for all ranks of the mesh."""
         c = self.choice
         load = Load(block_pairs(self.problem.mask, *c.layouts), *(one.lengths for one in c.layouts), c.a, c.b)
         return simulate(self.schedule(direction), self.problem, load, self.machine, self.nodes)
 
     def layouts_by_rank(self):
-        """The layouts of queries and of keys by the rank of the caller's communicator."""
+        """Layouts of queries and of keys, indexed by rank in the caller's communicator."""
         if self.order is None:
             return self.choice.layouts
         place = tuple(self.order.index(rank) for rank in range(len(self.order)))
@@ -82,8 +83,9 @@ class Plan:
 
 
 def settle(home, peers, shape, options):
-    """(Plan, back end) for a problem of `shape`, the keywords of `Problem`; collective.
+    """The Plan and the back end for a problem; collective.
 
+    shape: keywords of `Problem`.  options: keywords of `Options`.
     Raises ArgumentError, the same on every rank.
     """
     ranks = peers.size
@@ -93,11 +95,11 @@ def settle(home, peers, shape, options):
     agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options},
                      "backend": asked.backend})
     backend = make_backend(peers, home.nodes, asked.backend, asked.transport)
-    # pieces that the caller has cut are his to hold; else the mesh goes by nodes
+    # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
     found = None
-    with agreement(peers, only=0):                # time and memory for it grow with the square of the ranks
+    with agreement(peers, only=0):                # on rank 0 only: time and memory grow with the square of the ranks
         if peers.rank == 0:
             machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
             if backend.emulated_flops:
@@ -107,7 +109,7 @@ def settle(home, peers, shape, options):
 
 
 def _choose(problem, checked, machine, order, nodes):
-    """The best Plan that checked options leave."""
+    """The fastest Plan that the checked options allow."""
     evaluate = functools.partial(
         search.evaluate, problem, len(nodes), checked.route, pairs=checked.layout, direction=checked.direction,
         kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,), machine=machine, nodes=nodes,
@@ -119,7 +121,7 @@ def _choose(problem, checked, machine, order, nodes):
 
 
 def resized(plan, shape, options):
-    """The Plan of the same choice for another `shape`; arguments as of `settle`.  Not collective, nothing is searched.
+    """A Plan with the same choices for another `shape`, without a search; not collective.  Arguments as of `settle`.
 
     Raises ArgumentError.
     """
