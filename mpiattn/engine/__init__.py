@@ -1,1 +1,1 @@
-"""Runs a schedule on a mesh with a back end."""
+"""Execution of a schedule on a mesh with a back end."""

@@ -1,9 +1,11 @@
-"""The buffers of a plan: one arena a kind, cut into the slots of its schedule.
+"""The buffers of a plan: one arena per kind, cut into the slots of its schedule.
 
-Kinds as in `mpiattn.schedule.kinds`: "Q" and "KV" hold chunks received, a reduced kind X its accumulators X#0, X#1, ...
-and "+X" the partials received.  A packed arena holds the chunks of a whole group in order of rank instead, so that
-it is itself one long chunk: what a fused launch works on.  Where partials travel in a dtype of their own, `wire` holds
-by reduced kind the arrays that they are cast into to leave, cut as "+X" is, None for one that leaves as it is.
+The kinds are those of `mpiattn.schedule.kinds`.  Arenas "Q" and "KV" hold received chunks.  For a reduced kind X, arena
+"X" holds the accumulators X#0, X#1, ... and "+X" the received partials.  A packed arena holds the chunks of a whole
+group in order of rank, as one long chunk for a fused launch.
+
+If the dtype on the wire differs, `wire` holds by reduced kind the arrays into which partials are cast before they are
+sent, in the slots of "+X".  An array that is sent uncast has None there.
 """
 
 from dataclasses import dataclass
@@ -14,9 +16,10 @@ from ..schedule.travels import in_column, in_row
 
 @dataclass
 class Chunk:
-    """Arrays of a chunk or of a partial, (tokens, heads, dim) or (tokens, heads) each.
+    """The arrays of a chunk or partial, each (tokens, heads, dim) or (tokens, heads).
 
-    ready: events after which they can be read.  used: events of the last launch that reads them.
+    ready: events after which the arrays may be read.
+    used: events of the last launch that reads them.
     """
 
     arrays: tuple
@@ -25,10 +28,11 @@ class Chunk:
 
 
 class Buffers:
-    """Arenas for `schedule` on `mesh`, and where in them each hop's chunk lies.
+    """The arenas for `schedule` on `mesh`, and the place of each hop's chunk in them.
 
-    shapes: by arena, shape of a token and dtype of every array.  q_chunks, k_chunks: the chunk 0, 1, ... hops back in
-    my row and in my column; q_tokens, k_tokens: their lengths.
+    shapes: by arena, (shape of a token, dtype) of every array.
+    The attributes q_chunks and k_chunks are the chunks 0, 1, ... hops back in this rank's row and column, q_tokens and
+    k_tokens their lengths.
     """
 
     def __init__(self, backend, shapes, schedule, mesh, q_layout, k_layout):
@@ -51,15 +55,15 @@ class Buffers:
                 self.wire[kind] = tuple(
                     None if travelling == held else backend.empty((rows, *travelling[0]), travelling[1])
                     for held, travelling in zip(shapes[kind], shapes[arena_of(kind)]))
-        self.occupant = {}                  # (arena, slot) -> the chunk that was last there
+        self.occupant = {}                  # (arena, slot) -> its latest chunk
 
     def tokens(self, kind):
-        """Tokens of a kind's chunk or accumulator at every hop."""
+        """Number of tokens in a kind's chunk or accumulator, for every hop."""
         return self.k_tokens if kind.lstrip("+") in IN_COLUMNS else self.q_tokens
 
     def _rows(self, arena):
         slots, tokens = self.schedule.slots[arena], self.tokens(arena)
-        if arena in self.reduced:           # O#0 and the like come first
+        if arena in self.reduced:           # accumulator #0 comes first
             return sum(tokens) if self.packed else tokens[0] + slots * max(tokens)
         if self.packed and arena in GATHERED:
             return sum(tokens) if slots else 0
@@ -71,12 +75,12 @@ class Buffers:
 
     @property
     def nbytes(self):
-        """Bytes of all arenas, and of what partials are cast into."""
+        """Bytes of all arenas and of the arrays that partials are cast into."""
         return sum(array.nbytes for arrays in (*self.arena.values(), *self.wire.values()) for array in arrays
                    if array is not None)
 
     def packed_start(self, kind, hop):
-        """First row, in a packed arena, of the chunk `hop` hops back."""
+        """First row of the chunk `hop` hops back in a packed arena."""
         chunks = self.k_chunks if kind in IN_COLUMNS else self.q_chunks
         return sum(n for chunk, n in zip(chunks, self.tokens(kind)) if chunk < chunks[hop])
 
@@ -85,9 +89,9 @@ class Buffers:
         return tuple(array[start:start + count] for array in self.arena[arena])
 
     def take_slot(self, arena, slot, tokens, hop=None):
-        """A chunk of `tokens` tokens in a slot, and the events of the last use of what was there.
+        """A `Chunk` of `tokens` tokens in a slot, and the events of the last launch that reads the slot's old contents.
 
-        hop: whose chunk it is, which in a packed arena of chunks received decides its place.
+        hop: hop of the chunk, which determines its place in a packed arena of received chunks.
         """
         placed = self.packed and arena in GATHERED
         start = self.packed_start(arena, hop) if placed else self.slot_start(arena, slot)
@@ -97,7 +101,7 @@ class Buffers:
         return chunk, before.used if before else ()
 
     def accumulator(self, kind, hop):
-        """The arrays of the accumulator of a reduced kind at a hop."""
+        """The arrays of a reduced kind's accumulator at a hop."""
         tokens = self.tokens(kind)
         if self.packed:
             start = self.packed_start(kind, hop)

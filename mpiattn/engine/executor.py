@@ -1,8 +1,8 @@
 """The executor: runs any schedule on a mesh with a back end, forward or backward.
 
-It posts transfers in the order of the schedule, launches the blocks that hide them, and completes them in the step
-that needs them.  It knows hops, slots and events; what a block computes is the pass's and the back end's business, how
-bytes travel the exchange's.
+It posts transfers in the order of the schedule, launches the blocks that hide them, and completes each transfer in the
+step that needs it.  It handles hops, slots and events.  The pass and the back end define what a block computes, the
+exchange how bytes travel.
 """
 
 import math
@@ -21,8 +21,7 @@ from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers, Chunk
 from .progress import Advance
 
-# Transfers under way that are ahead of their step: so many that the link is never idle, so few that the first of them
-# does not share it with all the others.
+# Prefetched transfers in flight: 2 keep the link busy without splitting its bandwidth.
 UNDER_WAY = 2
 
 
@@ -30,9 +29,11 @@ UNDER_WAY = 2
 class _Pending:
     """A posted transfer of a step.
 
-    begun, arrived: seconds since the pass began when it was posted and when it was seen to be complete.  posted: what
-    the exchange posted.  leaving, arriving: the arrays that are sent and the chunk that comes.  then: what to do with
-    that.
+    begun, arrived: seconds since the pass began when it was posted and when it was found complete.
+    posted: the requests of the exchange.
+    leaving: the arrays being sent.
+    arriving: the chunk being received, None if there is none.
+    then: called when that has arrived.
     """
 
     step: int
@@ -45,7 +46,7 @@ class _Pending:
     arrived: float = None
 
 
-# Bytes of the row intervals of an activity's blocks that are kept for the next call: those of 8 million rows.
+# Limit in bytes for the row intervals of an activity's blocks that are kept for the next call: 8 million rows.
 KEPT_BYTES = 64 * 2 ** 20
 
 
@@ -55,18 +56,19 @@ def _row_bytes(array):
 
 
 class Executor:
-    """One pass's buffers and the loop over its schedule.
+    """The buffers of one pass and the loop over its schedule.
 
-    work: a pass of `mpiattn.engine.passes`.  q_layout, k_layout: which tokens the ranks' chunks hold.
+    work: a pass of `mpiattn.engine.passes`.
+    q_layout, k_layout: the layouts of queries and keys.
     """
 
     def __init__(self, mesh, schedule, work, exchange, q_layout, k_layout):
         self.mesh, self.schedule, self.work, self.exchange = mesh, schedule, work, exchange
         self.backend, self.q_layout, self.k_layout = work.backend, q_layout, k_layout
         self.buffers = Buffers(self.backend, work.shapes(), schedule, mesh, self.q_layout, self.k_layout)
-        self.where = ""                     # the step that is run, in words
-        self.times, self.moves = [], []     # of the last pass: its steps, its transfers
-        self.sorting = None                 # of the keys of a packed arena by position: order, its inverse, arrays
+        self.where = ""                     # the current step, in words
+        self.times, self.moves = [], []     # of the last pass: steps, transfers
+        self.sorting = None                 # keys of a packed arena by position: order, its inverse, arrays
         if self.buffers.packed and schedule.slots["KV"]:
             order = np.argsort(self._arena_key_positions(), kind="stable")
             if (order[1:] < order[:-1]).any():
@@ -77,7 +79,7 @@ class Executor:
 
     @property
     def nbytes(self):
-        """Bytes of the buffers held."""
+        """Bytes of all buffers."""
         if not self.sorting:
             return self.buffers.nbytes
         order, inverse, arrays = self.sorting
@@ -85,16 +87,18 @@ class Executor:
                 + sum(array.nbytes for kind in arrays.values() for array in kind))
 
     def run(self, q, kv, activity, progress=None, q_ready=()):
-        """One pass over this rank's own chunks, tuples of arrays (tokens, heads, ...); collective.
+        """Run one pass; collective.  Returns {reduced kind: arrays of #0}.
 
-        activity: of this call.  progress: called with the number of blocks, or the part of one, just done.  q_ready:
-        events of the launches since the call began that write q.  Returns by reduced kind the arrays of #0, in buffers
-        that the next call overwrites and that the last launches may still be writing.
+        q, kv: this rank's own chunks, tuples of arrays (tokens, heads, ...).
+        activity: the `Activity` of this call.
+        progress: called with the number of blocks just done, or a fraction of a block.
+        q_ready: events of launches of this call that write q.
+        The returned arrays are buffers: the last launches may still write them, and the next call overwrites them.
         """
         try:
             return self._run(q, kv, activity, progress, q_ready)
         except Exception as error:
-            error.where = self.where            # for whoever tells of it
+            error.where = self.where            # for the message of the error
             raise
 
     def _run(self, q, kv, activity, progress, q_ready):
@@ -103,13 +107,13 @@ class Executor:
         self.buffers.occupant.clear()
         self.number, self.began = 0, time.perf_counter()
         self.to_post = deque((number, t) for number, step in enumerate(self.schedule.steps) for t in step.transfers)
-        self.under_way = deque()             # in the order of posting
+        self.under_way = deque()             # in order of posting
         self.times, self.moves = [], []
         for number, step in enumerate(self.schedule.steps):
             self.number = number
             self.where = (f"in step {number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} pass")
             posted = self._now()
-            while self.to_post and self.to_post[0][0] == number:      # what this step needs, at once
+            while self.to_post and self.to_post[0][0] == number:      # this step needs them
                 self._post_next()
             self._post_ahead()
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
@@ -123,20 +127,20 @@ class Executor:
                 self._complete(self.under_way.popleft())
             self.times.append(StepTimes(posted, computed, self._now()))
         results = {kind: self._accumulator(kind, 0).arrays for kind in self.buffers.reduced}
-        self.chunks = {}                    # the caller's arrays are the caller's
+        self.chunks = {}                    # keep no reference to the caller's arrays
         return results
 
     def _now(self):
         return time.perf_counter() - self.began
 
     def trace(self):
-        """The `Timeline` of the last pass on this rank, None before the first."""
+        """The measured `Timeline` of the last pass on this rank; None before the first."""
         if not self.times:
             return None
         return Timeline(self.schedule.direction, tuple(self.times), tuple(self.moves), self.times[-1].ended)
 
     def forget(self):
-        """Nothing in the buffers is needed any more."""
+        """Tell the back end that the contents of the buffers are no longer needed."""
         for arrays in self.buffers.arena.values():
             for array in arrays:
                 self.backend.forget(array)
@@ -144,14 +148,14 @@ class Executor:
     # Blocks
 
     def _accumulator(self, kind, hop):
-        """The accumulator of a reduced kind at a hop, made empty when it is first asked for."""
+        """The accumulator of a reduced kind at a hop, cleared at its first use in a pass."""
         if (kind, hop) not in self.chunks:
             arrays = self.buffers.accumulator(kind, hop)
             self.chunks[kind, hop] = Chunk(arrays, (self.work.clear(kind, arrays),))
         return self.chunks[kind, hop]
 
     def _run_block(self, u, w, meanwhile):
-        """Block (u, w), unless no query of it sees a key of it."""
+        """Launch block (u, w), unless none of its queries sees any of its keys."""
         i, j = self.buffers.q_chunks[u], self.buffers.k_chunks[w]
         if not self.activity.block(i, j):
             return
@@ -165,7 +169,7 @@ class Executor:
             chunk.ready = (event,)
 
     def _kept(self, key, make):
-        """Row intervals where launches read them, made once for all calls with the same activity."""
+        """Row intervals in the back end's memory, made once for all calls with the same activity."""
         kept = self.activity.kept
         if key not in kept:
             made = make()
@@ -179,7 +183,7 @@ class Executor:
         return np.concatenate([self.k_layout.positions(chunk) for chunk in sorted(self.buffers.k_chunks)])
 
     def _run_tile(self, meanwhile):
-        """All blocks as one launch over the packed arenas."""
+        """Launch all blocks as one, over the packed arenas."""
         q, kv = self._whole("Q"), self._whole("KV")
         accumulators = {kind: [self._accumulator(kind, hop) for hop in range(self.schedule.extent(kind))]
                         for kind in self.buffers.reduced}
@@ -211,10 +215,10 @@ class Executor:
             chunk.ready = (event,)
 
     def _whole(self, kind):
-        """The chunks of my whole group as one, packed, with my own among them."""
+        """The chunks of the whole group, this rank's included, as one packed chunk."""
         own, tokens = self.chunks[kind, 0], self.buffers.tokens(kind)
         if not self.schedule.slots[kind] or own.arrays is self.buffers.arena[kind]:
-            return own                                # alone, or gathered by a collective, which has placed it
+            return own                                # group of one rank, or a collective has placed it
         for dst, src in zip(self.buffers.view(kind, self.buffers.packed_start(kind, 0), tokens[0]), own.arrays):
             self.backend.copy(dst, src)
         self._clear(kind, [hop for hop in range(1, len(tokens)) if (kind, hop) not in self.chunks])
@@ -222,9 +226,9 @@ class Executor:
         return Chunk(self.buffers.arena[kind], ready)
 
     def _clear(self, kind, hops):
-        """Put zeros into a packed arena where chunks would be that nobody sends, since no pair of theirs is seen.
+        """Zero the places in a packed arena of chunks that are not sent, because the mask leaves them no pairs.
 
-        Memory with no contents may hold what is not finite, which launches treat with care, by other roundings.
+        Uninitialized memory may hold inf or nan.  Launches handle these on another path, which rounds differently.
         """
         for hop in hops:
             self.backend.zero(self.buffers.view(kind, self.buffers.packed_start(kind, hop),
@@ -233,7 +237,7 @@ class Executor:
     # Transfers
 
     def _group(self, kind):
-        """The communicator that a kind moves in, and my rank there."""
+        """The communicator of the row or column that a kind moves in, and this rank's number in it."""
         return (self.mesh.column, self.mesh.r) if kind in IN_COLUMNS else (self.mesh.row, self.mesh.c)
 
     def _post_next(self):
@@ -243,13 +247,13 @@ class Executor:
         self.under_way.append(_Pending(step, transfer, self._now(), posted, *rest))
 
     def _post_ahead(self):
-        """Post what comes next, where it may be posted already and few are under way."""
+        """Prefetch: post the next transfers as far as the schedule and UNDER_WAY allow."""
         while (self.to_post and self.to_post[0][1].after <= self.number
                and sum(pending.arrived is None for pending in self.under_way) < UNDER_WAY):
             self._post_next()
 
     def _meanwhile(self, advance):
-        """What a launch calls while it computes: MPI moves messages, and `advance` is called; None for neither."""
+        """The callback of a launch while it computes: polls MPI and calls `advance`; None if neither is needed."""
         if not (self.under_way or advance):
             return None
 
@@ -291,7 +295,7 @@ class Executor:
         return posted, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving})
 
     def _travelling(self, kind, chunk, start=0):
-        """A chunk as it travels: itself, or a partial cast to the dtype of the wire from that row on."""
+        """The chunk itself, or a partial cast to the dtype of the wire, in the wire arrays from row `start` on."""
         if kind not in self.buffers.wire:
             return chunk
         arrays, ready = [], list(chunk.ready)
@@ -302,16 +306,16 @@ class Executor:
         return Chunk(tuple(arrays), tuple(ready))
 
     def _merge(self, kind, hop, received):
-        """Merge a partial that was received into the accumulator at a hop."""
+        """Merge a received partial into the accumulator at a hop."""
         partial = self._accumulator(kind, hop)
         partial.ready = received.used = (self.work.merge(kind, partial.arrays, received.arrays, received.ready),)
 
     def _post_collective(self, transfer):
-        """Post a transfer of all hops at once."""
+        """Post a transfer of all hops by one collective."""
         return self._gather(transfer.kind) if transfer.kind in GATHERED else self._exchange_partials(transfer)
 
     def _packing(self, kind):
-        """Tokens of my group's chunks and where each starts in a packed arena, by rank in the group."""
+        """Number of tokens and first row in a packed arena of each chunk of the group, by rank in the group."""
         comm, me = self._group(kind)
         hops = [(me - rank) % comm.size for rank in range(comm.size)]
         tokens = self.buffers.tokens(kind)
@@ -336,7 +340,7 @@ class Executor:
             for event in gathered.ready if unsent else ():
                 self.backend.wait(event)
             self._clear(kind, [hop for hop in unsent if hop])
-            if 0 in unsent:                               # then the collective has not placed my own either
+            if 0 in unsent:                               # the collective has not placed this rank's own either
                 for dst, src in zip(self.buffers.view(kind, starts[me], self.buffers.tokens(kind)[0]), own.arrays):
                     self.backend.copy(dst, src)
             self.chunks[kind, 0] = gathered
@@ -347,7 +351,7 @@ class Executor:
         comm, me = self._group(kind)
         tokens, starts = self._packing(kind)
         own, longest, rank = tokens[me], max(tokens), self.mesh.rank
-        # to whom I send is hop ranks back, from whom I receive is hop ranks ahead
+        # This rank sends to the rank `hop` back and receives from the rank `hop` ahead.
         tokens = [n * (other != me and self.activity.sends(kind, rank, (me - other) % comm.size))
                   for other, n in enumerate(tokens)]
         received_tokens = [own * (other != me and self.activity.receives(kind, rank, (other - me) % comm.size))
@@ -372,7 +376,7 @@ class Executor:
         return posted, leaving.arrays, received, merge_in_order
 
     def _complete(self, pending):
-        """Wait for a transfer and put what arrived to its use."""
+        """Wait for a transfer, then store or merge what arrived."""
         if pending.arrived is None:
             self.exchange.wait(pending.posted, self.where)
             pending.arrived = self._now()

@@ -1,4 +1,4 @@
-"""The arrays of a call: what a caller may give, and how the executor sees them, the batch folded into the heads."""
+"""The arrays of a call: checks of the caller's arrays, and the fold of the batch into the heads for the executor."""
 
 from functools import partial
 
@@ -8,14 +8,15 @@ from ..problem.tensors import as_array
 
 
 def on_host(array):
-    """An array of any back end as a NumPy array: itself, or a copy of what a device holds."""
+    """An array of any back end as a NumPy array: itself if on the host, else a copy from the device."""
     return array.get() if hasattr(array, "__cuda_array_interface__") and hasattr(array, "get") else array
 
 
 def checked(backend, name, thing, shape, dtype, writable=False):
-    """An argument, an array or a tensor, as an array of a back end; ArgumentError unless it has that shape and dtype.
+    """An argument, array or tensor, as an array of a back end.  Raises ArgumentError if shape or dtype differ.
 
-    shape: None for an axis of any length.  writable: a result is written into it.
+    shape: the required shape, with None for an axis of any length.
+    writable: True if a result will be written into it.
     """
     array = (backend.writable if writable else backend.array)(name, as_array(name, thing))
     if len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape)):
@@ -28,18 +29,18 @@ def checked(backend, name, thing, shape, dtype, writable=False):
 
 
 class Folding:
-    """Arrays (batch, tokens, heads, ...) of the caller's as (tokens, batch * heads, ...) of a back end, and back.
+    """Converts the caller's arrays (batch, tokens, heads, ...) to (tokens, batch * heads, ...) and back.
 
-    kept: the memory of the copies, by the names of the arguments.
+    The attribute `kept` holds the memory of the copies by name of the argument.
     """
 
     def __init__(self, backend, batch):
         self.backend, self.batch, self.kept = backend, batch, Kept(backend.empty)
 
     def fold(self, name, array):
-        """(batch, tokens, heads, ...) as (tokens, batch * heads, ...), contiguous; copied unless it is so already.
+        """Convert (batch, tokens, heads, ...) to (tokens, batch * heads, ...), contiguous; copied only if needed.
 
-        A copy is good until the next of that name.
+        A copy is valid until the next call with the same name.
         """
         batch, tokens, heads, *dim = array.shape
         whole = self.backend.contiguous(array.swapaxes(0, 1), empty=partial(self.kept, name))
@@ -47,14 +48,14 @@ class Folding:
 
     @property
     def unplanned_bytes(self):
-        """Bytes of copies that `mpiattn.model.memory` does not count: of a batch of one, for its strides."""
+        """Bytes of copies that `mpiattn.model.memory` does not count: those of strided inputs with a batch of 1."""
         return self.kept.nbytes(("q", "k", "v", "dout", "out")) if self.batch == 1 else 0
 
     def by_batch(self, array):
-        """(tokens, batch * heads, ...) as (tokens, batch, heads, ...)."""
+        """View (tokens, batch * heads, ...) as (tokens, batch, heads, ...)."""
         tokens, heads, *dim = array.shape
         return array.reshape(tokens, self.batch, heads // self.batch, *dim)
 
     def unfold(self, dst, src):
-        """Copy a folded partial into an array (batch, tokens, heads, dim), cast; returns the event."""
+        """Copy a folded partial into an array (batch, tokens, heads, dim), cast to its dtype; returns the event."""
         return self.backend.copy(dst, self.by_batch(src).swapaxes(0, 1))

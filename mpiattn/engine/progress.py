@@ -1,16 +1,16 @@
-"""Progress within a block, told in parts as it is computed."""
+"""Progress reports from within a block."""
 
 
 class Advance:
-    """Tells `progress` of some blocks as they are computed, a part at a time; called with the share done so far."""
+    """Calls `progress` with the fraction of blocks done since its last call, in steps of 1 / PARTS."""
 
-    PARTS = 128                             # of a block; a power of two, so that sums of parts are exact
+    PARTS = 128                             # parts of a block; a power of 2, so that their sums are exact
 
     def __init__(self, progress, blocks):
         self.progress, self.blocks, self.parts = progress, blocks, 0
 
     def __call__(self, share):
-        """So much of the blocks is done."""
+        """Report the progress; share: fraction of the blocks done so far, from 0 to 1."""
         parts = int(share * self.blocks * self.PARTS)
         if parts > self.parts:
             self.progress((parts - self.parts) / self.PARTS)

@@ -1,4 +1,4 @@
-"""The arrays that a call's results are written into: the caller's, where he gives some, or new ones."""
+"""The arrays that hold the results of a call: the caller's if given, else new ones."""
 
 from types import SimpleNamespace
 
@@ -10,13 +10,14 @@ from .folding import checked
 
 
 class Results:
-    """Results by name, each in the caller's memory or in new memory of a back end.
+    """The results of a call by name, each in the caller's memory or in new memory of a back end.
 
-    asked: by name what the caller gave, None for nothing, and the shape and the dtype of the result.
-    inputs: by name the arrays that the call reads, None for one that was not given.
+    asked: {name: (the caller's array or None, shape, dtype)} of every result.
+    inputs: {name: array that the call reads, or None if it was not given}.
 
-    Raises ArgumentError where what the caller gave cannot be written into: another kind of array, shape or dtype,
-    read-only, strides of broken elements, or memory that it shares with an input, with another result, or with itself.
+    Raises ArgumentError if a caller's array cannot take the result.  This holds for another kind of array, shape or
+    dtype, a read-only array, strides that are no multiples of the itemsize, and memory shared with an input, with
+    another result or among its own elements.
     """
 
     def __init__(self, backend, asked, inputs):
@@ -28,20 +29,20 @@ class Results:
                 self._arrays[name] = array
 
     def arrays(self):
-        """The arrays in the order of their names, those that the caller did not give made at the first call."""
+        """The arrays in the order of `asked`.  The first call makes those that the caller did not give."""
         for name, (_, shape, dtype) in self._asked.items():
             if name not in self._arrays:
                 self._arrays[name] = self._backend.result(shape, dtype)
         return tuple(self._arrays[name] for name in self._asked)
 
     def returned(self, given):
-        """What the call returns: what the caller gave, and new ones as tensors where `given`, an argument, is one."""
+        """The return values of the call: the caller's arrays, and new ones, as tensors if the input `given` is one."""
         return tuple(as_given(given, array)[0] if thing is None else thing
                      for array, (thing, *_) in zip(self.arrays(), self._asked.values()))
 
 
 def _check_own_memory(name, array, others):
-    """Raise ArgumentError unless every element of an array is a place of its own, and none of the others', by name."""
+    """Raise ArgumentError if elements of an array share memory with each other or with `others`, {name: array}."""
     if any(stride % array.itemsize for stride in array.strides):
         raise ArgumentError(f"{name} has strides {array.strides}; they must be multiples of its elements' "
                             f"{array.itemsize} bytes")
@@ -55,7 +56,7 @@ def _check_own_memory(name, array, others):
 
 
 def _overlap(array, other):
-    """Whether two arrays, of any devices, have a byte in common."""
+    """Whether two arrays share a byte, on any device; True if the answer takes too long."""
     first, second = map(_addresses, (array, other))
     if not np.may_share_memory(first, second):
         return False
@@ -66,7 +67,7 @@ def _overlap(array, other):
 
 
 def _addresses(array):
-    """An array that lies where another one does, maybe on a device: to ask where that is, never to be read."""
+    """A NumPy array at the addresses of another array, maybe on a device; for comparison only, never to be read."""
     if isinstance(array, np.ndarray) or not array.size:
         return np.asarray(array) if isinstance(array, np.ndarray) else np.empty(0)
     interface = array.__cuda_array_interface__
