@@ -1,1 +1,1 @@
-"""What is asked: the attention problem, its masks, documents and layouts; tensors that callers give."""
+"""The attention problem: its shapes, masks, documents and layouts, and tensors from callers."""

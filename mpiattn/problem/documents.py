@@ -1,6 +1,6 @@
-"""Where packed documents and padding begin and end, and what each document sees, from the arguments of a call.
+"""Packed documents and padding from the arguments of a call: their limits, and the mask of each document.
 
-The result is a tuple of `mpiattn.problem.mask.Group`, one a batch entry, or one for all where they are alike.
+The result is a tuple of `mpiattn.problem.mask.Group`: one per batch entry, or one for all if all entries are alike.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from .mask import Group
 
 def documents(problem, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
               causal_documents=None):
-    """The groups that the arguments of a call mean; None where it has none.
+    """The groups of documents of a call; None without arguments.  Raises ArgumentError.
 
-    cu_seqlens: positions where documents begin, and one past the last one's end, as in FlashAttention; (documents
-        + 1,) for all batch entries alike, or a sequence of one such for each.
-    lengths: tokens of every batch entry that are not padding, (batch,); padding comes last.
-    cu_seqlens_k, lengths_k: the same of the keys, where it differs from that of the queries.
-    prefixes: how many keys of every document, the first ones, all of its queries see in spite of `causal`, instead of
-        the plan's prefix: (documents,) for all batch entries alike, or a sequence of one such for each; without
-        cu_seqlens, where an entry is one document, (batch,).
-    causal_documents: in the same shape, whether each document is causal, instead of the plan's causal.
+    cu_seqlens: start of every document and the end of the last, as in FlashAttention: int (documents + 1,) for all
+        batch entries, or a sequence of one such array per entry.
+    lengths: tokens of every batch entry without padding, int (batch,); padding comes last.
+    cu_seqlens_k, lengths_k: the same for the keys, if they differ from the queries'.
+    prefixes: number of leading keys of every document that all its queries see in spite of `causal`; replaces the
+        plan's prefix.  int (documents,) for all batch entries, or a sequence of one such array per entry.  Without
+        cu_seqlens every entry is one document, and the shape is (batch,).
+    causal_documents: whether each document is causal, bool in the same shape; replaces the plan's causal.
     """
     if cu_seqlens is not None and lengths is not None:
         raise ArgumentError("lengths is given with cu_seqlens; let the last document end where padding begins")
@@ -44,7 +44,7 @@ def documents(problem, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths
 
 
 def _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k):
-    """The cuts of queries and keys of every group, or None."""
+    """(cuts of the queries, cuts of the keys) of every group; None without arguments."""
     if cu_seqlens is None and lengths is None:
         return None
     if cu_seqlens is not None:
@@ -69,13 +69,13 @@ def _spread(cuts, groups):
 
 
 def _of_documents(name, given, pairs, batch, packed):
-    """One array for all groups or one for each, with a value of each document; None where they are not given."""
+    """A tuple of arrays (documents,), one for all groups or one per group; (None,) if not given."""
     if given is None:
         return (None,)
     if not (isinstance(given, Sequence) or getattr(given, "ndim", 0)):
         raise ArgumentError(f"{name} is {_brief(given)}; it must be a sequence, of one value for each document")
     if not packed:
-        given = [[value] for value in given]                     # an entry is one document
+        given = [[value] for value in given]                     # each batch entry is one document
     nested = not packed or (len(given) > 0 and np.ndim(given[0]) > 0)
     if nested and len(given) != batch:
         raise ArgumentError(f"{name} has {len(given)} entries; it must have {batch}, one for each of the batch"
@@ -94,8 +94,8 @@ def _of_documents(name, given, pairs, batch, packed):
 def _array(values):
     try:
         return np.asarray(values)
-    except (ValueError, TypeError, RuntimeError):      # rows of different lengths where there should be one; a tensor
-        return np.empty(0)                             # that NumPy cannot see
+    except (ValueError, TypeError, RuntimeError):      # rows of different lengths, or a tensor
+        return np.empty(0)                             # that NumPy cannot read
 
 
 def _integers(name, values):

@@ -1,8 +1,8 @@
-"""Layouts: which tokens each rank's chunk holds.  Pure Python and NumPy; no MPI.
+"""Layouts: the tokens that each rank's chunk holds.  Pure Python and NumPy; no MPI.
 
-Under every layout the positions of a chunk increase, so a row's keys are one interval of local
-columns (see `mpiattn.problem.mask`).  Each chunk is a few arithmetic progressions of tokens, so tokens are
-moved by slicing and no index array of the whole sequence is ever made.
+Positions within a chunk increase under every layout, so the keys that a query sees are one interval of local columns
+(see `mpiattn.problem.mask`).  A chunk consists of a few arithmetic progressions of tokens.  Tokens are therefore moved
+by slicing, without an index array of the whole sequence.
 
     12 tokens on 3 ranks        rank 0        rank 1        rank 2
     contiguous                  0 1 2 3       4 5 6 7       8 9 10 11
@@ -22,14 +22,14 @@ KINDS = ("contiguous", "striped", "zigzag")
 
 
 def even_part(total, parts, i):
-    """The i-th of `parts` consecutive ranges of `total` things, whose lengths differ by one at most."""
+    """The i-th of `parts` consecutive ranges that cover range(total), with lengths that differ by at most 1."""
     size, extra = divmod(total, parts)
     start = i * size + min(i, extra)
     return range(start, start + size + (i < extra))
 
 
 def within(tokens, start, stop):
-    """Indices i0, i1 such that tokens[i0:i1] are the members of the range that lie in [start, stop)."""
+    """Indices i0, i1 such that tokens[i0:i1] are the members of the range `tokens` in [start, stop)."""
     def first_from(position):
         return min(max(-(-(position - tokens.start) // tokens.step), 0), len(tokens))
     return first_from(start), max(first_from(start), first_from(stop))
@@ -37,7 +37,7 @@ def within(tokens, start, stop):
 
 @dataclass(frozen=True)
 class Layout:
-    """The cut of `seqlen` tokens into `chunks` chunks, one a rank; lengths may be uneven or zero.
+    """The division of `seqlen` tokens into `chunks` chunks, one per rank; lengths may differ or be zero.
 
     Parameters
     ----------
@@ -45,14 +45,14 @@ class Layout:
         "contiguous": consecutive pieces in order of rank.  "striped": rank r holds the tokens r, r + chunks, and so on.
         "zigzag": of 2 * chunks consecutive pieces, rank r holds the r-th and the r-th from the end.
     seqlen : int
-        Tokens of the sequence, from 0.
+        Number of tokens in the sequence, at least 0.
     chunks : int
-        How many chunks, from 1.
+        Number of chunks, at least 1.
     sizes : sequence of int, default the even split
-        For "contiguous" only, the tokens of every chunk.
+        Number of tokens in every chunk; for "contiguous" only.
     order : tuple of int, default (0, 1, ...)
-        The number in this cut of the chunk that each rank holds: a plan gives its chunks to ranks node by node.  The
-        methods then go by rank.
+        For every rank, the number of its chunk in this division.  Plans set it to assign chunks node by node.  The
+        methods then take ranks as `chunk`.
 
     Raises
     ------
@@ -91,7 +91,18 @@ class Layout:
             raise ArgumentError(f"sizes {self.sizes} do not cut {self.seqlen} tokens into {self.chunks} chunks")
 
     def ranges(self, chunk):
-        """The tokens of a chunk as a tuple of Python ranges, in increasing order."""
+        """The tokens of a chunk as ranges.
+
+        Parameters
+        ----------
+        chunk : int
+            Number of the chunk, from 0.
+
+        Returns
+        -------
+        tuple of range
+            In increasing order; ranges may be empty.
+        """
         chunk = chunk if self.order is None else self.order[chunk]
         if self.kind == "striped":
             return (range(chunk, max(chunk, self.seqlen), self.chunks),)
@@ -104,7 +115,22 @@ class Layout:
         return (range(start, start + self.sizes[chunk]),)
 
     def between(self, chunk, start, stop):
-        """How many tokens of a chunk lie before `start`, and those in [start, stop) as ranges, none of them empty."""
+        """The tokens of a chunk in [start, stop).
+
+        Parameters
+        ----------
+        chunk : int
+            Number of the chunk, from 0.
+        start, stop : int
+            Positions in the sequence.
+
+        Returns
+        -------
+        before : int
+            Number of the chunk's tokens before `start`.
+        parts : list of range
+            The tokens in [start, stop); no range is empty.
+        """
         before, parts = 0, []
         for tokens in self.ranges(chunk):
             first, last = within(tokens, start, stop)
@@ -114,7 +140,22 @@ class Layout:
         return before, parts
 
     def owner(self, positions):
-        """The chunk that holds each of some positions: int64 of their shape.  Raises ArgumentError."""
+        """The chunk that holds each position.
+
+        Parameters
+        ----------
+        positions : array_like of int
+            Positions in the sequence, from 0 to seqlen - 1.
+
+        Returns
+        -------
+        ndarray of int64, shape of positions
+
+        Raises
+        ------
+        ArgumentError
+            On this rank alone.
+        """
         positions = np.asarray(positions)
         if positions.dtype.kind not in "iu" and positions.size:
             raise ArgumentError(f"positions have dtype {positions.dtype}; they must be whole numbers")
@@ -133,14 +174,40 @@ class Layout:
         return chunk if self.order is None else np.argsort(self.order)[chunk]
 
     def length(self, chunk):
-        """Number of tokens in a chunk."""
+        """The number of tokens in a chunk.
+
+        Parameters
+        ----------
+        chunk : int
+            Number of the chunk, from 0.
+
+        Returns
+        -------
+        int
+        """
         return sum(len(tokens) for tokens in self.ranges(chunk))
 
     @property
     def lengths(self):
-        """Number of tokens in every chunk."""
+        """The number of tokens in every chunk.
+
+        Returns
+        -------
+        tuple of int, length chunks
+        """
         return tuple(self.length(chunk) for chunk in range(self.chunks))
 
     def positions(self, chunk):
-        """Global positions of a chunk's tokens: int64, increasing."""
+        """The positions of a chunk's tokens in the sequence.
+
+        Parameters
+        ----------
+        chunk : int
+            Number of the chunk, from 0.
+
+        Returns
+        -------
+        ndarray of int64, shape (tokens,)
+            Increasing.
+        """
         return np.concatenate([np.arange(t.start, t.stop, t.step, dtype=np.int64) for t in self.ranges(chunk)])

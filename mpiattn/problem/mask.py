@@ -1,36 +1,36 @@
-"""Masks as row intervals: every query may attend to one interval of key positions.
+"""Masks as row intervals: every query attends to one interval of key positions.
 
-`causal` and `window` are relative to a diagonal that is aligned bottom-right: the last query stands on the last
-key, query i on key i + Sk - Sq.  Causal, with Sq = 2, Sk = 4 and Sq = 4, Sk = 2 (1 = may attend):
+`causal` and `window` are relative to a diagonal that is aligned bottom-right: the diagonal of query i is key
+i + Sk - Sq, so that of the last query is the last key.  Causal, with Sq = 2, Sk = 4 and Sq = 4, Sk = 2 (1 = attends):
 
     1 1 1 0         0 0
-    1 1 1 1         0 0      <- a row that sees nothing gives out = 0, lse = -inf
+    1 1 1 1         0 0      <- a query that sees no key gives out = 0, lse = -inf
                     1 0
                     1 1
 
-A window (left, right) allows the keys from `left` before the diagonal to `right` after it; (1, 0), Sq = Sk = 4:
+A window (left, right) allows the keys from `left` before the diagonal to `right` after it.  (1, 0), Sq = Sk = 4:
 
     1 0 0 0
     1 1 0 0
     0 1 1 0
     0 0 1 1
 
-Two masks see more than causal, in keys that are counted from the first of the sequence or document: a prefix is seen by
-all queries; causal blocks let a query see to the end of the block of keys that it stands in.  Prefix 2 and blocks of 2,
-Sq = Sk = 4:
+Two masks extend causal.  All queries see the keys of a prefix.  With causal blocks, a query sees all keys up to the end
+of the block that holds its diagonal.  Both count keys from the first of the sequence or document.  Prefix 2 and blocks
+of 2, Sq = Sk = 4:
 
     1 1 0 0         1 1 0 0
     1 1 0 0         1 1 0 0
     1 1 1 0         1 1 1 1
     1 1 1 1         1 1 1 1
 
-Documents packed in one sequence (`problem.documents`) see only themselves, each with a diagonal of its own, and may
-have a prefix of their own and be causal or not; tokens in no document are padding and see nothing.  A query sees what
-all of these let it see, and any mix leaves it one interval of keys.
+Documents packed in one sequence (`problem.documents`) see only themselves.  Each has its own diagonal, may have its own
+prefix, and may be causal or not.  Tokens in no document are padding and see nothing.  A query sees the keys that all
+of these masks allow, and any combination leaves one interval of keys.
 
-Positions inside a chunk increase under every layout, so that interval is one interval [begin, end) of a chunk's
-local columns, found by searchsorted.  Kernels see only these two integers a row; they know neither masks nor
-layouts.
+Positions inside a chunk increase under every layout.  The interval is therefore one interval [begin, end) of the
+chunk's local columns, found by searchsorted.  Kernels take only these two integers per row; they know neither masks
+nor layouts.
 """
 
 from dataclasses import dataclass
@@ -43,10 +43,12 @@ PIECE = 2 ** 20          # queries counted at a time
 
 
 class Group(NamedTuple):
-    """The documents of one batch entry, or of all where they are alike: int64 arrays, of `causal` bool.
+    """The documents of one batch entry, or of all entries if they are alike.
 
-    Document d holds the queries from q_cuts[d] to q_cuts[d + 1] and the keys from k_cuts[d] to k_cuts[d + 1]; what lies
-    outside is padding.  prefixes, causal: of every document; None for what the mask says.
+    q_cuts, k_cuts: int64 (documents + 1,).  Document d holds the queries [q_cuts[d], q_cuts[d + 1]) and the keys
+        [k_cuts[d], k_cuts[d + 1]); all tokens outside are padding.
+    prefixes: int64 (documents,), None for the prefix of the mask.
+    causal: bool (documents,), None for `causal` of the mask.
     """
 
     q_cuts: np.ndarray
@@ -55,18 +57,21 @@ class Group(NamedTuple):
     causal: np.ndarray = None
 
     def as_lists(self):
-        """The same, to be compared."""
+        """The group as a tuple of lists, which can be compared with ==."""
         return tuple(None if array is None else array.tolist() for array in self)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What the queries of one attention may see, apart from documents.
+    """The keys that the queries of one attention see, apart from documents.
 
-    seqlen: number of queries.  seqlen_k: number of keys.  causal: no key after the diagonal.
-    window: (left, right), how many keys before and after the diagonal a query sees; None for all.
-    prefix: how many keys are seen in spite of `causal`, the first ones.
-    causal_block: keys of a block to whose end `causal` lets a query see; None or 1 for the diagonal.
+    seqlen: number of queries.
+    seqlen_k: number of keys.
+    causal: whether keys after the diagonal are hidden.
+    window: (left, right), number of keys that a query sees before and after the diagonal; None for no limit.
+    prefix: number of leading keys that all queries see in spite of `causal`.
+    causal_block: number of keys in a block; `causal` lets a query see to the end of its block.  None or 1: to the
+        diagonal.
     """
 
     seqlen: int
@@ -77,7 +82,7 @@ class Mask:
     causal_block: int = None
 
     def __str__(self):
-        """In a few words."""
+        """The mask in a few words."""
         left, right = ("" if side is None else side for side in self.window)
         window = "" if self.window == (None, None) else f" in window {left},{right}"
         prefix = f" after a prefix of {self.prefix}" if self.prefix else ""
@@ -90,9 +95,9 @@ class Mask:
         return (Group(np.array([0, self.seqlen]), np.array([0, self.seqlen_k])),)
 
     def key_interval(self, positions, documents=None):
-        """First and one past the last key that the queries at `positions` see: (lo, hi), int64 (groups, queries).
+        """Keys [lo, hi) that the queries at `positions` see: two int64 arrays (groups, queries).
 
-        documents: `Group`s, as made by `mpiattn.problem.documents.documents`, or None for the sequence as one document.
+        documents: the `Group`s from `mpiattn.problem.documents.documents`; None for the sequence as one document.
         """
         rows = [self._interval(positions, *group) for group in documents or self._whole]
         return np.stack([lo for lo, _ in rows]), np.stack([hi for _, hi in rows])
@@ -114,14 +119,14 @@ class Mask:
         return np.where(inside, lo, 0), np.where(inside, np.maximum(lo, hi), 0)
 
     def _causal_end(self, diagonal, first, prefix):
-        """One past the last key that `causal` lets queries see, of documents whose keys begin at `first`."""
+        """End of the keys that `causal` lets queries see; `first` is the first key of their document."""
         end = diagonal + 1
         if self.causal_block:
-            end = first - (first - end) // self.causal_block * self.causal_block        # up to a whole block
+            end = first - (first - end) // self.causal_block * self.causal_block        # round up to a block
         return np.maximum(end, first + prefix)
 
     def pairs(self, documents=None):
-        """Number of (query, key) pairs attended to, summed over the groups of documents."""
+        """Number of attended (query, key) pairs, summed over the groups of documents."""
         total = 0
         for start in range(0, self.seqlen, PIECE):
             lo, hi = self.key_interval(np.arange(start, min(start + PIECE, self.seqlen)), documents)
@@ -130,9 +135,9 @@ class Mask:
 
 
 def local_interval(lo, hi, key_positions):
-    """Intervals of key positions [lo, hi) as local columns [begin, end) of a chunk: int32 of their shape.
+    """The local columns [begin, end) of a chunk for key positions [lo, hi): two int32 arrays of the shape of lo.
 
-    key_positions: increasing positions of the chunk's keys.
+    key_positions: positions of the chunk's keys, increasing.
     """
     begin = np.searchsorted(key_positions, lo).astype(np.int32)
     end = np.searchsorted(key_positions, hi).astype(np.int32)

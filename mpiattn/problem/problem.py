@@ -1,4 +1,4 @@
-"""The shape of one attention problem, checked once and shared by plan, traffic, cost and the command line."""
+"""The parameters of one attention problem, checked once; plans, traffic, costs and the command line share them."""
 
 import math
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ def _finite(name, value):
     try:
         if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value):
             return float(value)
-    except OverflowError:                      # an int beyond all floats
+    except OverflowError:                      # an int too large for a float
         pass
     raise ArgumentError(f"{name} is {value!r}; it must be a finite number")
 
 
 def _computable(name, value, dtype, least, most):
-    """Raise ArgumentError unless a number is 0 or, without its sign, from `least` to `most`."""
+    """Raise ArgumentError unless a number is 0 or its magnitude is from `least` to `most`."""
     if value and not least <= abs(value) <= most:
         raise ArgumentError(f"{name} is {value!r}; scores are {dtype} here, in which it must be 0 "
                             f"or from {least:.3g} to {most:.3g}")
@@ -48,7 +48,7 @@ def _window(window):
 def dtype_name(dtype, argument="dtype", choices=tuple(ITEMSIZE)):
     """The name of a supported dtype, given as a name, a dtype of NumPy or torch, or a scalar type.
 
-    From then on NumPy knows it by that name: bfloat16 comes with the package ml_dtypes.
+    For bfloat16 it imports ml_dtypes, after which NumPy accepts the name.  Raises ArgumentError.
     """
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", repr(dtype)))
     name = name.removeprefix("torch.")
@@ -65,15 +65,20 @@ def dtype_name(dtype, argument="dtype", choices=tuple(ITEMSIZE)):
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of q (batch, seqlen, heads, head_dim) over k (batch, seqlen_k, kv_heads, head_dim) and
+    """The parameters of one attention problem.  Raises ArgumentError.
+
+    The arrays are q (batch, seqlen, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim) and
     v (batch, seqlen_k, kv_heads, value_dim).
 
-    kv_heads must divide heads: query head h uses KV head h // (heads // kv_heads).  Left out, kv_heads is
-    heads, seqlen_k is seqlen, value_dim is head_dim and scale is 1/sqrt(head_dim).  window: see `mpiattn.problem.mask`.
-    prefix, causal_block: as well, and with either the problem is causal.
-    softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.  scale and softcap must be numbers of
-    partial_dtype.  wire_dtype: in which partials travel, without their lse; default partial_dtype, in which they
-    accumulate, and no wider.
+    kv_heads: divides heads; query head h uses KV head h // (heads // kv_heads).  Default heads.
+    value_dim: default head_dim.
+    seqlen_k: default seqlen.
+    scale: default 1/sqrt(head_dim).  It must be representable in partial_dtype.
+    window: as in `mpiattn.problem.mask`.
+    softcap: scores s become softcap * tanh(s / softcap); None or 0 for none.  It must be representable too.
+    wire_dtype: dtype of partials in messages, at most as wide as partial_dtype, the dtype in which they accumulate and
+        the default.  lse always travels in partial_dtype.
+    prefix, causal_block: as in `mpiattn.problem.mask`; either makes the problem causal.
     """
 
     seqlen: int
@@ -110,7 +115,7 @@ class Problem:
         put("scale", _finite("scale", self.scale))
         if not isinstance(self.causal, bool | np.bool_ | Integral) or self.causal not in (0, 1):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
-        everything = self.seqlen + self.seqlen_k             # a side that is longer sees no more
+        everything = self.seqlen + self.seqlen_k             # a longer side of a window has no effect
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
         prefix = _count("prefix", self.prefix, 0)
         put("prefix", min(prefix, self.seqlen_k))
@@ -122,7 +127,7 @@ class Problem:
             if self.softcap is not None and self.softcap < 0:
                 raise ArgumentError(f"softcap is {self.softcap!r}; it must be positive, or None or 0 for none")
         limits = np.finfo(self.partial_dtype)
-        # Half the largest, since a back end may have it in base 2.  What is less than normal there loses digits.
+        # Half the largest number, since a back end may convert scores to base 2.  Subnormal numbers lose digits.
         tiny, most = float(limits.tiny), float(limits.max) / 2
         _computable("scale", self.scale, self.partial_dtype, tiny, most)
         if self.softcap is not None:
@@ -133,7 +138,7 @@ class Problem:
             dtype_name(self.wire_dtype, "wire_dtype", narrower))
 
     def __str__(self):
-        """In one line."""
+        """The problem in one line."""
         tokens = f"{self.seqlen} tokens" if self.seqlen_k == self.seqlen else f"{self.seqlen} x {self.seqlen_k} tokens"
         heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
         dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
@@ -141,7 +146,7 @@ class Problem:
 
     @cached_property
     def mask(self):
-        """Which keys each query sees."""
+        """The `Mask`: the keys that each query sees."""
         return Mask(self.seqlen, self.seqlen_k, self.causal, self.window, self.prefix, self.causal_block)
 
     @property
@@ -151,7 +156,7 @@ class Problem:
 
     @property
     def partial_dtype(self):
-        """dtype of partials and lse: float32, float64 for float64."""
+        """dtype of partials and lse: float64 if dtype is float64, else float32."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
@@ -161,15 +166,15 @@ class Problem:
 
     @property
     def flops_per_pair(self):
-        """Floating-point operations of one attended (query, key) pair, over batch and heads."""
+        """Floating-point operations of one attended (query, key) pair, summed over batch and heads."""
         return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)
 
     @property
     def flops(self):
-        """Floating-point operations of the forward pass: the two products, attended pairs only."""
+        """Floating-point operations of the forward pass: two matrix products, attended pairs only."""
         return self.flops_per_pair * self.pairs
 
     @cached_property
     def pairs(self):
-        """Number of (query, key) pairs that are attended to, where there are no documents."""
+        """Number of attended (query, key) pairs without documents."""
         return self.mask.pairs()

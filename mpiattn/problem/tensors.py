@@ -1,7 +1,7 @@
-"""Tensors of PyTorch on the CPU as NumPy arrays, and arrays as tensors: the same memory, not a copy.
+"""PyTorch CPU tensors as NumPy arrays and back, sharing memory without a copy.
 
-Who has a tensor has loaded torch, so it is looked for among the loaded modules and is no requirement.  NumPy and torch
-know each other's dtypes but for bfloat16, which crosses as int16.
+torch is optional.  A caller with a tensor has imported it already, so it is taken from sys.modules.  bfloat16 is passed
+as int16, because NumPy and torch do not know each other's bfloat16.
 """
 
 import sys
@@ -14,27 +14,27 @@ from .problem import dtype_name
 
 
 def is_tensor(thing):
-    """Whether something is a torch tensor."""
+    """Whether an object is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(thing, torch.Tensor)
 
 
 def shared(name, tensor):
-    """A tensor's memory as an array of any strides; ArgumentError where NumPy cannot share it."""
+    """A tensor's memory as an array of any strides.  Raises ArgumentError if NumPy cannot share it."""
     torch, tensor = sys.modules["torch"], tensor.detach()
     try:
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(dtype_name("bfloat16"))
         return tensor.numpy()
-    except (TypeError, RuntimeError) as error:         # sparse, a dtype that NumPy lacks, wrapped by a transform
+    except (TypeError, RuntimeError) as error:         # sparse, unknown to NumPy, or wrapped by a transform
         raise ArgumentError(f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; it must be a dense one "
                             f"that NumPy can share ({error})") from error
 
 
 def as_array(name, thing):
-    """An argument's memory as an array where it is a tensor on the CPU, else the argument itself.
+    """The memory of a CPU tensor as an array; any other argument is returned as it is.
 
-    Raises ArgumentError where it requires a gradient, which would be lost, unless torch records none at the moment.
+    Raises ArgumentError if the tensor requires a gradient while torch records gradients, since it would be lost.
     """
     if not is_tensor(thing) or thing.device.type != "cpu":
         return thing
@@ -53,6 +53,6 @@ def as_tensor(array):
 
 
 def as_given(given, *results):
-    """Results as a tuple, NumPy arrays among them as tensors where `given`, an argument of the call, is a tensor."""
+    """The results as a tuple; NumPy arrays become tensors if `given`, an argument of the call, is a tensor."""
     return tuple(as_tensor(result) if is_tensor(given) and isinstance(result, np.ndarray) else result
                  for result in results)
