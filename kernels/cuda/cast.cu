@@ -1,7 +1,12 @@
-// dst = src, cast from ELEMENT to TARGET; both of shape (n0, n1, n2, n3) with any strides, in elements.  A thread takes VECTOR
-// neighbours along the last axis at a time, which for more than one is contiguous in both.  With -DINDEX=unsigned all numbers fit 32 bits.
+// dst = src, cast from ELEMENT to TARGET.  Both have shape (n0, n1, n2, n3) and any strides, in elements.
 //
-// grid: any; no shared memory.
+// A thread casts VECTOR elements of the last axis at a time; if VECTOR > 1, that axis is contiguous in both arrays.
+// -DINDEX=unsigned is for arrays whose number of elements fits 32 bits.
+//
+// grid: any, in one dimension.
+// block: THREADS threads.
+// shared memory: none.
+// tile sizes: none.
 
 #include "element.cuh"
 

@@ -1,6 +1,6 @@
-// Rows of results in global memory, of which a warp's lanes hold the columns as warp.cuh spreads them.
+// Adds results to rows in global memory.  A warp's lanes hold the columns in the layout of warp.cuh.
 //
-// All that is read is read before anything is written: the memory's latency is waited for once in BATCH pieces of 8 columns.
+// A batch is read completely before it is written, so that a warp waits for memory latency once per BATCH * 8 columns.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 constexpr int BATCH = 16;
 
-// A lane's two columns from `column` on, of a row of DIM floats that begins at a multiple of 8 bytes if DIM is even.
+// A lane's two columns from `column` on, of a row of DIM floats.  If DIM is even, the row is aligned to 8 bytes.
 template <int DIM>
 __device__ __forceinline__ float2 read_pair(const float* row, int column) {
     if constexpr (DIM % 2 == 0)
@@ -30,8 +30,8 @@ __device__ __forceinline__ void write_pair(float* row, int column, float2 pair) 
     }
 }
 
-// row = row * keep + acc * factor, of the columns from `first` on; h tells which of a lane's two rows acc[D] has.  What is not
-// `held` is not read, and taken for 0.
+// row = row * keep + acc * factor, for the columns from `first` on.  h selects which of a lane's two rows in acc is
+// used.  If not `held`, the row is not read and counts as 0.
 template <int DIM, int D>
 __device__ __forceinline__ void add_columns(float* row, const float (&acc)[D][4], int h, bool held, float keep, float factor,
                                             int first) {

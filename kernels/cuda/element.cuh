@@ -1,4 +1,4 @@
-// The types that arrays hold, and their conversion to and from float.  -DELEMENT= names that of a variant's inputs.
+// The element types of arrays, and their conversion to and from float.  -DELEMENT= is the type of a kernel's inputs.
 
 #pragma once
 
@@ -20,13 +20,13 @@ struct Element;
 
 template <>
 struct Element<float> {
-    static constexpr unsigned EXPONENT = 0x7f800000;       // all ones: not finite
+    static constexpr unsigned EXPONENT = 0x7f800000;       // exponent bits; all ones: not finite
     static __device__ __forceinline__ float round(float x) { return x; }
 };
 
 template <>
 struct Element<f16> {
-    static constexpr unsigned EXPONENT = 0x7c007c00;       // of the two in a word
+    static constexpr unsigned EXPONENT = 0x7c007c00;       // of both elements in a word
     static __device__ __forceinline__ unsigned pack(float low, float high) { return pack_f16(low, high); }
     static __device__ __forceinline__ f16 round(float x) { return {(unsigned short)(pack_f16(x, 0))}; }
 };
@@ -38,14 +38,14 @@ struct Element<bf16> {
     static __device__ __forceinline__ bf16 round(float x) { return {(unsigned short)(pack_bf16(x, 0))}; }
 };
 
-// Whether a word of T holds anything that is not finite.
+// Whether a word of T holds an element that is not finite.
 template <class T>
 __device__ __forceinline__ bool not_finite(unsigned word) {
     constexpr unsigned low = Element<T>::EXPONENT & 0xffff, high = Element<T>::EXPONENT & 0xffff0000;
     return (low && (word & low) == low) || (word & high) == high;
 }
 
-// Two neighbours in shared memory, as floats.
+// Two consecutive elements in shared memory, as floats.
 template <class T>
 __device__ __forceinline__ float2 pair_at(unsigned offset) {
     const unsigned word = shared_at<unsigned>(offset);

@@ -1,13 +1,22 @@
-// Adds a block's attention to the partial (out, lse) of its rows: FlashAttention-2 with row intervals.
+// Attention of query rows to a block of keys, added to the rows' partial (out, lse).
 //
-// A thread block takes TILE_ROWS packed rows of one KV head (rows.cuh) and goes through the tiles of TILE_COLUMNS keys that any
-// of them sees.  Shared memory: Q and the rows' intervals stay, K and V pass through STAGES buffers each: K of a later tile arrives during the
-// softmax and the product with V, V during the product with K.  Scores stay in registers.
+// The algorithm is FlashAttention-2 with row intervals.  A thread block owns TILE_ROWS packed rows of one KV head
+// (rows.cuh).  It loops over the tiles of TILE_COLUMNS keys that any of its rows sees.  Scores and sums stay in
+// registers.  K of a later tile is copied during the softmax and the product with V, and V during the product with K.
 //
-// grid: (tiles of rows * KV heads * sequences, splits).  With more than one split, which decoding needs, each goes through its part of the keys
-// and writes a partial of its own, (splits, tokens, heads, VALUE_DIM) and (splits, tokens, heads), for `merge` to put together.
-// So does it, even with one split, with -DPAGE_SIZE=, where the keys lie in pages (keys.cuh): there is nothing to add to.  Then there
-// are `groups` sequences of `tokens` queries each, one after another, whose tables are `count` / PAGE_SIZE pages long.
+// grid: (row tiles * KV heads * sequences, splits).
+// block: 32 * WARPS threads; each warp owns TILE_ROWS / WARPS rows.
+// shared memory: SHARED_BYTES, dynamic.  It holds Q and the rows' intervals for the whole loop, and STAGES buffers each
+// for tiles of K and V.
+// tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS and STAGES are constants from mpiattn/backends/cuda/tile_table.py.  For
+// bfloat16 and head dim 128 they are 128 x 64, 4 warps, 1 stage, and for decoding 16 x 32, 1 warp, 2 stages.
+//
+// Decoding needs several splits.  Each split then takes its share of the keys and writes a partial of its own, out
+// (splits, tokens, heads, VALUE_DIM) and lse (splits, tokens, heads); merge_parts (partials.cu) merges them.
+//
+// If PAGE_SIZE is not 0, the keys lie in pages (keys.cuh), and the kernel writes partials instead of adding to them,
+// even with one split.  Then there are `groups` sequences with `tokens` queries each, stored one after another.  The
+// page table of a sequence has `count` / PAGE_SIZE entries.
 
 #include "columns.cuh"
 #include "keys.cuh"
@@ -26,7 +35,7 @@ constexpr unsigned SEEN_AT = V_AT + STAGES * VTile::BYTES;
 static_assert(SEEN_AT + TILE_ROWS * sizeof(int2) == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
 static_assert(TILE_ROWS % (16 * WARPS) == 0 && TILE_COLUMNS % 16 == 0, "tiles are made of 16 rows and 16 keys");
 
-// Hides what a tile of keys from `first` on holds outside its rows' intervals.
+// Sets the scores outside the rows' intervals to -inf; `first` is the first key of the tile.
 template <class Seen>
 __device__ __forceinline__ void hide_unseen(float (&score)[M][N][4], Seen seen, int first) {
     const int column = first + lane_index() % 4 * 2;
@@ -44,7 +53,7 @@ __device__ __forceinline__ void hide_unseen(float (&score)[M][N][4], Seen seen, 
         }
 }
 
-// acc and the sums, relative to top, become a partial that is merged with the rows' own, or with `fresh` put in its place.
+// Normalizes acc by the sums and merges the result into the rows' partial; with `fresh` it replaces that partial.
 __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax<M>& softmax, const Rows& rows,
                                       int first_row, float* out, float* lse, bool fresh) {
     float sum[M][2], held[M][2];
@@ -56,14 +65,14 @@ __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax
             sum[m][h] = quad_sum(softmax.sum[m][h]);
             held[m][h] = fresh || row >= rows.count ? minus_infinity() : lse[rows.index(row)];
         }
-    __syncwarp();                                                    // one lane of a quad writes what all have read
+    __syncwarp();                                                    // one lane of a quad writes what all four read
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first_row + 16 * m + 8 * h;
             const bool empty = sum[m][h] == 0;
-            if (row >= rows.count || (empty && !fresh))              // a row that saw nothing keeps what it has
+            if (row >= rows.count || (empty && !fresh))              // a row that saw no key keeps its partial
                 continue;
             const long long at = rows.index(row);
             const float mine = empty ? minus_infinity() : softmax.top[m][h] * LN_2 + logf(sum[m][h]);
@@ -89,12 +98,12 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
 #endif
     const Rows rows(tokens, kv_heads, kv_head);
     const Intervals intervals(begin, end, group, tokens);
-    // Later rows often see more keys: they go first, so that no long tile is left for the end.
+    // Later rows often see more keys.  They go first, so that no long tile runs alone at the end.
     const int first_row = (mine.tiles - 1 - mine.tile) * TILE_ROWS;
     const int last_row = min(first_row + TILE_ROWS, rows.count);
     const Hull hull = hull_of(intervals, Rows::token(first_row), Rows::token(last_row - 1) + 1);
 
-    // What follows the last key that is seen may hold anything, and bits must not depend on it: zeros take its place.
+    // Keys after the last one seen may hold anything, but results must not depend on them: they are loaded as zeros.
     const Keys keys = {pages, min(count, hull.hi), slots, kv_heads, kv_head};
 
     const int all = hull.empty() ? 0 : (hull.hi - hull.lo + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -133,12 +142,13 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
             load_k(stage);
         }
     }
-    // At the top, K and V of the tiles before `tile` + STAGES are on their way but for the last V; 2 * STAGES - 1 groups.
+    // At the top of the loop 2 * STAGES - 1 copy groups are committed: K and V of the tiles up to `tile` + STAGES - 1,
+    // except the last V.
     for (int tile = 0; tile < tiles; ++tile) {
         const int first = first_key + tile * TILE_COLUMNS;
         const bool masked = !hull.covers(first, first + TILE_COLUMNS);
         wait_copies<2 * STAGES - 2>();
-        __syncthreads();                                             // K is here, and V of the last tile is done with
+        __syncthreads();                                             // K has arrived; V of the previous tile is free
         load_v(tile + STAGES - 1);
 
         float score[M][N][4];
@@ -157,7 +167,7 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         const unsigned values = V_AT + tile % STAGES * VTile::BYTES;
         wait_copies<2 * STAGES - 2>();
         const bool careful = __syncthreads_or(masked && copied_not_finite<VTile, THREADS>(values));
-        load_k(tile + STAGES);                                       // V is here, and K is done with
+        load_k(tile + STAGES);                                       // V has arrived; K is free
         softmax.weigh(score, acc, factor);
         if (careful)
             product_of_seen<VTile>(acc, score, values, 0, [&](int m, int h, int j) { return seen(m, h).sees(first + j); });

@@ -1,10 +1,13 @@
-// What the two kernels of the backward pass share.
+// Shared parts of the two kernels of the backward pass, gradient_q.cu and gradient_kv.cu.
 //
-// With P = exp(S - lse) and dP = dout V^T, of the scores S as they are weighed:
+// With the scores S after scale and softcap, P = exp(S - lse) and dP = dout V^T:
 //     dV = P^T dout    dS = P (dP - delta)    dQ = scale dS K    dK = scale dS^T Q
-// and a cap multiplies dS by 1 - tanh^2.  dQ is summed over keys and dK and dV over queries, so that one kernel that makes all
-// three has to add up one side in global memory, atomically or in turns.  Here are two that keep their sums in registers, one
-// goes through keys and one through queries: 7 products instead of 5, but the same bits every time, and no block that waits.
+// A softcap multiplies dS by 1 - tanh^2.
+//
+// dQ is a sum over keys; dK and dV are sums over queries.  A single kernel for all three would have to sum one side in
+// global memory, atomically or in turns.  Two kernels keep their sums in registers: one loops over keys, one over
+// queries.  That takes 7 products instead of 5, but results are the same bits in every run, and no block waits for
+// another.
 
 #pragma once
 
@@ -16,13 +19,14 @@
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// Which of the PARTS this block makes; a constant if there is but one, so that what follows from it is too.
+// The part of the results' columns that this block computes.  With one part it is a constant that the compiler can
+// fold.
 __device__ __forceinline__ int part_index() { return PARTS == 1 ? 0 : blockIdx.y; }
 
-// Rows without keys have lse -inf, and no pair that would use it.
+// lse in base 2.  Rows without keys have lse -inf; no pair uses it, so 0 takes its place.
 __device__ __forceinline__ float base_of(float lse) { return lse == minus_infinity() ? 0 : lse * LOG2_E; }
 
-// Of a pair: a raw score becomes P, and dP becomes dS.
+// For one pair: replaces the raw score by P, and dP by dS.
 __device__ __forceinline__ void differentiate(float& score, float& product, float base, float delta, float inner,
                                               float factor) {
     const float bent = bend(score, inner);
@@ -30,7 +34,8 @@ __device__ __forceinline__ void differentiate(float& score, float& product, floa
     product = (SCORE == 2 ? score * (1 - bent * bent) : score) * (product - delta);
 }
 
-// Adds 16 * M rows, those of start(m, h) >= 0, to rows of DIM floats that begin there; columns from `first` on.
+// Adds 16 * M rows of acc times factor to rows of DIM floats, which begin at to + start(m, h), in the columns from
+// `first` on.  Rows with start(m, h) < 0 are skipped.
 template <int DIM, int M, int D, class Start>
 __device__ __forceinline__ void add_rows(float* to, const float (&acc)[M][D][4], float factor, int first, Start start) {
 #pragma unroll

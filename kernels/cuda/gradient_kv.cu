@@ -1,10 +1,17 @@
-// Adds what a block contributes to dk and dv: TILE_ROWS keys of one KV head, which go through the tiles of TILE_COLUMNS packed rows
-// that see any of them (gradient.cuh).  All of a KV head's query heads are among the rows, so that nothing is left to add up.
+// Gradients dk and dv of a block, added to the arrays (formulas in gradient.cuh).
 //
-// Scores are made transposed, keys along rows: P^T and dS^T come out of one product spread as the next one wants its left operand.
-// Shared memory: K and V stay; Q, dout, and of each row lse, delta and interval pass through STAGES buffers.
+// A thread block owns TILE_ROWS keys of one KV head.  It loops over the tiles of TILE_COLUMNS packed rows that see any
+// of these keys.  The rows include all query heads of the KV head, so no sum over blocks remains.
 //
-// grid: (tiles of keys * KV heads, PARTS); each part makes its share of the columns of dk and dv.
+// Scores are computed transposed, with keys along rows: P^T and dS^T then leave one product in the register layout of
+// the next product's left operand.
+//
+// grid: (key tiles * KV heads, PARTS); each part computes its share of the columns of dk and dv.
+// block: 32 * WARPS threads; each warp owns TILE_ROWS / WARPS keys.
+// shared memory: SHARED_BYTES, dynamic.  It holds K and V for the whole loop, and STAGES buffers for tiles of Q and
+// dout and for lse, delta and interval of their rows.
+// tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS, STAGES and PARTS are constants from
+// mpiattn/backends/cuda/tile_table.py.  For bfloat16 and head dim 128 they are 64 x 32, 4 warps, 2 stages, 1 part.
 
 #include "gradient.cuh"
 
@@ -23,15 +30,15 @@ constexpr unsigned BEGIN_AT = DELTA_AT + STAGES * COLUMN_BYTES, END_AT = BEGIN_A
 static_assert(TILE_COLUMNS <= THREADS && STAGES <= 2, "a thread copies what there is to know of a row; one tile is ahead");
 static_assert(END_AT + STAGES * COLUMN_BYTES == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
 
-// The tiles of rows that see any of the keys [first, last), one after another, by their hulls (hulls.cu).  Each lane looks at one of
-// 32 tiles, so that most steps need no memory.
+// Iterates over the row tiles that see any of the keys [first, last), by the tiles' hulls (hulls.cu).  Each lane tests
+// one of 32 tiles at a time, so most steps read no memory.
 struct RowTiles {
     static constexpr int NONE = 0, FULL = 1, MASKED = 2;
 
     const int4* hulls;
     int count, first, last;
-    int base = -32;                                // the next tile is the first of those from here on that
-    unsigned touching = 0, covered = 0;            // these bits are set of; whether its rows see all of the keys
+    int base = -32;                                // bit i of the masks stands for tile base + i
+    unsigned touching = 0, covered = 0;            // tiles still to do; tiles whose rows all see all of the keys
 
     __device__ __forceinline__ RowTiles(const int4* hulls_, int count_, int first_, int last_)
         : hulls(hulls_), count(count_), first(first_), last(last_) {
@@ -70,8 +77,8 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     const int first_key = mine.tile * TILE_ROWS, last_key = min(first_key + TILE_ROWS, keys);
     const int all = (rows.count + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int part_k = part_index() * 8 * DK, part_v = part_index() * 8 * DV;
-    RowTiles ahead(hulls + (long long)group * all, all, first_key, last_key);       // at the next tile to load
-    int loaded = 0, state = ahead.state();                           // of the tile that is worked on
+    RowTiles ahead(hulls + (long long)group * all, all, first_key, last_key);       // the next tile to load
+    int loaded = 0, state = ahead.state();                           // state: of the current tile
     if (state == RowTiles::NONE)
         return;
     const auto load = [&] {
@@ -110,13 +117,13 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
         const bool masked = state == RowTiles::MASKED;
         const unsigned queries_at = Q_AT + slot * QTile::BYTES, grads_at = G_AT + slot * GTile::BYTES;
         if constexpr (STAGES == 1) {
-            __syncthreads();                                         // the last tile is done with
+            __syncthreads();                                         // the previous tile's buffers are free
             load();
         }
         wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
         const bool careful = __syncthreads_or(masked && (copied_not_finite<QTile, THREADS>(queries_at)
                                                          || copied_not_finite<GTile, THREADS>(grads_at)));
-        state = ahead.state();                                       // of the tile after this one
+        state = ahead.state();                                       // of the next tile
         if constexpr (STAGES > 1)
             load();
 

@@ -1,8 +1,15 @@
-// Adds what a block contributes to dq: TILE_ROWS packed rows of one KV head, which go through the tiles of TILE_COLUMNS keys that any
-// of them sees (gradient.cuh).  Shared memory: Q, dout and what else there is to know of the rows stay, K and V pass through STAGES
-// buffers.
+// Gradient dq of a block, added to the array (formulas in gradient.cuh).
 //
-// grid: (tiles of rows * KV heads, PARTS); each part makes its share of the columns of dq.
+// A thread block owns TILE_ROWS packed rows of one KV head (rows.cuh).  It loops over the tiles of TILE_COLUMNS keys
+// that any of its rows sees.
+//
+// grid: (row tiles * KV heads, PARTS); each part computes its share of the columns of dq.
+// block: 32 * WARPS threads; each warp owns TILE_ROWS / WARPS rows.
+// shared memory: SHARED_BYTES, dynamic.  It holds Q, dout and a struct Row per row for the whole loop, and STAGES
+// buffers for tiles of K and V.
+// tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS, STAGES and PARTS are constants from mpiattn/backends/cuda/tile_table.py.
+// For bfloat16 and head dim 128 they are 64 x 64, 4 warps, 1 stage, 1 part, and on sm_90 and sm_100 128 x 32, 4 warps,
+// 2 stages, 1 part.
 
 #include "gradient.cuh"
 
@@ -17,7 +24,7 @@ constexpr unsigned Q_AT = 0, G_AT = QTile::BYTES, K_AT = G_AT + GTile::BYTES, V_
 constexpr unsigned ROWS_AT = V_AT + STAGES * VTile::BYTES;
 static_assert(ROWS_AT + TILE_ROWS * sizeof(float4) == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
 
-// A row's interval, lse in base 2, and delta, in 16 bytes.
+// Interval, lse in base 2 and delta of a row, in 16 bytes.
 struct Row {
     Interval keys;
     float base, delta;
@@ -71,7 +78,7 @@ gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __r
         const bool masked = !hull.covers(first, first + TILE_COLUMNS);
         const unsigned keys_at = K_AT + tile % STAGES * KTile::BYTES, values_at = V_AT + tile % STAGES * VTile::BYTES;
         if constexpr (STAGES == 1) {
-            __syncthreads();                                         // the last tile is done with
+            __syncthreads();                                         // the previous tile's buffers are free
             load(tile);
         }
         wait_copies<(STAGES > 1 ? STAGES - 2 : 0)>();

@@ -1,5 +1,9 @@
-// The hulls of the tiles of TILE_COLUMNS packed rows, (groups, tiles) of int4, for a kernel that goes through tiles of rows and has
-// to skip those that do not see its keys.  grid: tiles * groups, one warp each; no shared memory.
+// Hulls (rows.cuh) of tiles of TILE_COLUMNS packed rows: int4 (groups, tiles).  gradient_kv skips row tiles by them.
+//
+// grid: tiles * groups, one tile per block.
+// block: 32 threads.
+// shared memory: none.
+// tile sizes: TILE_COLUMNS is that of gradient_kv, from mpiattn/backends/cuda/tile_table.py.
 
 #include "rows.cuh"
 

@@ -1,5 +1,7 @@
-// Where the keys and values of a KV head lie: with -DPAGE_SIZE=0 in a chunk, (keys, kv_heads, DIM), else in a pool of pages,
-// (kv_heads, slots, DIM), which a sequence's table of pages tells: page pages[i] is the PAGE_SIZE slots from pages[i] * PAGE_SIZE on.
+// Addresses of the keys and values of a KV head, and their copies into tiles.
+//
+// With -DPAGE_SIZE=0 they lie in a chunk (keys, kv_heads, DIM).  Else they lie in a pool of pages (kv_heads, slots,
+// DIM): page i of a sequence is the PAGE_SIZE slots from pages[i] * PAGE_SIZE on.
 
 #pragma once
 
@@ -13,9 +15,9 @@ struct Keys {
     template <class Tile, int DIM, int THREADS>
     __device__ __forceinline__ void copy(unsigned base, const typename Tile::Type* source, int first) const {
 #if PAGE_SIZE
-        // Each lane looks up one of the rows that its warp copies, and the lanes that copy it ask that lane.
+        // Each lane looks up the slot of one row that its warp copies; the lanes that copy the row get it by a shuffle.
         using Of = Copies<Tile, THREADS>;
-        constexpr int ROWS = 32 / Of::LANES;                         // of a warp at a time
+        constexpr int ROWS = 32 / Of::LANES;                         // that a warp copies at a time
         const Of copies(base, thread_index_anew());
         const int lane = lane_index();
 #pragma unroll

@@ -1,5 +1,7 @@
-// Merging of partials: a weight is that of (out_b, lse_b) in the sum with (out, lse), whose own is the rest to 1.  An empty partial
-// has lse -inf; nothing here takes the exponential of a positive number, or gives NaN for two empty ones.
+// Weights and lse of merged partials.
+//
+// merge_weight is the weight of (out_b, lse_b) in the merged partial; (out, lse) has the remainder to 1.  An empty
+// partial has lse -inf.  Two empty partials give no NaN, and an exponential that overflows gives weight 0.
 
 #pragma once
 

@@ -1,9 +1,12 @@
-// What is done to partials and gradients between blocks: merge, add, delta, sinks.  All of it waits for memory alone.
+// Kernels on whole partials and gradients: merge, add, delta, sinks.  All are limited by memory bandwidth.
 //
-// Rows are (token, head) pairs of arrays (tokens, heads, dim); a warp takes one.  T is the dtype that partials or outputs come in.
+// A row is a (token, head) pair of arrays (tokens, heads, dim).  T is the dtype of the incoming partials or outputs.
 //
-// grid: rows / warps of a block; of merge_parts, rows; of add, any; of sink_gradient, heads.  Shared memory: sums of warps, in
-// merge_parts and sink_gradient.
+// grid: rows / WARPS, one warp per row, except for merge_parts (rows, one block per row), add (any) and sink_gradient
+// (heads, one block per head).
+// block: THREADS threads.
+// shared memory: none, except for the warps' sums: THREADS * 16 bytes in merge_parts, WARPS * 8 in sink_gradient.
+// tile sizes: none.  A warp steps through its row by 32 columns, and in merge_parts by 128 if dim is a multiple of 4.
 
 #include "element.cuh"
 #include "merge.cuh"
@@ -30,14 +33,14 @@ merge(float* __restrict__ out, float* __restrict__ lse, const T* __restrict__ ou
         lse[row] = merge_lse(held, other);
 }
 
-constexpr int AHEAD = 8;                           // loads of merge_parts that are under way at a time
+constexpr int AHEAD = 8;                           // loads of a lane of merge_parts in flight at a time
 
 __device__ __forceinline__ void add_weighted(float& sum, float x, float weight) { sum += x * weight; }
 __device__ __forceinline__ void add_weighted(float4& sum, const float4& x, float weight) {
     sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
 }
 
-// The weighted sum of a row's parts, by the warps of a block in turn: `dim` columns, as Vectors.
+// Writes the weighted sum of a row's parts, `dim` columns as Vectors.  The warps of the block take the parts in turn.
 template <class Vector>
 __device__ __forceinline__ void sum_parts(float* __restrict__ out, const float* __restrict__ out_b,
                                           const float* __restrict__ lse_b, long long row, long long rows, int dim, int parts,
@@ -49,7 +52,7 @@ __device__ __forceinline__ void sum_parts(float* __restrict__ out, const float* 
         const bool inside = column < dim;
         Vector sum = {};
         for (int block = warp_index(); block < parts; block += 32 * WARPS) {
-            // Each lane finds the weight of one part; -1 of an empty one, whose values count for nothing.
+            // Each lane computes the weight of one part; -1 marks an empty part, whose values are ignored.
             const int part = block + lane_index() * WARPS;
             const float of = part < parts ? lse_b[part * rows + row] : minus_infinity();
             const float weight = of == minus_infinity() ? -1 : expf(of - base);
@@ -81,12 +84,13 @@ __device__ __forceinline__ void sum_parts(float* __restrict__ out, const float* 
                 add_weighted(total, shared_at<Vector>((warp * 32 * WIDTH + mine) * sizeof(float)), norm);
             *to = total;
         }
-        __syncthreads();                                             // the sums are done with
+        __syncthreads();                                             // the sums may be overwritten
     }
 }
 
-// Merges `parts` partials, (parts, rows, dim) and (parts, rows), into (out, lse), or if `fresh` puts them in its place.  A block takes a
-// row: the weights are found first, all of them relative to the largest, and then no sum waits for another.
+// Merges `parts` partials, out_b (parts, rows, dim) and lse_b (parts, rows), into (out, lse); with `fresh` the result
+// replaces (out, lse).  A block takes one row.  It computes all weights first, relative to the largest, so that the
+// sums are independent of each other.
 extern "C" __global__ void __launch_bounds__(THREADS)
 merge_parts(float* __restrict__ out, float* __restrict__ lse, const float* __restrict__ out_b,
             const float* __restrict__ lse_b, long long rows, int dim, int parts, int fresh) {
@@ -108,11 +112,12 @@ merge_parts(float* __restrict__ out, float* __restrict__ lse, const float* __res
         sum_parts<float>(out, out_b, lse_b, row, rows, dim, parts, base, keep, norm);
     else
         sum_parts<float4>(out, out_b, lse_b, row, rows, dim, parts, base, keep, norm);
-    if (threadIdx.x == 0)                          // behind the barriers, so that all have read it
+    if (threadIdx.x == 0)                          // after the barriers: all threads have read it
         lse[row] = top == minus_infinity() ? top : top + logf(sum);
 }
 
-// A partial becomes sums that ranks can add up, of weights relative to top, and such sums become a partial again.
+// unnormalize turns a partial into terms that ranks can sum, with weights relative to top; normalize turns the sums
+// back into a partial.
 extern "C" __global__ void __launch_bounds__(THREADS)
 unnormalize(float* __restrict__ out, float* __restrict__ lse, const float* __restrict__ top, long long rows, int dim) {
     const long long row = my_row();
@@ -145,8 +150,8 @@ add(float* __restrict__ array, const T* __restrict__ other, long long size) {
         array[i] += to_float(other[i]);
 }
 
-// delta = rowsum(dout * out) - dlse; dlse counts only if `with_dlse`.  A row whose out is 0, as that of one which sees no
-// key is, has rowsum 0 whatever its dout: NaN, say, as what pads a batch may hold.
+// delta = rowsum(dout * out) - dlse; dlse is used only if `with_dlse`.  A row whose out is 0, such as a row without
+// keys, has rowsum 0 even if its dout is NaN, as the padding of a batch may be.
 extern "C" __global__ void __launch_bounds__(THREADS)
 delta(float* delta, const T* __restrict__ dout, const T* __restrict__ out, const float* dlse, long long rows, int dim,
       int with_dlse) {
@@ -166,7 +171,7 @@ delta(float* delta, const T* __restrict__ dout, const T* __restrict__ out, const
         delta[row] = (counts ? sum : 0) - (with_dlse ? dlse[row] : 0);
 }
 
-// Every query of a head sees one more key, of score sinks[head] and value 0.  A row that saw nothing stays 0.
+// Adds one key of score sinks[head] and value 0 to every query of a head.  out of a row without other keys stays 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
 sink(float* __restrict__ out, float* __restrict__ lse, const float* __restrict__ sinks, long long rows, int heads,
      int dim) {
@@ -182,7 +187,7 @@ sink(float* __restrict__ out, float* __restrict__ lse, const float* __restrict__
         lse[row] = merge_lse(held, score);
 }
 
-// gradient[head] = -sum over tokens of exp(sinks - lse) * delta, a block a head, always in the same order.
+// gradient[head] = -sum over tokens of exp(sinks - lse) * delta.  One block per head, in a fixed order of summation.
 extern "C" __global__ void __launch_bounds__(THREADS)
 sink_gradient(float* __restrict__ gradient, const float* __restrict__ sinks, const float* __restrict__ lse,
               const float* __restrict__ delta, int tokens, int heads) {

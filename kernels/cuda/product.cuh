@@ -1,10 +1,10 @@
-// Products of a warp's rows with tiles in shared memory, results and left operands as warp.cuh spreads them.
+// Products of a warp's rows with tiles in shared memory.  Results and left operands have the layout of warp.cuh.
 //
 //     Product<T>::with_rows       c += A B^T     A, B tiles, both with the inner dimension along their rows: scores
 //     Product<T>::with_columns    c += W B       W in registers, rounded to T where T is 16 bits wide: outputs
 //     product_of_seen             c += W B       leaving out pairs that are not seen, for a B that is not finite
 //
-// A warp has 16 * M rows.  Of B with_rows takes all rows, and with_columns the columns from `first` on.
+// A warp has 16 * M rows.  with_rows uses all rows of B; with_columns uses the columns of B from `first` on.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct Product {
         const int lane = lane_index();
         const unsigned a_at = A::at(a, a_row + lane % 16, lane / 16 * 8);
         const unsigned b_at = B::at(b, lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
-#pragma unroll 2                                     // more, and their addresses take the registers of the results
+#pragma unroll 2                                     // more would spend the results' registers on addresses
         for (int k = 0; k < A::COLUMNS; k += 16) {
             unsigned left[M][4];
 #pragma unroll
@@ -76,7 +76,7 @@ struct Product {
     }
 };
 
-// float: ordinary arithmetic, since tensor cores would round its operands to 11 bits.
+// float: FMAs, because tensor cores would round the operands to 11 bits.
 template <>
 struct Product<float> {
     template <class A, class B, int M, int N>
@@ -140,9 +140,11 @@ struct Product<float> {
     }
 };
 
-// As with_columns, for tiles that are rare: a pair that sees(m, h, j) is false of is not multiplied, since 0 * NaN is NaN.
-// sees: of this lane's row 16 * m + 8 * h + lane / 4 and the row j of B.  W is used up: it is shifted through its first eight
-// columns, which keeps the loop short and indices into registers constant.
+// As with_columns, but pairs for which sees(m, h, j) is false are not multiplied, because 0 * NaN is NaN.  Such tiles
+// are rare.  The arguments of sees stand for this lane's row 16 * m + 8 * h + lane / 4 and row j of B.
+//
+// W is destroyed: it is shifted through its first eight columns, which keeps the loop short and register indices
+// constant.
 template <class B, int M, int N, int K, class Sees>
 __device__ __forceinline__ void product_of_seen(float (&c)[M][N][4], float (&w)[M][K][4], unsigned b, int first,
                                                 Sees sees) {

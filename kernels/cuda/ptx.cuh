@@ -1,7 +1,7 @@
-// Every instruction that C++ has no word for, as a function.  kernels/emulation/instructions.h has the same functions for a
-// CPU, and nothing else in these kernels is written in PTX.
+// Functions for the instructions that CUDA C++ cannot express.  All PTX of these kernels is in this file;
+// kernels/emulation/instructions.h has the same functions for a CPU.
 //
-// Addresses of shared memory are byte offsets into a block's dynamic shared memory.
+// Addresses in shared memory are byte offsets into the block's dynamic shared memory.
 
 #pragma once
 
@@ -20,14 +20,16 @@ __device__ __forceinline__ V& shared_at(unsigned offset) {
     return *reinterpret_cast<V*>(shared_memory + offset);
 }
 
-// The thread's index, read anew, so that the compiler keeps nothing that follows from it in registers across a loop.
+// The thread's index, read again each time, so that the compiler does not keep derived addresses in registers over a
+// loop.
 __device__ __forceinline__ int thread_index_anew() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
 }
 
-// Asynchronous copies of 16 or 4 bytes from global to shared memory; zeros where not `valid`, and nothing is read.
+// Asynchronous copies of 16 or 4 bytes from global to shared memory.  If not `valid`, they write zeros and read
+// nothing.
 
 __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
@@ -39,7 +41,8 @@ __device__ __forceinline__ void copy_async_4(unsigned to, const void* from, bool
                  "l"(__cvta_generic_to_global(from)), "r"(valid ? 4 : 0) : "memory");
 }
 
-// The copies since the last call are a group; wait_copies<n>() returns when all of this thread's groups but the latest n are done.
+// commit_copies() makes the copies since its last call a group.  wait_copies<n>() returns when all of this thread's
+// groups but the latest n are done.
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -48,8 +51,9 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// ldmatrix: four 8x8 matrices of 16-bit elements.  Lane i gives the address of row i % 8 of matrix i / 8 and gets, of matrix j in
-// r[j], the elements (i / 4, 2 * (i % 4)) and the next; transposed, (2 * (i % 4), i / 4) and the one below.
+// ldmatrix: four 8x8 matrices of 16-bit elements.  Lane i passes the address of row i % 8 of matrix i / 8.  In r[j] it
+// gets two elements of matrix j: (i / 4, 2 * (i % 4)) and the next one in the row; transposed, (2 * (i % 4), i / 4) and
+// the one below.
 
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -61,8 +65,8 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], unsig
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// mma.m16n8k16: c += A B, A 16x16, B 16x8 by columns, c 16x8.  Of c, lane i holds in c[2 * h + e] the element
-// (i / 4 + 8 * h, 2 * (i % 4) + e).
+// mma.m16n8k16: c += A B, with A 16x16, B 16x8 by columns, c 16x8.  Lane i holds the element
+// (i / 4 + 8 * h, 2 * (i % 4) + e) of c in c[2 * h + e].
 
 __device__ __forceinline__ void multiply_add(f16, float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -76,7 +80,7 @@ __device__ __forceinline__ void multiply_add(bf16, float (&c)[4], const unsigned
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 2^x to 2 ulp; what is subnormal is 0.
+// 2^x with an error of at most 2 ulp; subnormal numbers become 0.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -89,7 +93,7 @@ __device__ __forceinline__ float float_of_f16(unsigned short bits) {
     return y;
 }
 
-// Two floats rounded to nearest even in one word.
+// Two floats, rounded to nearest even and packed into a word.
 
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
     unsigned y;

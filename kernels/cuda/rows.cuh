@@ -1,13 +1,14 @@
-// Which keys a row sees, and which tiles of keys a thread block has to look at.
+// Packed rows, the keys that a row sees, and the tiles of keys that a thread block has to process.
 //
-// The query heads of a KV head are packed: row r of a KV head is token r / HEADS_PER_KV of its query head
-// r % HEADS_PER_KV.  They share keys and values, and so a tile of rows; a single token of many heads fills a tile too.
+// The query heads of a KV head are packed: row r of a KV head is token r / HEADS_PER_KV of its query head r %
+// HEADS_PER_KV.  These heads share keys and values, so they can share a tile of rows.  With many heads, even one token
+// fills a tile.
 
 #pragma once
 
 #include "tile.cuh"
 
-// Keys [begin, end) by their index in the chunk.
+// The keys [begin, end), numbered within the chunk.
 struct Interval {
     int begin, end;
 
@@ -24,7 +25,7 @@ struct Intervals {
     __device__ __forceinline__ Interval of(int token) const { return {begin[token], end[token]}; }
 };
 
-// Of several rows: no row sees anything outside [lo, hi), every row sees all of [full_from, full_to).
+// The hull of several rows: no row sees a key outside [lo, hi), and every row sees all of [full_from, full_to).
 struct Hull {
     int lo, hi, full_from, full_to;
 
@@ -35,8 +36,9 @@ struct Hull {
 
 constexpr int NO_KEY = 0x7fffffff;
 
-// What a thread block does: a tile of `rows` of the `count` of a KV head.  A grid has one dimension for both, as the others end
-// at 65535; the blocks of a KV head follow each other, since they share what it has in the cache.
+// The work of a thread block: tile number `tile` of `rows` rows, of the `count` rows of KV head `kv_head`.  Tiles and
+// KV heads share the grid's first dimension, because the others are limited to 65535.  The blocks of a KV head are
+// consecutive, because they share its data in the cache.
 struct Share {
     int tiles, tile, kv_head;
 
@@ -44,7 +46,7 @@ struct Share {
         : tiles((count + rows - 1) / rows), tile(blockIdx.x % unsigned(tiles)), kv_head(blockIdx.x / unsigned(tiles)) {}
 };
 
-// The hull of the tokens [first, last), found by every warp for itself.
+// The hull of the tokens [first, last).  Every warp computes it independently.
 __device__ __forceinline__ Hull hull_of(const Intervals& intervals, int first, int last) {
     Hull hull = {NO_KEY, 0, 0, NO_KEY};
     for (int token = first + lane_index(); token < last; token += 32) {
@@ -68,21 +70,21 @@ __device__ __forceinline__ Hull hull_of(const Intervals& intervals, int first, i
 
 // The packed rows of one KV head of a chunk.
 struct Rows {
-    int count, heads, first_head;                  // rows; query heads in all; the first of this KV head
+    int count, heads, first_head;                  // packed rows; all query heads; first query head of this KV head
 
     __device__ __forceinline__ Rows(int tokens, int kv_heads, int kv_head)
         : count(tokens * HEADS_PER_KV), heads(kv_heads * HEADS_PER_KV), first_head(kv_head * HEADS_PER_KV) {}
     static __device__ __forceinline__ int token(int row) { return row / HEADS_PER_KV; }
-    // Of (token, head) in arrays (tokens, heads).
+    // Index of the row's (token, head) in an array (tokens, heads).
     __device__ __forceinline__ long long index(int row) const {
         return (long long)token(row) * heads + first_head + row % HEADS_PER_KV;
     }
-    // Of the row's DIM elements in an array (tokens, heads, DIM); negative where there is no such row.
+    // Index of the row's first element in an array (tokens, heads, DIM); negative if there is no such row.
     template <int DIM>
     __device__ __forceinline__ long long start(int row) const {
         return row < count ? index(row) * DIM : -1;
     }
-    // Fills a tile with the rows from `first` on of such an array, and with zeros from `count` on.
+    // Fills a tile with the rows of such an array from `first` on, and with zeros for rows from `count` on.
     template <class Tile, int DIM, int THREADS>
     __device__ __forceinline__ void copy(unsigned base, const typename Tile::Type* source, int first) const {
         if constexpr (HEADS_PER_KV == 1)
@@ -92,7 +94,7 @@ struct Rows {
     }
 };
 
-// Where token j of a KV head begins in an array (tokens, kv_heads, DIM); negative outside the chunk.
+// Index of the first element of token j of a KV head in an array (tokens, kv_heads, DIM); negative outside the chunk.
 template <int DIM>
 __device__ __forceinline__ long long key_start(int j, int keys, int kv_heads, int kv_head) {
     return j < keys ? ((long long)j * kv_heads + kv_head) * DIM : -1;

@@ -1,10 +1,10 @@
 // Scores and the online softmax of a warp's 16 * M rows, in base 2.
 //
-// A raw score s is q k; what the exponential takes is bent(s) * factor, with -DSCORE=
+// A raw score s is the dot product of q and k.  The exponential takes bent(s) * factor, with -DSCORE=
 //     0    bent(s) = s                  factor = scale * log2(e)        scale > 0
 //     1    bent(s) = s * inner          factor = log2(e)                inner = scale, of any sign
 //     2    bent(s) = tanh(s * inner)    factor = softcap * log2(e)      inner = scale / softcap
-// so that the product with the factor costs nothing: it is part of the FMA before the exponential.
+// The product with the factor is free: it is part of the FMA before the exponential.
 
 #pragma once
 
@@ -17,8 +17,8 @@ __device__ __forceinline__ float bend(float score, float inner) {
 
 template <int M>
 struct Softmax {
-    float top[M][2];                               // largest score times factor
-    float sum[M][2];                               // of weights relative to it; of this lane's columns alone
+    float top[M][2];                               // largest score so far, times factor
+    float sum[M][2];                               // sum of weights relative to top, over this lane's columns only
 
     __device__ __forceinline__ Softmax() {
 #pragma unroll
@@ -28,7 +28,7 @@ struct Softmax {
                 top[m][h] = minus_infinity(), sum[m][h] = 0;
     }
 
-    // Scores become weights, and what was summed up before is made relative to the new maximum.
+    // Turns scores into weights, and rescales the earlier sums and `out` to the new maximum.
     template <int N, int D>
     __device__ __forceinline__ void weigh(float (&score)[M][N][4], float (&out)[M][D][4], float factor) {
 #pragma unroll

@@ -1,59 +1,62 @@
-// A tile in shared memory: ROWS rows of COLUMNS elements, its 16-byte chunks permuted so that neither the eight rows that
-// ldmatrix reads nor a row that is written meet in a bank, and asynchronous copies into it.
+// A tile in shared memory, ROWS rows of COLUMNS elements, and asynchronous copies into it.
+//
+// Its 16-byte chunks are permuted (XOR swizzle), so that ldmatrix's reads of eight rows and the writes of a row have no
+// bank conflicts.
 
 #pragma once
 
 #include "element.cuh"
 #include "warp.cuh"
 
-__device__ constexpr int padded(int dim) { return (dim + 31) / 32 * 32; }       // columns of a tile for vectors of `dim`
+__device__ constexpr int padded(int dim) { return (dim + 31) / 32 * 32; }       // a tile's columns
 
 template <class T, int ROWS_, int COLUMNS_>
 struct Tile {
     using Type = T;
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
     static constexpr int CHUNK = 16 / sizeof(T);                      // elements
-    static constexpr int CHUNKS = COLUMNS / CHUNK;                    // a row
+    static constexpr int CHUNKS = COLUMNS / CHUNK;                    // per row
     static constexpr int PITCH = COLUMNS * sizeof(T);                 // bytes from row to row
     static constexpr int BYTES = ROWS * PITCH;
     static_assert(PITCH % 64 == 0, "rows are 64 or a multiple of 128 bytes, or as much and 64 more");
 
-    // Offset of the element (row, column) in a tile at offset `base`.
+    // Offset in bytes of the element (row, column) of a tile at offset `base`.
     static __device__ __forceinline__ unsigned at(unsigned base, int row, int column) {
         const int turn = PITCH % 128 ? (row / 2) % 4 : row % 8;
         return base + row * PITCH + ((column / CHUNK) ^ turn) * 16 + column % CHUNK * sizeof(T);
     }
 
-    // Offset of what lies an even number of chunks to the right of an offset in the first two of a row: one operation where
-    // `chunks` is a constant.
+    // Offset of the chunk an even number of `chunks` to the right of `offset`, which must lie in the first two chunks
+    // of a row.  One operation if `chunks` is a constant.
     static __device__ __forceinline__ unsigned right_of(unsigned offset, int chunks) {
         constexpr int PANEL = PITCH % 128 ? 4 : 8;
         return (offset ^ chunks % PANEL * 16) + chunks / PANEL * PANEL * 16;
     }
 };
 
-// How the THREADS threads of a block copy a tile: LANES of them take a row, each every LANES-th of its chunks, and so STEP rows at a
-// time.  The chunks of a row that a thread copies lie in one line, whatever the swizzle, and its rows STEP apart, so that all
-// addresses but the first are sums with constants.
+// The mapping of the THREADS threads of a block to a tile's chunks.  LANES threads copy a row, each every LANES-th
+// chunk, so the block copies STEP rows at a time.  The swizzle keeps a thread's chunks of a row a constant distance
+// apart, and its rows are STEP apart, so all addresses but the first are sums with constants.
 template <class Tile, int THREADS>
 struct Copies {
     static constexpr int LANES = Tile::PITCH % 128 ? 4 : 8;
     static constexpr int STEP = THREADS / LANES, TIMES = Tile::ROWS / STEP, RUNS = Tile::CHUNKS / LANES;
     static_assert(Tile::ROWS % STEP == 0 && (STEP % 8 == 0 || (STEP == 4 && LANES == 8)), "rows keep their turn, or swap halves");
 
-    const int row, column;                                           // the first that this thread copies
+    const int row, column;                                           // of the first element that this thread copies
     const unsigned base;
 
     __device__ __forceinline__ Copies(unsigned base_, int thread)
         : row(thread / LANES), column(thread % LANES * Tile::CHUNK), base(Tile::at(base_, row, column)) {}
 
-    // Offset of its part of row `row` + i * STEP.
+    // Offset of this thread's first chunk in row `row` + i * STEP.
     __device__ __forceinline__ unsigned at(int i) const {
         return (i * STEP % 8 ? base ^ 64 : base) + i * STEP * Tile::PITCH;
     }
 
-    // Its part of the DIM elements of that row, which begins at from - column; zeros where it is not `valid`, and from DIM on.  The
-    // copies belong to the group that is committed next; where DIM is no multiple of 16 bytes they are ordinary stores.
+    // Copies this thread's part of that row, whose DIM elements begin at from - column in global memory.  Elements are
+    // zeros if not `valid`, and from DIM on.  The copies belong to the next committed group; if DIM elements are not a
+    // multiple of 16 bytes, they are ordinary stores.
     template <int DIM>
     __device__ __forceinline__ void copy(int i, const typename Tile::Type* from, bool valid) const {
         using T = typename Tile::Type;
@@ -73,7 +76,7 @@ struct Copies {
     }
 };
 
-// Fills a tile: row(i) is where the DIM elements of row i begin in `source`, or negative for zeros.
+// Fills a tile: row(i) is the index in `source` of the first of row i's DIM elements, or negative for a row of zeros.
 template <class Tile, int DIM, int THREADS, class Row>
 __device__ __forceinline__ void copy_rows(unsigned base, const typename Tile::Type* source, Row row) {
     const Copies<Tile, THREADS> copies(base, thread_index_anew());
@@ -84,7 +87,7 @@ __device__ __forceinline__ void copy_rows(unsigned base, const typename Tile::Ty
     }
 }
 
-// The same where rows begin `pitch` elements apart, the first at `source`, and `count` of them are there.
+// The same for `count` rows that begin `pitch` elements apart, the first at `source`; the tile's other rows are zeros.
 template <class Tile, int DIM, int THREADS>
 __device__ __forceinline__ void copy_rows_apart(unsigned base, const typename Tile::Type* source, long long pitch, int count) {
     const Copies<Tile, THREADS> copies(base, thread_index_anew());
@@ -96,7 +99,8 @@ __device__ __forceinline__ void copy_rows_apart(unsigned base, const typename Ti
         copies.template copy<DIM>(i, from, i * copies.STEP < left);
 }
 
-// Whether what this thread itself copied, and has waited for, holds anything that is not finite.
+// Whether the elements that this thread copied hold one that is not finite.  The thread must have waited for its
+// copies.
 template <class Tile, int THREADS>
 __device__ __forceinline__ bool copied_not_finite(unsigned base) {
     using T = typename Tile::Type;
@@ -104,7 +108,7 @@ __device__ __forceinline__ bool copied_not_finite(unsigned base) {
     bool found = false;
 #pragma unroll
     for (int i = 0; i < copies.TIMES; ++i)
-#pragma unroll 1                                     // seldom done, and not worth the registers
+#pragma unroll 1                                     // runs rarely; unrolling would cost registers
         for (int run = 0; run < copies.RUNS; ++run) {
             const uint4 words = shared_at<uint4>(copies.at(i) + run * copies.LANES * 16);
             found |= not_finite<T>(words.x) || not_finite<T>(words.y) || not_finite<T>(words.z) || not_finite<T>(words.w);

@@ -1,7 +1,7 @@
-// A thread's place in its block, and sums over lanes.
+// A thread's lane and warp index, and reductions over lanes.
 //
-// Results of products are spread over a warp as mma.m16n8k16 spreads them: of a 16x8 piece, lane i holds in c[2 * h + e]
-// the element (i / 4 + 8 * h, 2 * (i % 4) + e).  The four lanes of a row are a quad.
+// Results of products have the register layout of mma.m16n8k16: of a 16x8 piece, lane i holds the element
+// (i / 4 + 8 * h, 2 * (i % 4) + e) in c[2 * h + e].  The four lanes of a row are a quad.
 
 #pragma once
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
-// In the same order on every lane.
+// The sum over a warp, in the same order on every lane.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2)

@@ -1,4 +1,9 @@
-// CUDA's language, as far as the kernels use it, on top of fibers: qualifiers, indices, barriers, shuffles, votes.
+// The parts of the CUDA language that the kernels use, on top of fibers: qualifiers, indices, barriers, shuffles,
+// votes.
+//
+// grid and block: those of the emulated launch; a block has one dimension.
+// shared memory: emulation::block.shared, a host array.
+// tile sizes: those that the kernel is compiled with.
 
 #pragma once
 
@@ -63,7 +68,7 @@ inline void __syncwarp(unsigned = ~0u) {
     emulation::warp_operation("__syncwarp", nullptr, nullptr, [] {});
 }
 
-// Every lane gets what lane source(i) holds; the source is part of the operands.
+// Lane i gets the value of the lane that it names as `source`; value and source are the operands of each lane.
 template <class T>
 inline T emulated_shuffle(const char* operation, T value, int source) {
     struct {

@@ -1,9 +1,15 @@
-// A thread block on one CPU core: every CUDA thread is a fiber that runs until it has to wait for others.
+// Runs a grid on one CPU core, one thread block after another.  Every CUDA thread is a fiber that runs until it waits.
 //
-// Threads wait in two places only: at a barrier of the block, and in an operation of a warp (a shuffle, a vote, ldmatrix,
-// mma), which the last of the 32 lanes to arrive carries out for all of them.  A warp whose lanes arrive at different
-// operations, and a block in which everybody waits, are errors.  Warps run in ascending or descending order, so that
-// a missing barrier shows as results that differ between the two.
+// Threads wait only at a barrier of the block and in an operation of a warp (a shuffle, a vote, ldmatrix, mma).  The
+// last of the 32 lanes to arrive executes a warp's operation for all lanes.  It is an error if lanes of a warp arrive
+// at different operations, or if all threads of a block wait.  Warps run in ascending or descending order: a missing
+// barrier then shows as results that differ between the two orders.
+//
+// grid: any, in three dimensions.
+// block: a multiple of 32 threads, at most MAX_THREADS, in one dimension.
+// shared memory: the launch's bytes, filled with 0xff before each block, and GUARD bytes behind them to detect
+// overruns.
+// tile sizes: those that the kernel is compiled with.
 
 #pragma once
 
@@ -19,8 +25,8 @@ namespace emulation {
 
 constexpr int LANES = 32;
 constexpr int MAX_THREADS = 512;
-constexpr size_t STACK_BYTES = 256 * 1024;       // a thread's; untouched pages cost nothing
-constexpr size_t GUARD = 64;                     // bytes of poison behind the shared memory that was asked for
+constexpr size_t STACK_BYTES = 256 * 1024;       // per thread; untouched pages take no memory
+constexpr size_t GUARD = 64;                     // bytes of poison behind the launch's shared memory
 
 struct Index {
     unsigned x, y, z;
@@ -32,7 +38,7 @@ struct AsyncCopy {
     unsigned bytes;
 };
 
-struct Meeting {                                 // of a warp's lanes, or of a block's threads
+struct Meeting {                                 // a barrier of a warp's lanes or of a block's threads
     int arrived = 0;
     unsigned generation = 0;
     const char* operation = nullptr;
@@ -43,9 +49,9 @@ struct Thread {
     jmp_buf state;
     ucontext_t start;
     bool started, done;
-    const Meeting* awaits;                       // and not before its generation has changed
+    const Meeting* awaits;                       // the thread waits until its generation differs from `seen`
     unsigned seen;
-    const void* in;                              // operands and results of an operation of its warp
+    const void* in;                              // operands and results of the warp's operation
     void* out;
     std::vector<std::vector<AsyncCopy>> groups;  // committed, oldest first
     std::vector<AsyncCopy> copies;               // not committed yet
@@ -92,7 +98,7 @@ __attribute__((noinline)) inline void wait_for(const Meeting& meeting, unsigned 
         leave();
 }
 
-// The last of `members` threads calls finish(); all return after that.
+// Waits for all `members` threads.  The last to arrive calls finish(); then all return.
 template <class Finish>
 inline void meet(Meeting& meeting, int members, const char* operation, Finish finish) {
     if (meeting.arrived && strcmp(meeting.operation, operation))
@@ -142,7 +148,7 @@ __attribute__((noinline)) inline void resume() {
     setcontext(&thread.start);
 }
 
-// Runs a warp's lanes in turn while any of them can; whether any could.
+// Runs a warp's lanes in turn until none is runnable.  Returns whether any ran.
 inline bool run_warp(int warp) {
     bool any = false;
     for (bool more = true; more;) {
@@ -162,7 +168,7 @@ inline bool run_warp(int warp) {
 
 inline void start_block(Index index) {
     block.index = index;
-    memset(block.shared.data(), 0xff, block.shared.size());       // NaN, and no valid index
+    memset(block.shared.data(), 0xff, block.shared.size());       // NaN, and an invalid index
     block.all = {};
     for (Meeting& warp : block.warp)
         warp = {};
@@ -187,7 +193,7 @@ inline bool finished() {
     return true;
 }
 
-// Every block of the grid, one after the other; false and block.error if one fails.
+// Runs every block of the grid, one after another.  Returns false and sets block.error if one fails.
 inline bool run_grid(Index grid, unsigned threads, size_t shared_bytes, bool descending, void (*body)(void*),
                      void* arguments) {
     block.error.clear();

@@ -1,7 +1,11 @@
 // The functions of kernels/cuda/ptx.cuh on a CPU.
 //
-// An asynchronous copy writes poison when it is made and its data when it is waited for, so that a missing wait shows.
-// mma sums in float32 in the order of the inner dimension; a GPU sums in another order.
+// An asynchronous copy writes poison when it is issued and its data when the thread waits for it, so that a missing
+// wait shows.  mma sums in float32 in the order of the inner dimension; a GPU sums in another order.
+//
+// grid and block: those of the emulated launch.
+// shared memory: every access is checked against its size and alignment.
+// tile sizes: those of the instructions, 16x8x16 for mma and 8x8 for ldmatrix.
 
 #pragma once
 
@@ -68,8 +72,9 @@ struct Multiply {
     unsigned b[2];
 };
 
-// What the lanes of a warp hold, put together: lane i's words of A are (row i / 4 + 8 * (j % 2), columns 2 * (i % 4) +
-// 8 * (j / 2) and the next), of B (rows 2 * (i % 4) + 8 * j and the next, column i / 4).
+// Assembles A, B and c from the lanes, multiplies, and writes c back.  Word j of lane i holds two elements: of A, row
+// i / 4 + 8 * (j % 2), columns 2 * (i % 4) + 8 * (j / 2) and the next; of B, rows 2 * (i % 4) + 8 * j and the next,
+// column i / 4.
 template <class T>
 inline void multiply_warp() {
     float a[16][16], b[16][8], c[16][8];
@@ -100,7 +105,7 @@ inline void multiply_add(const char* operation, float (&c)[4], const unsigned (&
     warp_operation(operation, &in, nullptr, multiply_warp<T>);
 }
 
-// Element (i / 4, 2 * (i % 4) + e) of matrix j goes to half e of word j of lane i; transposed, the element across.
+// Half e of word j of lane i gets element (i / 4, 2 * (i % 4) + e) of matrix j; transposed, the mirrored element.
 template <bool TRANSPOSED>
 inline void load_matrices(const char* operation, unsigned (&r)[4], unsigned row) {
     warp_operation(operation, &row, r, [] {

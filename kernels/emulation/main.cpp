@@ -1,7 +1,10 @@
-// One kernel as a shared library: -DSOURCE is its file, -DKERNEL its name.
+// A shared library of one kernel: -DSOURCE is its file, -DKERNEL its name.
 //
-// emulate() is called as cuLaunchKernel: arguments are addresses of the kernel's arguments.  It returns nullptr, or what
-// went wrong.
+// emulate() launches the kernel, like cuLaunchKernel: `at` holds the addresses of the kernel's `count` arguments.  It
+// returns nullptr, or a text that describes the error.
+//
+// grid, block (`threads`) and shared memory (`shared_bytes`) are arguments of emulate().
+// tile sizes: constants of the compilation, as on a GPU.
 
 #include "device.h"
 
