@@ -8,8 +8,8 @@ def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
     """Bytes of a plan's buffers for a pass whose chunks hold up to q_tokens and k_tokens tokens.
 
     Counted are the slots of the schedule, one accumulator #0 of each reduced kind, and the copies of partials that are
-    cast for the wire.  A fused launch adds the rank's own chunk to each arena.  Unless the layout is contiguous, it
-    also holds the arrays that move in columns a second time, sorted by position.
+    cast for the wire.  A fused launch adds the rank's own chunk to each arena of gathered chunks.  Unless the layout is
+    contiguous, it also holds the arrays that move in columns a second time, sorted by position.
     """
     slots, fused = schedule.slots, any(step.fused for step in schedule.steps)
     arrays, total = shapes(problem, schedule.direction), 0

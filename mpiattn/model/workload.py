@@ -1,8 +1,8 @@
 """Exact work and transfers of every rank of a mesh under a mask.  No MPI.
 
 The search for a layout, tile and schedule uses it for the whole mesh.  `schedule.needed` gives the same for one rank
-and one call, with documents.  Pairs are counted in closed form, independent of the sequence length, except with
-`causal_block`, where runs of queries are counted one by one.
+and one call, with documents.  Pairs are counted in closed form, independent of the sequence length, if the layouts of
+queries and keys have the same step, else query by query.  With `causal_block` they are counted by runs of queries.
 """
 
 from functools import cached_property
