@@ -32,7 +32,7 @@ using KTile = Tile<T, TILE_COLUMNS, padded(HEAD_DIM)>;
 using VTile = Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>;
 constexpr unsigned Q_AT = 0, K_AT = QTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
 constexpr unsigned SEEN_AT = V_AT + STAGES * VTile::BYTES;
-static_assert(SEEN_AT + TILE_ROWS * sizeof(int2) == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
+static_assert(SEEN_AT + TILE_ROWS * sizeof(int2) == SHARED_BYTES, "what mpiattn/backends/cuda/tile_table.py says");
 static_assert(TILE_ROWS % (16 * WARPS) == 0 && TILE_COLUMNS % 16 == 0, "tiles are made of 16 rows and 16 keys");
 
 // Sets the scores outside the rows' intervals to -inf; `first` is the first key of the tile.

@@ -28,7 +28,7 @@ constexpr unsigned K_AT = 0, V_AT = KTile::BYTES, Q_AT = V_AT + VTile::BYTES, G_
 constexpr unsigned LSE_AT = G_AT + STAGES * GTile::BYTES, DELTA_AT = LSE_AT + STAGES * COLUMN_BYTES;
 constexpr unsigned BEGIN_AT = DELTA_AT + STAGES * COLUMN_BYTES, END_AT = BEGIN_AT + STAGES * COLUMN_BYTES;
 static_assert(TILE_COLUMNS <= THREADS && STAGES <= 2, "a thread copies what there is to know of a row; one tile is ahead");
-static_assert(END_AT + STAGES * COLUMN_BYTES == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
+static_assert(END_AT + STAGES * COLUMN_BYTES == SHARED_BYTES, "what mpiattn/backends/cuda/tile_table.py says");
 
 // Iterates over the row tiles that see any of the keys [first, last), by the tiles' hulls (hulls.cu).  Each lane tests
 // one of 32 tiles at a time, so most steps read no memory.

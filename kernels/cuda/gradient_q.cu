@@ -22,7 +22,7 @@ using KTile = Tile<T, TILE_COLUMNS, padded(HEAD_DIM)>;
 using VTile = Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>;
 constexpr unsigned Q_AT = 0, G_AT = QTile::BYTES, K_AT = G_AT + GTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
 constexpr unsigned ROWS_AT = V_AT + STAGES * VTile::BYTES;
-static_assert(ROWS_AT + TILE_ROWS * sizeof(float4) == SHARED_BYTES, "what mpiattn/backends/kernel_tiles.py says");
+static_assert(ROWS_AT + TILE_ROWS * sizeof(float4) == SHARED_BYTES, "what mpiattn/backends/cuda/tile_table.py says");
 
 // Interval, lse in base 2 and delta of a row, in 16 bytes.
 struct Row {
