@@ -6,7 +6,7 @@
     with mpiattn.MeshAttention(MPI.COMM_WORLD, seqlen=100_000, heads=32, head_dim=128, causal=True) as plan:
         out, lse = plan.forward(q, k, v)         # this rank's chunks: the tokens in plan.positions
 
-Importing mpiattn starts no MPI and touches no GPU; the names below load what they need when first used.
+Importing mpiattn does not initialize MPI or a GPU; each public name loads its modules on first use.
 """
 
 from importlib import import_module

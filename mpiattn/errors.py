@@ -1,11 +1,11 @@
-"""What mpiattn raises: every user error derives from `MpiattnError`."""
+"""Exceptions of mpiattn: every user error derives from `MpiattnError`."""
 
 
 class MpiattnError(Exception):
-    """Base of every error that mpiattn raises on purpose.
+    """Base class of the errors that mpiattn raises on purpose.
 
-    `everywhere` is True once the ranks of a communicator have agreed on the error, so that each of them raises the same
-    one and none is left waiting.  `among` is MPI's number of that communicator in this process, None for no agreement.
+    `everywhere` is True once the ranks of a communicator have agreed on the error: all of them raise it, none is
+    left waiting.  `among` is MPI's number of that communicator in this process, None without agreement.
     """
 
     everywhere = False
@@ -13,7 +13,7 @@ class MpiattnError(Exception):
 
 
 class ArgumentError(MpiattnError, ValueError):
-    """An argument is not what it may be; the message names it, what it was and what it may be."""
+    """An argument is invalid; the message names the argument, its value and the values allowed."""
 
 
 class FileError(MpiattnError, OSError):
@@ -21,9 +21,9 @@ class FileError(MpiattnError, OSError):
 
 
 class PeerFailure(MpiattnError):
-    """Another rank has failed or did not come in time; what this rank was doing with it cannot be finished.
+    """Another rank failed or timed out, so this rank's call cannot be completed.
 
-    `relayed` is True on ranks that were told so by another rank, which raises an error of its own.
+    `relayed` is True if another rank, which raises its own error, reported the failure to this rank.
     """
 
     relayed = False
@@ -38,7 +38,7 @@ class CopyError(MpiattnError, TypeError):
 
 
 class ScheduleError(MpiattnError):
-    """A schedule breaks one of its own rules (see `mpiattn.schedule.validate`)."""
+    """A schedule violates one of its invariants (see `mpiattn.schedule.validate`)."""
 
 
 class VerificationError(MpiattnError):

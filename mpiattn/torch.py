@@ -1,12 +1,12 @@
-"""Attention as a function of PyTorch tensors, with gradients: what training code calls.
+"""Attention of PyTorch tensors, with gradients, for training code.
 
     from mpiattn.torch import attention
 
     out, lse = attention(plan, q, k, v)        # this rank's chunks, as plan.forward takes them
     loss(out).backward()                       # collective too: calls plan.backward
 
-Tensors and the plan's arrays share memory both ways: CPU tensors with NumPy arrays (see `problem.tensors`); of a plan
-with the back end "cuda", CUDA tensors with CuPy arrays, on torch's current stream.
+Tensors and the plan's arrays share memory in both directions.  CPU tensors share it with NumPy arrays (see
+`problem.tensors`).  With the back end "cuda", CUDA tensors share it with CuPy arrays, on torch's current stream.
 """
 
 from contextlib import contextmanager
@@ -29,35 +29,35 @@ from .problem.tensors import as_tensor, shared
 
 def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
               causal_documents=None, sinks=None, check=True):
-    """Attention of this rank's chunks, differentiable by q, k, v and sinks; collective, and so is its backward pass.
+    """Attention of this rank's chunks, differentiable with respect to q, k, v and sinks; collective.
 
-    Gradients are of the sum of all ranks' losses, in the dtypes of what they belong to.  That of sinks is an equal
-    share on every rank: summed over the ranks, as any replicated parameter's, it is the whole.
+    Gradients are those of the sum of all ranks' losses, in the dtypes of their inputs.  The gradient of sinks is an
+    equal share on every rank; the sum over ranks, as for any replicated parameter, is the whole gradient.
 
-    The backward pass computes all gradients, wanted or not, and needs every rank: either all of them call it or none,
-    and several calls of `attention` in the same order.  So whether any of q, k, v and sinks requires a gradient must be
-    the same on every rank, and every rank's loss must depend on what attention returned there, a chunk of no tokens
-    included.  It can be differentiated once only.  Torch runs the backward pass of CUDA tensors in a thread of its own,
-    so that MPI must allow threads to call it in turn, as mpi4py asks for.
+    The backward pass is collective too: all ranks run it or none, in the same order for several calls of `attention`.
+    Therefore all ranks must agree whether any of q, k, v and sinks requires a gradient.  Every rank's loss must depend
+    on its results of `attention`, even for a chunk without tokens.  The backward pass computes all gradients, requested
+    or not, and can itself not be differentiated.  Torch runs the backward pass of CUDA tensors in its own thread, so
+    MPI must provide MPI_THREAD_SERIALIZED or more; mpi4py requests that.
 
     Parameters
     ----------
     plan : MeshAttention
-        It must stay open until the backward pass is over.
+        It must stay open until the backward pass has ended.
     q : torch.Tensor, (batch, tokens, heads, head_dim)
-        Dense, in the plan's dtype, on its GPU if the back end is "cuda" and else on the CPU; tokens as in
-        plan.positions.  It is copied only where `MeshAttention.forward` copies, and so are k and v.
+        Dense, in the plan's dtype, on the plan's GPU with the back end "cuda", else on the CPU.  Tokens as in
+        plan.positions.  q, k and v are copied only where `MeshAttention.forward` copies.
     k : torch.Tensor, (batch, tokens_k, kv_heads, head_dim)
         As q; tokens as in plan.positions_k.
     v : torch.Tensor, (batch, tokens_k, kv_heads, value_dim)
         As k.
     cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents : default None
-        As of `MeshAttention.forward`, and used by the backward pass too.
+        As in `MeshAttention.forward`; the backward pass uses them too.
     sinks : torch.Tensor, (heads,), default None
         In lse's dtype, the same on every rank.
     check : bool, default True
-        As of `MeshAttention.forward`, and used by the backward pass too.  With it, forward costs two more small
-        allreduces than the plan's own and backward one.
+        As in `MeshAttention.forward`; the backward pass uses it too.  It adds two small allreduces to those of the
+        plan in the forward pass, and one in the backward pass.
 
     Returns
     -------
@@ -75,17 +75,17 @@ def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None
     with plan.call("torch.attention") as call, call.agreement(check) as same:
         for name, tensor in tensors.items():
             _array(plan, name, tensor)
-        # else some ranks alone would come to the backward pass
+        # if this differed, only some ranks would run the backward pass
         same["requires_grad (of any of q, k, v and sinks)"] = (
             torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
-    # the caller may change them before the backward pass
+    # copies, because the caller may change the originals before the backward pass
     documents = deepcopy({"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths,
                           "lengths_k": lengths_k, "prefixes": prefixes, "causal_documents": causal_documents})
     return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
 
 
 class _Attention(torch.autograd.Function):
-    """The plan's two passes as one node of a graph."""
+    """The plan's forward and backward pass as one node of torch's graph."""
 
     @staticmethod
     def forward(ctx, plan, options, q, k, v, sinks):
@@ -94,7 +94,7 @@ class _Attention(torch.autograd.Function):
                                                  **options))
         ctx.plan, ctx.options = plan, options
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.set_materialize_grads(False)               # a plan knows what to do without dlse
+        ctx.set_materialize_grads(False)               # plan.backward accepts dlse=None
         return out, lse
 
     @staticmethod
@@ -116,9 +116,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _saved(ctx):
-    """The saved tensors, or None and the error that a rank gets whose tensors were changed meanwhile.
+    """(saved tensors, None), or (None, error) if tensors were changed since the forward pass.
 
-    Torch may call `attention` here, to compute again what it has not saved.
+    With activation checkpointing, torch may call `attention` here to recompute what it has not saved.
     """
     try:
         return ctx.saved_tensors, None
@@ -127,7 +127,7 @@ def _saved(ctx):
 
 
 class _Stream:
-    """Torch's current stream, as CuPy takes other libraries' streams."""
+    """Torch's current stream, in the protocol by which CuPy accepts other libraries' streams."""
 
     def __init__(self):
         self.pointer = torch.cuda.current_stream().cuda_stream
@@ -138,7 +138,7 @@ class _Stream:
 
 @contextmanager
 def _torch_stream(plan):
-    """Torch's stream is CuPy's meanwhile, so that the pass comes after its work and results are freed in its order."""
+    """Context that makes torch's stream CuPy's: the pass runs after torch's work, and memory is freed in its order."""
     if not backends.find(plan.backend).on_gpu:
         yield
         return
@@ -152,7 +152,7 @@ def _arrays(plan, **tensors):
 
 
 def _array(plan, name, tensor):
-    """A tensor's memory as an array of any strides, or on a GPU the tensor, which the plan shares; None for None."""
+    """A tensor's memory as a strided array; on a GPU the tensor itself, which the plan shares.  None for None."""
     if tensor is None and name in ("sinks", "dlse"):
         return None
     if not isinstance(tensor, torch.Tensor):
@@ -165,5 +165,5 @@ def _array(plan, name, tensor):
 
 
 def _tensor(array):
-    """An array's memory as a tensor."""
+    """A tensor that shares an array's memory."""
     return as_tensor(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)

@@ -24,43 +24,40 @@ from .token_owners import Ledger
 
 
 def cache_pages(capacity, ranks, sequences, page_size):
-    """Pages of a rank that hold its share of `capacity` tokens: each sequence may waste most of one."""
+    """Pages that a rank needs for its share of `capacity` tokens; each sequence may fill one page only in part."""
     return -(-capacity // (ranks * page_size)) + sequences - 1
 
 
 class KVCache(Collective):
     """Keys and values of `sequences` sequences whose tokens are spread over the ranks of a communicator.
 
-    Every rank has a pool of pages; a sequence has pages of each, for the tokens that the rank holds
-    (`decode.token_owners` says which).  Ranks do not send keys or values to each other: `append` leaves them where they
-    are.  Making a cache, `append`, `truncate`, `free`, `save`, `load` and `close` are collective.
+    Every rank has a pool of pages, and every sequence has pages on each rank for its tokens there (their rule is in
+    `decode.token_owners`).  Keys and values are never sent between ranks.  Making a cache, `append`, `truncate`,
+    `free`, `save`, `load` and `close` are collective.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks; it stays the caller's.
     capacity : int
-        Tokens in all, over ranks and sequences.  Memory for them is taken at once: `nbytes`.
-    kv_heads, head_dim : int
-        Of the keys and values.
-    value_dim : int, default head_dim
-        Elements of a value.
+        Total tokens of all sequences on all ranks.  Their memory is allocated at once: `nbytes`.
+    kv_heads, head_dim, value_dim : int, value_dim by default head_dim
+        Heads of keys and values, elements of a key, elements of a value.
     sequences : int, default 1
-        How many there are; each begins empty.
+        Number of sequences; each begins empty.
     dtype : str or dtype, default "float32"
-        Of keys, values and queries, as of `MeshAttention`.
+        Of keys, values and queries, as in `MeshAttention`.
     page_size : int, default 64
-        Tokens of a page.  Speed hardly depends on it: a sequence gets consecutive pages where it can.
+        Tokens per page.  It hardly affects speed, since a sequence gets consecutive pages where possible.
     machine : Machine or str, default None
-        Whose predicted times choose how results are combined, as of `MeshAttention`; as an attribute, the `Machine`
-        that is used.
+        Its predicted times choose how results are combined, as in `MeshAttention`.  The attribute is a `Machine`.
     backend, transport, max_message, timeout
-        As of `MeshAttention`.
+        As in `MeshAttention`.
 
     Raises
     ------
     ArgumentError
-        The same on every rank.
+        The same on every rank, here and from all collective methods; from `positions` on this rank only.
 
     Examples
     --------
@@ -99,18 +96,18 @@ class KVCache(Collective):
             self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
             self.capacity, self.sequences, self.page_size = capacity, sequences, page_size
             self.pages = cache_pages(capacity, self.ranks, sequences, page_size)
-            # ledgers, pools and combiner are for the modules of this package
+            # ledgers, pools and combiner: used by the modules of this package only
             self.ledgers = [Ledger(self.ranks, first) for first in range(sequences)]
             self._pages = Pages(self.pages, page_size, sequences)
-            self._in_use = np.zeros(self.ranks, np.int64)                # pages, of every rank
+            self._in_use = np.zeros(self.ranks, np.int64)                # pages in use on every rank
             found = None
-            with agreement(peers, only=0):            # what is stored of machines may differ from host to host
+            with agreement(peers, only=0):            # files of `mpiattn tune` may differ between hosts
                 if peers.rank == 0:
                     found = machine_for(home.nodes, self._backend, head_dim, machine)
             self.machine = peers.allgather(found)[0]
             slots = self.pages * page_size
-            with agreement(peers):                    # a rank that lacks the memory must not leave the others waiting
-                # whoever has no keys launches nothing, and would wait for those whom the back end tells only then
+            with agreement(peers):                    # out of memory on one rank must not hang the others
+                # reject unsupported head dims now: ranks without keys never launch, and would wait for the others
                 self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype)
                 self.pools = tuple(self._backend.empty((self.kv_heads, slots, dim), self.dtype)
                                     for dim in (self.head_dim, self.value_dim))
@@ -119,8 +116,6 @@ class KVCache(Collective):
             self.combiner = Combiner(self._exchange, self._backend, self.nodes)
             self._ways = {}
             self._join(home, peers)
-
-    # What there is
 
     def __repr__(self):
         if "combiner" not in self.__dict__:
@@ -137,7 +132,7 @@ class KVCache(Collective):
 
     @property
     def nbytes(self):
-        """Bytes of this rank's pool of pages, and of the partial results that decoding has kept memory for."""
+        """Bytes of this rank's pool of pages and of the buffers that decoding keeps for partial results."""
         return sum(pool.nbytes for pool in self.pools) + self.combiner.kept.nbytes()
 
     @property
@@ -147,37 +142,51 @@ class KVCache(Collective):
 
     @property
     def local_lengths(self):
-        """Number of tokens of every sequence that this rank holds."""
+        """Number of tokens of every sequence on this rank."""
         return tuple(ledger.length(self.rank) for ledger in self.ledgers)
 
     def positions(self, sequence):
-        """Positions in the sequence of the tokens that this rank holds: int64, increasing."""
+        """Positions of this rank's tokens of a sequence.
+
+        Parameters
+        ----------
+        sequence : int
+
+        Returns
+        -------
+        int64 array, (tokens,), increasing
+        """
         return self.ledgers[self.sequence_numbers([sequence])[0]].positions(self.rank)
 
     @property
     def free_pages(self):
-        """Pages of this rank that no sequence has."""
+        """Number of pages of this rank that no sequence uses."""
         return self._pages.free
 
     @property
     def sent(self):
-        """What decoding with this cache has sent from this rank so far: (bytes, messages)."""
+        """Totals that decoding with this cache has sent from this rank so far: (bytes, messages)."""
         return self._exchange.sent_bytes, self._exchange.sent_messages
-
-    # Changes
 
     def append(self, k, v, *, sequences=None, counts=None, layout=None, check=True):
         """Append tokens to sequences; collective.
 
-        k (len(sequences), tokens, kv_heads, head_dim), v (len(sequences), tokens, kv_heads, value_dim), in the cache's
-        dtype.  Without a layout every rank gives the same tokens and keeps those that fall to it: each token goes to a
-        rank that holds the fewest of its sequence.  With a `Layout` every rank gives its chunk alone, which it keeps:
-        after a prefill, append(k, v, layout=plan.k_layout).
-        sequences: their numbers; None for all.  counts: how many of the tokens (of the whole, with a layout) each
-            sequence gets, the others being padding; None for all.
-        check: let ranks agree that their arguments are right and the same, by a small allreduce.
+        Parameters
+        ----------
+        k, v : array, (len(sequences), tokens, kv_heads, head_dim or value_dim)
+            In the cache's dtype.  Without a layout, the same tokens on every rank: each token is stored on a rank that
+            then has the fewest of its sequence.  With a layout, this rank's chunk only, stored on this rank.
+        sequences, counts : sequence of int, default all and all tokens
+            Numbers of sequences, and of tokens for each (of the whole if there is a layout); the rest are padding.
+        layout : Layout, default None
+            Chunks of the ranks, as after a prefill: append(k, v, layout=plan.k_layout).
+        check : bool, default True
+            Verify by a small allreduce that the arguments are valid and the same on all ranks.
 
-        If the cache is full on some rank, every rank raises ArgumentError and nothing has changed.
+        Raises
+        ------
+        ArgumentError
+            The same on every rank, also if the cache is full on any rank.  The cache is then unchanged.
         """
         with self.call("append") as call:
             with call.agreement(check) as same:
@@ -198,10 +207,7 @@ class KVCache(Collective):
 
     @contextmanager
     def growing(self, sequences):
-        """The body appends to these sequences, and if it raises they are as before.
-
-        Yields for each its length and its ranks' numbers of tokens as they are now.
-        """
+        """Restore sequences if the body, which appends to them, raises; yields (length, tokens per rank) of each."""
         before = [(self.ledgers[sequence].seqlen, self.ledgers[sequence].counts) for sequence in sequences]
         try:
             yield before
@@ -212,23 +218,22 @@ class KVCache(Collective):
             raise
 
     def store(self, sequences, before, k, v, mine):
-        """Store the tokens that sequences have got since `before`; mine: k and v hold this rank's alone."""
+        """Store the tokens added to sequences since `before`; mine: k and v hold only this rank's tokens."""
         in_use = self._in_use + sum(self._pages.needed(self.ledgers[sequence].counts) - self._pages.needed(counts)
                                     for sequence, (_, counts) in zip(sequences, before))
         if (in_use > self.pages).any():
             full = int(np.argmax(in_use))
-            error = ArgumentError(f"the cache is full: rank {full} would need {in_use[full]} pages of "
-                                  f"{self.page_size} tokens and has {self.pages}; capacity is {self.capacity} "
-                                  "tokens in all")
-            raise everywhere(error, self._peers)        # every rank knows what all ranks hold
+            error = ArgumentError(f"the cache is full: rank {full} would need {in_use[full]} pages of {self.page_size} "
+                                  f"tokens and has {self.pages}; capacity is {self.capacity} tokens in all")
+            raise everywhere(error, self._peers)        # every rank computes the same counts
         self._backend.begin()
         for i, (sequence, (length, counts)) in enumerate(zip(sequences, before)):
             self._write(sequence, length, int(counts[self.rank]), k[i], v[i], mine)
-        self._backend.finish()                          # the caller's arrays are the caller's again
+        self._backend.finish()                          # the caller may change k and v after this
         self._in_use = in_use
 
     def _write(self, sequence, length, at, k, v, mine):
-        """Launch the copying of tokens into pages, those from position `length` on, of which this rank held `at`."""
+        """Launch copies into pages of the tokens from position `length` on; this rank had `at` tokens before them."""
         ledger = self.ledgers[sequence]
         self._pages.resize(sequence, ledger.length(self.rank))
         table = self._pages.table(sequence)
@@ -242,10 +247,15 @@ class KVCache(Collective):
             done += len(new)
 
     def truncate(self, lengths, *, sequences=None, check=True):
-        """Keep the first tokens of sequences and give up the pages of the others; collective.
+        """Keep the first tokens of sequences and free the pages of the others; collective.
 
-        lengths: how many to keep, one number or one for each of the sequences, not more than there are.
-        sequences: their numbers; None for all.
+        Parameters
+        ----------
+        lengths : int or sequence of int
+            Tokens to keep, for all or for each of the sequences, at most their current lengths.
+        sequences : sequence of int, default all
+        check : bool, default True
+            As in `append`.
         """
         with self.call("truncate") as call:
             with call.agreement(check) as same:
@@ -267,17 +277,15 @@ class KVCache(Collective):
                 self._pages.resize(sequence, ledger.length(self.rank))
 
     def free(self, sequences=None, *, check=True):
-        """Give up all tokens of sequences, None for all, and their pages; collective."""
+        """Remove all tokens of sequences; arguments and errors as in `truncate`; collective."""
         self.truncate(0, sequences=sequences, check=check)
 
-    # For decoding and files
-
     def table(self, sequence):
-        """This rank's block table of a sequence: int32, the numbers of its pages in order."""
+        """This rank's block table of a sequence: its page numbers in order, int32."""
         return self._pages.table(sequence)
 
     def local(self, sequence):
-        """Copies of this rank's keys and values of a sequence, (tokens, kv_heads, dim), in order of position."""
+        """Copies of this rank's keys and values of a sequence, (tokens, kv_heads, dim), in position order."""
         self._check_open()
         count = self.ledgers[sequence].length(self.rank)
         copies = [self._backend.result((count, self.kv_heads, pool.shape[2]), self.dtype) for pool in self.pools]
@@ -287,7 +295,7 @@ class KVCache(Collective):
         return copies
 
     def copy_out(self, sequence, arrays):
-        """Launch the copying of this rank's keys and values of a sequence into (kv_heads, tokens, dim); the event."""
+        """Launch copies of this rank's keys and values into arrays (kv_heads, tokens, dim); returns the last event."""
         done, event = 0, None
         count = self.ledgers[sequence].length(self.rank)
         for first, last in stretches(self.table(sequence), self.page_size, 0, count):
@@ -297,7 +305,7 @@ class KVCache(Collective):
         return event
 
     def way(self, nbytes, lse_bytes, root=None):
-        """How a partial of that size is combined fastest: one of `schedule.reduction.WAYS`, as the machine predicts."""
+        """The one of `schedule.reduction.WAYS` with the shortest predicted time for a partial of this size."""
         key = nbytes, lse_bytes, root
         if key not in self._ways:
             links = self.machine.inside, self.machine.between
@@ -305,7 +313,18 @@ class KVCache(Collective):
         return self._ways[key]
 
     def save(self, path):
-        """Write all sequences to an HDF5 file, which appears whole or not at all; collective.  See `load`."""
+        """Write all sequences to an HDF5 file, which appears whole or not at all; collective.
+
+        Parameters
+        ----------
+        path : str or path
+            File for `load`, the same on every rank.
+
+        Raises
+        ------
+        ArgumentError, FileError
+            The same on every rank.
+        """
         from .cache_file import save
         with self.call("save") as call:
             with call.agreement():
@@ -314,19 +333,31 @@ class KVCache(Collective):
 
     @classmethod
     def load(cls, comm, path, **options):
-        """A cache of the sequences of an HDF5 file, on any number of ranks; collective.
+        """A cache with the sequences of an HDF5 file, on any number of ranks; collective.
 
-        path: of `save`, or any file with k and v (batch, seqlen, kv_heads, dim): its batch entries are the sequences
-            or, where it has a dataset cu_seqlens, the documents that it cuts.
-        options: as of `KVCache`; capacity is the file's tokens if it is left out.
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+        path : str or path
+            File of `save`, or any with k and v (batch, seqlen, kv_heads, dim).  Its sequences are the batch entries,
+            or the documents of a dataset cu_seqlens.
+        **options
+            As in `KVCache`, without those that the file fixes; capacity is by default the file's number of tokens.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        ArgumentError, FileError
+            The same on every rank.
         """
         from .cache_file import load
         return load(cls, comm, path, options)
 
-    # Arguments
-
     def sequence_numbers(self, sequences):
-        """Numbers of sequences as a list."""
+        """The checked numbers of sequences as a list."""
         if sequences is None:
             return list(range(self.sequences))
         sequences = as_array("sequences", sequences)
@@ -341,7 +372,7 @@ class KVCache(Collective):
         return numbers
 
     def _check_tokens(self, k, v, sequences, layout):
-        """k and v as arrays of the back end, and the number of tokens that are given, by all ranks together."""
+        """k and v as arrays of the back end, and the number of tokens over all ranks."""
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
             raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, one a rank")
         tokens = None if layout is None else layout.length(self.rank)
@@ -359,10 +390,8 @@ class KVCache(Collective):
                                 f"{len(sequences)} sequences")
         return list(map(int, counts))
 
-    # End
-
     def close(self):
-        """Give up the memory and, with the communicator's last user, what mpiattn holds of it; collective."""
+        """Free the memory and, with the communicator's last user, mpiattn's state for it; collective."""
         if self._home is not None:
             with self._leaving():
                 self._backend.close()

@@ -1,8 +1,8 @@
 """KV caches as HDF5 files, which any number of ranks can load.
 
-A file holds k and v (1, tokens, kv_heads, dim), the sequences one after another in natural token order, and cu_seqlens,
-where they begin and end: what `mpiattn run` takes as packed documents.  Where cu_seqlens is missing, every batch entry
-is a sequence.
+A file holds k and v (1, tokens, kv_heads, dim), with the sequences one after another in natural token order, and
+cu_seqlens, the boundaries of the sequences.  `mpiattn run` reads such a file as packed documents.  In a file without
+cu_seqlens every batch entry is a sequence.
 """
 
 import os
@@ -20,9 +20,10 @@ from ..problem.problem import ITEMSIZE, dtype_name
 
 
 def read_cache_shapes(path, argument="path", axes="bshd"):
-    """What a file fixes: kv_heads, head_dim, value_dim, dtype, and of each sequence (batch entry, first token, length).
+    """What a file fixes: a dict of kv_heads, head_dim, value_dim, dtype and spans.
 
-    axes: as of `mpiattn.files.io.Input`.  Raises FileError where the file does not fit.
+    spans has (batch entry, first token, number of tokens) of every sequence.  axes: as of `mpiattn.files.io.Input`.
+    Raises FileError if the file is not a valid cache.
     """
     def no(why):
         return FileError(f"{argument} is {str(path)!r}; {why}")
@@ -40,7 +41,7 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
         if len(set(names)) > 1 or names[0] not in ITEMSIZE:
             raise no(f"its k and v have dtypes {', '.join(names)}; they must have one and the same of "
                      f"{', '.join(ITEMSIZE)}")
-        dtype_name(names[0])                               # from here on NumPy knows bfloat16
+        dtype_name(names[0])                               # registers bfloat16 with NumPy
         batch, tokens = k[:2]
         spans = [(entry, 0, tokens) for entry in range(batch)]
         if "cu_seqlens" in file:
@@ -64,7 +65,7 @@ def save(cache, path, argument="path"):
                     max_message=cache.combiner.exchange.max_message, argument=argument)
     try:
         for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.ledgers)):
-            with agreement(peers):                         # a copy of one sequence's keys and values is made
+            with agreement(peers):                         # copying one sequence may run out of memory
                 chunks = cache.local(sequence)
             for name, chunk in zip(("k", "v"), map(on_host, chunks)):
                 output.write(name, chunk[None], ledger, first=start)
@@ -73,11 +74,11 @@ def save(cache, path, argument="path"):
                 write_at(output.file["cu_seqlens"], (0,), starts.astype(np.int64))
         output.commit()
     finally:
-        output.abandon()                                   # does nothing once the file has its name
+        output.abandon()                                   # no effect after commit
 
 
 def load(make, comm, path, options, argument="path", progress=None, axes="bshd"):
-    """A cache with a file's sequences; make(comm, **options) makes it.  See `mpiattn.KVCache.load`.
+    """A cache with a file's sequences, constructed by make(comm, **options); collective.  See `mpiattn.KVCache.load`.
 
     progress: called with the number of tokens that this rank has just read.  axes: as of `mpiattn.files.io.Input`.
     """

@@ -1,4 +1,4 @@
-"""One decoding call: what is asked, checked, and this rank's part of it before ranks combine theirs."""
+"""One decoding call: its checked arguments, and attention over this rank's keys before results are combined."""
 
 from contextlib import contextmanager
 from functools import partial as bind
@@ -13,10 +13,11 @@ from .combine import Partial, partial_bytes
 
 
 class Call:
-    """The queries of one call with a cache; arguments as of `mpiattn.tree_decode`.
+    """One decoding call with a cache; arguments as of `mpiattn.tree_decode`.
 
-    turn: the collective call that it is, a `mpiattn.comm.collective_calls.Call`.
-    A row is one query of one sequence: `queries` of each of `sequences`.  ways: what `way` may be besides auto.
+    turn: the collective call in progress, a `mpiattn.comm.collective_calls.Call`.
+    ways: values of `way` allowed besides "auto".
+    A row is one query of one sequence; there are `queries` rows per sequence.
     """
 
     def __init__(self, turn, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
@@ -53,26 +54,27 @@ class Call:
 
     @property
     def partial_bytes(self):
-        """Bytes of a partial and, of these, of its lse."""
+        """Bytes of a partial, and how many of these are its lse."""
         return partial_bytes(self.rows * self.heads, self.cache.value_dim, self.cache.partial_dtype)
 
     def partial(self, rows=None, name=None):
-        """A partial, with no contents yet, of all rows or of so many.
+        """An uninitialized partial of all rows, or of the given number.
 
-        name: by which the cache keeps its memory for the next call; None for new memory.
+        name: key under which the cache keeps the memory for the next call; None for new memory.
         """
         return Partial(self.backend, self.rows if rows is None else rows, self.heads, self.cache.value_dim,
                        self.cache.partial_dtype, name and bind(self.cache.combiner.kept, name))
 
     def seen(self, i, rank):
-        """Which of a rank's keys of the i-th sequence its queries see: begin and end, int32 (queries,)."""
+        """The range of a rank's keys that each query of the i-th sequence sees: begin and end, int32 (queries,)."""
         ledger = self.cache.ledgers[self.sequences[i]]
         return tuple(ledger.below(rank, bound[0]).astype(np.int32) for bound in self._seen[i])
 
     def attend(self, partial, q=None, rows=None, after=()):
-        """Launch attention over this rank's keys into a partial.
+        """Launch attention over this rank's keys; the result goes into a partial.
 
-        q, rows: where they and the partial hold only some rows, those and which ones, a range.  after: events of q.
+        q, rows: some of the rows, and their range, if the partial holds only these; None for all.
+        after: events to wait for before reading q.
         """
         cache = self.cache
         keys = [(*cache.pools, cache.table(sequence), cache.page_size) for sequence in self.sequences]
@@ -80,8 +82,9 @@ class Call:
         self.attend_to(keys, cache.rank, partial, q, rows, after)
 
     def attend_to(self, keys, rank, partial, q, rows, after=(), meanwhile=None):
-        """Launch attention of rows over the keys of a rank: for each sequence (keys, values, pages, page size).
+        """Launch attention of rows over the keys of a rank.
 
+        keys: for each sequence (keys, values, pages, page size).  q, rows, after: as of `attend`.
         meanwhile: as of `mpiattn.backends.base`.
         """
         if rows == range(self.rows) and len(keys) > 1 and all(of[0] is keys[0][0] for of in keys):
@@ -108,9 +111,9 @@ class Call:
         partial.ready = (event,)
 
     def result(self, partial):
-        """out (sequences, queries, heads, value_dim) in the cache's dtype and lse (sequences, heads, queries)."""
+        """out (sequences, queries, heads, value_dim) in the cache's dtype, and lse (sequences, heads, queries)."""
         for event in partial.ready:
-            self.backend.wait(event)                    # it may have just arrived, which launches do not wait for
+            self.backend.wait(event)                    # launches below do not wait for a partial that has just arrived
         if self.sinks is not None:
             self.backend.sink(partial.out, partial.lse, self.backend.contiguous(self.sinks))
         out, lse = self.results.arrays()
@@ -120,7 +123,7 @@ class Call:
 
     @contextmanager
     def transfers(self):
-        """Launches and transfers run inside."""
+        """Context for all launches and transfers of the call."""
         self.backend.begin()
         yield
         self.backend.finish()

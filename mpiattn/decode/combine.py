@@ -1,6 +1,7 @@
-"""Combining every rank's partial into the whole: by a tree of messages, or as the paper does by MPI's Allreduce.
+"""Combining the partial results of all ranks: by a tree of messages, or by MPI's Allreduce as in the paper.
 
-(Tree Attention, arXiv 2408.04093, Algorithm 3.)  A partial is one array, out and then lse, so that it is one message.
+The paper is Tree Attention, arXiv 2408.04093, Algorithm 3.  A partial is one array, out followed by lse, so that it
+travels as one message.
 """
 
 import math
@@ -11,13 +12,13 @@ from mpi4py import MPI
 from ..backends.kept import Kept
 from ..schedule import reduction
 
-TAG = 0        # of messages on the duplicate of a caller's communicator, where plans have none
+TAG = 0        # for messages on the duplicated communicator, where plans send none
 
 
 class Partial:
-    """out (rows, heads, value_dim) and lse (rows, heads) as views of one array of a back end.
+    """A partial result: out (rows, heads, value_dim) and lse (rows, heads) as views of one array of a back end.
 
-    empty: empty(shape, dtype) gives its memory; None for new memory.
+    empty: empty(shape, dtype) allocates the array; None for new memory.
     """
 
     def __init__(self, backend, rows, heads, value_dim, dtype, empty=None):
@@ -25,7 +26,7 @@ class Partial:
         self.packed = (empty or backend.empty)((cut + rows * heads,), dtype)
         self.out = self.packed[:cut].reshape(rows, heads, value_dim)
         self.lse = self.packed[cut:].reshape(rows, heads)
-        self.ready = ()                                # events of the last launch that writes or reads it
+        self.ready = ()                                # events of the last launch that reads or writes it
 
     def absorb(self, backend, other, after=()):
         """Merge another partial into this one."""
@@ -33,21 +34,21 @@ class Partial:
 
 
 class Combiner:
-    """Combines partials over the ranks of an `Exchange`'s peers with a back end.
+    """Combines partials over all ranks.
 
-    nodes: the node of every rank.  kept: memory for partials that lasts from call to call.
+    nodes: node of every rank.  kept: buffers for partials that are reused from call to call.
     """
 
     def __init__(self, exchange, backend, nodes):
         self.kept = Kept(backend.empty)
         self.exchange, self.backend, self.nodes = exchange, backend, nodes
         self.peers, self.comm = exchange.peers, exchange.peers.comm
-        self._moves = {}                               # by way and root: a token takes little longer than finding them
+        self._moves = {}                               # by (way, root), cached: costs nearly a token's time
 
     def run(self, way, mine, spare, root=None):
-        """The whole, in `mine` or `spare`: on all ranks, or on `root`; elsewhere what is returned means nothing.
+        """The combined partial, which is `mine` or `spare`, on all ranks or on `root` only; undefined on other ranks.
 
-        way: one of `reduction.WAYS`.  spare: a partial of the same shape, whose contents are lost.
+        way: one of `reduction.WAYS`.  spare: a partial of the same shape, which is overwritten.
         """
         if way == "allreduce":
             return self._allreduce(mine, spare, root)
@@ -71,9 +72,10 @@ class Combiner:
         return left, right
 
     def post(self, to, leaving, source, arriving):
-        """Post the sending of arrays to one rank and the receiving of others from another; either None for neither.
+        """Post sends of arrays to rank `to` and receives from rank `source`; a rank of None posts nothing.
 
-        leaving: pairs of an array and events after which it may be read.  arriving: the same, it may be written.
+        leaving: pairs of an array and the events after which it may be read.
+        arriving: pairs of an array and the events after which it may be written.
         """
         leaving, arriving = ([] if to is None else leaving), ([] if source is None else arriving)
         requests = []
@@ -84,7 +86,7 @@ class Combiner:
         return requests, leaving, arriving
 
     def finish(self, posted, where):
-        """Complete what was posted; returns the events of what has arrived."""
+        """Wait for the posted sends and receives; returns the events of the received arrays."""
         requests, leaving, arriving = posted
         self.exchange.wait(requests, where)
         for array, _ in leaving:
@@ -92,7 +94,7 @@ class Combiner:
         return tuple(self.backend.arrived(array) for array, _ in arriving)
 
     def _allreduce(self, mine, spare, root):
-        """The largest lse of each row, then the sums of exp(lse - largest) and of out weighted so, in one array."""
+        """Allreduce each row's maximum lse, then the sums of exp(lse - maximum) and of out with that weight."""
         top = self.kept("top", mine.lse.shape, mine.lse.dtype)
         top_ready = self._reduce(mine.lse, mine.ready, top, (), MPI.MAX, "combining lse")
         for event in top_ready:
@@ -104,7 +106,7 @@ class Combiner:
         return spare
 
     def _reduce(self, array, ready, result, free, operation, where, root=None):
-        """Reduce an array into another, on all ranks or on `root`; returns the events of the result."""
+        """Reduce an array into `result`, on all ranks or on `root`; returns the events of the result."""
         whole = root is None or root == self.peers.rank
         leaving = self.exchange.whole(self.backend.outgoing(array, ready, collective=True)).view(array.dtype)
         arriving = None
@@ -121,15 +123,16 @@ class Combiner:
 
 
 def partial_bytes(rows, value_dim, dtype):
-    """Bytes of a partial of so many rows, one for each head of a query, and, of these, of its lse."""
+    """Bytes of a partial, and how many of these are its lse.  rows: queries x heads."""
     lse = rows * np.dtype(dtype).itemsize
     return lse * (value_dim + 1), lse
 
 
 def moved_bytes(way, nbytes, lse_bytes, nodes, rank, root=None):
-    """Bytes that a rank hands to MPI for other ranks in a call: a partial is `nbytes`, of which lse_bytes are its lse.
+    """Bytes that a rank passes to MPI to combine one partial.
 
-    What MPI's Allreduce makes of its two arrays is its own business; it gets each once.
+    nbytes: bytes of the partial, of which lse_bytes are its lse.  The two arrays for MPI's Allreduce count once each;
+    MPI's own traffic for them is not known.
     """
     if len(nodes) == 1:
         return 0

@@ -1,6 +1,6 @@
-"""What tree decoding is measured against: decoding that passes keys and values, or queries, around a ring.
+"""Baselines for tree decoding: decoding that passes keys and values, or queries, around a ring.
 
-(Tree Attention, arXiv 2408.04093, section 6, has the first.)  Both give what `mpiattn.tree_decode` gives.
+The first is the baseline of Tree Attention (arXiv 2408.04093, section 6).  Results are those of `mpiattn.tree_decode`.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from .call import Call
 
 
 class _Keys:
-    """Keys and values of one rank for the sequences of a call, in one array: (kv_heads, tokens, dim) of each."""
+    """Keys and values of one rank for the sequences of a call, both (kv_heads, tokens, dim), in one array."""
 
     def __init__(self, call, rank, array):
         cache = call.cache
@@ -26,34 +26,34 @@ class _Keys:
                       self.packed[cut:].reshape(cache.kv_heads, tokens, cache.value_dim))
 
     def of_sequences(self):
-        """For each sequence the arguments keys, values, pages and page size of attention to it: a page is a token."""
+        """For each sequence (keys, values, pages, page size), as attention takes them; a page is one token."""
         return [(*self.parts, np.arange(start, stop, dtype=np.int32), 1)
                 for start, stop in zip(self.starts, self.starts[1:])]
 
 
 def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None, out=None,
                 lse=None, check=True):
-    """As `tree_decode` on all ranks, by passing every rank's keys and values around a ring; collective.
+    """`tree_decode` by passing every rank's keys and values around a ring, with results on all ranks; collective.
 
-    Each transfer goes on while a rank attends to what it has.  What is sent grows with the number of keys, and so does
-    memory: two buffers of the most keys that a rank holds.
+    Each transfer overlaps with attention to the keys of the previous hop.  Traffic and memory grow with the number of
+    keys: there are two buffers, each for the most keys that any rank holds.
 
     Parameters
     ----------
     q, cache, sequences, causal, window, softcap, scale, sinks, out, lse, check
-        As of `tree_decode`.
+        As in `tree_decode`.
 
     Returns
     -------
     out, lse : array
-        As of `tree_decode`, on all ranks.
+        As in `tree_decode`, on all ranks.
 
     Raises
     ------
     ArgumentError
         The same on every rank.
     PeerFailure
-        Where another rank fails in the middle, or does not come.
+        Another rank failed during the call, or did not call in time.
 
     Examples
     --------
@@ -101,34 +101,34 @@ def _pass_keys(call):
 
 
 def _move_messages(exchange, posted, share):
-    """What a launch calls while it computes."""
+    """Progress function, called while a launch computes."""
     if exchange.due():
         exchange.complete(posted)
 
 
 def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
                       out=None, lse=None, check=True):
-    """As `tree_decode` on all ranks, by passing queries and their partial results around a ring; collective.
+    """`tree_decode` by passing queries and partial results around a ring, with results on all ranks; collective.
 
-    The rows, one a query and sequence, are cut into a chunk for each rank, which visits all ranks one after another and
-    then comes back; at last every rank gathers all of them.
+    Rows (queries of all sequences) are split into one chunk per rank.  Each chunk visits all ranks in turn and returns
+    to its owner.  Finally every rank gathers all chunks.
 
     Parameters
     ----------
     q, cache, sequences, causal, window, softcap, scale, sinks, out, lse, check
-        As of `tree_decode`.
+        As in `tree_decode`.
 
     Returns
     -------
     out, lse : array
-        As of `tree_decode`, on all ranks.
+        As in `tree_decode`, on all ranks.
 
     Raises
     ------
     ArgumentError
         The same on every rank.
     PeerFailure
-        Where another rank fails in the middle, or does not come.
+        Another rank failed during the call, or did not call in time.
 
     Examples
     --------
@@ -162,9 +162,9 @@ def _pass_queries(call):
         for hop in range(1, ranks + 1 if ranks > 1 else 1):
             number = (rank - hop) % ranks
             arriving, arriving_q = empty(number)
-            last = hop == ranks                         # back at its owner, who needs the result alone
+            last = hop == ranks                         # back at its owner, which needs only the result
             leaving = [(whole.packed, whole.ready), (queries, queries_ready)][:2 - last]
-            so_far = *whole.ready, *queries_ready       # new memory may be what launches so far have had
+            so_far = *whole.ready, *queries_ready       # new memory may still be in use by earlier launches
             posted = combiner.post((rank + 1) % ranks, leaving, (rank - 1) % ranks,
                                    [(arriving.packed, so_far), (arriving_q, so_far)][:2 - last])
             arriving.ready = arrived = combiner.finish(posted, f"in hop {hop} of {ranks} of queries")
@@ -177,11 +177,11 @@ def _pass_queries(call):
 
 
 def _gather(call, mine, chunks):
-    """A partial of all rows from that of every rank's chunk of rows."""
+    """Allgather the chunks of rows into one partial of all rows."""
     exchange, backend, comm = call.cache.combiner.exchange, call.backend, call.cache.combiner.peers.comm
     row = call.heads * (call.cache.value_dim + 1)
     arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
-    so_far = (backend.clear(whole.out, whole.lse),)        # launches until now may have had the arena's memory
+    so_far = (backend.clear(whole.out, whole.lse),)        # earlier launches may still use the arena's memory
     leaving = exchange.whole(backend.outgoing(mine.packed, mine.ready, collective=True))
     arriving = exchange.whole(backend.incoming(arena, so_far, collective=True))
     posted = exchange.allgather(comm, leaving, arriving, [len(rows) for rows in chunks],

@@ -1,13 +1,13 @@
-"""Which rank holds which token of a sequence that grows and shrinks: a rule that all ranks evaluate alike.
+"""Which rank holds which token of a sequence that grows and shrinks: a rule that every rank evaluates by itself.
 
-Tokens come in two ways.  Chunks that ranks hold already, say after a prefill, are placed where they are, as a `Layout`
-cuts them.  Further tokens go to the ranks that hold the fewest, in turn, until all hold equally many:
+Tokens are added in two ways.  Chunks that ranks already hold, for example after a prefill, stay there; a `Layout` gives
+their positions.  Further tokens go in turn to the ranks with the fewest tokens, until all ranks have equally many:
 
     ranks 0 and 1 were given 5 and 3 tokens, rank 2 none; then the next 10 go to    2 2 2 1 2 1 2 0 1 2
 
-So a sequence is a list of pieces, one a chunk and one for each set of ranks that tokens were dealt to in turn, each of
-which is a Python range of positions on every rank.  Nothing grows with the tokens of a piece, and what is asked of a
-sequence looks only at the pieces that the answer lies in, however many there are.  A rank's own positions increase.
+A sequence is a list of pieces: one for each chunk, and one for each set of ranks that got tokens in turn.  On every
+rank a piece is a Python range of positions.  Memory does not grow with the tokens of a piece, and a lookup reads only
+the pieces that hold its answer.  The positions of a rank increase.
 """
 
 from bisect import bisect_right
@@ -21,42 +21,42 @@ from ..problem.layout import Layout, within
 
 @dataclass(frozen=True)
 class _Placed:
-    """Positions from `start` on, cut by a layout: as many of the layout's tokens as the sequence keeps."""
+    """Positions from `start` on, split by a layout; truncation may leave only the first of the layout's tokens."""
 
     start: int
     layout: Layout
 
     def ranges(self, rank, stop):
-        """The positions below `stop` of a rank, as ranges."""
+        """Positions of a rank's tokens below `stop`, as ranges."""
         cut = (tokens[:within(tokens, 0, stop - self.start)[1]] for tokens in self.layout.ranges(rank))
         return [range(t.start + self.start, t.stop + self.start, t.step) for t in cut if t]
 
     def counts(self, ranks, stop):
-        """Tokens below `stop` of every rank: int64."""
+        """Number of tokens below `stop` on every rank: int64 (ranks,)."""
         return np.array([sum(map(len, self.ranges(rank, stop))) for rank in range(ranks)], np.int64)
 
     def room(self, stop):
-        """How many tokens can follow `stop` in this piece; None for any number."""
+        """Number of tokens that this piece can take from `stop` on; None for no limit."""
         return 0
 
 
 @dataclass(frozen=True)
 class _Dealt:
-    """Positions from `start` on, dealt to `members` in turn until `limit`, None for ever."""
+    """Positions from `start` to `limit` (None for no limit), assigned to `members` in turn."""
 
     start: int
     members: tuple
     limit: int | None
 
     def ranges(self, rank, stop):
-        """As of `_Placed`."""
+        """As in `_Placed`."""
         if rank not in self.members:
             return []
         mine = range(self.start + self.members.index(rank), stop, len(self.members))
         return [mine] if mine else []
 
     def counts(self, ranks, stop):
-        """As of `_Placed`."""
+        """As in `_Placed`."""
         counts = np.zeros(ranks, np.int64)
         each, more = divmod(stop - self.start, len(self.members))
         counts[list(self.members)] = each
@@ -64,24 +64,24 @@ class _Dealt:
         return counts
 
     def room(self, stop):
-        """As of `_Placed`."""
+        """As in `_Placed`."""
         return None if self.limit is None else self.limit - stop
 
 
 class Ledger:
-    """The tokens of one sequence on `ranks` ranks; where all hold equally many, `first` takes the next one.
+    """The tokens of one sequence on `ranks` ranks.  If all have equally many, rank `first` gets the next token.
 
-    seqlen: number of tokens.  counts: number of tokens of every rank, int64, not to be changed.
+    seqlen: number of tokens.  counts: number of tokens on every rank, int64, read-only.
     """
 
     def __init__(self, ranks, first=0):
         self.chunks, self.first = ranks, first % ranks
         self.seqlen = 0
         self.counts = np.zeros(ranks, np.int64)
-        self._pieces, self._starts = [], []                # a piece ends where the next one starts, the last with all
-        self._before = {}                                  # by rank: its tokens before each of the first pieces
+        self._pieces, self._starts = [], []                # a piece ends where the next starts, the last at seqlen
+        self._before = {}                                  # by rank: its number of tokens before each piece, cached
 
-    # A ledger serves as a layout where only these are asked for.
+    # These members are also those of a layout, so that a ledger can be used as one.
 
     @property
     def lengths(self):
@@ -103,7 +103,7 @@ class Ledger:
         return tuple(part for part in cut if part)
 
     def between(self, rank, start, stop):
-        """As of a layout."""
+        """As `Layout.between`."""
         return int(self.below(rank, start)), self.ranges(rank, start, stop)
 
     def positions(self, rank):
@@ -112,7 +112,7 @@ class Ledger:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def below(self, rank, positions):
-        """How many of a rank's tokens lie before each of some positions: int64 of their shape."""
+        """Number of a rank's tokens before each of the given positions: int64 of their shape."""
         positions = np.minimum(np.asarray(positions, np.int64), self.seqlen)
         if not positions.size or (positions == self.seqlen).all():
             return np.full(positions.shape, self.counts[rank])
@@ -134,7 +134,7 @@ class Ledger:
         return self._pieces[number].ranges(rank, self._end(number))
 
     def _tokens_before(self, number, rank):
-        """A rank's tokens before a piece: counted once, and kept."""
+        """Number of a rank's tokens before a piece, cached."""
         before = self._before.setdefault(rank, [0])
         for each in range(len(before) - 1, number):
             before.append(before[each] + sum(map(len, self._ranges(each, rank))))
@@ -143,7 +143,7 @@ class Ledger:
     # Changes
 
     def place(self, layout):
-        """Append tokens that the ranks hold already, as a layout of that many chunks cuts them."""
+        """Append tokens that ranks already hold, in a layout of one chunk per rank.  Raises ArgumentError."""
         if layout.chunks != self.chunks:
             raise ArgumentError(f"layout has {layout.chunks} chunks; it must have one a rank, {self.chunks}")
         if layout.seqlen:
@@ -151,7 +151,7 @@ class Ledger:
             self._resize(self.seqlen + layout.seqlen)
 
     def deal(self, count):
-        """Append tokens, each to a rank that then holds the fewest; returns their first position."""
+        """Append tokens, each to a rank that has the fewest at that point; returns the first position."""
         start = self.seqlen
         while self.seqlen < start + count:
             room = self._pieces[-1].room(self.seqlen) if self._pieces else 0
@@ -163,7 +163,7 @@ class Ledger:
         return start
 
     def truncate(self, length):
-        """Keep the first `length` tokens.  What was appended last is undone by this and leaves no trace."""
+        """Keep the first `length` tokens; this undoes appends exactly."""
         while self._pieces and self._starts[-1] >= length:
             self._resize(self._starts[-1])
             del self._pieces[-1], self._starts[-1]
@@ -176,14 +176,14 @@ class Ledger:
         self._starts.append(piece.start)
 
     def _resize(self, seqlen):
-        """Let the last piece, where the sequence now ends, end there instead."""
+        """Move the end of the last piece, and of the sequence, to `seqlen`."""
         if seqlen != self.seqlen:
             piece = self._pieces[-1]
             self.counts = self.counts + piece.counts(self.chunks, seqlen) - piece.counts(self.chunks, self.seqlen)
             self.seqlen = seqlen
 
     def _next_piece(self):
-        """The ranks with the fewest tokens, in turn until they hold as many as those with the next fewest."""
+        """A piece for the ranks with the fewest tokens, until they have as many as the rank with the next fewest."""
         fewest, *more = np.unique(self.counts).tolist()
         in_turn = ((self.first + i) % self.chunks for i in range(self.chunks))
         members = tuple(rank for rank in in_turn if self.counts[rank] == fewest)

@@ -8,61 +8,60 @@ def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
                 root=None, out=None, lse=None, check=True):
     """Attention of the last queries of every sequence over all its tokens in the cache; collective.
 
-    Every rank attends to the keys that it holds, and the partial results (out, lse) are combined.  What a rank sends
-    does not depend on the number of keys.
+    Every rank computes attention over its own keys, and the partial results (out, lse) are combined.  The bytes sent do
+    not depend on the number of keys.
 
     Parameters
     ----------
     q : array, (len(sequences), queries, heads, head_dim)
         In the cache's dtype, the same on every rank; the cache's kv_heads divide heads.  The queries are those of the
-        last tokens of each sequence, whose keys have been appended: of a sequence of n tokens, query i stands at
+        last tokens of each sequence, whose keys are already in the cache: in a sequence of n tokens, query i is at
         position n - queries + i.
     cache : KVCache
         The keys and values.
     sequences : sequence of int, default all
         Numbers of sequences in the cache.
     causal : bool, default True
-        Whether a query sees no token after its own.
+        Whether a query sees only keys up to its own position.
     window : (int or None, int or None), default (None, None)
-        How many keys before and after its own a query sees; None or -1 for all.
+        Number of keys before and after its own that a query sees; None or -1 for all.
     softcap : float, default None
-        Scores s become softcap * tanh(s / softcap); None or 0 for none.
+        A score s becomes softcap * tanh(s / softcap); None or 0 for none.
     scale : float, default 1/sqrt(head_dim)
         Factor of the scores.
     sinks : array, (heads,), default None
-        Attention sinks in lse's dtype, the same on every rank: a score that every query of a head sees besides its
-        keys, with value 0.
+        Attention sinks in lse's dtype, the same on every rank: one more score for every query of a head, with
+        value 0.
     way : str, default "auto"
-        How partial results are combined.  "allreduce", the paper's: two of MPI's Allreduce.  "butterfly": messages
-        between pairs, in half as many rounds, after which all ranks have the same bits.  "levels": inside nodes,
-        between them, and inside again.  "auto": the shortest time that the cache's machine predicts, from `mpiattn
-        tune` where that has been run.
+        Algorithm that combines the partial results.  "allreduce": two MPI Allreduces, as in the paper.  "butterfly":
+        messages between pairs of ranks, in half as many rounds; all ranks get the same bits.  "levels": first within
+        nodes, then between nodes, then within nodes again.  "auto": the fastest by the times that the cache's machine
+        predicts, from `mpiattn tune` where it has been run.
     root : int, default None
-        The one rank that gets the result; None for all.
+        The only rank that gets the results; None for all ranks.
     out, lse : array, default None
-        The caller's memory for the results, either or both: arrays of their shapes and dtypes and of the cache's back
-        end, with any strides, which are written into and returned; None for new ones.  They must be writable and share
-        no memory with q, sinks or each other.  Where root is another rank they are checked and left as they are.  If
-        the call raises, their contents are undefined.
+        Memory for the results, either or both: arrays of their shapes and dtypes, of the cache's back end, with any
+        strides.  They are written and returned; None for new arrays.  They must be writable and share no memory with q,
+        sinks or each other.  If root is another rank they are checked but not written.  Their contents are undefined
+        if the call raises.
     check : bool, default True
-        Let ranks agree that their arguments are right and the same, by a small allreduce.  Without it a wrong argument
-        raises on its own rank only, and PeerFailure on the others.
+        Verify by a small allreduce that the arguments are valid and the same on all ranks.  Without it an invalid
+        argument raises ArgumentError on its own rank only, and PeerFailure on the others.
 
     Returns
     -------
     out : array, (len(sequences), queries, heads, value_dim)
-        In the cache's dtype, a tensor where q is one.  0 for a query that sees no key.  None where root is another
-        rank.
+        In the cache's dtype, a tensor if q is one.  0 for a query that sees no key.  None if root is another rank.
     lse : array, (len(sequences), heads, queries)
         Natural logarithms of the rows' sums of exponentials, float32 (float64 for float64).  -inf for a query that
-        sees no key.  None where root is another rank.
+        sees no key.  None if root is another rank.
 
     Raises
     ------
     ArgumentError
         The same on every rank.
     PeerFailure
-        Where another rank fails in the middle, or does not come.
+        Another rank failed during the call, or did not call in time.
 
     Examples
     --------
