@@ -188,7 +188,7 @@ class MeshAttention(Described, Collective):
             GPU with "cuda".  They must be writable and share no memory with q, k, v, sinks or each other.  They are
             undefined if the call raises.  None for new arrays.
         check : bool, default True
-            Verify by a small allreduce that ranks make the same valid call.  Else calls of different plans mix numbers.
+            Verify by an allreduce that ranks make the same valid call; without it, different plans give wrong numbers.
         progress : callable, default None
             Called with the number of blocks (of a * b), or the part of one, just computed.  It must not call mpiattn.
 
