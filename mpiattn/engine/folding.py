@@ -12,13 +12,13 @@ def on_host(array):
     return array.get() if hasattr(array, "__cuda_array_interface__") and hasattr(array, "get") else array
 
 
-def checked(backend, name, thing, shape, dtype, writable=False):
+def checked(backend, name, argument, shape, dtype, writable=False):
     """An argument, array or tensor, as an array of a back end.  Raises ArgumentError if shape or dtype differ.
 
     shape: the required shape, with None for an axis of any length.
     writable: True if a result will be written into it.
     """
-    array = (backend.writable if writable else backend.array)(name, as_array(name, thing))
+    array = (backend.writable if writable else backend.array)(name, as_array(name, argument))
     if len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape)):
         wanted = (f"on this rank it must be {shape}" if None not in shape else
                   f"it must be ({', '.join('any' if n is None else str(n) for n in shape)})")

@@ -22,9 +22,9 @@ class Results:
 
     def __init__(self, backend, asked, inputs):
         self._backend, self._asked, self._arrays = backend, asked, {}
-        for name, (thing, shape, dtype) in asked.items():
-            if thing is not None:
-                array = checked(backend, name, thing, shape, dtype, writable=True)
+        for name, (memory, shape, dtype) in asked.items():
+            if memory is not None:
+                array = checked(backend, name, memory, shape, dtype, writable=True)
                 _check_own_memory(name, array, {**inputs, **self._arrays})
                 self._arrays[name] = array
 
@@ -37,8 +37,8 @@ class Results:
 
     def returned(self, given):
         """The return values of the call: the caller's arrays, and new ones, as tensors if the input `given` is one."""
-        return tuple(as_given(given, array)[0] if thing is None else thing
-                     for array, (thing, *_) in zip(self.arrays(), self._asked.values()))
+        return tuple(as_given(given, array)[0] if memory is None else memory
+                     for array, (memory, *_) in zip(self.arrays(), self._asked.values()))
 
 
 def _check_own_memory(name, array, others):
@@ -46,9 +46,12 @@ def _check_own_memory(name, array, others):
     if any(stride % array.itemsize for stride in array.strides):
         raise ArgumentError(f"{name} has strides {array.strides}; they must be multiples of its elements' "
                             f"{array.itemsize} bytes")
-    if any(count > 1 and not stride for count, stride in zip(array.shape, array.strides)):
-        raise ArgumentError(f"{name} has strides {array.strides}, so that some of its elements are one and the same; "
-                            "each must have memory of its own")
+    extent = array.itemsize                                   # bytes from the first to past the last, axis by axis
+    for stride, count in sorted((abs(stride), count) for stride, count in zip(array.strides, array.shape) if count > 1):
+        if stride < extent and array.size:
+            raise ArgumentError(f"{name} has strides {array.strides}, so that its elements may share memory; "
+                                "each must have memory of its own")
+        extent += (count - 1) * stride
     for other, held in others.items():
         if held is not None and _overlap(array, held):
             raise ArgumentError(f"{name} shares memory with {other}; it must be memory that nothing else of the call "

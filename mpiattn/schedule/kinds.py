@@ -107,10 +107,10 @@ def extent_of(kind, a, b):
 def shapes(problem, direction):
     """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
     kinds = KINDS[direction]
-    found = {name: [array.held(problem) for array in kind.arrays] for name, kind in kinds.items()}
+    arenas = {name: [array.held(problem) for array in kind.arrays] for name, kind in kinds.items()}
     for name in REDUCED[direction]:
-        found[arena_of(name)] = [array.travelling(problem) for array in kinds[name].arrays]
-    return found
+        arenas[arena_of(name)] = [array.travelling(problem) for array in kinds[name].arrays]
+    return arenas
 
 
 def matrices(direction, column):

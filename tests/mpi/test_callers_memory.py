@@ -31,11 +31,11 @@ def test_passes(comm, kind, batch, schedule, backend):
     shape = {**SHAPE, "batch": batch, "schedule": schedule}
     expected = check(comm, **shape, sinks=True, backends=(backend,))
     with MeshAttention(comm, **shape, backend=backend) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem, sinks=True))
+        chunks = my_chunks(plan, *draw_all(plan.problem, sinks=True))
         into = memory_for(expected[:5], kind)
         for _ in range(2):
-            out, lse = plan.forward(*mine[:3], sinks=mine.sinks, out=into[0], lse=into[1])
-            grads = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, sinks=mine.sinks,
+            out, lse = plan.forward(*chunks[:3], sinks=chunks.sinks, out=into[0], lse=into[1])
+            grads = plan.backward(chunks.dout, *chunks[:3], out, lse, dlse=chunks.dlse, sinks=chunks.sinks,
                                   **dict(zip(GRADIENTS, into[2:])))
             assert all(got is given for got, given in zip((out, lse, *grads), into))
             same = bits(*into, grads[3]) == bits(*expected)
@@ -44,11 +44,11 @@ def test_passes(comm, kind, batch, schedule, backend):
 
 def test_some_results_in_the_callers_memory(comm):
     with MeshAttention(comm, **SHAPE) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem))
-        expected = attend(plan, mine)
+        chunks = my_chunks(plan, *draw_all(plan.problem))
+        expected = attend(plan, chunks)
         into = memory_for(expected[:5])
-        out, lse = plan.forward(*mine[:3], lse=into[1])
-        _, dk, dv = plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse, dk=into[3])
+        out, lse = plan.forward(*chunks[:3], lse=into[1])
+        _, dk, dv = plan.backward(chunks.dout, *chunks[:3], out, lse, dlse=chunks.dlse, dk=into[3])
         assert lse is into[1] and dk is into[3] and not np.shares_memory(dv, dk)
         assert bits(out, lse, dk, dv) == bits(*expected[:2], *expected[3:5])
 
@@ -57,11 +57,11 @@ def test_gradients_in_one_array(comm):
     """Interleaved, as a layer that makes q, k and v at once wants them: they share bounds, but no byte."""
     shape = {**SHAPE, "kv_heads": 4}
     with MeshAttention(comm, **shape) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem))
-        expected = attend(plan, mine)
+        chunks = my_chunks(plan, *draw_all(plan.problem))
+        expected = attend(plan, chunks)
         packed = np.empty((2, len(plan.positions), 3, 4, 8), np.float32)
         into = dict(zip(GRADIENTS, np.moveaxis(packed, 2, 0)))
-        plan.backward(mine.dout, *mine[:3], *expected[:2], dlse=mine.dlse, **into)
+        plan.backward(chunks.dout, *chunks[:3], *expected[:2], dlse=chunks.dlse, **into)
         assert bits(*into.values()) == bits(*expected[2:5])
 
 
@@ -79,8 +79,8 @@ def test_decoding(comm, decode, backend):
         assert out is into[0] and lse is into[1] and bits(*into) == bits(*expected)
     if decode is tree_decode:
         into, root = memory_for(expected), comm.size - 1
-        found = decode(q, mirror.cache, sinks=sinks, root=root, out=into[0], lse=into[1])
-        assert [got is given for got, given in zip(found, into)] == [comm.rank == root] * 2
+        returned = decode(q, mirror.cache, sinks=sinks, root=root, out=into[0], lse=into[1])
+        assert [got is given for got, given in zip(returned, into)] == [comm.rank == root] * 2
         assert np.isnan(into[0]).all() == (comm.rank != root)
     mirror.cache.close()
 
@@ -89,10 +89,10 @@ def test_decoding(comm, decode, backend):
 def test_results_are_new_where_no_memory_is_given(comm, backend):
     """However much memory is kept between calls."""
     with MeshAttention(comm, **SHAPE, backend=backend) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem))
-        results = attend(plan, mine)
+        chunks = my_chunks(plan, *draw_all(plan.problem))
+        results = attend(plan, chunks)
         before = bits(*results[:5])
-        attend(plan, mine._replace(q=2 * mine.q))
+        attend(plan, chunks._replace(q=2 * chunks.q))
         assert bits(*results[:5]) == before
     mirror = Mirror(comm, 2, 8, capacity=100 * comm.size, backend=backend)
     mirror.append(31)
@@ -109,11 +109,14 @@ def wrong_memory(good, q):
     locked, wide = good.copy(), np.empty((*good.shape, 2), good.dtype)
     locked.flags.writeable = False
     repeated = np.lib.stride_tricks.as_strided(good.copy(), good.shape, (0, *good.strides[1:]))
+    sliding = np.lib.stride_tricks.as_strided(np.empty(good.size, good.dtype), good.shape,
+                                              (*good.strides[:-2], good.itemsize, good.itemsize))
     padded = np.empty(good.shape, [("number", good.dtype), ("padding", np.uint8)])["number"]
     return {"has shape": good[:, :-1], "it must be": wide, "has dtype float64": good.astype(np.float64),
             "has dtype >f4": good.astype(">f4"), "is a list": good.tolist(),
             "is a MaskedArray": np.ma.masked_array(good), "is read-only": locked, "must be multiples": padded,
-            "must have memory of its own": repeated, "shares memory with q": q}
+            "so that its elements may share memory": repeated, "must have memory of its own": sliding,
+            "shares memory with q": q}
 
 
 def test_memory_that_cannot_be_written_into(comm):
@@ -121,14 +124,14 @@ def test_memory_that_cannot_be_written_into(comm):
     last = comm.rank == comm.size - 1
     shape = {**SHAPE, "kv_heads": 4, "seqlen": 4 * comm.size}
     with MeshAttention(comm, **shape) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem))
-        results = attend(plan, mine)
-        for said, wrong in wrong_memory(np.empty_like(results.out), mine.q).items():
+        chunks = my_chunks(plan, *draw_all(plan.problem))
+        results = attend(plan, chunks)
+        for said, wrong in wrong_memory(np.empty_like(results.out), chunks.q).items():
             def forward(wrong=wrong, **more):
-                return plan.forward(*mine[:3], **({"out": wrong} if last else {}), **more)
+                return plan.forward(*chunks[:3], **({"out": wrong} if last else {}), **more)
 
             def backward(name, wrong=wrong, **more):
-                return plan.backward(mine.dout, *mine[:3], *results[:2], **({name: wrong} if last else {}), **more)
+                return plan.backward(chunks.dout, *chunks[:3], *results[:2], **({name: wrong} if last else {}), **more)
             told = same_error(comm, forward)
             assert told.startswith("out ") and said in told
             for name in GRADIENTS:
@@ -136,12 +139,12 @@ def test_memory_that_cannot_be_written_into(comm):
                 assert told.startswith(f"{name} ") and said in told
         both = np.empty_like(results.out)
         assert "dk shares memory with dq" in same_error(comm, lambda: plan.backward(
-            mine.dout, *mine[:3], *results[:2], dq=both, dk=both[:, ::-1]))
-        for name, array in (("dout", mine.dout), ("out", results.out)):
+            chunks.dout, *chunks[:3], *results[:2], dq=both, dk=both[:, ::-1]))
+        for name, array in (("dout", chunks.dout), ("out", results.out)):
             assert f"dv shares memory with {name};" in same_error(comm, lambda array=array: plan.backward(
-                mine.dout, *mine[:3], *results[:2], dv=array))
-        assert "lse has shape" in same_error(comm, lambda: plan.forward(*mine[:3], lse=both))
-        assert bits(*attend(plan, mine)) == bits(*results)
+                chunks.dout, *chunks[:3], *results[:2], dv=array))
+        assert "lse has shape" in same_error(comm, lambda: plan.forward(*chunks[:3], lse=both))
+        assert bits(*attend(plan, chunks)) == bits(*results)
 
 
 def test_memory_that_decoding_cannot_write_into(comm):
@@ -190,15 +193,15 @@ def test_a_warm_pass_allocates_nothing(group, options):
     strided = options.pop("strided", False)
     shape = {"seqlen": 280 * group.size, "heads": 4, "kv_heads": 2, "head_dim": 256, "causal": True, **options}
     with MeshAttention(group, backend="numpy", **shape) as plan:
-        mine = my_chunks(plan, *draw_all(plan.problem))
+        chunks = my_chunks(plan, *draw_all(plan.problem))
         if strided:
-            mine = mine._replace(**{name: np.repeat(getattr(mine, name), 2, axis=-1)[..., ::2]
+            chunks = chunks._replace(**{name: np.repeat(getattr(chunks, name), 2, axis=-1)[..., ::2]
                                     for name in ("q", "k", "v", "dout", "dlse")})
-        results = attend(plan, mine)[:5]
+        results = attend(plan, chunks)[:5]
         out, lse, *grads = results
         peaks = {
-            "forward": taken(lambda: plan.forward(*mine[:3], out=out, lse=lse)),
-            "backward": taken(lambda: plan.backward(mine.dout, *mine[:3], out, lse, dlse=mine.dlse,
+            "forward": taken(lambda: plan.forward(*chunks[:3], out=out, lse=lse)),
+            "backward": taken(lambda: plan.backward(chunks.dout, *chunks[:3], out, lse, dlse=chunks.dlse,
                                                     **dict(zip(GRADIENTS, grads))))}
     assert out.nbytes > 4 * MOMENTARY
     agreed(group, None if max(peaks.values()) < MOMENTARY else peaks)
