@@ -100,11 +100,11 @@ class KVCache(Collective):
             self.ledgers = [Ledger(self.ranks, first) for first in range(sequences)]
             self._pages = Pages(self.pages, page_size, sequences)
             self._in_use = np.zeros(self.ranks, np.int64)                # pages in use on every rank
-            found = None
+            chosen = None
             with agreement(peers, only=0):            # files of `mpiattn tune` may differ between hosts
                 if peers.rank == 0:
-                    found = machine_for(home.nodes, self._backend, head_dim, machine)
-            self.machine = peers.allgather(found)[0]
+                    chosen = machine_for(home.nodes, self._backend, head_dim, machine)
+            self.machine = peers.allgather(chosen)[0]
             slots = self.pages * page_size
             with agreement(peers):                    # out of memory on one rank must not hang the others
                 # reject unsupported head dims now: ranks without keys never launch, and would wait for the others
@@ -217,8 +217,8 @@ class KVCache(Collective):
                 self._pages.resize(sequence, int(counts[self.rank]))
             raise
 
-    def store(self, sequences, before, k, v, mine):
-        """Store the tokens added to sequences since `before`; mine: k and v hold only this rank's tokens."""
+    def store(self, sequences, before, k, v, local):
+        """Store the tokens added to sequences since `before`; local: k and v hold only this rank's tokens."""
         in_use = self._in_use + sum(self._pages.needed(self.ledgers[sequence].counts) - self._pages.needed(counts)
                                     for sequence, (_, counts) in zip(sequences, before))
         if (in_use > self.pages).any():
@@ -228,18 +228,18 @@ class KVCache(Collective):
             raise everywhere(error, self._peers)        # every rank computes the same counts
         self._backend.begin()
         for i, (sequence, (length, counts)) in enumerate(zip(sequences, before)):
-            self._write(sequence, length, int(counts[self.rank]), k[i], v[i], mine)
+            self._write(sequence, length, int(counts[self.rank]), k[i], v[i], local)
         self._backend.finish()                          # the caller may change k and v after this
         self._in_use = in_use
 
-    def _write(self, sequence, length, at, k, v, mine):
+    def _write(self, sequence, length, at, k, v, local):
         """Launch copies into pages of the tokens from position `length` on; this rank had `at` tokens before them."""
         ledger = self.ledgers[sequence]
         self._pages.resize(sequence, ledger.length(self.rank))
         table = self._pages.table(sequence)
         done = 0
         for new in ledger.ranges(self.rank, length):
-            rows = range(done, done + len(new)) if mine else range(new.start - length, new.stop - length, new.step)
+            rows = range(done, done + len(new)) if local else range(new.start - length, new.stop - length, new.step)
             for first, last in stretches(table, self.page_size, at + done, at + done + len(new)):
                 part, rows = rows[:last - first], rows[last - first:]
                 for pool, source in zip(self.pools, (k, v)):

@@ -116,7 +116,7 @@ def _fill(make, comm, home, source, options, progress):
                     ledger = cache.ledgers[sequence]
                     ledger.deal(length)
                     chunks = [source.chunk(name, ledger, progress, entry, first) for name in ("k", "v")]
-                    cache.store([sequence], before, *chunks, mine=True)
+                    cache.store([sequence], before, *chunks, local=True)
         return cache
     except BaseException:
         cache.close()

@@ -45,29 +45,29 @@ class Combiner:
         self.peers, self.comm = exchange.peers, exchange.peers.comm
         self._moves = {}                               # by (way, root), cached: costs nearly a token's time
 
-    def run(self, way, mine, spare, root=None):
-        """The combined partial, which is `mine` or `spare`, on all ranks or on `root` only; undefined on other ranks.
+    def run(self, way, own, spare, root=None):
+        """The combined partial, which is `own` or `spare`, on all ranks or on `root` only; undefined on other ranks.
 
         way: one of `reduction.WAYS`.  spare: a partial of the same shape, which is overwritten.
         """
         if way == "allreduce":
-            return self._allreduce(mine, spare, root)
+            return self._allreduce(own, spare, root)
         if (way, root) not in self._moves:
             self._moves[way, root] = reduction.moves(way, self.nodes, self.peers.rank, root)
         for number, move in enumerate(self._moves[way, root]):
-            mine, spare = self._make(move, mine, spare, f"in round {number + 1} of combining partials")
-        return mine
+            own, spare = self._make(move, own, spare, f"in round {number + 1} of combining partials")
+        return own
 
-    def _make(self, move, mine, spare, where):
-        posted = self.post(move.peer if move.sends else None, [(mine.packed, mine.ready)],
+    def _make(self, move, own, spare, where):
+        posted = self.post(move.peer if move.sends else None, [(own.packed, own.ready)],
                            move.peer if move.receives else None, [(spare.packed, spare.ready)])
         arrived = self.finish(posted, where)
         if not move.receives:
-            return mine, spare
+            return own, spare
         if move.final:
             spare.ready = arrived
-            return spare, mine
-        left, right = (mine, spare) if self.peers.rank < move.peer else (spare, mine)
+            return spare, own
+        left, right = (own, spare) if self.peers.rank < move.peer else (spare, own)
         left.absorb(self.backend, right, arrived)
         return left, right
 
@@ -93,14 +93,14 @@ class Combiner:
             self.backend.sent(array)
         return tuple(self.backend.arrived(array) for array, _ in arriving)
 
-    def _allreduce(self, mine, spare, root):
+    def _allreduce(self, own, spare, root):
         """Allreduce each row's maximum lse, then the sums of exp(lse - maximum) and of out with that weight."""
-        top = self.kept("top", mine.lse.shape, mine.lse.dtype)
-        top_ready = self._reduce(mine.lse, mine.ready, top, (), MPI.MAX, "combining lse")
+        top = self.kept("top", own.lse.shape, own.lse.dtype)
+        top_ready = self._reduce(own.lse, own.ready, top, (), MPI.MAX, "combining lse")
         for event in top_ready:
             self.backend.wait(event)
-        ready = (self.backend.unnormalize(mine.out, mine.lse, top),)
-        for event in self._reduce(mine.packed, ready, spare.packed, spare.ready, MPI.SUM, "adding up partials", root):
+        ready = (self.backend.unnormalize(own.out, own.lse, top),)
+        for event in self._reduce(own.packed, ready, spare.packed, spare.ready, MPI.SUM, "adding up partials", root):
             self.backend.wait(event)
         spare.ready = (self.backend.normalize(spare.out, spare.lse, top),)
         return spare
