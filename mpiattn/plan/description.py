@@ -12,7 +12,7 @@ class Described:
     """The choices made for a plan, and its counters so far."""
 
     def __repr__(self):
-        if "_folding" not in self.__dict__:
+        if "_arguments" not in self.__dict__:
             return f"{type(self).__name__}(not made)"
         (a, b), kinds = self.tile, " and ".join(dict.fromkeys(layout.kind for layout in (self.q_layout, self.k_layout)))
         return (f"{type(self).__name__}({self.problem}; tile {a}x{b}, {kinds} layout, {self.schedule.name} schedule, "
@@ -100,7 +100,7 @@ class Described:
         = 1 these copies count from the first call with arrays that are not contiguous.  The memory of `backward` counts
         from its first call.  With "cuda", the pinned memory allocated so far is included.
         """
-        return self._nbytes + self._backend.staged_bytes + self._folding.unplanned_bytes
+        return self._passes.nbytes + self._backend.staged_bytes
 
     @property
     def sent(self):
@@ -123,7 +123,7 @@ class Described:
         Returns a `schedule.timeline.Timeline`, or None before the first such pass.  Raises ArgumentError.
         """
         one_of("direction", direction, ("forward", "backward"))
-        executor = self._executor if direction == "forward" else self._backward
+        executor = self._passes.executors.get(direction)
         return executor and executor.trace()
 
     def predicted_trace(self, direction="forward"):

@@ -1,7 +1,5 @@
 """`MeshAttention`: a plan that is made once and run many times."""
 
-from contextlib import contextmanager
-
 import numpy as np
 
 from ..comm.agreement import agreement
@@ -11,14 +9,12 @@ from ..comm.mesh import Home
 from ..comm.peers import time_limit
 from ..comm.redistribute import gather, scatter
 from ..comm.transport import local_backend
-from ..engine.executor import Executor
-from ..engine.folding import Folding, checked, on_host
-from ..engine.passes import Backward, Forward
-from ..engine.results import Results
-from ..model import memory
+from ..engine.folding import on_host
 from ..problem.tensors import as_given, is_tensor
 from ..schedule.needed import Activity
+from .arguments import Arguments, compared
 from .description import Described
+from .rank_passes import RankPasses
 from .settle import resized, settle
 
 
@@ -118,18 +114,15 @@ class MeshAttention(Described, Collective):
 
     def _prepare(self, home):
         chosen, (_, options) = self._plan.choice, self._asked
-        p = self.problem = self._plan.problem
-        self.schedule, self._layouts = self._plan.schedule(), chosen.layouts            # layouts by mesh rank
+        self.problem, self.schedule = self._plan.problem, self._plan.schedule()
+        self._layouts = chosen.layouts                                                  # by mesh rank
         self.q_layout, self.k_layout = self._plan.layouts_by_rank()
         peers = home.peers(time_limit(options["timeout"], chosen.seconds))
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options["max_message"])
-        self._executor = Executor(self._mesh, self.schedule, Forward(p, self._backend), self._exchange, *self._layouts)
-        self._activity = self._latest = Activity(p.mask, *self._layouts, chosen.a, chosen.b)
-        self._tokens = tuple(layout.length(self.chunk) for layout in self._layouts)
-        self._nbytes = (memory.chunk_bytes(p, *self._tokens)
-                        + self._executor.nbytes + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
-        self._folding, self._backward = Folding(self._backend, p.batch), None
+        self._passes = RankPasses(self._plan, self.schedule, self._mesh, self._backend, self._exchange)
+        self._activity = self._latest = Activity(self.problem.mask, *self._layouts, chosen.a, chosen.b)
+        self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
 
     def like(self, *, seqlen=None, seqlen_k=None):
         """A plan for other lengths with this plan's tile, schedule, route and kind of layout; collective.
@@ -206,24 +199,15 @@ class MeshAttention(Described, Collective):
         PeerFailure
             Another rank failed or timed out.  Close all plans and caches on the communicator: none can be used again.
         """
-        p, tokens = self.problem, self._tokens[0]
         with self.call("forward") as call:
             with call.agreement(check) as same:
-                inputs, sinks = self._inputs(q, k, v), self._sinks(sinks)
-                results = Results(self._backend, {
-                    "out": (out, (p.batch, tokens, p.heads, p.value_dim), p.dtype),
-                    "lse": (lse, (p.batch, p.heads, tokens), p.partial_dtype)}, {**inputs, "sinks": sinks})
+                inputs, sinks = self._arguments.checked(q=q, k=k, v=v), self._arguments.sinks(sinks)
+                results = self._arguments.results({"out": out, "lse": lse}, {**inputs, "sinks": sinks})
                 activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
                                             lengths_k=lengths_k, prefixes=prefixes, causal_documents=causal_documents)
-                same |= self._alike(activity, sinks)
-                whole_out, whole_lse = results.arrays()
-                chunks = [self._folding.fold(*argument) for argument in inputs.items()]
-            with self._pass(self._executor):
-                partial_out, partial_lse = self._executor.run(chunks[:1], chunks[1:], activity, progress)["O"]
-                if sinks is not None:
-                    self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
-                self._folding.unfold(whole_out, partial_out)
-                self._backend.copy(whole_lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
+                same |= compared(activity, sinks)
+                whole, chunks = results.arrays(), self._passes.fold(inputs)
+            self._passes.forward(chunks, sinks, activity, progress, *whole)
         return results.returned(q)
 
     def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
@@ -257,86 +241,21 @@ class MeshAttention(Described, Collective):
         ArgumentError, PeerFailure
             As in `forward`.
         """
-        p, tokens, given = self.problem, self._tokens[0], q
         with self.call("backward") as call:
             with call.agreement(check) as same:
-                inputs = self._inputs(q, k, v)
-                asked = {f"d{name}": (grad, inputs[name].shape, p.dtype)
-                         for name, grad in (("q", dq), ("k", dk), ("v", dv))}
-                for name, array in (("dout", dout), ("out", out)):
-                    inputs[name] = self._checked(name, array, (p.batch, tokens, p.heads, p.value_dim))
-                rows = {name: self._checked(name, array, (p.batch, p.heads, tokens), p.partial_dtype)
-                        for name, array in (("lse", lse), ("dlse", dlse)) if name == "lse" or array is not None}
-                sinks = self._sinks(sinks)
-                results = Results(self._backend, asked, {**inputs, **rows, "sinks": sinks})
+                inputs = self._arguments.checked(q=q, k=k, v=v, dout=dout, out=out)
+                rows = self._arguments.checked(lse=lse, **({} if dlse is None else {"dlse": dlse}))
+                sinks = self._arguments.sinks(sinks)
+                results = self._arguments.results({"dq": dq, "dk": dk, "dv": dv}, {**inputs, **rows, "sinks": sinks})
                 activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
                                             lengths_k=lengths_k, prefixes=prefixes, causal_documents=causal_documents)
-                same |= self._alike(activity, sinks)
-                executor, fold = self._backward_executor(), self._folding.fold
-                grads = results.arrays()
-                q, k, v, dout, out = (fold(*argument) for argument in inputs.items())
-                lse, dlse = (None if name not in rows else fold(name, rows[name].transpose(0, 2, 1))
-                             for name in ("lse", "dlse"))
-                delta = self._folding.kept("delta", lse.shape, p.partial_dtype)
-            with self._pass(executor):
-                ready = (self._backend.delta(delta, dout, out, dlse),)
-                partials = executor.run([q, dout, lse, delta], [k, v], activity, progress, ready)
-                for grad, partial in zip(grads, (*partials["dQ"], *partials["dKV"])):
-                    self._folding.unfold(grad, partial)
-                if sinks is not None:
-                    dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
-                    self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
-            grads = results.returned(given)
+                same |= compared(activity, sinks)
+                grads, chunks = results.arrays(), self._passes.fold_backward(inputs, rows)
+            dsinks = self._passes.backward(chunks, sinks, activity, progress, grads)
             if sinks is not None:
-                local = on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
-                grads += as_given(given, self._backend.give(self._sum_over_ranks(local)))
-        return grads
-
-    @contextmanager
-    def _pass(self, executor):
-        self._backend.begin()
-        yield
-        self._backend.finish()
-        executor.forget()
-        for array in self._folding.kept.arrays():
-            self._backend.forget(array)
-
-    def _backward_executor(self):
-        if self._backward is None:
-            p = self.problem
-            self._backward = Executor(self._mesh, self._plan.schedule("backward"), Backward(p, self._backend),
-                                      self._exchange, *self._layouts)
-            self._nbytes += (self._backward.nbytes + memory.gradient_bytes(p, *self._tokens)
-                             + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
-        return self._backward
-
-    @staticmethod
-    def _alike(activity, sinks):
-        """What must be the same on every rank: each end of a transfer decides from the documents whether it happens."""
-        groups = activity.documents
-        return {"documents (cu_seqlens, lengths, prefixes or causal_documents)":
-                groups and tuple(group.as_lists() for group in groups),
-                "sinks": None if sinks is None else sinks.tolist()}
-
-    def _sinks(self, sinks):
-        if sinks is None:
-            return None
-        return on_host(self._checked("sinks", sinks, (self.problem.heads,), self.problem.partial_dtype))
-
-    def _folded_sinks(self, sinks):
-        return self._backend.contiguous(np.tile(sinks, self.problem.batch))
-
-    def _sum_over_ranks(self, local):
-        return np.sum(self._peers.allgather(local), axis=0)     # in order of rank: the same bits on all ranks
-
-    def _inputs(self, q, k, v):
-        p, (tokens, tokens_k) = self.problem, self._tokens
-        return {"q": self._checked("q", q, (p.batch, tokens, p.heads, p.head_dim)),
-                "k": self._checked("k", k, (p.batch, tokens_k, p.kv_heads, p.head_dim)),
-                "v": self._checked("v", v, (p.batch, tokens_k, p.kv_heads, p.value_dim))}
-
-    def _checked(self, name, array, shape, dtype=None):
-        return checked(self._backend, name, array, shape, dtype or self.problem.dtype)
+                dsinks = np.sum(self._peers.allgather(dsinks), axis=0)  # in order of rank: the same bits on all ranks
+                return *results.returned(q), *as_given(q, self._backend.give(dsinks))
+        return results.returned(q)
 
     def scatter(self, array, *, root=0, axis=1, keys=False):
         """This rank's chunk of a whole array whose tokens are in natural order along `axis`; collective.
@@ -395,5 +314,4 @@ class MeshAttention(Described, Collective):
             with self._leaving(self._mesh):
                 self._backend.close()
                 self._exchange.close()
-            self._executor = self._backward = None
-            self._folding = Folding(self._backend, self.problem.batch)      # MPI may still use the old arrays
+            self._passes = self._passes.released()

@@ -170,9 +170,10 @@ def subcomm(comm, ranks, key=None):
 
 def use_schedule(plan, schedule):
     """Make an open plan run another schedule of its tile, forward or backward; collective."""
-    def executor(work):
-        return Executor(plan._mesh, schedule, work, plan._exchange, plan.q_layout, plan.k_layout)
+    executors = plan._passes.executors
     if schedule.direction == "backward":
-        plan._backward = executor(plan._backward_executor().work)
+        plan._passes.backward_executor()                     # made, to be replaced
     else:
-        plan.schedule, plan._executor = schedule, executor(plan._executor.work)
+        plan.schedule = schedule
+    executors[schedule.direction] = Executor(plan._mesh, schedule, executors[schedule.direction].work, plan._exchange,
+                                             plan.q_layout, plan.k_layout)

@@ -216,7 +216,7 @@ def test_documents_change_with_every_call(comm):
     shape = {"seqlen": 40 * comm.size, "heads": 2, "head_dim": 8, "causal": True}
     with MeshAttention(comm, **shape) as plan:
         def held():
-            arenas = (plan._executor.buffers.arena, plan._backward.buffers.arena)
+            arenas = [executor.buffers.arena for executor in plan._passes.executors.values()]
             return [id(array) for arena in arenas for arrays in arena.values() for array in arrays], plan._mesh.cart
         q, k, v = my_chunks(plan, *draw(plan.problem))
         before = None

@@ -72,12 +72,12 @@ def test_messages_move_while_a_rank_computes(comm, at_least):
     """Every launch of a step with transfers lets MPI make progress, and none of a step without; no bit changes."""
     at_least(2)
     with MeshAttention(comm, **SHAPE | {"causal": False}, tile=(1, comm.size), schedule="greedy") as plan:
-        inputs = my_chunks(plan, *draw(plan.problem))
+        inputs, executor = my_chunks(plan, *draw(plan.problem)), plan._passes.executors["forward"]
         expected = bits(*plan.forward(*inputs))
-        called, moves, run_block = [], [], plan._executor._run_block
+        called, moves, run_block = [], [], executor._run_block
 
-        def counted(complete=plan._executor._look):
-            called.append(len(plan._executor.under_way))
+        def counted(complete=executor._look):
+            called.append(len(executor.under_way))
             complete()
 
         def watched(*arguments):
@@ -85,7 +85,7 @@ def test_messages_move_while_a_rank_computes(comm, at_least):
             run_block(*arguments)
             moves.append(len(called) > before)
         plan._exchange.due = lambda: True
-        plan._executor._look, plan._executor._run_block = counted, watched
+        executor._look, executor._run_block = counted, watched
         assert bits(*plan.forward(*inputs)) == expected
     assert moves == [True] * (comm.size - 1) + [False]
     assert all(called)
