@@ -189,7 +189,7 @@ def _sum(cache):
     """A plain sum over the memory of this rank's keys and values."""
     if not sum(cache.local_lengths):
         return lambda: None
-    return plain_sum([pool.reshape(-1)[:_key_bytes(cache) // 2 // pool.itemsize] for pool in cache.pools])
+    return plain_sum([pool.reshape(-1)[:_key_bytes(cache) // 2 // pool.itemsize] for pool in cache.storage.pools])
 
 
 def _key_bytes(cache):

@@ -64,7 +64,7 @@ def save(cache, path, argument="path"):
     output = Output(peers, path, {**shapes, "cu_seqlens": ((len(starts),), "int64")}, {"page_size": cache.page_size},
                     max_message=cache.combiner.exchange.max_message, argument=argument)
     try:
-        for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.ledgers)):
+        for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.storage.ledgers)):
             with agreement(peers):                         # copying one sequence may run out of memory
                 chunks = cache.local(sequence)
             for name, chunk in zip(("k", "v"), map(on_host, chunks)):
@@ -112,11 +112,11 @@ def _fill(make, comm, home, source, options, progress):
     try:
         with cache.call("load"):
             for sequence, (entry, first, length) in enumerate(spans):
-                with cache.growing([sequence]) as before:
-                    ledger = cache.ledgers[sequence]
+                with cache.storage.growing([sequence]) as before:
+                    ledger = cache.storage.ledgers[sequence]
                     ledger.deal(length)
                     chunks = [source.chunk(name, ledger, progress, entry, first) for name in ("k", "v")]
-                    cache.store([sequence], before, *chunks, local=True)
+                    cache.storage.store([sequence], before, *chunks, local=True)
         return cache
     except BaseException:
         cache.close()

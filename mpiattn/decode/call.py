@@ -9,6 +9,7 @@ from ..engine.folding import checked, on_host
 from ..engine.results import Results
 from ..errors import ArgumentError
 from ..problem.problem import Problem
+from .arguments import sequence_numbers
 from .combine import Partial, partial_bytes
 
 
@@ -25,13 +26,13 @@ class Call:
         self.cache, self.backend, self.given = cache, cache.combiner.backend, q
         turn.kept.append(self)
         with turn.agreement(check) as same:
-            self.sequences = cache.sequence_numbers(sequences)
+            self.sequences = sequence_numbers(sequences, cache.sequences)
             q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
             if root is not None and root not in range(cache.ranks):
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
             if way is not None and way not in ("auto", *ways):
                 raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
-            lengths = [cache.ledgers[sequence].seqlen for sequence in self.sequences]
+            lengths = [cache.storage.ledgers[sequence].seqlen for sequence in self.sequences]
             self.problems = [Problem(seqlen=q.shape[1], heads=q.shape[2], head_dim=cache.head_dim, seqlen_k=length,
                                      kv_heads=cache.kv_heads, value_dim=cache.value_dim, dtype=cache.dtype,
                                      causal=causal, scale=scale, window=window, softcap=softcap) for length in lengths]
@@ -67,7 +68,7 @@ class Call:
 
     def seen(self, i, rank):
         """The range of a rank's keys that each query of the i-th sequence sees: begin and end, int32 (queries,)."""
-        ledger = self.cache.ledgers[self.sequences[i]]
+        ledger = self.cache.storage.ledgers[self.sequences[i]]
         return tuple(ledger.below(rank, bound[0]).astype(np.int32) for bound in self._seen[i])
 
     def attend(self, partial, q=None, rows=None, after=()):
@@ -77,7 +78,7 @@ class Call:
         after: events to wait for before reading q.
         """
         cache = self.cache
-        keys = [(*cache.pools, cache.table(sequence), cache.page_size) for sequence in self.sequences]
+        keys = [(*cache.storage.pools, cache.storage.table(sequence), cache.page_size) for sequence in self.sequences]
         q, rows = (self.q, range(self.rows)) if rows is None else (q, rows)
         self.attend_to(keys, cache.rank, partial, q, rows, after)
 

@@ -17,7 +17,7 @@ class _Keys:
     def __init__(self, call, rank, array):
         cache = call.cache
         self.rank = rank
-        counts = [cache.ledgers[sequence].length(rank) for sequence in call.sequences]
+        counts = [cache.storage.ledgers[sequence].length(rank) for sequence in call.sequences]
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = int(self.starts[-1])
         cut = cache.kv_heads * tokens * cache.head_dim
@@ -76,12 +76,13 @@ def _pass_keys(call):
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     row = cache.kv_heads * (cache.head_dim + cache.value_dim)
-    most = int(np.max(sum((cache.ledgers[sequence].counts for sequence in call.sequences), np.zeros(ranks, np.int64))))
+    counts = (cache.storage.ledgers[sequence].counts for sequence in call.sequences)
+    most = int(np.max(sum(counts, np.zeros(ranks, np.int64))))
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
     whole, part = call.partial(), call.partial()
     with call.transfers():
         mine = _Keys(call, rank, held)
-        ready = tuple(cache.copy_out(sequence, [array[:, start:stop] for array in mine.parts])
+        ready = tuple(cache.storage.copy_out(sequence, [array[:, start:stop] for array in mine.parts])
                       for sequence, start, stop in zip(call.sequences, mine.starts, mine.starts[1:]))
         for hop in range(ranks):
             others = posted = meanwhile = None
