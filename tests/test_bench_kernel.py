@@ -18,7 +18,8 @@ def bench(*options, **how):
     return mpirun(1, [*KERNEL, *options], **how)
 
 
-@pytest.mark.parametrize("backend, dtype", [("numpy", "bfloat16"), ("deferred", "float32"), ("emulated", "bfloat16")])
+@pytest.mark.parametrize("backend, dtype", [("numpy", "bfloat16"), ("deferred", "float32"),
+                                            pytest.param("emulated", "bfloat16", marks=pytest.mark.slow)])
 def test_sections(tmp_path, backend, dtype):
     if backend == "emulated" and emulated.compiler() is None:
         pytest.skip("the emulation needs a C++ compiler")

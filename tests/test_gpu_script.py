@@ -123,6 +123,7 @@ def wheel(folder, name, files=(), tag="py3-none-any"):
             packed.writestr(path, text)
 
 
+@pytest.mark.slow
 def test_wheels(tmp_path):
     """Those of what is here are left alone, but MPI's, whose library is the one with a number."""
     wheels = tmp_path / "wheels"

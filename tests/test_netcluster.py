@@ -49,6 +49,7 @@ def test_bytes(hosts):
         assert sent < wire < 1.1 * sent + 2e6                  # headers, and starting the launch
 
 
+@pytest.mark.slow
 def test_tune_finds_the_link(hosts, tmp_path):
     """Two ranks a host share its card, whose rate is known; what is inside a host does not go through it."""
     rate = 20e6 / 8

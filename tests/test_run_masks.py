@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from files import assert_right, write_input
 from launch import mpirun
+from thinning import every
 
 from mpiattn.problem.mask import Mask
 
@@ -19,7 +20,7 @@ def run(n, source, out, *options, **how):
     return mpirun(n, [*RUN, source, out, "--verify", *options], **how)
 
 
-@pytest.mark.parametrize("n, options, shape, masks", [
+@pytest.mark.parametrize("n, options, shape, masks", every(2, [
     (3, ["--causal", "--window", "9,0", "--softcap", "4"], {"dtype": "bfloat16"},
      {"causal": True, "window": (9, 0), "softcap": 4.0}),
     (1, ["--backward", "--softcap", "3"], {}, {"softcap": 3.0}),
@@ -37,7 +38,7 @@ def run(n, source, out, *options, **how):
     (6, ["--backward", "--tile", "2x3", "--wire-dtype", "bfloat16", "--schedule", "greedy"], {"kv_heads": 1}, {}),
     (5, ["--backward", "--tile", "ring", "--backend", "deferred", "--max-message", "999", "--causal"], {"seqlen": 3},
      {"causal": True}),
-])
+]))
 def test_right(tmp_path, n, options, shape, masks):
     backward = "--backward" in options
     source = write_input(tmp_path / "in.h5", backward=backward, **shape)

@@ -12,6 +12,7 @@ import pytest
 import slurm_cluster
 import slurm_jobs
 from files import assert_right, write_input
+from thinning import every
 
 pytestmark = pytest.mark.workshop
 
@@ -59,7 +60,7 @@ def launchers(test):
 
 
 @launchers
-@pytest.mark.parametrize("nodes, per_node", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("nodes, per_node", every(2, [(2, 2), (3, 1)]))
 def test_run(submit, tmp_path, site, told, nodes, per_node):
     if site:
         needs_pmi2()
@@ -96,7 +97,7 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, told):
 @pytest.mark.parametrize("variables, counts, options", [
     ({}, [1, 2, 3], []),
     ({"MPIATTN_NODES": "3 1", "MPIATTN_LAUNCH": "srun --mpi=pmi2"}, [1, 3], ["--backward"]),
-    ({}, [1, 2], ["--window", "20,0"]),
+    pytest.param({}, [1, 2], ["--window", "20,0"], marks=pytest.mark.slow),
 ], ids=["mpiexec", "srun", "two nodes"])
 def test_bench(submit, tmp_path, variables, counts, options):
     if variables:
@@ -125,7 +126,7 @@ def test_bench(submit, tmp_path, variables, counts, options):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("mpiattn-")] == []
 
 
-@pytest.mark.parametrize("nodes, per_node", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("nodes, per_node", every(2, [(2, 2), (3, 1)]))
 def test_check(submit, nodes, per_node):
     job = submit("slurm/check.sbatch", options=[f"--nodes={nodes}", f"--ntasks-per-node={per_node}"])
     assert job.state == "COMPLETED", job.log

@@ -12,6 +12,7 @@ from caller import caller
 from dense import TOLERANCE, Inputs, bits, largest, naive
 from runs import BACKENDS, agreed, narrow, on, once
 from test_counted import Counting
+from thinning import every
 
 from mpiattn import (
     ArgumentError,
@@ -151,9 +152,8 @@ def test_case_28_the_same_bits_on_every_rank(group):
 
 
 @on(4)
-@pytest.mark.parametrize("dtype, page_size", [
-    ("float32", 1), ("bfloat16", 64),
-    *(pytest.param(dtype, 16, marks=pytest.mark.slow) for dtype in ("float64", "float16"))])
+@pytest.mark.parametrize("dtype, page_size", every(4, [("float32", 1), ("bfloat16", 64), ("float64", 16),
+                                                       ("float16", 16)]))
 def test_masks_dtypes_and_pages(group, dtype, page_size):
     """Several queries, causal among them; pages of sequences that grow, shrink and share the pool."""
     dtype = narrow({"dtype": dtype})["dtype"]

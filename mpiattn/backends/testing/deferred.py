@@ -16,7 +16,7 @@ import numpy as np
 from ..base import WireBytes
 from ..numpy.backend import NumpyBackend, flat
 
-LONGEST_DELAY = 2e-3      # seconds, for the copy of an array or for a launch
+LONGEST_DELAY = 1e-3      # seconds, for the copy of an array or for a launch
 PIECE = 4096              # bytes
 NAN = 0xFF                # a byte that makes NaN in every dtype if all bytes have it
 
