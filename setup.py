@@ -21,7 +21,7 @@ setup(
     package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests", "mpiattn.slurm": "slurm"},
     package_data={"mpiattn.kernels": ["README.md", "cuda/*", "emulation/*"],
                   "mpiattn.slurm": ["README.md", "*.sh", "*.sbatch"]},
-    install_requires=["numpy>=1.25", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3"],
+    install_requires=["numpy>=1.25", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3", "threadpoolctl>=3.5"],
     extras_require={
         "mpich": ["mpich>=4.3"],
         "openmpi": ["openmpi>=5.0"],

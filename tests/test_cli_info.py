@@ -8,6 +8,7 @@ import sys
 
 import launch
 import pytest
+import threadpoolctl
 
 from mpiattn.system import host
 from mpiattn.system.gpu_aware_mpi import verdict
@@ -140,6 +141,44 @@ def test_host():
     assert host.version("no-such-package") is None
     assert host.cores() and host.processor()
     assert host.ask("/no/such/library.so", "anything") is None
-    name, threads = host.blas()
-    assert name is None or name.strip()
-    assert threads is None or threads >= 1
+
+
+@pytest.mark.parametrize("libraries, expected", [
+    ([], (None, None)),
+    ([("openmp", "openmp", "libgomp.so.1", None, 8), ("blas", "mkl", "libmkl_rt.so", "2024.0", 4)], ("mkl 2024.0", 4)),
+    ([("blas", "openblas", "/site/scipy.libs/libscipy_openblas-1.so", "0.3.27", 2),
+      ("blas", "openblas", "/site/numpy.libs/libscipy_openblas64_-2.so", "0.3.31", 1)], ("openblas 0.3.31", 1))])
+def test_the_blas_is_that_of_numpy(monkeypatch, libraries, expected):
+    fields = ("user_api", "internal_api", "filepath", "version", "num_threads")
+    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: [dict(zip(fields, one)) for one in libraries])
+    assert host.blas() == expected
+
+
+AVX2, ALL = "fpu avx avx2", "fpu avx avx2 avx512f avx512cd avx512bw avx512dq avx512vl"
+
+
+@pytest.mark.parametrize("core, flags, setting, advised", [
+    ("Haswell", ALL, None, True), ("Zen", ALL, None, True), ("Haswell", AVX2, None, False),
+    ("Haswell", ALL.replace(" avx512vl", ""), None, False), ("SkylakeX", ALL, None, False),
+    ("Haswell", ALL, "Haswell", False), (None, ALL, None, False)])
+def test_blas_advice(monkeypatch, core, flags, setting, advised):
+    """Only where AVX-512 is left aside, and nobody asked for that."""
+    info = {"user_api": "blas", "internal_api": "openblas", "filepath": "", "architecture": core}
+    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: [info])
+    monkeypatch.setattr(host, "_cpuinfo", {"flags": flags}.get)
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    if setting:
+        monkeypatch.setenv("OPENBLAS_CORETYPE", setting)
+    advice = host.blas_advice()
+    assert (advice is not None) == advised
+    if advised:
+        assert core in advice and "OPENBLAS_CORETYPE=SKYLAKEX" in advice
+
+
+@pytest.mark.workshop                         # a cluster's OpenBLAS may have been built for one type of core
+def test_the_type_of_core():
+    blas = json.loads(info(2, "--json", "-", env={"OPENBLAS_CORETYPE": "Haswell"}).stdout)["blas"]
+    if not (blas["library"] or "").startswith("openblas") or platform.machine() != "x86_64":
+        pytest.skip(f"NumPy's BLAS is {blas['library']}, on {platform.machine()}")
+    assert blas["library"].endswith(" Haswell") and blas["threads"] == 1 and blas["advice"] is None
+

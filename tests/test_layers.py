@@ -172,7 +172,7 @@ def python(code):
                                     "mpiattn.schedule.validate", "mpiattn.cli"])
 def test_import_loads_nothing_heavy(module):
     loaded = python(f"import sys, {module}; print(*sys.modules)").split()
-    assert not {"mpi4py", "numpy", "h5py", "cupy", "torch", "tqdm"} & set(loaded)
+    assert not {"mpi4py", "numpy", "h5py", "cupy", "torch", "tqdm", "threadpoolctl"} & set(loaded)
 
 
 @pytest.mark.parametrize("room", sorted(NO_MPI | PURE))

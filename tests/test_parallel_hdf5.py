@@ -1,7 +1,7 @@
 """`mpiattn run` with an h5py that has MPI: all ranks read and write one file collectively.
 
 PyPI's h5py has no MPI, so these tests use another interpreter where there is one: Debian's, with python3-h5py-mpi,
-python3-mpi4py, python3-tqdm and openmpi-bin, or that of MPIATTN_H5PY_MPI="python mpiexec".
+python3-mpi4py, python3-tqdm, python3-threadpoolctl and openmpi-bin, or that of MPIATTN_H5PY_MPI="python mpiexec".
 """
 
 import os
@@ -25,7 +25,8 @@ def mpirun(n, *command):
 @pytest.fixture(scope="module", autouse=True)
 def parallel_h5py():
     try:
-        outcome = mpirun(1, "-c", "import mpi4py.MPI, tqdm, h5py; print('has MPI:', h5py.get_config().mpi)")
+        outcome = mpirun(1, "-c", "import mpi4py.MPI, tqdm, threadpoolctl, h5py\n"
+                                  "print('has MPI:', h5py.get_config().mpi)")
     except FileNotFoundError as error:
         pytest.skip(f"no interpreter with an h5py that has MPI: {error}")
     if "has MPI: True" not in outcome.stdout:

@@ -3,8 +3,7 @@
 from .report_item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
 
 # The variable that a BLAS reads, by the beginning of the BLAS's name.
-VARIABLE = {"scipy-openblas": "OPENBLAS_NUM_THREADS", "openblas": "OPENBLAS_NUM_THREADS", "mkl": "MKL_NUM_THREADS",
-            "blis": "BLIS_NUM_THREADS"}
+VARIABLE = {"openblas": "OPENBLAS_NUM_THREADS", "mkl": "MKL_NUM_THREADS", "blis": "BLIS_NUM_THREADS"}
 
 
 def _cores(node):

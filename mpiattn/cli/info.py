@@ -139,6 +139,8 @@ def _lines(data):
         settings = f"{host.BLAS_VARIABLES[0]} and the like: {blas['settings'][host.BLAS_VARIABLES[0]]}"
     yield from ((name, version or "not installed") for name, version in versions.items())
     yield "BLAS", f"{blas['library'] or 'unknown'}; threads: {blas['threads'] or 'unknown'} ({settings})"
+    if blas["advice"]:
+        yield "BLAS advice", blas["advice"]
     yield "MPI", f"{mpi['library']}; standard {mpi['standard']}"
     yield "thread level", mpi["thread_level"]
     yield "largest tag", mpi["largest_tag"]

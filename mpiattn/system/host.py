@@ -9,9 +9,7 @@ from importlib import metadata
 
 # Variables from which BLAS libraries read their number of threads when they are loaded.
 BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-# Functions of BLAS libraries that return their number of threads; NumPy's wheels have the first one.
-BLAS_THREADS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads",
-                "MKL_Get_Max_Threads", "bli_thread_get_num_threads")
+AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}      # what OpenBLAS's kernels for SKYLAKEX need
 
 
 def cores():
@@ -21,15 +19,20 @@ def cores():
     return set(range(os.cpu_count() or 1))
 
 
-@cache
 def processor():
     """The model of the processor, as Linux names it."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+@cache
+def _cpuinfo(field):
+    """A field of the first processor in /proc/cpuinfo; "" where there is none."""
     try:
         with open("/proc/cpuinfo") as info:
-            names = re.findall(r"^model name\s*:\s*(.+)$", info.read(), re.MULTILINE)
+            values = re.search(rf"^{field}\s*:\s*(.+)$", info.read(), re.MULTILINE)
     except OSError:
-        names = []
-    return names[0].strip() if names else platform.processor() or platform.machine()
+        return ""
+    return values[1].strip() if values else ""
 
 
 def version(*packages):
@@ -65,22 +68,27 @@ def ask(path, function):
 
 
 def blas():
-    """NumPy's BLAS and its number of threads: (name, threads), each None where it is unknown."""
-    name, path, function = _blas()
-    return name, function and ask(path, function)
+    """NumPy's BLAS and its number of threads: (name, threads), each None where it is unknown.
+
+    The name has the version and, of OpenBLAS and BLIS, the type of core whose kernels run: "openblas 0.3.31 SkylakeX".
+    """
+    info = _blas()
+    name = " ".join(filter(None, map(info.get, ("internal_api", "version", "architecture"))))
+    return name or None, info.get("num_threads")
 
 
-@cache
+def blas_advice():
+    """What to set where OpenBLAS runs kernels for AVX2 on a processor that has AVX-512; None where nothing is amiss."""
+    core, asked = _blas().get("architecture"), "OPENBLAS_CORETYPE" in os.environ
+    if asked or core not in ("Haswell", "Zen") or not AVX512.issubset(_cpuinfo("flags").split()):
+        return None
+    return (f"OpenBLAS takes this processor for {core}, but it has AVX-512: set OPENBLAS_CORETYPE=SKYLAKEX before "
+            "NumPy is loaded")
+
+
 def _blas():
-    """Name of NumPy's BLAS, its library, and its function that returns the threads; each None where unknown."""
-    import numpy as np
-    try:
-        built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
-        name = f"{built['name']} {built['version']}"
-    except (TypeError, KeyError):              # NumPy before 1.26
-        name = None
-    for path in loaded(r"blas|mkl|blis"):
-        for function in BLAS_THREADS:
-            if ask(path, function) is not None:
-                return name, path, function
-    return name, None, None
+    """What threadpoolctl says of NumPy's BLAS; {} of one that it does not know."""
+    import numpy  # noqa: F401  (which loads it)
+    from threadpoolctl import threadpool_info
+    infos = [info for info in threadpool_info() if info["user_api"] == "blas"]
+    return min(infos, key=lambda info: "numpy.libs" not in info["filepath"], default={})    # SciPy may have its own

@@ -21,9 +21,9 @@ def versions():
 
 
 def blas():
-    """NumPy's BLAS, its threads, and the variables that are set for it."""
+    """NumPy's BLAS, its threads, what to set for it (or None), and the variables that are set."""
     name, threads = host.blas()
-    return {"library": name, "threads": threads,
+    return {"library": name, "threads": threads, "advice": host.blas_advice(),
             "settings": {variable: os.environ[variable] for variable in host.BLAS_VARIABLES if variable in os.environ}}
 
 

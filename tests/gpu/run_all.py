@@ -10,8 +10,9 @@ Python's standard library and pip.  WHEELS and openmpi-cuda.tar.gz are made wher
       --platform manylinux_2_17_x86_64 --platform manylinux1_x86_64 -d WHEELS mpich mpi4py
   tests/gpu/build_openmpi.sh openmpi-cuda.tar.gz
 
-and so is what else the machine lacks: numpy h5py ml_dtypes tqdm pytest iniconfig pluggy packaging pygments cupy-cuda13x
-cuda-bindings cuda-pathfinder nvidia-cuda-nvrtc nvidia-cuda-runtime.  What it has is used instead, and its PyTorch.
+and so is what else the machine lacks: numpy h5py ml_dtypes tqdm threadpoolctl pytest iniconfig pluggy packaging
+pygments cupy-cuda13x cuda-bindings cuda-pathfinder nvidia-cuda-nvrtc nvidia-cuda-runtime.  What it has is used instead,
+and its PyTorch.
 
 Everything is unpacked, compiled and kept in a work folder.  OUT gets summary.txt, summary.json and results.tar.gz with
 all logs, written anew after every section, and running.log while one runs: a run that is cut off has told what it knew.
