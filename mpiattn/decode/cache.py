@@ -11,13 +11,13 @@ from ..errors import ArgumentError
 from ..model.tuned import machine_for
 from ..problem.layout import Layout
 from ..problem.problem import Problem
-from ..schedule import reduction
 from .arguments import check_sizes, kept_lengths, sequence_numbers, token_counts
 from .combine import Combiner
+from .description import DescribedCache
 from .storage import Storage
 
 
-class KVCache(Collective):
+class KVCache(DescribedCache, Collective):
     """Keys and values of `sequences` sequences whose tokens are spread over the ranks of a communicator.
 
     Every rank has a pool of pages, and every sequence has pages on each rank for its tokens there (their rule is in
@@ -46,7 +46,15 @@ class KVCache(Collective):
     Raises
     ------
     ArgumentError
-        The same on every rank, here and from all collective methods; from `positions` on this rank only.
+        Here and in all collective methods, on every rank alike: an argument is invalid on some rank, or differs between
+        ranks.  In other methods on this rank only.
+    CallError
+        Here and in all collective methods, on every rank alike: ranks make different calls.  Nothing was sent.
+    PeerFailure
+        Here and in all collective methods: another rank failed or timed out.  Close all plans and caches on the
+        communicator: none can be used again.
+    MpiattnError
+        On this rank alone: another call on the communicator is running, or one before it did not end.
 
     Examples
     --------
@@ -100,58 +108,6 @@ class KVCache(Collective):
             self._ways = {}
             self._join(home, peers)
 
-    def __repr__(self):
-        if "combiner" not in self.__dict__:
-            return f"{type(self).__name__}(not made)"
-        dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
-        return (f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
-                f"{self.kv_heads} KV heads x {dims}, {self.dtype}; {self.ranks} ranks, pages of {self.page_size}, "
-                f"{self.backend}; {'closed' if self._home is None else 'open'})")
-
-    @property
-    def backend(self):
-        """Name of the back end."""
-        return self._backend.name
-
-    @property
-    def nbytes(self):
-        """Bytes of this rank's pool of pages and of the buffers that decoding keeps for partial results."""
-        return sum(pool.nbytes for pool in self.storage.pools) + self.combiner.kept.nbytes()
-
-    @property
-    def lengths(self):
-        """Number of tokens of every sequence."""
-        return self.storage.lengths
-
-    @property
-    def local_lengths(self):
-        """Number of tokens of every sequence on this rank."""
-        return tuple(ledger.length(self.rank) for ledger in self.storage.ledgers)
-
-    def positions(self, sequence):
-        """Positions of this rank's tokens of a sequence.
-
-        Parameters
-        ----------
-        sequence : int
-
-        Returns
-        -------
-        int64 array, (tokens,), increasing
-        """
-        number, = sequence_numbers([sequence], self.sequences)
-        return self.storage.ledgers[number].positions(self.rank)
-
-    @property
-    def free_pages(self):
-        """Number of pages of this rank that no sequence uses."""
-        return self.storage.free_pages
-
-    @property
-    def sent(self):
-        """Totals that decoding with this cache has sent from this rank so far: (bytes, messages)."""
-        return self._exchange.sent_bytes, self._exchange.sent_messages
-
     def append(self, k, v, *, sequences=None, counts=None, layout=None, check=True):
         """Append tokens to sequences; collective.
 
@@ -170,7 +126,10 @@ class KVCache(Collective):
         Raises
         ------
         ArgumentError
-            The same on every rank, also if the cache is full on any rank.  The cache is then unchanged.
+            The same on every rank, also if the cache is full on any rank.  The cache is then unchanged.  With
+            check=False an invalid argument raises it on the faulty rank only, and PeerFailure on the others.
+        CallError, PeerFailure, MpiattnError
+            As in `KVCache`; with check=False no CallError.
         """
         with self.call("append") as call:
             with call.agreement(check) as same:
@@ -188,8 +147,14 @@ class KVCache(Collective):
         lengths : int or sequence of int
             Tokens to keep, for all or for each of the sequences, at most their current lengths.
         sequences : sequence of int, default all
+            Numbers of sequences.
         check : bool, default True
             As in `append`.
+
+        Raises
+        ------
+        ArgumentError, CallError, PeerFailure, MpiattnError
+            As in `append`.  The cache is then unchanged.
         """
         with self.call("truncate") as call:
             with call.agreement(check) as same:
@@ -199,16 +164,42 @@ class KVCache(Collective):
             self.storage.truncate(sequences, lengths)
 
     def free(self, sequences=None, *, check=True):
-        """Remove all tokens of sequences; arguments and errors as in `truncate`; collective."""
+        """Remove all tokens of sequences; collective.
+
+        Parameters
+        ----------
+        sequences : sequence of int, default all
+            Numbers of sequences.
+        check : bool, default True
+            As in `append`.
+
+        Raises
+        ------
+        ArgumentError, CallError, PeerFailure, MpiattnError
+            As in `append`.  The cache is then unchanged.
+        """
         self.truncate(0, sequences=sequences, check=check)
 
-    def table(self, sequence):
-        """This rank's block table of a sequence: its page numbers in order, int32."""
-        return self.storage.table(sequence)
-
     def local(self, sequence):
-        """Copies of this rank's keys and values of a sequence, (tokens, kv_heads, dim), in position order."""
+        """Copies of this rank's keys and values of a sequence; not collective.
+
+        Parameters
+        ----------
+        sequence : int
+            Number of the sequence, from 0.
+
+        Returns
+        -------
+        k, v : array, (tokens, kv_heads, head_dim or value_dim)
+            In the cache's dtype and the order of `positions`, of the back end (CuPy with "cuda").
+
+        Raises
+        ------
+        ArgumentError, MpiattnError
+            On this rank only: no such sequence, the cache is closed, or a call on its communicator did not end.
+        """
         self._check_open()
+        sequence = self._number(sequence)
         count = self.storage.ledgers[sequence].length(self.rank)
         copies = [self._backend.result((count, self.kv_heads, dim), self.dtype)
                   for dim in (self.head_dim, self.value_dim)]
@@ -216,14 +207,6 @@ class KVCache(Collective):
         self.storage.copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])
         self._backend.finish()
         return copies
-
-    def way(self, nbytes, lse_bytes, root=None):
-        """The one of `schedule.reduction.WAYS` with the shortest predicted time for a partial of this size."""
-        key = nbytes, lse_bytes, root
-        if key not in self._ways:
-            links = self.machine.inside, self.machine.between
-            self._ways[key] = reduction.choose(nbytes, lse_bytes, self.nodes, *links, root, self.machine.combining)
-        return self._ways[key]
 
     def save(self, path):
         """Write all sequences to an HDF5 file, which appears whole or not at all; collective.
@@ -236,7 +219,9 @@ class KVCache(Collective):
         Raises
         ------
         ArgumentError, FileError
-            The same on every rank.
+            The same on every rank.  FileError: the file cannot be written.
+        CallError, PeerFailure, MpiattnError
+            As in `KVCache`.
         """
         from .cache_file import save
         with self.call("save") as call:
@@ -251,6 +236,7 @@ class KVCache(Collective):
         Parameters
         ----------
         comm : mpi4py.MPI.Intracomm
+            The ranks; it stays the caller's.
         path : str or path
             File of `save`, or any with k and v (batch, seqlen, kv_heads, dim).  Its sequences are the batch entries,
             or the documents of a dataset cu_seqlens.
@@ -264,7 +250,9 @@ class KVCache(Collective):
         Raises
         ------
         ArgumentError, FileError
-            The same on every rank.
+            The same on every rank.  FileError: the file cannot be read, or holds no valid cache.
+        CallError, PeerFailure, MpiattnError
+            As in `KVCache`.
         """
         from .cache_file import load
         return load(cls, comm, path, options)
@@ -279,7 +267,15 @@ class KVCache(Collective):
         return k, v, k.shape[1] if layout is None else layout.seqlen
 
     def close(self):
-        """Free the memory and, with the communicator's last user, mpiattn's state for it; collective."""
+        """Free the memory and, with the communicator's last user, mpiattn's state for it; collective.
+
+        Closing again does nothing.  The end of a `with` block closes; after an exception, without comparing calls.
+
+        Raises
+        ------
+        CallError, PeerFailure, MpiattnError
+            As in `KVCache`, but none because a call before this one failed.
+        """
         if self._home is not None:
             with self._leaving():
                 self._backend.close()

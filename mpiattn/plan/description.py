@@ -49,48 +49,9 @@ class Described:
         return times_as_long(self._plan.choice.seconds, self._plan.fastest)
 
     @property
-    def chunk(self):
-        """Number of this rank's chunk, which is its rank in the mesh.
-
-        It differs from the rank in the caller's communicator where that does not number ranks node by node.
-        """
-        return self._mesh.rank
-
-    @property
     def backend(self):
         """Name of the back end."""
         return self._backend.name
-
-    @property
-    def positions(self):
-        """Positions in the sequence of this rank's query tokens: int64, increasing."""
-        return self._layouts[0].positions(self.chunk)
-
-    @property
-    def positions_k(self):
-        """Positions in the sequence of this rank's key and value tokens: int64, increasing."""
-        return self._layouts[1].positions(self.chunk)
-
-    def owner(self, positions, *, keys=False):
-        """The rank that holds each of the given positions in the sequence; not collective.
-
-        Parameters
-        ----------
-        positions : int or array of int
-        keys : bool, default False
-            Whether the positions are those of keys and values.
-
-        Returns
-        -------
-        int or int64 array of the shape of positions
-
-        Raises
-        ------
-        ArgumentError
-            On this rank only.
-        """
-        ranks = (self.k_layout if keys else self.q_layout).owner(positions)
-        return ranks if ranks.ndim else int(ranks)
 
     @property
     def nbytes(self):
@@ -120,14 +81,43 @@ class Described:
     def trace(self, direction="forward"):
         """Start and end times of the steps and transfers of the last forward or backward pass on this rank.
 
-        Returns a `schedule.timeline.Timeline`, or None before the first such pass.  Raises ArgumentError.
+        Parameters
+        ----------
+        direction : str, default "forward"
+            "forward" or "backward".
+
+        Returns
+        -------
+        Timeline or None
+            Times in seconds since the pass began; None before the first such pass, and once the plan is closed.
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only: direction is another one.
         """
         one_of("direction", direction, ("forward", "backward"))
         executor = self._passes.executors.get(direction)
         return executor and executor.trace()
 
     def predicted_trace(self, direction="forward"):
-        """The predicted `Timeline` of a forward or backward pass, with times as arrays over the ranks of the mesh."""
+        """The predicted start and end times of the steps and transfers of a pass, of every rank; not collective.
+
+        Parameters
+        ----------
+        direction : str, default "forward"
+            "forward" or "backward".
+
+        Returns
+        -------
+        Timeline
+            Times in seconds since the pass began, as arrays (ranks,) in the order of the mesh.
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only: direction is another one.
+        """
         one_of("direction", direction, ("forward", "backward"))
         return self._plan.predicted(direction)
 
@@ -137,7 +127,22 @@ class Described:
         return self._activity
 
     def activity_of(self, **of_documents):
-        """The activity of a call, with arguments as of `problem.documents`; reused while calls have the same ones."""
+        """The blocks and transfers that a call needs; reused while calls have the same documents.  Not collective.
+
+        Parameters
+        ----------
+        **of_documents
+            cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes and causal_documents, as in `forward`.
+
+        Returns
+        -------
+        mpiattn.schedule.needed.Activity
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only: the documents are invalid.
+        """
         groups = documents(self.problem, **of_documents)
         if groups is None:
             return self._activity

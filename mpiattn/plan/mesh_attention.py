@@ -7,18 +7,17 @@ from ..comm.collective_calls import Collective
 from ..comm.exchange import MAX_MESSAGE, Exchange
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
-from ..comm.redistribute import gather, scatter
 from ..comm.transport import local_backend
-from ..engine.folding import on_host
-from ..problem.tensors import as_given, is_tensor
+from ..problem.tensors import as_given
 from ..schedule.needed import Activity
 from .arguments import Arguments, compared
 from .description import Described
+from .distribution import Distributed
 from .rank_passes import RankPasses
 from .settle import resized, settle
 
 
-class MeshAttention(Described, Collective):
+class MeshAttention(Described, Distributed, Collective):
     """Exact attention of a sequence that is spread over the ranks of a communicator (arXiv 2512.20968).
 
     Every rank holds a chunk of the tokens (`positions`) of q, k and v, and gets the same chunk of the result.  Making a
@@ -74,7 +73,15 @@ class MeshAttention(Described, Collective):
     Raises
     ------
     ArgumentError
-        The same on every rank, here and from all collective methods.
+        Here and in all collective methods, on every rank alike: an argument is invalid on some rank, or differs between
+        ranks where it must not.  In any method: the plan is closed.
+    CallError
+        Here and in all collective methods, on every rank alike: ranks make different calls.  Nothing was sent.
+    PeerFailure
+        Here and in all collective methods: another rank failed or timed out.  Close all plans and caches on the
+        communicator: none can be used again.
+    MpiattnError
+        On this rank alone: another call on the communicator is running, or one before it did not end.
 
     Examples
     --------
@@ -133,6 +140,7 @@ class MeshAttention(Described, Collective):
         Parameters
         ----------
         seqlen, seqlen_k : int, default this plan's; seqlen_k follows seqlen if the two are equal in this plan
+            Tokens of the queries and of the keys.
 
         Returns
         -------
@@ -142,6 +150,8 @@ class MeshAttention(Described, Collective):
         ------
         ArgumentError
             The same on every rank.  Also where layout sizes do not sum to the length, or it exceeds max_memory.
+        CallError, PeerFailure, MpiattnError
+            As in `MeshAttention`.
         """
         p, other = self.problem, object.__new__(type(self))
         seqlen = p.seqlen if seqlen is None else seqlen
@@ -196,8 +206,8 @@ class MeshAttention(Described, Collective):
         ------
         ArgumentError
             The same on every rank; with check=False on the faulty rank only, and PeerFailure on the others.
-        PeerFailure
-            Another rank failed or timed out.  Close all plans and caches on the communicator: none can be used again.
+        CallError, PeerFailure, MpiattnError
+            As in `MeshAttention`; with check=False no CallError.
         """
         with self.call("forward") as call:
             with call.agreement(check) as same:
@@ -238,7 +248,7 @@ class MeshAttention(Described, Collective):
 
         Raises
         ------
-        ArgumentError, PeerFailure
+        ArgumentError, CallError, PeerFailure, MpiattnError
             As in `forward`.
         """
         with self.call("backward") as call:
@@ -257,59 +267,47 @@ class MeshAttention(Described, Collective):
                 return *results.returned(q), *as_given(q, self._backend.give(dsinks))
         return results.returned(q)
 
-    def scatter(self, array, *, root=0, axis=1, keys=False):
-        """This rank's chunk of a whole array whose tokens are in natural order along `axis`; collective.
-
-        Parameters
-        ----------
-        array : array of numbers of any dtype
-            The whole, needed on `root` only.  With root=None every rank passes it and nothing is sent.
-        root, axis : int, default 0 and 1; negative axes count from the last
-        keys : bool, default False
-            Whether the tokens are those of keys and values; it matters only where seqlen_k differs from seqlen.
-
-        Returns
-        -------
-        chunk : array
-            In `array`'s dtype and native byte order: a torch tensor if the root's array is one, else the back end's.
-        """
-        with self.call("scatter") as call:
-            chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
-        return chunk if is_tensor(chunk) else self._backend.give(chunk)
-
-    def gather(self, chunk, *, root=0, axis=1, keys=False):
-        """The whole array, in natural order, from the ranks' chunks; collective.
-
-        Parameters
-        ----------
-        chunk : array
-            This rank's tokens along `axis` (1 for out, 2 for lse).
-        root, axis, keys
-            As in `scatter`; with root=None every rank gets the whole.
-
-        Returns
-        -------
-        whole : array or None
-            A NumPy array, as one GPU may lack the memory; a torch tensor if this rank's chunk is one.  None off `root`.
-        """
-        with self.call("gather") as call:
-            return gather(call, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
-
     def give(self, array):
-        """A NumPy array as the back end's array (CuPy with "cuda"), for `forward` and `backward`."""
+        """A NumPy array as the back end's array, for `forward` and `backward`.
+
+        Parameters
+        ----------
+        array : NumPy array of any shape and dtype
+
+        Returns
+        -------
+        array
+            With "cuda" a CuPy array on this rank's GPU, else the array itself.
+
+        Raises
+        ------
+        ArgumentError, MpiattnError
+            On this rank only: the plan is closed, or a call on its communicator did not end.
+        """
         self._check_open()
         return self._backend.give(array)
 
     def drain(self):
-        """Wait until results are complete: with "cuda", calls return as soon as all work is launched."""
+        """Wait until results are complete: with "cuda", calls return as soon as all work is launched.
+
+        Raises
+        ------
+        ArgumentError, MpiattnError
+            As in `give`.
+        """
         self._check_open()
         self._backend.drain()
 
-    def _layout(self, keys):
-        return self.k_layout if keys else self.q_layout
-
     def close(self):
-        """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective."""
+        """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective.
+
+        Closing again does nothing.  The end of a `with` block closes; after an exception, without comparing calls.
+
+        Raises
+        ------
+        CallError, PeerFailure, MpiattnError
+            As in `MeshAttention`, but none because a call before this one failed.
+        """
         if self._home is not None:
             with self._leaving(self._mesh):
                 self._backend.close()

@@ -328,8 +328,13 @@ def test_errors_are_the_same_on_every_rank(group):
             assert cache.lengths == (9,)
         out, lse = tree_decode(q, cache)
         assert not out.any() and np.allclose(lse, np.log(9)), "what was refused has changed nothing"
+        for method in (cache.positions, cache.table, cache.local):
+            for number in (1, -1, "first"):
+                with pytest.raises(ArgumentError, match=f"sequences is .{number!r}.; it must be different numbers"):
+                    method(number)
     with pytest.raises(ArgumentError, match="the cache is closed"):
         tree_decode(q, cache)
+    assert cache.lengths == (9,) and cache.nbytes == 0
 
 
 @on(2)

@@ -1,0 +1,107 @@
+"""Which rank holds which tokens, and whole arrays to and from them: `Distributed`, a base class of `MeshAttention`."""
+
+from ..comm.redistribute import gather, scatter
+from ..engine.folding import on_host
+from ..problem.tensors import is_tensor
+
+
+class Distributed:
+    """The distribution of a plan's tokens over its ranks."""
+
+    @property
+    def chunk(self):
+        """Number of this rank's chunk, which is its rank in the mesh.
+
+        It differs from the rank in the caller's communicator where that does not number ranks node by node.
+        """
+        return self._mesh.rank
+
+    @property
+    def positions(self):
+        """Positions in the sequence of this rank's query tokens: int64, increasing."""
+        return self._layouts[0].positions(self.chunk)
+
+    @property
+    def positions_k(self):
+        """Positions in the sequence of this rank's key and value tokens: int64, increasing."""
+        return self._layouts[1].positions(self.chunk)
+
+    def owner(self, positions, *, keys=False):
+        """The rank that holds each of the given positions in the sequence; not collective.
+
+        Parameters
+        ----------
+        positions : int or array of int
+        keys : bool, default False
+            Whether the positions are those of keys and values.
+
+        Returns
+        -------
+        int or int64 array of the shape of positions
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only.
+        """
+        ranks = self._layout(keys).owner(positions)
+        return ranks if ranks.ndim else int(ranks)
+
+    def scatter(self, array, *, root=0, axis=1, keys=False):
+        """This rank's chunk of a whole array whose tokens are in natural order along `axis`; collective.
+
+        Parameters
+        ----------
+        array : array of numbers of any dtype
+            The whole, needed on `root` only.  With root=None every rank passes it and nothing is sent.
+        root : int or None, default 0
+            The rank that has the whole, the same on every rank.
+        axis : int, default 1
+            Axis of the tokens, the same on every rank; negative ones count from the last.
+        keys : bool, default False
+            Whether the tokens are those of keys and values; it matters only where seqlen_k differs from seqlen.
+
+        Returns
+        -------
+        chunk : array
+            In `array`'s dtype and native byte order: a torch tensor if the root's array is one, else the back end's.
+
+        Raises
+        ------
+        ArgumentError
+            The same on every rank: root or axis differs or is invalid, or the whole is not an array of numbers with the
+            sequence's tokens along `axis`.
+        CallError, PeerFailure, MpiattnError
+            As in `MeshAttention`.
+        """
+        with self.call("scatter") as call:
+            chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
+        return chunk if is_tensor(chunk) else self._backend.give(chunk)
+
+    def gather(self, chunk, *, root=0, axis=1, keys=False):
+        """The whole array, in natural order, from the ranks' chunks; collective.
+
+        Parameters
+        ----------
+        chunk : array
+            This rank's tokens along `axis` (1 for out, 2 for lse), numbers of any dtype.
+        root, axis, keys
+            As in `scatter`; with root=None every rank gets the whole.
+
+        Returns
+        -------
+        whole : array or None
+            A NumPy array, as one GPU may lack the memory; a torch tensor if this rank's chunk is one.  None off `root`.
+
+        Raises
+        ------
+        ArgumentError
+            The same on every rank: as in `scatter`, or the chunks' dtypes or their shapes without the tokens differ.
+        CallError, PeerFailure, MpiattnError
+            As in `MeshAttention`.
+        """
+        with self.call("gather") as call:
+            return gather(call, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
+
+    def _layout(self, keys):
+        return self.k_layout if keys else self.q_layout
