@@ -19,7 +19,8 @@ setup(
     packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels", "mpiattn.tests",
               "mpiattn.tests.mpi", "mpiattn.tests.gpu", "mpiattn.slurm"],
     package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests", "mpiattn.slurm": "slurm"},
-    package_data={"mpiattn.kernels": ["README.md", "cuda/*", "emulation/*"],
+    package_data={"mpiattn": ["py.typed"],
+                  "mpiattn.kernels": ["README.md", "cuda/*", "emulation/*"],
                   "mpiattn.slurm": ["README.md", "*.sh", "*.sbatch"]},
     install_requires=["numpy>=1.25", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3", "threadpoolctl>=3.5"],
     extras_require={
@@ -31,7 +32,7 @@ setup(
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13", "nvidia-cuda-nvdisasm>=13"],
         "convert": ["safetensors>=0.4", "torch>=2.5"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["pytest>=7.4", "ruff>=0.6"],
+        "test": ["pytest>=7.4", "ruff>=0.6", "mypy>=1.11"],
         "bench": ["torch>=2.5"],
         "torch": ["torch>=2.5"],
         "docs": ["sphinx>=7.3", "myst-parser>=3", "numpydoc>=1.7", "furo"],

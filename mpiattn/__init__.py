@@ -21,12 +21,28 @@ _HOMES = {"MeshAttention": ".plan.mesh_attention", "attention": ".plan.one_call"
           "PeerFailure": ".errors"}
 __all__ = [*_HOMES, "__version__"]
 
+TYPE_CHECKING = False                # type checkers take it for true; the module typing is not loaded for it
+if TYPE_CHECKING:
+    from .decode.cache import KVCache as KVCache
+    from .decode.rings import query_ring_decode as query_ring_decode
+    from .decode.rings import ring_decode as ring_decode
+    from .decode.tree import tree_decode as tree_decode
+    from .errors import ArgumentError as ArgumentError
+    from .errors import FileError as FileError
+    from .errors import MpiattnError as MpiattnError
+    from .errors import PeerFailure as PeerFailure
+    from .model.machine import Machine as Machine
+    from .plan.merging import merge as merge
+    from .plan.mesh_attention import MeshAttention as MeshAttention
+    from .plan.one_call import attention as attention
+    from .problem.layout import Layout as Layout
+    from .schedule.timeline import Timeline as Timeline
+else:
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name], __name__), name)
 
-def __getattr__(name):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
 
-
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])

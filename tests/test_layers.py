@@ -47,12 +47,24 @@ def tree(module):
     return ast.parse(MODULES[module].read_text())
 
 
+def for_types_only(node):
+    """Whether a statement is one that type checkers read and Python does not run."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 @cache
-def imports(module):
-    """(inside, outside): modules of mpiattn that a module imports anywhere, and outer packages."""
+def imports(module, types=True):
+    """(inside, outside): modules of mpiattn that a module imports anywhere, and outer packages.
+
+    types: whether imports that only type checkers read are included.
+    """
     path, inside, outside = MODULES[module], set(), set()
     package = module.split(".") if path.name == "__init__.py" and module else module.split(".")[:-1]
+    skipped = {inner for node in ast.walk(tree(module)) if for_types_only(node) and not types
+               for statement in node.body for inner in ast.walk(statement)}
     for node in ast.walk(tree(module)):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             outside |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -92,7 +104,7 @@ def test_the_docs_draw_the_rooms():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_pure_modules_are_pure(module):
-    inside, outside = imports(module)
+    inside, outside = imports(module, types=False)
     if within(module, PURE):
         assert not outside & {"mpi4py", "h5py", "cupy", "torch"}
     if within(module, NO_MPI):
@@ -141,7 +153,7 @@ def test_no_cycles():
         if module in done:
             return
         path.append(module)
-        for other in sorted(imports(module)[0]):
+        for other in sorted(imports(module, types=bool(module))[0]):       # the package names types of all its modules
             visit(other)
         done.add(path.pop())
     for module in MODULES:
@@ -194,6 +206,15 @@ def test_names_of_the_package():
             "        assert callable(thing), f'mpiattn.{name} is {thing}'\n"
             "        assert name in dir(mpiattn) and name in mpiattn.__all__\n")
     python(code)
+
+
+def test_types_of_the_package():
+    """What type checkers read has the names, from the homes, that are loaded on first use."""
+    import mpiattn
+    block = next(node for node in tree("").body if for_types_only(node))
+    named = {(alias.asname, f".{node.module}") for node in block.body for alias in node.names
+             if alias.asname == alias.name}
+    assert named == set(mpiattn._HOMES.items())
 
 
 def test_unknown_name():

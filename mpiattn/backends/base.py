@@ -9,8 +9,16 @@ number of heads.  Consecutive chunks of a buffer form one longer chunk.  A parti
 lse (tokens, heads), in float32, or float64 for float64 inputs; the identity partial is (0, -inf).
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+# In annotations.  An array is of NumPy or CuPy or, where a caller gives it, of any library whose arrays the back end
+# takes, such as a torch tensor.  These have no type in common, so type checkers accept anything.
+Array: TypeAlias = Any
+Shape: TypeAlias = tuple[int, ...]
+Event: TypeAlias = Any                                       # what `wait` takes
+Meanwhile: TypeAlias = Callable[[float], object] | None      # called during a launch with the fraction that is done
+Scratch: TypeAlias = Callable[[Shape, Any], Array]           # (shape, dtype) -> memory
 
 
 class WireBytes(NamedTuple):
@@ -22,72 +30,84 @@ class WireBytes(NamedTuple):
     None for no maximum.
     """
 
-    array: Any
-    ready: Callable = None
-    taken: Callable = None
-    piece: int = None
+    array: Array
+    ready: Callable[[int], bool] | None = None
+    taken: Callable[[int, int], object] | None = None
+    piece: int | None = None
 
 
 class Backend(Protocol):
-    """Arrays and launches on them.  An event is whatever `wait` takes; None stands for finished work.
+    """Arrays and launches on them.  An event is whatever `wait` takes; None stands for finished work."""
 
-    name, version: identify its speed.  Figures measured with another name or version do not apply.
-    dtypes: of the inputs that it takes.
-    transport: how its arrays reach MPI; None if the back end has no choice of transports.
-    emulated_flops: the speed that it emulates, in operations per second; None for its real speed.
-    staged_bytes: bytes of host memory held for copies to and from the wire.
-    """
+    # Plain attributes will do for these.
 
-    name: str
-    version: str
-    dtypes: tuple
-    transport = None
-    emulated_flops = None
-    staged_bytes = 0
+    @property
+    def name(self) -> str:
+        """Identifies its speed, with `version`.  Figures measured with another name or version do not apply."""
+
+    @property
+    def version(self) -> str:
+        """See `name`."""
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of the inputs that it takes."""
+
+    @property
+    def transport(self) -> str | None:
+        """How its arrays reach MPI; None if the back end has no choice of transports."""
+
+    @property
+    def emulated_flops(self) -> float | None:
+        """The speed that it emulates, in operations per second; None for its real speed."""
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of host memory held for copies to and from the wire."""
 
     @classmethod
-    def missing(cls):
+    def missing(cls) -> str:
         """Why the back end cannot run in this process and what to install; "" if it can run."""
 
     @classmethod
-    def adopt(cls, arrays):
+    def adopt(cls, arrays: dict[str, Array]) -> dict[str, Array]:
         """The caller's arrays, a dict by argument name, as arrays of this back end, before an instance exists.
 
         Back ends created later use the GPU that holds the arrays.  Raises ArgumentError as `array` does.
         """
 
-    def idle(self):
+    def idle(self) -> None:
         """Called between two tests of the messages that this rank waits for: yield the core, or sleep."""
 
-    def empty(self, shape, dtype):
+    def empty(self, shape: Shape, dtype: Any) -> Array:
         """A new, uninitialized array."""
 
-    def array(self, name, thing):
+    def array(self, name: str, thing: Array) -> Array:
         """The caller's argument `name` as an object with shape and dtype that `contiguous` takes.
 
         Nothing is copied.  Raises ArgumentError if the back end cannot use it.
         """
 
-    def writable(self, name, thing):
+    def writable(self, name: str, thing: Array) -> Array:
         """As `array`, for an array that receives a result.
 
         Raises ArgumentError if it is not an array of this back end or is read-only.
         """
 
-    def result(self, shape, dtype):
+    def result(self, shape: Shape, dtype: Any) -> Array:
         """A new, uninitialized array to return to the caller."""
 
-    def give(self, array):
+    def give(self, array: Array) -> Array:
         """A NumPy array as a result for the caller, who then owns it."""
 
-    def contiguous(self, array, alignment=None, empty=None):
+    def contiguous(self, array: Array, alignment: int | None = None, empty: Scratch | None = None) -> Array:
         """The array itself if it belongs to this back end and is contiguous, else a contiguous copy, as a launch.
 
         alignment: bytes that divide the address; None for the alignment that launches need of q, k, v and dout.
         empty: empty(shape, dtype) returns memory for a copy of an array of this back end; None for new memory.
         """
 
-    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
+    def scratch_bytes(self, head_dim: int, value_dim: int, dtype: str, backward: bool = False) -> int:
         """Bytes of working memory that launches on such inputs need, besides their arguments.
 
         Raises ArgumentError if launches cannot take such inputs.
@@ -95,30 +115,32 @@ class Backend(Protocol):
 
     # Begin and end of a library call
 
-    def begin(self):
+    def begin(self) -> None:
         """Order all later launches and copies after the caller's work so far and after all launches so far."""
 
-    def finish(self):
+    def finish(self) -> None:
         """Order the caller's later work after all launches and copies so far."""
 
-    def drain(self):
+    def drain(self) -> None:
         """Return when all launches and copies so far are done; raise if a launch has failed."""
 
     # Launches.  meanwhile: a callable or None.  A launch that computes before it returns calls it from time to time,
     # with the fraction of the launch that is done.
 
-    def clear(self, out, lse):
+    def clear(self, out: Array, lse: Array) -> Event:
         """Make (out, lse) the identity partial."""
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
+    def attend(self, q: Array, k: Array, v: Array, begin: Array, end: Array, out: Array, lse: Array, scale: float,
+               softcap: float | None = None, after: Sequence[Event] = (), meanwhile: Meanwhile = None) -> Event:
         """Add the attention of each row q[i] to its keys [begin[g, i], end[g, i]) to the partial (out, lse).
 
         begin, end: int32 (groups, tokens).  The heads are split into `groups` equal groups; g is the group of the head.
         softcap: scores s become softcap * tanh(s / softcap); None for none.
         """
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
-                     meanwhile=None):
+    def attend_pages(self, q: Array, keys: Array, values: Array, pages: Array | list[Array], page_size: int,
+                     begin: Array, end: Array, out: Array, lse: Array, scale: float, softcap: float | None = None,
+                     after: Sequence[Event] = (), meanwhile: Meanwhile = None) -> Event:
         """Set (out, lse) to the partial of the queries of one or more sequences over their keys in a pool of pages.
 
         q: (queries, heads, head_dim).
@@ -130,69 +152,70 @@ class Backend(Protocol):
         q holds the queries of each sequence in turn, the same number for each.
         """
 
-    def unnormalize(self, out, lse, top):
+    def unnormalize(self, out: Array, lse: Array, top: Array) -> Event:
         """Turn a partial into terms that ranks can sum: out *= exp(lse - top), lse = exp(lse - top).
 
         top (tokens, heads): the maximum of lse over all ranks.
         """
 
-    def normalize(self, out, lse, top):
+    def normalize(self, out: Array, lse: Array, top: Array) -> Event:
         """Turn the sums of such terms back into a partial."""
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
-                        meanwhile=None):
+    def attend_backward(self, q: Array, dout: Array, lse: Array, delta: Array, k: Array, v: Array, begin: Array,
+                        end: Array, dq: Array, dk: Array, dv: Array, scale: float, softcap: float | None = None,
+                        after: Sequence[Event] = (), meanwhile: Meanwhile = None) -> Event:
         """Add a block's gradients to dq, dk and dv, which have the dtype of partials.
 
         lse (tokens, heads): over all keys of the row.  delta (tokens, heads): from `delta`.
         """
 
-    def delta(self, delta, dout, out, dlse):
+    def delta(self, delta: Array, dout: Array, out: Array, dlse: Array | None) -> Event:
         """delta = rowsum(dout * out) - dlse; dlse (tokens, heads) or None.
 
         A row whose out is 0, such as a row without keys, has rowsum 0 even if its dout is NaN.
         """
 
-    def zero(self, arrays):
+    def zero(self, arrays: Sequence[Array]) -> Event:
         """Fill arrays with 0."""
 
-    def add(self, arrays, others, after=()):
+    def add(self, arrays: Sequence[Array], others: Sequence[Array], after: Sequence[Event] = ()) -> Event:
         """Add each of `others` to the array at the same position."""
 
-    def merge(self, out, lse, out_b, lse_b, after=()):
+    def merge(self, out: Array, lse: Array, out_b: Array, lse_b: Array, after: Sequence[Event] = ()) -> Event:
         """Merge the partial (out_b, lse_b) into (out, lse)."""
 
-    def sink(self, out, lse, sinks):
+    def sink(self, out: Array, lse: Array, sinks: Array) -> Event:
         """Merge attention sinks (heads,) into the partial (out, lse): each is the score of a key with value 0."""
 
-    def sink_gradient(self, gradient, sinks, lse, delta):
+    def sink_gradient(self, gradient: Array, sinks: Array, lse: Array, delta: Array) -> Event:
         """gradient (heads,) = -sum over tokens of exp(sinks - lse) * delta."""
 
-    def take(self, dst, src, rows, after=()):
+    def take(self, dst: Array, src: Array, rows: Array, after: Sequence[Event] = ()) -> Event:
         """dst = src[rows]."""
 
-    def copy(self, dst, src):
+    def copy(self, dst: Array, src: Array) -> Event:
         """dst = src, cast to the dtype of dst."""
 
     # Wire.  Either every outgoing array has `ready` or none does; mixing would reorder messages.  The same holds for
     # incoming arrays.  collective: for an MPI collective, which takes the whole array at once.
 
-    def outgoing(self, array, after=(), collective=False):
+    def outgoing(self, array: Array, after: Sequence[Event] = (), collective: bool = False) -> WireBytes:
         """`WireBytes` to send an array as it is after the events `after`; it must not change until `sent`."""
 
-    def sent(self, array):
+    def sent(self, array: Array) -> None:
         """Called when the send of an array is complete."""
 
-    def incoming(self, array, after=(), collective=False):
+    def incoming(self, array: Array, after: Sequence[Event] = (), collective: bool = False) -> WireBytes:
         """`WireBytes` to receive an array, last used by the events `after`; it is undefined until `arrived`."""
 
-    def arrived(self, array):
+    def arrived(self, array: Array) -> Event:
         """Called when all bytes of an array are received; returns the event after which the array can be read."""
 
-    def forget(self, array):
+    def forget(self, array: Array) -> None:
         """Called when the contents of an array of `empty` are no longer needed and no pending launch uses it."""
 
-    def wait(self, event):
+    def wait(self, event: Event) -> None:
         """Return when an event is done; raise if it, or any launch so far, has failed."""
 
-    def close(self):
+    def close(self) -> None:
         """Release the memory and threads of the back end."""

@@ -4,11 +4,17 @@ Only this module knows their names.  An entry holds what is needed before a back
 dtypes and dims it supports.  A back end is imported when it is requested.
 """
 
+from __future__ import annotations
+
 import socket
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from .base import Array, Backend
 
 
 @dataclass(frozen=True)
@@ -30,21 +36,21 @@ class Entry:
     parameters: str = ""
 
     @property
-    def usage(self):
+    def usage(self) -> str:
         """The name with the syntax of its parameters, as a user gives it."""
         return self.name + self.parameters
 
     @property
-    def on_gpu(self):
+    def on_gpu(self) -> bool:
         """Whether its arrays are in GPU memory.  Such a back end has a transport, and each rank needs a GPU."""
         return self.device != "cpu"
 
-    def load(self):
+    def load(self) -> Any:
         """Import and return its class."""
         module, name = self.home.split(":")
         return getattr(import_module(f".{module}", __package__), name)
 
-    def missing(self):
+    def missing(self) -> str:
         """Why it cannot run in this process and what to install; "" if it can run.  Never raises."""
         try:
             return self.load().missing()
@@ -64,13 +70,13 @@ REGISTRY = {entry.name: entry for entry in (
 AUTO = ("numpy",)
 
 
-def usages(**properties):
+def usages(**properties: object) -> list[str]:
     """`usage` of every back end whose attributes have these values."""
     return [entry.usage for entry in REGISTRY.values()
             if all(getattr(entry, name) == value for name, value in properties.items())]
 
 
-def find(name):
+def find(name: str) -> Entry:
     """The `Entry` of a back end's name, which includes its parameters if it takes any.
 
     Raises ArgumentError if there is no such back end.
@@ -84,7 +90,7 @@ def find(name):
     return entry
 
 
-def candidates(name):
+def candidates(name: str) -> tuple[str, ...]:
     """The names that a name stands for: all for "auto", best first, else itself.  Raises ArgumentError as `find`."""
     if name == "auto":
         return AUTO
@@ -92,14 +98,14 @@ def candidates(name):
     return (name,)
 
 
-def for_array(array):
+def for_array(array: Array) -> str:
     """The name of the back end for the caller's array: the one for the GPU that holds it, else "auto"."""
     from .cuda.arrays import device_of
     device = device_of(array)
     return next((entry.name for entry in REGISTRY.values() if entry.on_gpu and entry.device == device), "auto")
 
 
-def get(name="auto", transport="auto", local_rank=0):
+def get(name: str = "auto", transport: str = "auto", local_rank: int = 0) -> Backend:
     """A new back end.  For "auto", the first candidate that can run here.
 
     transport, local_rank: for back ends on a GPU, see `mpiattn.backends.cuda.backend.CudaBackend`.

@@ -146,7 +146,8 @@ def _copy(tensor, dataset, axes, progress):
     """Write a tensor into its dataset, piece by piece in the order in which it is stored."""
     order = [axes.index(axis) for axis in AXES[0]]
     for index in pieces(tensor.shape, PIECE_ELEMENTS) if math.prod(tensor.shape) else ():
-        *leading, last = (*[0] * (4 - len(tensor.shape)), *index)
+        in_four = (*[0] * (4 - len(tensor.shape)), *index)
+        *leading, last = in_four
         piece = tensor.read(index)
         piece = piece.reshape((1,) * len(leading) + piece.shape)
         starts = (*leading, last.start, *[0] * (3 - len(leading)))

@@ -166,7 +166,7 @@ def _row(name, sample):
     else:
         called, show = NAMES[name], FIGURES[name.split()[-1]]
     typical, low, high = map(show, sample[:3])
-    return called, typical, f"{low} to {high}", sample.count
+    return called, typical, f"{low} to {high}", sample.samples
 
 
 def _text(args, key, nodes, tuned, replaced, seconds):

@@ -16,8 +16,8 @@ LISTEN = 1e-3               # seconds between two probes for messages while a ra
 ANSWER = 1.0                # seconds in which a waiting rank answers, even on a crowded core
 LONGEST = 1000              # characters of a message: short ones are sent eagerly, and arrive without the sender's help
 
-_channels = []              # the open channels: a rank that waits on one of them answers on all
-_calls = []                 # the collective calls that this process is in, innermost last
+_channels: list["Channel"] = []      # the open channels: a rank that waits on one of them answers on all
+_calls: list[str] = []               # the collective calls that this process is in, innermost last
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ class Collective:
     notice when ranks call different objects or methods, or the same method a different number of times.
     """
 
-    KIND = None
+    KIND = ""
     _home = _peers = _mesh = None
     _raising = False
 

@@ -33,12 +33,12 @@ class Posted:
     complete, then None.
     """
 
-    request: MPI.Request
+    request: MPI.Request | None
     verb: str
     nbytes: int
     comm: MPI.Comm
-    peer: int = None
-    then: Callable = None
+    peer: int | None = None
+    then: Callable[[], object] | None = None
 
 
 class Exchange:

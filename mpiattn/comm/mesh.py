@@ -32,8 +32,8 @@ from .channel import Channel, during
 from .peers import TIMEOUT, Peers, translate_ranks
 
 _KEY = None                       # key of the MPI attribute in which a caller's communicator keeps its Home
-_ABANDONED = []                   # homes that failed, kept because MPI may still use their buffers
-_DROPPED = []                     # homes whose plans were dropped without close(), and whose owner has been freed
+_ABANDONED: list["Home"] = []     # homes that failed, kept because MPI may still use their buffers
+_DROPPED: list["Home"] = []       # homes whose plans were dropped without close(), and whose owner has been freed
 
 
 class Mesh:

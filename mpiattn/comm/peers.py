@@ -4,11 +4,14 @@ A rank that has died or has raised an exception never answers.  So every wait fo
 is completed here and given up after a time limit.
 """
 
+from __future__ import annotations
+
 import os
 import pickle
 import socket
 import time
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -16,27 +19,34 @@ from mpi4py import MPI
 from ..errors import ArgumentError, PeerFailure
 from . import channel as channels
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
 TIMEOUT = 600.0            # seconds; the work of ranks between two calls may differ by minutes
 SUSPENDED = 1.0            # seconds; a longer gap between polls means a suspended process: it is not counted as waiting
-_LOST = []                 # requests that were given up, kept because MPI may still write to their buffers
+_LOST: list[object] = []   # requests that were given up, kept because MPI may still write to their buffers
+
+Value = TypeVar("Value")
 
 
-def _is_limit(timeout):
+def _is_limit(timeout: object) -> bool:
     return isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
 
 
-def check_timeout(timeout):
+def check_timeout(timeout: object) -> None:
     """Raise ArgumentError unless `timeout` is a positive number of seconds, inf for no limit, or None."""
     if timeout is not None and not _is_limit(timeout):
         raise ArgumentError(f"timeout is {timeout!r}; it must be a positive number of seconds, inf for no limit")
 
 
-def time_limit(timeout, predicted=0.0):
+def time_limit(timeout: Any, predicted: float = 0.0) -> float:
     """The given timeout or, for None, the default: enough seconds for work of `predicted` seconds."""
     return timeout if _is_limit(timeout) else max(TIMEOUT, 10 * predicted)
 
 
-def translate_ranks(comm, ranks, other):
+def translate_ranks(comm: MPI.Intracomm, ranks: Iterable[int], other: MPI.Intracomm) -> list[int]:
     """The ranks in communicator `other` of some ranks of `comm`."""
     # this form works for mpi4py 3, where it is a class method, and for mpi4py 4
     return MPI.Group.Translate_ranks(comm.Get_group(), list(ranks), other.Get_group())
@@ -52,18 +62,19 @@ class Peers:
     The methods are collective; each raises PeerFailure on a rank whose peers fail or do not come in time.
     """
 
-    def __init__(self, comm, timeout=TIMEOUT, lost=_LOST.append, idle=os.sched_yield, channel=None):
+    def __init__(self, comm: MPI.Intracomm, timeout: float = TIMEOUT, lost: Callable[[object], object] = _LOST.append,
+                 idle: Callable[[], object] = os.sched_yield, channel: channels.Channel | None = None) -> None:
         self.comm, self.timeout, self.lost, self.idle, self.channel = comm, timeout, lost, idle, channel
         self.rank, self.size = comm.rank, comm.size
 
-    def wait(self, requests, tell=None):
+    def wait(self, requests: Sequence[MPI.Request], tell: Callable[[], str] | None = None) -> None:
         """Complete requests, polling MPI so that they make progress.
 
         tell: called at the time limit; returns what this rank was waiting for, for the message.
         """
         self.until(lambda: MPI.Request.Testall(requests), tell, requests)
 
-    def until(self, done, tell=None, kept=None):
+    def until(self, done: Callable[[], bool], tell: Callable[[], str] | None = None, kept: object = None) -> None:
         """Call `done`, which polls MPI, until it returns true.
 
         tell: as for `wait`.  kept: the objects that MPI may still use if the time limit or an exception ends the wait.
@@ -86,7 +97,7 @@ class Peers:
             _LOST.append(kept)
             raise
 
-    def _listen(self, kept):
+    def _listen(self, kept: object) -> None:
         channels.listen()
         if self.channel and self.channel.failure:
             self.lost(kept)
@@ -94,7 +105,7 @@ class Peers:
             failure.relayed = True
             raise failure
 
-    def _give_up(self, done, tell, kept):
+    def _give_up(self, done: Callable[[], bool], tell: Callable[[], str] | None, kept: object) -> None:
         """At the time limit: raise PeerFailure, here and on the other ranks, unless the wait just ends."""
         state = self.channel.roll_call(done) if self.channel else ""
         if done():
@@ -107,23 +118,23 @@ class Peers:
             self.channel.alarm(failure)
         raise PeerFailure(failure)
 
-    def barrier(self):
+    def barrier(self) -> None:
         """Return once every rank has called it."""
         self.wait([self.comm.Ibarrier()])
 
-    def reduce(self, array, operation):
+    def reduce(self, array: NDArray[Any], operation: MPI.Op) -> None:
         """Combine an array over the ranks, in place."""
         result = np.empty_like(array)
         self.wait([self.comm.Iallreduce(array, result, operation)])
         array[...] = result
 
-    def largest(self, numbers):
+    def largest(self, numbers: Sequence[float]) -> NDArray[np.int64]:
         """The maximum of each number over the ranks, int64."""
         result = np.array(numbers, np.int64)
         self.reduce(result, MPI.MAX)
         return result
 
-    def allgather(self, value):
+    def allgather(self, value: Value) -> list[Value]:
         """The value of every rank, anything that can be pickled, as a list by rank."""
         pickled = np.frombuffer(pickle.dumps(value), np.uint8)
         lengths = np.empty(self.size, np.int64)

@@ -11,7 +11,7 @@ from .agreement import agreement
 from .available import agreed_backend
 
 TRANSPORTS = ("auto", "staged", "device")
-_probed = {}                             # the result of the probe, which runs once per process
+_probed: dict[str, str] = {}             # the result of the probe, which runs once per process
 
 
 def one_of(name, value, choices):

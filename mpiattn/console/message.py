@@ -13,7 +13,7 @@ FLUSH = 0.5                # seconds that a launcher needs to forward a message;
 STAGGER, LATEST = 1.0, 5.0       # delay per host in seconds, so that one host prints and ends the job; its maximum
 AFTER = LATEST + 2 * FLUSH # seconds that ranks told of a failure wait, so that the failed rank prints first
 
-_claims = []               # sockets, open until this process ends
+_claims: list[socket.socket] = []      # sockets, open until this process ends
 
 
 def claim(launcher):

@@ -98,8 +98,8 @@ class Call:
             return
         event = None
         for i, problem in enumerate(self.problems):
-            first, start, stop = i * self.queries, *(min(max(bound, i * self.queries), (i + 1) * self.queries)
-                                                     for bound in (rows.start, rows.stop))
+            first = i * self.queries
+            start, stop = (min(max(bound, first), first + self.queries) for bound in (rows.start, rows.stop))
             if start == stop:
                 continue
             mine, at = slice(start - rows.start, stop - rows.start), slice(start - first, stop - first)

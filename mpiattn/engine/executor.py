@@ -43,7 +43,7 @@ class _Pending:
     leaving: tuple
     arriving: Chunk
     then: Callable
-    arrived: float = None
+    arrived: float | None = None
 
 
 # Limit in bytes for the row intervals of an activity's blocks that are kept for the next call: 8 million rows.

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ..comm.agreement import agree_on, agreement
 from ..comm.exchange import MAX_MESSAGE, check_max_message
@@ -20,18 +21,18 @@ from ..schedule.tile import parse_tile
 class Options:
     """Options of `MeshAttention` other than the problem, as documented there."""
 
-    tile: str = "auto"
-    layout: str = "auto"
+    tile: Any = "auto"
+    layout: Any = "auto"
     schedule: str = "auto"
     route: str = "auto"
     direction: str = "forward"
     backend: str = "auto"
     transport: str = "auto"
     max_message: int = MAX_MESSAGE
-    max_memory: int = None
-    machine: Machine = None
+    max_memory: int | None = None
+    machine: Machine | str | None = None
     overlap: bool = True
-    timeout: float = None
+    timeout: float | None = None
 
     def checked(self, problem, ranks):
         """A copy with tile and layout parsed into values; raises ArgumentError."""

@@ -10,27 +10,33 @@ by slicing, without an index array of the whole sequence.
     zigzag                      0 1 10 11     2 3 8 9       4 5 6 7
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ArgumentError
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
 KINDS = ("contiguous", "striped", "zigzag")
 
 
-def even_part(total, parts, i):
+def even_part(total: int, parts: int, i: int) -> range:
     """The i-th of `parts` consecutive ranges that cover range(total), with lengths that differ by at most 1."""
     size, extra = divmod(total, parts)
     start = i * size + min(i, extra)
     return range(start, start + size + (i < extra))
 
 
-def within(tokens, start, stop):
+def within(tokens: range, start: int, stop: int) -> tuple[int, int]:
     """Indices i0, i1 such that tokens[i0:i1] are the members of the range `tokens` in [start, stop)."""
-    def first_from(position):
+    def first_from(position: int) -> int:
         return min(max(-(-(position - tokens.start) // tokens.step), 0), len(tokens))
     return first_from(start), max(first_from(start), first_from(stop))
 
@@ -71,10 +77,10 @@ class Layout:
     kind: str
     seqlen: int
     chunks: int
-    sizes: tuple = None
-    order: tuple = None
+    sizes: Sequence[int] | None = None
+    order: tuple[int, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ArgumentError(f"layout is {self.kind!r}; it may be {', '.join(KINDS)}")
         for name, value, least in (("seqlen", self.seqlen, 0), ("chunks", self.chunks, 1)):
@@ -90,7 +96,7 @@ class Layout:
         if len(self.sizes) != self.chunks or sum(self.sizes) != self.seqlen or min(self.sizes) < 0:
             raise ArgumentError(f"sizes {self.sizes} do not cut {self.seqlen} tokens into {self.chunks} chunks")
 
-    def ranges(self, chunk):
+    def ranges(self, chunk: int) -> tuple[range, ...]:
         """The tokens of a chunk as ranges.
 
         Parameters
@@ -114,7 +120,7 @@ class Layout:
         start = sum(self.sizes[:chunk])
         return (range(start, start + self.sizes[chunk]),)
 
-    def between(self, chunk, start, stop):
+    def between(self, chunk: int, start: int, stop: int) -> tuple[int, list[range]]:
         """The tokens of a chunk in [start, stop).
 
         Parameters
@@ -139,7 +145,7 @@ class Layout:
                 parts.append(tokens[first:last])
         return before, parts
 
-    def owner(self, positions):
+    def owner(self, positions: ArrayLike) -> NDArray[np.int64]:
         """The chunk that holds each position.
 
         Parameters
@@ -173,7 +179,7 @@ class Layout:
                 chunk = np.minimum(chunk, pieces - 1 - chunk)
         return chunk if self.order is None else np.argsort(self.order)[chunk]
 
-    def length(self, chunk):
+    def length(self, chunk: int) -> int:
         """The number of tokens in a chunk.
 
         Parameters
@@ -188,7 +194,7 @@ class Layout:
         return sum(len(tokens) for tokens in self.ranges(chunk))
 
     @property
-    def lengths(self):
+    def lengths(self) -> tuple[int, ...]:
         """The number of tokens in every chunk.
 
         Returns
@@ -197,7 +203,7 @@ class Layout:
         """
         return tuple(self.length(chunk) for chunk in range(self.chunks))
 
-    def positions(self, chunk):
+    def positions(self, chunk: int) -> NDArray[np.int64]:
         """The positions of a chunk's tokens in the sequence.
 
         Parameters

@@ -33,13 +33,23 @@ chunk's local columns, found by searchsorted.  Kernels take only these two integ
 nor layouts.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
 PIECE = 2 ** 20          # queries counted at a time
+
+IntArray: TypeAlias = "NDArray[np.integer]"
+Window: TypeAlias = tuple[int | None, int | None]
 
 
 class Group(NamedTuple):
@@ -51,12 +61,12 @@ class Group(NamedTuple):
     causal: bool (documents,), None for `causal` of the mask.
     """
 
-    q_cuts: np.ndarray
-    k_cuts: np.ndarray
-    prefixes: np.ndarray = None
-    causal: np.ndarray = None
+    q_cuts: IntArray
+    k_cuts: IntArray
+    prefixes: IntArray | None = None
+    causal: NDArray[np.bool_] | None = None
 
-    def as_lists(self):
+    def as_lists(self) -> tuple[list[int] | None, ...]:
         """The group as a tuple of lists, which can be compared with ==."""
         return tuple(None if array is None else array.tolist() for array in self)
 
@@ -77,11 +87,11 @@ class Mask:
     seqlen: int
     seqlen_k: int
     causal: bool = False
-    window: tuple = (None, None)
+    window: Window = (None, None)
     prefix: int = 0
-    causal_block: int = None
+    causal_block: int | None = None
 
-    def __str__(self):
+    def __str__(self) -> str:
         """The mask in a few words."""
         left, right = ("" if side is None else side for side in self.window)
         window = "" if self.window == (None, None) else f" in window {left},{right}"
@@ -90,11 +100,11 @@ class Mask:
         return f"{'causal' if self.causal else 'full'}{blocks}{prefix}{window}"
 
     @cached_property
-    def _whole(self):
+    def _whole(self) -> tuple[Group]:
         """The sequence as one document, the only group."""
         return (Group(np.array([0, self.seqlen]), np.array([0, self.seqlen_k])),)
 
-    def key_interval(self, positions, documents=None):
+    def key_interval(self, positions: IntArray, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray]:
         """Keys [lo, hi) that the queries at `positions` see: two int64 arrays (groups, queries).
 
         documents: the `Group`s from `mpiattn.problem.documents.documents`; None for the sequence as one document.
@@ -102,7 +112,8 @@ class Mask:
         rows = [self._interval(positions, *group) for group in documents or self._whole]
         return np.stack([lo for lo, _ in rows]), np.stack([hi for _, hi in rows])
 
-    def _interval(self, positions, q_cuts, k_cuts, prefixes=None, causal=None):
+    def _interval(self, positions: IntArray, q_cuts: IntArray, k_cuts: IntArray, prefixes: IntArray | None = None,
+                  causal: NDArray[np.bool_] | None = None) -> tuple[IntArray, IntArray]:
         document = np.searchsorted(q_cuts, positions, side="right")      # 0: before the first, len: padding
         inside = (document > 0) & (document < len(q_cuts))
         document = np.where(inside, document, 1)
@@ -118,14 +129,14 @@ class Mask:
             hi = np.minimum(hi, diagonal + right + 1)
         return np.where(inside, lo, 0), np.where(inside, np.maximum(lo, hi), 0)
 
-    def _causal_end(self, diagonal, first, prefix):
+    def _causal_end(self, diagonal: IntArray, first: IntArray, prefix: IntArray | int) -> IntArray:
         """End of the keys that `causal` lets queries see; `first` is the first key of their document."""
         end = diagonal + 1
         if self.causal_block:
             end = first - (first - end) // self.causal_block * self.causal_block        # round up to a block
         return np.maximum(end, first + prefix)
 
-    def pairs(self, documents=None):
+    def pairs(self, documents: Sequence[Group] | None = None) -> int:
         """Number of attended (query, key) pairs, summed over the groups of documents."""
         total = 0
         for start in range(0, self.seqlen, PIECE):
@@ -134,7 +145,7 @@ class Mask:
         return total
 
 
-def local_interval(lo, hi, key_positions):
+def local_interval(lo: IntArray, hi: IntArray, key_positions: IntArray) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The local columns [begin, end) of a chunk for key positions [lo, hi): two int32 arrays of the shape of lo.
 
     key_positions: positions of the chunk's keys, increasing.

@@ -1,25 +1,28 @@
 """The parameters of one attention problem, checked once; plans, traffic, costs and the command line share them."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError
-from .mask import Mask
+from .mask import Mask, Window
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+TO_FILL_IN: Any = None         # the default of fields that depend on other fields
 
 
-def _count(name, value, least):
+def _count(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
     return int(value)
 
 
-def _finite(name, value):
+def _finite(name: str, value: Any) -> float:
     try:
         if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value):
             return float(value)
@@ -28,24 +31,29 @@ def _finite(name, value):
     raise ArgumentError(f"{name} is {value!r}; it must be a finite number")
 
 
-def _computable(name, value, dtype, least, most):
+def _computable(name: str, value: float, dtype: str, least: float, most: float) -> None:
     """Raise ArgumentError unless a number is 0 or its magnitude is from `least` to `most`."""
     if value and not least <= abs(value) <= most:
         raise ArgumentError(f"{name} is {value!r}; scores are {dtype} here, in which it must be 0 "
                             f"or from {least:.3g} to {most:.3g}")
 
 
-def _window(window):
+def _side(side: Any) -> int | None:
+    count = -1 if side is None else _count("window", side, -1)
+    return None if count == -1 else count
+
+
+def _window(window: Any) -> Window:
     try:
         left, right = (None, None) if window is None else window
-        sides = tuple(None if side is None else _count("window", side, -1) for side in (left, right))
+        left, right = (_side(side) for side in (left, right))
     except (TypeError, ValueError):
         raise ArgumentError(f"window is {window!r}; it must be (left, right), whole numbers from 0, or None or -1 for "
                             "no limit") from None
-    return tuple(None if side == -1 else side for side in sides)
+    return left, right
 
 
-def dtype_name(dtype, argument="dtype", choices=tuple(ITEMSIZE)):
+def dtype_name(dtype: Any, argument: str = "dtype", choices: Collection[str] = tuple(ITEMSIZE)) -> str:
     """The name of a supported dtype, given as a name, a dtype of NumPy or torch, or a scalar type.
 
     For bfloat16 it imports ml_dtypes, after which NumPy accepts the name.  Raises ArgumentError.
@@ -85,20 +93,20 @@ class Problem:
     heads: int
     head_dim: int
     batch: int = 1
-    kv_heads: int = None
-    value_dim: int = None
-    seqlen_k: int = None
+    kv_heads: int = TO_FILL_IN
+    value_dim: int = TO_FILL_IN
+    seqlen_k: int = TO_FILL_IN
     dtype: str = "float32"
     causal: bool = False
-    scale: float = None
-    window: tuple = (None, None)
-    softcap: float = None
-    wire_dtype: str = None
+    scale: float = TO_FILL_IN
+    window: Window = (None, None)
+    softcap: float | None = None
+    wire_dtype: str = TO_FILL_IN
     prefix: int = 0
-    causal_block: int = None
+    causal_block: int | None = None
 
-    def __post_init__(self):
-        def put(name, value):
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
         defaults = {"kv_heads": self.heads, "value_dim": self.head_dim, "seqlen_k": self.seqlen}
         for name, default in defaults.items():
@@ -137,7 +145,7 @@ class Problem:
         put("wire_dtype", self.partial_dtype if self.wire_dtype is None else
             dtype_name(self.wire_dtype, "wire_dtype", narrower))
 
-    def __str__(self):
+    def __str__(self) -> str:
         """The problem in one line."""
         tokens = f"{self.seqlen} tokens" if self.seqlen_k == self.seqlen else f"{self.seqlen} x {self.seqlen_k} tokens"
         heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
@@ -145,36 +153,36 @@ class Problem:
         return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.mask}"
 
     @cached_property
-    def mask(self):
+    def mask(self) -> Mask:
         """The `Mask`: the keys that each query sees."""
         return Mask(self.seqlen, self.seqlen_k, self.causal, self.window, self.prefix, self.causal_block)
 
     @property
-    def itemsize(self):
+    def itemsize(self) -> int:
         """Bytes of an element of q, k, v and out."""
         return ITEMSIZE[self.dtype]
 
     @property
-    def partial_dtype(self):
+    def partial_dtype(self) -> str:
         """dtype of partials and lse: float64 if dtype is float64, else float32."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
-    def partial_itemsize(self):
+    def partial_itemsize(self) -> int:
         """Bytes of an element of a partial and of lse."""
         return ITEMSIZE[self.partial_dtype]
 
     @property
-    def flops_per_pair(self):
+    def flops_per_pair(self) -> int:
         """Floating-point operations of one attended (query, key) pair, summed over batch and heads."""
         return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)
 
     @property
-    def flops(self):
+    def flops(self) -> int:
         """Floating-point operations of the forward pass: two matrix products, attended pairs only."""
         return self.flops_per_pair * self.pairs
 
     @cached_property
-    def pairs(self):
+    def pairs(self) -> int:
         """Number of attended (query, key) pairs without documents."""
         return self.mask.pairs()

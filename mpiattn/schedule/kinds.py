@@ -3,7 +3,15 @@
 Bytes, message counts, tags, buffer shapes and the order of costs all follow from this table.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from ..problem.problem import Problem
+
+# The shape of a token and its dtype.
+Held: TypeAlias = "tuple[tuple[int, ...], str]"
 
 
 class Array(NamedTuple):
@@ -20,20 +28,20 @@ class Array(NamedTuple):
     dtype: str = "dtype"
     wire: str = "dtype"
 
-    def shape(self, problem):
+    def shape(self, problem: Problem) -> tuple[int, ...]:
         """Shape of a token, with the batch folded into the heads."""
         rows = problem.batch * getattr(problem, self.heads)
         return (rows, getattr(problem, self.dim)) if self.dim else (rows,)
 
-    def held(self, problem):
+    def held(self, problem: Problem) -> Held:
         """Shape of a token and dtype in memory."""
         return self.shape(problem), getattr(problem, self.dtype)
 
-    def travelling(self, problem):
+    def travelling(self, problem: Problem) -> Held:
         """Shape of a token and dtype in messages."""
         return self.shape(problem), getattr(problem, self.wire)
 
-    def partial(self, name):
+    def partial(self, name: str) -> Array:
         """The partial results of this array: same shape, held in partial_dtype and sent in wire_dtype."""
         return self._replace(name=name, dtype="partial_dtype", wire="wire_dtype")
 
@@ -47,7 +55,7 @@ class Kind(NamedTuple):
 
     column: bool
     reduced: bool
-    arrays: tuple
+    arrays: tuple[Array, ...]
 
 
 Q = Array("Q", "heads", "head_dim")
@@ -76,7 +84,7 @@ REDUCED = {direction: tuple(name for name, kind in kinds.items() if kind.reduced
 IN_COLUMNS = tuple(name for name in NAMES if dict(_ALL)[name].column)
 
 
-def _tags():
+def _tags() -> dict[str, int]:
     """The tag of each kind's first array; the tags of its other arrays follow."""
     tags, following = {}, 0
     for name in NAMES:
@@ -89,22 +97,22 @@ def _tags():
 TAG = _tags()
 
 
-def arena_of(kind):
+def arena_of(kind: str) -> str:
     """The arena whose slots receive a kind."""
     return kind if kind in GATHERED else f"+{kind}"
 
 
-def hop_of(kind, u, w):
+def hop_of(kind: str, u: int, w: int) -> int:
     """The hop of the chunk or accumulator of a kind that block (u, w) uses."""
     return w if kind in IN_COLUMNS else u
 
 
-def extent_of(kind, a, b):
+def extent_of(kind: str, a: int, b: int) -> int:
     """Number of hops of a kind in a tile of a x b, #0 included; it equals the ranks of a row or a column."""
     return b if kind in IN_COLUMNS else a
 
 
-def shapes(problem, direction):
+def shapes(problem: Problem, direction: str) -> dict[str, list[Held]]:
     """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
     kinds = KINDS[direction]
     arenas = {name: [array.held(problem) for array in kind.arrays] for name, kind in kinds.items()}
@@ -113,7 +121,7 @@ def shapes(problem, direction):
     return arenas
 
 
-def matrices(direction, column):
+def matrices(direction: str, column: bool) -> tuple[str, ...]:
     """Names of the arrays with a head dimension that move in a row, or in a column with `column`."""
     return tuple(array.name for kind in KINDS[direction].values() if kind.column == column
                  for array in kind.arrays if array.dim)

@@ -1,6 +1,15 @@
 """The timeline of a pass: predicted for every rank by `model.simulate`, measured on one rank by the executor."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# A number if measured, an array (ranks,) if predicted.
+Seconds: TypeAlias = "float | NDArray[np.float64]"
 
 
 class StepTimes(NamedTuple):
@@ -12,9 +21,9 @@ class StepTimes(NamedTuple):
     ended - computed is the time spent waiting (and merging, if predicted).
     """
 
-    posted: float
-    computed: float
-    ended: float
+    posted: Seconds
+    computed: Seconds
+    ended: Seconds
 
 
 class Moved(NamedTuple):
@@ -30,8 +39,8 @@ class Moved(NamedTuple):
     kind: str
     hop: int
     step: int
-    begun: float
-    arrived: float
+    begun: Seconds
+    arrived: Seconds
 
 
 class Timeline(NamedTuple):
@@ -53,12 +62,12 @@ class Timeline(NamedTuple):
     """
 
     direction: str
-    steps: tuple
-    moves: tuple
+    steps: tuple[StepTimes, ...]
+    moves: tuple[Moved, ...]
     seconds: float
 
     @property
-    def waiting(self):
+    def waiting(self) -> Seconds:
         """Seconds from the end of the blocks to the end of the transfers, summed over steps.
 
         Returns

@@ -15,8 +15,8 @@ from functools import cache
 
 BASE_BYTES = 180               # of the file's name that its partial's name keeps: names have at most 255 bytes
 
-_unfinished = {}               # partial -> argument, for unfinished files that this process takes part in
-_published = set()             # arguments whose files are finished
+_unfinished: dict[str, str] = {}      # partial -> argument, for unfinished files that this process takes part in
+_published: set[str] = set()          # arguments whose files are finished
 
 
 @cache

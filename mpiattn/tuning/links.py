@@ -22,7 +22,7 @@ class LinkFigures(NamedTuple):
 
     latency: Sample
     bandwidth: Sample
-    node: Sample = None
+    node: Sample | None = None
 
 
 def partners(nodes, rank, between, turn, crossing=None):
@@ -91,6 +91,6 @@ def measure(peers, nodes, backend, between, seconds, progress):
     if shared:
         alone = Sample.of(rates(took[..., 1 + len(long):], sizes, latency.typical))
         if loaded.typical < SHARING * alone.typical:
-            node = Sample(*(smallest * rate for rate in loaded[:3]), loaded.count)
+            node = Sample(*(smallest * rate for rate in loaded[:3]), loaded.samples)
             return LinkFigures(latency, alone, node)
     return LinkFigures(latency, loaded)

@@ -14,7 +14,7 @@ class Sample(NamedTuple):
     typical: float
     low: float
     high: float
-    count: int
+    samples: int
 
     @classmethod
     def of(cls, values):

@@ -89,7 +89,7 @@ def test_measure(group, name):
             assert nbytes == 36 * rows
             assert factor * predicted == pytest.approx(found.samples[f"combining {rows} {way}"].typical)
     for sample in found.samples.values():
-        assert 0 <= sample.low <= sample.typical <= sample.high < float("inf") and sample.count >= 3
+        assert 0 <= sample.low <= sample.typical <= sample.high < float("inf") and sample.samples >= 3
 
 
 def test_machine_of_a_plan(comm, tmp_path_factory, monkeypatch):

@@ -28,7 +28,7 @@ ALIGNMENT = 16             # bytes; of arrays that kernels read by asynchronous 
 NOT_READY = 600            # cudaErrorNotReady
 
 
-_dealt = []                # the GPUs that were chosen for this process; empty before the first choice
+_dealt: list[int] = []     # the GPUs that were chosen for this process; empty before the first choice
 
 
 def choose_device(cupy, local_rank):
@@ -118,7 +118,9 @@ class CudaBackend(_CupyLaunches):
     name = "cuda"
     emulated_flops = None
 
-    missing = staticmethod(missing)
+    @classmethod
+    def missing(cls):
+        return missing()
 
     @classmethod
     def adopt(cls, arrays):

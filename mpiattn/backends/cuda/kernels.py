@@ -28,7 +28,7 @@ VECTOR = 4                        # elements per load and store of a cast, if th
 class KernelLaunches:
     """`attend` and the other computing launches of `mpiattn.backends.base`, as kernel launches."""
 
-    dtypes = tuple(tile_table.ELEMENTS)
+    dtypes: tuple[str, ...] = tuple(tile_table.ELEMENTS)
 
     def __init__(self):
         super().__init__()

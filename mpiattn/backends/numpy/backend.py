@@ -97,7 +97,7 @@ class NumpyBackend:
 
     name = "numpy"
     version = np.__version__
-    dtypes = ("float32", "float64", "bfloat16", "float16")
+    dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
     transport = None
     emulated_flops = None
     staged_bytes = 0
