@@ -14,6 +14,7 @@ from mpiattn.model import search
 from mpiattn.model.machine import H100
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
+from mpiattn.schedule.tile import Tile
 from mpiattn.schedule.travels import volume
 
 LENGTHS = [2 ** 17, 2 ** 18, 2 ** 19, 2 ** 20]
@@ -35,15 +36,15 @@ def compared(tokens, ranks, causal, on, direction="both"):
     choices = search.evaluate(problem, ranks, kinds=("greedy",), pairs=[(layout, layout)], machine=on,
                               direction=direction)
     best = min(choices, key=lambda one: one.seconds)
-    return next(one for one in choices if (one.a, one.b) == (1, ranks)), best
+    return next(one for one in choices if one.tile == Tile(1, 1, ranks)), best
 
 
 def speedups(causal, on, direction):
     """Speed-up over Ring by length, the tiles, and what they save of Ring's traffic, in elements as in the paper."""
     found = [compared(tokens, 256, causal, on, direction) for tokens in LENGTHS]
-    ring_volume = volume(256, 1, 256, direction=direction)
-    return ([ring.seconds / best.seconds for ring, best in found], [f"{best.a}x{best.b}" for _, best in found],
-            [1 - volume(256, best.a, best.b, direction=direction) / ring_volume for _, best in found])
+    ring_volume = volume(Tile(1, 1, 256), direction=direction)
+    return ([ring.seconds / best.seconds for ring, best in found], [str(best.tile) for _, best in found],
+            [1 - volume(best.tile, direction=direction) / ring_volume for _, best in found])
 
 
 def rows():

@@ -55,9 +55,9 @@ def measure(comm, dtype, causal):
     exact = comm.bcast(exact)
     yield {"tile": "one rank", "wire_dtype": "", **errors(MPI.COMM_SELF, dtype, exact, causal=causal)}
     for wire in ("float32", "float16", "bfloat16"):
-        for a, b in tiles(comm.size):
-            yield {"tile": f"{a}x{b}", "wire_dtype": wire,
-                   **errors(comm, dtype, exact, causal=causal, tile=(a, b), wire_dtype=wire)}
+        for tile in tiles(comm.size):
+            yield {"tile": str(tile), "wire_dtype": wire,
+                   **errors(comm, dtype, exact, causal=causal, tile=tile, wire_dtype=wire)}
 
 
 def main():

@@ -131,7 +131,7 @@ def train_spread(comm, args):
         def attend_in(cuts):
             return lambda q, k, v: attention(plan, q, k, v, cu_seqlens=cuts)[0]
         losses = train(args, plan.positions, attend_in, partial(comm.Allreduce, MPI.IN_PLACE))
-        return losses, f"{comm.size} ranks, tile {plan.tile[0]}x{plan.tile[1]}, {plan.q_layout.kind} layout"
+        return losses, f"{comm.size} ranks, tile {plan.tile}, {plan.q_layout.kind} layout"
 
 
 def train_dense(args):

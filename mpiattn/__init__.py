@@ -14,9 +14,9 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {"MeshAttention": ".plan.mesh_attention", "attention": ".plan.one_call", "merge": ".plan.merging",
-          "Layout": ".problem.layout", "Machine": ".model.machine", "Timeline": ".schedule.timeline",
-          "KVCache": ".decode.cache", "tree_decode": ".decode.tree", "ring_decode": ".decode.rings",
-          "query_ring_decode": ".decode.rings",
+          "Layout": ".problem.layout", "Machine": ".model.machine", "Tile": ".schedule.tile",
+          "Timeline": ".schedule.timeline", "KVCache": ".decode.cache", "tree_decode": ".decode.tree",
+          "ring_decode": ".decode.rings", "query_ring_decode": ".decode.rings",
           "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors",
           "PeerFailure": ".errors"}
 __all__ = [*_HOMES, "__version__"]
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .plan.mesh_attention import MeshAttention as MeshAttention
     from .plan.one_call import attention as attention
     from .problem.layout import Layout as Layout
+    from .schedule.tile import Tile as Tile
     from .schedule.timeline import Timeline as Timeline
 else:
     def __getattr__(name):

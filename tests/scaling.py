@@ -216,7 +216,7 @@ def auto(lab, hosts):
             lab.claim("auto over the faster of greedy and collective", seconds(find(kinds, "auto", "auto")) / faster,
                       high=1.05)
             problem = Problem(seqlen=n * chunk, heads=heads.q, kv_heads=heads.kv, head_dim=heads.dim)
-            sent = {f"{a}x{b}": mean_sent(problem, n, a, b) for a, b in every_tile(n)}
+            sent = {str(tile): mean_sent(problem, tile) for tile in every_tile(n)}
             few = [tile for tile, nbytes in sent.items() if nbytes <= MOST * min(sent.values())]
             tiles = lab.bench(name, setting, "--tile", "auto", *few, warmup=0)
             best = min((case["passes"] for case in tiles["cases"]), key=seconds)["forward"]["runs"]

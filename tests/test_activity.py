@@ -6,6 +6,7 @@ import pytest
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.mask import Group, Mask
 from mpiattn.schedule.needed import Activity
+from mpiattn.schedule.tile import Tile
 from mpiattn.verify.reference import visible_keys
 
 CUTS = Group(np.array([0, 7, 7, 20]), np.array([2, 9, 15, 17]))
@@ -21,7 +22,7 @@ ARGUMENTS = ("cu_seqlens", "cu_seqlens_k", "prefixes", "causal_documents")
 def test_pairs(kind, a, b, masks, documents):
     q_layout, k_layout = Layout(kind, 23, a * b), Layout(kind, 17, a * b)
     mask = Mask(23, 17, **masks)
-    activity = Activity(mask, q_layout, k_layout, a, b, documents)
+    activity = Activity(mask, q_layout, k_layout, Tile(1, a, b), documents)
     pairs_of_ranks = [activity.work(rank) for rank in range(a * b)]
     assert sum(pairs_of_ranks) == mask.pairs(documents)
     for rank, pairs in enumerate(pairs_of_ranks):

@@ -19,6 +19,7 @@ from mpiattn.model.machine import DEFAULT
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
+from mpiattn.schedule.tile import Tile, parse_tile, tiles
 
 MHA = ["--seqlen", "1048576", "--heads", "32", "--head-dim", "128"]
 
@@ -78,9 +79,9 @@ def test_bytes_are_those_that_ranks_send(capsys, route):
     problem = Problem(**arguments)
     lengths = Layout("contiguous", 1003, 6).lengths, Layout("contiguous", 509, 6).lengths
     assert [row["tile"] for row in data["tiles"]] == ["1x6", "2x3", "3x2", "6x1"]
-    for a, b in [(1, 6), (2, 3), (3, 2), (6, 1)]:
-        sent = [travels.sent(problem, *lengths, a, b, rank, route) for rank in range(6)]
-        printed = row(data, f"{a}x{b}")["sent_bytes"]
+    for tile in tiles(6):
+        sent = [travels.sent(problem, *lengths, tile, rank, route) for rank in range(6)]
+        printed = row(data, str(tile))["sent_bytes"]
         means = [sum(values) / 6 for values in zip(*sent)]
         assert [printed[kind] for kind in ("Q", "KV", "O")] == pytest.approx(means)
         assert printed["total"] == pytest.approx(sum(means))
@@ -92,7 +93,7 @@ def test_choice_is_that_of_cost(capsys, schedule):
     kinds = cost.SCHEDULES if schedule == "auto" else (schedule,)
     best = search.evaluate(Problem(5000, 4, 16), 12, kinds=kinds)[0]
     chosen = row(data, data["auto"])
-    assert data["auto"] == data["tile"] == f"{best.a}x{best.b}"
+    assert data["auto"] == data["tile"] == str(best.tile)
     assert (chosen["schedule"], chosen["seconds"], chosen["memory_bytes"]) == (best.schedule, best.seconds, best.nbytes)
 
 
@@ -179,7 +180,7 @@ def test_steps(capsys, kind):
     arguments = ["--ranks", 6, "--seqlen", 600, "--heads", 4, "--head-dim", 16, "--tile", "3x2", "--schedule", kind,
                  "--steps"]
     text, data = plan(capsys, *arguments), as_json(capsys, *arguments)
-    schedule = cost.build(kind, 3, 2, "direct", Problem(600, 4, 16))
+    schedule = cost.build(kind, Tile(1, 3, 2), "direct", Problem(600, 4, 16))
     assert str(schedule) in text
     assert "slots ever in use: 2 Q, 1 KV, 2 O" in text
     assert len(data["steps"]["forward"]["steps"]) == len(schedule.steps)
@@ -191,9 +192,9 @@ def test_backward_and_both(capsys):
               for direction in search.DIRECTIONS}
     problem = Problem(1048576, 32, 128)
     for tile in ("1x12", "3x4", "12x1"):
-        a, b = map(int, tile.split("x"))
         sent = {direction: row(data, tile)["sent_bytes"] for direction, data in tables.items()}
-        assert sent["backward"]["total"] == pytest.approx(travels.mean_sent(problem, 12, a, b, "backward"), rel=1e-5)
+        mean = travels.mean_sent(problem, parse_tile(tile, 12), "backward")
+        assert sent["backward"]["total"] == pytest.approx(mean, rel=1e-5)
         assert list(sent["backward"]) == ["Q", "KV", "dQ", "dKV", "total"]
         assert sent["both"] == {"forward": sent["forward"]["total"], "backward": sent["backward"]["total"],
                                 "total": sent["forward"]["total"] + sent["backward"]["total"]}
@@ -222,11 +223,11 @@ def test_little(capsys, ranks, seqlen):
 
 
 def test_picture():
-    assert picture(4, 2).splitlines()[1:4] == [
+    assert picture(Tile(1, 4, 2)).splitlines()[1:4] == [
         "       |  c=0  c=1  c=2  c=3",
         "  r=0  |    0    1    2    3",
         "  r=1  |    4    5    6    7"]
-    large = picture(64, 64)
+    large = picture(Tile(1, 64, 64))
     assert max(map(len, large.splitlines())) < 100 and len(large.splitlines()) < 12
     assert "4095" in large
 

@@ -9,7 +9,7 @@ from mpiattn.model.simulate import simulate
 from mpiattn.model.workload import Load, block_pairs
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
-from mpiattn.schedule.tile import tiles
+from mpiattn.schedule.tile import Tile, tiles
 from mpiattn.schedule.travels import mean_sent, token_bytes
 
 
@@ -24,8 +24,8 @@ PROBLEM = Problem(seqlen=1 << 20, heads=32, head_dim=128, dtype="float16")
 
 def test_every_tile_with_every_schedule_best_first():
     choices = search.evaluate(PROBLEM, 12)
-    assert sorted((c.a, c.b, c.schedule) for c in choices) == sorted(
-        (a, b, kind) for a, b in tiles(12) for kind in cost.SCHEDULES)
+    assert sorted((str(c.tile), c.schedule) for c in choices) == sorted(
+        (str(tile), kind) for tile in tiles(12) for kind in cost.SCHEDULES)
     least = min(c.seconds for c in choices)
     assert choices[0].seconds <= (1 + search.SAME_TIME) * least
     slower = [c.seconds for c in choices if c.seconds > (1 + search.SAME_TIME) * least]
@@ -35,14 +35,14 @@ def test_every_tile_with_every_schedule_best_first():
 def test_ties_go_to_the_least_traffic():
     """Where compute hides all transfers, times are equal, and the tile with the least traffic is chosen."""
     best = search.evaluate(PROBLEM, 16, machine=machine(flops=1e6, bandwidth=1e15))[0]
-    assert mean_sent(PROBLEM, 16, best.a, best.b) == min(mean_sent(PROBLEM, 16, a, b) for a, b in tiles(16))
+    assert mean_sent(PROBLEM, best.tile) == min(mean_sent(PROBLEM, tile) for tile in tiles(16))
 
 
 def test_a_slow_network_wants_little_traffic():
     slow = machine(flops=60e9, bandwidth=1e6)
     best = search.evaluate(PROBLEM, 64, machine=slow)[0]
-    assert mean_sent(PROBLEM, 64, best.a, best.b) == min(mean_sent(PROBLEM, 64, a, b) for a, b in tiles(64))
-    ring = search.evaluate(PROBLEM, 64, machine=slow, shapes=[(1, 64)])[0]
+    assert mean_sent(PROBLEM, best.tile) == min(mean_sent(PROBLEM, tile) for tile in tiles(64))
+    ring = search.evaluate(PROBLEM, 64, machine=slow, shapes=[Tile(1, 1, 64)])[0]
     assert ring.seconds > 3 * best.seconds
 
 
@@ -52,13 +52,13 @@ def test_a_step_takes_the_longer_of_transfer_and_blocks():
     block = 1e-2 + problem.flops / 16 / 1e12
     hop = 2 * 1e-3 + 100 * 2 * 10 * 4 / 1e9
     layout = Layout("contiguous", 400, 4)
-    load = Load(block_pairs(problem.mask, layout, layout), layout.lengths, layout.lengths, 1, 4)
-    schedule = cost.build("greedy", 1, 4, "direct", problem, one)
+    load = Load(block_pairs(problem.mask, layout, layout), layout.lengths, layout.lengths, Tile(1, 1, 4))
+    schedule = cost.build("greedy", Tile(1, 1, 4), "direct", problem, one)
     assert simulate(schedule, problem, load, one).seconds == pytest.approx(3 * max(block, hop) + block)
-    fused = cost.build("collective", 1, 4, "direct", problem, one)
+    fused = cost.build("collective", Tile(1, 1, 4), "direct", problem, one)
     expected = 3 * (hop - 1e-3) + 1e-2 + problem.flops / 4 / 1e12       # k and v are two collectives, but one message
     assert simulate(fused, problem, load, one).seconds == pytest.approx(expected)
-    backward = cost.build("greedy", 1, 4, "direct", problem, one, "backward")
+    backward = cost.build("greedy", Tile(1, 1, 4), "direct", problem, one, "backward")
     at_least = 4 * 1e-2 + 2.5 * problem.flops / 4 / 1e12
     assert simulate(backward, problem, load, one).seconds >= at_least
 
@@ -69,7 +69,7 @@ def test_the_slowest_rank_counts():
     problem = Problem(seqlen=800, heads=2, head_dim=5, causal=True)
     seconds = {}
     for kind in ("contiguous", "zigzag", "striped"):
-        best = search.evaluate(problem, 8, shapes=[(1, 8)], pairs=search.layouts(kind, problem, 8), machine=slow)[0]
+        best = search.evaluate(problem, 8, shapes=tiles(8)[:1], pairs=search.layouts(kind, problem, 8), machine=slow)[0]
         seconds[kind] = best.seconds
         assert best.seconds == pytest.approx(best.balance * problem.flops / 8 / 1e6)
     assert seconds["contiguous"] > 1.8 * seconds["zigzag"]
@@ -85,17 +85,17 @@ def test_auto_layout_balances_work_and_sends_little():
     assert best(causal=True).layouts[0].kind == "zigzag"
     windowed = best(causal=True, window=(100, 0))
     assert windowed.layouts[0].kind == "contiguous"
-    everything = mean_sent(Problem(seqlen=8000, heads=4, head_dim=16), 8, windowed.a, windowed.b)
+    everything = mean_sent(Problem(seqlen=8000, heads=4, head_dim=16), windowed.tile)
     assert windowed.sent_bytes < 0.2 * everything
     assert best(ranks=1, causal=True).layouts[0].kind == "contiguous"
 
 
 def test_both_passes_are_the_sum_of_each():
-    one = {direction: search.evaluate(PROBLEM, 16, shapes=[(4, 4)], kinds=("greedy",), direction=direction)[0]
+    one = {direction: search.evaluate(PROBLEM, 16, shapes=[Tile(1, 4, 4)], kinds=("greedy",), direction=direction)[0]
            for direction in search.DIRECTIONS}
     assert one["both"].seconds == one["forward"].seconds + one["backward"].seconds
     assert one["both"].sent_bytes == one["forward"].sent_bytes + one["backward"].sent_bytes
-    assert one["backward"].sent_bytes == mean_sent(PROBLEM, 16, 4, 4, "backward")
+    assert one["backward"].sent_bytes == mean_sent(PROBLEM, Tile(1, 4, 4), "backward")
     assert one["both"].nbytes > one["forward"].nbytes
 
 
@@ -103,7 +103,7 @@ def test_costs_are_blocks_that_hide_a_hop():
     one = machine(flops=1e9, bandwidth=1e9)
     problem = Problem(seqlen=64, heads=4, kv_heads=2, head_dim=8, dtype="float16")
     block = 16 * 16 * 2 * 4 * 16 / 1e9
-    costs = cost.transfer_costs(problem, 2, 2, one)
+    costs = cost.transfer_costs(problem, Tile(1, 2, 2), one)
     assert costs.q == pytest.approx(16 * 4 * 8 * 2 / 1e9 / block)
     assert costs.kv == pytest.approx(16 * 2 * 16 * 2 / 1e9 / block)
     assert costs.o == pytest.approx(16 * 4 * 9 * 4 / 1e9 / block)
@@ -120,18 +120,19 @@ def test_memory_is_what_buffers_take(wire_dtype):
     problem = Problem(seqlen=96, heads=4, kv_heads=2, head_dim=8, value_dim=6, batch=2, dtype="float16",
                       wire_dtype=wire_dtype)
     layout = Layout("striped", 96, 12)
-    for a, b in tiles(12):
+    for tile in tiles(12):
         for kind in cost.SCHEDULES:
-            schedule = cost.build(kind, a, b, "direct", problem)
+            schedule = cost.build(kind, tile, "direct", problem)
             buffers = Buffers(NumpyBackend(), Forward(problem, None).shapes(), schedule,
-                              SimpleNamespace(a=a, b=b, rank=5), layout, layout)
-            assert memory.buffer_bytes(schedule, problem, 8, 8, "contiguous") == buffers.nbytes, (a, b, kind)
-            ordered = b * 8 * token_bytes(problem)["KV"] if kind == "collective" and b > 1 else 0  # keys by position
-            assert memory.buffer_bytes(schedule, problem, 8, 8, "striped") == buffers.nbytes + ordered, (a, b, kind)
+                              SimpleNamespace(tile=tile, rank=5), layout, layout)
+            assert memory.buffer_bytes(schedule, problem, 8, 8, "contiguous") == buffers.nbytes, (tile, kind)
+            sorted_again = kind == "collective" and tile.b > 1                             # keys by position
+            ordered = tile.b * 8 * token_bytes(problem)["KV"] if sorted_again else 0
+            assert memory.buffer_bytes(schedule, problem, 8, 8, "striped") == buffers.nbytes + ordered, (tile, kind)
 
 
 def test_wrong_arguments():
     with pytest.raises(ArgumentError, match="scenic"):
         search.evaluate(PROBLEM, 4, route="scenic")
     with pytest.raises(ArgumentError, match=r"lazy.*greedy, collective"):
-        cost.build("lazy", 2, 2, "direct", PROBLEM)
+        cost.build("lazy", Tile(1, 2, 2), "direct", PROBLEM)

@@ -12,7 +12,7 @@ from mpiattn.problem.mask import local_interval
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
 from mpiattn.schedule.needed import Activity
-from mpiattn.schedule.tile import tiles
+from mpiattn.schedule.tile import Tile, tiles
 
 
 def draw(rng):
@@ -36,13 +36,13 @@ def test_random(seed, monkeypatch):
             begin, end = local_interval(*interval, k_layout.positions(j))
             assert pairs[i, j] == (end - begin).sum()
     assert pairs.sum() == problem.pairs
-    for a, b in tiles(ranks):
-        of_mesh = Load(pairs, q_layout.lengths, k_layout.lengths, a, b)
+    for tile in tiles(ranks):
+        of_mesh = Load(pairs, q_layout.lengths, k_layout.lengths, tile)
         assert of_mesh.work.sum() == problem.pairs
-        activity = Activity(problem.mask, q_layout, k_layout, a, b)
+        activity = Activity(problem.mask, q_layout, k_layout, tile)
         for direction in ("forward", "backward"):
             for route, collective in (("direct", False), ("direct", True), ("ring", False)):
-                sent = [travels.sent(problem, q_layout.lengths, k_layout.lengths, a, b, rank, route, direction,
+                sent = [travels.sent(problem, q_layout.lengths, k_layout.lengths, tile, rank, route, direction,
                                      activity, collective).total for rank in range(ranks)]
                 moved = {kind: of_mesh.moved(kind, route, collective) * nbytes
                          for kind, nbytes in travels.token_bytes(problem, direction).items()}
@@ -60,7 +60,7 @@ def test_a_long_sequence_by_blocks_and_prefix():
 def test_work_of_a_rank_is_that_of_its_tile():
     layout = Layout("contiguous", 60, 6)
     pairs = block_pairs(Problem(60, 1, 1, causal=True).mask, layout, layout)
-    of_mesh = Load(pairs, layout.lengths, layout.lengths, 2, 3)
+    of_mesh = Load(pairs, layout.lengths, layout.lengths, Tile(1, 2, 3))
     assert of_mesh.work[0] == pairs[np.ix_([0, 1], [0, 2, 4])].sum()
     assert of_mesh.work[5] == pairs[np.ix_([4, 5], [1, 3, 5])].sum()
     assert of_mesh.balance == of_mesh.work.max() / of_mesh.work.mean()

@@ -25,6 +25,7 @@ from mpiattn.plots.traffic import traffic
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels as formulas
+from mpiattn.schedule.tile import Tile
 from mpiattn.schedule.timeline import Moved, StepTimes, Timeline
 
 pytest.importorskip("matplotlib", reason="takes matplotlib (extra plot)")
@@ -55,7 +56,7 @@ def owner(i, j, a):
 @pytest.mark.parametrize("a, b, rank", [(1, 1, 0), (1, 5, 2), (4, 4, 6), (6, 2, 11), (3, 1, 0), (16, 16, 37),
                                         (4, 64, 255)])
 def test_assignment(a, b, rank):
-    n, (matrix, tile) = a * b, assignment(a, b, rank).axes
+    n, (matrix, tile) = a * b, assignment(Tile(1, a, b), rank).axes
     cells = {(i, j) for i in range(n) for j in range(n) if owner(i, j, a) == rank}
     framed = [(y + row, x) for x, y, width, height in patches(matrix, "tile") for row in range(height) if width == 1]
     assert len(framed) == len(cells) and set(framed) == cells
@@ -81,8 +82,9 @@ def test_assignment_under_a_mask(kind, direction):
     """What is drawn as moving is what the ranks move; blocks are as pale as the mask leaves them empty."""
     a, b, rank = 4, 2, 1
     layout, work = work_of(kind, a * b)
-    load = Load(work, layout.lengths, layout.lengths, a, b)
-    matrix, tile = assignment(a, b, rank, work, direction, {"Q": 2048, "KV": 0, "O": 3, "dQ": 4, "dKV": 5}).axes
+    load = Load(work, layout.lengths, layout.lengths, Tile(1, a, b))
+    nbytes = {"Q": 2048, "KV": 0, "O": 3, "dQ": 4, "dKV": 5}
+    matrix, tile = assignment(Tile(1, a, b), rank, work, direction, nbytes).axes
     reduced = {"forward": ["O"], "backward": ["dQ", "dKV"]}[direction]
     for name in ("Q", "KV", *reduced):
         assert len(patches(tile, f"{name} moved")) == (load.moved(name)[:, rank] > 0).sum()
@@ -102,7 +104,7 @@ def test_assignment_under_a_mask(kind, direction):
 
 def test_assignment_of_many_blocks_is_averaged():
     _, work = work_of("contiguous", 600)
-    matrix, _ = assignment(20, 30, 7, work).axes
+    matrix, _ = assignment(Tile(1, 20, 30), 7, work).axes
     image, = matrix.images
     assert image.get_array().shape == (200, 200)
     assert image.get_array().mean() == pytest.approx(work.mean() / work.max())
@@ -170,14 +172,14 @@ def test_timelines_of_several_ranks():
 
 def test_traffic():
     problem = Problem(1048576, 32, 128)
-    axes, = traffic(problem, 256, tile=(8, 32)).axes
+    axes, = traffic(problem, 256, tile=Tile(1, 8, 32)).axes
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
     ranks = [2 ** i for i in range(1, 9)]
-    assert lines["Ring"].tolist() == [[n, formulas.mean_sent(problem, n, 1, n)] for n in ranks]
+    assert lines["Ring"].tolist() == [[n, formulas.mean_sent(problem, Tile(1, 1, n))] for n in ranks]
     assert lines["USP"].tolist() == [[n, formulas.best_usp(problem, n)[1]] for n in ranks]
     assert lines["Ulysses"].tolist() == [[n, formulas.ulysses(problem, n)] for n in ranks[:5]]       # 32 heads
-    assert lines["best mesh"][-1].tolist() == [256, formulas.mean_sent(problem, 256, 16, 16)]
-    assert lines["tile"].tolist() == [[256, formulas.mean_sent(problem, 256, 8, 32)]]
+    assert lines["best mesh"][-1].tolist() == [256, formulas.mean_sent(problem, Tile(1, 16, 16))]
+    assert lines["tile"].tolist() == [[256, formulas.mean_sent(problem, Tile(1, 8, 32))]]
     assert {"Ring", "best mesh, 16x16:\n88.2 % less", "tile 8x32:\n85.1 % less", "USP, 32x8:\n96.5 % less", "4x8",
             "diamonds: Ulysses, on no more ranks than the 32 KV heads"} <= set(texts(axes))
     heights = sorted(text.get_position()[1] for text in axes.texts if "less" in text.get_text())
@@ -190,7 +192,7 @@ def test_traffic_of_few_ranks_and_both_directions():
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
     assert set(lines) == {"Ring", "best mesh"}          # one KV head allows neither Ulysses nor USP
     assert lines["Ring"][:, 0].tolist() == [2, 4, 7]
-    assert lines["Ring"][-1, 1] == pytest.approx(sum(formulas.mean_sent(problem, 7, 1, 7, direction)
+    assert lines["Ring"][-1, 1] == pytest.approx(sum(formulas.mean_sent(problem, Tile(1, 1, 7), direction)
                                                      for direction in ("forward", "backward")))
     assert "best mesh: Ring" in texts(axes)
     axes, = traffic(Problem(1000, 4, 8), 6).axes         # 4 heads allow USP in pairs, and Ulysses on 4 ranks
@@ -256,8 +258,9 @@ def test_page(monkeypatch, capsys):
     assert "12 ranks, batch 1, 12000 tokens" in figure.get_suptitle() and "tile 3x4, greedy" in figure.get_suptitle()
     problem, layout = Problem(12000, 4, 64, causal=True), Layout("contiguous", 12000, 12)
     work = block_pairs(problem.mask, layout, layout)
-    load = Load(work, layout.lengths, layout.lengths, 3, 4)
-    runs = [simulate(cost.build("greedy", 3, 4, "direct", problem, direction=direction), problem, load, DEFAULT)
+    shape = Tile(1, 3, 4)
+    load = Load(work, layout.lengths, layout.lengths, shape)
+    runs = [simulate(cost.build("greedy", shape, "direct", problem, direction=direction), problem, load, DEFAULT)
             for direction in ("forward", "backward")]
     rank = int(runs[0].steps[-1].ended.argmax())
     assert len(patches(matrix, "tile")) == 4 and patches(matrix, "tile")[0][1] == rank // 3 * 3
@@ -320,7 +323,7 @@ def test_committed_pictures_say_what_is_drawn_now(tmp_path):
 
 
 def test_svg_is_text_and_short(tmp_path):
-    style.save(assignment(2, 3, 1), str(tmp_path / "a.svg"))
+    style.save(assignment(Tile(1, 2, 3), 1), str(tmp_path / "a.svg"))
     text = (tmp_path / "a.svg").read_text()
     assert {"Blocks of 6 ranks, tile 2x3", "KV chunk", "KV5"} <= set(written(tmp_path / "a.svg"))
     root = ElementTree.fromstring(text)

@@ -9,6 +9,7 @@ from mpiattn.errors import ScheduleError
 from mpiattn.schedule.collective import collective
 from mpiattn.schedule.kinds import GATHERED, NAMES
 from mpiattn.schedule.route import ROUTES, leg_of
+from mpiattn.schedule.tile import Tile
 from mpiattn.schedule.validate import validate
 
 REDUCED = [kind for kind in NAMES if kind not in GATHERED]
@@ -71,4 +72,4 @@ def test_partials_reach_their_owner(kind, route, by_collective, extent, share):
 
 def test_no_collective_takes_the_ring():
     with pytest.raises(ScheduleError, match="cannot take the ring route"):
-        validate(replace(collective(3, 2), route="ring"))
+        validate(replace(collective(Tile(1, 3, 2)), route="ring"))

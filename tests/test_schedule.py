@@ -11,6 +11,7 @@ from mpiattn.schedule.collective import collective
 from mpiattn.schedule.greedy import greedy
 from mpiattn.schedule.route import ROUTES
 from mpiattn.schedule.steps import Block, Costs, Step, Transfer, apart, with_slots
+from mpiattn.schedule.tile import Tile
 from mpiattn.schedule.validate import validate
 
 SIDES = (1, 2, 3, 4, 6)
@@ -24,20 +25,20 @@ def moves(schedule):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("a", "b"), TILES)
 def test_every_tile_is_valid(a, b, route):
-    rng = random.Random(f"{a} {b} {route}")
+    rng, tile = random.Random(f"{a} {b} {route}"), Tile(1, a, b)
     for _ in range(12):
         costs = Costs(*(rng.choice([0.01, 0.3, 1, 1.5, 4, 1000]) for _ in range(3)))
         direction, ahead = rng.choice(["forward", "backward"]), rng.choice([1, 2, 3, 100])
-        early, late = greedy(a, b, costs, route, direction, ahead), greedy(a, b, costs, route, direction)
+        early, late = greedy(tile, costs, route, direction, ahead), greedy(tile, costs, route, direction)
         assert validate(early) == early.slots
         assert [step.blocks for step in early.steps] == [step.blocks for step in late.steps]
         assert all(early.slots[kind] >= late.slots[kind] for kind in late.slots)
-        schedule = greedy(a, b, costs, route)
+        schedule = greedy(tile, costs, route)
         assert validate(schedule) == schedule.slots
         validate(apart(schedule))
         assert sorted(moves(schedule)) == sorted([("Q", (u,)) for u in range(1, a)] + [("O", (u,)) for u in range(1, a)]
                                                  + [("KV", (w,)) for w in range(1, b)])
-    schedule = collective(a, b, route)
+    schedule = collective(tile, route)
     assert validate(schedule) == schedule.slots
     assert len(schedule.steps) <= (3 if route == "direct" else max(a, b) - 1 + 1 + a - 1)
     assert sum(step.fused for step in schedule.steps) == 1
@@ -48,7 +49,7 @@ def test_every_tile_is_valid(a, b, route):
 @pytest.mark.parametrize("n", [2, 3, 8, 64])
 def test_one_row_is_ring_attention(n, route):
     """Step i computes with the KV that arrived in step i - 1 while the next one comes: two slots of KV."""
-    schedule = greedy(1, n, Costs(), route)
+    schedule = greedy(Tile(1, 1, n), Costs(), route)
     assert [step.blocks for step in schedule.steps] == [(Block(0, w),) for w in range(n)]
     assert moves(schedule) == [("KV", (w,)) for w in range(1, n)]
     assert schedule.slots == {"Q": 0, "KV": min(2, n - 1), "O": 0, "+O": 0}
@@ -57,15 +58,15 @@ def test_one_row_is_ring_attention(n, route):
 def test_receiving_ahead_takes_slots():
     """Of a ring on the direct route: one more for every step ahead; from neighbors a chunk comes when it is there."""
     for ahead in range(5):
-        assert greedy(1, 8, ahead=ahead).slots["KV"] == min(2 + ahead, 7)
-        assert [t.after for step in greedy(1, 8, ahead=ahead).steps for t in step.transfers] == [
+        assert greedy(Tile(1, 1, 8), ahead=ahead).slots["KV"] == min(2 + ahead, 7)
+        assert [t.after for step in greedy(Tile(1, 1, 8), ahead=ahead).steps for t in step.transfers] == [
             max(0, i - ahead) for i in range(7)]
-        assert greedy(1, 8, route="ring", ahead=ahead).slots["KV"] == 2
+        assert greedy(Tile(1, 1, 8), route="ring", ahead=ahead).slots["KV"] == 2
 
 
 def test_qring_needs_few_slots():
     """Q chunks pass by as KV chunks do in Ring; a partial leaves as soon as its row is complete."""
-    schedule = greedy(8, 1)
+    schedule = greedy(Tile(1, 8, 1))
     assert moves(schedule) == [("Q", (u,)) for u in range(1, 8)] + [("O", (u,)) for u in range(1, 8)]
     assert schedule.slots["KV"] == 0 and schedule.slots["+O"] <= 2
 
@@ -77,7 +78,7 @@ def test_algorithm_2_by_hand():
     here) and KV 1: Recv Q#1, hidden by (0,1).  Then Recv KV#2, hidden by (1,0), row 0 last; then O#1 lacks
     (1,1) and (1,2), which run alone; then Send O#1 is hidden by (0,2).
     """
-    schedule = greedy(2, 3)
+    schedule = greedy(Tile(1, 2, 3))
     assert [(tuple((t.kind, t.hops) for t in step.transfers), step.blocks) for step in schedule.steps] == [
         ((("KV", (1,)),), ((0, 0),)),
         ((("Q", (1,)),), ((0, 1),)),
@@ -89,21 +90,21 @@ def test_algorithm_2_by_hand():
 
 
 def test_costs_choose_what_moves_first():
-    assert moves(greedy(3, 3, Costs(q=0.1, kv=1)))[:2] == [("Q", (1,)), ("Q", (2,))]
-    assert moves(greedy(3, 3, Costs(q=1, kv=0.1)))[:2] == [("KV", (1,)), ("KV", (2,))]
+    assert moves(greedy(Tile(1, 3, 3), Costs(q=0.1, kv=1)))[:2] == [("Q", (1,)), ("Q", (2,))]
+    assert moves(greedy(Tile(1, 3, 3), Costs(q=1, kv=0.1)))[:2] == [("KV", (1,)), ("KV", (2,))]
 
 
 def test_no_more_blocks_than_hide_a_transfer():
     for costs in (Costs(), Costs(2, 3, 4), Costs(0.2, 1.2, 2.5)):
         limit = {"Q": max(1, -(-costs.q // 1)), "KV": max(1, -(-costs.kv // 1)), "O": max(1, -(-costs.o // 1))}
-        for step in greedy(5, 6, costs).steps:
+        for step in greedy(Tile(1, 5, 6), costs).steps:
             for transfer in step.transfers:
                 assert len(step.blocks) <= limit[transfer.kind]
 
 
 def test_row_0_is_last():
     """Whenever a block of row 0 runs after row 1 has come, no block of another row was runnable: row-major, 0 last."""
-    schedule, done, q, kv = greedy(4, 4, Costs(1, 1, 1)), set(), 0, 0
+    schedule, done, q, kv = greedy(Tile(1, 4, 4), Costs(1, 1, 1)), set(), 0, 0
     for step in schedule.steps:
         runnable = {(u, w) for u in range(q + 1) for w in range(kv + 1)} - done
         for block in step.blocks:
@@ -126,7 +127,7 @@ def test_work_grows_with_the_blocks():
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            greedy(a, b)
+            greedy(Tile(1, a, b))
         finally:
             sys.settrace(before)
         return count[0]
@@ -134,7 +135,7 @@ def test_work_grows_with_the_blocks():
 
 
 def test_text_names_every_step():
-    text = str(greedy(2, 2))
+    text = str(greedy(Tile(1, 2, 2)))
     assert "greedy 2x2, forward, direct route" in text
     assert "recv KV#1 -> KV[0] from 0" in text and "send O#1 -> +O[0] from 4" in text
 
@@ -142,12 +143,12 @@ def test_text_names_every_step():
 @pytest.mark.parametrize("costs", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
 def test_costs_must_be_positive(costs):
     with pytest.raises(ArgumentError, match="costs are"):
-        greedy(2, 2, costs)
+        greedy(Tile(1, 2, 2), costs)
 
 
 def test_route_must_exist():
     with pytest.raises(ArgumentError, match=r"scenic.*direct, ring"):
-        greedy(2, 2, route="scenic")
+        greedy(Tile(1, 2, 2), route="scenic")
 
 
 # The validator must refuse every way in which a schedule can be wrong.
@@ -173,7 +174,7 @@ def repeat_block(s):
 
 
 def foreign_block(s):
-    return edit(s, -1, blocks=(*s.steps[-1].blocks, Block(0, s.b)))
+    return edit(s, -1, blocks=(*s.steps[-1].blocks, Block(0, s.tile.b)))
 
 
 def drop_transfer(kind, hop):
@@ -182,7 +183,7 @@ def drop_transfer(kind, hop):
 
 def too_early(s):
     last = max(i for i, step in enumerate(s.steps) for t in step.transfers if t.kind == "KV")
-    block = next(b for step in s.steps for b in step.blocks if b.w == s.b - 1)
+    block = next(b for step in s.steps for b in step.blocks if b.w == s.tile.b - 1)
     steps = [replace(step, blocks=tuple(b for b in step.blocks if b != block)) for step in s.steps]
     steps[last] = replace(steps[last], blocks=(*steps[last].blocks, block))     # the step that brings its KV
     return replace(s, steps=tuple(steps))
@@ -194,7 +195,7 @@ def received_twice(s):
 
 
 def no_such_hop(s):
-    return edit(s, -1, transfers=(Transfer("KV", (s.b,), (0,)),))
+    return edit(s, -1, transfers=(Transfer("KV", (s.tile.b,), (0,)),))
 
 
 def no_such_slot(kind):
@@ -282,7 +283,7 @@ CORRUPTIONS = [
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("corrupt", "text"), CORRUPTIONS)
 def test_validate_refuses(corrupt, text, route):
-    good = greedy(4, 4, Costs(1, 1, 1), route)
+    good = greedy(Tile(1, 4, 4), Costs(1, 1, 1), route)
     validate(good)
     with pytest.raises(ScheduleError, match=text):
         validate(corrupt(good))
@@ -293,14 +294,14 @@ def test_validate_refuses_a_wrong_order_of_partials_on_the_ring():
     steps = [Step((Transfer("Q", (1,), ()),)), Step((Transfer("Q", (2,), ()),)),
              Step((), tuple(Block(u, 0) for u in range(3)))]
     partials = [Step((Transfer("O", (hop,), ()),)) for hop in (1, 2)]
-    validate(with_slots("x", "forward", 3, 1, "ring", steps + partials))
+    validate(with_slots("x", "forward", Tile(1, 3, 1), "ring", steps + partials))
     with pytest.raises(ScheduleError):
-        validate(with_slots("x", "forward", 3, 1, "ring", steps + partials[::-1]))
-    validate(with_slots("x", "forward", 3, 1, "direct", steps + partials[::-1]))
+        validate(with_slots("x", "forward", Tile(1, 3, 1), "ring", steps + partials[::-1]))
+    validate(with_slots("x", "forward", Tile(1, 3, 1), "direct", steps + partials[::-1]))
 
 
 def test_validate_refuses_a_collective_whose_partials_share_a_slot():
-    good = collective(3, 2)
+    good = collective(Tile(1, 3, 2))
     transfer = good.steps[-1].transfers[0]
     with pytest.raises(ScheduleError, match="overwritten before it was merged"):
         validate(edit(good, -1, transfers=(replace(transfer, slots=(0, 0)),)))

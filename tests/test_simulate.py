@@ -13,7 +13,7 @@ from mpiattn.model.workload import Load, block_pairs
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule.kinds import REDUCED
-from mpiattn.schedule.tile import tiles
+from mpiattn.schedule.tile import Tile, tiles
 from mpiattn.schedule.travels import mean_sent, token_bytes
 
 PROBLEM = Problem(seqlen=6400, heads=4, head_dim=16)
@@ -25,17 +25,17 @@ def machine(flops=1e9, bandwidth=1e9, latency=0.0, launch=0.0, merging=1e30, **m
                               "merging": merging, **more})
 
 
-def timeline(on, a, b, kind="greedy", route="direct", direction="forward", problem=PROBLEM, nodes=None, **how):
-    layout = Layout("zigzag" if problem.causal else "contiguous", problem.seqlen, a * b)
-    load = Load(block_pairs(problem.mask, layout, layout), layout.lengths, layout.lengths, a, b)
-    schedule = cost.build(kind, a, b, route, problem, on, direction, nodes, **how)
+def timeline(on, tile, kind="greedy", route="direct", direction="forward", problem=PROBLEM, nodes=None, **how):
+    layout = Layout("zigzag" if problem.causal else "contiguous", problem.seqlen, tile.ranks)
+    load = Load(block_pairs(problem.mask, layout, layout), layout.lengths, layout.lengths, tile)
+    schedule = cost.build(kind, tile, route, problem, on, direction, nodes, **how)
     return simulate(schedule, problem, load, on, nodes)
 
 
-def bounds(on, a, b, direction="forward", problem=PROBLEM):
+def bounds(on, tile, direction="forward", problem=PROBLEM):
     """Seconds of the blocks of a rank, and of its bytes on its link."""
-    work = on.compute(problem.flops / (a * b), problem.dtype, direction)
-    return work, mean_sent(problem, a * b, a, b, direction) / on.between.bandwidth
+    work = on.compute(problem.flops / tile.ranks, problem.dtype, direction)
+    return work, mean_sent(problem, tile, direction) / on.between.bandwidth
 
 
 @pytest.mark.parametrize("direction", REDUCED)
@@ -45,49 +45,51 @@ def test_never_faster_than_its_bounds_nor_much_slower(direction, causal):
     problem = replace(PROBLEM, causal=causal)
     for bandwidth in (1e6, 1e7, 3e7, 1e8, 1e9):
         on = machine(bandwidth=bandwidth)
-        for a, b in tiles(16):
-            work, wire = bounds(on, a, b, direction, problem)
-            seconds = timeline(on, a, b, direction=direction, problem=problem).seconds
+        for tile in tiles(16):
+            work, wire = bounds(on, tile, direction, problem)
+            seconds = timeline(on, tile, direction=direction, problem=problem).seconds
             assert max(work, wire) * (1 - 1e-9) <= seconds <= work + wire + 1e-9
-            if min(a, b) > 1 and direction == "forward":
+            if min(tile.a, tile.b) > 1 and direction == "forward":
                 assert seconds < 1.35 * max(work, wire)
-            apart = timeline(on, a, b, direction=direction, problem=problem, overlap=False).seconds
+            apart = timeline(on, tile, direction=direction, problem=problem, overlap=False).seconds
             assert apart >= seconds * (1 - 1e-9)
 
 
 def test_a_ring_by_hand():
     """Blocks of 2, hops of 3 seconds: the link is never idle, and the last block comes after the last hop."""
-    on = machine(flops=PROBLEM.flops / 16 / 2, bandwidth=mean_sent(PROBLEM, 4, 1, 4) / 9)
-    late = timeline(on, 1, 4, ahead=0)
+    on = machine(flops=PROBLEM.flops / 16 / 2, bandwidth=mean_sent(PROBLEM, Tile(1, 1, 4)) / 9)
+    late = timeline(on, Tile(1, 1, 4), ahead=0)
     assert late.seconds == pytest.approx(3 * 3 + 2)
     assert [float(step.ended[0]) for step in late.steps] == pytest.approx([3, 6, 9, 11])
     assert late.waiting == pytest.approx(np.full(4, 3.0))
     assert [(moved.kind, moved.hop, moved.step) for moved in late.moves] == [("KV", 1, 0), ("KV", 2, 1), ("KV", 3, 2)]
-    slow = timeline(machine(flops=PROBLEM.flops / 16 / 3, bandwidth=on.between.bandwidth * 3 / 2), 1, 4)
+    three = machine(flops=PROBLEM.flops / 16 / 3, bandwidth=on.between.bandwidth * 3 / 2)
+    slow = timeline(three, Tile(1, 1, 4))
     assert slow.seconds == pytest.approx(4 * 3)
     assert [float(m.arrived[0]) for m in slow.moves] == pytest.approx([2, 4, 6])        # ahead of the steps
-    assert [float(m.arrived[0]) for m in timeline(machine(flops=PROBLEM.flops / 16 / 3, bandwidth=on.between.bandwidth
-                                                          * 3 / 2), 1, 4, ahead=0).moves] == pytest.approx([2, 5, 8])
+    late = timeline(three, Tile(1, 1, 4), ahead=0)
+    assert [float(m.arrived[0]) for m in late.moves] == pytest.approx([2, 5, 8])
 
 
 def test_links_inside_and_between_nodes():
     """Ranks 0-3 and 4-7: rows of four stay inside; a ring's hop is as slow as its slowest link."""
     on = machine(bandwidth=1e9, ranks_per_node=4, flops=1e15)
     fast = replace(on, inside=Link(0.0, 1e12))
-    assert timeline(fast, 4, 2).seconds == pytest.approx(800 * token_bytes(PROBLEM)["KV"] / 1e9, rel=0.05)
-    assert timeline(on, 4, 2).seconds > 2 * timeline(fast, 4, 2).seconds
-    assert timeline(on, 1, 8).seconds == pytest.approx(timeline(fast, 1, 8).seconds, rel=0.01)
-    scattered = timeline(fast, 4, 2, nodes=[0, 1, 0, 1, 0, 1, 0, 1])
-    assert scattered.seconds > 1.5 * timeline(fast, 4, 2).seconds
+    assert timeline(fast, Tile(1, 4, 2)).seconds == pytest.approx(800 * token_bytes(PROBLEM)["KV"] / 1e9, rel=0.05)
+    assert timeline(on, Tile(1, 4, 2)).seconds > 2 * timeline(fast, Tile(1, 4, 2)).seconds
+    assert timeline(on, Tile(1, 1, 8)).seconds == pytest.approx(timeline(fast, Tile(1, 1, 8)).seconds, rel=0.01)
+    scattered = timeline(fast, Tile(1, 4, 2), nodes=[0, 1, 0, 1, 0, 1, 0, 1])
+    assert scattered.seconds > 1.5 * timeline(fast, Tile(1, 4, 2)).seconds
 
 
 def test_a_card_that_ranks_share():
     """Eight ranks on two nodes with one card each: neighbors cross once a node, the direct route up to four times."""
     on = machine(bandwidth=1e9, ranks_per_node=4, flops=1e15, inside=Link(0.0, 1e12), node_bandwidth=1e9)
-    ring, direct = (timeline(on, 1, 8, route=route).seconds for route in ("ring", "direct"))
+    ring, direct = (timeline(on, Tile(1, 1, 8), route=route).seconds for route in ("ring", "direct"))
     assert direct == pytest.approx(ring * (1 + 2 + 3 + 4 + 3 + 2 + 1) / 7, rel=0.01)
     for shared, route in ((1e9, "ring"), (None, "direct")):
-        best = search.evaluate(PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared), shapes=[(1, 8)])[0]
+        best = search.evaluate(PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared),
+                               shapes=[Tile(1, 1, 8)])[0]
         assert best.route == route
     lowered = replace(PROBLEM, wire_dtype="float16")
     assert search.evaluate(lowered, 8, route="auto", machine=on)[0].route == "direct"
@@ -95,10 +97,10 @@ def test_a_card_that_ranks_share():
 
 def test_what_computing_cannot_hide():
     """Where cores move the bytes, a transfer takes its time besides the blocks."""
-    on = machine(flops=PROBLEM.flops / 16, bandwidth=mean_sent(PROBLEM, 4, 1, 4) / 3)
+    on = machine(flops=PROBLEM.flops / 16, bandwidth=mean_sent(PROBLEM, Tile(1, 1, 4)) / 3)
     busy = replace(on, between=replace_link(on.between, overlap=0.0))
-    assert timeline(on, 1, 4).seconds == pytest.approx(4)
-    assert timeline(busy, 1, 4).seconds == pytest.approx(4 + 3)
+    assert timeline(on, Tile(1, 1, 4)).seconds == pytest.approx(4)
+    assert timeline(busy, Tile(1, 1, 4)).seconds == pytest.approx(4 + 3)
 
 
 def replace_link(link, **changes):
@@ -109,21 +111,21 @@ def test_merging_and_collectives():
     on = machine()
     slow = replace(on, merging=1e6)
     merged = 3 * 400 * token_bytes(PROBLEM)["O"]                 # three partials of a chunk of 400 tokens
-    assert timeline(slow, 4, 4, "collective").seconds - timeline(on, 4, 4, "collective").seconds == pytest.approx(
-        merged / 1e6)
+    usual = timeline(on, Tile(1, 4, 4), "collective").seconds
+    assert timeline(slow, Tile(1, 4, 4), "collective").seconds - usual == pytest.approx(merged / 1e6)
     twice = replace(on, collective=2.0)
-    wire = mean_sent(PROBLEM, 16, 4, 4) / 1e9
-    assert timeline(twice, 4, 4, "collective").seconds - timeline(on, 4, 4, "collective").seconds == pytest.approx(wire)
+    wire = mean_sent(PROBLEM, Tile(1, 4, 4)) / 1e9
+    assert timeline(twice, Tile(1, 4, 4), "collective").seconds - usual == pytest.approx(wire)
 
 
 def test_memory_bounds_how_far_ahead(monkeypatch):
     """Every step ahead takes a slot; a limit takes them away first, and then the tile."""
     on = machine(bandwidth=3e7)
-    free = search.evaluate(PROBLEM, 16, machine=on, shapes=[(1, 16)], kinds=("greedy",))[0]
+    free = search.evaluate(PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",))[0]
     chunk = 400 * token_bytes(PROBLEM)["KV"]
     assert free.ahead == 2
     for less, ahead in ((0, 2), (1, 1), (chunk, 1), (chunk + 1, 0), (2 * chunk, 0)):
-        limited = search.evaluate(PROBLEM, 16, machine=on, shapes=[(1, 16)], kinds=("greedy",),
+        limited = search.evaluate(PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",),
                                   max_memory=free.nbytes - less)[0]
         assert (limited.ahead, limited.nbytes) == (ahead, free.nbytes - (2 - ahead) * chunk)
     everything = search.evaluate(PROBLEM, 16, machine=on)

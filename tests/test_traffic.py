@@ -4,34 +4,35 @@ import pytest
 
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
-from mpiattn.schedule.tile import parse_tile, tiles
+from mpiattn.schedule.tile import Tile, tiles
 
 
-def saved(n, a, b, kv_share=1.0):
+def saved(tile, kv_share=1.0):
     """Per cent less than Ring without grouped heads' help: both with the same heads."""
-    return round(100 * (1 - travels.volume(n, a, b, kv_share) / travels.volume(n, 1, n, kv_share)), 1)
+    return round(100 * (1 - travels.volume(tile, kv_share) / travels.volume(Tile(1, 1, tile.ranks), kv_share)), 1)
 
 
 @pytest.mark.parametrize(("n", "a", "b", "percent"), [(32, 4, 8, 67.7), (64, 8, 8, 77.8), (128, 8, 16, 82.7),
                                                       (256, 16, 16, 88.2), (256, 8, 32, 85.1)])
 def test_savings_of_the_paper(n, a, b, percent):
-    assert saved(n, a, b) == percent
+    assert Tile(1, a, b).ranks == n and saved(Tile(1, a, b)) == percent
 
 
 def test_volume_is_the_papers_formula():
     for n in (4, 12, 64):
-        assert travels.volume(n, 1, n) == pytest.approx(2 - 2 / n)
-        for a, b in tiles(n):
-            assert travels.volume(n, a, b) == pytest.approx(2 * a / n + 2 / a - 4 / n)
-            assert travels.volume(n, a, b, 0.25) == pytest.approx((2 * (a - 1) + 0.5 * (b - 1)) / n)
+        assert travels.volume(Tile(1, 1, n)) == pytest.approx(2 - 2 / n)
+        for tile in tiles(n):
+            a, b = tile.a, tile.b
+            assert travels.volume(tile) == pytest.approx(2 * a / n + 2 / a - 4 / n)
+            assert travels.volume(tile, 0.25) == pytest.approx((2 * (a - 1) + 0.5 * (b - 1)) / n)
 
 
 def test_grouped_heads_shrink_the_best_tile():
     """256 ranks, 8 KV heads of 32: 2-D alone saves 76.9 %."""
-    best = min(tiles(256), key=lambda tile: travels.volume(256, *tile, 0.25))
-    assert best == (8, 32)
-    assert saved(256, *best, 0.25) == 76.9
-    assert min(tiles(256), key=lambda tile: travels.volume(256, *tile)) == (16, 16)
+    best = min(tiles(256), key=lambda tile: travels.volume(tile, 0.25))
+    assert best == Tile(1, 8, 32)
+    assert saved(best, 0.25) == 76.9
+    assert min(tiles(256), key=travels.volume) == Tile(1, 16, 16)
 
 
 def even(n, tokens, **shape):
@@ -44,26 +45,27 @@ def test_usp_and_ulysses():
         problem = even(256, 64, kv_heads=kv_heads)
         group, nbytes = travels.best_usp(problem, 256)
         assert group == kv_heads
-        assert round(100 * (1 - nbytes / travels.mean_sent(problem, 256, 1, 256)), 1) == percent
+        assert round(100 * (1 - nbytes / travels.mean_sent(problem, Tile(1, 1, 256))), 1) == percent
     problem = even(16, 64, dtype="float32")
     total = problem.seqlen * 32 * 128 * 4
     assert travels.ulysses(problem, 16) == pytest.approx(4 * 15 / 16 ** 2 * total)
     assert travels.ulysses(even(64, 4), 64) is None
-    assert travels.usp(problem, 16, 1) == pytest.approx(travels.mean_sent(problem, 16, 1, 16))
+    assert travels.usp(problem, 16, 1) == pytest.approx(travels.mean_sent(problem, Tile(1, 1, 16)))
 
 
 def test_float32_partials_of_half_precision_inputs():
     """256 ranks, float16 inputs, float32 partials: the best 2-D tile saves 85.3 %, of which lse takes 0.05."""
     problem = even(256, 64)
-    least = min(travels.mean_sent(problem, 256, a, b) for a, b in tiles(256))
-    ring = travels.mean_sent(problem, 256, 1, 256)
+    least = min(travels.mean_sent(problem, tile) for tile in tiles(256))
+    ring = travels.mean_sent(problem, Tile(1, 1, 256))
     without_lse = least - 15 * 64 * 32 * 4
     assert round(100 * (1 - without_lse / ring), 1) == 85.3
     assert round(100 * (1 - least / ring), 2) == 85.25
 
 
-def moved(problem, q_lengths, k_lengths, a, b, rank, route):
+def moved(problem, q_lengths, k_lengths, tile, rank, route):
     """Bytes of one rank by playing the hops: who holds which chunk when, and who passes it on."""
+    a, b = tile.a, tile.b
     r, c = divmod(rank, a)
     w, p = problem.itemsize, problem.partial_itemsize
     q = k = o = 0
@@ -84,11 +86,11 @@ def test_exact_bytes(n, dtype):
     problem = Problem(seqlen=50, seqlen_k=40, heads=6, kv_heads=3, head_dim=5, value_dim=7, batch=2, dtype=dtype)
     q_lengths = [(7 * i) % 5 for i in range(n)]
     k_lengths = [(3 * i) % 4 for i in range(n)]
-    for a, b in tiles(n):
+    for tile in tiles(n):
         totals = set()
         for route in ("direct", "ring"):
-            sent = [travels.sent(problem, q_lengths, k_lengths, a, b, rank, route) for rank in range(n)]
-            assert sent == [moved(problem, q_lengths, k_lengths, a, b, rank, route) for rank in range(n)]
+            sent = [travels.sent(problem, q_lengths, k_lengths, tile, rank, route) for rank in range(n)]
+            assert sent == [moved(problem, q_lengths, k_lengths, tile, rank, route) for rank in range(n)]
             assert all(one.total == sum(one) for one in sent)
             totals.add(sum(one.total for one in sent))
         assert len(totals) == 1
@@ -96,34 +98,6 @@ def test_exact_bytes(n, dtype):
 
 def test_mean_is_exact_for_even_chunks():
     problem = even(12, 3, kv_heads=8)
-    for a, b in tiles(12):
+    for tile in tiles(12):
         for rank in range(12):
-            assert travels.sent(problem, [3] * 12, [3] * 12, a, b, rank).total == travels.mean_sent(problem, 12, a, b)
-
-
-def test_groups():
-    """Chunks 0 .. hops back in my row and column are the tile's (arXiv 2512.20968): block (i, i) is mine."""
-    for n in (1, 6, 12):
-        for a, b in tiles(n):
-            computed = {}
-            for rank in range(n):
-                row = {travels.in_row(rank, a, u) for u in range(a)}
-                column = {travels.in_column(rank, a, b, w) for w in range(b)}
-                assert row == {a * (rank // a) + x for x in range(a)}
-                assert column == {rank % a + a * x for x in range(b)}
-                assert travels.in_row(rank, a, 0) == travels.in_column(rank, a, b, 0) == rank
-                computed.update({(q, kv): rank for q in row for kv in column})
-            assert computed == {(q, kv): a * (q // a) + kv % a for q in range(n) for kv in range(n)}
-
-
-def test_tiles_and_their_names():
-    from mpiattn import ArgumentError
-    assert tiles(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
-    assert parse_tile("auto", 6) is None
-    assert [parse_tile(tile, 6) for tile in ("ring", "qring", "2x3", " 3x2 ", (3, 2), [6, 1])] == [
-        (1, 6), (6, 1), (2, 3), (3, 2), (3, 2), (6, 1)]
-    for wrong in ("2x2", "2*3", "", None, 6, (1, 2, 3), ("a", "b"), "6", "-2x-3", (2, 4), (2.7, 3),
-                  (float("inf"), 1)):
-        may_be = "for 6 ranks it may be 1x6, 2x3, 3x2, 6x1, ring, qring or auto"
-        with pytest.raises(ArgumentError, match=f"^tile is .*{may_be}$"):
-            parse_tile(wrong, 6)
+            assert travels.sent(problem, [3] * 12, [3] * 12, tile, rank).total == travels.mean_sent(problem, tile)

@@ -28,6 +28,11 @@ def layouts() -> tuple[int, ...]:
     return (owner, *layout.lengths)
 
 
+def tiles() -> int:
+    mpiattn.Tile(2, 3)                              # type: ignore[call-arg]
+    return mpiattn.Tile(1, 2, 3).ranks
+
+
 def names() -> str:
     from mpiattn import flash  # type: ignore[attr-defined]  # noqa: F401
     return backends.get("numpy").name + mpiattn.__version__

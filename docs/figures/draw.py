@@ -14,16 +14,17 @@ from mpiattn.plots.timeline import timeline
 from mpiattn.plots.traffic import traffic
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
+from mpiattn.schedule.tile import Tile
 
 LONG = Problem(524288, heads=32, head_dim=128, dtype="bfloat16", causal=True)
 ON = machine.H100
 
 
-def predicted(problem, a, b, layout="zigzag"):
+def predicted(problem, tile, layout="zigzag"):
     """The timeline of a tile's forward pass on ON, greedy schedule."""
-    cut = Layout(layout, problem.seqlen, a * b)
-    load = Load(block_pairs(problem.mask, cut, cut), cut.lengths, cut.lengths, a, b)
-    return simulate(cost.build("greedy", a, b, "direct", problem, ON), problem, load, ON)
+    cut = Layout(layout, problem.seqlen, tile.ranks)
+    load = Load(block_pairs(problem.mask, cut, cut), cut.lengths, cut.lengths, tile)
+    return simulate(cost.build("greedy", tile, "direct", problem, ON), problem, load, ON)
 
 
 def strong_scaling():
@@ -40,10 +41,11 @@ def figures():
     layout = Layout("contiguous", 12 * 64, 12)
     work = block_pairs(Problem(layout.seqlen, 1, 1, causal=True).mask, layout, layout)
     return {
-        "assignment.svg": assignment(3, 4, 7),
-        "assignment-causal.svg": assignment(3, 4, 7, work),
+        "assignment.svg": assignment(Tile(1, 3, 4), 7),
+        "assignment-causal.svg": assignment(Tile(1, 3, 4), 7, work),
         "timeline.svg": timeline(
-            [(f"{name} {a}x{b}, predicted", predicted(LONG, a, b)) for name, a, b in (("Ring", 1, 64), ("mesh", 8, 8))],
+            [(f"{name} {tile}, predicted", predicted(LONG, tile))
+             for name, tile in (("Ring", Tile(1, 1, 64)), ("mesh", Tile(1, 8, 8)))],
             title=f"{LONG.seqlen} tokens x {LONG.heads} heads x {LONG.head_dim}, causal, {LONG.dtype}, 64 ranks of "
                   "machine h100, forward"),
         "scaling.svg": strong_scaling(),

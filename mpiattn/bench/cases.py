@@ -26,7 +26,7 @@ def tile_names(asked, ranks):
     names = []
     for text in asked:
         shapes = tiles(ranks) if text == "all" else [parse_tile(text, ranks)]
-        names += ["auto" if shape is None else "x".join(map(str, shape)) for shape in shapes]
+        names += ["auto" if shape is None else str(shape) for shape in shapes]
     return list(dict.fromkeys(names))
 
 

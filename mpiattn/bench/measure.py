@@ -88,7 +88,7 @@ class Subject:
     def facts(self):
         """The chosen plan and the reports of its check, the same on every rank."""
         plan, schedule = self.plan, self.plan.schedule
-        return {"tile": "x".join(map(str, plan.tile)), "schedule": schedule.name, "route": plan.route,
+        return {"tile": str(plan.tile), "schedule": schedule.name, "route": plan.route,
                 "layout": plan.q_layout.kind, "ahead": schedule.ahead, "balance": plan.balance,
                 "predicted_seconds": plan.predicted_seconds,
                 "checked": {name: {**report._asdict(), "told": str(report)} for name, report in self.reports.items()}}
@@ -97,7 +97,7 @@ class Subject:
         """Bytes that this rank should send in a pass, by the formula."""
         plan, activity = self.plan, self.plan.activity
         lengths = [layout.lengths for layout in (activity.q_layout, activity.k_layout)]
-        return travels.sent(plan.problem, *lengths, *plan.tile, plan.chunk, plan.route, name, activity,
+        return travels.sent(plan.problem, *lengths, plan.tile, plan.chunk, plan.route, name, activity,
                             plan.schedule.name == "collective").total
 
     def flops(self, name):

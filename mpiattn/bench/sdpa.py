@@ -204,13 +204,9 @@ def _compare(peers, args, passes, torch):
                 differences.append(max(float(np.abs(whole - result).max() / np.abs(result).max())
                                        for whole, result in zip(wholes, expected)))
                 if not differences[-1] <= TOLERANCE[args.dtype]:
-                    raise VerificationError(f"tile {_name(run.plan)} differs from torch by {differences[-1]:.2g} of "
+                    raise VerificationError(f"tile {run.plan.tile} differs from torch by {differences[-1]:.2g} of "
                                             f"the largest value, more than {TOLERANCE[args.dtype]:g}")
     return differences
-
-
-def _name(plan):
-    return "x".join(map(str, plan.tile))
 
 
 # Output
@@ -224,7 +220,7 @@ def _result(name, seconds, flops, baseline, **more):
 def _tell(args, ranks, local_ranks, cores, plans, seconds, baseline, differences):
     direction = "backward" if args.backward else "forward"
     flops = plans[0].problem.flops * PRODUCTS[direction]
-    results = [_result("mpiattn", of_plan, flops, baseline, tile=_name(plan), schedule=plan.schedule.name,
+    results = [_result("mpiattn", of_plan, flops, baseline, tile=str(plan.tile), schedule=plan.schedule.name,
                        difference=difference)
                for plan, of_plan, difference in zip(plans, seconds, differences)]
     results.append(_result("torch", baseline, flops, baseline, threads=args.threads))

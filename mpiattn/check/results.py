@@ -8,7 +8,7 @@ import numpy as np
 from ..model.cost import SCHEDULES
 from ..plan.mesh_attention import MeshAttention
 from ..schedule.route import ROUTES
-from ..schedule.tile import tiles
+from ..schedule.tile import Tile, tiles
 from ..verify.compare import verify
 from ..verify.gradients import verify_gradients
 
@@ -18,14 +18,13 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 class Case(NamedTuple):
     """How one problem is computed."""
 
-    tile: tuple
+    tile: Tile
     causal: bool
     schedule: str
     route: str
 
     def __str__(self):
-        a, b = self.tile
-        return f"tile {a}x{b}, {'causal' if self.causal else 'full'}, {self.schedule}, {self.route} route"
+        return f"tile {self.tile}, {'causal' if self.causal else 'full'}, {self.schedule}, {self.route} route"
 
 
 def cases(ranks):

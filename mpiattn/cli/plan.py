@@ -20,7 +20,7 @@ from ..plots.page import page
 from ..problem.problem import ITEMSIZE, Problem
 from ..schedule import travels
 from ..schedule.route import passed_on
-from ..schedule.tile import parse_tile, tiles
+from ..schedule.tile import Tile, parse_tile, tiles
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
 
@@ -86,27 +86,26 @@ def run(args):
     fastest = auto.seconds if args.max_memory is None else min(choice.seconds for choice in evaluate())
     best = {}
     for choice in choices:                      # best first
-        best.setdefault((choice.a, choice.b), choice)
-    ring = best[1, args.ranks].sent_bytes
-    rows = [_tile(problem, args, best[shape], ring) for shape in tiles(args.ranks)]
-    shown = best[asked or (auto.a, auto.b)]
+        best.setdefault(choice.tile, choice)
+    ring = best[Tile(1, 1, args.ranks)].sent_bytes
+    rows = [_tile(problem, args, best[tile], ring) for tile in tiles(args.ranks)]
+    shown = best[asked or auto.tile]
     data = {"mpiattn": __version__, "ranks": args.ranks, "problem": asdict(problem), "direction": args.direction,
             "route": args.route, "schedule": args.schedule, "layout": args.layout, "machine": on.as_dict(),
             "max_memory": args.max_memory,
             "memory_cost": search.times_as_long(auto.seconds, fastest),
-            "auto": f"{auto.a}x{auto.b}", "tile": f"{shown.a}x{shown.b}", "tiles": rows,
+            "auto": str(auto.tile), "tile": str(shown.tile), "tiles": rows,
             "others": _others(problem, args, ring)}
-    schedules = [cost.build(shown.schedule, shown.a, shown.b, shown.route, problem, on, direction, ahead=shown.ahead)
+    schedules = [cost.build(shown.schedule, shown.tile, shown.route, problem, on, direction, ahead=shown.ahead)
                  for direction in search.DIRECTIONS[args.direction]]
     if args.steps:
-        data["steps"] = {schedule.direction: {**asdict(schedule), "validated_slots": validate(schedule)}
-                         for schedule in schedules}
+        data["steps"] = {schedule.direction: _steps(schedule) for schedule in schedules}
     if args.plot is not None:
         _plot(args.plot, problem, data, shown, schedules, on)
     if args.json:
         write_json(args.json, data)
     if args.json != "-":
-        text = _text(problem, data, on)
+        text = _text(problem, shown.tile, data, on)
         for schedule in schedules if args.steps else ():
             slots = data["steps"][schedule.direction]["validated_slots"]
             text += f"\n\n{schedule}\nvalidated; slots ever in use: {_counts(slots)}"
@@ -127,14 +126,21 @@ def _machine(args):
 def _plot(path, problem, data, shown, schedules, on):
     """Draw the page of the shown tile."""
     work = block_pairs(problem.mask, *shown.layouts)
-    load = Load(work, *(layout.lengths for layout in shown.layouts), shown.a, shown.b)
-    title = (f"{_head(problem, data)}\ntile {shown.a}x{shown.b}, {shown.schedule} schedule, {shown.route} route, "
+    load = Load(work, *(layout.lengths for layout in shown.layouts), shown.tile)
+    title = (f"{_head(problem, data)}\ntile {shown.tile}, {shown.schedule} schedule, {shown.route} route, "
              f"{shown.layouts[0].kind} layout")
     timelines = [simulate(schedule, problem, load, on) for schedule in schedules]
     style.save(page(problem, work, load, schedules, timelines, title, f"machine {on.name}"), path, "--plot")
 
 
 # Figures
+
+def _steps(schedule):
+    """The JSON of a schedule."""
+    data = asdict(schedule)
+    tile = data.pop("tile")
+    return {**data, "a": tile["a"], "b": tile["b"], "validated_slots": validate(schedule)}
+
 
 def _saving(value, ring):
     """The share saved compared with Ring; None where Ring sends nothing."""
@@ -143,13 +149,13 @@ def _saving(value, ring):
 
 def _tile(problem, args, choice, ring):
     """The JSON of one tile.  ring: bytes that tile 1xN sends."""
-    a, b, ranks, share = choice.a, choice.b, args.ranks, problem.kv_heads / problem.heads
+    share = problem.kv_heads / problem.heads
     sent = choice.sent[args.direction] if args.direction in choice.sent else {
         direction: sum(kinds.values()) for direction, kinds in choice.sent.items()}
-    return {"tile": f"{a}x{b}", "sent_bytes": {**sent, "total": choice.sent_bytes},
+    return {"tile": str(choice.tile), "sent_bytes": {**sent, "total": choice.sent_bytes},
             "saving": _saving(choice.sent_bytes, ring),
-            "saving_elements": _saving(*(travels.volume(ranks, *shape, share, args.direction)
-                                         for shape in ((a, b), (1, ranks)))),
+            "saving_elements": _saving(*(travels.volume(tile, share, args.direction)
+                                         for tile in (choice.tile, Tile(1, 1, args.ranks)))),
             "memory_bytes": choice.nbytes, "balance": choice.balance, "seconds": choice.seconds,
             "waiting": choice.waiting, "schedule": choice.schedule, "route": choice.route, "ahead": choice.ahead,
             "layout": choice.layouts[0].kind}
@@ -158,7 +164,7 @@ def _tile(problem, args, choice, ring):
 def _others(problem, args, ring):
     """Ulysses and USP: the bytes they send, or why they are not possible."""
     ranks, share = args.ranks, problem.kv_heads / problem.heads
-    ring_volume = travels.volume(ranks, 1, ranks, share, args.direction)
+    ring_volume = travels.volume(Tile(1, 1, ranks), share, args.direction)
 
     def method(name, group, nbytes):
         volume = travels.usp_volume(ranks, group, share, args.direction)
@@ -210,7 +216,7 @@ def _head(p, data):
             f"{-(-p.seqlen // ranks)} tokens")
 
 
-def _text(problem, data, on):
+def _text(problem, tile, data, on):
     """Table, legend and picture as text."""
     p, ranks = problem, data["ranks"]
     row, column = travels.ELEMENTS[data["direction"]]
@@ -218,13 +224,12 @@ def _text(problem, data, on):
     legend = LEGEND.format(what=sent, ranks=ranks, row=row, column=column, same=search.SAME_TIME,
                            share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
                            machine=on.name, facts=on, assumes=on.assumes, limit=_limit(data))
-    a, b = map(int, data["tile"].split("x"))
     kinds = [kind for kind in data["tiles"][0]["sent_bytes"] if kind != "total"]
     header = ("tile", "sent/rank", *kinds, "saved", "elements", "memory/rank", "balance", "time", "waits",
               "schedule", "layout", "")
     parts = [f"{_head(p, data)}\n", table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
     if ranks > 1:
-        parts += ["", picture(a, b)]
+        parts += ["", picture(tile)]
     return "\n".join(parts)
 
 
@@ -270,13 +275,14 @@ def _some(count, most):
     return list(range(count)) if count <= most else [*range(most - 2), None, count - 1]
 
 
-def picture(a, b):
+def picture(tile):
     """The mesh of a tile, ranks in rows and columns, and the blocks that rank 0 computes."""
-    columns, width = _some(a, MOST_COLUMNS), len(str(a * b - 1)) + 4
+    a, b = tile.a, tile.b
+    columns, width = _some(a, MOST_COLUMNS), len(str(tile.ranks - 1)) + 4
 
     def line(label, cells):
         return f"  {label:<{len(str(b - 1)) + 4}}|" + "".join(f"{cell:>{width}}" for cell in cells)
-    lines = [f"mesh of tile {a}x{b}: {b} row{'s' * (b > 1)} x {a} column{'s' * (a > 1)}, rank = {a} * row + column",
+    lines = [f"mesh of tile {tile}: {b} row{'s' * (b > 1)} x {a} column{'s' * (a > 1)}, rank = {a} * row + column",
              line("", ["..." if c is None else f"c={c}" for c in columns])]
     for r in _some(b, MOST_ROWS):
         lines.append(line("..." if r is None else f"r={r}",

@@ -69,15 +69,14 @@ def problem_text(p, chosen):
             f"{p.head_dim}), {p.dtype}; {'; '.join(masks)}")
 
 
-def as_text(args, problem, chosen, seconds, ranks, reports, odd):
+def as_text(args, plan, chosen, seconds, ranks, reports, odd):
     """The report as a table."""
-    p = problem
-    a, b = map(int, chosen["tile"].split("x"))
+    p, tile = plan.problem, plan.tile
     hosts = len({rank["host"] for rank in ranks})
     passes = [name for name in PRODUCTS if name in seconds]
     rows = [
         ("problem", problem_text(p, chosen)),
-        ("mesh", f"{b} rows x {a} columns (tile {chosen['tile']}): {len(ranks)} ranks on "
+        ("mesh", f"{tile.b} rows x {tile.a} columns (tile {tile}): {len(ranks)} ranks on "
                  f"{hosts} host{'s' * (hosts > 1)}"),
         ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {chosen['layout']} layout, "
                      f"{chosen['backend']} back end"),

@@ -12,7 +12,6 @@ examples:
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --causal --documents cu_seqlens --backward
 """
 
-import math
 import resource
 import socket
 import sys
@@ -34,6 +33,7 @@ from ..files.finite import nonfinite
 from ..plan.mesh_attention import MeshAttention
 from ..schedule import travels
 from ..schedule.needed import Activity
+from ..schedule.tile import Tile
 from ..verify import compare, gradients
 from . import opening
 from .documents import read_documents
@@ -121,7 +121,7 @@ def _run(job, args):
         if comm.rank == 0 and args.json:
             write_json(args.json, as_json(args, plan.problem, chosen, job.seconds, ranks, reports, odd))
     if comm.rank == 0 and args.json != "-":
-        print(as_text(args, plan.problem, chosen, job.seconds, ranks, reports, odd), flush=True)
+        print(as_text(args, plan, chosen, job.seconds, ranks, reports, odd), flush=True)
     return 0
 
 
@@ -180,7 +180,7 @@ def _compute(job, args, plan, source, documents, activity):
 
     def measured(direction, call):
         before = *plan.sent, plan.wait_seconds
-        with Progress(direction, plan.tile[0] * plan.tile[1], " blocks") as progress:
+        with Progress(direction, plan.tile.a * plan.tile.b, " blocks") as progress:
             chunks = job(direction, lambda: whole(call, {"progress": progress, **documents}))
         sent, messages, waited = (now - then for now, then in zip((*plan.sent, plan.wait_seconds), before))
         return chunks, {"sent_bytes": sent, "sent_messages": messages, "wait_seconds": waited,
@@ -252,25 +252,25 @@ def _local(comm, plan, activity):
 
 def _formulas(plan, activity, direction):
     """Bytes that this rank should send in a pass by the formula, and would send on a ring."""
-    def sent(a, b, activity, collective):
-        return travels.sent(plan.problem, *lengths, a, b, plan.chunk, plan.route, direction, activity, collective).total
-    layouts, ranks = (activity.q_layout, activity.k_layout), math.prod(plan.tile)
+    def sent(activity, collective):
+        return travels.sent(plan.problem, *lengths, activity.tile, plan.chunk, plan.route, direction, activity,
+                            collective).total
+    layouts = activity.q_layout, activity.k_layout
     lengths = [layout.lengths for layout in layouts]
-    ring = Activity(plan.problem.mask, *layouts, 1, ranks, activity.documents)
-    return {"formula_bytes": sent(*plan.tile, activity, plan.schedule.name == "collective"),
-            "ring_bytes": sent(1, ranks, ring, False)}
+    ring = Activity(plan.problem.mask, *layouts, Tile(1, 1, plan.tile.ranks), activity.documents)
+    return {"formula_bytes": sent(activity, plan.schedule.name == "collective"), "ring_bytes": sent(ring, False)}
 
 
 def _chosen(plan, args):
     """The chosen plan and the options given, for the attributes of OUT and the report; unset options are left out."""
-    p, (a, b) = plan.problem, plan.tile
+    p = plan.problem
     asked = {"prefix": p.prefix or None, "causal_block": p.causal_block, "softcap": p.softcap,
              "documents": args.documents, "documents_k": args.documents_k}
     if p.window != (None, None):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
     if args.max_memory is not None:
         asked |= {"max_memory": args.max_memory, "memory_cost": plan.memory_cost}
-    return {"axes": args.axes or "bshd", "tile": f"{a}x{b}", "ranks": a * b,
+    return {"axes": args.axes or "bshd", "tile": str(plan.tile), "ranks": plan.tile.ranks,
             "machine": plan.machine.name, "predicted_seconds": plan.predicted_seconds, "layout": plan.q_layout.kind,
             "schedule": plan.schedule.name, "route": plan.route, "wire_dtype": p.wire_dtype, "backend": plan.backend,
             "causal": p.causal, "scale": p.scale, "backward": args.backward,

@@ -37,17 +37,17 @@ _DROPPED: list["Home"] = []       # homes whose plans were dropped without close
 
 
 class Mesh:
-    """The ranks of a communicator of size a * b, in b rows x a columns.
+    """The ranks of a communicator as the mesh of a tile.
 
     order: the ranks of the communicator in the order of the mesh; None: their own order.
-    cart: the communicator of dims (1, b, a).  row, column: this rank's groups; r, c: its row and column number, which
+    cart: the communicator of dims (h, b, a).  row, column: this rank's groups; r, c: its row and column number, which
     are its ranks in `column` and `row`.
     """
 
-    def __init__(self, comm, a, b, order=None):
-        self.a, self.b = a, b
+    def __init__(self, comm, tile, order=None):
+        self.tile = tile
         ordered = comm if order is None else comm.Split(0, order.index(comm.rank))
-        self.cart = ordered.Create_cart((1, b, a), periods=(True, True, True), reorder=False)
+        self.cart = ordered.Create_cart((tile.h, tile.b, tile.a), periods=(True, True, True), reorder=False)
         if order is not None:
             ordered.Free()
         self.row = self.cart.Sub((False, False, True))
@@ -186,14 +186,14 @@ class Home:
         _ABANDONED.append(self)
         endings.abort_if_uncaught()
 
-    def mesh(self, peers, a, b, order=None):
+    def mesh(self, peers, tile, order=None):
         """The mesh of a tile, made if needed, with one more user; collective.
 
         peers: all ranks, from `peers`.  order: the ranks in the order of the mesh; None: their own order.
         """
-        mesh = self.meshes.get((a, b, order))
+        mesh = self.meshes.get((tile, order))
         if mesh is None:
-            mesh = self.meshes[a, b, order] = blocking(peers, lambda: Mesh(self.comm, a, b, order))
+            mesh = self.meshes[tile, order] = blocking(peers, lambda: Mesh(self.comm, tile, order))
         mesh.users += 1
         return mesh
 

@@ -11,7 +11,6 @@ sent, in the slots of "+X".  An array that is sent uncast has None there.
 from dataclasses import dataclass
 
 from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
-from ..schedule.travels import in_column, in_row
 
 
 @dataclass
@@ -38,9 +37,7 @@ class Buffers:
     def __init__(self, backend, shapes, schedule, mesh, q_layout, k_layout):
         self.schedule = schedule
         self.packed = any(step.fused for step in schedule.steps)
-        a, b, rank = mesh.a, mesh.b, mesh.rank
-        self.q_chunks = [in_row(rank, a, u) for u in range(a)]
-        self.k_chunks = [in_column(rank, a, b, w) for w in range(b)]
+        self.q_chunks, self.k_chunks = mesh.tile.row(mesh.rank), mesh.tile.column(mesh.rank)
         self.q_tokens = [q_layout.length(chunk) for chunk in self.q_chunks]
         self.k_tokens = [k_layout.length(chunk) for chunk in self.k_chunks]
         self.reduced = REDUCED[schedule.direction]

@@ -185,7 +185,7 @@ class Executor:
     def _run_tile(self, meanwhile):
         """Launch all blocks as one, over the packed arenas."""
         q, kv = self._whole("Q"), self._whole("KV")
-        accumulators = {kind: [self._accumulator(kind, hop) for hop in range(self.schedule.extent(kind))]
+        accumulators = {kind: [self._accumulator(kind, hop) for hop in range(self.schedule.tile.extent(kind))]
                         for kind in self.buffers.reduced}
 
         def intervals():
@@ -275,7 +275,7 @@ class Executor:
         """Post a transfer between pairs."""
         kind, (hop,), (slot,) = transfer.kind, transfer.hops, transfer.slots
         route, rank = self.schedule.route, self.mesh.rank
-        ahead, leaves, lands, _ = leg_of(kind, hop, self.schedule.extent(kind), route)
+        ahead, leaves, lands, _ = leg_of(kind, hop, self.schedule.tile.extent(kind), route)
         comm, me = self._group(kind)
         posted, sending, arriving = [], (), None
         if self.activity.receives(kind, rank, hop, route):
@@ -325,7 +325,7 @@ class Executor:
         own, (comm, me) = self.chunks[kind, 0], self._group(kind)
         gathered = Chunk(self.buffers.arena[kind])
         tokens, starts = self._packing(kind)
-        owners = [self.activity.back(kind, self.mesh.rank, (me - rank) % comm.size) for rank in range(comm.size)]
+        owners = [self.mesh.tile.in_group(kind, self.mesh.rank, (me - rank) % comm.size) for rank in range(comm.size)]
         wanted = [self.activity.sends(kind, owner, 1, collective=True) for owner in owners]
         tokens = [count * want for count, want in zip(tokens, wanted)]
         posted = []

@@ -22,11 +22,11 @@ def block_seconds(problem, ranks, machine, direction="forward"):
     return machine.launch + machine.compute(problem.flops / ranks ** 2, problem.dtype, direction)
 
 
-def transfer_seconds(problem, a, b, machine, direction="forward", nodes=None):
+def transfer_seconds(problem, tile, machine, direction="forward", nodes=None):
     """Seconds of one hop, by kind.  The link between nodes is used if any row (or column) spans several nodes."""
-    nodes = np.reshape(nodes_of(a * b, machine) if nodes is None else nodes, (b, a))
+    nodes = np.reshape(nodes_of(tile.ranks, machine) if nodes is None else nodes, (tile.b, tile.a))
     spans = {True: (nodes != nodes[:1]).any(), False: (nodes != nodes[:, :1]).any()}
-    tokens = {True: problem.seqlen_k / (a * b), False: problem.seqlen / (a * b)}
+    tokens = {True: problem.seqlen_k / tile.ranks, False: problem.seqlen / tile.ranks}
     seconds = {}
     for name, nbytes in token_bytes(problem, direction).items():
         kind = KINDS[direction][name]
@@ -35,13 +35,13 @@ def transfer_seconds(problem, a, b, machine, direction="forward", nodes=None):
     return seconds
 
 
-def transfer_costs(problem, a, b, machine, direction="forward", nodes=None):
+def transfer_costs(problem, tile, machine, direction="forward", nodes=None):
     """The costs c of Algorithm 2: number of blocks that hide one transfer of each kind."""
-    block = block_seconds(problem, a * b, machine, direction)
-    return Costs(*(seconds / block for seconds in transfer_seconds(problem, a, b, machine, direction, nodes).values()))
+    block = block_seconds(problem, tile.ranks, machine, direction)
+    return Costs(*(seconds / block for seconds in transfer_seconds(problem, tile, machine, direction, nodes).values()))
 
 
-def build(kind, a, b, route, problem, machine=DEFAULT, direction="forward", nodes=None, ahead=AHEAD, overlap=True):
+def build(kind, tile, route, problem, machine=DEFAULT, direction="forward", nodes=None, ahead=AHEAD, overlap=True):
     """The schedule of a kind, "greedy" or "collective", for a tile.
 
     nodes: the node of every rank of the mesh; default as in `model.simulate`.
@@ -51,7 +51,7 @@ def build(kind, a, b, route, problem, machine=DEFAULT, direction="forward", node
     if kind not in SCHEDULES:
         raise ArgumentError(f"schedule is {kind!r}; it may be {', '.join(SCHEDULES)} or auto")
     if kind == "collective":
-        return collective(a, b, route, direction)
-    costs = transfer_costs(problem, a, b, machine, direction, nodes)
-    schedule = greedy(a, b, costs, route, direction, ahead if overlap else 0)
+        return collective(tile, route, direction)
+    costs = transfer_costs(problem, tile, machine, direction, nodes)
+    schedule = greedy(tile, costs, route, direction, ahead if overlap else 0)
     return schedule if overlap else apart(schedule)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..errors import ArgumentError
 from ..problem.layout import KINDS, Layout
 from ..schedule.route import ROUTES, passed_on
-from ..schedule.tile import tiles
+from ..schedule.tile import Tile, tiles
 from ..schedule.travels import token_bytes
 from . import cost, memory
 from .machine import DEFAULT
@@ -36,8 +36,7 @@ class Choice(NamedTuple):
     nbytes: bytes of memory on the rank that needs the most.
     """
 
-    a: int
-    b: int
+    tile: Tile
     schedule: str
     route: str
     layouts: tuple
@@ -96,7 +95,7 @@ def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, 
              direction="forward", nodes=None, overlap=True, max_memory=None):
     """A `Choice` for every combination of tile, schedule kind, route and pair of layouts, best first.
 
-    shapes: the tiles (a, b) to try, default all.
+    shapes: the tiles to try, default all.
     pairs: pairs of layouts (of queries, of keys), default those that "auto" allows.
     direction: a key of DIRECTIONS.
     nodes: the node of every rank; default as in `model.simulate`.
@@ -109,26 +108,26 @@ def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, 
     if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int) or max_memory <= 0):
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a positive number of bytes, or None")
 
-    def schedules(a, b, kind, way, ahead):
-        return [cost.build(kind, a, b, way, problem, machine, one, nodes, ahead, overlap)
+    def schedules(tile, kind, way, ahead):
+        return [cost.build(kind, tile, way, problem, machine, one, nodes, ahead, overlap)
                 for one in DIRECTIONS[direction]]
-    made = {(*shape, kind, way): schedules(*shape, kind, way, cost.AHEAD)
-            for shape in shapes or tiles(ranks) for kind in kinds for way in routes(route, problem, machine)}
+    made = {(tile, kind, way): schedules(tile, kind, way, cost.AHEAD)
+            for tile in shapes or tiles(ranks) for kind in kinds for way in routes(route, problem, machine)}
     choices = []
     for pair in pairs or layouts("auto", problem, ranks):
         work, lengths = block_pairs(problem.mask, *pair), [layout.lengths for layout in pair]
-        loads = {shape: Load(work, *lengths, *shape) for shape in {key[:2] for key in made}}
-        for (a, b, kind, way), built in made.items():
-            load, ahead, nbytes = loads[a, b], built[0].ahead, _nbytes(built, problem, pair)
+        loads = {tile: Load(work, *lengths, tile) for tile in {tile for tile, *_ in made}}
+        for (tile, kind, way), built in made.items():
+            load, ahead, nbytes = loads[tile], built[0].ahead, _nbytes(built, problem, pair)
             while ahead and max_memory is not None and nbytes > max_memory:
                 ahead -= 1
-                built = schedules(a, b, kind, way, ahead)
+                built = schedules(tile, kind, way, ahead)
                 nbytes = _nbytes(built, problem, pair)
             runs = [simulate(schedule, problem, load, machine, nodes) for schedule in built]
             seconds = sum(run.seconds for run in runs)
             waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
             sent = {schedule.direction: _sent(schedule, problem, load) for schedule in built}
-            choices.append(Choice(a, b, kind, way, pair, ahead, load.balance, seconds, waiting, sent, nbytes))
+            choices.append(Choice(tile, kind, way, pair, ahead, load.balance, seconds, waiting, sent, nbytes))
     fits = [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
     least = (1 + SAME_TIME) * min(choice.seconds for choice in fits or choices)
     return sorted(choices, key=lambda c: (bool(fits) and c not in fits, max(c.seconds, least), c.sent_bytes, c.nbytes))
@@ -139,7 +138,7 @@ def check_memory(choices, max_memory):
     if max_memory is not None and choices[0].nbytes > max_memory:
         least = min(choices, key=lambda choice: choice.nbytes)
         raise ArgumentError(f"max_memory is {max_memory} bytes a rank; the least that these arguments leave to choose "
-                            f"from needs {least.nbytes} (tile {least.a}x{least.b}, {least.schedule}, {least.route} "
+                            f"from needs {least.nbytes} (tile {least.tile}, {least.schedule}, {least.route} "
                             f"route, {least.layouts[0].kind} layout)")
 
 

@@ -77,7 +77,7 @@ class _Run:
 
     def _sources(self, transfer, hop):
         """The rank from which every rank receives in a hop."""
-        kind, extent = transfer.kind, self.schedule.extent(transfer.kind)
+        kind, extent = transfer.kind, self.schedule.tile.extent(transfer.kind)
         ahead = leg_of(kind, hop, extent, self.schedule.route, transfer.collective).ahead
         return self.load.chunks[kind in IN_COLUMNS][ahead % extent]
 
@@ -124,8 +124,8 @@ class _Run:
     def _collective(self, transfer, posted):
         """The same for a collective, which lasts until its slowest rank has received everything."""
         column, reduced = transfer.kind in IN_COLUMNS, transfer.kind not in GATHERED
-        extent, nbytes = self.schedule.extent(transfer.kind), self.moved[transfer.kind, True]
-        shape, axis = (self.schedule.b, self.schedule.a), 0 if column else 1
+        extent, nbytes = self.schedule.tile.extent(transfer.kind), self.moved[transfer.kind, True]
+        shape, axis = (self.schedule.tile.b, self.schedule.tile.a), 0 if column else 1
         seconds, latencies, received = np.zeros((2, self.ranks)), np.zeros(self.ranks), np.zeros(self.ranks)
         for hop in range(1, extent):
             sources = self._sources(transfer, hop)

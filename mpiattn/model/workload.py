@@ -12,7 +12,6 @@ import numpy as np
 
 from ..schedule.kinds import IN_COLUMNS
 from ..schedule.route import leg_of
-from ..schedule.travels import in_column, in_row
 
 RUN_PIECE = 2 ** 16         # queries counted at a time with causal_block
 
@@ -107,17 +106,16 @@ def block_pairs(mask, q_layout, k_layout):
 
 
 class Load:
-    """Work and transfers of every rank in a mesh of b rows x a columns.
+    """Work and transfers of every rank of a mesh.
 
     pairs: the result of `block_pairs`.
     q_lengths, k_lengths: tokens of every chunk.
     """
 
-    def __init__(self, pairs, q_lengths, k_lengths, a, b):
+    def __init__(self, pairs, q_lengths, k_lengths, tile):
         self.lengths = np.array(q_lengths), np.array(k_lengths)
-        ranks = np.arange(a * b)
-        self.chunks = (np.stack([in_row(ranks, a, u) for u in range(a)]),            # (hops, ranks): the chunk
-                       np.stack([in_column(ranks, a, b, w) for w in range(b)]))      # (and rank) so many hops back
+        ranks = np.arange(tile.ranks)
+        self.chunks = np.stack(tile.row(ranks)), np.stack(tile.column(ranks))        # (hops, ranks): so many hops back
         self.pairs = pairs[self.chunks[0][:, None], self.chunks[1][None]]            # (a, b, ranks): of block (u, w)
 
     @cached_property

@@ -14,14 +14,15 @@ class Described:
     def __repr__(self):
         if "_arguments" not in self.__dict__:
             return f"{type(self).__name__}(not made)"
-        (a, b), kinds = self.tile, " and ".join(dict.fromkeys(layout.kind for layout in (self.q_layout, self.k_layout)))
-        return (f"{type(self).__name__}({self.problem}; tile {a}x{b}, {kinds} layout, {self.schedule.name} schedule, "
-                f"{self.route} route, {self.backend}; {'closed' if self._home is None else 'open'})")
+        kinds = " and ".join(dict.fromkeys(layout.kind for layout in (self.q_layout, self.k_layout)))
+        return (f"{type(self).__name__}({self.problem}; tile {self.tile}, {kinds} layout, "
+                f"{self.schedule.name} schedule, {self.route} route, {self.backend}; "
+                f"{'closed' if self._home is None else 'open'})")
 
     @property
     def tile(self):
-        """The tile (a, b): a query chunks x b KV chunks per rank.  The mesh has b rows x a columns."""
-        return self.schedule.a, self.schedule.b
+        """The `Tile`: tile.a query chunks x tile.b KV chunks per rank.  str(tile) is "AxB"."""
+        return self.schedule.tile
 
     @property
     def route(self):
@@ -147,7 +148,7 @@ class Described:
         if groups is None:
             return self._activity
         if not _same_cuts(self._latest.documents, groups):
-            self._latest = Activity(self.problem.mask, *self._layouts, *self.tile, groups)
+            self._latest = Activity(self.problem.mask, *self._layouts, self.tile, groups)
         return self._latest
 
 

@@ -46,7 +46,7 @@ class MeshAttention(Described, Distributed, Collective):
         Scores are multiplied by scale.  Softcap then replaces s by softcap * tanh(s / softcap); None or 0 for none.
     seqlen_k, value_dim : int, default seqlen and head_dim
         Tokens of the keys and elements of a value.
-    tile : str or (int, int), default "auto"
+    tile : str, (int, int) or Tile, default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto".
     layout : str or Layout or pair of Layout, default "auto"
         "contiguous", "striped", "zigzag", "auto", or a `Layout` of uneven contiguous chunks, or two: (queries, keys).
@@ -114,7 +114,7 @@ class MeshAttention(Described, Distributed, Collective):
                 "backend": backend, "transport": transport, "max_message": max_message, "max_memory": max_memory,
                 "machine": machine, "overlap": overlap, "timeout": timeout}
             self._plan, self._backend = settle(home, peers, *self._asked)
-            self._mesh = home.mesh(peers, self._plan.choice.a, self._plan.choice.b, self._plan.order)
+            self._mesh = home.mesh(peers, self._plan.choice.tile, self._plan.order)
             with agreement(peers):                    # out of memory on one rank must not hang the others
                 self._prepare(home)
             self._join(home, self._exchange.peers)
@@ -128,7 +128,7 @@ class MeshAttention(Described, Distributed, Collective):
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options["max_message"])
         self._passes = RankPasses(self._plan, self.schedule, self._mesh, self._backend, self._exchange)
-        self._activity = self._latest = Activity(self.problem.mask, *self._layouts, chosen.a, chosen.b)
+        self._activity = self._latest = Activity(self.problem.mask, *self._layouts, chosen.tile)
         self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
 
     def like(self, *, seqlen=None, seqlen_k=None):

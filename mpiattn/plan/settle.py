@@ -66,13 +66,13 @@ class Plan:
     def schedule(self, direction="forward"):
         """The schedule of a pass."""
         c = self.choice
-        return cost.build(c.schedule, c.a, c.b, c.route, self.problem, self.machine, direction, self.nodes, c.ahead,
+        return cost.build(c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, c.ahead,
                           self.overlap)
 
     def predicted(self, direction="forward"):
         """The predicted `mpiattn.schedule.timeline.Timeline` of a pass, for all ranks of the mesh."""
         c = self.choice
-        load = Load(block_pairs(self.problem.mask, *c.layouts), *(one.lengths for one in c.layouts), c.a, c.b)
+        load = Load(block_pairs(self.problem.mask, *c.layouts), *(one.lengths for one in c.layouts), c.tile)
         return simulate(self.schedule(direction), self.problem, load, self.machine, self.nodes)
 
     def layouts_by_rank(self):
@@ -129,6 +129,6 @@ def resized(plan, shape, options):
     problem, chosen = Problem(**shape), plan.choice
     layouts = tuple(replace(layout, seqlen=tokens)
                     for layout, tokens in zip(chosen.layouts, (problem.seqlen, problem.seqlen_k)))
-    checked = replace(Options(**options), tile=(chosen.a, chosen.b), layout=[layouts], schedule=chosen.schedule,
+    checked = replace(Options(**options), tile=chosen.tile, layout=[layouts], schedule=chosen.schedule,
                       route=chosen.route)
     return _choose(problem, checked, plan.machine, plan.order, plan.nodes)

@@ -10,7 +10,7 @@ import numpy as np
 from ..console.table import size
 from ..errors import ArgumentError
 from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, matrices
-from ..schedule.travels import ELEMENTS, in_column, in_row, place
+from ..schedule.travels import ELEMENTS
 from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
 
 MOST_NUMBERED = 16                     # with up to this many ranks every block has its rank's number and color
@@ -21,38 +21,32 @@ MOST_LINES = 32                        # lines between the rows of a mesh
 MOST_CHUNKS = 9                        # chunks per side of a tile that are drawn; larger tiles are abbreviated
 
 
-def check_rank(rank, a, b):
-    """Raise ArgumentError unless the mesh of tile a x b has that rank."""
-    if not 0 <= rank < a * b:
-        raise ArgumentError(f"rank is {rank}; of {a * b} ranks it may be 0 to {a * b - 1}")
+def check_rank(rank, tile):
+    """Raise ArgumentError unless the mesh of a tile has that rank."""
+    if not 0 <= rank < tile.ranks:
+        raise ArgumentError(f"rank is {rank}; of {tile.ranks} ranks it may be 0 to {tile.ranks - 1}")
 
 
-def chunks_of(rank, a, b):
-    """The query chunks and the KV chunks of a rank's tile, by hop: its own chunks first."""
-    return [in_row(rank, a, u) for u in range(a)], [in_column(rank, a, b, w) for w in range(b)]
-
-
-def _color_of(rank, a, b):
+def _color_of(rank, tile):
     """The color of a rank: far from those of its neighbours in the row, and darker for higher columns."""
     from matplotlib import colormaps
-    r, c = place(rank, a)
-    return 1 - LIGHT * (1 - np.array(colormaps["cividis_r"]((c * b + r) / max(1, a * b - 1))[:3]))
+    row, column = tile.place(rank)
+    return 1 - LIGHT * (1 - np.array(colormaps["cividis_r"]((column * tile.b + row) / max(1, tile.ranks - 1))[:3]))
 
 
-def draw_assignment(axes, a, b, rank=0, work=None):
-    """Draw the n x n blocks of a tile a x b, the tile of `rank` with a frame around it.
+def draw_assignment(axes, tile, rank=0, work=None):
+    """Draw the n x n blocks of a mesh, the tile of `rank` with a frame around it.
 
     work: attended pairs of every block, (n, n), from `model.workload.block_pairs`: blocks with less work are paler,
     empty ones white.  Up to MOST_NUMBERED ranks every block has its rank's number and color; with more ranks only the
     blocks of `rank` are colored.
     """
     from matplotlib.patches import Rectangle
-    check_rank(rank, a, b)
-    n = a * b
-    queries, keys = chunks_of(rank, a, b)
+    check_rank(rank, tile)
+    n, queries, keys = tile.ranks, tile.row(rank), tile.column(rank)
     share = None if work is None else np.asarray(work) / max(1, np.max(work))
     if n <= MOST_NUMBERED:
-        _draw_numbered(axes, a, b, rank, np.ones((n, n)) if share is None else share)
+        _draw_numbered(axes, tile, rank, np.ones((n, n)) if share is None else share)
     else:
         if share is not None:
             step = -(-n // MOST_CELLS)
@@ -60,33 +54,33 @@ def draw_assignment(axes, a, b, rank=0, work=None):
             counts = np.diff([*range(0, n, step), n])
             axes.imshow(whole / np.outer(counts, counts), cmap="Greys", vmin=0, vmax=2.5, extent=(0, n, n, 0),
                         interpolation="nearest")
-        for row in range(0, n, a) if b <= MOST_LINES else ():
-            axes.add_patch(Rectangle((0, row), n, a, fill=False, edgecolor=GRAY, linewidth=0.3))
-        needs = Needs(a, b, rank, work)
+        for row in range(0, n, tile.a) if tile.b <= MOST_LINES else ():
+            axes.add_patch(Rectangle((0, row), n, tile.a, fill=False, edgecolor=GRAY, linewidth=0.3))
+        needs = Needs(tile, rank, work)
         for u in np.flatnonzero(needs.rows):
             axes.add_patch(Rectangle((0, queries[u]), n, 1, facecolor=COLORS["Q"], alpha=0.35, linewidth=0, label="Q"))
         for w in np.flatnonzero(needs.columns):
             axes.add_patch(Rectangle((keys[w], 0), 1, n, facecolor=COLORS["KV"], alpha=0.6, linewidth=0, label="KV"))
     for chunk in keys:                                                   # the frames around the tile
-        axes.add_patch(Rectangle((chunk, min(queries)), 1, a, fill=n > MOST_NUMBERED, facecolor=INK, edgecolor=INK,
+        axes.add_patch(Rectangle((chunk, min(queries)), 1, tile.a, fill=n > MOST_NUMBERED, facecolor=INK, edgecolor=INK,
                                  linewidth=1.8 if n <= MOST_NUMBERED else 0.4, zorder=3, label="tile"))
     _chunk_axes(axes, n)
-    axes.set_title(f"Blocks of {n} rank{'s' * (n > 1)}, tile {a}x{b}\n"
+    axes.set_title(f"Blocks of {n} rank{'s' * (n > 1)}, tile {tile}\n"
                    + (f"number: the rank that computes it; framed: rank {rank}" if n <= MOST_NUMBERED else
                       f"black: rank {rank}; blue and orange: chunks it needs")
                    + ("" if share is None else "\npaler: the mask leaves less work"))
 
 
-def _draw_numbered(axes, a, b, rank, share):
+def _draw_numbered(axes, tile, rank, share):
     from matplotlib.patches import Rectangle
-    n = a * b
+    n = tile.ranks
     for cut in range(1, n):
-        axes.axhline(cut, color="white", linewidth=1.5 if cut % a == 0 else 0.4)
+        axes.axhline(cut, color="white", linewidth=1.5 if cut % tile.a == 0 else 0.4)
         axes.axvline(cut, color="white", linewidth=0.4)
     for i in range(n):
         for j in range(n):
-            owner = i // a * a + j % a
-            color = 1 - share[i, j] * (1 - _color_of(owner, a, b))
+            owner = i // tile.a * tile.a + j % tile.a
+            color = 1 - share[i, j] * (1 - _color_of(owner, tile))
             axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, label="block"))
             luminance = color @ (0.299, 0.587, 0.114)
             axes.text(j + 0.5, i + 0.52, str(owner), ha="center", va="center", fontsize=min(9, 100 / n),
@@ -117,9 +111,9 @@ def _shown(count):
 class Needs:
     """What a rank's tile needs under a mask: whether each query chunk, KV chunk and block has work, by hop."""
 
-    def __init__(self, a, b, rank, work):
-        self.queries, self.keys = chunks_of(rank, a, b)
-        work = np.ones((a * b, a * b), bool) if work is None else np.asarray(work) > 0
+    def __init__(self, tile, rank, work):
+        self.queries, self.keys = tile.row(rank), tile.column(rank)
+        work = np.ones((tile.ranks, tile.ranks), bool) if work is None else np.asarray(work) > 0
         self.blocks = work[np.ix_(self.queries, self.keys)]
         self.rows, self.columns = self.blocks.any(axis=1), self.blocks.any(axis=0)
         self.moved = int(self.rows[1:].sum()), int(self.columns[1:].sum())            # in the row, in the column
@@ -131,16 +125,16 @@ class Needs:
         return ((self.keys, self.columns) if column else (self.queries, self.rows)) + (self.moved[column],)
 
 
-def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
+def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None):
     """Draw the tile of one rank: its blocks, the chunks that it receives and the partials that it sends.
 
     work: as for `draw_assignment`; chunks that the mask makes needless are left empty.  direction: "forward" or
     "backward".  nbytes: bytes that the rank receives or sends, by kind, for the labels.
     """
     from matplotlib.patches import Rectangle
-    check_rank(rank, a, b)
-    needs = Needs(a, b, rank, work)
-    rows, columns = _shown(a), _shown(b)
+    check_rank(rank, tile)
+    needs = Needs(tile, rank, work)
+    rows, columns = _shown(tile.a), _shown(tile.b)
     down = len(rows) + (5.2 if direction == "backward" else 2.8)
     width, height = axes.figure.get_size_inches() * axes.get_position().size       # changed later by the layout
     unit = POINTS * min(1.25 * width / (len(columns) + 7.6), 0.83 * height / down)  # side of a block in points, about
@@ -153,7 +147,7 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
         """A chunk beside the tile: filled if it is sent, framed if it is the rank's own, dotted if neither."""
         chunks, needed, _ = needs.of(kind)
         state = "left out" if hop is None else "own" if hop == 0 else "moved" if needed[hop] else "not needed"
-        text = "..." if hop is None else f"{kind if a * b < LONG else ''}{chunks[hop]}"
+        text = "..." if hop is None else f"{kind if tile.ranks < LONG else ''}{chunks[hop]}"
         cell(x, y, text, f"{kind} {state}", edgecolor=COLORS[kind], linewidth=1.2,
              facecolor=COLORS[kind] if state in ("moved", "left out") else "white",
              linestyle=":" if state == "not needed" else "-")
@@ -165,7 +159,7 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
     for y, u in enumerate(rows):
         for x, w in enumerate(columns):
             if u is not None and w is not None:
-                cell(x, y, "" if a * b > MOST_NUMBERED else f"{needs.queries[u]},{needs.keys[w]}",
+                cell(x, y, "" if tile.ranks > MOST_NUMBERED else f"{needs.queries[u]},{needs.keys[w]}",
                      "block" if needs.blocks[u, w] else "empty block", edgecolor=PALE,
                      facecolor=PALE if needs.blocks[u, w] else "white")
     below = len(rows)
@@ -184,25 +178,25 @@ def draw_tile(axes, a, b, rank=0, work=None, direction="forward", nbytes=None):
     axes.set(xlim=(-3.8, len(columns) + 3.8), ylim=(down - 2.6, -2.6),
              aspect="equal", anchor="N")
     axes.set_axis_off()
-    axes.set_title(_tile_title(a, b, rank, direction, needs))
+    axes.set_title(_tile_title(tile, rank, direction, needs))
 
 
-def _tile_title(a, b, rank, direction, needs):
-    head = f"Rank {rank}, {direction}: {a} x {b} blocks; white: its own chunks"
+def _tile_title(tile, rank, direction, needs):
+    head = f"Rank {rank}, {direction}: {tile.a} x {tile.b} blocks; white: its own chunks"
     (row, column), moved = ELEMENTS[direction], needs.moved
     names = [", ".join(matrices(direction, in_column)) for in_column in (False, True)]
     counts = " + ".join(f"{hops} of each {name}" for hops, name in zip(moved, names) if hops)
     if not counts:
         return f"{head}\nnothing moves"
-    ring = f"; on a Ring {column * needs.on_ring}" if a > 1 else ""
+    ring = f"; on a Ring {column * needs.on_ring}" if tile.a > 1 else ""
     return f"{head}\n{counts}:\n{row * moved[0] + column * moved[1]} chunks move (filled){ring}"
 
 
 @styled
-def assignment(a, b, rank=0, work=None, direction="forward", nbytes=None):
+def assignment(tile, rank=0, work=None, direction="forward", nbytes=None):
     """A figure of `draw_assignment` and, beside it, `draw_tile`."""
     figure = new_figure(8.4, 4.3)
     left, right = figure.subplots(1, 2)
-    draw_assignment(left, a, b, rank, work)
-    draw_tile(right, a, b, rank, work, direction, nbytes)
+    draw_assignment(left, tile, rank, work)
+    draw_tile(right, tile, rank, work, direction, nbytes)
     return figure

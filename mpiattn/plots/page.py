@@ -16,7 +16,8 @@ def page(problem, work, load, schedules, timelines, title, machine):
     work, load: `model.workload.block_pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: one per
     pass, with predicted timelines.  title: the plan in words.  machine: the machine of the prediction, in words.
     """
-    (a, b, ranks), rank, first = load.pairs.shape, slowest(timelines[0]), schedules[0]
+    rank, first = slowest(timelines[0]), schedules[0]
+    tile, ranks = first.tile, first.tile.ranks
     heights = [LANE * len(lanes(of_rank(predicted, rank))) + 0.25 for predicted in timelines]
     sends = ranks >= FEWEST and problem.seqlen + problem.seqlen_k > 0
     widths = [1, 1, 0.8] if sends else [1, 1]
@@ -25,13 +26,13 @@ def page(problem, work, load, schedules, timelines, title, machine):
     rows = figure.add_gridspec(1 + len(timelines), 1, height_ratios=[TOP, *heights])
     top = rows[0].subgridspec(1, len(widths), width_ratios=widths)
     shade = work if problem.causal or problem.window != (None, None) or not work.all() else None
-    draw_assignment(figure.add_subplot(top[0]), a, b, rank, shade)
+    draw_assignment(figure.add_subplot(top[0]), tile, rank, shade)
     nbytes = {kind: float(load.moved(kind, first.route, first.collective)[:, rank].sum() * of_token)
               for kind, of_token in token_bytes(problem, first.direction).items()}
-    draw_tile(figure.add_subplot(top[1]), a, b, rank, shade, first.direction, nbytes)
+    draw_tile(figure.add_subplot(top[1]), tile, rank, shade, first.direction, nbytes)
     if sends:
         direction = first.direction if len(schedules) == 1 else "both"
-        draw_traffic(figure.add_subplot(top[2]), problem, ranks, direction, (a, b))
+        draw_traffic(figure.add_subplot(top[2]), problem, ranks, direction, tile)
     until = max(predicted.seconds for predicted in timelines) or None
     for row, predicted in enumerate(timelines, 1):
         axes = figure.add_subplot(rows[row])

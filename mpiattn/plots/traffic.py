@@ -7,7 +7,7 @@ from ..console.table import percent
 from ..errors import ArgumentError
 from ..schedule import travels as formulas
 from ..schedule.kinds import KINDS
-from ..schedule.tile import tiles
+from ..schedule.tile import Tile, tiles
 from .style import GRAY, INK, label_ends, new_figure, rank_axis, size_axis, styled
 
 FEWEST = 2
@@ -19,21 +19,21 @@ def counts(most):
 
 
 def best_tile(problem, ranks, direction="forward"):
-    """The tile that sends the fewest bytes: ((a, b), bytes)."""
-    return min((((a, b), mesh(problem, ranks, a, b, direction)) for a, b in tiles(ranks)), key=lambda pair: pair[1])
+    """The tile that sends the fewest bytes: (Tile, bytes)."""
+    return min(((tile, mesh(problem, tile, direction)) for tile in tiles(ranks)), key=lambda pair: pair[1])
 
 
-def mesh(problem, ranks, a, b, direction="forward"):
-    """Mean bytes that a rank sends with tile a x b in a direction; "both": the sum of both directions."""
+def mesh(problem, tile, direction="forward"):
+    """Mean bytes that a rank sends with a tile in a direction; "both": the sum of both directions."""
     directions = KINDS if direction == "both" else (direction,)
-    return sum(formulas.mean_sent(problem, ranks, a, b, name) for name in directions)
+    return sum(formulas.mean_sent(problem, tile, name) for name in directions)
 
 
 def lines(problem, most, direction="forward"):
     """Pairs (ranks, bytes) to draw, by method; without the ranks for which a method is not possible."""
     by_method = {"Ring": [], "best mesh": [], "USP": [], "Ulysses": []}
     for ranks in counts(most):
-        by_method["Ring"].append((ranks, mesh(problem, ranks, 1, ranks, direction)))
+        by_method["Ring"].append((ranks, mesh(problem, Tile(1, 1, ranks), direction)))
         by_method["best mesh"].append((ranks, best_tile(problem, ranks, direction)[1]))
         group, nbytes = formulas.best_usp(problem, ranks, direction)
         if group > 1:
@@ -54,7 +54,7 @@ LOOK = {"Ring": {"color": INK, "marker": "o", "linestyle": "-"},
 def draw_traffic(axes, problem, most, direction="forward", tile=None):
     """Draw bytes per rank against the number of ranks, up to `most`.
 
-    tile: (a, b) of `most` ranks, marked if it is not the best one.
+    tile: a Tile of `most` ranks, marked if it is not the best one.
     """
     if most < FEWEST:
         raise ArgumentError(f"ranks is {most}; it must be at least {FEWEST} where traffic is to be drawn")
@@ -68,29 +68,30 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
     shown = counts(most)
     rank_axis(axes.xaxis, shown if len(shown) < 10 else shown[::2])
     size_axis(axes.yaxis)
-    (a, b), _ = best_tile(problem, most, direction)
+    best, _ = best_tile(problem, most, direction)
     ring, color = by_method["Ring"][-1][1], LOOK["best mesh"]["color"]
     sizes = [nbytes for points in by_method.values() for _, nbytes in points if nbytes]
     axes.set(xlim=(shown[0] * 0.85, most * 1.15), ylim=(min(sizes, default=1) / 2.5, max(sizes, default=1) * 1.5))
     for ranks in shown[:-1]:
-        (columns, rows), sent = best_tile(problem, ranks, direction)
-        if columns > 1:
-            axes.annotate(f"{columns}x{rows}", (ranks, sent), xytext=(2, 4), textcoords="offset points", fontsize=6.5,
+        marked, sent = best_tile(problem, ranks, direction)
+        if marked.a > 1:
+            axes.annotate(str(marked), (ranks, sent), xytext=(2, 4), textcoords="offset points", fontsize=6.5,
                           color=color)
 
     def less(sent):
         return f":\n{percent(1 - sent / ring)} less" if sent <= ring else ":\nmore than Ring"
     group = formulas.best_usp(problem, most, direction)[0]
-    names = {"best mesh": f"best mesh, {a}x{b}" if a > 1 else "best mesh: Ring", "USP": f"USP, {group}x{most // group}"}
+    names = {"best mesh": f"best mesh, {best}" if best.a > 1 else "best mesh: Ring",
+             "USP": f"USP, {group}x{most // group}"}
     for name in [name for name in by_method if name != "Ulysses"]:
         ranks, sent = by_method[name][-1]
         label = (name if name == "Ring" or ranks < most else                # its line ends at the last possible number
                 names[name] + ("" if names[name].endswith("Ring") else less(sent)))
         labels.append((ranks, sent, label, LOOK[name]["color"]))
-    if tile not in (None, (a, b), (1, most)):
-        sent = mesh(problem, most, *tile, direction)
+    if tile not in (None, best, Tile(1, 1, most)):
+        sent = mesh(problem, tile, direction)
         axes.plot([most], [sent], marker="*", markersize=9, color=color, linestyle="", label="tile")
-        labels.append((most, sent, f"tile {tile[0]}x{tile[1]}{less(sent)}", color))
+        labels.append((most, sent, f"tile {tile}{less(sent)}", color))
     label_ends(axes, labels)
     if "Ulysses" in by_method:
         axes.text(0.02, 0.03, f"diamonds: Ulysses, on no more ranks than the {problem.kv_heads} KV heads", color=GRAY,

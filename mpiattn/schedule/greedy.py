@@ -1,7 +1,7 @@
 """The greedy schedules of Mesh-Attention (arXiv 2512.20968): Algorithm 2 forward, and backward.
 
 Three rules: choose the transfer that unlocks the most blocks per cost; start only as many blocks as hide it; run row 0
-(backward, column 0 too) last, because its accumulators are never sent.  greedy(1, n) is Ring-Attention.
+(backward, column 0 too) last, because its accumulators are never sent.  On the tile 1xN it is Ring-Attention.
 
 Backward, dQ of a row can be sent once the row is complete, and dKV of a column once the column is.  Let n_dQ (n_dKV)
 blocks be missing from the next such row (column).  The next block is along the row if c_dQ / n_dQ > c_dKV / n_dKV, else
@@ -12,28 +12,28 @@ available to us.  Sending complete partials while chunks still arrive is our add
 from heapq import heappop, heappush
 
 from ..errors import ArgumentError
-from .kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED, extent_of
+from .kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
 from .steps import Block, Costs, Step, Transfer, blocks_to_hide, with_slots
 
 
-class _Tile:
+class _Blocks:
     """The blocks of a tile: which have run, which can run, and in which order they do."""
 
-    def __init__(self, a, b, costs, direction):
-        self.a, self.b = a, b
+    def __init__(self, tile, costs, direction):
+        self.tile = tile
         self.cost = dict(zip(KINDS[direction], costs))
         self.here = dict.fromkeys(GATHERED, 0)              # hops that have arrived
-        self.unsent = {kind: list(range(1, extent_of(kind, a, b))) for kind in REDUCED[direction]}
+        self.unsent = {kind: list(range(1, tile.extent(kind))) for kind in REDUCED[direction]}
         self.backward = direction == "backward"
         self.done, self.heap = set(), []
-        self.missing = {**{("row", u): b for u in range(a)}, **{("column", w): a for w in range(b)}}
+        self.missing = {**{("row", u): tile.b for u in range(tile.a)}, **{("column", w): tile.a for w in range(tile.b)}}
         self._add(0, 0)
 
     def _add(self, u, w):
-        heappush(self.heap, (*self._place(u, w), u, w))
+        heappush(self.heap, (*self._order(u, w), u, w))
 
-    def _place(self, u, w):
-        return u or self.a, (w or self.b) if self.backward else w
+    def _order(self, u, w):
+        return u or self.tile.a, (w or self.tile.b) if self.backward else w
 
     def arrive(self, kind):
         """Record the arrival of the next hop of Q or KV, which unlocks its blocks with the chunks that are here."""
@@ -44,7 +44,7 @@ class _Tile:
 
     def unlocks(self, kind):
         """Number of blocks that the next hop of Q or KV would unlock."""
-        if self.here[kind] == (self.a if kind == "Q" else self.b) - 1:
+        if self.here[kind] == self.tile.extent(kind) - 1:
             return 0
         return self.here["KV" if kind == "Q" else "Q"] + 1
 
@@ -92,8 +92,8 @@ class _Tile:
         return tuple(blocks)
 
 
-def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=0):
-    """Schedule of a tile of a query chunks x b KV chunks in which blocks hide every transfer.
+def greedy(tile, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=0):
+    """Schedule of a tile in which blocks hide every transfer.
 
     costs: c_Q, c_KV, c_O (or c_dQ) and c_dKV: number of blocks that hide one transfer of the kind, positive.
     ahead: how many steps before its own a transfer may be posted.
@@ -102,25 +102,25 @@ def greedy(a, b, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=
     costs = Costs(*costs)
     if min(costs) <= 0:
         raise ArgumentError(f"costs are {tuple(costs)}; each must be positive")
-    tile, steps = _Tile(a, b, costs, direction), []
+    blocks, steps = _Blocks(tile, costs, direction), []
 
     def move(*moved):
         for kind, hop in moved:
-            if kind in tile.unsent:
-                tile.unsent[kind].remove(hop)
-        hidden_by = tile.take(blocks_to_hide(sum(tile.cost[kind] for kind, _ in moved)))
+            if kind in blocks.unsent:
+                blocks.unsent[kind].remove(hop)
+        hidden_by = blocks.take(blocks_to_hide(sum(blocks.cost[kind] for kind, _ in moved)))
         steps.append(Step(tuple(Transfer(kind, (hop,), ()) for kind, hop in moved), hidden_by))
-    while tile.unlocks("Q") or tile.unlocks("KV"):
-        kind = "Q" if tile.unlocks("Q") / costs.q > tile.unlocks("KV") / costs.kv else "KV"
-        complete = [target for target in tile.targets() if tile.backward and not tile.lacks(*target)]
-        move((kind, tile.here[kind] + 1), *complete)       # sending complete partials now frees their slots
-        tile.arrive(kind)
-    while targets := tile.targets():
-        if tile.lacks(*targets[0]):
-            steps.append(Step((), tile.take(1)))
+    while blocks.unlocks("Q") or blocks.unlocks("KV"):
+        kind = "Q" if blocks.unlocks("Q") / costs.q > blocks.unlocks("KV") / costs.kv else "KV"
+        complete = [target for target in blocks.targets() if blocks.backward and not blocks.lacks(*target)]
+        move((kind, blocks.here[kind] + 1), *complete)       # sending complete partials now frees their slots
+        blocks.arrive(kind)
+    while targets := blocks.targets():
+        if blocks.lacks(*targets[0]):
+            steps.append(Step((), blocks.take(1)))
         else:
             move(targets[0])
-    rest = tile.take(a * b)
+    rest = blocks.take(tile.a * tile.b)
     if rest:
         steps.append(Step((), rest))
-    return with_slots("greedy", direction, a, b, route, steps, ahead)
+    return with_slots("greedy", direction, tile, route, steps, ahead)

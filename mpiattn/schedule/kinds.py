@@ -107,11 +107,6 @@ def hop_of(kind: str, u: int, w: int) -> int:
     return w if kind in IN_COLUMNS else u
 
 
-def extent_of(kind: str, a: int, b: int) -> int:
-    """Number of hops of a kind in a tile of a x b, #0 included; it equals the ranks of a row or a column."""
-    return b if kind in IN_COLUMNS else a
-
-
 def shapes(problem: Problem, direction: str) -> dict[str, list[Held]]:
     """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
     kinds = KINDS[direction]

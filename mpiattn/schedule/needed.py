@@ -9,9 +9,8 @@ from functools import cache
 import numpy as np
 
 from ..problem.mask import local_interval
-from .kinds import IN_COLUMNS, extent_of
+from .kinds import IN_COLUMNS
 from .route import leg_of
-from .travels import in_column, in_group, in_row
 
 
 def _union(lo, hi):
@@ -27,14 +26,14 @@ def _union(lo, hi):
 
 
 class Activity:
-    """The blocks of one call that have work, on a mesh of b rows x a columns.
+    """The blocks of one call that have work.
 
     documents: the documents of this call (`mpiattn.problem.documents`), or None.
     """
 
-    def __init__(self, mask, q_layout, k_layout, a, b, documents=None):
+    def __init__(self, mask, q_layout, k_layout, tile, documents=None):
         self.mask, self.q_layout, self.k_layout = mask, q_layout, k_layout
-        self.a, self.b, self.documents = a, b, documents
+        self.tile, self.documents = tile, documents
         self.seen = cache(self._seen)
         self.block = cache(self._block)
         self.kept = {}                     # row intervals of blocks on the device, filled by `mpiattn.engine.executor`
@@ -62,31 +61,27 @@ class Activity:
     def work(self, rank):
         """Number of attended (query, key) pairs in a rank's tile, summed over the groups of documents."""
         total = 0
-        for chunk in (in_row(rank, self.a, u) for u in range(self.a)):
+        for chunk in self.tile.row(rank):
             interval = self.interval(chunk)
-            for other in (in_column(rank, self.a, self.b, w) for w in range(self.b)):
+            for other in self.tile.column(rank):
                 if self.block(chunk, other):
                     begin, end = local_interval(*interval, self.k_layout.positions(other))
                     total += int((end - begin).sum(dtype=np.int64))
         return total
 
-    def back(self, kind, rank, hop):
-        """The rank `hop` hops back in the row or column that a kind moves in."""
-        return in_group(kind, rank, self.a, self.b, hop)
-
     def _needs(self, in_columns, chunk, rank):
         """Whether the tile of `rank` has work on a chunk of queries, or on a chunk of keys with `in_columns`."""
         if in_columns:
-            return any(self.block(in_row(rank, self.a, u), chunk) for u in range(self.a))
-        return any(self.block(chunk, in_column(rank, self.a, self.b, w)) for w in range(self.b))
+            return any(self.block(i, chunk) for i in self.tile.row(rank))
+        return any(self.block(chunk, j) for j in self.tile.column(rank))
 
     def _sends(self, kind, rank, hop, route="direct", collective=False):
         """Whether a rank sends in the transfer of one hop of a kind."""
-        _, leaves, _, users = leg_of(kind, hop, extent_of(kind, self.a, self.b), route, collective)
-        owner = self.back(kind, rank, leaves)
-        return any(self.needs(kind in IN_COLUMNS, owner, self.back(kind, owner, -ahead)) for ahead in users)
+        _, leaves, _, users = leg_of(kind, hop, self.tile.extent(kind), route, collective)
+        owner = self.tile.in_group(kind, rank, leaves)
+        return any(self.needs(kind in IN_COLUMNS, owner, self.tile.in_group(kind, owner, -ahead)) for ahead in users)
 
     def _receives(self, kind, rank, hop, route="direct"):
         """Whether a rank receives in the transfer of one hop of a kind: the answer of `sends` for its sender."""
-        sender = self.back(kind, rank, leg_of(kind, hop, extent_of(kind, self.a, self.b), route).ahead)
+        sender = self.tile.in_group(kind, rank, leg_of(kind, hop, self.tile.extent(kind), route).ahead)
         return self.sends(kind, sender, hop, route)

@@ -14,8 +14,9 @@ from math import ceil
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from .kinds import GATHERED, REDUCED, arena_of, extent_of, hop_of
+from .kinds import GATHERED, REDUCED, arena_of, hop_of
 from .route import ROUTES, leg_of
+from .tile import Tile
 
 
 class Block(NamedTuple):
@@ -78,7 +79,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of one rank's tile of a x b blocks, and the buffers they need.
+    """The steps of one rank's tile, and the buffers they need.
 
     direction: "forward" or "backward", which determines the reduced kinds.
     accumulators: by reduced kind, the slot of each accumulator #1, #2, ...; #0 is the result and has none.
@@ -88,8 +89,7 @@ class Schedule:
 
     name: str
     direction: str
-    a: int
-    b: int
+    tile: Tile
     route: str
     steps: tuple
     accumulators: dict
@@ -101,13 +101,9 @@ class Schedule:
         """Whether any transfer is an MPI collective."""
         return any(t.collective for step in self.steps for t in step.transfers)
 
-    def extent(self, kind):
-        """Number of hops of a kind, #0 included."""
-        return extent_of(kind, self.a, self.b)
-
     def __str__(self):
         slots = ", ".join(f"{count} {kind}" for kind, count in self.slots.items())
-        head = (f"{self.name} {self.a}x{self.b}, {self.direction}, {self.route} route, up to {self.ahead} "
+        head = (f"{self.name} {self.tile}, {self.direction}, {self.route} route, up to {self.ahead} "
                 f"steps ahead: {len(self.steps)} steps; slots: {slots}\n"
                 f"step  {'transfer, from which step on':<28}  blocks (Q#u,KV#w) that hide it")
         return "\n".join([head] + [f"{i:4}  {step}" for i, step in enumerate(self.steps)])
@@ -152,7 +148,7 @@ def _first_steps(direction, legs_of, steps, ahead):
     return found
 
 
-def with_slots(name, direction, a, b, route, steps, ahead=0):
+def with_slots(name, direction, tile, route, steps, ahead=0):
     """The Schedule of `steps`, with the fewest buffer slots that their uses allow.
 
     steps: Steps whose transfers have no slots yet.
@@ -165,7 +161,7 @@ def with_slots(name, direction, a, b, route, steps, ahead=0):
     reduced = REDUCED[direction]
 
     def legs_of(t):
-        return [leg_of(t.kind, hop, extent_of(t.kind, a, b), route, t.collective) for hop in t.hops]
+        return [leg_of(t.kind, hop, tile.extent(t.kind), route, t.collective) for hop in t.hops]
     first_steps, lives = _first_steps(direction, legs_of, steps, ahead), _Lifetimes()
     for i, step in enumerate(steps):
         for t, first in zip(step.transfers, first_steps[i]):
@@ -187,9 +183,9 @@ def with_slots(name, direction, a, b, route, steps, ahead=0):
         transfers = tuple(replace(t, slots=tuple(slot[arena_of(t.kind), hop] for hop in t.hops), after=after)
                           for t, after in zip(step.transfers, first))
         placed.append(Step(transfers, step.blocks, step.fused))
-    accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, extent_of(kind, a, b)))
+    accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, tile.extent(kind)))
                     for kind in reduced}
-    return Schedule(name, direction, a, b, route, tuple(placed), accumulators, count, ahead)
+    return Schedule(name, direction, tile, route, tuple(placed), accumulators, count, ahead)
 
 
 def apart(schedule):
@@ -198,7 +194,7 @@ def apart(schedule):
     for step in schedule.steps:
         steps += [Step((), step.blocks, step.fused)] * bool(step.blocks)
         steps += [Step(step.transfers)] * bool(step.transfers)
-    return with_slots(schedule.name, schedule.direction, schedule.a, schedule.b, schedule.route, steps)
+    return with_slots(schedule.name, schedule.direction, schedule.tile, schedule.route, steps)
 
 
 def blocks_to_hide(cost):

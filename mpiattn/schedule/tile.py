@@ -1,36 +1,96 @@
 """Tiles: n ranks form a mesh of b rows x a columns, and each computes a query chunks x b KV chunks."""
 
+from __future__ import annotations
+
 import re
+from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 from ..errors import ArgumentError
+from .kinds import IN_COLUMNS
 
 
-def tiles(ranks):
-    """Every tile (a, b) with a * b = ranks, from Ring (1, n) to Q-ring (n, 1)."""
-    return [(a, ranks // a) for a in range(1, ranks + 1) if ranks % a == 0]
+@dataclass(frozen=True)
+class Tile:
+    """The shape of every rank's work, and of the mesh: h planes of b rows x a columns.
+
+    h: groups of heads, 1 so far.
+    a: query chunks of a rank, which is the number of columns and of ranks in a row.
+    b: KV chunks of a rank, which is the number of rows and of ranks in a column.
+
+    Rank (plane * b + row) * a + column holds the query chunk and the KV chunk of its own number.  So the ranks of its
+    row are also the numbers of its query chunks, and the ranks of its column those of its KV chunks.  Methods take an
+    array of ranks too.
+    """
+
+    h: int
+    a: int
+    b: int
+
+    def __str__(self) -> str:
+        """AxB, or HxAxB with several groups of heads."""
+        return "x".join(map(str, (self.h, self.a, self.b)[self.h == 1:]))
+
+    __repr__ = __str__                      # for messages about arguments
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.h * self.a * self.b
+
+    def extent(self, kind: str) -> int:
+        """Number of ranks in the row or column that a kind moves in, and so of its hops, #0 included."""
+        return self.b if kind in IN_COLUMNS else self.a
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Row and column of a rank in its plane."""
+        return rank // self.a % self.b, rank % self.a
+
+    def in_row(self, rank: int, hop: int) -> int:
+        """The rank `hop` hops back in the row of `rank`."""
+        column = rank % self.a
+        return rank - column + (column - hop) % self.a
+
+    def in_column(self, rank: int, hop: int) -> int:
+        """The rank `hop` hops back in the column of `rank`."""
+        row, _ = self.place(rank)
+        return rank + ((row - hop) % self.b - row) * self.a
+
+    def in_group(self, kind: str, rank: int, hop: int) -> int:
+        """The rank `hop` hops back in the row or column that a kind moves in."""
+        return self.in_column(rank, hop) if kind in IN_COLUMNS else self.in_row(rank, hop)
+
+    def row(self, rank: int) -> list[int]:
+        """The ranks of the row, by hop: the rank itself comes first."""
+        return [self.in_row(rank, hop) for hop in range(self.a)]
+
+    def column(self, rank: int) -> list[int]:
+        """The ranks of the column, by hop: the rank itself comes first."""
+        return [self.in_column(rank, hop) for hop in range(self.b)]
 
 
-def parse_tile(tile, ranks):
-    """The tile (a, b) from "AxB", "ring", "qring" or a pair; None for "auto".  Raises ArgumentError."""
-    choices = ", ".join(f"{a}x{b}" for a, b in tiles(ranks))
-    may_be = f"for {ranks} rank{'s' * (ranks > 1)} it may be {choices}, ring, qring or auto"
-    if tile == "auto":
-        return None
-    if tile == "ring":
-        return 1, ranks
-    if tile == "qring":
-        return ranks, 1
-    if isinstance(tile, str):
-        match = re.fullmatch(r"(\d+)x(\d+)", tile.strip())
-        if not match:
+def tiles(ranks: int) -> list[Tile]:
+    """Every tile of that many ranks, from Ring, 1xN, to Q-ring, Nx1."""
+    return [Tile(1, a, ranks // a) for a in range(1, ranks + 1) if ranks % a == 0]
+
+
+def parse_tile(tile: Any, ranks: int) -> Tile | None:
+    """The Tile from "AxB", "ring", "qring", a pair or a Tile; None for "auto".  Raises ArgumentError."""
+    may_be = f"for {ranks} rank{'s' * (ranks > 1)} it may be {', '.join(map(str, tiles(ranks)))}, ring, qring or auto"
+    named = {"auto": None, "ring": Tile(1, 1, ranks), "qring": Tile(1, ranks, 1)}
+    if isinstance(tile, str | Tile):
+        text = str(tile).strip()
+        if text in named:
+            return named[text]
+        if not re.fullmatch(r"\d+(x\d+)+", text):
             raise ArgumentError(f"tile is {tile!r}; {may_be}")
-        pair = int(match[1]), int(match[2])
+        sides = tuple(map(int, text.split("x")))
     else:
         try:
-            pair = tuple(index(side) for side in tile)
+            sides = tuple(index(side) for side in tile)
         except (TypeError, ValueError):                # not numbers, or an array of more dimensions
             raise ArgumentError(f"tile is {tile!r}; {may_be}") from None
-    if len(pair) != 2 or pair not in tiles(ranks):
-        raise ArgumentError(f"tile is {'x'.join(map(str, pair))}; {may_be}")
-    return pair
+    if len(sides) != 2 or Tile(1, *sides) not in tiles(ranks):
+        raise ArgumentError(f"tile is {'x'.join(map(str, sides))}; {may_be}")
+    return Tile(1, *sides)

@@ -8,7 +8,7 @@ kv_heads * w (D + Dv) in a column.  w is the itemsize of the inputs, p that of p
 from math import prod
 
 from ..problem.problem import ITEMSIZE
-from .kinds import IN_COLUMNS, KINDS, OUT, Q, extent_of, matrices
+from .kinds import IN_COLUMNS, KINDS, OUT, Q, matrices
 from .route import leg_of
 
 
@@ -19,28 +19,6 @@ class Sent(tuple):
     def total(self):
         """Bytes of all kinds together."""
         return sum(self)
-
-
-def place(rank, a):
-    """Row r and column c of a rank in a mesh of a columns."""
-    return divmod(rank, a)
-
-
-def in_row(rank, a, hop):
-    """The rank `hop` hops back in the row of `rank`."""
-    r, c = place(rank, a)
-    return r * a + (c - hop) % a
-
-
-def in_column(rank, a, b, hop):
-    """The rank `hop` hops back in the column of `rank`."""
-    r, c = place(rank, a)
-    return (r - hop) % b * a + c
-
-
-def in_group(kind, rank, a, b, hop):
-    """The rank `hop` hops back in the row or the column that a kind moves in."""
-    return in_column(rank, a, b, hop) if kind in IN_COLUMNS else in_row(rank, a, hop)
 
 
 def token_bytes(problem, direction="forward"):
@@ -59,9 +37,9 @@ def held_bytes(problem, *arrays):
     return size_of(array.held(problem) for array in arrays)
 
 
-def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="forward", activity=None,
+def sent(problem, q_lengths, k_lengths, tile, rank, route="direct", direction="forward", activity=None,
          collective=False):
-    """Bytes that `rank` sends in a pass on a tile of a x b.
+    """Bytes that `rank` sends in a pass.
 
     q_lengths, k_lengths: tokens of every rank's chunk.
     route: decides who sends which chunk; the sum over all ranks is the same for both routes.
@@ -69,17 +47,17 @@ def sent(problem, q_lengths, k_lengths, a, b, rank, route="direct", direction="f
     collective: True if MPI's collectives gather the chunks, each to all of the group or to none.
     """
     def tokens(kind):
-        lengths, extent = k_lengths if kind in IN_COLUMNS else q_lengths, extent_of(kind, a, b)
-        return sum(lengths[in_group(kind, rank, a, b, leg_of(kind, hop, extent, route, collective).leaves)]
+        lengths, extent = k_lengths if kind in IN_COLUMNS else q_lengths, tile.extent(kind)
+        return sum(lengths[tile.in_group(kind, rank, leg_of(kind, hop, extent, route, collective).leaves)]
                    for hop in range(1, extent)
                    if activity is None or activity.sends(kind, rank, hop, route, collective))
     return Sent(tokens(kind) * nbytes for kind, nbytes in token_bytes(problem, direction).items())
 
 
-def mean_sent(problem, ranks, a, b, direction="forward"):
-    """Mean bytes sent per rank on a tile of a x b if no mask saves transfers; exact for even chunks."""
-    q_tokens, k_tokens = problem.seqlen / ranks, problem.seqlen_k / ranks
-    return sum((b - 1) * k_tokens * nbytes if kind in IN_COLUMNS else (a - 1) * q_tokens * nbytes
+def mean_sent(problem, tile, direction="forward"):
+    """Mean bytes sent per rank if no mask saves transfers; exact for even chunks."""
+    q_tokens, k_tokens = problem.seqlen / tile.ranks, problem.seqlen_k / tile.ranks
+    return sum((tile.extent(kind) - 1) * (k_tokens if kind in IN_COLUMNS else q_tokens) * nbytes
                for kind, nbytes in token_bytes(problem, direction).items())
 
 
@@ -88,10 +66,10 @@ ELEMENTS = {direction: tuple(len(matrices(direction, column)) for column in (Fal
 ELEMENTS["both"] = tuple(map(sum, zip(*ELEMENTS.values())))
 
 
-def volume(ranks, a, b, kv_share=1.0, direction="forward"):
+def volume(tile, kv_share=1.0, direction="forward"):
     """The paper's volume: elements per rank in units of seqlen * hidden, with kv_share = kv_heads / heads."""
     row, column = ELEMENTS[direction]
-    return (row * (a - 1) + column * kv_share * (b - 1)) / ranks
+    return (row * (tile.a - 1) + column * kv_share * (tile.b - 1)) / tile.ranks
 
 
 def usp_volume(ranks, group, kv_share=1.0, direction="forward"):

@@ -19,7 +19,7 @@ class _Play:
         self.arena = {}                                    # (arena, slot) -> what was last written there
         self.done = set()                                  # blocks run
         # By reduced kind.  held: contributions in #0, #1, ..., as hops to the owner.  sent: hops.  alive: slot -> hop.
-        self.held = {kind: [set() for _ in range(schedule.extent(kind))] for kind in self.reduced}
+        self.held = {kind: [set() for _ in range(schedule.tile.extent(kind))] for kind in self.reduced}
         self.sent = {kind: set() for kind in self.reduced}
         self.alive = {}
         self.posts = {}                                    # step -> transfers that may be posted from it on
@@ -28,7 +28,7 @@ class _Play:
                 self.posts.setdefault(t.after, []).append(t)
 
     def fail(self, step, what):
-        raise ScheduleError(f"{self.s.name} {self.s.a}x{self.s.b} {self.s.direction}, step {step}: {what}")
+        raise ScheduleError(f"{self.s.name} {self.s.tile} {self.s.direction}, step {step}: {what}")
 
     def check_slot(self, i, arena, slot):
         if not 0 <= slot < self.s.slots[arena]:
@@ -53,8 +53,8 @@ class _Play:
     def blocks_of(self, kind, hop):
         """The blocks whose sum a partial is."""
         if kind in IN_COLUMNS:
-            return {(u, hop) for u in range(self.s.a)}
-        return {(hop, w) for w in range(self.s.b)}
+            return {(u, hop) for u in range(self.s.tile.a)}
+        return {(hop, w) for w in range(self.s.tile.b)}
 
     def post(self, i, t):
         if len(t.slots) != len(t.hops):
@@ -62,7 +62,7 @@ class _Play:
         if t.collective and passed_on(self.s.route):
             self.fail(i, f"{t} is a collective, which cannot take the {self.s.route} route")
         for hop, slot in zip(t.hops, t.slots):
-            if t.kind not in (*GATHERED, *self.reduced) or not 0 < hop < self.s.extent(t.kind):
+            if t.kind not in (*GATHERED, *self.reduced) or not 0 < hop < self.s.tile.extent(t.kind):
                 self.fail(i, f"{t.kind}#{hop} does not exist")
             if t.kind in self.reduced:
                 self.accumulate(i, t.kind, hop)
@@ -78,7 +78,7 @@ class _Play:
             self.arena[arena_of(t.kind), slot] = hop
 
     def leg(self, t, hop):
-        return leg_of(t.kind, hop, self.s.extent(t.kind), self.s.route, t.collective)
+        return leg_of(t.kind, hop, self.s.tile.extent(t.kind), self.s.route, t.collective)
 
     def complete(self, i, t):
         arrived = []
@@ -117,11 +117,11 @@ class _Play:
             self.complete(i, t)
 
     def finish(self):
-        missing = {(u, w) for u in range(self.s.a) for w in range(self.s.b)} ^ self.done
+        missing = {(u, w) for u in range(self.s.tile.a) for w in range(self.s.tile.b)} ^ self.done
         if missing:
             self.fail("end", f"blocks never run, or not in the tile: {sorted(missing)}")
         for kind in self.reduced:
-            lacking = set(range(1, self.s.extent(kind))) - self.held[kind][0]
+            lacking = set(range(1, self.s.tile.extent(kind))) - self.held[kind][0]
             if lacking:
                 self.fail("end", f"{kind}#0 lacks the partials of hops {sorted(lacking)}")
 

@@ -73,8 +73,9 @@ def lengths(layout):
     return [layout.length(rank) for rank in range(layout.chunks)]
 
 
-def hops_that_send(q_lengths, k_lengths, a, b, rank):
+def hops_that_send(q_lengths, k_lengths, tile, rank):
     """Messages of one rank on the direct route: empty chunks are not sent, a KV chunk or a partial is two."""
+    a, b = tile.a, tile.b
     r, c = divmod(rank, a)
     partials = sum(q_lengths[r * a + (c - u) % a] > 0 for u in range(1, a))
     return (a - 1) * (q_lengths[rank] > 0) + 2 * (b - 1) * (k_lengths[rank] > 0) + 2 * partials
@@ -93,7 +94,7 @@ def test_case_22_bytes_are_the_formula(comm, layout, dtype):
             with MeshAttention(comm, **shape, layout=layout, tile=(a, b), schedule=schedule, route=route) as plan:
                 nbytes, messages = count_forward(plan)
                 assert (nbytes, messages) == plan.sent
-                cut = lengths(plan.q_layout), lengths(plan.k_layout), a, b, comm.rank
+                cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
                 masked = {} if everything else {"activity": plan.activity, "collective": schedule == "collective"}
                 expected = travels.sent(plan.problem, *cut, route=route, **masked).total
                 agreed(comm, None if nbytes == expected else f"{schedule} {route} {a}x{b}: {nbytes}, not {expected}")
@@ -112,7 +113,7 @@ def test_case_22_backward_and_wire_dtype(comm, wire):
     width, tokens = {"float16": 2, "bfloat16": 2, "float32": 4}.get(wire, 8), 8
     for (a, b), schedule in product(tiles(comm.size), ("greedy", "collective")):
         with MeshAttention(comm, **shape, tile=(a, b), schedule=schedule) as plan:
-            cut = lengths(plan.q_layout), lengths(plan.k_layout), a, b, comm.rank
+            cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
             mine = my_chunks(plan, *draw_all(plan.problem))
             out, lse = plan.forward(*mine[:3])
             forward = count(plan, lambda plan=plan, mine=mine: plan.forward(*mine[:3]))
@@ -172,7 +173,7 @@ def test_what_nobody_sees_is_not_sent(comm, mask, layout):
     shape = {"seqlen": 7 * comm.size + 2, "heads": 2, "kv_heads": 1, "head_dim": 6, "value_dim": 4}
     for (a, b), schedule, route in product(tiles(comm.size), ("greedy", "collective"), ("direct", "ring")):
         with MeshAttention(comm, **shape, **mask, layout=layout, tile=(a, b), schedule=schedule, route=route) as plan:
-            cut = lengths(plan.q_layout), lengths(plan.k_layout), a, b, comm.rank
+            cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
             q, k, v = my_chunks(plan, *draw(plan.problem))
             out, lse = plan.forward(q, k, v)
             before = 0

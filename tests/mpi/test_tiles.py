@@ -10,6 +10,7 @@ from thinning import every
 from mpiattn import MeshAttention
 from mpiattn.schedule.greedy import greedy
 from mpiattn.schedule.steps import Costs, apart
+from mpiattn.schedule.tile import Tile
 
 SHAPE = {"batch": 2, "seqlen": 61, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float64", "causal": True}
 EXTREME_COSTS = [Costs(0.01, 0.01, 0.01), Costs(100, 0.1, 3), Costs(0.1, 100, 1), Costs(1.5, 2.5, 50)]
@@ -29,9 +30,9 @@ def test_case_21_every_tile_schedule_and_route(comm):
 def test_named_tiles(comm):
     for name, tile in (("ring", (1, comm.size)), ("qring", (comm.size, 1)), (f"{comm.size}x1", (comm.size, 1))):
         with MeshAttention(comm, **SHAPE, tile=name) as plan:
-            assert plan.tile == tile
+            assert (plan.tile.a, plan.tile.b) == tile
     with MeshAttention(comm, **SHAPE) as plan:
-        assert plan.tile in tiles(comm.size)
+        assert (plan.tile.a, plan.tile.b) in tiles(comm.size)
 
 
 @pytest.mark.parametrize("costs", every(2, zip(EXTREME_COSTS)))
@@ -39,7 +40,7 @@ def test_any_costs(comm, costs):
     """However the blocks fall on the steps, every slot and event must be right: deferred would show NaN."""
     for a, b in tiles(comm.size):
         for route in ("direct", "ring"):
-            make = partial(greedy, a, b, costs, route)
+            make = partial(greedy, Tile(1, a, b), costs, route)
             results = {with_schedules(comm, a, b, route, backend, make) for backend in ("numpy", "deferred")}
             assert len(results) == 1
 
@@ -61,7 +62,7 @@ def test_case_20_overlap_changes_no_bit(group):
     """Transfers beside blocks, ahead of them, never in one step, and all completing late: the same bits."""
     for a, b in tiles(group.size):
         for route in ("direct", "ring"):
-            beside, early = (partial(greedy, a, b, Costs(1, 2, 2), route, ahead=ahead) for ahead in (0, 3))
+            beside, early = (partial(greedy, Tile(1, a, b), Costs(1, 2, 2), route, ahead=ahead) for ahead in (0, 3))
             never = {way: apart(beside(way)) for way in ("forward", "backward")}
             results = {with_schedules(group, a, b, route, backend, make)
                        for backend, make in (("numpy", beside), ("numpy", never.get), ("numpy", early),
@@ -98,7 +99,7 @@ def test_costs_change_no_bit_where_the_order_of_blocks_is_given(comm):
         results = set()
         for costs in EXTREME_COSTS:
             with MeshAttention(comm, **SHAPE, tile=(a, b), layout="zigzag") as plan:
-                use_schedule(plan, greedy(a, b, costs))
+                use_schedule(plan, greedy(plan.tile, costs))
                 results.add(bits(*plan.forward(*my_chunks(plan, *draw(plan.problem)))))
         assert len(results) == 1
 
