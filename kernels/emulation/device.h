@@ -7,9 +7,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-
 #include "fibers.h"
 
 #define EMULATED 1
@@ -47,22 +44,25 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-using std::max;
-using std::min;
+template <class T>
+inline T min(T a, T b) { return b < a ? b : a; }
+template <class T>
+inline T max(T a, T b) { return a < b ? b : a; }
 
-inline int __syncthreads_or(int flag) {
-    emulation::Meeting& all = emulation::block.all;
-    all.flag |= flag != 0;
-    emulation::meet(all, emulation::block.threads, "__syncthreads", [&] {
-        all.flag_result = all.flag;
-        all.flag = 0;
-    });
-    return all.flag_result;
+// Those of the C library that kernels call.  <cmath> takes longer to read than most kernels to compile.
+extern "C" {
+float exp2f(float) noexcept;
+float expf(float) noexcept;
+float fabsf(float) noexcept;
+float fmaf(float, float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float log1pf(float) noexcept;
+float logf(float) noexcept;
+float tanhf(float) noexcept;
 }
 
-inline void __syncthreads() {
-    __syncthreads_or(0);
-}
+inline int __syncthreads_or(int flag) { return emulation::barrier(flag != 0); }
+inline void __syncthreads() { emulation::barrier(false); }
 
 inline void __syncwarp(unsigned = ~0u) {
     emulation::warp_operation("__syncwarp", nullptr, nullptr, [] {});
@@ -79,9 +79,8 @@ inline T emulated_shuffle(const char* operation, T value, int source) {
     T out;
     emulation::warp_operation(operation, &in, &out, [] {
         for (int i = 0; i < emulation::LANES; ++i) {
-            emulation::Thread& to = emulation::lane_of_warp(i);
-            const int from = static_cast<const In*>(to.in)->source & (emulation::LANES - 1);
-            *static_cast<T*>(to.out) = static_cast<const In*>(emulation::lane_of_warp(from).in)->value;
+            const int from = static_cast<const In*>(emulation::in_of_lane(i))->source & (emulation::LANES - 1);
+            *static_cast<T*>(emulation::out_of_lane(i)) = static_cast<const In*>(emulation::in_of_lane(from))->value;
         }
     });
     return out;
@@ -102,9 +101,9 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
     emulation::warp_operation("__ballot_sync", &flag, &out, [] {
         unsigned votes = 0;
         for (int i = 0; i < emulation::LANES; ++i)
-            votes |= unsigned(*static_cast<const bool*>(emulation::lane_of_warp(i).in)) << i;
+            votes |= unsigned(*static_cast<const bool*>(emulation::in_of_lane(i))) << i;
         for (int i = 0; i < emulation::LANES; ++i)
-            *static_cast<unsigned*>(emulation::lane_of_warp(i).out) = votes;
+            *static_cast<unsigned*>(emulation::out_of_lane(i)) = votes;
     });
     return out;
 }

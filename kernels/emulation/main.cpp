@@ -10,35 +10,27 @@
 
 #include SOURCE
 
-#include <tuple>
-#include <utility>
-
 namespace emulation {
 
-template <class... A>
 struct Call {
-    void (*kernel)(A...);
-    std::tuple<A...> arguments;
-
-    template <size_t... I>
-    Call(void (*kernel)(A...), void** at, std::index_sequence<I...>)
-        : kernel(kernel), arguments(*static_cast<A*>(at[I])...) {}
-
-    static void run(void* self) { std::apply(static_cast<Call*>(self)->kernel, static_cast<Call*>(self)->arguments); }
+    template <class... A>
+    Call(void (*kernel)(A...), A... arguments) { kernel(arguments...); }
 };
 
 template <class... A>
-const char* launch(void (*kernel)(A...), Index grid, unsigned threads, size_t shared_bytes, bool descending, void** at,
-                   int count) {
-    if (count != sizeof...(A))
-        return "the number of arguments is not the kernel's";
-    Call<A...> call(kernel, at, std::index_sequence_for<A...>());
-    return run_grid(grid, threads, shared_bytes, descending, Call<A...>::run, &call) ? nullptr : block.error.c_str();
-}
+constexpr int count_of(void (*)(A...)) { return sizeof...(A); }
+
+// Braces read the arguments in their order.
+template <class... A>
+void call(void (*kernel)(A...), void** at) { Call{kernel, *static_cast<A*>(*at++)...}; }
 
 }  // namespace emulation
 
-extern "C" const char* emulate(const unsigned* grid, unsigned threads, unsigned shared_bytes, int descending, void** at,
-                               int count) {
-    return emulation::launch(KERNEL, {grid[0], grid[1], grid[2]}, threads, shared_bytes, descending, at, count);
+extern "C" __attribute__((visibility("default")))
+const char* emulate(const unsigned* grid, unsigned threads, unsigned shared_bytes, int descending, void** at,
+                    int count) {
+    if (count != emulation::count_of(KERNEL))
+        return "the number of arguments is not the kernel's";
+    return emulation::run_grid({grid[0], grid[1], grid[2]}, threads, shared_bytes, descending,
+                               [](void** arguments) { emulation::call(KERNEL, arguments); }, at);
 }

@@ -6,6 +6,7 @@ clang++.
 
 import ctypes
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -25,8 +26,10 @@ from .deferred import DeferredBackend
 
 COMPILERS = ("c++", "g++", "clang++")
 # Shadow stacks and fortified longjmp would abort on a switch between fibers.
-OPTIONS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-U_FORTIFY_SOURCE",
+OPTIONS = ("-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE",
            "-Wno-unknown-pragmas")
+RUNTIME_OPTIONS = ("-O2", "-r", "-nostdlib")        # one object of several sources
+KERNEL_OPTIONS = ("-O1", "-shared")
 GRID_LIMIT = 65535              # CUDA's limit for the second and third dimension of a grid
 PROCESSORS = 3                  # multiprocessors of the emulated GPU; sets into how many splits decoding cuts the keys
 
@@ -43,12 +46,17 @@ def cache_dir():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpiattn" / "emulated"
 
 
+def _emulation():
+    """The folder of the emulation's sources."""
+    return kernel_dir() / "emulation"
+
+
 @cache
 def _environment():
     """What compiled kernels depend on besides their source: compiler, its options, and the emulation's files."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    folder = kernel_dir() / "emulation"
-    return version, *OPTIONS, *(path.read_text() for path in sorted(folder.iterdir()))
+    texts = (path.read_text() for path in sorted(_emulation().iterdir()))
+    return version, *OPTIONS, *RUNTIME_OPTIONS, *KERNEL_OPTIONS, *texts
 
 
 @contextmanager
@@ -60,28 +68,41 @@ def _in_turn(path):
         yield
 
 
-def _compile(kernel, target):
-    emulation = kernel_dir() / "emulation"
+def _compiled(name, what, *arguments):
+    """The path of a file in the cache, compiled into it with these arguments if it is not there."""
+    target = cache_dir() / name
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _in_turn(target.with_suffix(".lock")):                        # one rank compiles for all
+            if not target.is_file():
+                _compile(target, what, *arguments)
+    return target
+
+
+def _compile(target, what, *arguments):
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:         # ranks on other hosts may compile the same
         made = Path(folder) / target.name
-        command = [compiler(), *OPTIONS, f"-I{emulation}", f"-I{kernel_source.path('')}",
-                   f'-DSOURCE="{kernel.file}"', f"-DKERNEL={kernel.name}", *kernel.options(),
-                   emulation / "main.cpp", "-o", made]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run([compiler(), *OPTIONS, *arguments, "-o", made], capture_output=True, text=True)
         if done.returncode:
-            raise MpiattnError(f"{kernel.file} does not compile for the CPU:\n{done.stderr}")
+            raise MpiattnError(f"{what} does not compile for the CPU:\n{done.stderr}")
         made.replace(target)
+
+
+@cache
+def _runtime():
+    """The object that all libraries are linked with: what depends on no kernel and takes long to compile."""
+    key = hashlib.sha256("\0".join(_environment()).encode()).hexdigest()[:24]
+    sources = [_emulation() / name for name in ("fibers.cpp", "operations.cpp")]
+    return _compiled(f"runtime-{key}.o", "the emulation", *RUNTIME_OPTIONS, *sources)
 
 
 @cache
 def library(kernel):
     """The entry function of a compiled kernel, from the cache or compiled into it."""
-    target = cache_dir() / f"{kernel.name}-{kernel_source.digest(kernel, *_environment())}.so"
-    if not target.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _in_turn(target.with_suffix(".lock")):                        # one rank compiles for all
-            if not target.is_file():
-                _compile(kernel, target)
+    target = _compiled(f"{kernel.name}-{kernel_source.digest(kernel, *_environment())}.so", kernel.file,
+                       *KERNEL_OPTIONS, f"-I{_emulation()}", f"-I{kernel_source.path('')}",
+                       f'-DSOURCE="{kernel.file}"', f"-DKERNEL={kernel.name}", *kernel.options(),
+                       _emulation() / "main.cpp", _runtime())
     function = ctypes.CDLL(str(target)).emulate
     function.restype = ctypes.c_char_p
     return function
