@@ -9,8 +9,11 @@ Tensors and the plan's arrays share memory in both directions.  CPU tensors shar
 `problem.tensors`).  With the back end "cuda", CUDA tensors share it with CuPy arrays, on torch's current stream.
 """
 
+from __future__ import annotations
+
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +29,18 @@ from . import backends
 from .errors import ArgumentError
 from .problem.tensors import as_tensor, shared
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-def attention(plan, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
-              causal_documents=None, sinks=None, check=True):
+    from .plan.mesh_attention import MeshAttention
+    from .problem.documents import PerDocument
+
+
+def attention(plan: MeshAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+              cu_seqlens: PerDocument = None, cu_seqlens_k: PerDocument = None,
+              lengths: PerDocument = None, lengths_k: PerDocument = None, prefixes: PerDocument = None,
+              causal_documents: PerDocument = None, sinks: torch.Tensor | None = None,
+              check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's chunks, differentiable with respect to q, k, v and sinks; collective.
 
     Gradients are those of the sum of all ranks' losses, in the dtypes of their inputs.  The gradient of sinks is an
@@ -88,7 +100,7 @@ class _Attention(torch.autograd.Function):
     """The plan's forward and backward pass as one node of torch's graph."""
 
     @staticmethod
-    def forward(ctx, plan, options, q, k, v, sinks):
+    def forward(ctx: Any, plan: MeshAttention, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
         with _torch_stream(plan):
             out, lse = map(_tensor, plan.forward(*_arrays(plan, q=q, k=k, v=v), sinks=_array(plan, "sinks", sinks),
                                                  **options))
@@ -99,7 +111,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlse):
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         plan = ctx.plan
         saved, changed = _saved(ctx)
         with plan.call("torch.attention's backward pass") as call, call.agreement(ctx.options["check"]):
@@ -115,7 +127,7 @@ class _Attention(torch.autograd.Function):
         return None, None, dq, dk, dv, share
 
 
-def _saved(ctx):
+def _saved(ctx: Any) -> tuple[Any, RuntimeError | None]:
     """(saved tensors, None), or (None, error) if tensors were changed since the forward pass.
 
     With activation checkpointing, torch may call `attention` here to recompute what it has not saved.
@@ -129,15 +141,15 @@ def _saved(ctx):
 class _Stream:
     """Torch's current stream, in the protocol by which CuPy accepts other libraries' streams."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.pointer = torch.cuda.current_stream().cuda_stream
 
-    def __cuda_stream__(self):
+    def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.pointer
 
 
 @contextmanager
-def _torch_stream(plan):
+def _torch_stream(plan: MeshAttention) -> Iterator[None]:
     """Context that makes torch's stream CuPy's: the pass runs after torch's work, and memory is freed in its order."""
     if not backends.find(plan.backend).on_gpu:
         yield
@@ -147,11 +159,11 @@ def _torch_stream(plan):
         yield
 
 
-def _arrays(plan, **tensors):
+def _arrays(plan: MeshAttention, **tensors: Any) -> list[Any]:
     return [_array(plan, name, tensor) for name, tensor in tensors.items()]
 
 
-def _array(plan, name, tensor):
+def _array(plan: MeshAttention, name: str, tensor: Any) -> Any:
     """A tensor's memory as a strided array; on a GPU the tensor itself, which the plan shares.  None for None."""
     if tensor is None and name in ("sinks", "dlse"):
         return None
@@ -164,6 +176,6 @@ def _array(plan, name, tensor):
     return tensor.detach() if kind.on_gpu else shared(name, tensor)
 
 
-def _tensor(array):
+def _tensor(array: Any) -> torch.Tensor:
     """A tensor that shares an array's memory."""
     return as_tensor(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)

@@ -3,7 +3,15 @@
 An error that is ignored here has to be one (`warn_unused_ignores`).
 """
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
 import mpiattn
+import mpiattn.torch
 from mpiattn import backends
 from mpiattn.backends.base import Backend
 from mpiattn.backends.cuda.backend import CudaBackend
@@ -12,9 +20,9 @@ from mpiattn.backends.testing.deferred import DeferredBackend
 from mpiattn.backends.testing.emulated import DeferredEmulatedBackend, EmulatedBackend
 from mpiattn.backends.testing.paced import PacedBackend
 
-# Every back end has all that the protocol names, with the same arguments.
-numpy: type[Backend] = NumpyBackend
-cuda: type[Backend] = CudaBackend
+# Every back end has all that the protocol names, with as many arguments.  (mypy compares no names of arguments here.)
+on_numpy: type[Backend] = NumpyBackend
+on_cuda: type[Backend] = CudaBackend
 deferred: type[Backend] = DeferredBackend
 emulated: type[Backend] = EmulatedBackend
 deferred_emulated: type[Backend] = DeferredEmulatedBackend
@@ -31,6 +39,30 @@ def layouts() -> tuple[int, ...]:
 def tiles() -> int:
     mpiattn.Tile(2, 3)                              # type: ignore[call-arg]
     return mpiattn.Tile(1, 2, 3).ranks
+
+
+def train(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> float:
+    with mpiattn.MeshAttention(comm, seqlen=4099, heads=8, head_dim=64, window=(1024, None), tile=(2, 2)) as plan:
+        out, lse = plan.forward(q, k, v, cu_seqlens=[0, 1000, 4099], progress=print)
+        dq, dk, dv = plan.backward(out, q, k, v, out, lse, causal_documents=[[True, False]])
+        seconds: float = plan.trace().seconds       # type: ignore[union-attr]  # None before the first pass
+        plan.forward(q, k, v, check="no")           # type: ignore[arg-type]
+        with plan.like(seqlen=100) as other:
+            sent: tuple[int, int] = other.sent
+        plan.predicted_trace().waiting.mean()
+    mpiattn.MeshAttention(comm, heads=8, head_dim=64)           # type: ignore[call-arg]
+    tensors = mpiattn.torch.attention(plan, *map(torch.from_numpy, (dq, dk, dv)))
+    return sent[0] + seconds + len(tensors) + len(plan.positions)
+
+
+def decode(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> str:
+    with mpiattn.KVCache.load(comm, Path("cache.h5"), machine=mpiattn.Machine.from_dict({})) as cache:
+        cache.append(k, v, sequences=[0], counts=np.array([5]))
+        for decode in (mpiattn.tree_decode, mpiattn.ring_decode, mpiattn.query_ring_decode):
+            out, lse = decode(q, cache, causal=False)
+        mpiattn.tree_decode(q, cache, axis=1)       # type: ignore[call-arg]
+        mpiattn.merge(out, lse, *mpiattn.attention(q, k, v, comm=comm, backend="numpy"))
+        return f"{cache.lengths[0] + cache.positions(0)[0]} {cache.machine.compute(1e9, 'float32')}"
 
 
 def names() -> str:

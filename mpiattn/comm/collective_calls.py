@@ -1,10 +1,24 @@
 """The base of plans and caches: collective calls on a home; the ranks agree which call they are in."""
 
+from __future__ import annotations
+
 import weakref
+from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
 from .agreement import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from .mesh import Home, Mesh
+    from .peers import Peers
 
 
 class Call:
@@ -14,15 +28,16 @@ class Call:
     cache that hold buffers of the call's transfers.
     """
 
-    def __init__(self, name, peers):
-        self.name, self.peers, self.kept = name, peers, []
+    def __init__(self, name: str, peers: Peers) -> None:
+        self.name, self.peers = name, peers
+        self.kept: list[object] = []
 
-    def agreement(self, check=True):
+    def agreement(self, check: bool = True) -> AbstractContextManager[dict[str, Any]]:
         """As `mpiattn.comm.agreement.agreement`, which also compares the call; without check only run the body."""
         return agreement(self.peers, call=self.name) if check else nullcontext({})
 
 
-class Collective:
+class Collective(ABC):
     """Base of objects that are made on a home and that all its ranks then call in the same order.
 
     KIND: the kind of object, in words.  The ranks number the objects of a home and the calls of each, so that they
@@ -30,11 +45,13 @@ class Collective:
     """
 
     KIND = ""
-    _home = _peers = _mesh = None
+    _home: Home | None = None
+    _peers: Peers
+    _mesh: Mesh | None = None
     _raising = False
 
     @contextmanager
-    def _making(self, home):
+    def _making(self, home: Home) -> Iterator[None]:
         """Make this for a user that has entered a home, who leaves it if that fails."""
         try:
             with home.call(f"making a {self.KIND}", lambda: vars(self).copy()):
@@ -43,7 +60,7 @@ class Collective:
             home.leave(self._mesh)
             raise
 
-    def _join(self, home, peers):
+    def _join(self, home: Home, peers: Peers) -> None:
         """Become a member of a home; the ranks have agreed before that all make it."""
         home.members += 1
         self._home, self._peers, self._calls = home, peers, 0
@@ -52,37 +69,38 @@ class Collective:
         self._unclosed.atexit = False
 
     @contextmanager
-    def call(self, method):
+    def call(self, method: str) -> Iterator[Call]:
         """Run a collective call; for the modules of this package."""
-        self._check_open()
+        home = self._check_open()
         call = Call(f"call {self._calls + 1} of {self._name}, {method}", self._peers)
-        with self._home.call(call.name, lambda: (vars(self).copy(), call.kept)):
+        with home.call(call.name, lambda: (vars(self).copy(), call.kept)):
             yield call
             self._calls += 1
 
-    def _check_open(self):
+    def _check_open(self) -> Home:
         if self._home is None:
             raise ArgumentError(f"the {self.KIND} is closed; make a new one")
         if self._home.abandoned:            # raised on this rank only: communicating here could match stale messages
             raise MpiattnError(f"a call on the communicator of this {self.KIND} did not end ({self._home.abandoned}); "
                                f"close the {self.KIND} and make a new one")
+        return self._home
 
     @contextmanager
-    def _leaving(self, mesh=None):
-        """Run the body, which releases what this object holds, then leave the home; collective.
+    def _leaving(self, home: Home, mesh: Mesh | None = None) -> Iterator[None]:
+        """Run the body, which releases what this object holds, then leave its home; collective.
 
         The ranks agree on this call too, unless this rank closes because of an exception: it must not wait for others.
         """
         call = f"closing {self._name}"
-        with self._home.call(call, lambda: vars(self).copy()):
-            if not self._raising and not self._home.abandoned:
+        with home.call(call, lambda: vars(self).copy()):
+            if not self._raising and not home.abandoned:
                 self._meet(call)
             yield
             self._unclosed.detach()
-            self._home.leave(mesh)
+            home.leave(mesh)
             self._home = None
 
-    def _meet(self, call):
+    def _meet(self, call: str) -> None:
         try:
             with agreement(self._peers, call=call):
                 pass
@@ -90,13 +108,18 @@ class Collective:
             if not failure.relayed:                        # if relayed, a call has failed before: only clean up
                 raise
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CopyError(f"a {type(self).__name__} cannot be copied or pickled: it holds communicators and buffers of "
                         "this process; make a new one, on every rank")
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self._raising = error is not None
         self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what this object holds, with `_leaving`; collective."""

@@ -1,19 +1,20 @@
 """Checks of what callers pass to a cache.  All raise ArgumentError."""
 
 from numbers import Integral
+from typing import Any
 
 from ..errors import ArgumentError
 from ..problem.tensors import as_array
 
 
-def check_sizes(**sizes):
+def check_sizes(**sizes: Any) -> None:
     """Check whole numbers, at least 1."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
 
 
-def sequence_numbers(sequences, count):
+def sequence_numbers(sequences: Any, count: int) -> list[int]:
     """Different numbers of sequences below `count`, as a list; None for all."""
     if sequences is None:
         return list(range(count))
@@ -28,22 +29,22 @@ def sequence_numbers(sequences, count):
     return numbers
 
 
-def token_counts(counts, sequences, tokens):
+def token_counts(counts: Any, sequences: int, tokens: int) -> list[int]:
     """Numbers of tokens from 0 to `tokens`, one for each of `sequences` sequences, as a list; None for all tokens."""
     if counts is None:
         return [tokens] * sequences
     counts = list(as_array("counts", counts))
-    if len(counts) != sequences or not all(isinstance(n, Integral) and 0 <= n <= tokens for n in counts):
+    if len(counts) != sequences or not all(isinstance(n, Integral) and 0 <= int(n) <= tokens for n in counts):
         raise ArgumentError(f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of "
                             f"{sequences} sequences")
     return list(map(int, counts))
 
 
-def kept_lengths(lengths, held):
+def kept_lengths(lengths: Any, held: list[int]) -> list[int]:
     """Numbers of tokens to keep of sequences that hold `held` tokens, as a list; a single number is for all."""
     lengths = [lengths] * len(held) if isinstance(lengths, Integral) else list(as_array("lengths", lengths))
     if len(lengths) != len(held) or not all(
-            isinstance(length, Integral) and 0 <= length <= most for length, most in zip(lengths, held)):
+            isinstance(length, Integral) and 0 <= int(length) <= most for length, most in zip(lengths, held)):
         raise ArgumentError(f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, which "
                             f"have {held}")
     return lengths

@@ -1,5 +1,9 @@
 """The KV cache of a batch of sequences, spread over the ranks: `KVCache`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ..comm.agreement import agree_on, agreement
 from ..comm.collective_calls import Collective
 from ..comm.exchange import MAX_MESSAGE, Exchange, check_max_message
@@ -15,6 +19,16 @@ from .arguments import check_sizes, kept_lengths, sequence_numbers, token_counts
 from .combine import Combiner
 from .description import DescribedCache
 from .storage import Storage
+
+if TYPE_CHECKING:
+    import os
+
+    from mpi4py import MPI
+    from numpy.typing import ArrayLike
+    from typing_extensions import Self
+
+    from ..backends.base import Array
+    from ..model.machine import Machine
 
 
 class KVCache(DescribedCache, Collective):
@@ -69,14 +83,18 @@ class KVCache(DescribedCache, Collective):
 
     KIND = "cache"
 
-    def __init__(self, comm, *, capacity, kv_heads, head_dim, value_dim=None, sequences=1, dtype="float32",
-                 page_size=64, backend="auto", transport="auto", machine=None, max_message=MAX_MESSAGE, timeout=None):
+    def __init__(self, comm: MPI.Intracomm, *, capacity: int, kv_heads: int, head_dim: int,
+                 value_dim: int | None = None, sequences: int = 1, dtype: Any = "float32", page_size: int = 64,
+                 backend: str = "auto", transport: str = "auto",
+                 machine: Machine | str | os.PathLike[str] | None = None, max_message: int = MAX_MESSAGE,
+                 timeout: float | None = None) -> None:
         home = Home.enter(comm, time_limit(timeout))
         with self._making(home):
             peers = home.peers(time_limit(timeout))
             with agreement(peers, call="making a cache"):
                 check_timeout(timeout)
-                problem = Problem(seqlen=0, heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+                problem = Problem(seqlen=0, heads=kv_heads, head_dim=head_dim,
+                                  value_dim=head_dim if value_dim is None else value_dim, dtype=dtype)
                 check_sizes(capacity=capacity, sequences=sequences, page_size=page_size)
                 check_max_message(max_message)
                 check_transport(backend, transport)
@@ -108,7 +126,8 @@ class KVCache(DescribedCache, Collective):
             self._ways = {}
             self._join(home, peers)
 
-    def append(self, k, v, *, sequences=None, counts=None, layout=None, check=True):
+    def append(self, k: Array, v: Array, *, sequences: ArrayLike | None = None,
+               counts: ArrayLike | None = None, layout: Layout | None = None, check: bool = True) -> None:
         """Append tokens to sequences; collective.
 
         Parameters
@@ -139,7 +158,8 @@ class KVCache(DescribedCache, Collective):
                 same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
             self.storage.append(sequences, counts, k, v, layout)
 
-    def truncate(self, lengths, *, sequences=None, check=True):
+    def truncate(self, lengths: ArrayLike, *, sequences: ArrayLike | None = None,
+                 check: bool = True) -> None:
         """Keep the first tokens of sequences and free the pages of the others; collective.
 
         Parameters
@@ -163,7 +183,7 @@ class KVCache(DescribedCache, Collective):
                 same |= {"sequences": sequences, "lengths": lengths}
             self.storage.truncate(sequences, lengths)
 
-    def free(self, sequences=None, *, check=True):
+    def free(self, sequences: ArrayLike | None = None, *, check: bool = True) -> None:
         """Remove all tokens of sequences; collective.
 
         Parameters
@@ -180,7 +200,7 @@ class KVCache(DescribedCache, Collective):
         """
         self.truncate(0, sequences=sequences, check=check)
 
-    def local(self, sequence):
+    def local(self, sequence: int) -> list[Array]:
         """Copies of this rank's keys and values of a sequence; not collective.
 
         Parameters
@@ -208,7 +228,7 @@ class KVCache(DescribedCache, Collective):
         self._backend.finish()
         return copies
 
-    def save(self, path):
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write all sequences to an HDF5 file, which appears whole or not at all; collective.
 
         Parameters
@@ -230,7 +250,7 @@ class KVCache(DescribedCache, Collective):
             save(self, path)
 
     @classmethod
-    def load(cls, comm, path, **options):
+    def load(cls, comm: MPI.Intracomm, path: str | os.PathLike[str], **options: Any) -> Self:
         """A cache with the sequences of an HDF5 file, on any number of ranks; collective.
 
         Parameters
@@ -257,7 +277,8 @@ class KVCache(DescribedCache, Collective):
         from .cache_file import load
         return load(cls, comm, path, options)
 
-    def _check_tokens(self, k, v, sequences, layout):
+    def _check_tokens(self, k: Array, v: Array, sequences: list[int],
+                      layout: Layout | None) -> tuple[Array, Array, int]:
         """k and v as arrays of the back end, and the number of tokens over all ranks."""
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
             raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, one a rank")
@@ -266,7 +287,7 @@ class KVCache(DescribedCache, Collective):
         v = checked(self._backend, "v", v, (len(sequences), k.shape[1], self.kv_heads, self.value_dim), self.dtype)
         return k, v, k.shape[1] if layout is None else layout.seqlen
 
-    def close(self):
+    def close(self) -> None:
         """Free the memory and, with the communicator's last user, mpiattn's state for it; collective.
 
         Closing again does nothing.  The end of a `with` block closes; after an exception, without comparing calls.
@@ -277,7 +298,7 @@ class KVCache(DescribedCache, Collective):
             As in `KVCache`, but none because a call before this one failed.
         """
         if self._home is not None:
-            with self._leaving():
+            with self._leaving(self._home):
                 self._backend.close()
                 self._exchange.close()
             self.storage.pools = self.combiner = None             # MPI is never given the pools

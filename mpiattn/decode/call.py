@@ -54,7 +54,7 @@ class Call:
         self._seen = [problem.mask.key_interval(positions) for problem in self.problems]       # (1, queries) each
 
     @property
-    def partial_bytes(self):
+    def partial_bytes(self) -> tuple[int, int]:
         """Bytes of a partial, and how many of these are its lse."""
         return partial_bytes(self.rows * self.heads, self.cache.value_dim, self.cache.partial_dtype)
 

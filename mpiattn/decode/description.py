@@ -1,13 +1,48 @@
 """What a cache says of itself, without a change to it: `DescribedCache`, a base class of `KVCache`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ..schedule import reduction
 from .arguments import sequence_numbers
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..backends.base import Backend
+    from ..comm.exchange import Exchange
+    from ..comm.mesh import Home
+    from ..model.machine import Machine
+    from .storage import Storage
 
 
 class DescribedCache:
     """What a cache holds, its counters so far, and the algorithm that it chooses."""
 
-    def __repr__(self):
+    capacity: int
+    sequences: int
+    page_size: int
+    pages: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    partial_dtype: str
+    rank: int
+    ranks: int
+    nodes: list[int]
+    machine: Machine
+    # used by the modules of this package only
+    storage: Storage
+    combiner: Any            # a `Combiner`; None once the cache is closed
+    _home: Home | None
+    _backend: Backend
+    _exchange: Exchange
+    _ways: dict[tuple[int, int, int | None], str]
+
+    def __repr__(self) -> str:
         if "combiner" not in self.__dict__:
             return f"{type(self).__name__}(not made)"
         dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
@@ -16,28 +51,28 @@ class DescribedCache:
                 f"{self.backend}; {'closed' if self._home is None else 'open'})")
 
     @property
-    def backend(self):
+    def backend(self) -> str:
         """Name of the back end."""
         return self._backend.name
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of this rank's pool of pages and of the buffers kept for partial results; 0 if the cache is closed."""
         if self._home is None:
             return 0
         return sum(pool.nbytes for pool in self.storage.pools) + self.combiner.kept.nbytes()
 
     @property
-    def lengths(self):
+    def lengths(self) -> tuple[int, ...]:
         """Number of tokens of every sequence."""
         return self.storage.lengths
 
     @property
-    def local_lengths(self):
+    def local_lengths(self) -> tuple[int, ...]:
         """Number of tokens of every sequence on this rank."""
         return tuple(ledger.length(self.rank) for ledger in self.storage.ledgers)
 
-    def positions(self, sequence):
+    def positions(self, sequence: int) -> NDArray[np.int64]:
         """Positions of this rank's tokens of a sequence.
 
         Parameters
@@ -57,16 +92,16 @@ class DescribedCache:
         return self.storage.ledgers[self._number(sequence)].positions(self.rank)
 
     @property
-    def free_pages(self):
+    def free_pages(self) -> int:
         """Number of pages of this rank that no sequence uses."""
         return self.storage.free_pages
 
     @property
-    def sent(self):
+    def sent(self) -> tuple[int, int]:
         """Totals that decoding with this cache has sent from this rank so far: (bytes, messages)."""
         return self._exchange.sent_bytes, self._exchange.sent_messages
 
-    def table(self, sequence):
+    def table(self, sequence: int) -> NDArray[np.int32]:
         """This rank's block table of a sequence.
 
         Parameters
@@ -86,7 +121,7 @@ class DescribedCache:
         """
         return self.storage.table(self._number(sequence))
 
-    def way(self, nbytes, lse_bytes, root=None):
+    def way(self, nbytes: int, lse_bytes: int, root: int | None = None) -> str:
         """The algorithm with the shortest predicted time on `machine` to combine the ranks' partial results.
 
         Parameters
@@ -107,5 +142,5 @@ class DescribedCache:
             self._ways[key] = reduction.choose(nbytes, lse_bytes, self.nodes, *links, root, self.machine.combining)
         return self._ways[key]
 
-    def _number(self, sequence):
+    def _number(self, sequence: int) -> int:
         return sequence_numbers([sequence], self.sequences)[0]

@@ -3,18 +3,29 @@
 The first is the baseline of Tree Attention (arXiv 2408.04093, section 6).  Results are those of `mpiattn.tree_decode`.
 """
 
+from __future__ import annotations
+
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..problem.layout import Layout
 from .call import Call
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from ..backends.base import Array
+    from ..comm.exchange import Exchange, Posted
+    from .cache import KVCache
+    from .combine import Partial
+
 
 class _Keys:
     """Keys and values of one rank for the sequences of a call, both (kv_heads, tokens, dim), in one array."""
 
-    def __init__(self, call, rank, array):
+    def __init__(self, call: Call, rank: int, array: Array) -> None:
         cache = call.cache
         self.rank = rank
         counts = [cache.storage.ledgers[sequence].length(rank) for sequence in call.sequences]
@@ -25,14 +36,16 @@ class _Keys:
         self.parts = (self.packed[:cut].reshape(cache.kv_heads, tokens, cache.head_dim),
                       self.packed[cut:].reshape(cache.kv_heads, tokens, cache.value_dim))
 
-    def of_sequences(self):
+    def of_sequences(self) -> list[tuple[Any, ...]]:
         """For each sequence (keys, values, pages, page size), as attention takes them; a page is one token."""
         return [(*self.parts, np.arange(start, stop, dtype=np.int32), 1)
                 for start, stop in zip(self.starts, self.starts[1:])]
 
 
-def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None, out=None,
-                lse=None, check=True):
+def ring_decode(q: Array, cache: KVCache, *, sequences: ArrayLike | None = None, causal: bool = True,
+                window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+                scale: float | None = None, sinks: Array | None = None, out: Array | None = None,
+                lse: Array | None = None, check: bool = True) -> tuple[Array, Array]:
     """`tree_decode` by passing every rank's keys and values around a ring, with results on all ranks; collective.
 
     Each transfer overlaps with attention to the keys of the previous hop.  Traffic and memory grow with the number of
@@ -72,7 +85,7 @@ def ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=N
                                check=check))
 
 
-def _pass_keys(call):
+def _pass_keys(call: Call) -> tuple[Array, Array]:
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     row = cache.kv_heads * (cache.head_dim + cache.value_dim)
@@ -95,20 +108,22 @@ def _pass_keys(call):
             call.attend_to(mine.of_sequences(), mine.rank, target, call.q, range(call.rows), ready, meanwhile)
             if hop:
                 whole.absorb(backend, part)
-            if posted:
+            if others is not None:
                 ready = combiner.finish(posted, f"in hop {hop + 1} of {ranks - 1} of keys and values")
                 mine, held, spare = others, spare, held
         return call.result(whole)
 
 
-def _move_messages(exchange, posted, share):
+def _move_messages(exchange: Exchange, posted: list[Posted], share: float) -> None:
     """Progress function, called while a launch computes."""
     if exchange.due():
         exchange.complete(posted)
 
 
-def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
-                      out=None, lse=None, check=True):
+def query_ring_decode(q: Array, cache: KVCache, *, sequences: ArrayLike | None = None, causal: bool = True,
+                      window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+                      scale: float | None = None, sinks: Array | None = None, out: Array | None = None,
+                      lse: Array | None = None, check: bool = True) -> tuple[Array, Array]:
     """`tree_decode` by passing queries and partial results around a ring, with results on all ranks; collective.
 
     Rows (queries of all sequences) are split into one chunk per rank.  Each chunk visits all ranks in turn and returns
@@ -148,12 +163,12 @@ def query_ring_decode(q, cache, *, sequences=None, causal=True, window=None, sof
                                   check=check))
 
 
-def _pass_queries(call):
+def _pass_queries(call: Call) -> tuple[Array, Array]:
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     chunks = [Layout("contiguous", call.rows, ranks).ranges(chunk)[0] for chunk in range(ranks)]
 
-    def empty(chunk):
+    def empty(chunk: int) -> tuple[Partial, Array]:
         rows = len(chunks[chunk])
         return call.partial(rows), backend.empty((rows, call.heads, cache.head_dim), cache.dtype)
     (whole, queries), number = empty(rank), rank
@@ -177,7 +192,7 @@ def _pass_queries(call):
         return call.result(_gather(call, whole, chunks))
 
 
-def _gather(call, mine, chunks):
+def _gather(call: Call, mine: Partial, chunks: list[range]) -> Partial:
     """Allgather the chunks of rows into one partial of all rows."""
     exchange, backend, comm = call.cache.combiner.exchange, call.backend, call.cache.combiner.peers.comm
     row = call.heads * (call.cache.value_dim + 1)

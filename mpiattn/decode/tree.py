@@ -1,11 +1,23 @@
 """Decoding over a KV cache that is spread over the ranks (Tree Attention, arXiv 2408.04093): `tree_decode`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ..schedule.reduction import WAYS
 from .call import Call
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
-def tree_decode(q, cache, *, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None, way="auto",
-                root=None, out=None, lse=None, check=True):
+    from ..backends.base import Array
+    from .cache import KVCache
+
+
+def tree_decode(q: Array, cache: KVCache, *, sequences: ArrayLike | None = None, causal: bool = True,
+                window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+                scale: float | None = None, sinks: Array | None = None, way: str = "auto", root: int | None = None,
+                out: Array | None = None, lse: Array | None = None, check: bool = True) -> tuple[Array, Array]:
     """Attention of the last queries of every sequence over all its tokens in the cache; collective.
 
     Every rank computes attention over its own keys, and the partial results (out, lse) are combined.  The bytes sent do

@@ -1,12 +1,22 @@
 """The machine model behind predicted times: links inside and between nodes, and the speed of blocks."""
 
+from __future__ import annotations
+
 import json
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import ArgumentError
 from ..schedule.reduction import WAYS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+Amount = TypeVar("Amount", float, "NDArray[np.float64]")
 
 # Work of a block in units of a forward one, which takes two matrix products; a backward one takes five.
 PRODUCTS = {"forward": 1.0, "backward": 2.5}
@@ -24,7 +34,7 @@ class Link(NamedTuple):
     bandwidth: float
     overlap: float = 1.0
 
-    def seconds(self, nbytes, messages=1):
+    def seconds(self, nbytes: Amount, messages: float = 1) -> Amount:
         """Seconds of a transfer of `nbytes` bytes in `messages` messages."""
         return messages * self.latency + nbytes / self.bandwidth
 
@@ -70,17 +80,17 @@ class Machine:
     name: str
     inside: Link
     between: Link
-    flops: dict = field(hash=False)
+    flops: dict[str, float] = field(hash=False)
     ranks_per_node: int = 1
     node_bandwidth: float | None = None
     backward: float = 1.0
     launch: float = 50e-6
     merging: float = 2e9
     collective: float = 1.0
-    combining: dict = field(default_factory=dict, hash=False)
+    combining: dict[str, Sequence[tuple[float, float]]] = field(default_factory=dict, hash=False)
     assumes: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         numbers = {"ranks_per_node": self.ranks_per_node, "backward": self.backward, "merging": self.merging,
                    "collective": self.collective, **{f"flops of {dtype}": rate for dtype, rate in self.flops.items()}}
         for side in ("inside", "between"):
@@ -101,7 +111,7 @@ class Machine:
         if not self.flops:
             raise ArgumentError("the machine has no flops; it needs those of one dtype at least")
 
-    def compute(self, flops, dtype, direction="forward"):
+    def compute(self, flops: Amount, dtype: str, direction: str = "forward") -> Amount:
         """Seconds of blocks, from the operations that they take forward.
 
         If the speed of float16 or bfloat16 is unknown, that of the other is used, else that of float32.  Otherwise an
@@ -129,7 +139,7 @@ class Machine:
         backward = direction == "backward"
         return flops * PRODUCTS[direction] / (speed * (self.backward if backward else 1))
 
-    def paced(self, flops):
+    def paced(self, flops: float) -> Machine:
         """A copy of the machine with one speed of blocks for every dtype and pass.
 
         Parameters
@@ -143,7 +153,7 @@ class Machine:
         """
         return replace(self, flops=dict.fromkeys(("float16", "bfloat16", "float32", "float64"), flops), backward=1.0)
 
-    def __str__(self):
+    def __str__(self) -> str:
         speeds = ", ".join(f"{rate / 1e9:g} in {dtype}" for dtype, rate in self.flops.items())
         links = [(self.between, "between nodes")]
         if self.ranks_per_node > 1:
@@ -153,7 +163,7 @@ class Machine:
         shared = "" if self.node_bandwidth is None else f" ({self.node_bandwidth / 1e9:.3g} GB/s a node)"
         return f"Gflop/s: {speeds}; {self.launch * 1e6:.3g} us a block; {', '.join(told)}{shared}"
 
-    def with_ranks(self, ranks_per_node):
+    def with_ranks(self, ranks_per_node: int) -> Machine:
         """A copy of the machine with another number of ranks per node.
 
         Parameters
@@ -166,7 +176,7 @@ class Machine:
         """
         return replace(self, ranks_per_node=ranks_per_node)
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """The machine as a dict that JSON can hold.
 
         Returns
@@ -176,7 +186,7 @@ class Machine:
         return {**asdict(self), "inside": self.inside._asdict(), "between": self.between._asdict()}
 
     @classmethod
-    def from_dict(cls, data, name="machine"):
+    def from_dict(cls, data: dict[str, Any], name: str = "machine") -> Machine:
         """The machine of a dict from `as_dict`.
 
         Parameters
@@ -206,7 +216,7 @@ class Machine:
             raise ArgumentError(f"{name} is not a machine: {error}") from None
 
 
-def _check(name, value, right, may_be):
+def _check(name: str, value: float, right: bool, may_be: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not right:
         raise ArgumentError(f"{name} of the machine is {value!r}; it must be {may_be}")
 
@@ -228,7 +238,7 @@ H100 = Machine("h100", inside=Link(10e-6, 360e9), between=Link(15e-6, 40e9), ran
 BUILT_IN = {machine.name: machine for machine in (DEFAULT, H100)}
 
 
-def load(path):
+def load(path: Machine | str | os.PathLike[str]) -> Machine:
     """The `Machine` of a JSON file or of a built-in name; a `Machine` is returned as it is.  Raises ArgumentError."""
     if isinstance(path, Machine):
         return path

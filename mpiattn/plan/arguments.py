@@ -1,7 +1,16 @@
 """The arguments of a plan's calls: the shape and dtype that each must have, and what ranks must agree on."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ..engine.folding import checked, on_host
 from ..engine.results import Results
+
+if TYPE_CHECKING:
+    from ..backends.base import Array, Backend
+    from ..problem.problem import Problem
+    from ..schedule.needed import Activity
 
 
 class Arguments:
@@ -10,30 +19,30 @@ class Arguments:
     tokens: number of this rank's query tokens and of its key tokens.
     """
 
-    def __init__(self, problem, tokens, backend):
-        p, (tokens, tokens_k), self._backend = problem, tokens, backend
-        rows, dims = (p.batch, tokens, p.heads), {"q": p.head_dim, "out": p.value_dim, "dout": p.value_dim}
+    def __init__(self, problem: Problem, tokens: tuple[int, int], backend: Backend) -> None:
+        p, (q_tokens, k_tokens), self._backend = problem, tokens, backend
+        rows, dims = (p.batch, q_tokens, p.heads), {"q": p.head_dim, "out": p.value_dim, "dout": p.value_dim}
         shapes = {**{name: (*rows, dim) for name, dim in dims.items()},
-                  "k": (p.batch, tokens_k, p.kv_heads, p.head_dim), "v": (p.batch, tokens_k, p.kv_heads, p.value_dim)}
+                  "k": (p.batch, k_tokens, p.kv_heads, p.head_dim), "v": (p.batch, k_tokens, p.kv_heads, p.value_dim)}
         shapes |= {f"d{name}": shapes[name] for name in "qkv"}
-        self._types = {name: (shape, p.dtype) for name, shape in shapes.items()}
-        by_head = {"lse": (p.batch, p.heads, tokens), "dlse": (p.batch, p.heads, tokens), "sinks": (p.heads,)}
+        self._types: dict[str, tuple[tuple[int, ...], str]] = {name: (shape, p.dtype) for name, shape in shapes.items()}
+        by_head = {"lse": (p.batch, p.heads, q_tokens), "dlse": (p.batch, p.heads, q_tokens), "sinks": (p.heads,)}
         self._types |= {name: (shape, p.partial_dtype) for name, shape in by_head.items()}
 
-    def checked(self, **arrays):
+    def checked(self, **arrays: Array) -> dict[str, Array]:
         """Arguments by name as arrays of the back end.  Raises ArgumentError if shape or dtype differ."""
         return {name: checked(self._backend, name, array, *self._types[name]) for name, array in arrays.items()}
 
-    def sinks(self, sinks):
+    def sinks(self, sinks: Array | None) -> Array | None:
         """The sinks as a NumPy array, since all ranks compare them; None if there are none.  Raises ArgumentError."""
         return None if sinks is None else on_host(self.checked(sinks=sinks)["sinks"])
 
-    def results(self, memory, inputs):
+    def results(self, memory: dict[str, Array | None], inputs: dict[str, Array | None]) -> Results:
         """The `Results` of a call.  memory: {name: the caller's array or None}.  inputs: as of `Results`."""
         return Results(self._backend, {name: (array, *self._types[name]) for name, array in memory.items()}, inputs)
 
 
-def compared(activity, sinks):
+def compared(activity: Activity, sinks: Array | None) -> dict[str, Any]:
     """What must be the same on every rank: each end of a transfer decides from the documents whether it happens."""
     groups = activity.documents
     return {"documents (cu_seqlens, lengths, prefixes or causal_documents)":

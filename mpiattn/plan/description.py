@@ -1,5 +1,9 @@
 """The read-only properties of a plan: `Described`, a base class of `MeshAttention`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ..model.search import times_as_long
@@ -7,11 +11,42 @@ from ..problem.documents import documents
 from ..schedule.needed import Activity
 from .settle import one_of
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..backends.base import Backend
+    from ..comm.exchange import Exchange
+    from ..comm.mesh import Home
+    from ..comm.peers import Peers
+    from ..model.machine import Machine
+    from ..problem.documents import PerDocument
+    from ..problem.layout import Layout
+    from ..problem.problem import Problem
+    from ..schedule.steps import Schedule
+    from ..schedule.tile import Tile
+    from ..schedule.timeline import Timeline
+    from .rank_passes import RankPasses
+    from .settle import Plan
+
 
 class Described:
     """The choices made for a plan, and its counters so far."""
 
-    def __repr__(self):
+    problem: Problem
+    schedule: Schedule
+    q_layout: Layout
+    k_layout: Layout
+    _plan: Plan
+    _layouts: tuple[Layout, Layout]            # by mesh rank
+    _passes: RankPasses
+    _backend: Backend
+    _exchange: Exchange
+    _activity: Activity
+    _latest: Activity
+    _home: Home | None
+    _peers: Peers
+
+    def __repr__(self) -> str:
         if "_arguments" not in self.__dict__:
             return f"{type(self).__name__}(not made)"
         kinds = " and ".join(dict.fromkeys(layout.kind for layout in (self.q_layout, self.k_layout)))
@@ -20,42 +55,42 @@ class Described:
                 f"{'closed' if self._home is None else 'open'})")
 
     @property
-    def tile(self):
+    def tile(self) -> Tile:
         """The `Tile`: tile.a query chunks x tile.b KV chunks per rank.  str(tile) is "AxB"."""
         return self.schedule.tile
 
     @property
-    def route(self):
+    def route(self) -> str:
         """The route of chunks between ranks: "direct" or "ring"."""
         return self._plan.choice.route
 
     @property
-    def machine(self):
+    def machine(self) -> Machine:
         """The `Machine` whose predicted times "auto" used."""
         return self._plan.machine
 
     @property
-    def balance(self):
+    def balance(self) -> float:
         """Load imbalance: the maximum over the mean of the ranks' (query, key) pairs, under the plan's own masks."""
         return self._plan.choice.balance
 
     @property
-    def predicted_seconds(self):
+    def predicted_seconds(self) -> float:
         """Predicted seconds of the passes of `direction` on `machine`."""
         return self._plan.choice.seconds
 
     @property
-    def memory_cost(self):
+    def memory_cost(self) -> float:
         """Predicted slowdown due to max_memory: `predicted_seconds` over the time without the limit."""
         return times_as_long(self._plan.choice.seconds, self._plan.fastest)
 
     @property
-    def backend(self):
+    def backend(self) -> str:
         """Name of the back end."""
         return self._backend.name
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch.
 
         With batch > 1 a second q, k and v are included, because `forward` folds the batch into the heads.  With batch
@@ -65,21 +100,21 @@ class Described:
         return self._passes.nbytes + self._backend.staged_bytes
 
     @property
-    def sent(self):
+    def sent(self) -> tuple[int, int]:
         """Totals that this plan's transfers have sent from this rank so far: (bytes, messages)."""
         return self._exchange.sent_bytes, self._exchange.sent_messages
 
     @property
-    def timeout(self):
+    def timeout(self) -> float:
         """Seconds that this rank waits for others before it raises PeerFailure."""
         return self._peers.timeout
 
     @property
-    def wait_seconds(self):
+    def wait_seconds(self) -> float:
         """Seconds that this rank has waited for transfers so far."""
         return self._exchange.wait_seconds
 
-    def trace(self, direction="forward"):
+    def trace(self, direction: str = "forward") -> Timeline | None:
         """Start and end times of the steps and transfers of the last forward or backward pass on this rank.
 
         Parameters
@@ -99,9 +134,9 @@ class Described:
         """
         one_of("direction", direction, ("forward", "backward"))
         executor = self._passes.executors.get(direction)
-        return executor and executor.trace()
+        return None if executor is None else executor.trace()
 
-    def predicted_trace(self, direction="forward"):
+    def predicted_trace(self, direction: str = "forward") -> Timeline:
         """The predicted start and end times of the steps and transfers of a pass, of every rank; not collective.
 
         Parameters
@@ -123,11 +158,11 @@ class Described:
         return self._plan.predicted(direction)
 
     @property
-    def activity(self):
+    def activity(self) -> Activity:
         """The blocks and transfers that the plan's own masks need (`mpiattn.schedule.needed.Activity`)."""
         return self._activity
 
-    def activity_of(self, **of_documents):
+    def activity_of(self, **of_documents: PerDocument) -> Activity:
         """The blocks and transfers that a call needs; reused while calls have the same documents.  Not collective.
 
         Parameters
@@ -152,7 +187,7 @@ class Described:
         return self._latest
 
 
-def _same_cuts(groups, others):
+def _same_cuts(groups: Sequence[tuple[Any, ...]] | None, others: Sequence[tuple[Any, ...]]) -> bool:
     """Whether two results of `mpiattn.problem.documents.documents` are equal."""
     return groups is not None and len(groups) == len(others) and all(
         np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other))

@@ -1,15 +1,36 @@
 """Which rank holds which tokens, and whole arrays to and from them: `Distributed`, a base class of `MeshAttention`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..comm.collective_calls import Collective
 from ..comm.redistribute import gather, scatter
 from ..engine.folding import on_host
 from ..problem.tensors import is_tensor
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
-class Distributed:
+    from ..backends.base import Array, Backend
+    from ..comm.exchange import Exchange
+    from ..comm.mesh import Mesh
+    from ..problem.layout import Layout
+
+
+class Distributed(Collective):
     """The distribution of a plan's tokens over its ranks."""
 
+    q_layout: Layout
+    k_layout: Layout
+    _layouts: tuple[Layout, Layout]
+    _mesh: Mesh
+    _backend: Backend
+    _exchange: Exchange
+
     @property
-    def chunk(self):
+    def chunk(self) -> int:
         """Number of this rank's chunk, which is its rank in the mesh.
 
         It differs from the rank in the caller's communicator where that does not number ranks node by node.
@@ -17,16 +38,16 @@ class Distributed:
         return self._mesh.rank
 
     @property
-    def positions(self):
+    def positions(self) -> NDArray[np.int64]:
         """Positions in the sequence of this rank's query tokens: int64, increasing."""
         return self._layouts[0].positions(self.chunk)
 
     @property
-    def positions_k(self):
+    def positions_k(self) -> NDArray[np.int64]:
         """Positions in the sequence of this rank's key and value tokens: int64, increasing."""
         return self._layouts[1].positions(self.chunk)
 
-    def owner(self, positions, *, keys=False):
+    def owner(self, positions: ArrayLike, *, keys: bool = False) -> Any:
         """The rank that holds each of the given positions in the sequence; not collective.
 
         Parameters
@@ -47,7 +68,7 @@ class Distributed:
         ranks = self._layout(keys).owner(positions)
         return ranks if ranks.ndim else int(ranks)
 
-    def scatter(self, array, *, root=0, axis=1, keys=False):
+    def scatter(self, array: Array | None, *, root: int | None = 0, axis: int = 1, keys: bool = False) -> Array:
         """This rank's chunk of a whole array whose tokens are in natural order along `axis`; collective.
 
         Parameters
@@ -78,7 +99,7 @@ class Distributed:
             chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
         return chunk if is_tensor(chunk) else self._backend.give(chunk)
 
-    def gather(self, chunk, *, root=0, axis=1, keys=False):
+    def gather(self, chunk: Array, *, root: int | None = 0, axis: int = 1, keys: bool = False) -> Array:
         """The whole array, in natural order, from the ranks' chunks; collective.
 
         Parameters
@@ -103,5 +124,5 @@ class Distributed:
         with self.call("gather") as call:
             return gather(call, self._layout(keys), on_host(chunk), root, axis, self._exchange.max_message)
 
-    def _layout(self, keys):
+    def _layout(self, keys: bool) -> Layout:
         return self.k_layout if keys else self.q_layout

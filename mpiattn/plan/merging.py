@@ -1,5 +1,9 @@
 """`merge`: attention over two disjoint sets of keys, from the results over each set."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ..backends.numpy.backend import NumpyBackend
@@ -8,8 +12,11 @@ from ..errors import ArgumentError
 from ..problem.problem import dtype_name
 from ..problem.tensors import as_given
 
+if TYPE_CHECKING:
+    from ..backends.base import Array
 
-def merge(out, lse, out_b, lse_b):
+
+def merge(out: Array, lse: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Combine the attention of the same queries over two disjoint sets of keys; local, sends nothing.
 
     Arithmetic is in the dtype of lse, and out is rounded once.  A NaN in lse makes its row of the result NaN; a NaN in

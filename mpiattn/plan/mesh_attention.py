@@ -1,9 +1,12 @@
 """`MeshAttention`: a plan that is made once and run many times."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ..comm.agreement import agreement
-from ..comm.collective_calls import Collective
 from ..comm.exchange import MAX_MESSAGE, Exchange
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
@@ -16,8 +19,20 @@ from .distribution import Distributed
 from .rank_passes import RankPasses
 from .settle import resized, settle
 
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
 
-class MeshAttention(Described, Distributed, Collective):
+    from mpi4py import MPI
+
+    from ..backends.base import Array
+    from ..model.machine import Machine
+    from ..problem.documents import PerDocument
+    from ..problem.layout import Layout
+    from ..schedule.tile import Tile
+
+
+class MeshAttention(Described, Distributed):
     """Exact attention of a sequence that is spread over the ranks of a communicator (arXiv 2512.20968).
 
     Every rank holds a chunk of the tokens (`positions`) of q, k and v, and gets the same chunk of the result.  Making a
@@ -96,11 +111,16 @@ class MeshAttention(Described, Distributed, Collective):
 
     KIND = "plan"
 
-    def __init__(self, comm, *, seqlen, heads, head_dim, batch=1, kv_heads=None, dtype="float32", causal=False,
-                 prefix=0, causal_block=None, window=None, softcap=None, scale=None, seqlen_k=None, value_dim=None,
-                 tile="auto", layout="auto", schedule="auto", route="auto", direction="forward", wire_dtype=None,
-                 backend="auto", transport="auto", max_message=MAX_MESSAGE, max_memory=None, machine=None,
-                 overlap=True, timeout=None):
+    def __init__(self, comm: MPI.Intracomm, *, seqlen: int, heads: int, head_dim: int, batch: int = 1,
+                 kv_heads: int | None = None, dtype: Any = "float32", causal: bool = False, prefix: int = 0,
+                 causal_block: int | None = None, window: tuple[int | None, int | None] | None = None,
+                 softcap: float | None = None, scale: float | None = None, seqlen_k: int | None = None,
+                 value_dim: int | None = None, tile: str | tuple[int, int] | Tile = "auto",
+                 layout: str | Layout | tuple[Layout, Layout] = "auto", schedule: str = "auto", route: str = "auto",
+                 direction: str = "forward", wire_dtype: Any = None, backend: str = "auto", transport: str = "auto",
+                 max_message: int = MAX_MESSAGE, max_memory: int | None = None,
+                 machine: Machine | str | os.PathLike[str] | None = None, overlap: bool = True,
+                 timeout: float | None = None) -> None:
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
         with self._making(home):
@@ -119,7 +139,7 @@ class MeshAttention(Described, Distributed, Collective):
                 self._prepare(home)
             self._join(home, self._exchange.peers)
 
-    def _prepare(self, home):
+    def _prepare(self, home: Home) -> None:
         chosen, (_, options) = self._plan.choice, self._asked
         self.problem, self.schedule = self._plan.problem, self._plan.schedule()
         self._layouts = chosen.layouts                                                  # by mesh rank
@@ -131,7 +151,7 @@ class MeshAttention(Described, Distributed, Collective):
         self._activity = self._latest = Activity(self.problem.mask, *self._layouts, chosen.tile)
         self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
 
-    def like(self, *, seqlen=None, seqlen_k=None):
+    def like(self, *, seqlen: int | None = None, seqlen_k: int | None = None) -> MeshAttention:
         """A plan for other lengths with this plan's tile, schedule, route and kind of layout; collective.
 
         All other options are this plan's; either plan may be closed first.  It searches nothing: a few milliseconds and
@@ -153,7 +173,7 @@ class MeshAttention(Described, Distributed, Collective):
         CallError, PeerFailure, MpiattnError
             As in `MeshAttention`.
         """
-        p, other = self.problem, object.__new__(type(self))
+        home, p, other = self._check_open(), self.problem, object.__new__(type(self))
         seqlen = p.seqlen if seqlen is None else seqlen
         if seqlen_k is None:
             seqlen_k = seqlen if p.seqlen_k == p.seqlen else p.seqlen_k
@@ -162,15 +182,18 @@ class MeshAttention(Described, Distributed, Collective):
             shape, options = self._asked
             other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
             other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
-            other._backend = local_backend(self._peers.rank, self._home.nodes, self.backend, self._backend.transport)
-            other._prepare(self._home)
+            other._backend = local_backend(self._peers.rank, home.nodes, self.backend, self._backend.transport)
+            other._prepare(home)
             same["schedule"] = other.schedule            # built separately on every rank
-        self._home.share(self._mesh)
-        other._join(self._home, other._exchange.peers)
+        home.share(self._mesh)
+        other._join(home, other._exchange.peers)
         return other
 
-    def forward(self, q, k, v, *, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
-                causal_documents=None, sinks=None, out=None, lse=None, check=True, progress=None):
+    def forward(self, q: Array, k: Array, v: Array, *, cu_seqlens: PerDocument = None,
+                cu_seqlens_k: PerDocument = None, lengths: PerDocument = None, lengths_k: PerDocument = None,
+                prefixes: PerDocument = None, causal_documents: PerDocument = None, sinks: Array | None = None,
+                out: Array | None = None, lse: Array | None = None, check: bool = True,
+                progress: Callable[[float], object] | None = None) -> tuple[Array, Array]:
         """Attention of this rank's chunks; collective.
 
         Inputs are never changed.  All calls accept torch tensors on the CPU.  Arrays that are not contiguous with
@@ -220,9 +243,12 @@ class MeshAttention(Described, Distributed, Collective):
             self._passes.forward(chunks, sinks, activity, progress, *whole)
         return results.returned(q)
 
-    def backward(self, dout, q, k, v, out, lse, *, dlse=None, cu_seqlens=None, cu_seqlens_k=None, lengths=None,
-                 lengths_k=None, prefixes=None, causal_documents=None, sinks=None, dq=None, dk=None, dv=None,
-                 check=True, progress=None):
+    def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+                 dlse: Array | None = None, cu_seqlens: PerDocument = None,
+                 cu_seqlens_k: PerDocument = None, lengths: PerDocument = None, lengths_k: PerDocument = None,
+                 prefixes: PerDocument = None, causal_documents: PerDocument = None, sinks: Array | None = None,
+                 dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, check: bool = True,
+                 progress: Callable[[float], object] | None = None) -> tuple[Array, ...]:
         """Gradients of sum(dout * out) + sum(dlse * lse) with respect to q, k and v; collective.
 
         Mesh rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which its owner computes.  dq is reduced
@@ -262,12 +288,12 @@ class MeshAttention(Described, Distributed, Collective):
                 same |= compared(activity, sinks)
                 grads, chunks = results.arrays(), self._passes.fold_backward(inputs, rows)
             dsinks = self._passes.backward(chunks, sinks, activity, progress, grads)
-            if sinks is not None:
+            if dsinks is not None:
                 dsinks = np.sum(self._peers.allgather(dsinks), axis=0)  # in order of rank: the same bits on all ranks
                 return *results.returned(q), *as_given(q, self._backend.give(dsinks))
         return results.returned(q)
 
-    def give(self, array):
+    def give(self, array: np.ndarray) -> Array:
         """A NumPy array as the back end's array, for `forward` and `backward`.
 
         Parameters
@@ -287,7 +313,7 @@ class MeshAttention(Described, Distributed, Collective):
         self._check_open()
         return self._backend.give(array)
 
-    def drain(self):
+    def drain(self) -> None:
         """Wait until results are complete: with "cuda", calls return as soon as all work is launched.
 
         Raises
@@ -298,7 +324,7 @@ class MeshAttention(Described, Distributed, Collective):
         self._check_open()
         self._backend.drain()
 
-    def close(self):
+    def close(self) -> None:
         """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective.
 
         Closing again does nothing.  The end of a `with` block closes; after an exception, without comparing calls.
@@ -309,7 +335,7 @@ class MeshAttention(Described, Distributed, Collective):
             As in `MeshAttention`, but none because a call before this one failed.
         """
         if self._home is not None:
-            with self._leaving(self._mesh):
+            with self._leaving(self._home, self._mesh):
                 self._backend.close()
                 self._exchange.close()
             self._passes = self._passes.released()

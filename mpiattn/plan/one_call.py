@@ -1,5 +1,9 @@
 """`attention`: makes a plan for the given chunks, runs it once and closes it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .. import backends
 from ..comm.agreement import agreement
 from ..comm.available import agreed_backend
@@ -10,11 +14,17 @@ from ..problem.layout import Layout
 from ..problem.tensors import as_array, as_given
 from .mesh_attention import MeshAttention
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ..backends.base import Array
+
 # Options of `MeshAttention.forward`.
 OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "sinks")
 
 
-def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", **options):
+def attention(q: Array, k: Array, v: Array, *, comm: MPI.Intracomm, causal: bool = False, scale: float | None = None,
+              layout: str | Layout | tuple[Layout, Layout] = "contiguous", **options: Any) -> tuple[Array, Array]:
     """Attention in one call: makes a plan for these chunks, runs it and closes it; collective.
 
     For repeated calls, make a `MeshAttention` once.
@@ -91,7 +101,8 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
             lengths = peers.allgather((q.shape[1], k.shape[1]))
         q_sizes, k_sizes = zip(*lengths)
         if layout == "contiguous":
-            layout = tuple(Layout(layout, sum(sizes), comm.size, sizes) for sizes in (q_sizes, k_sizes))
+            layout = (Layout("contiguous", sum(q_sizes), comm.size, q_sizes),
+                      Layout("contiguous", sum(k_sizes), comm.size, k_sizes))
         with MeshAttention(comm, batch=q.shape[0], seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=q.shape[2],
                            kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=str(q.dtype),
                            causal=causal, scale=scale, layout=layout, backend=backend, **options) as plan:
@@ -100,5 +111,5 @@ def attention(q, k, v, *, comm, causal=False, scale=None, layout="contiguous", *
         home.leave()
 
 
-def _what(array):
+def _what(array: Array) -> str:
     return f"of shape {tuple(array.shape)}" if hasattr(array, "shape") else f"a {type(array).__name__}"

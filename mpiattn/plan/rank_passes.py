@@ -1,7 +1,10 @@
 """A plan's two passes on this rank: their executors, the memory that they keep, and the run from arrays to results."""
 
+from __future__ import annotations
+
 import copy
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,6 +12,16 @@ from ..engine.executor import Executor
 from ..engine.folding import Folding, on_host
 from ..engine.passes import Backward, Forward
 from ..model import memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ..backends.base import Array, Backend
+    from ..comm.exchange import Exchange
+    from ..comm.mesh import Mesh
+    from ..schedule.needed import Activity
+    from ..schedule.steps import Schedule
+    from .settle import Plan
 
 
 class RankPasses:
@@ -19,7 +32,7 @@ class RankPasses:
     tokens: number of this rank's query tokens and of its key tokens.
     """
 
-    def __init__(self, plan, schedule, mesh, backend, exchange):
+    def __init__(self, plan: Plan, schedule: Schedule, mesh: Mesh, backend: Backend, exchange: Exchange) -> None:
         p = plan.problem
         self._plan, self._mesh, self._backend, self._exchange = plan, mesh, backend, exchange
         self.tokens = tuple(layout.length(mesh.rank) for layout in plan.choice.layouts)
@@ -28,10 +41,10 @@ class RankPasses:
                         + backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
         self._folding = Folding(backend, p.batch)
 
-    def _executor(self, schedule, work):
+    def _executor(self, schedule: Schedule, work: Forward | Backward) -> Executor:
         return Executor(self._mesh, schedule, work, self._exchange, *self._plan.choice.layouts)
 
-    def backward_executor(self):
+    def backward_executor(self) -> Executor:
         """The executor of backward passes, made by the first call."""
         if "backward" not in self.executors:
             p = self._plan.problem
@@ -42,15 +55,16 @@ class RankPasses:
         return self.executors["backward"]
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of the arrays of a call, of the executors and of scratch."""
         return self._nbytes + self._folding.unplanned_bytes
 
-    def fold(self, arrays):
+    def fold(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """Arguments {name: (batch, tokens, heads, ...)} as {name: (tokens, batch * heads, ...)}, copied if needed."""
         return {name: self._folding.fold(name, array) for name, array in arrays.items()}
 
-    def forward(self, chunks, sinks, activity, progress, out, lse):
+    def forward(self, chunks: dict[str, Array], sinks: Array | None, activity: Activity,
+                progress: Callable[[float], object] | None, out: Array, lse: Array) -> None:
         """Run the forward pass into out and lse.  chunks: q, k and v from `fold`.  sinks: of a NumPy array, or None."""
         executor = self.executors["forward"]
         with self._running(executor):
@@ -60,14 +74,15 @@ class RankPasses:
             self._folding.unfold(out, partial_out)
             self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
 
-    def fold_backward(self, arrays, rows):
+    def fold_backward(self, arrays: dict[str, Array], rows: dict[str, Array]) -> dict[str, Array]:
         """As `fold`, also of rows {name: (batch, heads, tokens)}; makes all memory that the backward pass needs."""
         self.backward_executor()
         chunks = self.fold({**arrays, **{name: array.transpose(0, 2, 1) for name, array in rows.items()}})
         chunks["delta"] = self._folding.kept("delta", chunks["lse"].shape, self._plan.problem.partial_dtype)
         return chunks
 
-    def backward(self, chunks, sinks, activity, progress, grads):
+    def backward(self, chunks: dict[str, Array], sinks: Array | None, activity: Activity,
+                 progress: Callable[[float], object] | None, grads: tuple[Array, ...]) -> Array | None:
         """Run the backward pass into grads, (dq, dk, dv); returns this rank's part of dsinks, None without sinks.
 
         chunks: from `fold_backward`.
@@ -85,7 +100,7 @@ class RankPasses:
         return None if sinks is None else on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
 
     @contextmanager
-    def _running(self, executor):
+    def _running(self, executor: Executor) -> Iterator[None]:
         self._backend.begin()
         yield
         self._backend.finish()
@@ -93,10 +108,10 @@ class RankPasses:
         for array in self._folding.kept.arrays():
             self._backend.forget(array)
 
-    def _folded_sinks(self, sinks):
+    def _folded_sinks(self, sinks: Array) -> Array:
         return self._backend.contiguous(np.tile(sinks, self._plan.problem.batch))
 
-    def released(self):
+    def released(self) -> RankPasses:
         """A copy without executors and copies of arguments; `self` stays whole, as MPI may use it after a failure."""
         rest = copy.copy(self)
         rest.executors, rest._folding = {}, Folding(self._backend, self._plan.problem.batch)

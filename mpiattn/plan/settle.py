@@ -1,8 +1,10 @@
 """The first step of making a plan: ranks agree on the problem and choose tile, layout, schedule and route."""
 
+from __future__ import annotations
+
 import functools
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..comm.agreement import agree_on, agreement
 from ..comm.exchange import MAX_MESSAGE, check_max_message
@@ -15,6 +17,14 @@ from ..model.tuned import machine_for
 from ..model.workload import Load, block_pairs
 from ..problem.problem import Problem
 from ..schedule.tile import parse_tile
+
+if TYPE_CHECKING:
+    from ..backends.base import Backend
+    from ..comm.mesh import Home
+    from ..comm.peers import Peers
+    from ..problem.layout import Layout
+    from ..schedule.steps import Schedule
+    from ..schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ class Options:
     overlap: bool = True
     timeout: float | None = None
 
-    def checked(self, problem, ranks):
+    def checked(self, problem: Problem, ranks: int) -> Options:
         """A copy with tile and layout parsed into values; raises ArgumentError."""
         check_timeout(self.timeout)
         one_of("direction", self.direction, tuple(search.DIRECTIONS))
@@ -58,24 +68,25 @@ class Plan:
     problem: Problem
     choice: search.Choice
     machine: Machine
-    order: tuple
-    nodes: list
+    order: tuple[int, ...] | None
+    nodes: list[int]
     fastest: float
     overlap: bool
 
-    def schedule(self, direction="forward"):
+    def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass."""
         c = self.choice
         return cost.build(c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, c.ahead,
                           self.overlap)
 
-    def predicted(self, direction="forward"):
+    def predicted(self, direction: str = "forward") -> Timeline:
         """The predicted `mpiattn.schedule.timeline.Timeline` of a pass, for all ranks of the mesh."""
         c = self.choice
-        load = Load(block_pairs(self.problem.mask, *c.layouts), *(one.lengths for one in c.layouts), c.tile)
+        q_layout, k_layout = c.layouts
+        load = Load(block_pairs(self.problem.mask, q_layout, k_layout), q_layout.lengths, k_layout.lengths, c.tile)
         return simulate(self.schedule(direction), self.problem, load, self.machine, self.nodes)
 
-    def layouts_by_rank(self):
+    def layouts_by_rank(self) -> tuple[Layout, Layout]:
         """Layouts of queries and of keys, indexed by rank in the caller's communicator."""
         if self.order is None:
             return self.choice.layouts
@@ -83,7 +94,7 @@ class Plan:
         return tuple(replace(layout, order=place) for layout in self.choice.layouts)
 
 
-def settle(home, peers, shape, options):
+def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, Any]) -> tuple[Plan, Backend]:
     """The Plan and the back end for a problem; collective.
 
     shape: keywords of `Problem`.  options: keywords of `Options`.
@@ -99,7 +110,7 @@ def settle(home, peers, shape, options):
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
-    found = None
+    found: Any = None
     with agreement(peers, only=0):                # on rank 0 only: time and memory grow with the square of the ranks
         if peers.rank == 0:
             machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
@@ -109,7 +120,8 @@ def settle(home, peers, shape, options):
     return peers.allgather(found)[0], backend
 
 
-def _choose(problem, checked, machine, order, nodes):
+def _choose(problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None,
+            nodes: list[int]) -> Plan:
     """The fastest Plan that the checked options allow."""
     evaluate = functools.partial(
         search.evaluate, problem, len(nodes), checked.route, pairs=checked.layout, direction=checked.direction,
@@ -121,7 +133,7 @@ def _choose(problem, checked, machine, order, nodes):
     return Plan(problem, choices[0], machine, order, nodes, min(one.seconds for one in free), checked.overlap)
 
 
-def resized(plan, shape, options):
+def resized(plan: Plan, shape: dict[str, Any], options: dict[str, Any]) -> Plan:
     """A Plan with the same choices for another `shape`, without a search; not collective.  Arguments as of `settle`.
 
     Raises ArgumentError.

@@ -3,16 +3,30 @@
 The result is a tuple of `mpiattn.problem.mask.Group`: one per batch entry, or one for all if all entries are alike.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from ..errors import ArgumentError
 from .mask import Group
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
-def documents(problem, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths_k=None, prefixes=None,
-              causal_documents=None):
+    from .mask import IntArray
+    from .problem import Problem
+
+PerDocument: TypeAlias = "ArrayLike | None"                        # an argument of a call, for all entries or per entry
+Pairs: TypeAlias = "tuple[tuple[IntArray, IntArray], ...]"         # (cuts of the queries, cuts of the keys) per group
+Part = TypeVar("Part")
+
+
+def documents(problem: Problem, cu_seqlens: PerDocument = None, cu_seqlens_k: PerDocument = None,
+              lengths: PerDocument = None, lengths_k: PerDocument = None, prefixes: PerDocument = None,
+              causal_documents: PerDocument = None) -> tuple[Group, ...] | None:
     """The groups of documents of a call; None without arguments.  Raises ArgumentError.
 
     cu_seqlens: start of every document and the end of the last, as in FlashAttention: int (documents + 1,) for all
@@ -32,18 +46,18 @@ def documents(problem, cu_seqlens=None, cu_seqlens_k=None, lengths=None, lengths
             raise ArgumentError(f"{name}_k is given without {name}")
     pairs = _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k)
     if prefixes is None and causal_documents is None:
-        return pairs and tuple(Group(*pair) for pair in pairs)
+        return None if pairs is None else tuple(Group(*pair) for pair in pairs)
     if causal_documents is None and not problem.causal:
         raise ArgumentError("prefixes are given, but nothing is causal; make the plan causal or give causal_documents")
     pairs = pairs or ((np.array([0, problem.seqlen]), np.array([0, problem.seqlen_k])),)
     kinds = [_of_documents(name, given, pairs, problem.batch, cu_seqlens is not None)
              for name, given in (("prefixes", prefixes), ("causal_documents", causal_documents))]
     groups = max(map(len, (pairs, *kinds)))
-    return tuple(Group(*pair, prefix, causal) for pair, prefix, causal
+    return tuple(Group(q_cuts, k_cuts, prefix, causal) for (q_cuts, k_cuts), prefix, causal
                  in zip(*(_spread(parts, groups) for parts in (pairs, *kinds))))
 
 
-def _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k):
+def _pairs(problem: Problem, cu_seqlens: Any, cu_seqlens_k: Any, lengths: Any, lengths_k: Any) -> Pairs | None:
     """(cuts of the queries, cuts of the keys) of every group; None without arguments."""
     if cu_seqlens is None and lengths is None:
         return None
@@ -64,15 +78,15 @@ def _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k):
     return pairs
 
 
-def _spread(cuts, groups):
+def _spread(cuts: tuple[Part, ...], groups: int) -> tuple[Part, ...]:
     return cuts * groups if len(cuts) == 1 else cuts
 
 
-def _of_documents(name, given, pairs, batch, packed):
+def _of_documents(name: str, given: Any, pairs: Pairs, batch: int, packed: bool) -> tuple[NDArray[Any] | None, ...]:
     """A tuple of arrays (documents,), one for all groups or one per group; (None,) if not given."""
     if given is None:
         return (None,)
-    if not (isinstance(given, Sequence) or getattr(given, "ndim", 0)):
+    if not (isinstance(given, Sequence) or getattr(given, "ndim", 0) > 0):
         raise ArgumentError(f"{name} is {_brief(given)}; it must be a sequence, of one value for each document")
     if not packed:
         given = [[value] for value in given]                     # each batch entry is one document
@@ -91,34 +105,34 @@ def _of_documents(name, given, pairs, batch, packed):
     return tuple(row.astype(np.int64 if name == "prefixes" else bool) for row in rows)
 
 
-def _array(values):
+def _array(values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError):      # rows of different lengths, or a tensor
         return np.empty(0)                             # that NumPy cannot read
 
 
-def _integers(name, values):
+def _integers(name: str, values: Any) -> NDArray[np.int64]:
     array = _array(values)
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{name} is {_brief(values)}; it must hold whole numbers")
     return array.astype(np.int64)
 
 
-def _padding(name, lengths, batch, tokens):
-    ends = _integers(name, lengths)
+def _padding(name: str, given: Any, batch: int, tokens: int) -> tuple[IntArray, ...]:
+    ends = _integers(name, given)
     if ends.shape != (batch,) or (ends < 0).any() or (ends > tokens).any():
-        raise ArgumentError(f"{name} is {_brief(lengths)}; it must be {batch} numbers from 0 to {tokens}")
+        raise ArgumentError(f"{name} is {_brief(given)}; it must be {batch} numbers from 0 to {tokens}")
     return tuple(np.array([0, end]) for end in ends.tolist())
 
 
-def _cuts(name, cu_seqlens, batch, tokens):
-    if not (isinstance(cu_seqlens, Sequence) or getattr(cu_seqlens, "ndim", 0)):
-        raise ArgumentError(f"{name} is {_brief(cu_seqlens)}; it must be a sequence of positions")
-    nested = len(cu_seqlens) > 0 and np.ndim(cu_seqlens[0]) > 0
-    if nested and len(cu_seqlens) != batch:
-        raise ArgumentError(f"{name} has {len(cu_seqlens)} entries; it must be one for all, or one for each of {batch}")
-    cuts = tuple(_integers(name, entry) for entry in (cu_seqlens if nested else [cu_seqlens]))
+def _cuts(name: str, given: Any, batch: int, tokens: int) -> tuple[IntArray, ...]:
+    if not (isinstance(given, Sequence) or getattr(given, "ndim", 0) > 0):
+        raise ArgumentError(f"{name} is {_brief(given)}; it must be a sequence of positions")
+    nested = len(given) > 0 and np.ndim(given[0]) > 0
+    if nested and len(given) != batch:
+        raise ArgumentError(f"{name} has {len(given)} entries; it must be one for all, or one for each of {batch}")
+    cuts = tuple(_integers(name, entry) for entry in (given if nested else [given]))
     for cut in cuts:
         if cut.ndim != 1 or len(cut) < 2 or cut[0] < 0 or cut[-1] > tokens or (cut[1:] < cut[:-1]).any():
             raise ArgumentError(f"{name} is {_brief(cut)}; it must be two or more positions from 0 to {tokens} that "
@@ -126,6 +140,6 @@ def _cuts(name, cu_seqlens, batch, tokens):
     return cuts
 
 
-def _brief(values):
+def _brief(values: object) -> str:
     text = " ".join(str(values).split())
     return text if len(text) <= 80 else text[:77] + "..."

@@ -4,8 +4,11 @@ torch is optional.  A caller with a tensor has imported it already, so it is tak
 as int16, because NumPy and torch do not know each other's bfloat16.
 """
 
+from __future__ import annotations
+
 import sys
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +16,13 @@ from ..errors import ArgumentError
 from .problem import dtype_name
 
 
-def is_tensor(thing):
+def is_tensor(thing: object) -> bool:
     """Whether an object is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(thing, torch.Tensor)
 
 
-def shared(name, tensor):
+def shared(name: str, tensor: Any) -> np.ndarray:
     """A tensor's memory as an array of any strides.  Raises ArgumentError if NumPy cannot share it."""
     torch, tensor = sys.modules["torch"], tensor.detach()
     try:
@@ -31,7 +34,7 @@ def shared(name, tensor):
                             f"that NumPy can share ({error})") from error
 
 
-def as_array(name, thing):
+def as_array(name: str, thing: Any) -> Any:
     """The memory of a CPU tensor as an array; any other argument is returned as it is.
 
     Raises ArgumentError if the tensor requires a gradient while torch records gradients, since it would be lost.
@@ -44,7 +47,7 @@ def as_array(name, thing):
     return shared(name, thing)
 
 
-def as_tensor(array):
+def as_tensor(array: np.ndarray) -> Any:
     """A NumPy array's memory as a tensor."""
     torch = import_module("torch")
     if array.dtype.name == "bfloat16":
@@ -52,7 +55,7 @@ def as_tensor(array):
     return torch.from_numpy(array)
 
 
-def as_given(given, *results):
+def as_given(given: object, *results: Any) -> tuple[Any, ...]:
     """The results as a tuple; NumPy arrays become tensors if `given`, an argument of the call, is a tensor."""
     return tuple(as_tensor(result) if is_tensor(given) and isinstance(result, np.ndarray) else result
                  for result in results)

@@ -1,15 +1,8 @@
 """The timeline of a pass: predicted for every rank by `model.simulate`, measured on one rank by the executor."""
 
-from __future__ import annotations
+from typing import Any, NamedTuple, TypeAlias
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-# A number if measured, an array (ranks,) if predicted.
-Seconds: TypeAlias = "float | NDArray[np.float64]"
+Seconds: TypeAlias = Any                # a float if measured, a float64 array (ranks,) if predicted
 
 
 class StepTimes(NamedTuple):
