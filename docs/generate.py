@@ -46,7 +46,7 @@ def first_layer(tokens, positions):
 
 
 def second_layer(tokens, before):
-    """q, k (1, tokens, 1, HEADS * WIDTH) and v (1, tokens, 1, WIDTH); before: what the first layer found.
+    """q, k (1, tokens, 1, HEADS * WIDTH) and v (1, tokens, 1, WIDTH); before: what the first layer gave.
 
     A query asks for its own token and those before it, a key offers those before its own.
     """
@@ -75,9 +75,9 @@ class Generator:
         how = {"seqlen": seqlen, "kv_heads": 1, "causal": True, "scale": 1.0, "layout": "zigzag"}
         with (MeshAttention(self.comm, heads=HEADS, head_dim=WIDTH, **how) as first,
               MeshAttention(self.comm, heads=1, head_dim=HEADS * WIDTH, value_dim=WIDTH, **how) as second):
-            mine = tokens[first.positions]
-            before = attend("first", *first_layer(mine, first.positions), first)
-            attend("second", *second_layer(mine, before), second)
+            chunk = tokens[first.positions]
+            before = attend("first", *first_layer(chunk, first.positions), first)
+            attend("second", *second_layer(chunk, before), second)
 
     def step(self, token):
         """Take in one token and return the next; the same on every rank."""
@@ -86,9 +86,9 @@ class Generator:
             return tree_decode(q, self.caches[name], scale=1.0)[0]
         tokens = np.array([token])
         before = attend("first", *first_layer(tokens, np.array([self.position])))
-        found = attend("second", *second_layer(tokens, before))
+        after = attend("second", *second_layer(tokens, before))
         self.position += 1
-        return int(np.argmax(EMBEDDING @ found[0, 0, 0]))
+        return int(np.argmax(EMBEDDING @ after[0, 0, 0]))
 
     def close(self):
         """Give up the caches."""
@@ -116,12 +116,12 @@ def run(comm, args):
     text = TEXT[:args.context]
     prompt = np.frombuffer((text + text[:HEADS]).encode(), np.uint8)
     tokens, keys = generate(comm, prompt, args.tokens)
-    told, held = comm.gather(tokens), comm.gather(keys)
+    all_tokens, held = comm.gather(tokens), comm.gather(keys)
     code = 0
     if comm.rank == 0:
         print(f"{len(prompt)} tokens of prompt; {args.tokens} generated on {comm.size} ranks, which hold "
               f"{', '.join(map(str, held))} keys of each layer:\n{text[:HEADS]}|{bytes(tokens).decode()}")
-        code = int(any(other != tokens for other in told))
+        code = int(any(other != tokens for other in all_tokens))
         if args.check:
             code |= int(generate(MPI.COMM_SELF, prompt, args.tokens)[0] != tokens)
             print("NOT the same tokens as on one rank" if code else "the same tokens as on one rank", flush=True)

@@ -35,16 +35,16 @@ def compared(tokens, ranks, causal, on, direction="both"):
     layout = Layout("striped" if causal else "contiguous", tokens, ranks)
     choices = search.evaluate(problem, ranks, kinds=("greedy",), pairs=[(layout, layout)], machine=on,
                               direction=direction)
-    best = min(choices, key=lambda one: one.seconds)
-    return next(one for one in choices if one.tile == Tile(1, 1, ranks)), best
+    best = min(choices, key=lambda choice: choice.seconds)
+    return next(choice for choice in choices if choice.tile == Tile(1, 1, ranks)), best
 
 
 def speedups(causal, on, direction):
     """Speed-up over Ring by length, the tiles, and what they save of Ring's traffic, in elements as in the paper."""
-    found = [compared(tokens, 256, causal, on, direction) for tokens in LENGTHS]
+    pairs = [compared(tokens, 256, causal, on, direction) for tokens in LENGTHS]
     ring_volume = volume(Tile(1, 1, 256), direction=direction)
-    return ([ring.seconds / best.seconds for ring, best in found], [str(best.tile) for _, best in found],
-            [1 - volume(best.tile, direction=direction) / ring_volume for _, best in found])
+    return ([ring.seconds / best.seconds for ring, best in pairs], [str(best.tile) for _, best in pairs],
+            [1 - volume(best.tile, direction=direction) / ring_volume for _, best in pairs])
 
 
 def rows():

@@ -34,9 +34,9 @@ def errors(comm, dtype, exact, **options):
         at = plan.positions
         q, k, v, dout = (np.ascontiguousarray(array[:, at]) for array in inputs(plan.problem.dtype))
         out, lse = plan.forward(q, k, v)
-        found = (out, *plan.backward(dout, q, k, v, out, lse))
-    squares = np.array([[np.square(mine.astype(np.float64) - whole[:, at]).sum(), np.square(whole[:, at]).sum()]
-                        for mine, whole in zip(found, exact)])
+        results = (out, *plan.backward(dout, q, k, v, out, lse))
+    squares = np.array([[np.square(part.astype(np.float64) - whole[:, at]).sum(), np.square(whole[:, at]).sum()]
+                        for part, whole in zip(results, exact)])
     off, size = comm.allreduce(squares).T
     return dict(zip(NAMES, np.sqrt(off / size).tolist()))
 

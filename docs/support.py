@@ -132,9 +132,9 @@ def tables():
     return "\n".join(lines) + "\n\n"
 
 
-def make_backend(peers, nodes, name, way):
+def make_backend(peers, nodes, name, wanted):
     """In place of `mpiattn.comm.transport.make_backend`."""
-    return RefusesAsCuda() if name == "cuda" else transport.make_backend(peers, nodes, name, way)
+    return RefusesAsCuda() if name == "cuda" else transport.make_backend(peers, nodes, name, wanted)
 
 
 def places(feature):
@@ -142,12 +142,12 @@ def places(feature):
     def takes(function):
         return inspect.signature(function).parameters.keys()
     of_call = set(feature.call)
-    found = ["a plan" if not of_call else "a plan's calls", "`attention`"]
+    takers = ["a plan" if not of_call else "a plan's calls", "`attention`"]
     assert of_call <= takes(mpiattn.MeshAttention.forward) & takes(mpiattn.MeshAttention.backward) & set(OF_CALL)
     assert set(feature.plan) <= takes(mpiattn.MeshAttention.__init__)
     if feature.decode is not None:
-        found.append("`KVCache`" if set(feature.decode) & takes(mpiattn.KVCache.__init__) else "`tree_decode`")
-    return found
+        takers.append("`KVCache`" if set(feature.decode) & takes(mpiattn.KVCache.__init__) else "`tree_decode`")
+    return takers
 
 
 def outcome(feature, backend, what):

@@ -97,10 +97,10 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-def train(args, mine, attend_in, sum_over_ranks):
+def train(args, own, attend_in, sum_over_ranks):
     """Train from the seed and return the loss of every step, over the whole sequence.
 
-    mine: positions in the sequence of the tokens that are trained on here.
+    own: positions in the sequence of the tokens that are trained on here.
     attend_in(cuts): the attention function of a sequence with these documents.
     sum_over_ranks(array): adds up an array over whoever holds the other tokens, in place.
     """
@@ -110,7 +110,7 @@ def train(args, mine, attend_in, sum_over_ranks):
     optimizer = torch.optim.Adam(parameters, LEARNING_RATE)
     for step in range(args.steps):
         *whole, cuts = draw(step, args)
-        tokens, targets, places = (torch.from_numpy(array[mine]) for array in whole)
+        tokens, targets, places = (torch.from_numpy(array[own]) for array in whole)
         logits = model(tokens, places, attend_in(cuts))
         loss = F.cross_entropy(logits[0], targets, reduction="sum") / args.seqlen
         gradients = torch.autograd.grad(loss, parameters)

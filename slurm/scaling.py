@@ -28,14 +28,14 @@ def read(folder):
 
 def columns(runs):
     """What OUT holds, by the name of the dataset or group."""
-    told = [json.loads(text) for _, text in runs]
-    data = {"nodes": [nodes for nodes, _ in runs], "ranks": [run["ranks"] for run in told],
-            "tile": [run["tile"] for run in told], "json": [text for _, text in runs]}
+    reports = [json.loads(text) for _, text in runs]
+    data = {"nodes": [nodes for nodes, _ in runs], "ranks": [run["ranks"] for run in reports],
+            "tile": [run["tile"] for run in reports], "json": [text for _, text in runs]}
     for name in PASSES:
-        if name in told[0]["seconds"]:
-            seconds = [run["seconds"][name] for run in told]
+        if name in reports[0]["seconds"]:
+            seconds = [run["seconds"][name] for run in reports]
             data[name] = {"seconds": seconds, "speedup": [seconds[0] / each for each in seconds],
-                          **{what: [sum(rank[name][what] for rank in run["per_rank"]) / run["ranks"] for run in told]
+                          **{what: [sum(rank[name][what] for rank in run["per_rank"]) / run["ranks"] for run in reports]
                              for what in ("wait_seconds", "sent_bytes")}}
     return data
 
@@ -44,10 +44,10 @@ def as_text(data):
     """The table for the log."""
     shown = [("nodes", data["nodes"]), ("ranks", data["ranks"]), ("tile", data["tile"])]
     for name in (name for name in PASSES if name in data):
-        one = data[name]
-        shown += [(name, map(duration, one["seconds"])), ("speed-up", (f"{each:.2f}" for each in one["speedup"])),
-                  ("waiting", (percent(wait / all_) for wait, all_ in zip(one["wait_seconds"], one["seconds"]))),
-                  ("sent per rank", map(size, one["sent_bytes"]))]
+        row = data[name]
+        shown += [(name, map(duration, row["seconds"])), ("speed-up", (f"{each:.2f}" for each in row["speedup"])),
+                  ("waiting", (percent(wait / all_) for wait, all_ in zip(row["wait_seconds"], row["seconds"]))),
+                  ("sent per rank", map(size, row["sent_bytes"]))]
     return table(zip(*(values for _, values in shown)), [name for name, _ in shown])
 
 

@@ -177,9 +177,9 @@ class ndarray:
         return self.of(self.memory, self.values[at])
 
     def reshape(self, *shape):
-        found = self.values.reshape(*shape)
-        assert np.may_share_memory(found, self.values) or not found.size, "CuPy would copy"
-        return self.of(self.memory, found)
+        reshaped = self.values.reshape(*shape)
+        assert np.may_share_memory(reshaped, self.values) or not reshaped.size, "CuPy would copy"
+        return self.of(self.memory, reshaped)
 
     def view(self, dtype):
         return self.of(self.memory, self.values.view(dtype))

@@ -86,11 +86,11 @@ def blocks_of(lines):
     code, labels = [], {}
     for line in lines:
         label = re.match(r"(\.L_x_\d+):", line)
-        found = re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
+        parts = re.match(r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
         if label:
             labels[label[1]] = len(code)
-        elif found:
-            code.append(Instruction(found[2], found[3], bool(found[1])))
+        elif parts:
+            code.append(Instruction(parts[2], parts[3], bool(parts[1])))
     ends = {i + 1 for i, each in enumerate(code) if each.base in ("BRA", "EXIT", "RET", "BRX")}
     starts = sorted(({0, *labels.values(), *ends}) & set(range(len(code))))
     number = {start: i for i, start in enumerate(starts)}
@@ -111,12 +111,12 @@ def blocks_of(lines):
 
 def loops_of(blocks):
     """(first, last) blocks of the loops, the innermost first: those between a branch back and where it goes."""
-    found = {}
+    last_of = {}
     for i, block in enumerate(blocks):
         for to in block.after:
             if to <= i:
-                found[to] = max(i, found.get(to, i))
-    return sorted(found.items(), key=lambda loop: loop[1] - loop[0])
+                last_of[to] = max(i, last_of.get(to, i))
+    return sorted(last_of.items(), key=lambda loop: loop[1] - loop[0])
 
 
 def counts(code):

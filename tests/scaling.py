@@ -129,14 +129,14 @@ class Lab:
 
     def _show(self, case, setting):
         note = "" if case["overlap"] else ", apart"
-        for name, found in case["passes"].items():
-            took = found["seconds"]
+        for name, measured in case["passes"].items():
+            took = measured["seconds"]
             print(f"  {case['asked']['tile']:>5} {case['tile']:>5} {case['schedule']:>10}{note} {name:>8}: "
                   f"{took['median']:7.3f} s ({took['min']:.3f} - {took['max']:.3f}), "
-                  f"{took['median'] / bound(found, setting):.3f} of its bound, waits "
-                  f"{found['waiting']['mean']:.1%}, {found['sent_bytes']['mean'] / 2**20:.2f} MiB"
-                  f"{'' if found['counted'] else ' NOT AS BY THE FORMULA'}", flush=True)
-            self.claim(f"{case['tile']} {name} sends what the formula says", found["counted"], 1, 1)
+                  f"{took['median'] / bound(measured, setting):.3f} of its bound, waits "
+                  f"{measured['waiting']['mean']:.1%}, {measured['sent_bytes']['mean'] / 2**20:.2f} MiB"
+                  f"{'' if measured['counted'] else ' NOT AS BY THE FORMULA'}", flush=True)
+            self.claim(f"{case['tile']} {name} sends what the formula says", measured["counted"], 1, 1)
 
     def claim(self, text, value, low=float("-inf"), high=float("inf")):
         """Judge a number by its limits."""
@@ -270,18 +270,18 @@ def wire_bytes(lab, hosts):
 
 def strong(lab, hosts):
     """One problem on ever more hosts: Ring sends as much whatever their number, and comes to a halt there."""
-    tokens, rate, found = 2048, 10e6 / 8, []
+    tokens, rate, rows = 2048, 10e6 / 8, []
     for n in hosts:
         setting = Setting(n, rate, 0.08, tokens // n)
         data = lab.bench(f"strong-{n}", setting, "--tile", "ring", "auto", "--schedule", "greedy", warmup=0)
         of = {"ring": f"1x{n}", "mesh": "auto"}
-        found.append({"hosts": n, **{name: find(data, tile)["forward"]["runs"] for name, tile in of.items()},
+        rows.append({"hosts": n, **{name: find(data, tile)["forward"]["runs"] for name, tile in of.items()},
                       "predicted": {name: next(case["predicted_seconds"] for case in data["cases"]
                                                if case["asked"]["tile"] == tile) for name, tile in of.items()},
                       "tile": next(case["tile"] for case in data["cases"] if case["asked"]["tile"] == "auto"),
                       "ideal": find(data)["forward"]["ideal_seconds"]})
-    (lab.folder / "strong.json").write_text(json.dumps(found, indent=1))
-    first, last = next(one for one in found if one["hosts"] >= 16), found[-1]
+    (lab.folder / "strong.json").write_text(json.dumps(rows, indent=1))
+    first, last = next(row for row in rows if row["hosts"] >= 16), rows[-1]
     gained = {name: np.median(first[name]) / np.median(last[name]) for name in ("ring", "mesh")}
     lab.claim(f"Ring's gain from {first['hosts']} to {last['hosts']} hosts", gained["ring"], high=1.25)
     # 4 would be ideal, but real blocks of 64 hosts keep two cores busy

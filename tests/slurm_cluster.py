@@ -81,9 +81,9 @@ def missing():
 def _free_ports(count):
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 def processes(conf):
@@ -98,8 +98,8 @@ def processes(conf):
 def _reap(conf):
     """Wait for the end of standard input, then end the cluster's processes."""
     sys.stdin.read()
-    while found := list(processes(conf)):
-        for pid in found:
+    while left := list(processes(conf)):
+        for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -33,9 +33,9 @@ def attend(backend, q, k, v, begin, end, scale=0.3, into=None):
 
 
 def assert_right(got, ref, dtype):
-    for one, other in zip(got, ref):
-        assert (np.isneginf(one) == np.isneginf(other)).all()
-        assert error(one, other) <= LIMIT[dtype] * max(largest(other), 1e-300)
+    for array, other in zip(got, ref):
+        assert (np.isneginf(array) == np.isneginf(other)).all()
+        assert error(array, other) <= LIMIT[dtype] * max(largest(other), 1e-300)
 
 
 @pytest.mark.parametrize("dtype", LIMIT)

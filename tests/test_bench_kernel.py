@@ -44,9 +44,9 @@ def test_sections(tmp_path, backend, dtype):
     assert "NumPy's sum" in text and "onto a partial" in text and ("for tests" in text) == (backend != "numpy")
 
 
-@pytest.mark.parametrize("broken, told", [("attend", "against float64"), ("attend_backward", "against float64"),
+@pytest.mark.parametrize("broken, complaint", [("attend", "against float64"), ("attend_backward", "against float64"),
                                           ("attend_pages", "over 150 keys")])
-def test_a_wrong_result_is_not_measured(broken, told):
+def test_a_wrong_result_is_not_measured(broken, complaint):
     code = (f"import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; right = B.{broken}\n"
             "def wrong(self, q, *rest, **more):\n"
             "    right(self, q * 1.1, *rest, **more)\n"
@@ -54,7 +54,7 @@ def test_a_wrong_result_is_not_measured(broken, told):
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     outcome = mpirun(1, [sys.executable, "-c", code, *KERNEL[3:], "--direction", "both"], check=False)
     assert outcome.returncode == 1 and not outcome.stdout
-    assert outcome.stderr.count(told) == 1 and "nothing is measured" in outcome.stderr
+    assert outcome.stderr.count(complaint) == 1 and "nothing is measured" in outcome.stderr
 
 
 @pytest.mark.parametrize("ranks, options, message", [

@@ -74,7 +74,7 @@ def test_figures():
 def test_bytes_that_differ_are_marked():
     problem = Problem(seqlen=10, heads=2, head_dim=3)
     facts = {"tile": "1x2", "schedule": "greedy", "route": "direct", "layout": "contiguous", "predicted_seconds": 1.0,
-             "checked": {"forward": {"told": "right"}}}
+             "checked": {"forward": {"summary": "right"}}}
     asked = cases(2, [10], ["ring", "auto"], ["greedy"], ["auto"])[0]
     summaries = [{"forward": passes_of({"passes": {"forward": FORWARD}}, problem)["forward"].summary()}]
     made = report.cases_as_data(asked, [0, 0], [{"facts": facts}], summaries)

@@ -174,8 +174,8 @@ def test_a_rank_that_stops(tmp_path, place):
     ("import time; time.sleep(6000)", "unknown", "timed out"),
 ])
 def test_probe(code, answer, text):
-    found = probe([sys.executable, "-c", code], timeout=3 * launch.time_factor())
-    assert found["answer"] == answer and text in found["text"]
+    result = probe([sys.executable, "-c", code], timeout=3 * launch.time_factor())
+    assert result["answer"] == answer and text in result["text"]
 
 
 CUPY = """

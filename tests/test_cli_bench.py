@@ -23,11 +23,11 @@ def test_sweep(tmp_path):
     assert "both" in outcome.stdout and "BYTES" not in outcome.stdout
     data = json.loads((tmp_path / "b.json").read_text())
     sizes = {seqlen: [case for case in data["cases"] if case["seqlen"] == seqlen] for seqlen in (130, 67)}
-    assert data["compute"] == "real" and [len(found) for found in sizes.values()] == [24, 24]
-    for seqlen, found in sizes.items():
+    assert data["compute"] == "real" and [len(cases) for cases in sizes.values()] == [24, 24]
+    for seqlen, cases in sizes.items():
         pairs = seqlen * (seqlen + 1) // 2
-        for number, case in enumerate(found):
-            first = found[case["measured_as"]]
+        for number, case in enumerate(cases):
+            first = cases[case["measured_as"]]
             assert (case["measured_as"] == number) == (case["asked"]["tile"] != "auto")      # every tile was asked for
             assert [case[name] for name in ("tile", "schedule", "route")] == [first[name] for name in
                                                                               ("tile", "schedule", "route")]
@@ -42,8 +42,8 @@ def test_sweep(tmp_path):
     assert ring["passes"]["forward"]["sent_bytes"]["mean"] == 3 * 130 / 4 * 2 * 2 * 16 * 4
     with h5py.File(tmp_path / "b.h5") as file:
         assert file.attrs["ranks"] == 4 and file.attrs["problem.kv_heads"] == 2
-        for case, group in ((case, file[f"{seqlen}/{number}"]) for seqlen, found in sizes.items()
-                            for number, case in enumerate(found)):
+        for case, group in ((case, file[f"{seqlen}/{number}"]) for seqlen, cases in sizes.items()
+                            for number, case in enumerate(cases)):
             for name, figures in case["passes"].items():
                 raw = group[name]
                 assert np.median(raw["seconds"][:].max(axis=1)) == figures["seconds"]["median"]

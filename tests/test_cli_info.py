@@ -150,7 +150,7 @@ def test_host():
       ("blas", "openblas", "/site/numpy.libs/libscipy_openblas64_-2.so", "0.3.31", 1)], ("openblas 0.3.31", 1))])
 def test_the_blas_is_that_of_numpy(monkeypatch, libraries, expected):
     fields = ("user_api", "internal_api", "filepath", "version", "num_threads")
-    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: [dict(zip(fields, one)) for one in libraries])
+    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: [dict(zip(fields, library)) for library in libraries])
     assert host.blas() == expected
 
 

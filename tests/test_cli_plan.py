@@ -160,7 +160,7 @@ def test_memory_limit(capsys):
     """The fastest plan within the limit, and its cost in time; the error names the least memory if none fits."""
     free = as_json(capsys, "--ranks", 64, *MHA, "--machine", "h100")
     most = row(free, free["tile"])["memory_bytes"]
-    least = min(one["memory_bytes"] for one in free["tiles"])
+    least = min(choice["memory_bytes"] for choice in free["tiles"])
     assert free["memory_cost"] == 1
     limited = as_json(capsys, "--ranks", 64, *MHA, "--machine", "h100", "--max-memory", least)
     chosen = row(limited, limited["tile"])

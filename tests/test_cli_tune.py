@@ -60,8 +60,8 @@ def test_two_nodes_and_a_file(run, tmp_path):
     assert data["machine"] == json.loads(file.read_text()) and data["default"] == {} and data["store"] is None
     assert data["key"]["ranks_per_node"] == 2 and data["key"]["several_nodes"]
     assert not run.store.exists()
-    found = machine_of(run, 2, env={"MPIATTN_MACHINE": str(file)})
-    assert found["figures"] == data["machine"] and found["from"] == f"MPIATTN_MACHINE={file}"
+    machine = machine_of(run, 2, env={"MPIATTN_MACHINE": str(file)})
+    assert machine["figures"] == data["machine"] and machine["from"] == f"MPIATTN_MACHINE={file}"
 
 
 def test_trouble_with_the_store(run, tmp_path):

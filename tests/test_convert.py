@@ -207,16 +207,16 @@ def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch, package, cont
                                           ((2, 0, 3), 5)])
 def test_pieces(shape, limit):
     array = np.arange(np.prod(shape)).reshape(shape)
-    found = [array[index].ravel() for index in tensor_files.pieces(shape, limit)]
-    assert np.array_equal(np.concatenate([*found, []]), array.ravel())
-    assert all(len(piece) <= limit for piece in found)
+    pieces = [array[index].ravel() for index in tensor_files.pieces(shape, limit)]
+    assert np.array_equal(np.concatenate([*pieces, []]), array.ravel())
+    assert all(len(piece) <= limit for piece in pieces)
 
 
 @pytest.mark.parametrize("kind", ["npy", "packed.npz"])
 def test_larger_than_memory(tmp_path, kind):
     """200 MB of tensors by a process that holds much less of its own; a mapped file's pages are the system's."""
-    one = np.zeros((1, 8, 32768, 64), np.float32)
-    sources = save(kind, tmp_path, dict.fromkeys("qkv", one))
+    tensor = np.zeros((1, 8, 32768, 64), np.float32)
+    sources = save(kind, tmp_path, dict.fromkeys("qkv", tensor))
     code = ("import re, sys; from mpiattn.cli import main\n"
             "import h5py, numpy, tqdm\n"
             "peak = []\n"

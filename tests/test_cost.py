@@ -47,20 +47,20 @@ def test_a_slow_network_wants_little_traffic():
 
 
 def test_a_step_takes_the_longer_of_transfer_and_blocks():
-    one = machine(flops=1e12, bandwidth=1e9, latency=1e-3, launch=1e-2)
+    on = machine(flops=1e12, bandwidth=1e9, latency=1e-3, launch=1e-2)
     problem = Problem(seqlen=400, heads=2, head_dim=5)
     block = 1e-2 + problem.flops / 16 / 1e12
     hop = 2 * 1e-3 + 100 * 2 * 10 * 4 / 1e9
     layout = Layout("contiguous", 400, 4)
     load = Load(block_pairs(problem.mask, layout, layout), layout.lengths, layout.lengths, Tile(1, 1, 4))
-    schedule = cost.build("greedy", Tile(1, 1, 4), "direct", problem, one)
-    assert simulate(schedule, problem, load, one).seconds == pytest.approx(3 * max(block, hop) + block)
-    fused = cost.build("collective", Tile(1, 1, 4), "direct", problem, one)
+    schedule = cost.build("greedy", Tile(1, 1, 4), "direct", problem, on)
+    assert simulate(schedule, problem, load, on).seconds == pytest.approx(3 * max(block, hop) + block)
+    fused = cost.build("collective", Tile(1, 1, 4), "direct", problem, on)
     expected = 3 * (hop - 1e-3) + 1e-2 + problem.flops / 4 / 1e12       # k and v are two collectives, but one message
-    assert simulate(fused, problem, load, one).seconds == pytest.approx(expected)
-    backward = cost.build("greedy", Tile(1, 1, 4), "direct", problem, one, "backward")
+    assert simulate(fused, problem, load, on).seconds == pytest.approx(expected)
+    backward = cost.build("greedy", Tile(1, 1, 4), "direct", problem, on, "backward")
     at_least = 4 * 1e-2 + 2.5 * problem.flops / 4 / 1e12
-    assert simulate(backward, problem, load, one).seconds >= at_least
+    assert simulate(backward, problem, load, on).seconds >= at_least
 
 
 def test_the_slowest_rank_counts():
@@ -91,19 +91,19 @@ def test_auto_layout_balances_work_and_sends_little():
 
 
 def test_both_passes_are_the_sum_of_each():
-    one = {direction: search.evaluate(PROBLEM, 16, shapes=[Tile(1, 4, 4)], kinds=("greedy",), direction=direction)[0]
+    best = {direction: search.evaluate(PROBLEM, 16, shapes=[Tile(1, 4, 4)], kinds=("greedy",), direction=direction)[0]
            for direction in search.DIRECTIONS}
-    assert one["both"].seconds == one["forward"].seconds + one["backward"].seconds
-    assert one["both"].sent_bytes == one["forward"].sent_bytes + one["backward"].sent_bytes
-    assert one["backward"].sent_bytes == mean_sent(PROBLEM, Tile(1, 4, 4), "backward")
-    assert one["both"].nbytes > one["forward"].nbytes
+    assert best["both"].seconds == best["forward"].seconds + best["backward"].seconds
+    assert best["both"].sent_bytes == best["forward"].sent_bytes + best["backward"].sent_bytes
+    assert best["backward"].sent_bytes == mean_sent(PROBLEM, Tile(1, 4, 4), "backward")
+    assert best["both"].nbytes > best["forward"].nbytes
 
 
 def test_costs_are_blocks_that_hide_a_hop():
-    one = machine(flops=1e9, bandwidth=1e9)
+    on = machine(flops=1e9, bandwidth=1e9)
     problem = Problem(seqlen=64, heads=4, kv_heads=2, head_dim=8, dtype="float16")
     block = 16 * 16 * 2 * 4 * 16 / 1e9
-    costs = cost.transfer_costs(problem, Tile(1, 2, 2), one)
+    costs = cost.transfer_costs(problem, Tile(1, 2, 2), on)
     assert costs.q == pytest.approx(16 * 4 * 8 * 2 / 1e9 / block)
     assert costs.kv == pytest.approx(16 * 2 * 16 * 2 / 1e9 / block)
     assert costs.o == pytest.approx(16 * 4 * 9 * 4 / 1e9 / block)

@@ -269,8 +269,8 @@ def test_devices(gpu):
         gpu.begin()
         gpu.wait(gpu.zero((gpu.empty((3,), "float32"),)))
         gpu.finish()
-    for wrong, told in (([1.0], "a list"), (np.ma.array([1.0]), "a MaskedArray")):
-        with pytest.raises(ArgumentError, match=f"q is {told}; it must be a CuPy array"):
+    for wrong, described in (([1.0], "a list"), (np.ma.array([1.0]), "a MaskedArray")):
+        with pytest.raises(ArgumentError, match=f"q is {described}; it must be a CuPy array"):
             gpu.array("q", wrong)
 
 
@@ -333,10 +333,10 @@ def test_the_made_up_cupy_has_nothing_that_cupy_lacks():
     pairs += [(getattr(fake_cupy.cuda, name), getattr(cupy.cuda, name)) for name in vars(fake_cupy.cuda)]
     pairs += [(fake_cupy.RawKernel, cupy.RawKernel)]
     for made_up, real in pairs:
-        for name, thing in vars(made_up).items() if inspect.isclass(made_up) else ():
+        for name, member in vars(made_up).items() if inspect.isclass(made_up) else ():
             if not name.startswith("_") and name not in HIDDEN.get(made_up.__name__, ()):
                 assert hasattr(real, name) or name in (real.__doc__ or ""), f"{real} has no {name}"
-                _same_arguments(thing, getattr(real, name, None))
+                _same_arguments(member, getattr(real, name, None))
         _same_arguments(made_up, real)
 
 

@@ -24,8 +24,8 @@ rng = np.random.default_rng(0)
 with KVCache(comm, capacity=200, sequences=3, kv_heads=2, head_dim=16, value_dim=8, page_size=4, dtype=dtype) as cache:
     for tokens, layout in ((40, Layout("zigzag", 40, comm.size)), (9, None), (30, Layout("striped", 30, comm.size))):
         k, v = (rng.standard_normal((3, tokens, 2, dim)).astype(dtype) for dim in (16, 8))
-        mine = slice(None) if layout is None else layout.positions(comm.rank)
-        cache.append(k[:, mine], v[:, mine], layout=layout, counts=[tokens, 0, tokens // 2])
+        own = slice(None) if layout is None else layout.positions(comm.rank)
+        cache.append(k[:, own], v[:, own], layout=layout, counts=[tokens, 0, tokens // 2])
     cache.save(path)
 """
 
@@ -57,15 +57,15 @@ def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, ma
     with h5py.File(cache) as file:
         assert file["cu_seqlens"][:].tolist() == [0, 79, 79, 79 + 39]
     queries = write_input(tmp_path / "q.h5", batch=3, seqlen=3, heads=4, dtype=dtype, k=None, v=None)
-    told_file = tmp_path / "told.json"
-    outcome = mpirun(ranks, [*DECODE, cache, queries, out, "--verify", "--json", told_file, *options])
+    report_file = tmp_path / "report.json"
+    outcome = mpirun(ranks, [*DECODE, cache, queries, out, "--verify", "--json", report_file, *options])
     assert all(words in outcome.stdout for words in ("9 of 9 all rows", "passed", "equal on every rank"))
     chosen = assert_decoded(cache, queries, out, {"bfloat16": 1e-2}.get(dtype, 1e-5), **masks)
     assert chosen["command"].startswith(f"mpiattn decode {cache} {queries} {out}") and chosen["date"]
-    told = json.loads(told_file.read_text())
-    assert chosen["ranks"] == told["ranks"] == ranks
-    assert told["sequences"] == [79, 0, 39] and told["verify"]["passed"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.h5", "out.h5", "q.h5", "told.json"]
+    report = json.loads(report_file.read_text())
+    assert chosen["ranks"] == report["ranks"] == ranks
+    assert report["sequences"] == [79, 0, 39] and report["verify"]["passed"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.h5", "out.h5", "q.h5", "report.json"]
 
 
 def test_decode_of_generated_files(tmp_path):

@@ -22,10 +22,10 @@ def test_generation_is_that_of_one_rank():
     """It goes on with the text of the prompt, which no rank has seen whole."""
     text = " ".join((launch.DOCS.parent / "LICENSE").read_text().split())
     command = [sys.executable, launch.DOCS / "generate.py", "--check", "--tokens", "40"]
-    told = launch.mpirun(4, command, timeout=120).stdout
-    assert "the same tokens as on one rank" in told and "NOT" not in told
-    assert told.split(":\n", 1)[1].startswith(f"{text[:8]}|{text[8:48]}")
-    held = [int(n) for n in re.search(r"hold (.*) keys", told)[1].split(", ")]
+    printed = launch.mpirun(4, command, timeout=120).stdout
+    assert "the same tokens as on one rank" in printed and "NOT" not in printed
+    assert printed.split(":\n", 1)[1].startswith(f"{text[:8]}|{text[8:48]}")
+    held = [int(n) for n in re.search(r"hold (.*) keys", printed)[1].split(", ")]
     assert len(held) == 4 and sum(held) == 600 + 8 - 1 + 40 and max(held) - min(held) <= 1
 
 
@@ -34,7 +34,7 @@ def test_generation_shows_what_is_wrong(tmp_path):
     """A rank that decodes its own keys only takes other tokens."""
     script = tmp_path / "sabotage.py"
     script.write_text("import runpy, sys, mpiattn.decode.combine as c\n"
-                      "c.Combiner.run = lambda self, way, mine, spare, root=None: mine\n"
+                      "c.Combiner.run = lambda self, way, own, spare, root=None: own\n"
                       f"sys.exit(runpy.run_path({str(launch.DOCS / 'generate.py')!r})['main']())\n")
     outcome = launch.mpirun(2, [sys.executable, script, "--check", "--tokens", "20"], timeout=120, check=False)
     assert outcome.returncode and "NOT the same tokens" in outcome.stdout
@@ -42,15 +42,15 @@ def test_generation_shows_what_is_wrong(tmp_path):
 
 @needs_docs
 def test_energy():
-    told = launch.mpirun(3, [sys.executable, "-c", code_of("energy.md", "energy")], timeout=60).stdout
-    same, off = (float(number) for number in re.findall(r"by (\S+?)[, ]", told))
+    printed = launch.mpirun(3, [sys.executable, "-c", code_of("energy.md", "energy")], timeout=60).stdout
+    same, off = (float(number) for number in re.findall(r"by (\S+?)[, ]", printed))
     assert same < 1e-12 and 0 < off < 1e-6
 
 
 @needs_docs
 def test_code_of_the_page():
-    told = launch.mpirun(3, [sys.executable, "-c", code_of("decoding.md", "decode")], timeout=60).stdout
-    assert told.split() == ["(1000,", "1000)", "(2,", "1,", "8,", "64)", "(990,", "1000)"]
+    printed = launch.mpirun(3, [sys.executable, "-c", code_of("decoding.md", "decode")], timeout=60).stdout
+    assert printed.split() == ["(1000,", "1000)", "(2,", "1,", "8,", "64)", "(990,", "1000)"]
 
 
 @needs_docs

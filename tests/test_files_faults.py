@@ -106,15 +106,15 @@ def test_not_finite_is_said(tmp_path):
     assert "NaN or infinite: 2 in q, 1 in v, " in warned[0]
     assert "NaN or infinite elements: 2 in q, 1 in v, " in outcome.stdout
     assert "rows are NaN or infinite on both sides" in outcome.stdout
-    told = json.loads((tmp_path / "run.json").read_text())
+    report = json.loads((tmp_path / "run.json").read_text())
     with h5py.File(tmp_path / "out.h5") as made:
         odd = {name: ~np.isfinite(made[name][:]) for name in ("out", "dq", "dk", "dv")}
         lse = int((np.isnan(made["lse"][:]) | np.isposinf(made["lse"][:])).sum())
     assert lse > 0
-    assert told["nonfinite"] == {"q": 2, "k": 0, "v": 1, "dout": 0, "out": int(odd["out"].sum()), "lse": lse,
+    assert report["nonfinite"] == {"q": 2, "k": 0, "v": 1, "dout": 0, "out": int(odd["out"].sum()), "lse": lse,
                                  **{name: int(odd[name].sum()) for name in ("dq", "dk", "dv")}}
-    assert told["verify"]["passed"] and told["verify"]["nonfinite"] == odd["out"].any(axis=(0, 2, 3)).sum() > 0
-    assert told["verify_gradients"]["nonfinite_rows"] == odd["dq"].any(axis=(0, 2, 3)).sum() > 0
+    assert report["verify"]["passed"] and report["verify"]["nonfinite"] == odd["out"].any(axis=(0, 2, 3)).sum() > 0
+    assert report["verify_gradients"]["nonfinite_rows"] == odd["dq"].any(axis=(0, 2, 3)).sum() > 0
 
 
 def test_rows_that_see_no_key_are_finite(tmp_path):

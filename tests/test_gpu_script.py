@@ -54,22 +54,22 @@ def statuses(sections):
 def test_sections(tmp_path):
     """One that fails keeps no other from being done; what is measured is told, and all is in three files."""
     (tmp_path / "openmpi.tar").write_text("not one")
-    found, text = run_all(tmp_path, "--openmpi", tmp_path / "openmpi.tar", "--sections", "smoke", "mpi", "openmpi",
+    done, text = run_all(tmp_path, "--openmpi", tmp_path / "openmpi.tar", "--sections", "smoke", "mpi", "openmpi",
                           "probe", "ranks-decode", "bench-d64", code=1)
-    assert statuses(found) == {"install": "passed", "device": "skipped", "smoke": "passed", "mpi": "passed",
+    assert statuses(done) == {"install": "passed", "device": "skipped", "smoke": "passed", "mpi": "passed",
                                "ranks-decode": "passed", "openmpi": "failed", "probe": "skipped",
                                "bench-d64": "passed"}
-    assert "ReadError" in found["openmpi"]["why"] and "section openmpi" in found["probe"]["why"]
-    assert list(found["smoke"]["found"]["steps"]) == ["back end", "forward", "backward", "a head alone", "speed",
+    assert "ReadError" in done["openmpi"]["why"] and "section openmpi" in done["probe"]["why"]
+    assert list(done["smoke"]["record"]["steps"]) == ["back end", "forward", "backward", "a head alone", "speed",
                                                       "decode"]
-    assert " passed" in found["ranks-decode"]["found"]["result"] and "add up to 6" in found["mpi"]["found"]["result"]
-    assert [table["what"] for table in found["bench-d64"]["found"]["tables"]] == ["forward", "backward", "launch"]
+    assert " passed" in done["ranks-decode"]["record"]["result"] and "add up to 6" in done["mpi"]["record"]["result"]
+    assert [table["what"] for table in done["bench-d64"]["record"]["tables"]] == ["forward", "backward", "launch"]
     assert "forward bfloat16 d64, 2 heads over 2, 40 causal: TFLOP/s: mpiattn" in text
-    assert "no PyTorch here" in found["bench-d64"]["found"]["result"]
+    assert "no PyTorch here" in done["bench-d64"]["record"]["result"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == HANDED_OVER
     with tarfile.open(tmp_path / "out" / "results.tar.gz") as packed:
         names = packed.getnames()
-        assert {f"results/{name}.log" for name in found} <= set(names) and "results/summary.txt" in names
+        assert {f"results/{name}.log" for name in done} <= set(names) and "results/summary.txt" in names
         assert b"test_" in packed.extractfile("results/ranks-decode.log").read()
 
 
@@ -97,18 +97,18 @@ def test_commands_in_turn(tmp_path):
     run_all(tmp_path, "--sections", "mpi")
     for path in (tmp_path / "out").iterdir():
         path.unlink()
-    found, _ = run_all(tmp_path, "--limit", "0.4", "--sections", "bench-d64", code=1)
-    assert statuses(found) == {"mpi": "passed", "install": "passed", "device": "skipped", "bench-d64": "failed"}
-    assert "no time is left" in found["bench-d64"]["why"]
+    done, _ = run_all(tmp_path, "--limit", "0.4", "--sections", "bench-d64", code=1)
+    assert statuses(done) == {"mpi": "passed", "install": "passed", "device": "skipped", "bench-d64": "failed"}
+    assert "no time is left" in done["bench-d64"]["why"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is here, and perhaps a GPU")
 def test_without_a_gpu(tmp_path):
     """It is told once, and what needs none is done."""
-    found, _ = run_all(tmp_path, "--backend", "cuda", "--sections", "smoke", "mpi", "forward", code=1)
-    assert statuses(found) == {"install": "passed", "device": "failed", "smoke": "skipped", "mpi": "passed",
+    done, _ = run_all(tmp_path, "--backend", "cuda", "--sections", "smoke", "mpi", "forward", code=1)
+    assert statuses(done) == {"install": "passed", "device": "failed", "smoke": "skipped", "mpi": "passed",
                                "forward": "skipped"}
-    assert found["smoke"]["why"] == found["device"]["why"] and "no GPU that CuPy can use" in found["smoke"]["why"]
+    assert done["smoke"]["why"] == done["device"]["why"] and "no GPU that CuPy can use" in done["smoke"]["why"]
 
 
 def wheel(folder, name, files=(), tag="py3-none-any"):
@@ -131,16 +131,16 @@ def test_wheels(tmp_path):
     wheel(wheels, "numpy")
     wheel(wheels, "mpich", {"lib/libmpi.so": "INPUT(libmpi.so.12)", "lib/libmpi.so.12": "not one"})
     wheel(wheels, "made_up_other", tag="cp27-none-any")
-    found, _ = run_all(tmp_path, "--wheels", wheels, "--sections", "mpi", code=1)
-    assert found["install"]["status"] == "failed" and "not installed: made-up-other" in found["install"]["why"]
-    assert found["install"]["found"]["installed"] == ["mpich"]
-    assert found["install"]["found"]["own"] == ["numpy"]
-    assert "libmpi.so.12" in found["mpi"]["why"], "mpi4py was given another library"
+    done, _ = run_all(tmp_path, "--wheels", wheels, "--sections", "mpi", code=1)
+    assert done["install"]["status"] == "failed" and "not installed: made-up-other" in done["install"]["why"]
+    assert done["install"]["record"]["installed"] == ["mpich"]
+    assert done["install"]["record"]["own"] == ["numpy"]
+    assert "libmpi.so.12" in done["mpi"]["why"], "mpi4py was given another library"
     (wheels / "made_up_other-1.0-cp27-none-any.whl").unlink()
     for name in ("cupy_cuda13x", "cupy_cuda12x"):
         wheel(wheels, name)
-    found, _ = run_all(tmp_path, "--wheels", wheels, "--sections", "device", code=1)
-    assert "cupy-cuda12x and cupy-cuda13x" in found["install"]["why"]
+    done, _ = run_all(tmp_path, "--wheels", wheels, "--sections", "device", code=1)
+    assert "cupy-cuda12x and cupy-cuda13x" in done["install"]["why"]
 
 
 def test_sanitizer(tmp_path):
@@ -150,11 +150,11 @@ def test_sanitizer(tmp_path):
         echo "===== 3 passed in 1.00s ====="
         test $2 = racecheck || echo "========= ERROR SUMMARY: 0 errors"
         """)
-    found, _ = run_all(tmp_path, "--sections", "memcheck-pages", "racecheck-pages", path=tmp_path / "bin", code=1)
+    done, _ = run_all(tmp_path, "--sections", "memcheck-pages", "racecheck-pages", path=tmp_path / "bin", code=1)
     called = (tmp_path / "called").read_text().splitlines()
     assert called[0].startswith("unpooled --tool memcheck --report-api-errors no --error-exitcode 9")
-    assert found["memcheck-pages"]["found"]["result"] == "3 passed in 1.00s; ERROR SUMMARY: 0 errors"
-    assert found["racecheck-pages"]["status"] == "failed" and "no summary" in found["racecheck-pages"]["why"]
+    assert done["memcheck-pages"]["record"]["result"] == "3 passed in 1.00s; ERROR SUMMARY: 0 errors"
+    assert done["racecheck-pages"]["status"] == "failed" and "no summary" in done["racecheck-pages"]["why"]
 
 
 def test_a_run_that_is_ended(tmp_path):

@@ -96,9 +96,9 @@ def test_not_finite(backend, where, dtype):
 
 def test_the_order_of_warps_changes_no_bit():
     arguments = block(150, 170, 4, 2, 64, 64, "float16", windows)
-    found = set()
+    results = set()
     for descending in (False, True, True):
         backend = backends.get("emulated")
         backend.descending = descending
-        found.add(bits(*run(backend, arguments)))
-    assert len(found) == 1
+        results.add(bits(*run(backend, arguments)))
+    assert len(results) == 1

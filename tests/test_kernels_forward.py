@@ -124,12 +124,12 @@ def test_large_scores(backend, dtype, spread):
 def test_the_order_of_warps_changes_no_bit():
     """Nor does another run; a missing barrier would."""
     q, k, v = chunks(200, 150, 4, 2, 64, 64, "float16")
-    found = set()
+    all_bits = set()
     for descending in (False, True, True):
         backend = backends.get("emulated")
         backend.descending = descending
-        found.add(bits(*attend(backend, q, k, v, *windows(200, 150))))
-    assert len(found) == 1
+        all_bits.add(bits(*attend(backend, q, k, v, *windows(200, 150))))
+    assert len(all_bits) == 1
 
 
 # Partials

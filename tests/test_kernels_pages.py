@@ -79,8 +79,8 @@ def test_a_batch_is_one_launch(backend, monkeypatch, dtype, queries, heads):
     assert_rounded(got, alone, pools[1])
     for i, table in enumerate(tables):
         at = slice(i * queries, (i + 1) * queries)
-        one = attend(backends.get("numpy"), q[at], pools, table, page_size, begin[at], end[at])
-        assert (one[0] == alone[0][at]).all() and (one[1] == alone[1][at]).all()
+        expected = attend(backends.get("numpy"), q[at], pools, table, page_size, begin[at], end[at])
+        assert (expected[0] == alone[0][at]).all() and (expected[1] == alone[1][at]).all()
 
 
 def test_both_kernels_are_tested():
@@ -114,15 +114,16 @@ def test_not_finite(backend, dtype):
 
 def test_the_order_of_pages_changes_no_bit(backend):
     """Nor does another size of the pages or of the pool, nor what is in slots that nobody sees."""
-    q, found = np.ones((1, 8, 64), ml_dtypes.bfloat16), set()
+    q, all_bits = np.ones((1, 8, 64), ml_dtypes.bfloat16), set()
     values = np.random.default_rng(0).standard_normal((2, 1, 256, 64)).astype(q.dtype)
     for page_size, seed in ((16, 0), (16, 1), (64, 0), (1, 0)):
         pools, pages, slots = pool(256, page_size, 1, (64, 64), q.dtype, seed)
         for each, of in zip(pools, values):
             each[:, slots] = of
             each[:, slots[250:]] = 0 if seed else np.nan
-        found.add(bits(*attend(backend, q, pools, pages, page_size, np.zeros(1, np.int32), np.full(1, 250, np.int32))))
-    assert len(found) == 1
+        begin, end = np.zeros(1, np.int32), np.full(1, 250, np.int32)
+        all_bits.add(bits(*attend(backend, q, pools, pages, page_size, begin, end)))
+    assert len(all_bits) == 1
 
 
 def test_sums_of_partials(backend):

@@ -202,8 +202,8 @@ def test_names_of_the_package():
     code = ("import mpiattn\n"
             "for _ in range(2):\n"
             "    for name, home in mpiattn._HOMES.items():\n"
-            "        thing = getattr(mpiattn, name)\n"
-            "        assert callable(thing), f'mpiattn.{name} is {thing}'\n"
+            "        value = getattr(mpiattn, name)\n"
+            "        assert callable(value), f'mpiattn.{name} is {value}'\n"
             "        assert name in dir(mpiattn) and name in mpiattn.__all__\n")
     python(code)
 

@@ -66,17 +66,17 @@ NEIGHBORS = """
 import json, time
 import numpy as np
 from mpi4py import MPI
-comm, found = MPI.COMM_WORLD, []
-mine, theirs = np.zeros((2, 2 ** 18), np.uint8)
+comm, seconds = MPI.COMM_WORLD, []
+sent, received = np.zeros((2, 2 ** 18), np.uint8)
 for other in [comm.rank ^ 1] + 6 * [comm.rank ^ 2]:            # on my host, then on the other
     time.sleep(0.15)                                           # a shaper saves up while nothing is sent
     comm.Barrier()
     start = time.perf_counter()
-    comm.Sendrecv(mine, other, recvbuf=theirs, source=other)
+    comm.Sendrecv(sent, other, recvbuf=received, source=other)
     comm.Barrier()
-    found.append(time.perf_counter() - start)
+    seconds.append(time.perf_counter() - start)
 if not comm.rank:
-    print(json.dumps(found[2:]))                               # the first time the hosts are connected
+    print(json.dumps(seconds[2:]))                               # the first time the hosts are connected
 """
 
 

@@ -18,22 +18,22 @@ q, k, v = rng.standard_normal((3, 1, 97, 2, 8))
 expected = attention(q, k, v, causal=True)[0]
 node = comm.Split_type(MPI.COMM_TYPE_SHARED)
 leader = node.bcast(comm.rank)
-told = {}
+report = {}
 with mpiattn.MeshAttention(comm, seqlen=97, heads=2, head_dim=8, dtype="float64", causal=True, tile="4x2") as plan:
-    told["row"] = plan._mesh.row.allgather(leader)
+    report["row"] = plan._mesh.row.allgather(leader)
     chunks = [plan.scatter(x if comm.rank == 5 else None, root=5) for x in (q, k, v)]
-    mine = all(np.array_equal(chunk, x[:, plan.positions]) for chunk, x in zip(chunks, (q, k, v)))
+    scattered = all(np.array_equal(chunk, x[:, plan.positions]) for chunk, x in zip(chunks, (q, k, v)))
     out, lse = plan.forward(*chunks)
     whole = plan.gather(out, root=3)
-    told["right"] = bool(mine and (comm.rank != 3 or np.abs(whole - expected).max() < 1e-12))
-    told["positions"] = np.array_equal(plan.positions, plan.q_layout.positions(comm.rank))
-    told["chunk"] = plan.chunk
+    report["right"] = bool(scattered and (comm.rank != 3 or np.abs(whole - expected).max() < 1e-12))
+    report["positions"] = np.array_equal(plan.positions, plan.q_layout.positions(comm.rank))
+    report["chunk"] = plan.chunk
 pieces = [np.array_split(x, comm.size, axis=1)[comm.rank] for x in (q, k, v)]
 out, lse = mpiattn.attention(*pieces, comm=comm, causal=True, tile="4x2")         # pieces in the callers' own order
-told["pieces"] = bool(np.abs(out - np.array_split(expected, comm.size, axis=1)[comm.rank]).max() < 1e-12)
-told = comm.gather(told)
+report["pieces"] = bool(np.abs(out - np.array_split(expected, comm.size, axis=1)[comm.rank]).max() < 1e-12)
+report = comm.gather(report)
 if not comm.rank:
-    print(json.dumps(told))
+    print(json.dumps(report))
 """
 
 
@@ -43,11 +43,11 @@ def test_rows_sit_inside_a_node(nodes):
     if launch.vendor() != "mpich":
         pytest.skip("MPICH can be told to see two nodes where there is one")
     env = {"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"} if nodes == 2 else None
-    told = json.loads(launch.mpirun(8, [sys.executable, "-c", SCRIPT], env=env).stdout)
-    assert all(len(set(rank["row"])) == 1 for rank in told)
-    assert len({rank["row"][0] for rank in told}) == nodes
-    assert all(rank["right"] and rank["positions"] and rank["pieces"] for rank in told)
-    chunks = [rank["chunk"] for rank in told]
+    report = json.loads(launch.mpirun(8, [sys.executable, "-c", SCRIPT], env=env).stdout)
+    assert all(len(set(rank["row"])) == 1 for rank in report)
+    assert len({rank["row"][0] for rank in report}) == nodes
+    assert all(rank["right"] and rank["positions"] and rank["pieces"] for rank in report)
+    chunks = [rank["chunk"] for rank in report]
     assert sorted(chunks) == list(range(8)) and (chunks == list(range(8))) == (nodes == 1)
 
 
@@ -60,11 +60,11 @@ def test_run_on_nodes_in_turn(tmp_path):
     launch.mpirun(1, [*mpiattn, "generate", tmp_path / "in.h5", "--seqlen", "301", "--heads", "4", "--head-dim", "8",
                       "--dout"])
     launch.mpirun(6, [*mpiattn, "run", tmp_path / "in.h5", tmp_path / "out.h5", "--causal", "--backward", "--verify",
-                      "--tile", "3x2", "--json", tmp_path / "told.json"], env={"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"})
-    told = json.loads((tmp_path / "told.json").read_text())
+                      "--tile", "3x2", "--json", tmp_path / "report.json"], env={"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"})
+    report = json.loads((tmp_path / "report.json").read_text())
     for name in ("forward", "backward"):
-        assert all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] for rank in told["per_rank"])
-        assert all(len(rank[name]["steps"]) == len(told["per_rank"][0][name]["steps"]) > 1
-                   for rank in told["per_rank"])
-    assert sum(rank["pairs"] for rank in told["per_rank"]) == 301 * 302 // 2
-    assert told["verify"]["passed"] and told["verify_gradients"]["passed"]
+        assert all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] for rank in report["per_rank"])
+        assert all(len(rank[name]["steps"]) == len(report["per_rank"][0][name]["steps"]) > 1
+                   for rank in report["per_rank"])
+    assert sum(rank["pairs"] for rank in report["per_rank"]) == 301 * 302 // 2
+    assert report["verify"]["passed"] and report["verify_gradients"]["passed"]

@@ -44,9 +44,9 @@ def test_same_results_no_sooner(backward):
     seconds = (2.5 if backward else 1) * 4 * DIM * PAIRS * HEADS / 1e7                      # 6.8 ms, 17 ms
     paced = backends.get("paced:0.01")
     for groups in (1, 2):
-        told, took = blocks(paced, arrays, 3, backward, groups, looks.append)
+        results, took = blocks(paced, arrays, 3, backward, groups, looks.append)
         expected, _ = blocks(backends.get("numpy"), arrays, 3, backward, groups)
-        assert all(np.array_equal(*pair) for pair in zip(told, expected))
+        assert all(np.array_equal(*pair) for pair in zip(results, expected))
         assert took >= 2.9 * seconds
     assert len(looks) >= 6 and min(looks) == 0 and max(looks) == 1
     assert paced.name == "paced:0.01" and paced.emulated_flops == 1e7

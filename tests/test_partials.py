@@ -168,9 +168,9 @@ def test_ctrl_c_in_a_callback(tmp_path):
             "write = h.write\n"
             "class Thing: pass\n"
             "def interrupted(*args):\n"
-            "    thing = Thing()\n"
-            "    ref = weakref.ref(thing, lambda ref: os.kill(os.getpid(), signal.SIGINT))\n"
-            "    del thing\n"
+            "    holder = Thing()\n"
+            "    ref = weakref.ref(holder, lambda ref: os.kill(os.getpid(), signal.SIGINT))\n"
+            "    del holder\n"
             "    return write(*args)\n"
             "h.write = interrupted\n"
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")

@@ -34,8 +34,8 @@ NAN = float("nan")
 
 def patches(axes, label):
     """(x, y, width, height) of the rectangles of a label, from the left."""
-    found = [patch for patch in axes.patches if patch.get_label() == label]
-    return sorted((*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in found)
+    labelled = [patch for patch in axes.patches if patch.get_label() == label]
+    return sorted((*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in labelled)
 
 
 def texts(axes):
@@ -71,8 +71,8 @@ def test_assignment(a, b, rank):
         assert moved == {"Q": a - 1, "KV": b - 1, "O": a - 1}
         assert all(len(patches(tile, f"{kind} own")) == 1 for kind in moved)
         assert f"Q{rank}" in texts(tile) and f"KV{rank}" in texts(tile)
-    told = "nothing moves" if n == 1 else f"{2 * (a - 1) + 2 * (b - 1)} chunks move"
-    assert told in tile.get_title(loc="left")
+    title = "nothing moves" if n == 1 else f"{2 * (a - 1) + 2 * (b - 1)} chunks move"
+    assert title in tile.get_title(loc="left")
     assert a == 1 or f"Ring {2 * (n - 1)}" in tile.get_title(loc="left")
 
 
@@ -97,8 +97,8 @@ def test_assignment_under_a_mask(kind, direction):
             darkness[y, x] = 3 - sum(patch.get_facecolor()[:3])
     assert ((darkness > 1e-9) == (work > 0)).all()
     for number in range(a * b):                          # of one rank's blocks, in proportion to work
-        mine = np.array([[owner(i, j, a) == number for j in range(a * b)] for i in range(a * b)])
-        ratio = darkness[mine & (work > 0)] / work[mine & (work > 0)]
+        own = np.array([[owner(i, j, a) == number for j in range(a * b)] for i in range(a * b)])
+        ratio = darkness[own & (work > 0)] / work[own & (work > 0)]
         assert ratio == pytest.approx(ratio[0])
 
 

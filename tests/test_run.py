@@ -56,13 +56,13 @@ def test_json_and_attributes(tmp_path):
     source = write_input(tmp_path / "in.h5", seqlen=50)
     run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--schedule", "greedy", "--verify",
         "--json", tmp_path / "run.json")
-    told = json.loads((tmp_path / "run.json").read_text())
-    assert (told["tile"], told["schedule"], told["ranks"]) == ("2x2", "greedy", 4)
-    assert told["problem"]["seqlen"] == 50
-    assert [rank["tokens"] for rank in told["per_rank"]] == [13, 13, 12, 12]
-    assert told["verify"]["passed"] and told["verify"]["rows"] == 50
-    for rank in told["per_rank"]:                # one hop of Q and O in the row, one of K and V in the column
-        tokens, partner = rank["tokens"], told["per_rank"][rank["rank"] ^ 1]["tokens"]
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert (report["tile"], report["schedule"], report["ranks"]) == ("2x2", "greedy", 4)
+    assert report["problem"]["seqlen"] == 50
+    assert [rank["tokens"] for rank in report["per_rank"]] == [13, 13, 12, 12]
+    assert report["verify"]["passed"] and report["verify"]["rows"] == 50
+    for rank in report["per_rank"]:                # one hop of Q and O in the row, one of K and V in the column
+        tokens, partner = rank["tokens"], report["per_rank"][rank["rank"] ^ 1]["tokens"]
         sent = rank["forward"]["sent_bytes"]
         assert sent == tokens * 4 * 16 * 4 + partner * 4 * 17 * 4 + tokens * 2 * 32 * 4
         assert sent == rank["forward"]["formula_bytes"]
@@ -137,9 +137,9 @@ def test_same_bits_again(tmp_path):
     source = write_input(tmp_path / "in.h5", dtype="float16")
     for name in ("one.h5", "two.h5"):
         run(3, source, tmp_path / name, "--causal")
-    with h5py.File(tmp_path / "one.h5") as one, h5py.File(tmp_path / "two.h5") as two:
-        assert np.array_equal(one["out"][:], two["out"][:])
-        assert np.array_equal(one["lse"][:], two["lse"][:])
+    with h5py.File(tmp_path / "one.h5") as first_file, h5py.File(tmp_path / "two.h5") as second_file:
+        assert np.array_equal(first_file["out"][:], second_file["out"][:])
+        assert np.array_equal(first_file["lse"][:], second_file["lse"][:])
 
 
 def test_verify_fails_on_a_wrong_result(tmp_path):

@@ -141,9 +141,9 @@ def test_one_rank_writes_lines(tmp_path):
     code = ("import sys, mpiattn.console.progress as p; p.APART = p.LOOK = 0\n"
             "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
     outcome = mpirun(2, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5"])
-    told = re.findall(r"^forward (\d+) %, ([\d.]+) of 2 blocks, ", outcome.stderr, re.MULTILINE)
-    assert 3 < len(told) <= 12 and "forward" not in outcome.stdout.split("\n\n")[0].split("predicted")[0]
-    assert [int(percent) for percent, _ in told] == sorted({int(percent) for percent, _ in told})
+    percents = re.findall(r"^forward (\d+) %, ([\d.]+) of 2 blocks, ", outcome.stderr, re.MULTILINE)
+    assert 3 < len(percents) <= 12 and "forward" not in outcome.stdout.split("\n\n")[0].split("predicted")[0]
+    assert [int(percent) for percent, _ in percents] == sorted({int(percent) for percent, _ in percents})
 
 
 def test_a_bar_on_a_terminal(tmp_path):
@@ -165,6 +165,6 @@ def test_a_bar_on_a_terminal(tmp_path):
                 break
         assert process.wait(timeout=60) == 0
     os.close(above)
-    told = set(re.findall(rb"forward:\s+(\d+)%", text))
-    assert len(told) > 3, text
+    percents = set(re.findall(rb"forward:\s+(\d+)%", text))
+    assert len(percents) > 3, text
     assert b"to go" not in text

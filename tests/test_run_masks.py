@@ -115,21 +115,21 @@ def test_json(tmp_path):
     source = write_input(tmp_path / "in.h5", batch=2, backward=True, cuts=np.array(CUTS))
     run(4, source, tmp_path / "out.h5", "--backward", "--tile", "1x4", "--schedule", "greedy", "--layout", "contiguous",
         "--documents", "cuts", "--json", tmp_path / "run.json")
-    told = json.loads((tmp_path / "run.json").read_text())
-    pairs = [rank["pairs"] for rank in told["per_rank"]]
+    report = json.loads((tmp_path / "run.json").read_text())
+    pairs = [rank["pairs"] for rank in report["per_rank"]]
     assert sum(pairs) == 2 * (20 ** 2 + 1 + 39 ** 2) == 2 * Mask(67, 67).pairs(((np.array(CUTS), np.array(CUTS)),))
     assert pairs[0] == 2 * 17 * 20
-    assert told["balance"] == max(pairs) * 4 / sum(pairs)
-    assert told["flops"] == 2 * 4 * (16 + 16) * sum(pairs)
+    assert report["balance"] == max(pairs) * 4 / sum(pairs)
+    assert report["flops"] == 2 * 4 * (16 + 16) * sum(pairs)
     for name, products in (("forward", 1), ("backward", 2.5)):
-        speed = products * told["flops"] / told["seconds"][name] / 1e9
-        assert told["gflops_per_second"][name] == pytest.approx(speed)
+        speed = products * report["flops"] / report["seconds"][name] / 1e9
+        assert report["gflops_per_second"][name] == pytest.approx(speed)
         assert all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] <= rank[name]["ring_bytes"]
-                   for rank in told["per_rank"])
-        assert sum(rank[name]["sent_bytes"] for rank in told["per_rank"]) > 0
-    assert told["verify"]["passed"] and told["verify_gradients"]["passed"]
-    assert told["verify_gradients"]["rows"] == told["verify_gradients"]["keys"] == 67
-    assert told["problem"]["window"] == [None, None]
+                   for rank in report["per_rank"])
+        assert sum(rank[name]["sent_bytes"] for rank in report["per_rank"]) > 0
+    assert report["verify"]["passed"] and report["verify_gradients"]["passed"]
+    assert report["verify_gradients"]["rows"] == report["verify_gradients"]["keys"] == 67
+    assert report["problem"]["window"] == [None, None]
 
 
 def test_nothing_to_see(tmp_path):

@@ -129,7 +129,7 @@ def test_memory_bounds_how_far_ahead(monkeypatch):
                                   max_memory=free.nbytes - less)[0]
         assert (limited.ahead, limited.nbytes) == (ahead, free.nbytes - (2 - ahead) * chunk)
     everything = search.evaluate(PROBLEM, 16, machine=on)
-    least = min(one.nbytes for one in everything) - 2 * chunk
+    least = min(choice.nbytes for choice in everything) - 2 * chunk
     limited = search.evaluate(PROBLEM, 16, machine=on, max_memory=least)
     assert limited[0].nbytes <= least < everything[0].nbytes and limited[0].seconds >= everything[0].seconds
     search.check_memory(limited, least)
@@ -141,8 +141,8 @@ def test_memory_bounds_how_far_ahead(monkeypatch):
 
 
 def test_machines_for_json():
-    for one in (DEFAULT, H100):
-        assert Machine.from_dict(one.as_dict()) == one
+    for machine in (DEFAULT, H100):
+        assert Machine.from_dict(machine.as_dict()) == machine
     assert H100.compute(4e12, "bfloat16") == 0.01
     assert DEFAULT.compute(1.0, "bfloat16") == DEFAULT.compute(1.0, "float32") == DEFAULT.compute(0.5, "float64")
     assert H100.compute(1.0, "float32", "backward") == pytest.approx(2.5 / 0.8 * H100.compute(1.0, "float32"))

@@ -55,25 +55,25 @@ def needs_pmi2():
 
 
 def launchers(test):
-    return pytest.mark.parametrize("site, told", [("", "mpiexec"), (SRUN, "srun --mpi=pmi2")],
+    return pytest.mark.parametrize("site, launcher", [("", "mpiexec"), (SRUN, "srun --mpi=pmi2")],
                                    ids=["mpiexec", "srun"])(test)
 
 
 @launchers
 @pytest.mark.parametrize("nodes, per_node", every(2, [(2, 2), (3, 1)]))
-def test_run(submit, tmp_path, site, told, nodes, per_node):
+def test_run(submit, tmp_path, site, launcher, nodes, per_node):
     if site:
         needs_pmi2()
     job = submit("slurm/run.sbatch", "in.h5", "out.h5", "--causal", "--verify", site=site,
                  options=[f"--nodes={nodes}", f"--ntasks-per-node={per_node}"])
     assert job.state == "COMPLETED", job.log
-    assert f"{nodes * per_node} ranks on {nodes} nodes (n[1-{nodes}]), started by {told}" in job.log
+    assert f"{nodes * per_node} ranks on {nodes} nodes (n[1-{nodes}]), started by {launcher}" in job.log
     assert "passed" in job.log
     assert assert_right(tmp_path / "in.h5", tmp_path / "out.h5", causal=True)["ranks"] == nodes * per_node
 
 
 @launchers
-def test_ranks_threads_and_devices(submit, tmp_path, site, told):
+def test_ranks_threads_and_devices(submit, tmp_path, site, launcher):
     """Ranks fill the nodes that were asked for, know their cores, see all GPUs of their node; a rank that is killed
     ends the job.  All that without the environment of the shell that called sbatch."""
     if site:
@@ -88,10 +88,10 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, told):
     job = submit("probe.sbatch", site=site, options=["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2",
                                                      "--gpus-per-node=2", "--export=NONE"])
     assert job.state == "FAILED", job.log
-    all_, one = job.log.split("one node\n")
+    all_, of_one_node = job.log.split("one node\n")
     said = "rank on {}, threads 2, GPUs 0,1\n"
     assert [all_.count(said.format(node)) for node in ("n1", "n2")] == [2, 2], job.log
-    assert [one.count(said.format(node)) for node in ("n1", "n2")] == [2, 0], job.log
+    assert [of_one_node.count(said.format(node)) for node in ("n1", "n2")] == [2, 0], job.log
 
 
 @pytest.mark.parametrize("variables, counts, options", [

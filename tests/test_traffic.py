@@ -91,8 +91,8 @@ def test_exact_bytes(n, dtype):
         for route in ("direct", "ring"):
             sent = [travels.sent(problem, q_lengths, k_lengths, tile, rank, route) for rank in range(n)]
             assert sent == [moved(problem, q_lengths, k_lengths, tile, rank, route) for rank in range(n)]
-            assert all(one.total == sum(one) for one in sent)
-            totals.add(sum(one.total for one in sent))
+            assert all(of_rank.total == sum(of_rank) for of_rank in sent)
+            totals.add(sum(of_rank.total for of_rank in sent))
         assert len(totals) == 1
 
 

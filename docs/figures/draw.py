@@ -29,10 +29,10 @@ def predicted(problem, tile, layout="zigzag"):
 
 def strong_scaling():
     """Ring and mesh on ever more made-up hosts, as `python tests/scaling.py strong` has measured them."""
-    found = json.loads((Path(__file__).parent / "strong.json").read_text())
-    hosts = [one["hosts"] for one in found]
-    series = [Series(name, hosts, [one[name] for one in found]) for name in ("mesh", "ring")]
-    series += [Series(name, hosts, [one["predicted"][name] for one in found], True) for name in ("mesh", "ring")]
+    rows = json.loads((Path(__file__).parent / "strong.json").read_text())
+    hosts = [row["hosts"] for row in rows]
+    series = [Series(name, hosts, [row[name] for row in rows]) for name in ("mesh", "ring")]
+    series += [Series(name, hosts, [row["predicted"][name] for row in rows], True) for name in ("mesh", "ring")]
     return scaling(series, "2048 tokens x 512, float32, forward: hosts with 17 Mb/s each, emulated compute")
 
 

@@ -82,13 +82,13 @@ class Backend(Protocol):
     def empty(self, shape: Shape, dtype: Any) -> Array:
         """A new, uninitialized array."""
 
-    def array(self, name: str, thing: Array) -> Array:
+    def array(self, name: str, argument: Array) -> Array:
         """The caller's argument `name` as an object with shape and dtype that `contiguous` takes.
 
         Nothing is copied.  Raises ArgumentError if the back end cannot use it.
         """
 
-    def writable(self, name: str, thing: Array) -> Array:
+    def writable(self, name: str, argument: Array) -> Array:
         """As `array`, for an array that receives a result.
 
         Raises ArgumentError if it is not an array of this back end or is read-only.

@@ -50,11 +50,11 @@ class Inputs:
 
     def expected(self, sequence, query):
         """out (heads, head_dim) and lse (heads,) of one query, in float64 from tokens drawn again; collective."""
-        at, position = slice(sequence, sequence + 1), self.context - self.args.queries + query
+        entry, position = slice(sequence, sequence + 1), self.context - self.args.queries + query
         partials = []
         for first, layout, k, v in self._pieces():
-            partials.append(reference.attention(self.q[at, query:query + 1], k[at], v[at], True, positions=[position],
-                                                keys=first + layout.positions(self.peers.rank),
+            partials.append(reference.attention(self.q[entry, query:query + 1], k[entry], v[entry], True,
+                                                positions=[position], keys=first + layout.positions(self.peers.rank),
                                                 lengths=(self.context, self.context)))
         of_ranks = self.peers.allgather(reduce(lambda a, b: reference.merge(*a, *b), partials))
         out, lse = reduce(lambda a, b: reference.merge(*a, *b), of_ranks)

@@ -91,7 +91,8 @@ class Subject:
         return {"tile": str(plan.tile), "schedule": schedule.name, "route": plan.route,
                 "layout": plan.q_layout.kind, "ahead": schedule.ahead, "balance": plan.balance,
                 "predicted_seconds": plan.predicted_seconds,
-                "checked": {name: {**report._asdict(), "told": str(report)} for name, report in self.reports.items()}}
+                "checked": {name: {**report._asdict(), "summary": str(report)}
+                            for name, report in self.reports.items()}}
 
     def formula(self, name):
         """Bytes that this rank should send in a pass, by the formula."""

@@ -39,9 +39,9 @@ class Tensors:
             first = (NAMES.index(name) * batch + b) << 48         # sequences have fewer than 2^48 elements
             within = np.arange(first, first + width, dtype=np.uint64)
             for start in range(0, len(positions), step):
-                at = slice(start, start + step)
-                bits = _mixed(positions[at, None] * np.uint64(width) + within) >> np.uint64(11)
-                tokens[b, at] = (bits * 2.0 ** -52 - 1) * math.sqrt(3)      # 53 bits as [-1, 1)
+                some = slice(start, start + step)
+                bits = _mixed(positions[some, None] * np.uint64(width) + within) >> np.uint64(11)
+                tokens[b, some] = (bits * 2.0 ** -52 - 1) * math.sqrt(3)      # 53 bits as [-1, 1)
         return tokens.reshape(batch, len(positions), *row)
 
     def read(self, name, start, stop):

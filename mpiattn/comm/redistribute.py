@@ -30,7 +30,7 @@ def _shared(layout, chunk, start, stop):
 
 
 def _count(pairs):
-    return sum(at.stop - at.start for at, _ in pairs)
+    return sum(in_chunk.stop - in_chunk.start for in_chunk, _ in pairs)
 
 
 def _starts(counts):
@@ -200,7 +200,7 @@ def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
     with call.agreement() as same:
         _check_root(peers, root)
         same |= {"root": root}
-    at = 0 if root is None else root
+    collector = 0 if root is None else root
     given = chunk
     chunk, shape, dtype, _ = _checked_row(call, layout, chunk, None, axis, layout.length(peers.rank))
     with agreement(peers):
@@ -208,12 +208,12 @@ def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
 
     def keep(start, rows):
         whole[start:start + len(rows)] = rows
-    move = Redistribution(peers, all_on(at, layout), layout, shape, dtype, max_message)
+    move = Redistribution(peers, all_on(collector, layout), layout, shape, dtype, max_message)
     move.from_chunk(np.moveaxis(chunk, axis, 0), keep)
     if root not in (None, peers.rank):
         return None
     if root is None:
         for start in range(0, len(whole), move.tokens):
             piece = whole[start:start + move.tokens].reshape(-1).view(np.uint8)
-            peers.wait([peers.comm.Ibcast([piece, MPI.BYTE], at)])
+            peers.wait([peers.comm.Ibcast([piece, MPI.BYTE], collector)])
     return as_given(given, np.ascontiguousarray(np.moveaxis(whole, 0, axis)))[0]

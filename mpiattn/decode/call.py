@@ -102,13 +102,13 @@ class Call:
             start, stop = (min(max(bound, first), first + self.queries) for bound in (rows.start, rows.stop))
             if start == stop:
                 continue
-            mine, at = slice(start - rows.start, stop - rows.start), slice(start - first, stop - first)
-            begin, end = (bound[at] for bound in self.seen(i, rank))
+            part, queries = slice(start - rows.start, stop - rows.start), slice(start - first, stop - first)
+            begin, end = (bound[queries] for bound in self.seen(i, rank))
             if (begin < end).any():
-                event = self.backend.attend_pages(q[mine], *keys[i], begin, end, partial.out[mine], partial.lse[mine],
+                event = self.backend.attend_pages(q[part], *keys[i], begin, end, partial.out[part], partial.lse[part],
                                                   problem.scale, problem.softcap, after=after, meanwhile=meanwhile)
             else:
-                event = self.backend.clear(partial.out[mine], partial.lse[mine])
+                event = self.backend.clear(partial.out[part], partial.lse[part])
         partial.ready = (event,)
 
     def result(self, partial):

@@ -94,23 +94,23 @@ def _pass_keys(call: Call) -> tuple[Array, Array]:
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
     whole, part = call.partial(), call.partial()
     with call.transfers():
-        mine = _Keys(call, rank, held)
-        ready = tuple(cache.storage.copy_out(sequence, [array[:, start:stop] for array in mine.parts])
-                      for sequence, start, stop in zip(call.sequences, mine.starts, mine.starts[1:]))
+        keys = _Keys(call, rank, held)
+        ready = tuple(cache.storage.copy_out(sequence, [array[:, start:stop] for array in keys.parts])
+                      for sequence, start, stop in zip(call.sequences, keys.starts, keys.starts[1:]))
         for hop in range(ranks):
-            others = posted = meanwhile = None
+            arriving = posted = meanwhile = None
             if hop < ranks - 1:
-                others = _Keys(call, (rank - hop - 1) % ranks, spare)
-                posted = combiner.post((rank + 1) % ranks, [(mine.packed, ready)], (rank - 1) % ranks,
-                                       [(others.packed, whole.ready)])
+                arriving = _Keys(call, (rank - hop - 1) % ranks, spare)
+                posted = combiner.post((rank + 1) % ranks, [(keys.packed, ready)], (rank - 1) % ranks,
+                                       [(arriving.packed, whole.ready)])
                 meanwhile = partial(_move_messages, combiner.exchange, posted[0])
             target = part if hop else whole
-            call.attend_to(mine.of_sequences(), mine.rank, target, call.q, range(call.rows), ready, meanwhile)
+            call.attend_to(keys.of_sequences(), keys.rank, target, call.q, range(call.rows), ready, meanwhile)
             if hop:
                 whole.absorb(backend, part)
-            if others is not None:
+            if arriving is not None:
                 ready = combiner.finish(posted, f"in hop {hop + 1} of {ranks - 1} of keys and values")
-                mine, held, spare = others, spare, held
+                keys, held, spare = arriving, spare, held
         return call.result(whole)
 
 
@@ -192,23 +192,23 @@ def _pass_queries(call: Call) -> tuple[Array, Array]:
         return call.result(_gather(call, whole, chunks))
 
 
-def _gather(call: Call, mine: Partial, chunks: list[range]) -> Partial:
+def _gather(call: Call, own: Partial, chunks: list[range]) -> Partial:
     """Allgather the chunks of rows into one partial of all rows."""
     exchange, backend, comm = call.cache.combiner.exchange, call.backend, call.cache.combiner.peers.comm
     row = call.heads * (call.cache.value_dim + 1)
     arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
     so_far = (backend.clear(whole.out, whole.lse),)        # earlier launches may still use the arena's memory
-    leaving = exchange.whole(backend.outgoing(mine.packed, mine.ready, collective=True))
+    leaving = exchange.whole(backend.outgoing(own.packed, own.ready, collective=True))
     arriving = exchange.whole(backend.incoming(arena, so_far, collective=True))
     posted = exchange.allgather(comm, leaving, arriving, [len(rows) for rows in chunks],
                                 [rows.start for rows in chunks], row * arena.dtype.itemsize)
     exchange.wait(posted, "gathering results")
-    backend.sent(mine.packed)
+    backend.sent(own.packed)
     backend.wait(backend.arrived(arena))
     for rows in chunks:
         part = arena[rows.start * row:rows.stop * row]
         cut = len(rows) * call.heads * call.cache.value_dim
-        at = slice(rows.start, rows.stop)
-        backend.copy(whole.out[at], part[:cut].reshape(whole.out[at].shape))
-        whole.ready = (backend.copy(whole.lse[at], part[cut:].reshape(whole.lse[at].shape)),)
+        tokens = slice(rows.start, rows.stop)
+        backend.copy(whole.out[tokens], part[:cut].reshape(whole.out[tokens].shape))
+        whole.ready = (backend.copy(whole.lse[tokens], part[cut:].reshape(whole.lse[tokens].shape)),)
     return whole

@@ -52,8 +52,8 @@ class _Dealt:
         """As in `_Placed`."""
         if rank not in self.members:
             return []
-        mine = range(self.start + self.members.index(rank), stop, len(self.members))
-        return [mine] if mine else []
+        dealt = range(self.start + self.members.index(rank), stop, len(self.members))
+        return [dealt] if dealt else []
 
     def counts(self, ranks, stop):
         """As in `_Placed`."""

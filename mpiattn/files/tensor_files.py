@@ -120,7 +120,7 @@ def _of_member(archive, member, stack):
     def read(index):
         *leading, last = index
         strides = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
-        begin = sum(at * stride for at, stride in zip((*leading, last.start), strides))
+        begin = sum(place * stride for place, stride in zip((*leading, last.start), strides))
         row = strides[len(leading)]
         stream.seek(first + begin * dtype.itemsize)
         data = stream.read((last.stop - last.start) * row * dtype.itemsize)

@@ -103,11 +103,12 @@ class Machine:
         for name, number in numbers.items():
             _check(name, number, number > 0, "positive")
         _check("launch", self.launch, self.launch >= 0, "at least 0")
-        for way, points in self.combining.items():
+        for algorithm, points in self.combining.items():
             sizes = [nbytes for nbytes, factor in points if nbytes > 0 and factor > 0]
-            if way not in WAYS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
-                raise ArgumentError(f"combining of the machine has {way!r}: {points!r}; it may have {', '.join(WAYS)}, "
-                                    "each with pairs of bytes, increasing, and a factor, both positive")
+            if algorithm not in WAYS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
+                raise ArgumentError(f"combining of the machine has {algorithm!r}: {points!r}; it may have "
+                                    f"{', '.join(WAYS)}, each with pairs of bytes, increasing, and a factor, both "
+                                    "positive")
         if not self.flops:
             raise ArgumentError("the machine has no flops; it needs those of one dtype at least")
 
@@ -134,7 +135,7 @@ class Machine:
         speed = self.flops.get(dtype)
         if speed is None:
             wider = {"float16": ("bfloat16", "float32"), "bfloat16": ("float16", "float32")}.get(dtype, ())
-            known = [self.flops[one] for one in wider if one in self.flops]
+            known = [self.flops[other] for other in wider if other in self.flops]
             speed = known[0] if known else min(self.flops.values()) / 2
         backward = direction == "backward"
         return flops * PRODUCTS[direction] / (speed * (self.backward if backward else 1))
@@ -158,10 +159,10 @@ class Machine:
         links = [(self.between, "between nodes")]
         if self.ranks_per_node > 1:
             links.insert(0, (self.inside, f"inside a node of {self.ranks_per_node} ranks"))
-        told = [f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} us a message {where}" +
-                ("" if link.overlap == 1 else f" ({link.overlap:.0%} of it beside blocks)") for link, where in links]
+        rates = [f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} us a message {where}" +
+                 ("" if link.overlap == 1 else f" ({link.overlap:.0%} of it beside blocks)") for link, where in links]
         shared = "" if self.node_bandwidth is None else f" ({self.node_bandwidth / 1e9:.3g} GB/s a node)"
-        return f"Gflop/s: {speeds}; {self.launch * 1e6:.3g} us a block; {', '.join(told)}{shared}"
+        return f"Gflop/s: {speeds}; {self.launch * 1e6:.3g} us a block; {', '.join(rates)}{shared}"
 
     def with_ranks(self, ranks_per_node: int) -> Machine:
         """A copy of the machine with another number of ranks per node.
@@ -204,7 +205,7 @@ class Machine:
         ArgumentError
             On this rank alone.
         """
-        known = {one.name for one in fields(cls)}
+        known = {member.name for member in fields(cls)}
         try:
             unknown = set(data) - known
             if unknown:
@@ -249,7 +250,7 @@ def load(path: Machine | str | os.PathLike[str]) -> Machine:
         with open(name) as file:
             data = json.load(file)
     except (OSError, TypeError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else f"{error}"
+        reason = error.strerror if isinstance(error, OSError) else f"{error}"
         raise ArgumentError(f"machine is {path!r}; it may be {', '.join(BUILT_IN)} or a file that `mpiattn tune` "
-                            f"wrote ({told})") from None
+                            f"wrote ({reason})") from None
     return Machine.from_dict(data, f"machine {path!r}")

@@ -66,9 +66,9 @@ def layouts(argument, problem, ranks):
         kinds = [argument] if argument != "auto" else AUTO_LAYOUTS if masked else AUTO_LAYOUTS[:1]
         return [(Layout(kind, problem.seqlen, ranks), Layout(kind, problem.seqlen_k, ranks)) for kind in kinds]
     pair = (argument, argument) if isinstance(argument, Layout) else argument
-    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(one, Layout) for one in pair)):
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(layout, Layout) for layout in pair)):
         raise ArgumentError(f"layout is {argument!r}; it may be auto, {', '.join(KINDS)}, a Layout or a pair of them")
-    if [(one.seqlen, one.chunks) for one in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
+    if [(layout.seqlen, layout.chunks) for layout in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
         raise ArgumentError(f"layout is {argument!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} "
                             f"keys on {ranks} ranks")
     return [pair]
@@ -108,26 +108,26 @@ def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, 
     if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int) or max_memory <= 0):
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a positive number of bytes, or None")
 
-    def schedules(tile, kind, way, ahead):
-        return [cost.build(kind, tile, way, problem, machine, one, nodes, ahead, overlap)
-                for one in DIRECTIONS[direction]]
-    made = {(tile, kind, way): schedules(tile, kind, way, cost.AHEAD)
-            for tile in shapes or tiles(ranks) for kind in kinds for way in routes(route, problem, machine)}
+    def schedules(tile, kind, chosen_route, ahead):
+        return [cost.build(kind, tile, chosen_route, problem, machine, of_pass, nodes, ahead, overlap)
+                for of_pass in DIRECTIONS[direction]]
+    made = {(tile, kind, chosen_route): schedules(tile, kind, chosen_route, cost.AHEAD)
+            for tile in shapes or tiles(ranks) for kind in kinds for chosen_route in routes(route, problem, machine)}
     choices = []
     for pair in pairs or layouts("auto", problem, ranks):
         work, lengths = block_pairs(problem.mask, *pair), [layout.lengths for layout in pair]
         loads = {tile: Load(work, *lengths, tile) for tile in {tile for tile, *_ in made}}
-        for (tile, kind, way), built in made.items():
+        for (tile, kind, chosen_route), built in made.items():
             load, ahead, nbytes = loads[tile], built[0].ahead, _nbytes(built, problem, pair)
             while ahead and max_memory is not None and nbytes > max_memory:
                 ahead -= 1
-                built = schedules(tile, kind, way, ahead)
+                built = schedules(tile, kind, chosen_route, ahead)
                 nbytes = _nbytes(built, problem, pair)
             runs = [simulate(schedule, problem, load, machine, nodes) for schedule in built]
             seconds = sum(run.seconds for run in runs)
             waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
             sent = {schedule.direction: _sent(schedule, problem, load) for schedule in built}
-            choices.append(Choice(tile, kind, way, pair, ahead, load.balance, seconds, waiting, sent, nbytes))
+            choices.append(Choice(tile, kind, chosen_route, pair, ahead, load.balance, seconds, waiting, sent, nbytes))
     fits = [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
     least = (1 + SAME_TIME) * min(choice.seconds for choice in fits or choices)
     return sorted(choices, key=lambda c: (bool(fits) and c not in fits, max(c.seconds, least), c.sent_bytes, c.nbytes))

@@ -115,10 +115,10 @@ class _Run:
             self.free["out"][between][sources[busy]] = leaves[busy]
             self.free["in"][between][busy] = leaves[busy]
         arrived = leaves + messages * latency
-        done, unhidden = (np.where(moves, one, 0) for one in (arrived, (1 - overlap) * lasting))
+        done, unhidden = (np.where(moves, times, 0) for times in (arrived, (1 - overlap) * lasting))
         sent, unhidden_sent = np.zeros(self.ranks), np.zeros(self.ranks)
         sent[sources], unhidden_sent[sources] = done, unhidden
-        begun, arrived = (np.where(moves, one, np.nan) for one in (begun, arrived))
+        begun, arrived = (np.where(moves, times, np.nan) for times in (begun, arrived))
         return begun, arrived, np.maximum(done, sent), np.maximum(unhidden, unhidden_sent), nbytes
 
     def _collective(self, transfer, posted):

@@ -105,9 +105,9 @@ def _read():
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("entries"), list):
         return [], f"it is not a store of format {FORMAT}"
     entries, wrong = [], None
-    for one in data["entries"]:
+    for entry in data["entries"]:
         try:
-            entries.append(Entry.from_dict(one))
+            entries.append(Entry.from_dict(entry))
         except ArgumentError as error:
             wrong = str(error)
     return entries, wrong
@@ -171,8 +171,8 @@ def store(entry):
     """
     check_store()
     entries, wrong = _read()
-    others = [one for one in entries if one.key != entry.key]
-    data = {"format": FORMAT, "entries": [one.as_dict() for one in (*others, entry)]}
+    others = [other for other in entries if other.key != entry.key]
+    data = {"format": FORMAT, "entries": [other.as_dict() for other in (*others, entry)]}
     new = NewFile("the store of machines", path())
     try:
         with open(new.partial, "w") as file:

@@ -110,14 +110,14 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
-    found: Any = None
+    plan: Any = None
     with agreement(peers, only=0):                # on rank 0 only: time and memory grow with the square of the ranks
         if peers.rank == 0:
             machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
             if backend.emulated_flops:
                 machine = machine.paced(backend.emulated_flops)
-            found = _choose(problem, checked, machine, order, nodes)
-    return peers.allgather(found)[0], backend
+            plan = _choose(problem, checked, machine, order, nodes)
+    return peers.allgather(plan)[0], backend
 
 
 def _choose(problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None,
@@ -130,7 +130,7 @@ def _choose(problem: Problem, checked: Options, machine: Machine, order: tuple[i
     free = evaluate()
     choices = free if checked.max_memory is None else evaluate(max_memory=checked.max_memory)
     search.check_memory(choices, checked.max_memory)
-    return Plan(problem, choices[0], machine, order, nodes, min(one.seconds for one in free), checked.overlap)
+    return Plan(problem, choices[0], machine, order, nodes, min(choice.seconds for choice in free), checked.overlap)
 
 
 def resized(plan: Plan, shape: dict[str, Any], options: dict[str, Any]) -> Plan:

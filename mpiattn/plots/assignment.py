@@ -97,7 +97,7 @@ def _chunk_axes(axes, n):
     step = 1 if n <= MOST_NUMBERED else n // 8
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(FixedLocator([chunk + 0.5 for chunk in range(0, n, step)]))
-        axis.set_major_formatter(FuncFormatter(lambda at, _: f"{at - 0.5:.0f}"))
+        axis.set_major_formatter(FuncFormatter(lambda middle, _: f"{middle - 0.5:.0f}"))
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(True)

@@ -16,10 +16,10 @@ from ..errors import ArgumentError
 from .problem import dtype_name
 
 
-def is_tensor(thing: object) -> bool:
+def is_tensor(argument: object) -> bool:
     """Whether an object is a torch tensor."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(thing, torch.Tensor)
+    return torch is not None and isinstance(argument, torch.Tensor)
 
 
 def shared(name: str, tensor: Any) -> np.ndarray:
@@ -34,17 +34,17 @@ def shared(name: str, tensor: Any) -> np.ndarray:
                             f"that NumPy can share ({error})") from error
 
 
-def as_array(name: str, thing: Any) -> Any:
+def as_array(name: str, argument: Any) -> Any:
     """The memory of a CPU tensor as an array; any other argument is returned as it is.
 
     Raises ArgumentError if the tensor requires a gradient while torch records gradients, since it would be lost.
     """
-    if not is_tensor(thing) or thing.device.type != "cpu":
-        return thing
-    if thing.requires_grad and sys.modules["torch"].is_grad_enabled():
+    if not is_tensor(argument) or argument.device.type != "cpu":
+        return argument
+    if argument.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise ArgumentError(f"{name} requires a gradient, which would be lost here; use mpiattn.torch.attention, or "
                             "pass it detached")
-    return shared(name, thing)
+    return shared(name, argument)
 
 
 def as_tensor(array: np.ndarray) -> Any:

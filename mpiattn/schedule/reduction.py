@@ -89,12 +89,12 @@ def levels(nodes, rank, root=None):
     """
     members = {node: [r for r, of in enumerate(nodes) if of == node] for node in nodes}
     leaders = sorted(root if root is not None and nodes[root] == node else of[0] for node, of in members.items())
-    mine = members[nodes[rank]]
-    leader = next(r for r in leaders if r in mine)
-    moves = reduction(mine, rank, leader)
+    on_node = members[nodes[rank]]
+    leader = next(r for r in leaders if r in on_node)
+    moves = reduction(on_node, rank, leader)
     if rank == leader:
         moves += butterfly(leaders, rank) if root is None else reduction(leaders, rank, root)
-    return moves + (spreading(mine, rank, leader) if root is None else [])
+    return moves + (spreading(on_node, rank, leader) if root is None else [])
 
 
 def moves(way, nodes, rank, root=None):

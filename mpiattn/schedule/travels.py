@@ -100,4 +100,4 @@ def usp(problem, ranks, group, direction="forward"):
 def best_usp(problem, ranks, direction="forward"):
     """(group, bytes) of USP with the least traffic; group 1, plain Ring, only if no larger group divides kv_heads."""
     groups = [g for g in range(2, ranks + 1) if ranks % g == 0 and problem.kv_heads % g == 0] or [1]
-    return min(((group, usp(problem, ranks, group, direction)) for group in groups), key=lambda found: found[1])
+    return min(((group, usp(problem, ranks, group, direction)) for group in groups), key=lambda choice: choice[1])

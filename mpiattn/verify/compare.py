@@ -114,16 +114,17 @@ class Source:
 
     def pieces(self, *names):
         """The pieces of tensors of equal length: (positions, the tokens of each tensor)."""
-        for at in self._steps(*names):
-            yield np.arange(at.start, at.stop), *(self.read(name, at.start, at.stop) for name in names)
+        for tokens in self._steps(*names):
+            yield np.arange(tokens.start, tokens.stop), *(self.read(name, tokens.start, tokens.stop) for name in names)
 
     def rows(self, name, positions):
         """A tensor's tokens at increasing positions."""
         rows = np.empty((self.problem.batch, len(positions), *self._row(name)), self.problem.dtype)
-        for at in self._steps(name):
-            first, last = np.searchsorted(positions, (at.start, at.stop))
+        for tokens in self._steps(name):
+            first, last = np.searchsorted(positions, (tokens.start, tokens.stop))
             if first < last:
-                rows[:, first:last] = self.read(name, at.start, at.stop)[:, positions[first:last] - at.start]
+                piece = self.read(name, tokens.start, tokens.stop)
+                rows[:, first:last] = piece[:, positions[first:last] - tokens.start]
         return rows
 
     def attention(self, positions, q):
@@ -174,8 +175,8 @@ def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LI
     source = Source(problem, read, documents)
     chosen, positions = choose(problem, layout, peers.rank, limit, seed), layout.positions(peers.rank)
     outs, lses = Errors(), Errors()
-    for at in steps(len(chosen), 8 * problem.batch * problem.heads * (problem.head_dim + 4 * problem.value_dim)):
-        rows = chosen[at]
+    for turn in steps(len(chosen), 8 * problem.batch * problem.heads * (problem.head_dim + 4 * problem.value_dim)):
+        rows = chosen[turn]
         expected_out, expected_lse = source.attention(positions[rows], source.rows("q", positions[rows]))
         outs.add(out[:, rows], expected_out)
         lses.add(lse[:, :, rows], expected_lse)

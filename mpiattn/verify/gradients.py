@@ -82,8 +82,8 @@ class _Check:
         """Check some rows of dq.  keep: these are all rows; their float64 lse and delta replace those of the run."""
         p, source = self.source.problem, self.source
         kept = np.zeros((2, *self.lse.shape) if keep else 0)
-        for at in steps(len(rows), 8 * p.batch * p.heads * (3 * p.head_dim + 5 * p.value_dim)):
-            some = rows[at]
+        for turn in steps(len(rows), 8 * p.batch * p.heads * (3 * p.head_dim + 5 * p.value_dim)):
+            some = rows[turn]
             positions = self.positions[some]
             q, dout = source.rows("q", positions), source.rows("dout", positions)
             out, lse = source.attention(positions, q)
@@ -105,10 +105,10 @@ class _Check:
         """lse and delta of the queries at consecutive positions, each from the rank that has it; collective."""
         lse_and_delta = np.zeros((2, *self.lse.shape[:2], len(positions)))
         own = slice(*np.searchsorted(self.positions, (positions[0], positions[-1] + 1)))
-        at = self.positions[own] - positions[0]
-        lse_and_delta[0][..., at] = self.lse[..., own]
-        lse_and_delta[1][..., at] = (_delta(dout[:, at], self.out[:, own]) if self.delta is None
-                                     else self.delta[..., own])
+        places = self.positions[own] - positions[0]
+        lse_and_delta[0][..., places] = self.lse[..., own]
+        lse_and_delta[1][..., places] = (_delta(dout[:, places], self.out[:, own]) if self.delta is None
+                                         else self.delta[..., own])
         self.peers.reduce(lse_and_delta, MPI.SUM)           # every element is zero on all ranks but one
         return lse_and_delta
 

@@ -44,27 +44,27 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, masks):
     """For every batch entry, head and block of rows that sees any key, yields
     (b, rows, h, kv head, scores, visible, derivative of the softcap).
     """
-    batch, rows, heads, dim = q.shape
-    positions = np.arange(rows) if positions is None else positions
+    batch, queries, heads, dim = q.shape
+    positions = np.arange(queries) if positions is None else positions
     keys = np.arange(k.shape[1]) if keys is None else keys
-    lengths = (rows, k.shape[1]) if lengths is None else lengths
+    lengths = (queries, k.shape[1]) if lengths is None else lengths
     scale = dim ** -0.5 if scale is None else scale
     step = max(1, BLOCK_PAIRS // max(k.shape[1], 1))
 
     for b in range(batch):
         of_entry = {name: mask[b] if name in OF_DOCUMENTS and mask is not None and np.ndim(mask[0]) else mask
                     for name, mask in masks.items()}
-        for start in range(0, rows if k.shape[1] else 0, step):
-            at = slice(start, start + step)
-            visible = visible_keys(positions[at], keys, lengths, causal, **of_entry)
+        for start in range(0, queries if k.shape[1] else 0, step):
+            rows = slice(start, start + step)
+            visible = visible_keys(positions[rows], keys, lengths, causal, **of_entry)
             for h in range(heads if visible.any() else 0):
                 kv = h // (heads // k.shape[2])
-                score = q[b, at, h].astype(np.float64) @ k[b, :, kv].astype(np.float64).T * scale
+                score = q[b, rows, h].astype(np.float64) @ k[b, :, kv].astype(np.float64).T * scale
                 slope = 1.0
                 if softcap is not None:
                     bent = np.tanh(score / softcap)
                     score, slope = softcap * bent, 1 - bent ** 2
-                yield b, at, h, kv, np.where(visible, score, -np.inf), visible, slope
+                yield b, rows, h, kv, np.where(visible, score, -np.inf), visible, slope
 
 
 def _product(weight, matrix, visible):
@@ -91,15 +91,15 @@ def attention(q, k, v, causal=False, scale=None, *, softcap=None, positions=None
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     with np.errstate(all="ignore"):
-        for b, at, h, kv, score, visible, _ in _blocks(q, k, v, causal, scale, softcap, positions, keys,
-                                                       lengths, masks):
+        for b, rows, h, kv, score, visible, _ in _blocks(q, k, v, causal, scale, softcap, positions, keys,
+                                                         lengths, masks):
             top = score.max(axis=1)
             base = np.where(top == -np.inf, 0, top)
             weight = np.exp(score - base[:, None])
             total = weight.sum(axis=1)
             product = _product(weight, v[b, :, kv].astype(np.float64), visible)
-            out[b, at, h] = product / np.where(total == 0, 1, total)[:, None]
-            lse[b, h, at] = base + np.log(total)
+            out[b, rows, h] = product / np.where(total == 0, 1, total)[:, None]
+            lse[b, h, rows] = base + np.log(total)
     if sinks is not None:
         score = np.broadcast_to(np.asarray(sinks, np.float64)[:, None], lse.shape)
         out, lse = merge(out, lse, np.zeros(out.shape), score)
@@ -131,14 +131,14 @@ def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, softcap=No
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dq, dk, dv = (np.zeros(array.shape) for array in (q, k, v))
     with np.errstate(all="ignore"):
-        for b, at, h, kv, score, visible, slope in _blocks(q, k, v, causal, scale, softcap, positions, keys,
-                                                           lengths, masks):
-            row = lse[b, h, at, None]
+        for b, rows, h, kv, score, visible, slope in _blocks(q, k, v, causal, scale, softcap, positions, keys,
+                                                             lengths, masks):
+            row = lse[b, h, rows, None]
             weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
             grad, of_values, of_keys, queries = (array.astype(np.float64) for array in (
-                dout[b, at, h], v[b, :, kv], k[b, :, kv], q[b, at, h]))
-            dscore = np.where(visible, weight * (grad @ of_values.T - delta[b, h, at, None]) * slope * scale, 0)
-            dq[b, at, h] = _product(dscore, of_keys, visible)
+                dout[b, rows, h], v[b, :, kv], k[b, :, kv], q[b, rows, h]))
+            dscore = np.where(visible, weight * (grad @ of_values.T - delta[b, h, rows, None]) * slope * scale, 0)
+            dq[b, rows, h] = _product(dscore, of_keys, visible)
             dk[b, :, kv] += _product(dscore.T, queries, visible.T)
             dv[b, :, kv] += _product(weight.T, grad, visible.T)
     return dq, dk, dv

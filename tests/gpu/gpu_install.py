@@ -38,7 +38,7 @@ def canonical(name):
 def missing_here(folder):
     """(names of the wheels in a folder that this Python needs, names of those that it has itself)."""
     brought = {canonical(path.name.split("-")[0]) for path in folder.glob("*.whl")}
-    here = {canonical(found.metadata["Name"]) for found in importlib.metadata.distributions()}
+    here = {canonical(installed.metadata["Name"]) for installed in importlib.metadata.distributions()}
     if importlib.util.find_spec("cupy"):                   # by whatever name it was installed
         here |= {name for name in brought if name.startswith("cupy")}
     needed = {name for name in brought if name not in here or name in PAIR}
@@ -54,13 +54,13 @@ class Installed:
     def __init__(self, work):
         self.work, self.site, self.openmpi = work, work / "site", work / "openmpi"
 
-    def install(self, wheels, run, found):
+    def install(self, wheels, run, record):
         """The section: the wheels that are needed, and what MPI and Python make of them."""
-        found["python"] = sys.version.split()[0]
+        record["python"] = sys.version.split()[0]
         if wheels is None:
-            found["result"] = "--wheels is not given: this Python is used as it is"
+            record["result"] = "--wheels is not given: this Python is used as it is"
             return
-        needed, found["own"] = missing_here(wheels)
+        needed, record["own"] = missing_here(wheels)
         names = "\n".join(sorted(path.name for path in wheels.glob("*.whl")))
         mark = self.work / "installed"
         if not (mark.is_file() and mark.read_text() == names):
@@ -76,14 +76,14 @@ class Installed:
                         run([*pip, name], 120)
                     except RuntimeError as error:
                         needed.remove(name)
-                        found.setdefault("failed", {})[name] = str(error)[:200]
+                        record.setdefault("failed", {})[name] = str(error)[:200]
             mark.write_text(names)
-        found["installed"] = needed
-        found["result"] = f"installed: {', '.join(needed)}; the machine's own: {', '.join(found['own']) or 'nothing'}"
-        if "failed" in found:
-            raise RuntimeError(f"not installed: {', '.join(found['failed'])}")
+        record["installed"] = needed
+        record["result"] = f"installed: {', '.join(needed)}; the machine's own: {', '.join(record['own']) or 'nothing'}"
+        if "failed" in record:
+            raise RuntimeError(f"not installed: {', '.join(record['failed'])}")
 
-    def unpack_openmpi(self, archive, run, found):
+    def unpack_openmpi(self, archive, run, record):
         """The section: an Open MPI that build_openmpi.sh has built, and four ranks of it."""
         if archive is None:
             raise Skip("--openmpi is not given")
@@ -94,9 +94,9 @@ class Installed:
                 packed.extractall(partial, **({"filter": "tar"} if hasattr(tarfile, "data_filter") else {}))
             (partial / "openmpi").replace(self.openmpi)
         text = run([self.openmpi / "bin" / "mpiexec", "-n", "4", sys.executable, "-c", HELLO], 60, mpi="openmpi")
-        found["result"] = greeting(text)
-        if "add up to 6: Open MPI" not in found["result"]:
-            raise RuntimeError(f"mpi4py has loaded another library: {found['result'][:200]}")
+        record["result"] = greeting(text)
+        if "add up to 6: Open MPI" not in record["result"]:
+            raise RuntimeError(f"mpi4py has loaded another library: {record['result'][:200]}")
 
     def packages(self):
         """The folders of packages in the prefix; Debian's Python has a name of its own for them."""

@@ -27,12 +27,12 @@ def gpu_facts():
 
 def versions(folders):
     """Versions of the packages that matter, as a Python sees them that looks into `folders` first."""
-    found = {}
+    versions_by_name = {}
     for of in metadata.distributions(path=[*map(str, folders), *sys.path]):
         name = (of.metadata["Name"] or "").lower()
         if name.startswith(PACKAGES):
-            found.setdefault(name, of.version)
-    return dict(sorted(found.items()))
+            versions_by_name.setdefault(name, of.version)
+    return dict(sorted(versions_by_name.items()))
 
 
 def source_digest(root):
@@ -88,17 +88,17 @@ class Results:
                  + ", ".join(f"{name} {version}" for name, version in self.facts["versions"].items()), ""]
         width = max(map(len, self.sections), default=0)
         lines += [f"{name.ljust(width)}  {result['status']:7} {result['seconds']:6.1f} s of {result['estimate']:3.0f}  "
-                  f"{'; '.join(filter(None, (result['why'], result['found'].get('result'))))}".rstrip()
+                  f"{'; '.join(filter(None, (result['why'], result['record'].get('result'))))}".rstrip()
                   for name, result in self.sections.items()]
         figures = self.figures()
         return "\n".join([*lines, "", *figures] if figures else lines)
 
     def figures(self):
-        """A line for everything that was measured; what several sections have measured is told once."""
+        """A line for everything that was measured; what several sections have measured stands once."""
         lines = {}
         for result in self.sections.values():
-            for table in result["found"].get("tables", ()):
-                line = figure(table, result["found"]["problem"])
+            for table in result["record"].get("tables", ()):
+                line = figure(table, result["record"]["problem"])
                 lines.setdefault(line.split(":")[0], line)
         return list(lines.values())
 

@@ -56,13 +56,13 @@ def _end(process):
 
 
 def run_section(section, log_path, deadline, environment, cwd):
-    """Do a section: {"status": "passed", "failed" or "skipped", "why", "seconds", "found"}.
+    """Do a section: {"status": "passed", "failed" or "skipped", "why", "seconds", "record"}.
 
     section: a function of `run` and of a dict for what it finds, which is kept whatever happens.  `run(words, seconds,
     read, **of the environment)` raises RuntimeError if the command fails, once `read` has had its output, and else
     returns that.  deadline: on time.monotonic's clock.
     """
-    start, found, why = time.monotonic(), {}, ""
+    start, record, why = time.monotonic(), {}, ""
     with log_path.open("w+b") as log:
         def run(words, seconds, read=None, **options):
             text, failure = command(log, words, min(seconds, deadline - time.monotonic()), environment(**options), cwd)
@@ -72,7 +72,7 @@ def run_section(section, log_path, deadline, environment, cwd):
                 raise RuntimeError(failure)
             return text
         try:
-            section(run, found)
+            section(run, record)
             status = "passed"
         except Skip as skip:
             status, why = "skipped", str(skip)
@@ -82,4 +82,4 @@ def run_section(section, log_path, deadline, environment, cwd):
         log.seek(0, os.SEEK_END)
         log.write(f"{status} {why}\n".encode())
     return {"status": status, "why": why, "seconds": round(time.monotonic() - start, 1),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "found": found}
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "record": record}

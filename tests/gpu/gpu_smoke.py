@@ -2,8 +2,8 @@
 
   python gpu_smoke.py RESULT.json [--backend NAME]
 
-Each step is told when it is done, with its seconds, the compiler's among them; one that fails keeps no other from being
-done.  RESULT.json is {step: {"seconds", "result" or "error"}}.
+Each step is printed when it is done, with its seconds, the compiler's among them; one that fails keeps no other from
+being done.  RESULT.json is {step: {"seconds", "result" or "error"}}.
 """
 
 import argparse

@@ -45,7 +45,7 @@ class Section(NamedTuple):
 
 
 class Work:
-    """What the sections do: methods of `run(words, seconds, **environment)`, `found` and their own arguments."""
+    """What the sections do: methods of `run(words, seconds, **environment)`, `record` and their own arguments."""
 
     def __init__(self, args):
         self.args, self.installed, self.no_gpu, self.architecture = args, Installed(args.work), "", "sm_90"
@@ -55,56 +55,56 @@ class Work:
         """Of the commands of a section."""
         return self.installed.environment(ROOT, **options)
 
-    def install(self, run, found):
+    def install(self, run, record):
         """Wheels, for this Python."""
-        self.installed.install(self.args.wheels, run, found)
+        self.installed.install(self.args.wheels, run, record)
 
-    def device(self, run, found):
+    def device(self, run, record):
         """The GPU, as CuPy sees it."""
         if self.args.backend != "cuda":
             raise Skip(f"--backend is {self.args.backend}")
         def read(text):
             self.no_gpu = f"no GPU that CuPy can use: {(text.strip().splitlines() or ['no answer'])[-1][:300]}"
         try:
-            found.update(json.loads(run([sys.executable, "-c", DEVICE], 120, read).splitlines()[-1]))
+            record.update(json.loads(run([sys.executable, "-c", DEVICE], 120, read).splitlines()[-1]))
         except RuntimeError:
             raise RuntimeError(self.no_gpu) from None
-        self.no_gpu, self.architecture = "", f"sm_{found['capability']}"
-        found["result"] = f"{found['name']}, {found['multiprocessors']} multiprocessors, NVRTC {found['nvrtc']}"
+        self.no_gpu, self.architecture = "", f"sm_{record['capability']}"
+        record["result"] = f"{record['name']}, {record['multiprocessors']} multiprocessors, NVRTC {record['nvrtc']}"
 
-    def smoke(self, run, found):
+    def smoke(self, run, record):
         """One of each kernel."""
         path = self.args.results / "smoke-steps.json"
         path.unlink(missing_ok=True)
 
         def read(text):
-            found["steps"] = json.loads(path.read_text()) if path.is_file() else {}
-            found["result"] = "; ".join(f"{name}: {step.get('result') or step['error']}"
-                                        for name, step in found["steps"].items())
+            record["steps"] = json.loads(path.read_text()) if path.is_file() else {}
+            record["result"] = "; ".join(f"{name}: {step.get('result') or step['error']}"
+                                        for name, step in record["steps"].items())
         run([sys.executable, HERE / "gpu_smoke.py", path, "--backend", self.args.backend,
              *(["--tokens", "64"] if self.args.quick else [])], GROUP_SECONDS, read, OPENBLAS_NUM_THREADS=self.threads)
 
-    def mpi(self, run, found):
+    def mpi(self, run, record):
         """Four ranks."""
         text = run([self.installed.mpiexec("mpich"), "-n", "4", sys.executable, "-c", HELLO], 60)
-        found["result"] = greeting(text)
-        if "add up to 6:" not in found["result"]:
+        record["result"] = greeting(text)
+        if "add up to 6:" not in record["result"]:
             raise RuntimeError("mpiexec and mpi4py belong to different MPIs: the ranks do not know of each other")
 
-    def compile(self, run, found):
+    def compile(self, run, record):
         """The tile table, as NVRTC and ptxas have it for this GPU."""
         def read(text):
             rows = re.findall(r"^(.*): (\d+) (\d+) (\d+)$", text, re.MULTILINE)
-            found["kernels"] = {name: dict(zip(("registers", "spilled", "shared_bytes"), map(int, numbers)))
+            record["kernels"] = {name: dict(zip(("registers", "spilled", "shared_bytes"), map(int, numbers)))
                                 for name, *numbers in rows}
-            found["spilling"] = [name for name, of in found["kernels"].items() if of["spilled"]]
-            found["result"] = f"{len(rows)} kernels for {self.architecture}, {len(found['spilling'])} of them spill"
+            record["spilling"] = [name for name, of in record["kernels"].items() if of["spilled"]]
+            record["result"] = f"{len(rows)} kernels for {self.architecture}, {len(record['spilling'])} of them spill"
         run([sys.executable, TESTS / "nvrtc.py", self.architecture], GROUP_SECONDS, read)
-        if not found["kernels"]:
+        if not record["kernels"]:
             raise RuntimeError("no kernel was compiled")
 
-    def pytest(self, run, found, file, cases="", ranks=None, before=(), **environment):
-        """Tests, whose counts are found even if some fail.
+    def pytest(self, run, record, file, cases="", ranks=None, before=(), **environment):
+        """Tests, whose counts are recorded even if some fail.
 
         ranks: (how many, of which MPI); before: what runs Python.
         """
@@ -114,33 +114,33 @@ class Work:
             environment |= {"mpi": ranks[1], "OPENBLAS_NUM_THREADS": "1"}
 
         def read(text):
-            told = re.findall(r"^=+ (.*(?:passed|failed|skipped|error).*?) =+$", text, re.MULTILINE)
-            found["result"] = told[-1] if told else ""
-            found["failed"] = re.findall(r"^(?:FAILED|ERROR) (.{0,200})", text, re.MULTILINE)[:20]
+            counts = re.findall(r"^=+ (.*(?:passed|failed|skipped|error).*?) =+$", text, re.MULTILINE)
+            record["result"] = counts[-1] if counts else ""
+            record["failed"] = re.findall(r"^(?:FAILED|ERROR) (.{0,200})", text, re.MULTILINE)[:20]
         text = run(words, GROUP_SECONDS, read, **environment)
-        if " passed" not in f" {found['result']}":
-            raise RuntimeError(f"nothing was tested: {found['result'] or 'no tests'}")
+        if " passed" not in f" {record['result']}":
+            raise RuntimeError(f"nothing was tested: {record['result'] or 'no tests'}")
         return text
 
-    def ranks(self, run, found, file):
+    def ranks(self, run, record, file):
         """Four ranks on the GPU, staged through host memory."""
-        self.pytest(run, found, f"mpi/{file}", CASES[file], (4, "mpich"), MPIATTN_BACKENDS=self.args.backend,
+        self.pytest(run, record, f"mpi/{file}", CASES[file], (4, "mpich"), MPIATTN_BACKENDS=self.args.backend,
                     MPIATTN_TRANSPORT="staged")
 
-    def openmpi(self, run, found):
+    def openmpi(self, run, record):
         """An Open MPI with CUDA."""
-        self.installed.unpack_openmpi(self.args.openmpi, run, found)
+        self.installed.unpack_openmpi(self.args.openmpi, run, record)
 
-    def probe(self, run, found):
+    def probe(self, run, record):
         """Whether this Open MPI takes device memory, in one process."""
         self.needs_openmpi()
         run([sys.executable, "-m", "mpiattn.system.gpu_probe"], 60, mpi="openmpi")
-        found["result"] = "device buffers were sent"
+        record["result"] = "device buffers were sent"
 
-    def direct(self, run, found, file):
+    def direct(self, run, record, file):
         """Four ranks whose MPI takes device memory."""
         self.needs_openmpi()
-        self.pytest(run, found, f"mpi/{file}", CASES[file], (4, "openmpi"), MPIATTN_BACKENDS=self.args.backend,
+        self.pytest(run, record, f"mpi/{file}", CASES[file], (4, "openmpi"), MPIATTN_BACKENDS=self.args.backend,
                     MPIATTN_TRANSPORT="device")
 
     def needs_openmpi(self):
@@ -148,7 +148,7 @@ class Work:
         if not (self.installed.openmpi / "bin" / "mpiexec").exists():
             raise Skip("there is no Open MPI with CUDA: see the section openmpi")
 
-    def bench(self, run, found, tokens, *more, decode=0, carry=0):
+    def bench(self, run, record, tokens, *more, decode=0, carry=0):
         """Tables; decode, carry: keys of theirs, of which 0 leaves them out."""
         path = self.args.results / "table.json"
         sizes = ["--seqlen", *map(str, tokens), "--heads", "32", "--kv-heads", "8", "--runs", "7"]
@@ -160,23 +160,23 @@ class Work:
              path], GROUP_SECONDS, OPENBLAS_NUM_THREADS=self.threads)
         data = json.loads(path.read_text())
         path.unlink()
-        found["tables"] = data.pop("sections")
-        found.update(data)
-        if not any(len(table["results"]) > 1 for table in found["tables"] if table["what"] in ("forward", "backward")):
-            found["result"] = "compared with nothing: there is no PyTorch here that could do the same"
+        record["tables"] = data.pop("sections")
+        record.update(data)
+        if not any(len(table["results"]) > 1 for table in record["tables"] if table["what"] in ("forward", "backward")):
+            record["result"] = "compared with nothing: there is no PyTorch here that could do the same"
 
-    def sanitize(self, run, found, tool, file, cases):
+    def sanitize(self, run, record, tool, file, cases):
         """compute-sanitizer over small blocks, without CuPy's pool, which hides what is written beyond an array."""
         places = [shutil.which("compute-sanitizer"), *map(str, Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))]
         program = next((place for place in places if place and os.access(place, os.X_OK)), None)
         if program is None:
             raise Skip("compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin")
         before = [program, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
-        text = self.pytest(run, found, file, cases, before=before, MPIATTN_CUPY="unpooled")
-        told = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", text, re.MULTILINE)
-        if not told:
-            raise RuntimeError("the sanitizer has told no summary")
-        found["result"] += f"; {told[-1]}"
+        text = self.pytest(run, record, file, cases, before=before, MPIATTN_CUPY="unpooled")
+        summaries = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", text, re.MULTILINE)
+        if not summaries:
+            raise RuntimeError("the sanitizer printed no summary")
+        record["result"] += f"; {summaries[-1]}"
 
 
 BLOCKS, CALLERS = "gpu/test_gpu_blocks.py", "gpu/test_gpu_callers.py"

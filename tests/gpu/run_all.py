@@ -15,7 +15,7 @@ pygments cupy-cuda13x cuda-bindings cuda-pathfinder nvidia-cuda-nvrtc nvidia-cud
 and its PyTorch.
 
 Everything is unpacked, compiled and kept in a work folder.  OUT gets summary.txt, summary.json and results.tar.gz with
-all logs, written anew after every section, and running.log while one runs: a run that is cut off has told what it knew.
+all logs, written anew after every section, and running.log while one runs: what a run that is cut off knew is there.
 The next command goes on with the same work folder, and tells the former results too if the sources are the same.
 """
 
@@ -97,10 +97,10 @@ def main():
         deadline = min(began.setdefault(group, time.monotonic()) + GROUP_SECONDS, start + args.limit,
                        time.monotonic() + section.limit)
 
-        def act(call, found, section=section):
+        def act(call, record, section=section):
             if section.gpu and work.no_gpu:
                 raise Skip(work.no_gpu)
-            section.function(work, call, found, *section.arguments, **section.options)
+            section.function(work, call, record, *section.arguments, **section.options)
         print(f"{name}: {section.estimate:.0f} s expected", flush=True)
         log = results.out / "running.log"
         result = run_section(act, log, deadline, work.environment, ROOT)

@@ -51,14 +51,14 @@ def my_chunks(plan, q, k, v, *rest):
     return Inputs(*chunks, None if dout is None else dout[:, at], None if dlse is None else dlse[..., at], sinks)
 
 
-def attend(plan, mine, call=None, backward=True):
+def attend(plan, chunks, call=None, backward=True):
     """What a plan makes of this rank's inputs."""
     with caller(plan.backend) as (give, take):
-        inputs, options = [give(array) for array in mine[:3]], {**(call or {}), "sinks": give(mine.sinks)}
+        inputs, options = [give(array) for array in chunks[:3]], {**(call or {}), "sinks": give(chunks.sinks)}
         out, lse = plan.forward(*inputs, **options)
         grads = ()
         if backward:
-            dout, dlse = give(mine.dout), give(mine.dlse)          # not before: they come late to this call too
+            dout, dlse = give(chunks.dout), give(chunks.dlse)          # not before: they come late to this call too
             grads = plan.backward(dout, *inputs, out, lse, dlse=dlse, **options)
         return Result(*take(out, lse, *grads))
 
@@ -105,8 +105,8 @@ def check(comm, *, seed=0, inputs=None, call=None, ref=None, backward=True, dlse
     for other in backends[1:]:
         same = bits(*run(comm, inputs, call, backward, backend=other, **arguments)[0]) == bits(*result)
         agreed(comm, None if same else f"{backends[0]} and {other} differ", (arguments, call))
-    for mine, tokens in zip(at, (problem.seqlen, problem.seqlen_k)):
-        covered = np.sort(np.concatenate(comm.allgather(mine)))
+    for positions, tokens in zip(at, (problem.seqlen, problem.seqlen_k)):
+        covered = np.sort(np.concatenate(comm.allgather(positions)))
         assert (covered == np.arange(tokens)).all(), "the ranks' positions do not cover the sequence once"
     return result
 
@@ -126,8 +126,8 @@ def check_long(comm, every, backward=True, **arguments):
     settle(comm)
     if backward:
         whole_lse, delta = np.empty((2, *inputs.dlse.shape))
-        mine = np.einsum("bqhd,bqhd->bhq", inputs.dout[:, at].astype(np.float64), out) - inputs.dlse[..., at]
-        for positions, *parts in comm.allgather((at, lse, mine)):
+        own_delta = np.einsum("bqhd,bqhd->bhq", inputs.dout[:, at].astype(np.float64), out) - inputs.dlse[..., at]
+        for positions, *parts in comm.allgather((at, lse, own_delta)):
             whole_lse[..., positions], delta[..., positions] = parts
         grads = gradients_at(inputs, whole_lse, delta, problem.causal, at[::every], at_k[::every])
         compared += [(name, getattr(result, name)[:, ::every], grad) for name, grad in zip(("dq", "dk", "dv"), grads)]
@@ -158,13 +158,13 @@ def settle(comm):
 def subcomm(comm, ranks, key=None):
     """A communicator of the first `ranks` ranks, or of a list of them in its order; None on the others."""
     members = list(range(ranks)) if isinstance(ranks, int) else ranks
-    mine = comm.rank in members
-    place = 0 if not mine else members.index(comm.rank) if key is None else key
-    sub = comm.Split(0 if mine else MPI.UNDEFINED, place)
+    member = comm.rank in members
+    place = 0 if not member else members.index(comm.rank) if key is None else key
+    sub = comm.Split(0 if member else MPI.UNDEFINED, place)
     try:
-        yield sub if mine else None
+        yield sub if member else None
     finally:
-        if mine:
+        if member:
             sub.Free()
 
 

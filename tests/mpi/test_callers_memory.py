@@ -132,11 +132,11 @@ def test_memory_that_cannot_be_written_into(comm):
 
             def backward(name, wrong=wrong, **more):
                 return plan.backward(chunks.dout, *chunks[:3], *results[:2], **({name: wrong} if last else {}), **more)
-            told = same_error(comm, forward)
-            assert told.startswith("out ") and said in told
+            text = same_error(comm, forward)
+            assert text.startswith("out ") and said in text
             for name in GRADIENTS:
-                told = same_error(comm, lambda name=name: backward(name))
-                assert told.startswith(f"{name} ") and said in told
+                text = same_error(comm, lambda name=name: backward(name))
+                assert text.startswith(f"{name} ") and said in text
         both = np.empty_like(results.out)
         assert "dk shares memory with dq" in same_error(comm, lambda: plan.backward(
             chunks.dout, *chunks[:3], *results[:2], dq=both, dk=both[:, ::-1]))
@@ -155,9 +155,9 @@ def test_memory_that_decoding_cannot_write_into(comm):
     expected = tree_decode(q, mirror.cache)
     for decode in (tree_decode, *RINGS.values()):
         for said, wrong in wrong_memory(np.empty_like(q), q).items():
-            told = same_error(comm, lambda wrong=wrong, decode=decode: decode(
+            text = same_error(comm, lambda wrong=wrong, decode=decode: decode(
                 q, mirror.cache, **({"out": wrong} if last else {})))
-            assert told.startswith("out ") and said in told
+            assert text.startswith("out ") and said in text
     memory, small = np.empty(q.size, q.dtype), expected[1]
     assert "lse shares memory with out" in same_error(comm, lambda: tree_decode(
         q, mirror.cache, out=memory.reshape(q.shape), lse=memory[:small.size].reshape(small.shape)))

@@ -52,7 +52,7 @@ def test_case_32_two_plans(group, two_plans, odd):
     assert f"rank {odd} makes call 2 of {a._name}, forward" in text
     assert f"ranks {others[0]}, {others[1]} make call 2 of {b._name}, forward" in text
     again = a.forward(*x), b.forward(*y)                    # the plans are as good as before
-    assert all((one == other).all() for pair in zip(expected, again) for one, other in zip(*pair))
+    assert all((array == other).all() for pair in zip(expected, again) for array, other in zip(*pair))
 
 
 @on(3)

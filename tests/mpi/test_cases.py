@@ -242,9 +242,9 @@ def test_one_plan_for_many_calls(comm):
     inputs, problem = draw_all(problem_of(shape), sinks=True), problem_of(shape)
     calls = [{}, {"cu_seqlens": [0, 11, 40]}, {"lengths": [40, 0]}, {"cu_seqlens": [[0, 40], [3, 5]]}, {}]
     with MeshAttention(comm, **shape, backend="deferred") as plan:
-        mine = my_chunks(plan, *inputs)
+        chunks = my_chunks(plan, *inputs)
         for i, call in enumerate(calls):
-            given = mine if i % 2 else mine._replace(sinks=None)
+            given = chunks if i % 2 else chunks._replace(sinks=None)
             whole = inputs if i % 2 else inputs._replace(sinks=None)
             ref = expected(whole, **masks(problem, call))
             agreed(comm, wrong(problem, attend(plan, given, call), ref, whole, plan.positions, plan.positions_k, call))

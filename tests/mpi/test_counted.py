@@ -99,8 +99,8 @@ def test_case_22_bytes_are_the_formula(comm, layout, dtype):
                 expected = travels.sent(plan.problem, *cut, route=route, **masked).total
                 agreed(comm, None if nbytes == expected else f"{schedule} {route} {a}x{b}: {nbytes}, not {expected}")
                 if route == "direct" and everything:
-                    told = messages, hops_that_send(*cut)
-                    agreed(comm, None if told[0] == told[1] else f"{schedule} {a}x{b}: messages {told}")
+                    figures = messages, hops_that_send(*cut)
+                    agreed(comm, None if figures[0] == figures[1] else f"{schedule} {a}x{b}: messages {figures}")
             total[schedule, route] = comm.allreduce(nbytes)
         assert not everything or len(set(total.values())) == 1, total
 
@@ -114,11 +114,11 @@ def test_case_22_backward_and_wire_dtype(comm, wire):
     for (a, b), schedule in product(tiles(comm.size), ("greedy", "collective")):
         with MeshAttention(comm, **shape, tile=(a, b), schedule=schedule) as plan:
             cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
-            mine = my_chunks(plan, *draw_all(plan.problem))
-            out, lse = plan.forward(*mine[:3])
-            forward = count(plan, lambda plan=plan, mine=mine: plan.forward(*mine[:3]))
-            backward = count(plan, lambda plan=plan, mine=mine, out=out, lse=lse:
-                             plan.backward(mine.dout, *mine[:3], out, lse))
+            chunks = my_chunks(plan, *draw_all(plan.problem))
+            out, lse = plan.forward(*chunks[:3])
+            forward = count(plan, lambda plan=plan, chunks=chunks: plan.forward(*chunks[:3]))
+            backward = count(plan, lambda plan=plan, chunks=chunks, out=out, lse=lse:
+                             plan.backward(chunks.dout, *chunks[:3], out, lse))
             arrays = {"forward": (1 + 2, 2), "backward": (4 + 1, 2 + 2)}          # a hop in a row, in a column
             for direction, (nbytes, messages) in (("forward", forward), ("backward", backward)):
                 expected = travels.sent(plan.problem, *cut, direction=direction).total
@@ -182,8 +182,8 @@ def test_what_nobody_sees_is_not_sent(comm, mask, layout):
                     plan.backward(np.ones_like(out), q, k, v, out, lse)
                 nbytes, before = plan.sent[0] - before, plan.sent[0]
                 expected = travels.sent(plan.problem, *cut, route, direction, plan.activity, schedule == "collective")
-                told = f"{direction} {schedule} {route} {a}x{b}: {nbytes}, {expected}"
-                agreed(comm, None if nbytes == expected.total else told)
+                figures = f"{direction} {schedule} {route} {a}x{b}: {nbytes}, {expected}"
+                agreed(comm, None if nbytes == expected.total else figures)
 
 
 def test_a_window_needs_its_neighbours_only(comm):

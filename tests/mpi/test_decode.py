@@ -57,8 +57,8 @@ class Mirror:
                                          for held, more in zip(self.whole[sequence], new))
         if layout is not None:
             how["layout"] = layout = Layout(layout, tokens, self.comm.size)
-            mine = layout.positions(self.comm.rank)
-            k, v = k[:, mine], v[:, mine]
+            own = layout.positions(self.comm.rank)
+            k, v = k[:, own], v[:, own]
         with caller(self.cache.backend) as (give, take):
             self.cache.append(give(k), give(v), **how)
             take()
@@ -209,8 +209,8 @@ def test_random_appends_and_truncates(comm):
             assert cache.lengths == tuple(map(len, plain))
             for s, tokens in enumerate(plain):
                 k, v = cache.local(s)
-                mine = np.array(tokens, np.float64)[cache.positions(s)].reshape(-1, 1, 1) * [[1], [-1]]
-                assert np.array_equal(k, mine) and np.array_equal(v, 2 * mine)
+                expected = np.array(tokens, np.float64)[cache.positions(s)].reshape(-1, 1, 1) * [[1], [-1]]
+                assert np.array_equal(k, expected) and np.array_equal(v, 2 * expected)
     cache.close()
 
 
@@ -221,10 +221,10 @@ def test_sent_bytes_do_not_depend_on_the_context(group):
     q = np.ones((1, 1, heads, dim), np.float32)
     for tokens in (4096, 65_536, 1_000_000):
         layout = Layout("contiguous", tokens, group.size)
-        mine = np.ones((2, 1, layout.length(group.rank), 2, dim), np.float32)
+        chunk = np.ones((2, 1, layout.length(group.rank), 2, dim), np.float32)
         with KVCache(group, capacity=tokens, kv_heads=2, head_dim=dim) as cache:
-            cache.append(*mine, layout=layout)
-            del mine
+            cache.append(*chunk, layout=layout)
+            del chunk
             least = layout.length(group.rank) * 2 * 2 * dim * 4
             assert cache.pages - cache.free_pages == -(-layout.length(group.rank) // cache.page_size)
             assert least <= cache.nbytes <= least + 2 * 2 * cache.page_size * 2 * dim * 4
@@ -297,17 +297,17 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
 
 @on(3)
 def test_errors_are_the_same_on_every_rank(group):
-    one = np.zeros((1, 1, 2, 4), np.float32)
+    token = np.zeros((1, 1, 2, 4), np.float32)
     odd = group.rank == 1
     with KVCache(group, capacity=12, kv_heads=2, head_dim=4, page_size=4) as cache:
         cache.append(*np.zeros((2, 1, 9, 2, 4), np.float32))
         q = np.zeros((1, 1, 4, 4), np.float32)
         calls = [
-            (lambda: cache.append(one[..., :3] if odd else one, one), r"k has shape \(1, 1, 2, 3\).*rank 1 of 3"),
-            (lambda: cache.append(one.astype("float64"), one), "k has dtype float64; it must be float32"),
-            (lambda: cache.append(one, one, counts=[int(odd)]), r"counts is \[0\] on rank 0 but \[1\] on rank 1"),
-            (lambda: cache.append(one, one, sequences=[1]), r"sequences is \[1\]; it must be different numbers from 0"),
-            (lambda: cache.append(one, one, layout=Layout("striped", 1, 2)), "it must be a Layout of 3 chunks"),
+            (lambda: cache.append(token[..., :3] if odd else token, token), r"k has shape \(1, 1, 2, 3\).*rank 1 of 3"),
+            (lambda: cache.append(token.astype("float64"), token), "k has dtype float64; it must be float32"),
+            (lambda: cache.append(token, token, counts=[int(odd)]), r"counts is \[0\] on rank 0 but \[1\] on rank 1"),
+            (lambda: cache.append(token, token, sequences=[1]), r"sequences is \[1\]; it must be different numbers"),
+            (lambda: cache.append(token, token, layout=Layout("striped", 1, 2)), "it must be a Layout of 3 chunks"),
             (lambda: cache.append(*np.zeros((2, 1, 40, 2, 4), np.float32)), "the cache is full: rank 0 would need 5 "),
             (lambda: cache.truncate(10), "lengths is .10.; .* which have .9."),
             (lambda: cache.truncate(3 + odd), "lengths is .3. on rank 0 but .4. on rank 1"),

@@ -70,9 +70,9 @@ def test_softcap_scale_and_other_keys(group):
 def test_repeats_change_no_bit(group):
     inputs = draw_all(problem_of(SHAPE))
     arguments = {name: value for name, value in SHAPE.items() if name != "backends"}
-    found = {tuple(array.tobytes() for array in run(group, inputs, backend=BACKENDS[-1], **arguments)[0][:5])
+    results = {tuple(array.tobytes() for array in run(group, inputs, backend=BACKENDS[-1], **arguments)[0][:5])
              for _ in range(3)}
-    agreed(group, None if len(found) == 1 else "repeats differ")
+    agreed(group, None if len(results) == 1 else "repeats differ")
 
 
 @on(2)
@@ -142,8 +142,8 @@ def test_a_token_a_rank(group):
         mirror.append(3)
         mirror.check(2, 1, ways=(*WAYS, *RINGS), sinks=np.ones(1, np.float32))
         with caller(backend) as (_, take):
-            mine = [array[mirror.cache.positions(0)] for array in mirror.whole[0]]
-            agreed(group, None if all(map(np.array_equal, take(*mirror.cache.local(0)), mine)) else "local is wrong")
+            own = [array[mirror.cache.positions(0)] for array in mirror.whole[0]]
+            agreed(group, None if all(map(np.array_equal, take(*mirror.cache.local(0)), own)) else "local is wrong")
         mirror.cache.close()
 
 

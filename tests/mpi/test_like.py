@@ -24,7 +24,7 @@ def choice_of(plan):
             "machine": plan.machine}
 
 
-def told(plan):
+def description(plan):
     """What a plan tells of itself."""
     return (repr(plan), plan.schedule, plan.q_layout, plan.k_layout, plan.balance, plan.predicted_seconds, plan.timeout,
             plan.nbytes, plan.memory_cost, plan.problem)
@@ -39,9 +39,9 @@ def test_as_a_new_plan(comm, how):
                                ({"seqlen_k": 40}, (31, 40)), ({"seqlen": 0}, (0, 0))):
             arguments = {**SHAPE, **how, **choice_of(first), "seqlen": lengths[0], "seqlen_k": lengths[1]}
             with first.like(**given) as plan, MeshAttention(comm, **arguments) as new:
-                assert told(plan) == told(new)
-                mine = my_chunks(plan, *draw_all(plan.problem, sinks=True))
-                assert bits(*attend(plan, mine)) == bits(*attend(new, mine))
+                assert description(plan) == description(new)
+                chunks = my_chunks(plan, *draw_all(plan.problem, sinks=True))
+                assert bits(*attend(plan, chunks)) == bits(*attend(new, chunks))
                 assert plan.nbytes == new.nbytes
 
 

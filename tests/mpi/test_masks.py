@@ -91,14 +91,14 @@ def test_one_launch_a_block(comm):
 def test_in_one_call(comm):
     lengths = [5 + rank for rank in range(comm.size)]
     total, start = sum(lengths), sum(lengths[:comm.rank])
-    mine = slice(start, start + lengths[comm.rank])
+    own = slice(start, start + lengths[comm.rank])
     for mask, call in (({"prefix": 9}, {}), ({"causal_block": 4}, {"prefixes": [3]}),
                        ({"causal": True}, {"cu_seqlens": [0, 4, total], "causal_documents": [False, True]})):
         problem = problem_of({"seqlen": total, "heads": 2, "head_dim": 4, **mask})
         inputs = draw_all(problem)
         ref = expected(inputs, backward=False, **masks(problem, call))
-        result = Result(*attention(*(array[:, mine] for array in inputs[:3]), comm=comm, **mask, **call))
-        agreed(comm, wrong(problem, result, ref, Inputs(*inputs[:3]), mine, mine, call), mask)
+        result = Result(*attention(*(array[:, own] for array in inputs[:3]), comm=comm, **mask, **call))
+        agreed(comm, wrong(problem, result, ref, Inputs(*inputs[:3]), own, own, call), mask)
 
 
 def test_ranks_that_disagree(comm, at_least):
@@ -106,9 +106,9 @@ def test_ranks_that_disagree(comm, at_least):
     last = comm.rank == comm.size - 1
     with MeshAttention(comm, seqlen=24, heads=2, head_dim=4, causal=True) as plan:
         q = np.ones((1, len(plan.positions), 2, 4), np.float32)
-        for mine, theirs in (({"prefixes": [3]}, {"prefixes": [4]}), ({"prefixes": [3]}, {}),
+        for of_last, of_others in (({"prefixes": [3]}, {"prefixes": [4]}), ({"prefixes": [3]}, {}),
                              ({"causal_documents": [False]}, {"causal_documents": [True]})):
-            text = same_error(comm, lambda: plan.forward(q, q, q, **(mine if last else theirs)))      # noqa: B023
+            text = same_error(comm, lambda: plan.forward(q, q, q, **(of_last if last else of_others)))      # noqa: B023
             assert "prefixes or causal_documents" in text and "must be the same on every rank" in text
         text = same_error(comm, lambda: plan.forward(q, q, q, prefixes=[-1] if last else [1]))
         assert "prefixes is" in text and "at least 0" in text

@@ -60,14 +60,14 @@ def poisoned(visible, where, token, head, dim):
     seen = visible[rows].any(axis=0)
     out, dq, dk, dv = (np.zeros((n, *SIZES), bool) for n in (queries, queries, keys, keys))
     lse = np.zeros((SIZES[0], queries), bool)
-    one = dim if where in ("v", "dout") else slice(None)
+    column = dim if where in ("v", "dout") else slice(None)
     if where != "dout":
-        out[rows, head, one] = True
+        out[rows, head, column] = True
     if where in "qk":
         lse[head, rows] = True
     dq[rows, head] = dk[seen, head] = True
     if where != "v":                                       # probabilities are as they were
-        dv[seen, head, one] = True
+        dv[seen, head, column] = True
     return out, lse, dq, dk, dv
 
 
@@ -162,10 +162,10 @@ def test_case_15_error_does_not_grow_with_the_tile(comm, dtype):
     """RMS error over tiles a = 1 ... n: in half types flat within 10 %, since partials are not rounded."""
     shape = {"batch": 2, "seqlen": 192, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": dtype, "causal": True}
     inputs = draw_all(problem_of(shape))
-    ref, found = expected(inputs, **masks(problem_of(shape))), []
+    ref, errors = expected(inputs, **masks(problem_of(shape))), []
     for tile in tiles(comm.size):
         result, at, at_k = run(comm, inputs, **shape, tile=tile, layout="striped", schedule="greedy")
         squares = [float(((getattr(result, name).astype(float) - getattr(ref, name)[:, rows]) ** 2).sum())
                    for name, rows in (("out", at), ("dq", at), ("dk", at_k), ("dv", at_k))]
-        found.append(np.sqrt(comm.allreduce(np.array(squares))))
-    assert (np.max(found, axis=0) <= (2 if dtype == "float32" else 1.1) * np.min(found, axis=0)).all(), found
+        errors.append(np.sqrt(comm.allreduce(np.array(squares))))
+    assert (np.max(errors, axis=0) <= (2 if dtype == "float32" else 1.1) * np.min(errors, axis=0)).all(), errors

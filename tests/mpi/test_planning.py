@@ -16,8 +16,8 @@ SHAPE = {"seqlen": 203, "heads": 4, "head_dim": 8, "causal": True, "direction": 
 def results(comm, **how):
     """A plan's results as bits, its bytes before and after, and what it chose."""
     with MeshAttention(comm, **SHAPE, **how) as plan:
-        found = bits(*attend(plan, my_chunks(plan, *draw_all(plan.problem))))
-        return found, plan.nbytes, (plan.tile, plan.schedule.name, plan.route, plan.schedule.ahead), plan.memory_cost
+        made = bits(*attend(plan, my_chunks(plan, *draw_all(plan.problem))))
+        return made, plan.nbytes, (plan.tile, plan.schedule.name, plan.route, plan.schedule.ahead), plan.memory_cost
 
 
 def test_less_memory_takes_slots_but_no_bit(comm, at_least):

@@ -31,11 +31,11 @@ def test_case_23_scatter_then_gather(comm, layout, seqlen):
     with plan_of(comm, layout, seqlen) as plan:
         for axis, shape in ((1, (2, seqlen, 3)), (2, (2, 3, seqlen)), (0, (seqlen,))):
             whole = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
-            mine = np.take(whole, plan.positions, axis)
+            own = np.take(whole, plan.positions, axis)
             for root in (None, 0, comm.size - 1):
                 given = whole if root in (None, comm.rank) else None
                 chunk = plan.scatter(given, root=root, axis=axis)
-                same = chunk.dtype == whole.dtype and np.array_equal(chunk, mine) and chunk.flags.c_contiguous
+                same = chunk.dtype == whole.dtype and np.array_equal(chunk, own) and chunk.flags.c_contiguous
                 agreed(comm, None if same else f"scatter from {root} along {axis}")
                 back = plan.gather(chunk, root=root, axis=axis)
                 right = np.array_equal(back, whole) if root in (None, comm.rank) else back is None
@@ -46,18 +46,18 @@ def test_case_23_scatter_then_gather(comm, layout, seqlen):
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
 def test_positions_cover_the_sequence_once(comm, layout):
     with plan_of(comm, layout, 53, 17) as plan:
-        for mine, total in ((plan.positions, 53), (plan.positions_k, 17)):
-            assert mine.dtype == np.int64 and (np.diff(mine) > 0).all()
-            assert sorted(np.concatenate(comm.allgather(mine))) == list(range(total))
+        for positions, total in ((plan.positions, 53), (plan.positions_k, 17)):
+            assert positions.dtype == np.int64 and (np.diff(positions) > 0).all()
+            assert sorted(np.concatenate(comm.allgather(positions))) == list(range(total))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", uneven])
 def test_owners_hold_their_positions(comm, layout):
     layout = (layout(comm, 53), layout(comm, 17)) if callable(layout) else layout
     with plan_of(comm, layout, 53, 17) as plan:
-        for keys, mine, total in ((False, plan.positions, 53), (True, plan.positions_k, 17)):
+        for keys, positions, total in ((False, plan.positions, 53), (True, plan.positions_k, 17)):
             owners = plan.owner(np.arange(total), keys=keys)
-            assert np.flatnonzero(owners == comm.rank).tolist() == mine.tolist()
+            assert np.flatnonzero(owners == comm.rank).tolist() == positions.tolist()
             first = plan.owner(total - 1, keys=keys)
             assert isinstance(first, int) and first == owners[-1]
         with pytest.raises(ArgumentError, match="from 17 to 17; they must be from 0 to 16"):
@@ -106,30 +106,30 @@ def test_wrong_arguments(comm):
     last = comm.size - 1
     with plan_of(comm, "striped", 12) as plan:
         whole = np.zeros((1, 12))
-        mine = np.zeros((1, len(plan.positions)))
+        own = np.zeros((1, len(plan.positions)))
         wrong = [
             (lambda: plan.scatter(whole[:, 1:]), "11"),
             (lambda: plan.scatter(None), "NoneType"),
             (lambda: plan.scatter(whole, root=comm.size), "root"),
-            (lambda: plan.gather(mine, root=-1), "root"),
+            (lambda: plan.gather(own, root=-1), "root"),
             (lambda: plan.scatter(whole, root=0.5), "root is 0.5"),
-            (lambda: plan.gather(mine if comm.rank != last else np.zeros((1, 99))), "99"),
-            (lambda: plan.gather(mine.astype("f4" if comm.rank == last else "f8")), "float32"),
+            (lambda: plan.gather(own if comm.rank != last else np.zeros((1, 99))), "99"),
+            (lambda: plan.gather(own.astype("f4" if comm.rank == last else "f8")), "float32"),
         ]
         for call, text in wrong[:None if comm.size > 1 else -1]:
             with pytest.raises(ArgumentError, match=text) as caught:
                 call()
             assert len(set(comm.allgather(str(caught.value)))) == 1
-        assert np.array_equal(plan.scatter(whole, root=None), mine)
+        assert np.array_equal(plan.scatter(whole, root=None), own)
 
 
 def test_root_must_be_the_same_everywhere(comm):
     if comm.size == 1:
         pytest.skip("takes two ranks to disagree")
     with plan_of(comm, "striped", 12) as plan:
-        mine = np.zeros((1, len(plan.positions)))
+        own = np.zeros((1, len(plan.positions)))
         for call in (lambda: plan.scatter(np.zeros((1, 12)), root=comm.rank),
-                     lambda: plan.gather(mine, root=comm.rank)):
+                     lambda: plan.gather(own, root=comm.rank)):
             with pytest.raises(ArgumentError, match="root is 0 on rank 0 but 1 on rank 1"):
                 call()
 

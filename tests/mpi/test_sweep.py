@@ -34,13 +34,13 @@ def complaint(comm, case):
             if case.costs and plan.schedule.name == "greedy":
                 for direction in ("forward", "backward"):
                     use_schedule(plan, greedy(plan.tile, case.costs, plan.route, direction))
-            mine = my_chunks(plan, *inputs)
+            chunks = my_chunks(plan, *inputs)
             for _ in range(1 + case.seed % 2):             # what a call leaves in the buffers must not matter
-                result = attend(plan, mine, case.call)
+                result = attend(plan, chunks, case.call)
                 results.add(bits(*result))
-            found = wrong(problem, result, ref, inputs, plan.positions, plan.positions_k, case.call, terms=True)
-            if found:
-                return f"{backend}: {found}"
+            error = wrong(problem, result, ref, inputs, plan.positions, plan.positions_k, case.call, terms=True)
+            if error:
+                return f"{backend}: {error}"
     return "back ends or repeats differ" if len(results) > 1 else None
 
 
@@ -53,19 +53,19 @@ def test_random_cases(comm, part):
         indices = [int(ONLY)] if part == 0 else []
     failures = []
     for index in indices:
-        case, told = draw_case(SEED, index, comm.size), None
+        case, failure = draw_case(SEED, index, comm.size), None
         again = (f"MPIATTN_SEED={SEED} MPIATTN_CASE={index} mpiexec -n {comm.size} "
                  f"python -m pytest tests/mpi/test_sweep.py   # {case}")
         with subcomm(comm, case.members) as group:
             try:
-                told = complaint(group, case) if group else None
+                failure = complaint(group, case) if group else None
             except Exception:                        # its peers may be waiting for it
                 print(f"rank {comm.rank} of {comm.size}\n{traceback.format_exc()}{again}", file=sys.__stderr__,
                       flush=True)
                 time.sleep(0.5)                      # the launcher passes it on
                 comm.Abort(1)
             settle(comm)
-        if comm.allreduce(told is not None):
-            ranks = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(told)) if text]
+        if comm.allreduce(failure is not None):
+            ranks = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(failure)) if text]
             failures.append(f"{again}    {'; '.join(ranks)}")
     assert not failures, "\n" + "\n".join(failures)

@@ -68,9 +68,9 @@ def test_scatter_and_gather(comm, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_call(comm, dtype):
-    mine = slice(*pieces(comm, [3 + rank for rank in range(comm.size)]))
+    own = slice(*pieces(comm, [3 + rank for rank in range(comm.size)]))
     whole = tensor(2, sum(3 + rank for rank in range(comm.size)), 2, 4, dtype=dtype)
-    chunk = whole[:, mine]
+    chunk = whole[:, own]
     same(attention(chunk, chunk, chunk, comm=comm), attention(*[array(chunk)] * 3, comm=comm))
 
 
@@ -84,8 +84,8 @@ def test_decoding(comm, dtype, decode):
         cache.append(k, v)
         same(decode(q, cache, sinks=sinks), decode(array(q), cache, sinks=array(sinks)))
         if decode is tree_decode:
-            found = decode(q, cache, root=comm.size - 1)
-            assert all(isinstance(x, torch.Tensor) if comm.rank == comm.size - 1 else x is None for x in found)
+            results = decode(q, cache, root=comm.size - 1)
+            assert all(isinstance(x, torch.Tensor) if comm.rank == comm.size - 1 else x is None for x in results)
 
 
 def test_results_in_tensors(comm):
@@ -111,9 +111,9 @@ def test_results_in_tensors(comm):
         cache.append(tensor(2, 9, 2, 4), tensor(2, 9, 2, 4))
         q = tensor(2, 3, 4, 4)
         expected, into = tree_decode(array(q), cache), torch.empty(2, 4, 3)
-        found = tree_decode(q, cache, lse=into)
-        assert found[1] is into
-        same(found, expected)
+        results = tree_decode(q, cache, lse=into)
+        assert results[1] is into
+        same(results, expected)
 
 
 def test_numbers_of_a_cache(comm):
@@ -165,9 +165,9 @@ def test_documents(comm, documents):
         same((out.detach(), lse.detach()), expected)
         same([q.grad], plan.backward(np.ones_like(expected[0]), *arrays, *expected, **plain)[:1])
         for value, part in zip(documents.values(), plain.values()):
-            for one, whole in zip(value if isinstance(value, list) else [value],
+            for value_of, whole in zip(value if isinstance(value, list) else [value],
                                   part if isinstance(value, list) else [part]):
-                one.copy_(torch.tensor(whole))
+                value_of.copy_(torch.tensor(whole))
         text = same_error(comm, lambda: plan.forward(*arrays, cu_seqlens=torch.tensor([0.0, 29.0])))
         assert "must hold whole numbers" in text
         text = same_error(comm, lambda: plan.forward(*arrays, cu_seqlens=torch.tensor(3)))

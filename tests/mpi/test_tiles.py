@@ -63,7 +63,7 @@ def test_case_20_overlap_changes_no_bit(group):
     for a, b in tiles(group.size):
         for route in ("direct", "ring"):
             beside, early = (partial(greedy, Tile(1, a, b), Costs(1, 2, 2), route, ahead=ahead) for ahead in (0, 3))
-            never = {way: apart(beside(way)) for way in ("forward", "backward")}
+            never = {direction: apart(beside(direction)) for direction in ("forward", "backward")}
             results = {with_schedules(group, a, b, route, backend, make)
                        for backend, make in (("numpy", beside), ("numpy", never.get), ("numpy", early),
                                              ("deferred", beside), ("deferred", early))}
@@ -109,8 +109,8 @@ def test_costs_change_no_bit_where_the_order_of_blocks_is_given(comm):
 def test_case_19_thirty_repeats(group, schedule):
     inputs = draw_all(problem_of(SHAPE))
     with MeshAttention(group, **SHAPE, schedule=schedule, tile="2x2") as plan:
-        mine = my_chunks(plan, *inputs)
-        results = {bits(*attend(plan, mine)) for _ in range(30)}
+        chunks = my_chunks(plan, *inputs)
+        results = {bits(*attend(plan, chunks)) for _ in range(30)}
     assert len(results) == 1
     assert bits(*run(group, inputs, **SHAPE, schedule=schedule, tile="2x2")[0]) in results
 

@@ -43,14 +43,14 @@ def draw(plan, seed=0):
 def cut(plan, whole):
     """This rank's chunks of whole tensors; q, k, v and sinks require gradients."""
     at, at_k = plan.positions, plan.positions_k
-    mine = {name: tensor[:, at_k] if name in "kv" else tensor[:, at] for name, tensor in whole.items()
+    chunks = {name: tensor[:, at_k] if name in "kv" else tensor[:, at] for name, tensor in whole.items()
             if name in ("q", "k", "v", "dout")}
-    mine |= {"sinks": whole["sinks"].clone(), "dlse": whole["dlse"][..., at]}
-    return {name: tensor.requires_grad_(name in NAMES) for name, tensor in mine.items()}
+    chunks |= {"sinks": whole["sinks"].clone(), "dlse": whole["dlse"][..., at]}
+    return {name: tensor.requires_grad_(name in NAMES) for name, tensor in chunks.items()}
 
 
-def loss_of(out, lse, mine):
-    return (out.to(lse.dtype) * mine["dout"].to(lse.dtype)).sum() + (lse * mine["dlse"]).sum()
+def loss_of(out, lse, chunks):
+    return (out.to(lse.dtype) * chunks["dout"].to(lse.dtype)).sum() + (lse * chunks["dlse"]).sum()
 
 
 def off(got, expected):
@@ -64,24 +64,24 @@ def off(got, expected):
 def test_values_and_gradients(comm, dtype, sinks, documents):
     with MeshAttention(comm, **SHAPE, dtype=dtype, layout="zigzag", tile=tiles(comm.size)[-1 if sinks else 0]) as plan:
         whole = draw(plan)
-        mine, at, at_k = cut(plan, whole), plan.positions, plan.positions_k
-        given = {"sinks": mine["sinks"]} if sinks else {}
-        out, lse = attention(plan, mine["q"], mine["k"], mine["v"], **documents, **given)
-        loss_of(out, lse, mine).backward()
+        chunks, at, at_k = cut(plan, whole), plan.positions, plan.positions_k
+        given = {"sinks": chunks["sinks"]} if sinks else {}
+        out, lse = attention(plan, chunks["q"], chunks["k"], chunks["v"], **documents, **given)
+        loss_of(out, lse, chunks).backward()
     arrays = {name: tensor.detach().to(torch.float64).numpy() for name, tensor in whole.items()}
     q, k, v = (arrays[name] for name in "qkv")
     how = {"causal": True, **documents, "sinks": arrays["sinks"] if sinks else None}
     ref, ref_lse = reference.attention(q, k, v, **how)
     dq, dk, dv, *dsinks = reference.backward(arrays["dout"], q, k, v, **how, dlse=arrays["dlse"])
-    compared = {"out": (out, ref[:, at]), "lse": (lse, ref_lse[..., at]), "dq": (mine["q"].grad, dq[:, at]),
-                "dk": (mine["k"].grad, dk[:, at_k]), "dv": (mine["v"].grad, dv[:, at_k])}
+    compared = {"out": (out, ref[:, at]), "lse": (lse, ref_lse[..., at]), "dq": (chunks["q"].grad, dq[:, at]),
+                "dk": (chunks["k"].grad, dk[:, at_k]), "dv": (chunks["v"].grad, dv[:, at_k])}
     if sinks:
-        compared["dsinks"] = comm.allreduce(mine["sinks"].grad), dsinks[0]
+        compared["dsinks"] = comm.allreduce(chunks["sinks"].grad), dsinks[0]
     else:
-        assert mine["sinks"].grad is None
+        assert chunks["sinks"].grad is None
     complaints = {name: off(*pair) for name, pair in compared.items() if not off(*pair) < TOLERANCE[dtype]}
     agreed(comm, complaints and str(complaints))
-    assert {out.dtype, *(mine[name].grad.dtype for name in "qkv")} == {getattr(torch, dtype)}
+    assert {out.dtype, *(chunks[name].grad.dtype for name in "qkv")} == {getattr(torch, dtype)}
     assert lse.dtype == wide(plan)
 
 
@@ -119,11 +119,11 @@ def test_memory_is_shared(comm, dtype):
 def test_strides_do_not_matter(comm, dtype):
     """Heads before tokens, as other attention functions have them, and a gradient that is one number everywhere."""
     with MeshAttention(comm, seqlen=30, heads=2, head_dim=4, dtype=dtype, causal=True) as plan:
-        mine = [torch.randn(1, 2, len(plan.positions), 4, dtype=getattr(torch, dtype)) for _ in range(3)]
+        chunks = [torch.randn(1, 2, len(plan.positions), 4, dtype=getattr(torch, dtype)) for _ in range(3)]
         results = []
-        for way in (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2).contiguous()):
-            leaves = [x.clone().requires_grad_() for x in mine]
-            out, lse = attention(plan, *map(way, leaves))
+        for view in (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2).contiguous()):
+            leaves = [x.clone().requires_grad_() for x in chunks]
+            out, lse = attention(plan, *map(view, leaves))
             out.sum().backward()
             results.append([out, lse, *(leaf.grad for leaf in leaves)])
         assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -133,9 +133,9 @@ def test_gradcheck():
     """torch's own check, of a plan that each rank has for itself."""
     with MeshAttention(MPI.COMM_SELF, seqlen=7, heads=2, kv_heads=1, head_dim=3, dtype="float64", causal=True,
                        softcap=3.0) as plan:
-        mine = cut(plan, draw(plan))
+        chunks = cut(plan, draw(plan))
         assert torch.autograd.gradcheck(lambda q, k, v, s: attention(plan, q, k, v, sinks=s, cu_seqlens=[0, 3, 7]),
-                                        [mine[name] for name in NAMES])
+                                        [chunks[name] for name in NAMES])
 
 
 def test_finite_differences(comm):
@@ -145,14 +145,14 @@ def test_finite_differences(comm):
         whole = draw(plan)
 
         def losses(whole):
-            mine = cut(plan, whole)
-            loss = loss_of(*attention(plan, *(mine[name] for name in "qkv"), sinks=mine["sinks"],
-                                      cu_seqlens=[0, 6, 13]), mine)
-            return loss, mine
-        loss, mine = losses(whole)
+            chunks = cut(plan, whole)
+            loss = loss_of(*attention(plan, *(chunks[name] for name in "qkv"), sinks=chunks["sinks"],
+                                      cu_seqlens=[0, 6, 13]), chunks)
+            return loss, chunks
+        loss, chunks = losses(whole)
         loss.backward()
-        grads = {name: torch.from_numpy(plan.gather(mine[name].grad.numpy(), root=None)) for name in "qkv"}
-        grads["sinks"] = comm.allreduce(mine["sinks"].grad)
+        grads = {name: torch.from_numpy(plan.gather(chunks[name].grad.numpy(), root=None)) for name in "qkv"}
+        grads["sinks"] = comm.allreduce(chunks["sinks"].grad)
         for name, element in (("q", (0, 8, 1, 2)), ("k", (0, 0, 0, 1)), ("v", (0, 12, 0, 0)), ("k", (0, 7, 0, 2)),
                               ("sinks", (1,))):
             moved = []
@@ -170,66 +170,66 @@ def plan(comm):
 
 
 @pytest.fixture
-def mine(plan):
+def chunks(plan):
     return cut(plan, draw(plan))
 
 
-def test_retained_graph(plan, mine):
+def test_retained_graph(plan, chunks):
     """The same bits again, and then added up as torch does."""
-    leaves = [mine[name] for name in NAMES]
-    loss = loss_of(*attention(plan, *leaves[:3], sinks=leaves[3]), mine)
+    leaves = [chunks[name] for name in NAMES]
+    loss = loss_of(*attention(plan, *leaves[:3], sinks=leaves[3]), chunks)
     first, again = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     loss.backward(retain_graph=True)
     loss.backward()
-    assert torch.equal(mine["k"].grad, 2 * first[1])
+    assert torch.equal(chunks["k"].grad, 2 * first[1])
 
 
-def test_once_differentiable(plan, mine):
-    out, _ = attention(plan, mine["q"], mine["k"], mine["v"])
-    grad, = torch.autograd.grad(out.square().sum(), mine["q"], create_graph=True)
+def test_once_differentiable(plan, chunks):
+    out, _ = attention(plan, chunks["q"], chunks["k"], chunks["v"])
+    grad, = torch.autograd.grad(out.square().sum(), chunks["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
 
 
-def test_without_gradients(plan, mine):
-    expected = attention(plan, mine["q"], mine["k"], mine["v"])
+def test_without_gradients(plan, chunks):
+    expected = attention(plan, chunks["q"], chunks["k"], chunks["v"])
     with torch.no_grad():
-        got = attention(plan, mine["q"], mine["k"], mine["v"])
+        got = attention(plan, chunks["q"], chunks["k"], chunks["v"])
     assert all(torch.equal(a, b) and a.requires_grad and not b.requires_grad for a, b in zip(expected, got))
-    assert not any(x.requires_grad for x in attention(plan, *(mine[name].detach() for name in "qkv")))
+    assert not any(x.requires_grad for x in attention(plan, *(chunks[name].detach() for name in "qkv")))
 
 
 @pytest.mark.parametrize("wanted", NAMES)
-def test_one_gradient(plan, mine, wanted):
+def test_one_gradient(plan, chunks, wanted):
     """Of one input alone, and by one result alone: what is not there counts as 0."""
-    q, k, v, sinks = (mine[name] if name == wanted else mine[name].detach() for name in NAMES)
+    q, k, v, sinks = (chunks[name] if name == wanted else chunks[name].detach() for name in NAMES)
 
     def grad(dout, dlse):
         out, lse = attention(plan, q, k, v, sinks=sinks)
         terms = [(x * dx).sum() for x, dx in ((out, dout), (lse, dlse)) if dx is not None]
-        return torch.autograd.grad(sum(terms), mine[wanted])[0]
-    both, of_out, of_lse = (grad(*given) for given in ((mine["dout"], mine["dlse"]), (mine["dout"], None),
-                                                      (None, mine["dlse"])))
+        return torch.autograd.grad(sum(terms), chunks[wanted])[0]
+    both, of_out, of_lse = (grad(*given) for given in ((chunks["dout"], chunks["dlse"]), (chunks["dout"], None),
+                                                      (None, chunks["dlse"])))
     assert torch.allclose(both, of_out + of_lse, atol=1e-5)
     assert wanted != "v" or not of_lse.any()
 
 
-def test_two_in_one_graph(plan, mine):
+def test_two_in_one_graph(plan, chunks):
     """Two attentions, one upon the other, as in layers."""
-    out, _ = attention(plan, mine["q"], mine["k"], mine["v"])
-    again, _ = attention(plan, out, mine["k"], mine["v"], cu_seqlens=[0, 9, 24])
+    out, _ = attention(plan, chunks["q"], chunks["k"], chunks["v"])
+    again, _ = attention(plan, out, chunks["k"], chunks["v"], cu_seqlens=[0, 9, 24])
     again.square().sum().backward()
-    assert all(torch.isfinite(mine[name].grad).all() for name in "qkv")
-    assert mine["v"].grad.numel() == 0 or mine["v"].grad.any()
+    assert all(torch.isfinite(chunks[name].grad).all() for name in "qkv")
+    assert chunks["v"].grad.numel() == 0 or chunks["v"].grad.any()
 
 
-def test_recomputation(plan, mine):
+def test_recomputation(plan, chunks):
     """torch.utils.checkpoint calls the forward pass again, in the middle of the backward pass."""
     def layer(q, k, v):
         return attention(plan, q * 2, k, v, cu_seqlens=[0, 9, 24])[0]
-    leaves = [mine[name] for name in "qkv"]
-    expected, got = (torch.autograd.grad(out, leaves, mine["dout"]) for out in (
+    leaves = [chunks[name] for name in "qkv"]
+    expected, got = (torch.autograd.grad(out, leaves, chunks["dout"]) for out in (
         layer(*leaves), torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)))
     assert all(torch.equal(a, b) for a, b in zip(expected, got))
 
@@ -248,10 +248,10 @@ WRONG = {
 
 @pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name in NAMES for wrong in WRONG
                                              if (name, wrong) != ("sinks", "none")])
-def test_wrong_on_one_rank(comm, plan, mine, name, wrong):
+def test_wrong_on_one_rank(comm, plan, chunks, name, wrong):
     change, says = WRONG[wrong]
     guilty = comm.size - 1
-    given = {key: mine[key] for key in NAMES}
+    given = {key: chunks[key] for key in NAMES}
     if comm.rank == guilty:
         given[name] = change(given[name])
     text = same_error(comm, lambda: attention(plan, **given))
@@ -259,16 +259,16 @@ def test_wrong_on_one_rank(comm, plan, mine, name, wrong):
     assert comm.size == 1 or f"on rank {guilty} of" in text
 
 
-def test_gradient_wanted_on_one_rank(comm, plan, mine, at_least):
+def test_gradient_wanted_on_one_rank(comm, plan, chunks, at_least):
     at_least(2)
-    given = [mine[name] if comm.rank else mine[name].detach() for name in "qkv"]
+    given = [chunks[name] if comm.rank else chunks[name].detach() for name in "qkv"]
     assert "requires_grad" in same_error(comm, lambda: attention(plan, *given))
 
 
-def test_changed_before_backward(comm, plan, mine):
+def test_changed_before_backward(comm, plan, chunks):
     """torch finds out in the middle of the backward pass, on the rank that did it."""
-    q = mine["q"] * 1
-    out, _ = attention(plan, q, mine["k"], mine["v"])
+    q = chunks["q"] * 1
+    out, _ = attention(plan, q, chunks["k"], chunks["v"])
     if comm.rank == comm.size - 1:
         with torch.no_grad():
             q += 1
@@ -277,15 +277,15 @@ def test_changed_before_backward(comm, plan, mine):
 
 def test_closed_before_backward(comm):
     with MeshAttention(comm, seqlen=24, heads=2, head_dim=4) as plan:
-        mine = cut(plan, draw(plan))
-        out, _ = attention(plan, mine["q"], mine["k"], mine["v"])
+        chunks = cut(plan, draw(plan))
+        out, _ = attention(plan, chunks["q"], chunks["k"], chunks["v"])
     with pytest.raises(MpiattnError, match="the plan is closed"):
         out.sum().backward()
 
 
-def test_unchecked(plan, mine):
-    given = [mine[name] for name in "qkv"]
+def test_unchecked(plan, chunks):
+    given = [chunks[name] for name in "qkv"]
     expected, got = (attention(plan, *given, check=check)[0] for check in (True, False))
-    dout = mine["dout"]
+    dout = chunks["dout"]
     assert torch.equal(expected, got)
-    assert torch.equal(*(torch.autograd.grad(out, mine["q"], dout)[0] for out in (expected, got)))
+    assert torch.equal(*(torch.autograd.grad(out, chunks["q"], dout)[0] for out in (expected, got)))

@@ -64,22 +64,22 @@ def test_hidden():
 def test_measure(group, name):
     """On pretended nodes, the last of one rank: every figure is there, and is the default's where it cannot be."""
     nodes = {1: [0], 3: [0, 0, 0], 4: [0, 0, 1, 1]}[group.size]
-    backend, told = backends.get(name), []
+    backend, passed = backends.get(name), []
     job, seconds = Job(group), 0.1
-    found = measure(job, nodes, backend, ("float32", "bfloat16"), 8, seconds, told.append)
+    result = measure(job, nodes, backend, ("float32", "bfloat16"), 8, seconds, passed.append)
     backend.close()
     job.peers.channel.close()                         # the communicator is freed after this test
-    machine = found.machine
-    assert sum(told) == pytest.approx(seconds) and min(told) >= 0
+    machine = result.machine
+    assert sum(passed) == pytest.approx(seconds) and min(passed) >= 0
     assert len(set(group.allgather(json.dumps(machine.as_dict())))) == 1
     assert set(machine.flops) == {"float32", "bfloat16"} and machine.ranks_per_node == max(map(nodes.count, nodes))
     alone = {"inside", "between", "collective", "combining"}
-    assert set(found.lacking) == {1: alone, 3: {"between"}, 4: set()}[group.size]
+    assert set(result.lacking) == {1: alone, 3: {"between"}, 4: set()}[group.size]
     for side in ("inside", "between"):
-        link, lacking = getattr(machine, side), side in found.lacking
-        assert (link == getattr(DEFAULT, side)) == lacking == (f"{side} bandwidth" not in found.samples)
+        link, lacking = getattr(machine, side), side in result.lacking
+        assert (link == getattr(DEFAULT, side)) == lacking == (f"{side} bandwidth" not in result.samples)
         assert link.latency > 0 and link.bandwidth > 0 and 0 <= link.overlap <= 1
-        assert lacking or link == tuple(found.samples[f"{side} {field}"].typical for field in link._fields)
+        assert lacking or link == tuple(result.samples[f"{side} {field}"].typical for field in link._fields)
         assert (f"{side} of the default" in machine.assumes) == lacking
     assert machine.node_bandwidth is None or group.size == 4
     assert set(machine.combining) == set(reduction.ways(nodes) if group.size > 1 else ())
@@ -87,8 +87,8 @@ def test_measure(group, name):
         for rows, (nbytes, factor) in zip(ROWS, points):
             predicted = reduction.predicted_seconds(way, nbytes, 4 * rows, nodes, machine.inside, machine.between)
             assert nbytes == 36 * rows
-            assert factor * predicted == pytest.approx(found.samples[f"combining {rows} {way}"].typical)
-    for sample in found.samples.values():
+            assert factor * predicted == pytest.approx(result.samples[f"combining {rows} {way}"].typical)
+    for sample in result.samples.values():
         assert 0 <= sample.low <= sample.typical <= sample.high < float("inf") and sample.samples >= 3
 
 
@@ -101,19 +101,19 @@ def test_machine_of_a_plan(comm, tmp_path_factory, monkeypatch):
     assert len(nodes) == comm.size and nodes[0] == 0 and set(range(max(nodes) + 1)) == set(nodes)
     default = DEFAULT.with_ranks(max(map(nodes.count, nodes)))
     assert machine() == default
-    mine = replace(default, name="mine", launch=1.0)
+    measured_here = replace(default, name="mine", launch=1.0)
     folder = tmp_path_factory.mktemp("config")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     if comm.rank == 0:
         key = key_of(backends.get("numpy"), nodes, 8)
         assert key.backend == f"numpy {np.__version__}" and key.several_nodes == (len(set(nodes)) > 1)
-        store.store(store.Entry(key, mine, store.now(), {}))
-    assert machine() == mine
+        store.store(store.Entry(key, measured_here, store.now(), {}))
+    assert machine() == measured_here
     assert machine(backend="deferred") == default
     assert machine(machine="h100") == H100
-    assert machine(machine=mine.with_ranks(5)) == mine.with_ranks(5)
+    assert machine(machine=measured_here.with_ranks(5)) == measured_here.with_ranks(5)
     for slow, way in (("butterfly", "allreduce"), ("allreduce", "butterfly")):
-        measured = replace(mine, combining={slow: [[100, 50.0]], "levels": [[100, 99.0]]})
+        measured = replace(measured_here, combining={slow: [[100, 50.0]], "levels": [[100, 99.0]]})
         with KVCache(comm, capacity=8, kv_heads=2, head_dim=8, machine=measured) as cache:
             assert cache.way(72, 8) == (way if comm.size > 1 else "butterfly")
     if comm.rank == 0:

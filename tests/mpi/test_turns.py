@@ -18,8 +18,8 @@ def grow(cache, k, v, turns):
     for start in range(0, TOKENS, TOKENS // turns):
         stop = start + TOKENS // turns
         layout = Layout("zigzag", stop - 3 - start, cache.ranks)
-        mine = start + layout.positions(cache.rank)
-        cache.append(k[:, mine], v[:, mine], layout=layout, check=False)
+        own = start + layout.positions(cache.rank)
+        cache.append(k[:, own], v[:, own], layout=layout, check=False)
         cache.append(k[:, stop - 3:stop], v[:, stop - 3:stop], check=False)
 
 

@@ -21,27 +21,27 @@ def missing():
         return f"CuPy finds no GPU: {error}"
 
 
-def device_of(thing):
+def device_of(array):
     """The kind of memory that holds an array: "cuda" or "cpu"."""
-    if hasattr(thing, "__dlpack_device__"):        # first: torch's other attribute raises if a gradient is required
-        on_gpu = thing.__dlpack_device__()[0] == DLPACK_CUDA
+    if hasattr(array, "__dlpack_device__"):        # first: torch's other attribute raises if a gradient is required
+        on_gpu = array.__dlpack_device__()[0] == DLPACK_CUDA
     else:
-        on_gpu = hasattr(thing, "__cuda_array_interface__")
+        on_gpu = hasattr(array, "__cuda_array_interface__")
     return "cuda" if on_gpu else "cpu"
 
 
-def as_cupy(cupy, name, thing):
+def as_cupy(cupy, name, argument):
     """An array on a GPU as a CuPy array, ordered after its library's launches; a NumPy array is returned unchanged.
 
     name: the argument's name for errors.  Raises ArgumentError for anything else.
     """
-    if isinstance(thing, cupy.ndarray) or (
-            isinstance(thing, np.ndarray) and not isinstance(thing, np.ma.MaskedArray)):
-        return thing
-    if isinstance(thing, np.ndarray) or device_of(thing) == "cpu":
-        raise ArgumentError(f"{name} is a {type(thing).__name__}; it must be a CuPy array, another library's array on "
-                            "the GPU, or a NumPy array")
+    if isinstance(argument, cupy.ndarray) or (
+            isinstance(argument, np.ndarray) and not isinstance(argument, np.ma.MaskedArray)):
+        return argument
+    if isinstance(argument, np.ndarray) or device_of(argument) == "cpu":
+        raise ArgumentError(f"{name} is a {type(argument).__name__}; it must be a CuPy array, another library's array "
+                            "on the GPU, or a NumPy array")
     try:
-        return cupy.from_dlpack(thing) if hasattr(thing, "__dlpack__") else cupy.asarray(thing)
+        return cupy.from_dlpack(argument) if hasattr(argument, "__dlpack__") else cupy.asarray(argument)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
-        raise ArgumentError(f"{name} is a {type(thing).__name__} that CuPy cannot share: {error}") from error
+        raise ArgumentError(f"{name} is a {type(argument).__name__} that CuPy cannot share: {error}") from error

@@ -179,19 +179,19 @@ class CudaBackend(_CupyLaunches):
         with self._on(self.stream):
             return self.cupy.empty(shape, np.dtype(dtype))
 
-    def array(self, name, thing):
+    def array(self, name, argument):
         with self.cupy.cuda.Device(self.device):
-            array = as_cupy(self.cupy, name, thing)
+            array = as_cupy(self.cupy, name, argument)
         if not isinstance(array, np.ndarray) and array.size and array.device.id != self.device:
             raise ArgumentError(f"{name} is on GPU {array.device.id}; it must be on GPU {self.device}, which is this "
                                 "rank's: the one that was current or else dealt when the back end was made")
         return array
 
-    def writable(self, name, thing):
-        array = self.array(name, thing)
+    def writable(self, name, argument):
+        array = self.array(name, argument)
         if isinstance(array, np.ndarray):
             raise ArgumentError(f"{name} is a NumPy array; it must be a CuPy array or another library's on the GPU")
-        if getattr(thing, "__cuda_array_interface__", {"data": (0, False)})["data"][1]:
+        if getattr(argument, "__cuda_array_interface__", {"data": (0, False)})["data"][1]:
             raise ArgumentError(f"{name} is read-only; it must be an array that can be written to")
         return array
 

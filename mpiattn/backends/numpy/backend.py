@@ -119,10 +119,10 @@ class NumpyBackend:
     def empty(self, shape, dtype):
         return np.empty(shape, dtype)
 
-    def array(self, name, thing):
-        if not isinstance(thing, np.ndarray) or isinstance(thing, np.ma.MaskedArray):
-            raise ArgumentError(f"{name} is a {type(thing).__name__}; it must be a NumPy array")
-        return thing
+    def array(self, name, argument):
+        if not isinstance(argument, np.ndarray) or isinstance(argument, np.ma.MaskedArray):
+            raise ArgumentError(f"{name} is a {type(argument).__name__}; it must be a NumPy array")
+        return argument
 
     def result(self, shape, dtype):
         return np.empty(shape, dtype)
@@ -130,8 +130,8 @@ class NumpyBackend:
     def give(self, array):
         return array
 
-    def writable(self, name, thing):
-        array = self.array(name, thing)
+    def writable(self, name, argument):
+        array = self.array(name, argument)
         if not array.flags.writeable:
             raise ArgumentError(f"{name} is read-only; it must be an array that can be written to")
         return array
@@ -197,15 +197,15 @@ class NumpyBackend:
 
     def unnormalize(self, out, lse, top):
         with np.errstate(all="ignore"):
-            for at in _some_tokens(out):
-                np.exp(lse[at] - np.where(top[at] == -np.inf, 0, top[at]), out=lse[at])
-                out[at] *= lse[at][..., None]
+            for tokens in _some_tokens(out):
+                np.exp(lse[tokens] - np.where(top[tokens] == -np.inf, 0, top[tokens]), out=lse[tokens])
+                out[tokens] *= lse[tokens][..., None]
 
     def normalize(self, out, lse, top):
         with np.errstate(all="ignore"):
-            for at in _some_tokens(out):
-                out[at] /= np.where(lse[at] == 0, 1, lse[at])[..., None]
-                lse[at] = top[at] + np.log(lse[at])
+            for tokens in _some_tokens(out):
+                out[tokens] /= np.where(lse[tokens] == 0, 1, lse[tokens])[..., None]
+                lse[tokens] = top[tokens] + np.log(lse[tokens])
 
     def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
                         meanwhile=None):
@@ -221,12 +221,12 @@ class NumpyBackend:
             return
         with np.errstate(all="ignore"):
             for panel, work, look in self._panels(q, k, v, begin, end, dq.dtype, meanwhile):
-                at = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
-                dk_panel, dv_panel = self._panel("dk", dk[at], dq.dtype), self._panel("dv", dv[at], dq.dtype)
+                keys = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
+                dk_panel, dv_panel = self._panel("dk", dk[keys], dq.dtype), self._panel("dv", dv[keys], dq.dtype)
                 for rows, head, lo, hi in work:
                     tiles.backward(self._work, rows, q[:, head], dout[:, head], lse[:, head], delta[:, head],
                                    dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi, look)
-                dk[at], dv[at] = dk_panel, dv_panel
+                dk[keys], dv[keys] = dk_panel, dv_panel
 
     def _panels(self, q, k, v, begin, end, dtype, meanwhile):
         """Yield (panel, work, callback) for every panel of a KV head that some row sees.
@@ -253,15 +253,16 @@ class NumpyBackend:
 
     def delta(self, delta, dout, out, dlse):
         with np.errstate(all="ignore"):
-            for at in _some_tokens(out):
-                values, product = (self._work(name, out[at].shape, delta.dtype) for name in ("delta out", "delta dout"))
-                widen(values, out[at])
-                widen(product, dout[at])
+            for tokens in _some_tokens(out):
+                shape = out[tokens].shape
+                values, product = (self._work(name, shape, delta.dtype) for name in ("delta out", "delta dout"))
+                widen(values, out[tokens])
+                widen(product, dout[tokens])
                 product *= values
-                np.sum(product, axis=-1, out=delta[at])
-                odd = ~np.isfinite(delta[at])
+                np.sum(product, axis=-1, out=delta[tokens])
+                odd = ~np.isfinite(delta[tokens])
                 if odd.any():
-                    delta[at][odd & ~values.any(axis=-1)] = 0
+                    delta[tokens][odd & ~values.any(axis=-1)] = 0
             if dlse is not None:
                 delta -= dlse
 
@@ -276,15 +277,15 @@ class NumpyBackend:
 
     def merge(self, out, lse, out_b, lse_b, after=()):
         with np.errstate(all="ignore"):
-            for at in _some_tokens(out):
-                _merge(self._work, out[at], lse[at], out_b[at], lse_b[at])
+            for tokens in _some_tokens(out):
+                _merge(self._work, out[tokens], lse[tokens], out_b[tokens], lse_b[tokens])
 
     def sink(self, out, lse, sinks):
         with np.errstate(all="ignore"):
-            for at in _some_tokens(out):
-                unseen = lse[at] == -np.inf        # out of such a row is 0, whatever its weight
-                out[at] *= np.where(unseen, 1, 1 / (1 + np.exp(sinks - lse[at])))[..., None]
-                np.logaddexp(lse[at], sinks, out=lse[at])
+            for tokens in _some_tokens(out):
+                unseen = lse[tokens] == -np.inf        # out of such a row is 0, whatever its weight
+                out[tokens] *= np.where(unseen, 1, 1 / (1 + np.exp(sinks - lse[tokens])))[..., None]
+                np.logaddexp(lse[tokens], sinks, out=lse[tokens])
 
     def sink_gradient(self, gradient, sinks, lse, delta):
         with np.errstate(all="ignore"):

@@ -17,13 +17,13 @@ GATHER = 8192
 LONGEST = 8192      # maximum keys of a score tile with few rows
 
 
-def _groups(found, direct, most):
+def _groups(slots, direct, most):
     """Cut and join slot ranges, in order, into groups of at most `most` keys: pairs (number of keys, slot ranges).
 
     direct: whether a range of `most` or more keys is a group by itself, uncut, to be read in place.
     """
     group, count = [], 0
-    for first, last in found:
+    for first, last in slots:
         if direct and last - first >= most:
             if group:
                 yield count, group
@@ -47,10 +47,11 @@ def _matrix(work, name, pool, slots, dtype):
         gathered = pool[:, slots[0][0]:slots[0][1]]
     else:
         heads, _, dim = pool.shape
-        gathered, at = work("gathered " + name, (heads, sum(last - first for first, last in slots), dim), pool.dtype), 0
+        count, copied = sum(last - first for first, last in slots), 0
+        gathered = work("gathered " + name, (heads, count, dim), pool.dtype)
         for first, last in slots:
-            gathered[:, at:at + last - first] = pool[:, first:last]
-            at += last - first
+            gathered[:, copied:copied + last - first] = pool[:, first:last]
+            copied += last - first
     if pool.dtype == dtype:
         return gathered
     matrix = work(name, gathered.shape, dtype)
@@ -71,7 +72,7 @@ def _score_tiles(slots, columns):
     return [[(start, min(start + columns, last))] for start in range(first, last, columns)]
 
 
-def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile):
+def _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanwhile):
     """Attention where every query sees all the keys, in one product for all KV heads.
 
     With few keys this takes a fraction of the time of one call per head.
@@ -89,7 +90,7 @@ def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile
     acc.fill(0)
     total, top = np.zeros((kv_heads, rows, 1), dtype), np.full((kv_heads, rows, 1), -np.inf, dtype)
     columns = _columns(kv_heads * rows)
-    groups = _groups(found, keys.dtype == dtype, max(GATHER // kv_heads, 1))
+    groups = _groups(key_slots, keys.dtype == dtype, max(GATHER // kv_heads, 1))
     for slots in (tile for _, group in groups for tile in _score_tiles(group, columns)):
         if meanwhile:
             meanwhile()
@@ -118,19 +119,19 @@ def _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile
         target[...] = source.reshape(target.shape)
 
 
-def _by_rows(work, rows, q, keys, values, found, first, out, lse, scale, softcap, meanwhile):
+def _by_rows(work, rows, q, keys, values, key_slots, first, out, lse, scale, softcap, meanwhile):
     """Add the keys from `first` on to the partial, one KV head at a time.  Rows may see different keys."""
     per_kv = q.shape[1] // len(keys)
     packed, columns = (len(q) * per_kv, -1), _columns(len(q) * per_kv)
     for kv_head in range(len(keys)):
-        mine, head = slice(kv_head * per_kv, (kv_head + 1) * per_kv), slice(kv_head, kv_head + 1)
-        query, acc, top = (work("rows of " + name, array[:, mine].shape, array.dtype)
+        heads, head = slice(kv_head * per_kv, (kv_head + 1) * per_kv), slice(kv_head, kv_head + 1)
+        query, acc, top = (work("rows of " + name, array[:, heads].shape, array.dtype)
                            for name, array in (("q", q), ("out", out), ("lse", lse)))
         for target, source in ((query, q), (acc, out), (top, lse)):
-            target[...] = source[:, mine]
+            target[...] = source[:, heads]
         query, acc, top = (array.reshape(packed) for array in (query, acc, top))
         start = first
-        for count, slots in _groups(found, keys.dtype == out.dtype, GATHER):
+        for count, slots in _groups(key_slots, keys.dtype == out.dtype, GATHER):
             panel = Panel(start, kv_head, _matrix(work, "k", keys[head], slots, out.dtype)[0],
                           _matrix(work, "v", values[head], slots, out.dtype)[0])
             for tile in rows:
@@ -138,7 +139,7 @@ def _by_rows(work, rows, q, keys, values, found, first, out, lse, scale, softcap
                 if lo < hi:
                     tiles.forward(work, tile, query, acc, top[:, 0], scale, softcap, panel, lo, hi, meanwhile, columns)
             start += count
-        out[:, mine], lse[:, mine] = acc.reshape(out[:, mine].shape), top.reshape(lse[:, mine].shape)
+        out[:, heads], lse[:, heads] = acc.reshape(out[:, heads].shape), top.reshape(lse[:, heads].shape)
 
 
 def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, meanwhile=None):
@@ -154,8 +155,8 @@ def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale,
     if common_lo >= common_hi:       # windows do not overlap, or some query sees no key
         common_lo = common_hi = lo
     else:
-        found = stretches(pages, page_size, common_lo, common_hi)
-        _all_heads(work, q, keys, values, found, out, lse, scale, softcap, meanwhile)
+        key_slots = stretches(pages, page_size, common_lo, common_hi)
+        _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanwhile)
     for first, last in ((lo, common_lo), (common_hi, hi)):
         if first < last:
             _by_rows(work, rows, q, keys, values, stretches(pages, page_size, first, last), first, out, lse, scale,

@@ -24,9 +24,9 @@ class Panel(NamedTuple):
 class RowTile:
     """Consecutive rows with their intervals, and the hull [lo, hi) of the keys that any of them sees."""
 
-    def __init__(self, at, begin, end):
-        self.at, self.begin, self.end = at, begin[at], end[at]
-        self.count = at.stop - at.start
+    def __init__(self, span, begin, end):
+        self.span, self.begin, self.end = span, begin[span], end[span]
+        self.count = span.stop - span.start
         sees = self.begin < self.end
         self.lo = int(self.begin[sees].min(initial=np.iinfo(np.int32).max))
         self.hi = int(self.end[sees].max(initial=0))
@@ -77,7 +77,7 @@ def _scores(work, rows, query, panel, start, stop, softcap):
 
 def _query(work, rows, q, scale, dtype):
     query = work("q", (rows.count, q.shape[1]), dtype)
-    np.multiply(q[rows.at], dtype.type(scale), out=query, dtype=dtype)
+    np.multiply(q[rows.span], dtype.type(scale), out=query, dtype=dtype)
     return query
 
 
@@ -86,12 +86,12 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
 
     q, out, lse: all rows of the head.  work(name, shape, dtype) returns a work array.  columns: keys of a score tile.
     """
-    at, dtype = rows.at, out.dtype
+    span, dtype = rows.span, out.dtype
     query = _query(work, rows, q, scale, dtype)
     acc = work("acc", (rows.count, out.shape[1]), dtype)
     product = work("product", acc.shape, dtype)
-    np.copyto(acc, out[at])
-    top = lse[at].copy()
+    np.copyto(acc, out[span])
+    top = lse[span].copy()
     total = (top != -np.inf).astype(dtype)         # acc is normalised: its weights sum to 1, or to 0 if it is empty
     for start in range(lo, hi, columns):
         if meanwhile:
@@ -113,8 +113,8 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
         _add_product(work, acc, score, panel.values[start - panel.first:stop - panel.first], hidden, product)
         top = new_top
     acc *= np.divide(1, total, out=np.zeros_like(total), where=total != 0)[:, None]
-    out[at] = acc
-    lse[at] = top + np.log(total)
+    out[span] = acc
+    lse[span] = top + np.log(total)
 
 
 def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_panel, dv_panel, lo, hi,
@@ -124,14 +124,14 @@ def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_pane
     With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dQ += scale * dS @ K and
     dK += scale * dS.T @ Q.  The softcap multiplies dS by 1 - tanh^2.
     """
-    at, dtype = rows.at, dq.dtype
+    span, dtype = rows.span, dq.dtype
     query = _query(work, rows, q, scale, dtype)
     grad = work("dout", (rows.count, dout.shape[1]), dtype)
-    np.copyto(grad, dout[at])
+    np.copyto(grad, dout[span])
     acc = work("acc", query.shape, dtype)
     acc.fill(0)
     product = work("product", acc.shape, dtype)
-    base, minus = np.where(lse[at] == -np.inf, 0, lse[at])[:, None], delta[at][:, None]
+    base, minus = np.where(lse[span] == -np.inf, 0, lse[span])[:, None], delta[span][:, None]
     for start in range(lo, hi, COLUMNS):
         if meanwhile:
             meanwhile()
@@ -161,4 +161,4 @@ def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_pane
                      work("dk product", (stop - start, query.shape[1]), dtype))
         _add_product(work, acc, dweight, panel.keys[local], hidden, product)
     acc *= dtype.type(scale)
-    dq[at] += acc
+    dq[span] += acc

@@ -130,9 +130,9 @@ class EmulatedBackend(KernelLaunches, NumpyBackend):
             raise MpiattnError(f"{kernel.name}: the grid is {grid}; but for the first it may have {GRID_LIMIT} at most")
         held = [_C_TYPES[type(each)](each) if isinstance(each, np.generic) else ctypes.c_void_p(each.ctypes.data)
                 for each in arguments]
-        at = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
+        addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
         error = library(kernel)((ctypes.c_uint * 3)(*grid), kernel.threads, kernel.shared_bytes, int(self.descending),
-                                at, len(held))
+                                addresses, len(held))
         if error:
             raise MpiattnError(f"{kernel.name}: {error.decode()}")
 
