@@ -32,7 +32,7 @@ setup(
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13", "nvidia-cuda-nvdisasm>=13"],
         "convert": ["safetensors>=0.4", "torch>=2.5"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["pytest>=7.4", "ruff>=0.6", "mypy>=1.11"],
+        "test": ["pytest>=7.4", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11"],
         "bench": ["torch>=2.5"],
         "torch": ["torch>=2.5"],
         "docs": ["sphinx>=7.3", "myst-parser>=3", "numpydoc>=1.7", "furo"],
