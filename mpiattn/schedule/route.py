@@ -28,7 +28,7 @@ class Leg(NamedTuple):
     users: range
 
 
-def leg_of(kind, hop, extent, route="direct", collective=False):
+def leg_of(kind: str, hop: int, extent: int, route: str = "direct", collective: bool = False) -> Leg:
     """The `Leg` of a hop, 1 or more, in rows or columns of `extent` ranks.
 
     collective: True for MPI's collectives on the direct route, which give a chunk to all of the group or to none.
@@ -42,6 +42,6 @@ def leg_of(kind, hop, extent, route="direct", collective=False):
     return Leg(-hop, hop, 0, range(hop, hop + 1))
 
 
-def passed_on(route):
+def passed_on(route: str) -> bool:
     """Whether chunks and partials pass from neighbour to neighbour, and so never by a collective."""
     return route == "ring"

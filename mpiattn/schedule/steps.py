@@ -8,15 +8,24 @@ w hops back in its column, and #0 is its own.  Block (u, w) is Q#u against KV#w.
 has two arenas: "X" holds accumulators, "+X" received partials.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..errors import ArgumentError
 from .kinds import GATHERED, REDUCED, arena_of, hop_of
 from .route import ROUTES, leg_of
-from .tile import Tile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .route import Leg
+    from .tile import Tile
+
+Buffer: TypeAlias = "tuple[str, int]"          # arena, hop
 
 
 class Block(NamedTuple):
@@ -51,12 +60,12 @@ class Transfer:
     """
 
     kind: str
-    hops: tuple
-    slots: tuple
+    hops: tuple[int, ...]
+    slots: tuple[int, ...]
     collective: bool = False
     after: int = 0
 
-    def __str__(self):
+    def __str__(self) -> str:
         verb = "recv" if self.kind in GATHERED else "send"
         moved = ", ".join(f"{self.kind}#{hop} -> {arena_of(self.kind)}[{slot}]"
                           for hop, slot in zip(self.hops, self.slots))
@@ -67,11 +76,11 @@ class Transfer:
 class Step:
     """Transfers, and the blocks that run during them; `fused` blocks are one launch over whole arenas."""
 
-    transfers: tuple = ()
-    blocks: tuple = ()
+    transfers: tuple[Transfer, ...] = ()
+    blocks: tuple[Block, ...] = ()
     fused: bool = False
 
-    def __str__(self):
+    def __str__(self) -> str:
         blocks = " ".join(f"({u},{w})" for u, w in self.blocks)
         moves = "; ".join(map(str, self.transfers)) or "-"
         return f"{moves:<28}  {'as one: ' if self.fused else ''}{blocks or '-'}"
@@ -91,17 +100,17 @@ class Schedule:
     direction: str
     tile: Tile
     route: str
-    steps: tuple
-    accumulators: dict
-    slots: dict
+    steps: tuple[Step, ...]
+    accumulators: dict[str, tuple[int, ...]]
+    slots: dict[str, int]
     ahead: int = 0
 
     @property
-    def collective(self):
+    def collective(self) -> bool:
         """Whether any transfer is an MPI collective."""
         return any(t.collective for step in self.steps for t in step.transfers)
 
-    def __str__(self):
+    def __str__(self) -> str:
         slots = ", ".join(f"{count} {kind}" for kind, count in self.slots.items())
         head = (f"{self.name} {self.tile}, {self.direction}, {self.route} route, up to {self.ahead} "
                 f"steps ahead: {len(self.steps)} steps; slots: {slots}\n"
@@ -112,17 +121,20 @@ class Schedule:
 class _Lifetimes:
     """The first and last step that use each buffer; slots are assigned from them."""
 
-    def __init__(self):
-        self.first, self.last = {}, {}
+    def __init__(self) -> None:
+        self.first: dict[Buffer, int] = {}
+        self.last: dict[Buffer, int] = {}
 
-    def use(self, name, step):
+    def use(self, name: Buffer, step: int) -> None:
         self.first.setdefault(name, step)
         self.last[name] = step
 
-    def slots(self, kind):
-        """The lowest slot that is free for the whole life of each buffer of a kind, and the number of slots."""
-        free, busy, slot, count = [], [], {}, 0          # heaps of slots and of (last use, slot)
-        for name in sorted((n for n in self.first if n[0] == kind), key=self.first.get):
+    def slots(self, arena: str) -> tuple[dict[Buffer, int], int]:
+        """The lowest slot that is free for the whole life of each buffer of an arena, and the number of slots."""
+        free: list[int] = []                      # a heap of slots
+        busy: list[tuple[int, int]] = []          # a heap of (last use, slot)
+        slot, count = {}, 0
+        for name in sorted((n for n in self.first if n[0] == arena), key=self.first.__getitem__):
             while busy and busy[0][0] < self.first[name]:
                 heappush(free, heappop(busy)[1])
             if not free:
@@ -133,22 +145,25 @@ class _Lifetimes:
         return slot, count
 
 
-def _first_steps(direction, legs_of, steps, ahead):
+def _first_steps(direction: str, legs_of: Callable[[Transfer], list[Leg]], steps: Sequence[Step],
+                 ahead: int) -> list[list[int]]:
     """The first step in which each transfer may be posted, by step; transfers are posted in order."""
-    there, first, found = {}, 0, []           # there: (kind, hop) -> first step in which it is complete
+    there: dict[Buffer, int] = {}             # the first step in which a chunk or accumulator is complete
+    first = 0
+    by_step: list[list[int]] = []
     for i, step in enumerate(steps):
-        found.append([])
+        by_step.append([])
         for t in step.transfers:
             legs = legs_of(t)
             whole = [there.get((t.kind, leg.leaves), 0) for leg in legs]
             first = max([first, i if t.collective else i - ahead, *whole])
-            found[-1].append(first)
+            by_step[-1].append(first)
             there |= {(t.kind, leg.lands): i + 1 for leg in legs}
         there |= {(kind, hop_of(kind, *block)): i + 1 for block in step.blocks for kind in REDUCED[direction]}
-    return found
+    return by_step
 
 
-def with_slots(name, direction, tile, route, steps, ahead=0):
+def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequence[Step], ahead: int = 0) -> Schedule:
     """The Schedule of `steps`, with the fewest buffer slots that their uses allow.
 
     steps: Steps whose transfers have no slots yet.
@@ -160,7 +175,7 @@ def with_slots(name, direction, tile, route, steps, ahead=0):
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
     reduced = REDUCED[direction]
 
-    def legs_of(t):
+    def legs_of(t: Transfer) -> list[Leg]:
         return [leg_of(t.kind, hop, tile.extent(t.kind), route, t.collective) for hop in t.hops]
     first_steps, lives = _first_steps(direction, legs_of, steps, ahead), _Lifetimes()
     for i, step in enumerate(steps):
@@ -174,29 +189,30 @@ def with_slots(name, direction, tile, route, steps, ahead=0):
             for kind in (*GATHERED, *reduced):
                 if hop_of(kind, *block):
                     lives.use((kind, hop_of(kind, *block)), i)
-    slot, count = {}, {}
+    slot: dict[Buffer, int] = {}
+    count: dict[str, int] = {}
     for arena in (*GATHERED, *reduced, *map(arena_of, reduced)):
         slots, count[arena] = lives.slots(arena)
         slot |= slots
     placed = []
-    for step, first in zip(steps, first_steps):
+    for step, first_of in zip(steps, first_steps):
         transfers = tuple(replace(t, slots=tuple(slot[arena_of(t.kind), hop] for hop in t.hops), after=after)
-                          for t, after in zip(step.transfers, first))
+                          for t, after in zip(step.transfers, first_of))
         placed.append(Step(transfers, step.blocks, step.fused))
     accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, tile.extent(kind)))
                     for kind in reduced}
     return Schedule(name, direction, tile, route, tuple(placed), accumulators, count, ahead)
 
 
-def apart(schedule):
+def apart(schedule: Schedule) -> Schedule:
     """The same transfers and blocks in the same order, but never both in one step, so nothing overlaps."""
-    steps = []
+    steps: list[Step] = []
     for step in schedule.steps:
         steps += [Step((), step.blocks, step.fused)] * bool(step.blocks)
         steps += [Step(step.transfers)] * bool(step.transfers)
     return with_slots(schedule.name, schedule.direction, schedule.tile, schedule.route, steps)
 
 
-def blocks_to_hide(cost):
+def blocks_to_hide(cost: float) -> int:
     """A cost rounded up to a whole number of blocks, at least 1."""
     return max(1, ceil(cost))
