@@ -22,8 +22,8 @@ NO_MPI = {"problem", "schedule", "model", "backends", "engine", "plots", "errors
 PURE = {"problem", "schedule", "model", "errors", "verify.reference", "files.finite", "decode.token_owners",
         "system.atomic_file", "system.partial_files", "system.sources"}
 ARITHMETIC = {"schedule.kinds", "schedule.route", "schedule.steps", "schedule.greedy", "schedule.collective",
-              "schedule.validate", "schedule.tile", "schedule.reduction", "schedule.timeline", "model.machine",
-              "errors", "system.sources", ""}
+              "schedule.validate", "schedule.tile", "schedule.bound", "schedule.reduction", "schedule.timeline",
+              "model.machine", "errors", "system.sources", ""}
 LINES = 400
 
 

@@ -1,8 +1,8 @@
 """The buffers of a plan: one arena per kind, cut into the slots of its schedule.
 
 The kinds are those of `mpiattn.schedule.kinds`.  Arenas "Q" and "KV" hold received chunks.  For a reduced kind X, arena
-"X" holds the accumulators X#0, X#1, ... and "+X" the received partials.  A packed arena holds the chunks of a whole
-group in order of rank, as one long chunk for a fused launch.
+"X" holds the accumulators, that of the rank's own chunk first, and "+X" the received partials.  A packed arena holds
+the chunks of a whole group in order of their numbers, as one long chunk for a fused launch.
 
 If the dtype on the wire differs, `wire` holds by reduced kind the arrays into which partials are cast before they are
 sent, in the slots of "+X".  An array that is sent uncast has None there.
@@ -10,6 +10,7 @@ sent, in the slots of "+X".  An array that is sent uncast has None there.
 
 from dataclasses import dataclass
 
+from ..schedule.bound import bound_accumulators
 from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
 
 
@@ -27,19 +28,17 @@ class Chunk:
 
 
 class Buffers:
-    """The arenas for `schedule` on `mesh`, and the place of each hop's chunk in them.
+    """The arenas for `schedule` on `mesh`, and the place of each chunk, given by its number, in them.
 
     shapes: by arena, (shape of a token, dtype) of every array.
-    The attributes q_chunks and k_chunks are the chunks 0, 1, ... hops back in this rank's row and column, q_tokens and
-    k_tokens their lengths.
     """
 
     def __init__(self, backend, shapes, schedule, mesh, q_layout, k_layout):
-        self.schedule = schedule
+        self.schedule, self.own = schedule, mesh.rank
         self.packed = any(step.fused for step in schedule.steps)
-        self.q_chunks, self.k_chunks = mesh.tile.row(mesh.rank), mesh.tile.column(mesh.rank)
-        self.q_tokens = [q_layout.length(chunk) for chunk in self.q_chunks]
-        self.k_tokens = [k_layout.length(chunk) for chunk in self.k_chunks]
+        self.accumulators = bound_accumulators(schedule, mesh.rank)
+        self._q_tokens = {chunk: q_layout.length(chunk) for chunk in sorted(mesh.tile.row(mesh.rank))}
+        self._k_tokens = {chunk: k_layout.length(chunk) for chunk in sorted(mesh.tile.column(mesh.rank))}
         self.reduced = REDUCED[schedule.direction]
         self.arena = {}
         for arena in (*GATHERED, *self.reduced, *map(arena_of, self.reduced)):
@@ -55,20 +54,20 @@ class Buffers:
         self.occupant = {}                  # (arena, slot) -> its latest chunk
 
     def tokens(self, kind):
-        """Number of tokens in a kind's chunk or accumulator, for every hop."""
-        return self.k_tokens if kind.lstrip("+") in IN_COLUMNS else self.q_tokens
+        """{number of a chunk: its tokens} of the row or column that a kind moves in, in the order of its ranks."""
+        return self._k_tokens if kind.lstrip("+") in IN_COLUMNS else self._q_tokens
 
     def _rows(self, arena):
         slots, tokens = self.schedule.slots[arena], self.tokens(arena)
         if arena in self.reduced:           # accumulator #0 comes first
-            return sum(tokens) if self.packed else tokens[0] + slots * max(tokens)
+            return sum(tokens.values()) if self.packed else tokens[self.own] + slots * max(tokens.values())
         if self.packed and arena in GATHERED:
-            return sum(tokens) if slots else 0
+            return sum(tokens.values()) if slots else 0
         return self.slot_start(arena, slots)
 
     def slot_start(self, arena, slot):
         """First row of a slot."""
-        return slot * max(self.tokens(arena))
+        return slot * max(self.tokens(arena).values())
 
     @property
     def nbytes(self):
@@ -76,32 +75,33 @@ class Buffers:
         return sum(array.nbytes for arrays in (*self.arena.values(), *self.wire.values()) for array in arrays
                    if array is not None)
 
-    def packed_start(self, kind, hop):
-        """First row of the chunk `hop` hops back in a packed arena."""
-        chunks = self.k_chunks if kind in IN_COLUMNS else self.q_chunks
-        return sum(n for chunk, n in zip(chunks, self.tokens(kind)) if chunk < chunks[hop])
+    def packed_start(self, kind, chunk):
+        """First row of a chunk in a packed arena."""
+        return sum(tokens for other, tokens in self.tokens(kind).items() if other < chunk)
 
     def view(self, arena, start, count):
         """Rows [start, start + count) of every array of an arena."""
         return tuple(array[start:start + count] for array in self.arena[arena])
 
-    def take_slot(self, arena, slot, tokens, hop=None):
-        """A `Chunk` of `tokens` tokens in a slot, and the events of the last launch that reads the slot's old contents.
+    def take_slot(self, arena, slot, chunk):
+        """A `Chunk` in a slot to receive into, and the events of the last launch that reads the slot's old contents.
 
-        hop: hop of the chunk, which determines its place in a packed arena of received chunks.
+        chunk: its number, which determines its tokens and, in a packed arena of received chunks, its place.
         """
         placed = self.packed and arena in GATHERED
-        start = self.packed_start(arena, hop) if placed else self.slot_start(arena, slot)
-        chunk = Chunk(self.view(arena, start, tokens))
+        start = self.packed_start(arena, chunk) if placed else self.slot_start(arena, slot)
+        received = Chunk(self.view(arena, start, self.tokens(arena)[chunk]))
         before = self.occupant.get((arena, slot))
-        self.occupant[arena, slot] = chunk
-        return chunk, before.used if before else ()
+        self.occupant[arena, slot] = received
+        return received, before.used if before else ()
 
-    def accumulator(self, kind, hop):
-        """The arrays of a reduced kind's accumulator at a hop."""
+    def accumulator(self, kind, chunk):
+        """The arrays of the accumulator of a reduced kind for a chunk."""
         tokens = self.tokens(kind)
         if self.packed:
-            start = self.packed_start(kind, hop)
+            start = self.packed_start(kind, chunk)
+        elif chunk == self.own:
+            start = 0
         else:
-            start = tokens[0] + self.slot_start(kind, self.schedule.accumulators[kind][hop - 1]) if hop else 0
-        return self.view(kind, start, tokens[hop])
+            start = tokens[self.own] + self.slot_start(kind, self.accumulators[kind][chunk])
+        return self.view(kind, start, tokens[chunk])

@@ -1,8 +1,9 @@
-"""The executor: runs any schedule on a mesh with a back end, forward or backward.
+"""The executor: runs the steps of a rank on a mesh with a back end, forward or backward.
 
-It posts transfers in the order of the schedule, launches the blocks that hide them, and completes each transfer in the
-step that needs it.  It handles hops, slots and events.  The pass and the back end define what a block computes, the
-exchange how bytes travel.
+It posts transfers in the order of the steps, launches the blocks that hide them, and completes each transfer in the
+step that needs it.  Its steps are bound to the rank and the call (`mpiattn.schedule.bound`): it knows chunks, slots and
+events, and neither hops nor routes.  The pass and the back end define what a block computes, the exchange how bytes
+travel.
 """
 
 import math
@@ -10,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..problem.mask import local_interval
-from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of, hop_of
-from ..schedule.route import leg_of
-from ..schedule.steps import Transfer
+from ..schedule.bound import BoundTransfer, bind
+from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of, chunk_of
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers, Chunk
 from .progress import Advance
@@ -37,7 +38,7 @@ class _Pending:
     """
 
     step: int
-    transfer: Transfer
+    transfer: BoundTransfer
     begun: float
     posted: list
     leaving: tuple
@@ -68,6 +69,7 @@ class Executor:
         self.buffers = Buffers(self.backend, work.shapes(), schedule, mesh, self.q_layout, self.k_layout)
         self.where = ""                     # the current step, in words
         self.times, self.moves = [], []     # of the last pass: steps, transfers
+        self.bound = WeakKeyDictionary()    # the steps of this rank, by the activity of a call
         self.sorting = None                 # keys of a packed arena by position: order, its inverse, arrays
         if self.buffers.packed and schedule.slots["KV"]:
             order = np.argsort(self._arena_key_positions(), kind="stable")
@@ -87,7 +89,7 @@ class Executor:
                 + sum(array.nbytes for kind in arrays.values() for array in kind))
 
     def run(self, q, kv, activity, progress=None, q_ready=()):
-        """Run one pass; collective.  Returns {reduced kind: arrays of #0}.
+        """Run one pass; collective.  Returns {reduced kind: arrays of this rank's own chunk}.
 
         q, kv: this rank's own chunks, tuples of arrays (tokens, heads, ...).
         activity: the `Activity` of this call.
@@ -102,16 +104,19 @@ class Executor:
             raise
 
     def _run(self, q, kv, activity, progress, q_ready):
-        self.activity = activity
-        self.chunks = {("Q", 0): Chunk(q, q_ready), ("KV", 0): Chunk(kv)}
+        self.activity, own = activity, self.mesh.rank
+        steps = self.bound.get(activity)
+        if steps is None:
+            steps = self.bound[activity] = bind(self.schedule, own, activity)
+        self.chunks = {("Q", own): Chunk(q, q_ready), ("KV", own): Chunk(kv)}      # and accumulators, by chunk
         self.buffers.occupant.clear()
         self.number, self.began = 0, time.perf_counter()
-        self.to_post = deque((number, t) for number, step in enumerate(self.schedule.steps) for t in step.transfers)
+        self.to_post = deque((number, t) for number, step in enumerate(steps) for t in step.transfers)
         self.under_way = deque()             # in order of posting
         self.times, self.moves = [], []
-        for number, step in enumerate(self.schedule.steps):
+        for number, step in enumerate(steps):
             self.number = number
-            self.where = (f"in step {number + 1} of {len(self.schedule.steps)} of the {self.schedule.direction} pass")
+            self.where = (f"in step {number + 1} of {len(steps)} of the {self.schedule.direction} pass")
             posted = self._now()
             while self.to_post and self.to_post[0][0] == number:      # this step needs them
                 self._post_next()
@@ -126,7 +131,7 @@ class Executor:
             while self.under_way and self.under_way[0].step == number:
                 self._complete(self.under_way.popleft())
             self.times.append(StepTimes(posted, computed, self._now()))
-        results = {kind: self._accumulator(kind, 0).arrays for kind in self.buffers.reduced}
+        results = {kind: self._accumulator(kind, own).arrays for kind in self.buffers.reduced}
         self.chunks = {}                    # keep no reference to the caller's arrays
         return results
 
@@ -147,20 +152,19 @@ class Executor:
 
     # Blocks
 
-    def _accumulator(self, kind, hop):
-        """The accumulator of a reduced kind at a hop, cleared at its first use in a pass."""
-        if (kind, hop) not in self.chunks:
-            arrays = self.buffers.accumulator(kind, hop)
-            self.chunks[kind, hop] = Chunk(arrays, (self.work.clear(kind, arrays),))
-        return self.chunks[kind, hop]
+    def _accumulator(self, kind, chunk):
+        """The accumulator of a reduced kind for a chunk, cleared at its first use in a pass."""
+        if (kind, chunk) not in self.chunks:
+            arrays = self.buffers.accumulator(kind, chunk)
+            self.chunks[kind, chunk] = Chunk(arrays, (self.work.clear(kind, arrays),))
+        return self.chunks[kind, chunk]
 
-    def _run_block(self, u, w, meanwhile):
-        """Launch block (u, w), unless none of its queries sees any of its keys."""
-        i, j = self.buffers.q_chunks[u], self.buffers.k_chunks[w]
+    def _run_block(self, i, j, meanwhile):
+        """Launch the block of query chunk i and KV chunk j, unless none of its queries sees any of its keys."""
         if not self.activity.block(i, j):
             return
-        q, kv = self.chunks["Q", u], self.chunks["KV", w]
-        reduced = {kind: self._accumulator(kind, hop_of(kind, u, w)) for kind in self.buffers.reduced}
+        q, kv = self.chunks["Q", i], self.chunks["KV", j]
+        reduced = {kind: self._accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
         interval = self._kept((i, j), lambda: local_interval(*self.activity.interval(i), self.k_layout.positions(j)))
         event = self.work.launch(q.arrays, kv.arrays, interval, {kind: c.arrays for kind, c in reduced.items()},
                                  (*q.ready, *kv.ready), meanwhile)
@@ -180,16 +184,16 @@ class Executor:
         return kept[key]
 
     def _arena_key_positions(self):
-        return np.concatenate([self.k_layout.positions(chunk) for chunk in sorted(self.buffers.k_chunks)])
+        return np.concatenate([self.k_layout.positions(chunk) for chunk in self.buffers.tokens("KV")])
 
     def _run_tile(self, meanwhile):
         """Launch all blocks as one, over the packed arenas."""
         q, kv = self._whole("Q"), self._whole("KV")
-        accumulators = {kind: [self._accumulator(kind, hop) for hop in range(self.schedule.tile.extent(kind))]
-                        for kind in self.buffers.reduced}
+        accumulators = [self._accumulator(kind, chunk) for kind in self.buffers.reduced
+                        for chunk in self.buffers.tokens(kind)]
 
         def intervals():
-            bounds = [self.activity.interval(chunk) for chunk in sorted(self.buffers.q_chunks)]
+            bounds = [self.activity.interval(chunk) for chunk in self.buffers.tokens("Q")]
             lo, hi = (np.concatenate([pair[side] for pair in bounds], axis=1) for side in (0, 1))
             k_positions = self._arena_key_positions()
             return local_interval(lo, hi, k_positions[self.sorting[0]] if self.sorting else k_positions)
@@ -211,34 +215,41 @@ class Executor:
             for kind in unsorted:
                 for dst, src in zip(unsorted[kind], arrays[kind]):
                     event = self.backend.take(dst, src, inverse)
-        for chunk in (chunk for chunks in accumulators.values() for chunk in chunks):
+        for chunk in accumulators:
             chunk.ready = (event,)
 
     def _whole(self, kind):
         """The chunks of the whole group, this rank's included, as one packed chunk."""
-        own, tokens = self.chunks[kind, 0], self.buffers.tokens(kind)
+        own = self.chunks[kind, self.mesh.rank]
         if not self.schedule.slots[kind] or own.arrays is self.buffers.arena[kind]:
             return own                                # group of one rank, or a collective has placed it
-        for dst, src in zip(self.buffers.view(kind, self.buffers.packed_start(kind, 0), tokens[0]), own.arrays):
-            self.backend.copy(dst, src)
-        self._clear(kind, [hop for hop in range(1, len(tokens)) if (kind, hop) not in self.chunks])
+        self._place_own(kind, own)
+        self._clear(kind, [chunk for chunk in self.buffers.tokens(kind) if (kind, chunk) not in self.chunks])
         ready = tuple(event for (k, _), chunk in self.chunks.items() if k == kind for event in chunk.ready)
         return Chunk(self.buffers.arena[kind], ready)
 
-    def _clear(self, kind, hops):
+    def _packed(self, kind, chunk):
+        """The place of a chunk in a packed arena."""
+        return self.buffers.view(kind, self.buffers.packed_start(kind, chunk), self.buffers.tokens(kind)[chunk])
+
+    def _place_own(self, kind, own):
+        """Copy this rank's own chunk to its place in a packed arena."""
+        for dst, src in zip(self._packed(kind, self.mesh.rank), own.arrays):
+            self.backend.copy(dst, src)
+
+    def _clear(self, kind, chunks):
         """Zero the places in a packed arena of chunks that are not sent, because the mask leaves them no pairs.
 
         Uninitialized memory may hold inf or nan.  Launches handle these on another path, which rounds differently.
         """
-        for hop in hops:
-            self.backend.zero(self.buffers.view(kind, self.buffers.packed_start(kind, hop),
-                                                self.buffers.tokens(kind)[hop]))
+        for chunk in chunks:
+            self.backend.zero(self._packed(kind, chunk))
 
     # Transfers
 
     def _group(self, kind):
-        """The communicator of the row or column that a kind moves in, and this rank's number in it."""
-        return (self.mesh.column, self.mesh.r) if kind in IN_COLUMNS else (self.mesh.row, self.mesh.c)
+        """The communicator of the row or column that a kind moves in; its ranks are in the order of their chunks."""
+        return self.mesh.column if kind in IN_COLUMNS else self.mesh.row
 
     def _post_next(self):
         """Post the next transfer."""
@@ -273,26 +284,25 @@ class Executor:
 
     def _post(self, transfer):
         """Post a transfer between pairs."""
-        kind, (hop,), (slot,) = transfer.kind, transfer.hops, transfer.slots
-        route, rank = self.schedule.route, self.mesh.rank
-        ahead, leaves, lands, _ = leg_of(kind, hop, self.schedule.tile.extent(kind), route)
-        comm, me = self._group(kind)
+        kind, ((_, slot, send, receive),) = transfer.kind, transfer.hops
         posted, sending, arriving = [], (), None
-        if self.activity.receives(kind, rank, hop, route):
-            arriving, before = self.buffers.take_slot(arena_of(kind), slot, self.buffers.tokens(kind)[lands], hop)
+        if receive:
+            arriving, before = self.buffers.take_slot(arena_of(kind), slot, receive.chunk)
             for i, array in enumerate(arriving.arrays):
-                posted += self.exchange.receive(comm, self.backend.incoming(array, before),
-                                                  (me - ahead) % comm.size, TAG[kind] + i)
-        if self.activity.sends(kind, rank, hop, route):
-            leaving = self._travelling(kind, self.chunks[kind, leaves], self.buffers.slot_start(arena_of(kind), slot))
+                posted += self.exchange.receive(self.mesh.cart, self.backend.incoming(array, before), receive.peer,
+                                                TAG[kind] + i)
+        if send:
+            leaving = self._travelling(kind, self.chunks[kind, send.chunk],
+                                       self.buffers.slot_start(arena_of(kind), slot))
             sending = leaving.arrays
             for i, array in enumerate(sending):
-                posted += self.exchange.send(comm, self.backend.outgoing(array, leaving.ready),
-                                               (me + ahead) % comm.size, TAG[kind] + i)
-        if kind not in GATHERED:
-            self.chunks.pop((kind, hop), None)
-            return posted, sending, arriving, lambda: self._merge(kind, lands, arriving)
-        return posted, sending, arriving, lambda: self.chunks.update({(kind, hop): arriving})
+                posted += self.exchange.send(self.mesh.cart, self.backend.outgoing(array, leaving.ready), send.peer,
+                                             TAG[kind] + i)
+        if kind in GATHERED:
+            return posted, sending, arriving, lambda: self.chunks.update({(kind, receive.chunk): arriving})
+        if send:
+            del self.chunks[kind, send.chunk]
+        return posted, sending, arriving, lambda: self._merge(kind, receive.chunk, arriving)
 
     def _travelling(self, kind, chunk, start=0):
         """The chunk itself, or a partial cast to the dtype of the wire, in the wire arrays from row `start` on."""
@@ -305,74 +315,65 @@ class Executor:
                 ready.append(self.backend.copy(arrays[-1], held))
         return Chunk(tuple(arrays), tuple(ready))
 
-    def _merge(self, kind, hop, received):
-        """Merge a received partial into the accumulator at a hop."""
-        partial = self._accumulator(kind, hop)
+    def _merge(self, kind, chunk, received):
+        """Merge a received partial into the accumulator of its chunk."""
+        partial = self._accumulator(kind, chunk)
         partial.ready = received.used = (self.work.merge(kind, partial.arrays, received.arrays, received.ready),)
 
     def _post_collective(self, transfer):
         """Post a transfer of all hops by one collective."""
-        return self._gather(transfer.kind) if transfer.kind in GATHERED else self._exchange_partials(transfer)
+        return self._gather(transfer) if transfer.kind in GATHERED else self._exchange_partials(transfer)
 
-    def _packing(self, kind):
-        """Number of tokens and first row in a packed arena of each chunk of the group, by rank in the group."""
-        comm, me = self._group(kind)
-        hops = [(me - rank) % comm.size for rank in range(comm.size)]
-        tokens = self.buffers.tokens(kind)
-        return [tokens[hop] for hop in hops], [self.buffers.packed_start(kind, hop) for hop in hops]
+    def _starts(self, kind):
+        """First row in a packed arena of each chunk of the group."""
+        return [self.buffers.packed_start(kind, chunk) for chunk in self.buffers.tokens(kind)]
 
-    def _gather(self, kind):
-        own, (comm, me) = self.chunks[kind, 0], self._group(kind)
-        gathered = Chunk(self.buffers.arena[kind])
-        tokens, starts = self._packing(kind)
-        owners = [self.mesh.tile.in_group(kind, self.mesh.rank, (me - rank) % comm.size) for rank in range(comm.size)]
-        wanted = [self.activity.sends(kind, owner, 1, collective=True) for owner in owners]
-        tokens = [count * want for count, want in zip(tokens, wanted)]
+    def _gather(self, transfer):
+        kind, rank, tokens = transfer.kind, self.mesh.rank, self.buffers.tokens(transfer.kind)
+        own, gathered = self.chunks[kind, rank], Chunk(self.buffers.arena[kind])
+        sent = {hop.receive.chunk for hop in transfer.hops if hop.receive} | {
+            hop.send.chunk for hop in transfer.hops if hop.send}
         posted = []
-        for mine, arena in zip(own.arrays, gathered.arrays):
-            leaving = self.exchange.whole(self.backend.outgoing(mine, own.ready, collective=True))
+        for held, arena in zip(own.arrays, gathered.arrays):
+            leaving = self.exchange.whole(self.backend.outgoing(held, own.ready, collective=True))
             posted += self.exchange.allgather(
-                comm, leaving if wanted[me] else leaving[:0],
-                self.exchange.whole(self.backend.incoming(arena, collective=True)), tokens, starts, _row_bytes(arena))
+                self._group(kind), leaving if rank in sent else leaving[:0],
+                self.exchange.whole(self.backend.incoming(arena, collective=True)),
+                [count * (chunk in sent) for chunk, count in tokens.items()], self._starts(kind), _row_bytes(arena))
 
         def place():
-            unsent = [(me - other) % comm.size for other in range(comm.size) if not wanted[other]]
+            unsent = [chunk for chunk in tokens if chunk not in sent]
             for event in gathered.ready if unsent else ():
                 self.backend.wait(event)
-            self._clear(kind, [hop for hop in unsent if hop])
-            if 0 in unsent:                               # the collective has not placed this rank's own either
-                for dst, src in zip(self.buffers.view(kind, starts[me], self.buffers.tokens(kind)[0]), own.arrays):
-                    self.backend.copy(dst, src)
-            self.chunks[kind, 0] = gathered
+            self._clear(kind, [chunk for chunk in unsent if chunk != rank])
+            if rank in unsent:                            # the collective has not placed this rank's own either
+                self._place_own(kind, own)
+            self.chunks[kind, rank] = gathered
         return posted, own.arrays, gathered, place
 
     def _exchange_partials(self, transfer):
-        kind = transfer.kind
-        comm, me = self._group(kind)
-        tokens, starts = self._packing(kind)
-        own, longest, rank = tokens[me], max(tokens), self.mesh.rank
-        # This rank sends to the rank `hop` back and receives from the rank `hop` ahead.
-        tokens = [n * (other != me and self.activity.sends(kind, rank, (me - other) % comm.size))
-                  for other, n in enumerate(tokens)]
-        received_tokens = [own * (other != me and self.activity.receives(kind, rank, (other - me) % comm.size))
-                           for other in range(comm.size)]
-        slot_of = dict(zip(transfer.hops, transfer.slots))
-        slots = [slot_of.get((other - me) % comm.size, 0) for other in range(comm.size)]
-        ready = tuple(event for hop in range(comm.size) for event in self.chunks[kind, hop].ready)
+        kind, rank, tokens = transfer.kind, self.mesh.rank, self.buffers.tokens(transfer.kind)
+        arriving = [hop for hop in transfer.hops if hop.receive]
+        leaving_to = {hop.send.peer for hop in transfer.hops if hop.send}
+        slot_of = {hop.receive.peer: hop.slot for hop in arriving}
+        ready = tuple(event for chunk in tokens for event in self.chunks[kind, chunk].ready)
         leaving = self._travelling(kind, Chunk(self.buffers.arena[kind], ready))
         received = Chunk(self.buffers.arena[arena_of(kind)])
         posted = []
-        for mine, arena in zip(leaving.arrays, received.arrays):
+        for held, arena in zip(leaving.arrays, received.arrays):
             posted += self.exchange.alltoall(
-                comm, self.exchange.whole(self.backend.outgoing(mine, leaving.ready, collective=True)), tokens, starts,
-                self.exchange.whole(self.backend.incoming(arena, collective=True)), received_tokens,
-                [self.buffers.slot_start(arena_of(kind), slot) for slot in slots], _row_bytes(arena), longest)
+                self._group(kind), self.exchange.whole(self.backend.outgoing(held, leaving.ready, collective=True)),
+                [count * (peer in leaving_to) for peer, count in tokens.items()], self._starts(kind),
+                self.exchange.whole(self.backend.incoming(arena, collective=True)),
+                [tokens[rank] * (peer in slot_of) for peer in tokens],
+                [self.buffers.slot_start(arena_of(kind), slot_of.get(peer, 0)) for peer in tokens], _row_bytes(arena),
+                max(tokens.values()))
 
         def merge_in_order():
-            for hop in filter(lambda hop: self.activity.receives(kind, rank, hop), transfer.hops):
-                partial, _ = self.buffers.take_slot(arena_of(kind), slot_of[hop], own)
+            for hop in arriving:
+                partial, _ = self.buffers.take_slot(arena_of(kind), hop.slot, hop.receive.chunk)
                 partial.ready = received.ready
-                self._merge(kind, 0, partial)
+                self._merge(kind, hop.receive.chunk, partial)
         return posted, leaving.arrays, received, merge_in_order
 
     def _complete(self, pending):
@@ -381,9 +382,9 @@ class Executor:
             self.exchange.wait(pending.posted, self.where)
             pending.arrived = self._now()
         if pending.posted:
-            kind, hops = pending.transfer.kind, pending.transfer.hops
-            self.moves.append(Moved(kind, 0 if pending.transfer.collective else hops[0], pending.step, pending.begun,
-                                    pending.arrived))
+            transfer = pending.transfer
+            self.moves.append(Moved(transfer.kind, 0 if transfer.collective else transfer.hops[0].hop, pending.step,
+                                    pending.begun, pending.arrived))
         for array in pending.leaving:
             self.backend.sent(array)
         if pending.arriving is not None:

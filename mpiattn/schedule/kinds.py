@@ -102,8 +102,8 @@ def arena_of(kind: str) -> str:
     return kind if kind in GATHERED else f"+{kind}"
 
 
-def hop_of(kind: str, u: int, w: int) -> int:
-    """The hop of the chunk or accumulator of a kind that block (u, w) uses."""
+def chunk_of(kind: str, u: int, w: int) -> int:
+    """The chunk or accumulator of a kind that block (u, w) uses; both are hops, or both are numbers."""
     return w if kind in IN_COLUMNS else u
 
 

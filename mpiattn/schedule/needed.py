@@ -81,7 +81,7 @@ class Activity:
         owner = self.tile.in_group(kind, rank, leaves)
         return any(self.needs(kind in IN_COLUMNS, owner, self.tile.in_group(kind, owner, -ahead)) for ahead in users)
 
-    def _receives(self, kind, rank, hop, route="direct"):
+    def _receives(self, kind, rank, hop, route="direct", collective=False):
         """Whether a rank receives in the transfer of one hop of a kind: the answer of `sends` for its sender."""
-        sender = self.tile.in_group(kind, rank, leg_of(kind, hop, self.tile.extent(kind), route).ahead)
-        return self.sends(kind, sender, hop, route)
+        ahead = leg_of(kind, hop, self.tile.extent(kind), route, collective).ahead
+        return self.sends(kind, self.tile.in_group(kind, rank, ahead), hop, route, collective)

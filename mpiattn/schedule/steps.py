@@ -16,7 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..errors import ArgumentError
-from .kinds import GATHERED, REDUCED, arena_of, hop_of
+from .kinds import GATHERED, REDUCED, arena_of, chunk_of
 from .route import ROUTES, leg_of
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _first_steps(direction: str, legs_of: Callable[[Transfer], list[Leg]], steps
             first = max([first, i if t.collective else i - ahead, *whole])
             by_step[-1].append(first)
             there |= {(t.kind, leg.lands): i + 1 for leg in legs}
-        there |= {(kind, hop_of(kind, *block)): i + 1 for block in step.blocks for kind in REDUCED[direction]}
+        there |= {(kind, chunk_of(kind, *block)): i + 1 for block in step.blocks for kind in REDUCED[direction]}
     return by_step
 
 
@@ -187,8 +187,8 @@ def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequenc
                     lives.use((t.kind, used), i)
         for block in step.blocks:
             for kind in (*GATHERED, *reduced):
-                if hop_of(kind, *block):
-                    lives.use((kind, hop_of(kind, *block)), i)
+                if chunk_of(kind, *block):
+                    lives.use((kind, chunk_of(kind, *block)), i)
     slot: dict[Buffer, int] = {}
     count: dict[str, int] = {}
     for arena in (*GATHERED, *reduced, *map(arena_of, reduced)):

@@ -6,7 +6,7 @@ the first step that allows it and completes it in its own step.  This also prove
 """
 
 from ..errors import ScheduleError
-from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of, hop_of
+from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of, chunk_of
 from .route import leg_of, passed_on
 
 
@@ -109,9 +109,9 @@ class _Play:
             if tuple(block) in self.done:
                 self.fail(i, f"block {tuple(block)} runs twice")
             for kind in GATHERED:
-                self.read(i, kind, hop_of(kind, *block))
+                self.read(i, kind, chunk_of(kind, *block))
             for kind in self.reduced:
-                self.accumulate(i, kind, hop_of(kind, *block))
+                self.accumulate(i, kind, chunk_of(kind, *block))
             self.done.add(tuple(block))
         for t in step.transfers:
             self.complete(i, t)

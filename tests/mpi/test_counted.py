@@ -49,13 +49,13 @@ class Counting:
 def count(plan, call):
     """(bytes, messages) of this rank in a call of the plan."""
     mesh = plan._mesh                                   # other plans may share it: it is put back
-    row, column = mesh.row, mesh.column
-    mesh.row, mesh.column = Counting(row), Counting(column)
+    comms = mesh.cart, mesh.row, mesh.column
+    counting = mesh.cart, mesh.row, mesh.column = [Counting(comm) for comm in comms]
     try:
         call()
-        return mesh.row.bytes + mesh.column.bytes, mesh.row.messages + mesh.column.messages
+        return sum(comm.bytes for comm in counting), sum(comm.messages for comm in counting)
     finally:
-        mesh.row, mesh.column = row, column
+        mesh.cart, mesh.row, mesh.column = comms
 
 
 def count_forward(plan):

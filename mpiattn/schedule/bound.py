@@ -1,0 +1,97 @@
+"""A schedule bound to a rank for one call: chunks and peers by number, and only the messages that the call needs.
+
+Schedules count hops, and are the same on every rank.  `bind` alone turns hops into numbers.  What runs a pass reads
+numbers only, so the steps of a rank need not come from a schedule that all ranks share.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .route import leg_of
+
+if TYPE_CHECKING:
+    from .needed import Activity
+    from .steps import Schedule, Transfer
+
+
+class BoundBlock(NamedTuple):
+    """The product of a query chunk and a KV chunk, by number."""
+
+    q: int
+    kv: int
+
+
+class Message(NamedTuple):
+    """A chunk or partial that a rank sends or receives.
+
+    peer: the rank of the mesh that it goes to or comes from.
+    chunk: number of the chunk, or of the chunk whose partial it is.
+    """
+
+    peer: int
+    chunk: int
+
+
+class BoundHop(NamedTuple):
+    """What one rank does in one hop of a transfer.
+
+    hop: its number, for the timeline.
+    slot: where what it receives is put, in the arena `arena_of(kind)`.
+    send, receive: None if the call needs no such message.
+    """
+
+    hop: int
+    slot: int
+    send: Message | None
+    receive: Message | None
+
+
+class BoundTransfer(NamedTuple):
+    """A `Transfer` of one rank: one hop, or with `collective` all hops of a row or column."""
+
+    kind: str
+    hops: tuple[BoundHop, ...]
+    collective: bool
+    after: int
+
+
+class BoundStep(NamedTuple):
+    """A `Step` of one rank."""
+
+    transfers: tuple[BoundTransfer, ...]
+    blocks: tuple[BoundBlock, ...]
+    fused: bool
+
+
+def bind(schedule: Schedule, rank: int, activity: Activity) -> tuple[BoundStep, ...]:
+    """The steps of a rank.
+
+    activity: the `Activity` of the call.
+    """
+    tile, route = schedule.tile, schedule.route
+
+    def message(kind: str, distance: int, hop: int) -> Message:
+        return Message(tile.in_group(kind, rank, distance), tile.in_group(kind, rank, hop))
+
+    def bound_hop(kind: str, hop: int, slot: int, collective: bool) -> BoundHop:
+        leg = leg_of(kind, hop, tile.extent(kind), route, collective)
+        sends = activity.sends(kind, rank, hop, route, collective)
+        receives = activity.receives(kind, rank, hop, route, collective)
+        return BoundHop(hop, slot, message(kind, -leg.ahead, leg.leaves) if sends else None,
+                        message(kind, leg.ahead, leg.lands) if receives else None)
+
+    def bound_transfer(t: Transfer) -> BoundTransfer:
+        hops = tuple(bound_hop(t.kind, hop, slot, t.collective) for hop, slot in zip(t.hops, t.slots))
+        return BoundTransfer(t.kind, hops, t.collective, t.after)
+
+    queries, keys = tile.row(rank), tile.column(rank)
+    return tuple(BoundStep(tuple(map(bound_transfer, step.transfers)),
+                           tuple(BoundBlock(queries[u], keys[w]) for u, w in step.blocks), step.fused)
+                 for step in schedule.steps)
+
+
+def bound_accumulators(schedule: Schedule, rank: int) -> dict[str, dict[int, int]]:
+    """{reduced kind: {number of a chunk: slot of its accumulator}}; the rank's own chunk has none."""
+    return {kind: {schedule.tile.in_group(kind, rank, hop): slot for hop, slot in enumerate(slots, 1)}
+            for kind, slots in schedule.accumulators.items()}
