@@ -15,7 +15,8 @@ struct alignas(VECTOR * sizeof(T)) Vector {
     T element[VECTOR];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void
+__launch_bounds__(THREADS)
 cast(TARGET* __restrict__ dst, const ELEMENT* __restrict__ src, long long n0, long long n1, long long n2, long long n3,
      long long d0, long long d1, long long d2, long long d3, long long s0, long long s1, long long s2, long long s3) {
     const INDEX last = n3 / VECTOR, rows = n0 * n1 * n2, size = rows * last, step = INDEX(gridDim.x) * THREADS;

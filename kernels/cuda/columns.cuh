@@ -33,8 +33,8 @@ __device__ __forceinline__ void write_pair(float* row, int column, float2 pair) 
 // row = row * keep + acc * factor, for the columns from `first` on.  h selects which of a lane's two rows in acc is
 // used.  If not `held`, the row is not read and counts as 0.
 template <int DIM, int D>
-__device__ __forceinline__ void add_columns(float* row, const float (&acc)[D][4], int h, bool held, float keep, float factor,
-                                            int first) {
+__device__ __forceinline__ void add_columns(float* row, const float (&acc)[D][4], int h, bool held, float keep,
+                                            float factor, int first) {
     const int mine = first + lane_index() % 4 * 2;
 #pragma unroll
     for (int from = 0; from < D; from += BATCH) {
@@ -48,7 +48,8 @@ __device__ __forceinline__ void add_columns(float* row, const float (&acc)[D][4]
                 before[d - from] = read_pair<DIM>(row, mine + 8 * d);
 #pragma unroll
         for (int d = from; d < D && d < from + BATCH; ++d)
-            write_pair<DIM>(row, mine + 8 * d, make_float2(before[d - from].x * keep + acc[d][2 * h] * factor,
-                                                           before[d - from].y * keep + acc[d][2 * h + 1] * factor));
+            write_pair<DIM>(row, mine + 8 * d,
+                            make_float2(before[d - from].x * keep + acc[d][2 * h] * factor,
+                                        before[d - from].y * keep + acc[d][2 * h + 1] * factor));
     }
 }

@@ -65,25 +65,27 @@ __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax
             sum[m][h] = quad_sum(softmax.sum[m][h]);
             held[m][h] = fresh || row >= rows.count ? minus_infinity() : lse[rows.index(row)];
         }
-    __syncwarp();                                                    // one lane of a quad writes what all four read
+    __syncwarp();  // one lane of a quad writes what all four read
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first_row + 16 * m + 8 * h;
             const bool empty = sum[m][h] == 0;
-            if (row >= rows.count || (empty && !fresh))              // a row that saw no key keeps its partial
+            if (row >= rows.count || (empty && !fresh))  // a row that saw no key keeps its partial
                 continue;
             const long long at = rows.index(row);
             const float mine = empty ? minus_infinity() : softmax.top[m][h] * LN_2 + logf(sum[m][h]);
             const float weight = merge_weight(held[m][h], mine), factor = empty ? 0 : weight / sum[m][h];
-            add_columns<VALUE_DIM>(out + at * VALUE_DIM, acc[m], h, held[m][h] != minus_infinity(), 1 - weight, factor, 0);
+            add_columns<VALUE_DIM>(out + at * VALUE_DIM, acc[m], h, held[m][h] != minus_infinity(), 1 - weight, factor,
+                                   0);
             if (lane_index() % 4 == 0)
                 lse[at] = merge_lse(held[m][h], mine);
         }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void
+__launch_bounds__(THREADS, 1)
 forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int* __restrict__ begin,
         const int* __restrict__ end, const int* __restrict__ pages, float* __restrict__ out, float* __restrict__ lse,
         int tokens, int count, int slots, int kv_heads, int groups, float inner, float factor) {

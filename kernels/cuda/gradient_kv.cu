@@ -27,7 +27,8 @@ constexpr unsigned COLUMN_BYTES = TILE_COLUMNS * sizeof(float);
 constexpr unsigned K_AT = 0, V_AT = KTile::BYTES, Q_AT = V_AT + VTile::BYTES, G_AT = Q_AT + STAGES * QTile::BYTES;
 constexpr unsigned LSE_AT = G_AT + STAGES * GTile::BYTES, DELTA_AT = LSE_AT + STAGES * COLUMN_BYTES;
 constexpr unsigned BEGIN_AT = DELTA_AT + STAGES * COLUMN_BYTES, END_AT = BEGIN_AT + STAGES * COLUMN_BYTES;
-static_assert(TILE_COLUMNS <= THREADS && STAGES <= 2, "a thread copies what there is to know of a row; one tile is ahead");
+static_assert(TILE_COLUMNS <= THREADS && STAGES <= 2,
+              "a thread copies what there is to know of a row; one tile is ahead");
 static_assert(END_AT + STAGES * COLUMN_BYTES == SHARED_BYTES, "what mpiattn/backends/cuda/tile_table.py says");
 
 // Iterates over the row tiles that see any of the keys [first, last), by the tiles' hulls (hulls.cu).  Each lane tests
@@ -64,7 +65,8 @@ struct RowTiles {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void
+__launch_bounds__(THREADS, 1)
 gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __restrict__ lse,
             const float* __restrict__ delta, const T* __restrict__ k, const T* __restrict__ v,
             const int* __restrict__ begin, const int* __restrict__ end, const int4* __restrict__ hulls,

@@ -17,7 +17,7 @@ using T = ELEMENT;
 constexpr int THREADS = 32 * WARPS;
 constexpr int M = TILE_ROWS / (16 * WARPS), N = TILE_COLUMNS / 8, D = padded(HEAD_DIM) / 8 / PARTS;
 using QTile = Tile<T, TILE_ROWS, padded(HEAD_DIM)>;
-using GTile = Tile<T, TILE_ROWS, padded(VALUE_DIM)>;                 // of dout
+using GTile = Tile<T, TILE_ROWS, padded(VALUE_DIM)>;  // of dout
 using KTile = Tile<T, TILE_COLUMNS, padded(HEAD_DIM)>;
 using VTile = Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>;
 constexpr unsigned Q_AT = 0, G_AT = QTile::BYTES, K_AT = G_AT + GTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
@@ -30,7 +30,8 @@ struct Row {
     float base, delta;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void
+__launch_bounds__(THREADS, 1)
 gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __restrict__ lse,
            const float* __restrict__ delta, const T* __restrict__ k, const T* __restrict__ v,
            const int* __restrict__ begin, const int* __restrict__ end, float* __restrict__ dq, int tokens, int keys,

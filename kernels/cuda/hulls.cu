@@ -7,7 +7,8 @@
 
 #include "rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void
+__launch_bounds__(32)
 hulls(const int* __restrict__ begin, const int* __restrict__ end, int4* __restrict__ hulls, int tokens) {
     const Share mine(tokens * HEADS_PER_KV, TILE_COLUMNS);
     const int first = mine.tile * TILE_COLUMNS, last = min(first + TILE_COLUMNS, tokens * HEADS_PER_KV);

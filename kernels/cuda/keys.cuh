@@ -27,7 +27,8 @@ struct Keys {
 #pragma unroll
             for (int i = ahead; i < Of::TIMES && i < ahead + Of::LANES; ++i) {
                 const int slot = __shfl_sync(ALL_LANES, looked_up, (i - ahead) * ROWS + lane / Of::LANES);
-                copies.template copy<DIM>(i, source + ((long long)kv_head * slots + slot) * DIM + copies.column, slot >= 0);
+                copies.template copy<DIM>(i, source + ((long long)kv_head * slots + slot) * DIM + copies.column,
+                                          slot >= 0);
             }
         }
 #else

@@ -18,7 +18,8 @@ constexpr int WARPS = THREADS / 32;
 __device__ __forceinline__ long long my_row() { return (long long)blockIdx.x * WARPS + warp_index(); }
 
 // Merges a partial (out_b, lse_b) into (out, lse).
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void
+__launch_bounds__(THREADS)
 merge(float* __restrict__ out, float* __restrict__ lse, const T* __restrict__ out_b, const float* __restrict__ lse_b,
       long long rows, int dim) {
     const long long row = my_row();

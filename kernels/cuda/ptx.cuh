@@ -33,12 +33,14 @@ __device__ __forceinline__ int thread_index_anew() {
 
 __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-                 "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0) : "memory");
+                 "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 
 __device__ __forceinline__ void copy_async_4(unsigned to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)),
-                 "l"(__cvta_generic_to_global(from)), "r"(valid ? 4 : 0) : "memory");
+                 "l"(__cvta_generic_to_global(from)), "r"(valid ? 4 : 0)
+                 : "memory");
 }
 
 // commit_copies() makes the copies since its last call a group.  wait_copies<n>() returns when all of this thread's
@@ -57,12 +59,16 @@ __device__ __forceinline__ void wait_copies() {
 
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
 }
 
 __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
 }
 
 // mma.m16n8k16: c += A B, with A 16x16, B 16x8 by columns, c 16x8.  Lane i holds the element

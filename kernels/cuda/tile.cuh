@@ -8,15 +8,15 @@
 #include "element.cuh"
 #include "warp.cuh"
 
-__device__ constexpr int padded(int dim) { return (dim + 31) / 32 * 32; }       // a tile's columns
+__device__ constexpr int padded(int dim) { return (dim + 31) / 32 * 32; }  // a tile's columns
 
 template <class T, int ROWS_, int COLUMNS_>
 struct Tile {
     using Type = T;
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
-    static constexpr int CHUNK = 16 / sizeof(T);                      // elements
-    static constexpr int CHUNKS = COLUMNS / CHUNK;                    // per row
-    static constexpr int PITCH = COLUMNS * sizeof(T);                 // bytes from row to row
+    static constexpr int CHUNK = 16 / sizeof(T);  // elements
+    static constexpr int CHUNKS = COLUMNS / CHUNK;  // per row
+    static constexpr int PITCH = COLUMNS * sizeof(T);  // bytes from row to row
     static constexpr int BYTES = ROWS * PITCH;
     static_assert(PITCH % 64 == 0, "rows are 64 or a multiple of 128 bytes, or as much and 64 more");
 
@@ -41,9 +41,10 @@ template <class Tile, int THREADS>
 struct Copies {
     static constexpr int LANES = Tile::PITCH % 128 ? 4 : 8;
     static constexpr int STEP = THREADS / LANES, TIMES = Tile::ROWS / STEP, RUNS = Tile::CHUNKS / LANES;
-    static_assert(Tile::ROWS % STEP == 0 && (STEP % 8 == 0 || (STEP == 4 && LANES == 8)), "rows keep their turn, or swap halves");
+    static_assert(Tile::ROWS % STEP == 0 && (STEP % 8 == 0 || (STEP == 4 && LANES == 8)),
+                  "rows keep their turn, or swap halves");
 
-    const int row, column;                                           // of the first element that this thread copies
+    const int row, column;  // of the first element that this thread copies
     const unsigned base;
 
     __device__ __forceinline__ Copies(unsigned base_, int thread)
@@ -60,7 +61,7 @@ struct Copies {
     template <int DIM>
     __device__ __forceinline__ void copy(int i, const typename Tile::Type* from, bool valid) const {
         using T = typename Tile::Type;
-        constexpr int RUN = LANES * Tile::CHUNK;                     // columns
+        constexpr int RUN = LANES * Tile::CHUNK;  // columns
 #pragma unroll
         for (int run = 0; run < RUNS; ++run) {
             const unsigned to = at(i) + run * LANES * 16;
@@ -89,7 +90,8 @@ __device__ __forceinline__ void copy_rows(unsigned base, const typename Tile::Ty
 
 // The same for `count` rows that begin `pitch` elements apart, the first at `source`; the tile's other rows are zeros.
 template <class Tile, int DIM, int THREADS>
-__device__ __forceinline__ void copy_rows_apart(unsigned base, const typename Tile::Type* source, long long pitch, int count) {
+__device__ __forceinline__ void copy_rows_apart(unsigned base, const typename Tile::Type* source, long long pitch,
+                                                int count) {
     const Copies<Tile, THREADS> copies(base, thread_index_anew());
     const typename Tile::Type* from = source + copies.row * pitch + copies.column;
     const long long step = copies.STEP * pitch;
@@ -108,10 +110,11 @@ __device__ __forceinline__ bool copied_not_finite(unsigned base) {
     bool found = false;
 #pragma unroll
     for (int i = 0; i < copies.TIMES; ++i)
-#pragma unroll 1                                     // runs rarely; unrolling would cost registers
+#pragma unroll 1  // runs rarely; unrolling would cost registers
         for (int run = 0; run < copies.RUNS; ++run) {
             const uint4 words = shared_at<uint4>(copies.at(i) + run * copies.LANES * 16);
-            found |= not_finite<T>(words.x) || not_finite<T>(words.y) || not_finite<T>(words.z) || not_finite<T>(words.w);
+            found |=
+                not_finite<T>(words.x) || not_finite<T>(words.y) || not_finite<T>(words.z) || not_finite<T>(words.w);
         }
     return found;
 }

@@ -45,9 +45,13 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 template <class T>
-inline T min(T a, T b) { return b < a ? b : a; }
+inline T min(T a, T b) {
+    return b < a ? b : a;
+}
 template <class T>
-inline T max(T a, T b) { return a < b ? b : a; }
+inline T max(T a, T b) {
+    return a < b ? b : a;
+}
 
 // Those of the C library that kernels call.  <cmath> takes longer to read than most kernels to compile.
 extern "C" {

@@ -56,9 +56,7 @@ static void (*body)(void**);
 static void** arguments;
 static std::string error;
 
-[[noreturn]] static void leave() {
-    _longjmp(scheduler, 1);
-}
+[[noreturn]] static void leave() { _longjmp(scheduler, 1); }
 
 void fail(const char* format, ...) {
     char what[256], where[96];
@@ -193,8 +191,8 @@ static void run_block(bool descending) {
                 return;
         }
         if (!any) {
-            error = "every thread waits; some are at " + std::string(
-                all.arrived ? "a barrier that others never reach" : "an operation of their warp");
+            error = "every thread waits; some are at " +
+                    std::string(all.arrived ? "a barrier that others never reach" : "an operation of their warp");
             return;
         }
     }

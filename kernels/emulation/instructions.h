@@ -27,7 +27,9 @@ inline void copy_async_16(unsigned to, const void* from, bool valid) { emulation
 inline void copy_async_4(unsigned to, const void* from, bool valid) { emulation::copy_async(to, from, 4, valid); }
 
 template <int PENDING>
-inline void wait_copies() { emulation::wait_copies(PENDING); }
+inline void wait_copies() {
+    emulation::wait_copies(PENDING);
+}
 
 inline void multiply_add(f16, float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     emulation::multiply_add_f16(c, a, b0, b1);

@@ -14,23 +14,30 @@ namespace emulation {
 
 struct Call {
     template <class... A>
-    Call(void (*kernel)(A...), A... arguments) { kernel(arguments...); }
+    Call(void (*kernel)(A...), A... arguments) {
+        kernel(arguments...);
+    }
 };
 
 template <class... A>
-constexpr int count_of(void (*)(A...)) { return sizeof...(A); }
+constexpr int count_of(void (*)(A...)) {
+    return sizeof...(A);
+}
 
 // Braces read the arguments in their order.
 template <class... A>
-void call(void (*kernel)(A...), void** at) { Call{kernel, *static_cast<A*>(*at++)...}; }
+void call(void (*kernel)(A...), void** at) {
+    Call{kernel, *static_cast<A*>(*at++)...};
+}
 
 }  // namespace emulation
 
-extern "C" __attribute__((visibility("default")))
-const char* emulate(const unsigned* grid, unsigned threads, unsigned shared_bytes, int descending, void** at,
-                    int count) {
+extern "C" __attribute__((visibility("default"))) const char* emulate(const unsigned* grid, unsigned threads,
+                                                                      unsigned shared_bytes, int descending, void** at,
+                                                                      int count) {
     if (count != emulation::count_of(KERNEL))
         return "the number of arguments is not the kernel's";
-    return emulation::run_grid({grid[0], grid[1], grid[2]}, threads, shared_bytes, descending,
-                               [](void** arguments) { emulation::call(KERNEL, arguments); }, at);
+    return emulation::run_grid(
+        {grid[0], grid[1], grid[2]}, threads, shared_bytes, descending,
+        [](void** arguments) { emulation::call(KERNEL, arguments); }, at);
 }
