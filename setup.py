@@ -1,11 +1,50 @@
-"""Package metadata; kernels, tests and Slurm's scripts are laid into the package as mpiattn/kernels and so on."""
+"""Package metadata; kernels, tests and Slurm's scripts are laid into the package as mpiattn/kernels and so on.
 
+The CPU kernels are compiled into mpiattn/backends/cpu/_kernels.so, a plain library.  Without a C compiler the rest is
+installed, and blocks are computed by NumPy.  `python setup.py build_ext --inplace` compiles them in a checkout.
+"""
+
+import hashlib
+import platform
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 here = Path(__file__).parent
+SOURCES = sorted(str(path.relative_to(here)) for path in (here / "kernels" / "cpu").glob("*.[ch]"))
+DIGEST = hashlib.sha256(b"".join((here / path).read_bytes() for path in SOURCES)).hexdigest()
+FLAGS = ["-O3", "-g0", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"]
+# The compiler's options for every instruction set; each gets the same sources.
+SETS = {"plain": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    SETS |= {"avx2": ["-mavx2", "-mfma"],
+             "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
+REAL_BYTES = {"float": 4, "double": 8}
+
+
+class BuildKernels(build_ext):
+    """Compiles the kernels once for every instruction set and accumulation dtype, and links them into one library."""
+
+    def build_extension(self, ext):
+        """Compile and link; CompileError or LinkError if that fails."""
+        def compiled(part):
+            source, name, macros, options = part
+            return self.compiler.compile([f"kernels/cpu/{source}"], f"{self.build_temp}/{name}", macros,
+                                         extra_postargs=[*FLAGS, *options], depends=SOURCES)
+        parts = [("choose.c", "choose", [("DIGEST", f'"{DIGEST}"'), *((f"WITH_{name}", "1") for name in SETS)], [])]
+        parts += [("kernels.c", f"{name}_{real}", [("TABLE", f"{name}_{real}"), ("REAL_BYTES", str(size))], options)
+                  for name, options in SETS.items() for real, size in REAL_BYTES.items()]
+        with ThreadPoolExecutor() as pool:                   # a compiler takes seconds for each
+            objects = [made for some in pool.map(compiled, parts) for made in some]
+        self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), libraries=["m"])
+
+    def get_ext_filename(self, fullname):
+        """No name of a Python extension, which this is not."""
+        return fullname.replace(".", "/") + ".so"
+
 version = re.search(r'__version__ = "(.+)"', (here / "mpiattn" / "__init__.py").read_text())[1]
 
 setup(
@@ -19,8 +58,10 @@ setup(
     packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels", "mpiattn.tests",
               "mpiattn.tests.mpi", "mpiattn.tests.gpu", "mpiattn.slurm"],
     package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests", "mpiattn.slurm": "slurm"},
+    ext_modules=[Extension("mpiattn.backends.cpu._kernels", SOURCES, optional=True)],
+    cmdclass={"build_ext": BuildKernels},
     package_data={"mpiattn": ["py.typed"],
-                  "mpiattn.kernels": ["README.md", "cuda/*", "emulation/*"],
+                  "mpiattn.kernels": ["README.md", "cpu/*", "cuda/*", "emulation/*"],
                   "mpiattn.slurm": ["README.md", "*.sh", "*.sbatch"]},
     install_requires=["numpy>=1.25", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3", "threadpoolctl>=3.5"],
     extras_require={

@@ -59,6 +59,7 @@ class Entry:
 
 
 REGISTRY = {entry.name: entry for entry in (
+    Entry("cpu", "cpu.backend:CpuBackend", "compiled, on the cores of each rank", tests=False),
     Entry("numpy", "numpy.backend:NumpyBackend", "on the cores of each rank", tests=False),
     Entry("cuda", "cuda.backend:CudaBackend", "on a GPU of each rank", device="cuda", tests=False),
     Entry("deferred", "testing.deferred:DeferredBackend", "late on purpose"),
@@ -67,13 +68,18 @@ REGISTRY = {entry.name: entry for entry in (
     Entry("paced", "testing.paced:PacedBackend", "which emulates slower compute by sleeping, and looks for messages "
           "every 2 or so many milliseconds", parameters=":GFLOPS[:MS]"))}
 # The back ends that "auto" tries, best first.
-AUTO = ("numpy",)
+AUTO = ("cpu", "numpy")
 
 
 def usages(**properties: object) -> list[str]:
     """`usage` of every back end whose attributes have these values."""
     return [entry.usage for entry in REGISTRY.values()
             if all(getattr(entry, name) == value for name, value in properties.items())]
+
+
+def missing() -> dict[str, str]:
+    """Why each back end cannot run in this process, by its usage; "" if it can."""
+    return {entry.usage: entry.missing() for entry in REGISTRY.values()}
 
 
 def find(name: str) -> Entry:

@@ -1,0 +1,147 @@
+// Vectors of REAL, float or double, as wide as the instruction set has them, by the compilers' vector types.
+//
+// Only what those types have no operator for is written with intrinsics: maximum, sums over lanes, scaling by 2^n.
+
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VBYTES 64
+#define MR 12                   // rows of a micro-tile: 24 of 32 registers hold its two vectors of columns
+#elif defined(__AVX2__)
+#define VBYTES 32
+#define MR 6                    // 12 of 16 registers
+#elif defined(__aarch64__)
+#define VBYTES 16
+#define MR 12
+#else
+#define VBYTES 16
+#define MR 6
+#endif
+
+#if REAL_BYTES == 8
+#define logarithm log
+typedef double real;
+typedef int64_t integer;
+#else
+#define logarithm logf
+typedef float real;
+typedef int32_t integer;
+#endif
+
+#define LANES ((int)(VBYTES / sizeof(real)))
+#define NR (2 * LANES)          // columns of a micro-tile
+
+typedef real vec __attribute__((vector_size(VBYTES)));
+typedef real loose_vec __attribute__((vector_size(VBYTES), aligned(sizeof(real)), may_alias));     // at any address
+typedef integer ivec __attribute__((vector_size(VBYTES)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec splat(real x) { return x - (vec){0}; }
+INLINE vec load(const real *from) { return *(const vec *)from; }
+INLINE void store(real *to, vec x) { *(vec *)to = x; }
+
+// x where mask is set (all bits of a lane), else y
+INLINE vec choose(ivec mask, vec x, vec y) { return (vec)((mask & (ivec)x) | (~mask & (ivec)y)); }
+
+// The larger and the smaller one; y where x is NaN, and NaN where y is.
+INLINE vec larger(vec x, vec y) {
+#if VBYTES == 64 && REAL_BYTES == 4
+    return (vec)_mm512_max_ps((__m512)x, (__m512)y);
+#elif VBYTES == 64
+    return (vec)_mm512_max_pd((__m512d)x, (__m512d)y);
+#elif VBYTES == 32 && REAL_BYTES == 4
+    return (vec)_mm256_max_ps((__m256)x, (__m256)y);
+#elif VBYTES == 32
+    return (vec)_mm256_max_pd((__m256d)x, (__m256d)y);
+#else
+    return choose(x > y, x, y);
+#endif
+}
+
+INLINE vec smaller(vec x, vec y) { return -larger(-x, -y); }
+
+INLINE real sum_of(vec x) {
+#if VBYTES == 64 && REAL_BYTES == 4
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    real lane[LANES];
+    memcpy(lane, &x, sizeof x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            lane[i] += lane[i + half];
+    return lane[0];
+#endif
+}
+
+// The largest lane, without those that are NaN.
+INLINE real largest_of(vec x) {
+    real lane[LANES], top = -INFINITY;
+    memcpy(lane, &x, sizeof x);
+    for (int i = 0; i < LANES; i++)
+        top = lane[i] > top ? lane[i] : top;
+    return top;
+}
+
+// e^x; NaN for NaN, 0 below about e^-87 (float) or e^-708.  x is at most about 88 or 709: `limited` sees to that.
+#if REAL_BYTES == 4
+#define LOWEST -87.3f
+#define HIGHEST 89.0f
+INLINE vec exponential(vec x) {
+    const float magic = 12582912.0f, log2_e = 1.44269504088896341f;        // adding 1.5 * 2^23 rounds to an integer
+    const vec inside = larger(splat(LOWEST), x);
+    const vec rounded = inside * log2_e + magic, n = rounded - magic;
+    const vec f = inside * log2_e - n;                                     // one rounding, by a fused multiply-add
+    vec p = f * 1.5353376e-4f + 1.3398874e-3f;
+    p = p * f + 9.6184373e-3f;
+    p = p * f + 5.5503324e-2f;
+    p = p * f + 2.4022648e-1f;
+    p = p * f + 6.9314720e-1f;
+    p = p * f + 1.0f;
+    const vec power = (vec)(((ivec)rounded << 23) + 0x3f800000);
+    return (vec)((ivec)(p * power) & ~(inside <= LOWEST));
+}
+#else
+#define LOWEST -708.0
+#define HIGHEST 710.0
+INLINE vec exponential(vec x) {
+    const double magic = 6755399441055744.0, log2_e = 1.4426950408889634;
+    const vec inside = larger(splat(LOWEST), x);
+    const vec rounded = inside * log2_e + magic, n = rounded - magic;
+    const vec r = (inside - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+    const vec z = r * r;                                                   // the rational function of Cephes
+    const vec p = r * ((1.26177193074810590878e-4 * z + 3.02994407707441961300e-2) * z + 1.0);
+    const vec q = ((3.00198505138664455042e-6 * z + 2.52448340349684104192e-3) * z + 2.27265548208155028766e-1) * z + 2.0;
+    const vec e = 1.0 + 2.0 * p / (q - p);
+    const vec power = (vec)(((ivec)rounded << 52) + 0x3ff0000000000000);
+    return (vec)((ivec)(e * power) & ~(inside <= LOWEST));
+}
+#endif
+
+INLINE vec limited(vec x) { return smaller(splat(HIGHEST), x); }
+
+// tanh, accurate for small x too: a polynomial (Cephes) there, elsewhere by e^-2|x|.
+INLINE vec hyperbolic_tangent(vec x) {
+    const vec z = x * x, size = larger(-x, x);
+#if REAL_BYTES == 4
+    const vec p = (((-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f) * z + 1.33314422036e-1f) * z
+                  - 3.33332819422e-1f;
+    const vec small = x + x * z * p;
+#else
+    const vec p = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3;
+    const vec q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3;
+    const vec small = x + x * z * (p / q);
+#endif
+    const vec e = exponential(-2 * size);
+    const vec large = (1 - e) / (1 + e);
+    const vec either = choose(size < (real)0.625, small, choose(x < 0, -large, large));
+    return choose(x == x, either, x);
+}

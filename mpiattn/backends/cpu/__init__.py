@@ -1,0 +1,1 @@
+"""The back end for CPUs whose blocks are computed by compiled kernels."""

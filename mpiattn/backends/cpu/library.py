@@ -1,0 +1,104 @@
+"""The library of CPU kernels (kernels/cpu), loaded once a process; ctypes gives up the interpreter lock in its calls.
+
+Environment: MPIATTN_CPU_KERNELS=avx512, avx2 or plain takes that instruction set in place of the best that the
+processor has.
+"""
+
+import ctypes
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+
+from ...system.host import BLAS_VARIABLES, cores
+from ...system.launch_variables import local_ranks
+from ...system.sources import kernel_dir
+
+VARIABLE = "MPIATTN_CPU_KERNELS"
+PATH = Path(__file__).parent / "_kernels.so"
+BUILD = "python setup.py build_ext --inplace"
+ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+Poll = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_double)
+
+
+def threads():
+    """Threads of this process's launches: as many as BLAS has by its variables, else its share of the host's cores."""
+    for name in BLAS_VARIABLES:
+        if os.environ.get(name, "").isdigit() and int(os.environ[name]):
+            return int(os.environ[name])
+    return max(1, len(cores()) // local_ranks())
+
+
+class Array(ctypes.Structure):
+    """`struct array` of kernels/cpu/launch.h."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
+
+
+class Launch(ctypes.Structure):
+    """`struct launch` of kernels/cpu/launch.h."""
+
+    _fields_ = [*((name, ctypes.c_int32) for name in ("element", "groups", "heads", "kv_heads", "head_dim",
+                                                      "value_dim", "threads")),
+                ("tokens", ctypes.c_int64), ("keys", ctypes.c_int64), ("scale", ctypes.c_double),
+                ("softcap", ctypes.c_double), ("begin", ctypes.c_void_p), ("end", ctypes.c_void_p),
+                *((name, Array) for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv")),
+                ("poll", Poll), ("scratch", ctypes.c_void_p)]
+
+
+@cache
+def _load():
+    """The library; OSError if it cannot be loaded."""
+    library = ctypes.CDLL(str(PATH))
+    library.instruction_set.restype = ctypes.c_char_p
+    library.scratch_bytes.restype = ctypes.c_int64
+    library.sources_digest.restype = ctypes.c_char_p
+    for function in (library.scratch_bytes, library.run):
+        function.argtypes = [ctypes.c_int, ctypes.POINTER(Launch), ctypes.c_int]
+    return library
+
+
+def instruction_sets():
+    """Whether the processor has each instruction set that kernels were compiled for: {name: bool}, the best first."""
+    library, sets, number = _load(), {}, 0
+    while name := library.instruction_set(number):
+        sets[name.decode()] = bool(library.supported(number))
+        number += 1
+    return sets
+
+
+def _digest():
+    """Of the kernels' sources, as setup.py makes it."""
+    paths = sorted((kernel_dir() / "cpu").glob("*.[ch]"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def missing():
+    """Why there are no kernels for this process and what to do; "" if there are."""
+    if not PATH.is_file():
+        return ("its kernels were not compiled; install mpiattn where there is a C compiler, or, in a checkout, run "
+                f"{BUILD}")
+    if _load().sources_digest().decode() != _digest():
+        return f"its kernels were compiled from other sources than these; run {BUILD}"
+    sets, wanted = instruction_sets(), os.environ.get(VARIABLE)
+    if wanted and not sets.get(wanted):
+        return f"{VARIABLE} is {wanted}; on this processor it may be {', '.join(name for name in sets if sets[name])}"
+    return ""
+
+
+class Kernels:
+    """The kernels of one instruction set; `missing` must be ""."""
+
+    def __init__(self):
+        sets = instruction_sets()
+        self.name = os.environ.get(VARIABLE) or next(name for name in sets if sets[name])
+        self.version = f"{self.name} {_digest()[:12]}"
+        self._number, self._library = list(sets).index(self.name), _load()
+
+    def scratch_bytes(self, launch, backward):
+        """Bytes of scratch memory that a launch needs."""
+        return self._library.scratch_bytes(self._number, launch, backward)
+
+    def run(self, launch, backward):
+        """Run a launch; returns whether its `poll` stopped it."""
+        return bool(self._library.run(self._number, launch, backward))
