@@ -51,7 +51,8 @@ def window():
 
 def q():
     from mpiattn import MeshAttention
-    with MeshAttention(MPI.COMM_WORLD, seqlen=40, heads=2, head_dim=8, tile="qring", schedule="greedy") as plan:
+    with MeshAttention(MPI.COMM_WORLD, seqlen=40, heads=2, head_dim=8, tile="qring", schedule="greedy",
+                       backend="numpy") as plan:
         plan.forward(*np.ones((3, 1, len(plan.positions), 2, 8), np.float32))
 
 def cache():
@@ -70,8 +71,8 @@ for walk, names in WALKS.items():
         if MPI.COMM_WORLD.rank == 0 and not name.startswith(ELSEWHERE) and not codes(value) & ran:
             print(f"{walk} does not come to {name}")
 """
-# A protocol, which runs nothing, and what takes a GPU; these only have to exist.
-ELSEWHERE = ("mpiattn.backends.base.", "mpiattn.backends.cuda.")
+# A protocol, which runs nothing, and what takes a GPU or a C compiler; these only have to exist.
+ELSEWHERE = ("mpiattn.backends.base.", "mpiattn.backends.cuda.", "mpiattn.backends.cpu.")
 
 
 def test_support_matrix_is_what_the_code_takes():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from caller import caller, memory_like
 from dense import bits, draw_all
-from runs import agreed, check, my_chunks, on, problem_of, run, tiles
+from runs import OF_KERNELS, agreed, check, my_chunks, on, problem_of, run, tiles
 from test_decode import RINGS, Mirror
 from test_numbers import check_padding
 
@@ -161,6 +161,7 @@ def inputs_and_results(group, shape, backend):
 
 
 @on(2)
+@pytest.mark.skipif(not OF_KERNELS & set(BACKENDS), reason="these back ends read any")
 def test_a_cache_that_kernels_cannot_read(group):
     """All ranks are told when it is made: later a rank without keys would not find out."""
     for wrong, message in (({"dtype": "float64"}, "dtype is float64"), ({"head_dim": 300}, "head_dim is 300")):

@@ -92,7 +92,7 @@ def test_what_a_plan_says_of_itself(comm):
     plan = MeshAttention(comm, batch=2, seqlen=203, seqlen_k=31, heads=4, kv_heads=2, head_dim=8, value_dim=5,
                          causal=True, window=(9, None), tile="ring", layout="zigzag", schedule="greedy", route="ring")
     said = ("MeshAttention(batch 2, 203 x 31 tokens, 4 heads (2 KV) x 8 (5 of values), float32, causal in window 9,; "
-            f"tile 1x{comm.size}, zigzag layout, greedy schedule, ring route, numpy; open)")
+            f"tile 1x{comm.size}, zigzag layout, greedy schedule, ring route, {plan.backend}; open)")
     assert repr(plan) == said
     plan.close()
     assert repr(plan) == said.replace("open", "closed")
@@ -103,7 +103,7 @@ def test_what_a_cache_says_of_itself(comm):
     cache = KVCache(comm, capacity=100, sequences=2, kv_heads=2, head_dim=8, value_dim=5, dtype="float16", page_size=16)
     cache.append(np.zeros((2, 3, 2, 8), np.float16), np.zeros((2, 3, 2, 5), np.float16), counts=[3, 2])
     said = (f"KVCache(2 sequences, 5 of 100 tokens, 2 KV heads x 8 (5 of values), float16; {comm.size} ranks, "
-            "pages of 16, numpy; open)")
+            f"pages of 16, {cache.backend}; open)")
     assert repr(cache) == said
     cache.close()
     assert repr(cache) == said.replace("open", "closed")

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from dense import bits, draw, draw_all, expected, masks, wrong
-from runs import agreed, attend, check, my_chunks, on, problem_of, run, subcomm, tiles, use_schedule
+from runs import BACKENDS, agreed, attend, check, my_chunks, on, problem_of, run, subcomm, tiles, use_schedule
 from thinning import every
 
 from mpiattn import MeshAttention
@@ -132,7 +132,7 @@ def test_case_30_split_messages(comm, limit):
         for route in ("direct", "ring"):
             arguments = {**SHAPE, "seqlen": 19, "heads": 2, "kv_heads": 1, "head_dim": 2, "schedule": schedule,
                          "route": route, "tile": tiles(comm.size)[len(tiles(comm.size)) // 2]}
-            whole = check(comm, **arguments, backends=["numpy"])
+            whole = check(comm, **arguments, backends=BACKENDS[:1])
             split, *_ = run(comm, draw_all(problem_of(arguments)), **arguments, max_message=limit)
             assert bits(*whole) == bits(*split)
 

@@ -95,7 +95,7 @@ def test_measure(group, name):
 def test_machine_of_a_plan(comm, tmp_path_factory, monkeypatch):
     """Rank 0's store, variable and file decide, for all ranks; an argument goes before them."""
     def machine(**how):
-        with MeshAttention(comm, seqlen=16, heads=2, head_dim=8, **how) as plan:
+        with MeshAttention(comm, seqlen=16, heads=2, head_dim=8, **{"backend": "numpy", **how}) as plan:
             return plan.machine
     nodes = nodes_of(Job(comm).peers)
     assert len(nodes) == comm.size and nodes[0] == 0 and set(range(max(nodes) + 1)) == set(nodes)
