@@ -3,8 +3,9 @@
     python docs/support.py              # write them
     python docs/support.py --check      # exit code 1 if they are not what would be written
 
-A cell of a back end is the outcome of a small call on one rank.  The cells of `cuda` need no GPU: the call is made on a
-back end that refuses what the CUDA back end refuses before it launches anything, and computes with NumPy.
+A cell of a back end is the outcome of a small call on one rank.  `cpu` and `numpy` take the same; calls are made on the
+one that "auto" takes here.  The cells of `cuda` need no GPU: the call is made on a back end that refuses what the CUDA
+back end refuses before it launches anything, and computes with NumPy.
 """
 
 import argparse
@@ -113,10 +114,10 @@ def main():
 def tables():
     """Both tables as Markdown."""
     settle.make_backend = cache.make_backend = make_backend
-    outcomes = {name: [outcome(feature, backend, what) for backend in ("numpy", "cuda")
+    outcomes = {name: [outcome(feature, backend, what) for backend in ("auto", "cuda")
                        for what in ("forward", "backward", "decode")] for name, feature in FEATURES.items()}
     notes = sorted({why for cells in outcomes.values() for why in cells if why not in ("yes", "-")})
-    lines = ["", "| | numpy: forward | backward | decode | cuda: forward | backward | decode |", "|---" * 7 + "|"]
+    lines = ["", "| | cpu, numpy: forward | backward | decode | cuda: forward | backward | decode |", "|---" * 7 + "|"]
     for name, cells in outcomes.items():
         marks = [cell if cell in ("yes", "-") else f"no ({notes.index(cell) + 1})" for cell in cells]
         lines.append(f"| {name} | {' | '.join(marks)} |")

@@ -21,8 +21,8 @@ struct forward_work {
     real *row, *q, *acc, *score;                        // of one tile of rows
 };
 
-static int64_t forward_work(const struct launch *of, char *scratch, struct forward_work *work) {
-    char *at = scratch;
+static int64_t forward_work(const struct launch* of, char* scratch, struct forward_work* work) {
+    char* at = scratch;
     const long keys = least(rounded_up(most(of->keys, 1), NR), PANEL), width = rounded_up(of->value_dim, NR);
     work->pitch = keys;
     work->keys = take(&at, keys * of->head_dim * sizeof(real));
@@ -37,16 +37,16 @@ static int64_t forward_work(const struct launch *of, char *scratch, struct forwa
 }
 
 // Bytes of scratch memory of a thread, and of a launch.
-static int64_t thread_bytes(const struct launch *of) {
+static int64_t thread_bytes(const struct launch* of) {
     struct forward_work work;
     return forward_work(of, 0, &work);
 }
 
-static int64_t forward_bytes(const struct launch *of) { return thread_bytes(of) * of->threads; }
+static int64_t forward_bytes(const struct launch* of) { return thread_bytes(of) * of->threads; }
 
 // Turns the scores of one row, of the columns [start, stop), into weights relative to the largest score so far; `top`
 // is that, `total` the sum of weights.  Returns by how much earlier weights have shrunk.
-INLINE real weigh(long start, long stop, real *score, real *top, real *total) {
+INLINE real weigh(long start, long stop, real* score, real* top, real* total) {
     vec high = splat(-INFINITY), high2 = high;
     for (long j = start; j < stop; j += NR) {
         high = larger(load(score + j), high);
@@ -69,13 +69,14 @@ INLINE real weigh(long start, long stop, real *score, real *top, real *total) {
 }
 
 // Adds the values that are not finite, which the packed ones leave out, to the rows that see them.
-static void add_odd_values(const struct launch *of, struct forward_work *work, int kv_head, long key0,
-                           const struct rows *rows, long panel, long block, long width) {
+static void add_odd_values(const struct launch* of, struct forward_work* work, int kv_head, long key0,
+                           const struct rows* rows, long panel, long block, long width) {
     for (long n = 0; n < work->odd.count; n++) {
         const long key = work->odd.row[n];
         if (key < block || key >= block + BLOCK)
             continue;
-        read_row(of->element, of->v.data + (key0 + key) * of->v.token + kv_head * of->v.head, work->row, of->value_dim, 1);
+        read_row(of->element, of->v.data + (key0 + key) * of->v.token + kv_head * of->v.head, work->row, of->value_dim,
+                 1);
         for (long i = 0; i < MR; i++)
             if (rows->from[panel * MR + i] <= key && key < rows->to[panel * MR + i])
                 for (int c = 0; c < of->value_dim; c++)
@@ -84,9 +85,9 @@ static void add_odd_values(const struct launch *of, struct forward_work *work, i
 }
 
 // The rows of a tile with the packed keys, of which key0 is the first.
-static void forward_tile(struct job *job, int thread, struct forward_work *work, int kv_head, long key0,
-                         const struct rows *rows) {
-    const struct launch *of = job->of;
+static void forward_tile(struct job* job, int thread, struct forward_work* work, int kv_head, long key0,
+                         const struct rows* rows) {
+    const struct launch* of = job->of;
     const long width = rounded_up(of->value_dim, NR), panels = (rows->count + MR - 1) / MR;
     const int head_dim = of->head_dim;
     real top[MAX_ROWS], total[MAX_ROWS];
@@ -95,7 +96,7 @@ static void forward_tile(struct job *job, int thread, struct forward_work *work,
     for (long i = 0; i < panels * MR; i++) {
         top[i] = -INFINITY, total[i] = 0;
         if (rows->from[i] < rows->to[i]) {
-            top[i] = *(real *)row_at(of, &of->lse, kv_head, rows->first + i);
+            top[i] = *(real*)row_at(of, &of->lse, kv_head, rows->first + i);
             total[i] = top[i] != -INFINITY;             // out is normalised: its weights add up to 1, or to 0
             memcpy(work->acc + i * width, row_at(of, &of->out, kv_head, rows->first + i), of->value_dim * sizeof(real));
         }
@@ -111,7 +112,7 @@ static void forward_tile(struct job *job, int thread, struct forward_work *work,
                         work->score + j, BLOCK);
             const int masked = rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to;
             for (long i = panel * MR; i < (panel + 1) * MR; i++) {
-                real *score = work->score + (i - panel * MR) * BLOCK;
+                real* score = work->score + (i - panel * MR) * BLOCK;
                 if (of->softcap)
                     bend(of->softcap, from, to, score);
                 if (masked)
@@ -122,8 +123,8 @@ static void forward_tile(struct job *job, int thread, struct forward_work *work,
                         store(work->acc + i * width + c, load(work->acc + i * width + c) * decay);
             }
             for (long c = 0; c < width; c += NR)
-                product(1, work->score + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR, to - from,
-                        work->acc + panel * MR * width + c, width);
+                product(1, work->score + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR,
+                        to - from, work->acc + panel * MR * width + c, width);
             if (work->odd.count)
                 add_odd_values(of, work, kv_head, key0, rows, panel, block, width);
         }
@@ -132,17 +133,17 @@ static void forward_tile(struct job *job, int thread, struct forward_work *work,
     }
     for (long i = 0; i < rows->count; i++)
         if (rows->from[i] < rows->to[i]) {
-            real *out = (real *)row_at(of, &of->out, kv_head, rows->first + i);
+            real* out = (real*)row_at(of, &of->out, kv_head, rows->first + i);
             const real inverse = total[i] == 0 ? 0 : 1 / total[i];
             for (int c = 0; c < of->value_dim; c++)
                 out[c] = work->acc[i * width + c] * inverse;
-            *(real *)row_at(of, &of->lse, kv_head, rows->first + i) = top[i] + logarithm(total[i]);
+            *(real*)row_at(of, &of->lse, kv_head, rows->first + i) = top[i] + logarithm(total[i]);
         }
 }
 
 // Tiles of rows [first, last) of a KV head with all its keys.
-static void forward_rows(struct job *job, int thread, struct forward_work *work, int kv_head, long first, long last) {
-    const struct launch *of = job->of;
+static void forward_rows(struct job* job, int thread, struct forward_work* work, int kv_head, long first, long last) {
+    const struct launch* of = job->of;
     struct rows rows;
     for (long key = 0; key < of->keys; key += PANEL) {
         const long keys = least(of->keys - key, PANEL);
@@ -170,18 +171,18 @@ struct forward_pieces {
     int64_t bytes;                              // of a thread's scratch memory
 };
 
-static void forward_worker(struct job *job, int thread, void *with) {
-    const struct forward_pieces *pieces = with;
+static void forward_worker(struct job* job, int thread, void* with) {
+    const struct forward_pieces* pieces = with;
     struct forward_work work;
     forward_work(job->of, job->of->scratch + thread * pieces->bytes, &work);
     for (long piece; (piece = take_piece(job)) < pieces->of_head * job->of->kv_heads && !give_up(job, thread);) {
-        const long at = pieces->of_head - 1 - piece % pieces->of_head;      // the last rows, often with most keys, first
+        const long at = pieces->of_head - 1 - piece % pieces->of_head;  // the last rows, often with most keys, first
         forward_rows(job, thread, &work, piece / pieces->of_head, at * pieces->size,
                      least((at + 1) * pieces->size, pieces->tiles));
     }
 }
 
-static int32_t forward(const struct launch *of) {
+static int32_t forward(const struct launch* of) {
     struct job job;
     struct forward_pieces pieces;
     const long tiles = (rows_of(of) + MAX_ROWS - 1) / MAX_ROWS;

@@ -13,7 +13,7 @@
 enum element { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 
 struct array {
-    char *data;
+    char* data;
     int64_t token, head;                        // strides in bytes
 };
 
@@ -27,11 +27,11 @@ struct launch {
     struct array q, k, v, out, lse;             // lse: read and written forward, only read backward
     struct array dout, delta, dq, dk, dv;       // backward only
     int32_t (*poll)(double share);              // called between pieces of work, unless NULL; not 0: give up
-    char *scratch;                              // of at least the bytes that the kernel asks for
+    char* scratch;                              // of at least the bytes that the kernel asks for
 };
 
 // The kernels of one instruction set and one accumulation dtype.  They return 0, or 1 if `poll` said to give up.
 struct kernels {
-    int64_t (*forward_bytes)(const struct launch *), (*backward_bytes)(const struct launch *);
-    int32_t (*forward)(const struct launch *), (*backward)(const struct launch *);
+    int64_t (*forward_bytes)(const struct launch*), (*backward_bytes)(const struct launch*);
+    int32_t (*forward)(const struct launch*), (*backward)(const struct launch*);
 };

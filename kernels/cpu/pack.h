@@ -1,8 +1,8 @@
 // Copies of a tile's numbers in the order in which the micro-kernel reads them.
 //
 //     columns of a product, by key   [tile of NR keys][dim][NR]        for scores: a row of b is NR keys of one dim
-//     columns of a product, by dim   [tile of NR dims][pitch][NR]      for sums over keys: a row of b is NR dims of one key
-//     rows of a product              [panel of MR rows][dim][MR]
+//     columns of a product, by dim   [tile of NR dims][pitch][NR]      for sums over keys: a row of b is NR dims of one
+//     key rows of a product              [panel of MR rows][dim][MR]
 //
 // A row that is not finite is left out, as zeros, where its product with a masked weight of 0 would be NaN; its number
 // goes into a list, and `add_odd` adds what it gives to those that do see it.
@@ -15,25 +15,25 @@
 
 struct odd {
     long count;
-    int32_t *row;
+    int32_t* row;
 };
 
 // Scratch memory is taken from its start on, in whole cache lines.
-INLINE void *take(char **scratch, int64_t bytes) {
-    char *at = *scratch;
+INLINE void* take(char** scratch, int64_t bytes) {
+    char* at = *scratch;
     *scratch += rounded_up(bytes, 64);
     return at;
 }
 
 // Rows in the order of their dims, [dim][width], of the `count` rows in `row`; the others are zeros.
-INLINE void turn(const real *row, long pitch, int count, int dim, real *to, int width) {
+INLINE void turn(const real* row, long pitch, int count, int dim, real* to, int width) {
     for (int c = 0; c < dim; c++)
         for (int i = 0; i < width; i++)
             to[(long)c * width + i] = i < count ? row[i * pitch + c] : 0;
 }
 
 // One row into its place by dim: place is that of its first NR dims, `pitch` rows before that of the next.
-INLINE void spread(const real *row, int dim, long pitch, int odd, real *place) {
+INLINE void spread(const real* row, int dim, long pitch, int odd, real* place) {
     for (int c = 0; c < dim; c += NR) {
         const int count = odd ? 0 : least(dim - c, NR);
         memcpy(place + c * pitch, row + c, count * sizeof(real));
@@ -42,9 +42,9 @@ INLINE void spread(const real *row, int dim, long pitch, int odd, real *place) {
 }
 
 // Keys [first, first + count) of a KV head: by key if by_key is given, by dim if by_dim is.  row: NR * dim numbers.
-static void pack_keys(const struct launch *of, const struct array *array, int kv_head, int dim, long first, long count,
-                      real *row, real *by_key, real *by_dim, long pitch, struct odd *odd) {
-    const char *from = array->data + first * array->token + kv_head * array->head;
+static void pack_keys(const struct launch* of, const struct array* array, int kv_head, int dim, long first, long count,
+                      real* row, real* by_key, real* by_dim, long pitch, struct odd* odd) {
+    const char* from = array->data + first * array->token + kv_head * array->head;
     if (odd)
         odd->count = 0;
     for (long tile = 0; tile < count; tile += NR) {
@@ -67,14 +67,15 @@ static void pack_keys(const struct launch *of, const struct array *array, int kv
 }
 
 // The rows of a tile, times factor: in panels, and by dim if by_dim is given.  row: MR * dim numbers.
-static void pack_rows(const struct launch *of, const struct array *array, int kv_head, int dim, const struct rows *rows,
-                      real factor, real *row, real *panels, real *by_dim, long pitch, struct odd *odd) {
+static void pack_rows(const struct launch* of, const struct array* array, int kv_head, int dim, const struct rows* rows,
+                      real factor, real* row, real* panels, real* by_dim, long pitch, struct odd* odd) {
     if (odd)
         odd->count = 0;
     for (long first = 0; first < rows->count; first += MR) {
         const int count = least(rows->count - first, MR);
         for (int i = 0; i < count; i++)
-            read_row(of->element, row_at(of, array, kv_head, rows->first + first + i), row + (long)i * dim, dim, factor);
+            read_row(of->element, row_at(of, array, kv_head, rows->first + first + i), row + (long)i * dim, dim,
+                     factor);
         turn(row, dim, count, dim, panels + first * dim, MR);
         if (by_dim)
             for (int i = 0; i < MR; i++) {

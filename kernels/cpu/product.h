@@ -13,11 +13,9 @@
 // c[i][j] = (add ? c[i][j] : 0) + sum over p < count of a[i * row + p * step] * b[p * NR + j], for i < MR and j < NR.
 // b and c are aligned to a vector.  row and step are constants wherever this is called.  What is in c is added last, so
 // that a long sum is one of short ones and rounds less.
-INLINE void product(int add, const real *a, long row, long step, const real *b, long count, real *c, long pitch) {
+INLINE void product(int add, const real* a, long row, long step, const real* b, long count, real* c, long pitch) {
     vec sum[MR][2];
-    UNROLLED for (int i = 0; i < MR; i++)
-        for (int n = 0; n < 2; n++)
-            sum[i][n] = (vec){0};
+    UNROLLED for (int i = 0; i < MR; i++) for (int n = 0; n < 2; n++) sum[i][n] = (vec){0};
     for (long p = 0; p < count; p++) {
         const vec left = load(b), right = load(b + LANES);
         UNROLLED for (int i = 0; i < MR; i++) {
@@ -28,7 +26,6 @@ INLINE void product(int add, const real *a, long row, long step, const real *b, 
         a += step;
         b += NR;
     }
-    UNROLLED for (int i = 0; i < MR; i++)
-        for (int n = 0; n < 2; n++)
-            store(c + i * pitch + n * LANES, add ? load(c + i * pitch + n * LANES) + sum[i][n] : sum[i][n]);
+    UNROLLED for (int i = 0; i < MR; i++) for (int n = 0; n < 2; n++)
+        store(c + i * pitch + n * LANES, add ? load(c + i * pitch + n * LANES) + sum[i][n] : sum[i][n]);
 }

@@ -5,13 +5,15 @@
 
 #include "element.h"
 
-#define MAX_ROWS 192                            // of a tile
+#define MAX_ROWS 192  // of a tile
 
 struct rows {
-    long first, count;                          // of the rows of a KV head
-    long from[MAX_ROWS], to[MAX_ROWS];          // keys [from, to) that a row sees, relative to the keys in work; 0, 0: none
-    struct { long from, to, full_from, full_to; } panel[MAX_ROWS / MR];        // any row sees, and every row sees
-    long lowest, highest;                       // any row of the tile sees [lowest, highest)
+    long first, count;  // of the rows of a KV head
+    long from[MAX_ROWS], to[MAX_ROWS];  // keys [from, to) that a row sees, relative to the keys in work; 0, 0: none
+    struct {
+        long from, to, full_from, full_to;
+    } panel[MAX_ROWS / MR];  // any row sees, and every row sees
+    long lowest, highest;  // any row of the tile sees [lowest, highest)
 };
 
 INLINE long least(long x, long y) { return x < y ? x : y; }
@@ -19,16 +21,17 @@ INLINE long most(long x, long y) { return x > y ? x : y; }
 INLINE long rounded_up(long x, long step) { return (x + step - 1) / step * step; }
 
 // The rows of a KV head.
-INLINE long rows_of(const struct launch *of) { return of->tokens * (of->heads / of->kv_heads); }
+INLINE long rows_of(const struct launch* of) { return of->tokens * (of->heads / of->kv_heads); }
 
 // The address of row `row` of a KV head in an array.
-INLINE char *row_at(const struct launch *of, const struct array *array, int kv_head, long row) {
+INLINE char* row_at(const struct launch* of, const struct array* array, int kv_head, long row) {
     const long head = (long)kv_head * (of->heads / of->kv_heads) + row / of->tokens;
     return array->data + row % of->tokens * array->token + head * array->head;
 }
 
 // The rows from `first` on, and what they see of the keys [start, stop).
-static void look(const struct launch *of, int kv_head, long first, long count, long start, long stop, struct rows *rows) {
+static void look(const struct launch* of, int kv_head, long first, long count, long start, long stop,
+                 struct rows* rows) {
     rows->first = first, rows->count = count;
     rows->lowest = stop, rows->highest = 0;
     for (long panel = 0; panel * MR < count; panel++) {
@@ -55,7 +58,7 @@ static void look(const struct launch *of, int kv_head, long first, long count, l
 }
 
 // Sets to -inf what a row does not see of its scores of the columns [start, stop), which are the keys from `key` on.
-INLINE void hide(const struct rows *rows, long i, long key, long start, long stop, real *score) {
+INLINE void hide(const struct rows* rows, long i, long key, long start, long stop, real* score) {
     const integer from = rows->from[i] - key, to = rows->to[i] - key;
     ivec column;
     for (int lane = 0; lane < LANES; lane++)
@@ -65,7 +68,7 @@ INLINE void hide(const struct rows *rows, long i, long key, long start, long sto
 }
 
 // score = softcap * tanh(score / softcap)
-INLINE void bend(double softcap, long start, long stop, real *score) {
+INLINE void bend(double softcap, long start, long stop, real* score) {
     const real inverse = 1 / softcap, cap = softcap;
     for (long j = start; j < stop; j += LANES)
         store(score + j, hyperbolic_tangent(load(score + j) * inverse) * cap);

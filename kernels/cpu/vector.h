@@ -46,8 +46,8 @@ typedef integer ivec __attribute__((vector_size(VBYTES)));
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vec splat(real x) { return x - (vec){0}; }
-INLINE vec load(const real *from) { return *(const vec *)from; }
-INLINE void store(real *to, vec x) { *(vec *)to = x; }
+INLINE vec load(const real* from) { return *(const vec*)from; }
+INLINE void store(real* to, vec x) { *(vec*)to = x; }
 
 // x where mask is set (all bits of a lane), else y
 INLINE vec choose(ivec mask, vec x, vec y) { return (vec)((mask & (ivec)x) | (~mask & (ivec)y)); }
@@ -119,7 +119,8 @@ INLINE vec exponential(vec x) {
     const vec r = (inside - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
     const vec z = r * r;                                                   // the rational function of Cephes
     const vec p = r * ((1.26177193074810590878e-4 * z + 3.02994407707441961300e-2) * z + 1.0);
-    const vec q = ((3.00198505138664455042e-6 * z + 2.52448340349684104192e-3) * z + 2.27265548208155028766e-1) * z + 2.0;
+    const vec q =
+        ((3.00198505138664455042e-6 * z + 2.52448340349684104192e-3) * z + 2.27265548208155028766e-1) * z + 2.0;
     const vec e = 1.0 + 2.0 * p / (q - p);
     const vec power = (vec)(((ivec)rounded << 52) + 0x3ff0000000000000);
     return (vec)((ivec)(e * power) & ~(inside <= LOWEST));
@@ -132,8 +133,8 @@ INLINE vec limited(vec x) { return smaller(splat(HIGHEST), x); }
 INLINE vec hyperbolic_tangent(vec x) {
     const vec z = x * x, size = larger(-x, x);
 #if REAL_BYTES == 4
-    const vec p = (((-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f) * z + 1.33314422036e-1f) * z
-                  - 3.33332819422e-1f;
+    const vec p = (((-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f) * z + 1.33314422036e-1f) * z -
+                  3.33332819422e-1f;
     const vec small = x + x * z * p;
 #else
     const vec p = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3;

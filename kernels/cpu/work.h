@@ -1,8 +1,8 @@
 // How a launch is shared out to threads, and how its caller is asked meanwhile.
 //
-// Pieces of work are taken in turn by whichever thread is free.  No result depends on who does what: a piece writes what
-// no other does, or waits for its turn.  Threads live as long as a launch; the calling thread is number 0, and it alone
-// asks the caller, about every half millisecond.
+// Pieces of work are taken in turn by whichever thread is free.  No result depends on who does what: a piece writes
+// what no other does, or waits for its turn.  Threads live as long as a launch; the calling thread is number 0, and it
+// alone asks the caller, about every half millisecond.
 
 #pragma once
 
@@ -17,20 +17,20 @@
 #define MOST_THREADS 256
 
 struct job {
-    const struct launch *of;
+    const struct launch* of;
     long next;                                  // piece of work that is not yet taken
     int64_t done, all;                          // how far the launch is
     int stopped, busy;                          // whether the caller wants no more; threads at work
     int64_t asked;                              // when the caller was
 };
 
-typedef void (*worker)(struct job *job, int thread, void *with);
+typedef void (*worker)(struct job* job, int thread, void* with);
 
 struct thread {
-    struct job *job;
+    struct job* job;
     int number;
     worker work;
-    void *with;
+    void* with;
     pthread_t id;
 };
 
@@ -40,16 +40,16 @@ static int64_t now(void) {
     return time.tv_sec * (int64_t)1000000000 + time.tv_nsec;
 }
 
-static void begin_job(struct job *job, const struct launch *of, int64_t all) {
+static void begin_job(struct job* job, const struct launch* of, int64_t all) {
     *job = (struct job){.of = of, .all = all, .asked = of->poll ? now() : 0};
 }
 
-static long take_piece(struct job *job) { return __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED); }
+static long take_piece(struct job* job) { return __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED); }
 
-static void count_done(struct job *job, int64_t share) { __atomic_fetch_add(&job->done, share, __ATOMIC_RELAXED); }
+static void count_done(struct job* job, int64_t share) { __atomic_fetch_add(&job->done, share, __ATOMIC_RELAXED); }
 
 // Asks the caller, if this is its thread and it is time; returns whether it wants no more.
-static int give_up(struct job *job, int thread) {
+static int give_up(struct job* job, int thread) {
     if (thread == 0 && job->of->poll && !job->stopped) {
         const int64_t time = now();
         if (time - job->asked >= NANOSECONDS) {
@@ -61,15 +61,15 @@ static int give_up(struct job *job, int thread) {
     return __atomic_load_n(&job->stopped, __ATOMIC_RELAXED);
 }
 
-static void *run_thread(void *argument) {
-    struct thread *thread = argument;
+static void* run_thread(void* argument) {
+    struct thread* thread = argument;
     thread->work(thread->job, thread->number, thread->with);
     __atomic_fetch_sub(&thread->job->busy, 1, __ATOMIC_RELEASE);
     return 0;
 }
 
 // Runs `work` in that many threads until all return; returns whether the caller wants no more.
-static int in_threads(struct job *job, int threads, worker work, void *with) {
+static int in_threads(struct job* job, int threads, worker work, void* with) {
     struct thread thread[MOST_THREADS];
     int started = 1;
     job->next = 0, job->busy = threads - 1;
@@ -91,7 +91,7 @@ static int in_threads(struct job *job, int threads, worker work, void *with) {
 }
 
 // Threads for so many floating-point operations in so many pieces, of those that the launch may have.
-static int threads_for(const struct launch *of, double operations, long pieces) {
+static int threads_for(const struct launch* of, double operations, long pieces) {
     double threads = operations / LEAST_WORK;
     threads = threads < pieces ? threads : pieces;
     threads = threads < of->threads ? threads : of->threads;

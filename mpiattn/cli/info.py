@@ -57,7 +57,7 @@ def _run(job, args):
             data = {"versions": installation.versions(), "blas": installation.blas(),
                     "mpi": installation.mpi(comm), "hosts": facts_of_hosts,
                     "processor": host.processor(), "machine": _machine(nodes),
-                    "backends": backends.usages(), "kernels": _kernels()}
+                    "backends": backends.missing(), "kernels": _kernels()}
             if args.json:
                 write_json(args.json, data)
     if data and args.json != "-":
@@ -155,5 +155,8 @@ def _lines(data):
                                      f"CUDA devices: {devices}")
     yield "processor", data["processor"]
     yield "machine", data["machine"]["from"]
-    yield "back ends", ", ".join(data["backends"])
+    yield "back ends", ", ".join(usage for usage, why in data["backends"].items() if not why)
+    for usage, why in data["backends"].items():
+        if why:
+            yield f"  not {usage}", why
     yield "kernel sources", data["kernels"]
