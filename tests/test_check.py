@@ -10,6 +10,7 @@ import time
 
 import launch
 import pytest
+from thinning import every
 
 from mpiattn.system import host
 from mpiattn.system.gpu_probe import SENDING, probe
@@ -38,7 +39,7 @@ def check(n, *arguments, spoil=None, code=0, command=CHECK, **options):
     return {item["name"]: item for item in data["items"]}, data, outcome
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("n", every(3, zip([4, 1, 2, 5])))
 def test_passes_here(tmp_path, n):
     text = launch.mpirun(n, [*CHECK, "--folder", tmp_path, "--json", tmp_path / "check.json"], timeout=120).stdout
     data = json.loads((tmp_path / "check.json").read_text())

@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 from launch import mpirun
+from thinning import every
 
 BENCH = [sys.executable, "-m", "mpiattn", "bench", "--seqlen", "130", "--heads", "4", "--head-dim", "16", "--runs", "2"]
 
@@ -15,6 +16,7 @@ def bench(n, *options, **how):
     return mpirun(n, [*BENCH, *options], **how)
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path):
     """Two sizes, every tile, both schedules and routes, with and without overlap, forward and backward."""
     outcome = bench(4, "--seqlen", "130", "67", "--kv-heads", "2", "--causal", "--layout", "zigzag", "--direction",
@@ -137,14 +139,14 @@ def test_wrong_decoding_is_not_measured():
     assert outcome.stderr.count("results differ from float64 attention by") == 1 and "Traceback" not in outcome.stderr
 
 
-@pytest.mark.parametrize("options, message", [
+@pytest.mark.parametrize("options, message", every(2, [
     (["--runs", "0"], "--runs is 0"), (["--tile", "3x1"], "tile is 3x1"), (["--seqlen", "0"], "seqlen is 0"),
     (["--kv-heads", "3"], "kv_heads is 3"), (["--hdf5", "/nowhere/b.h5"], "--hdf5 is '/nowhere/b.h5'"),
     (["--tile", "ring", "--route", "ring", "--wire-dtype", "float16"], "wire_dtype is 'float16'"),
     (["--queries", "3"], "--queries is 3; it has no meaning without --decode"),
     (["--decode", "--tile", "ring"], "--tile is ['ring']; it has no meaning with --decode"),
     (["--decode", "--queries", "0"], "--queries is 0"), (["--decode", "--seqlen", "9", "0"], "--seqlen is 0"),
-    (["--decode", "--kv-heads", "3"], "kv_heads is 3")])
+    (["--decode", "--kv-heads", "3"], "kv_heads is 3")]))
 def test_errors(options, message):
     outcome = bench(2, *options, check=False)
     assert outcome.returncode and outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr

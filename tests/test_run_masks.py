@@ -58,7 +58,7 @@ CUTS, CUTS_K = [0, 20, 21, 60], [3, 40, 55, 101]
 EACH = [[0, 30, 50, 67], [5, 5, 60, 66]]
 
 
-@pytest.mark.parametrize("kind", ["dataset", "npy", "text", "a line each", "one a line", "of keys"])
+@pytest.mark.parametrize("kind", every(3, zip(["dataset", "npy", "text", "a line each", "one a line", "of keys"])))
 def test_documents(tmp_path, kind):
     text, seqlen_k = tmp_path / "documents", 101 if kind == "of keys" else 67
     nested = kind in ("npy", "a line each")
@@ -140,7 +140,8 @@ def test_nothing_to_see(tmp_path):
     assert_right(source, tmp_path / "out.h5", cu_seqlens=[0, 0], backward=True)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("greedy", marks=pytest.mark.slow), "collective"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["greedy", "collective"])
 def test_memory_is_what_was_planned(tmp_path, schedule):
     """Peak memory of every rank, interpreter and libraries included: nbytes within 10 % and 80 MB."""
     source = write_input(tmp_path / "in.h5", seqlen=1024, heads=32, kv_heads=32, head_dim=64, backward=True)
@@ -151,7 +152,7 @@ def test_memory_is_what_was_planned(tmp_path, schedule):
         assert rank["peak_bytes"] <= 1.1 * rank["nbytes"] + 80e6
 
 
-@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("name", every(3, zip(["dq", "dk", "dv"])))
 def test_verify_fails_on_a_wrong_gradient(tmp_path, name):
     """One element that is off on its way to the file: exit code 1, the size of the error, no OUT."""
     source = write_input(tmp_path / "in.h5", backward=True)

@@ -134,7 +134,7 @@ def test_check(submit, nodes, per_node):
     assert "0 FAIL" in job.log
 
 
-@pytest.mark.parametrize("script, arguments, site, variables, message", [
+@pytest.mark.parametrize("script, arguments, site, variables, message", every(2, [
     ("run", ["no.h5", "out.h5"], "", {}, "no file 'no.h5' that"),
     ("run", ["in.h5"], "", {}, "usage: sbatch slurm/run.sbatch IN.h5 OUT.h5"),
     ("run", ["in.h5", "--causal"], "", {}, "usage: "),
@@ -147,7 +147,7 @@ def test_check(submit, nodes, per_node):
     ("check", [], "python3() { return 1; }\n", {}, "has no mpiattn: activate its environment in slurm/env.sh"),
     ("check", [], SRUN + "srun() { echo none; }\n", {}, "or set MPIATTN_LAUNCH, in slurm/env.sh"),
     ("check", [], 'python3() { [ "$1" = -c ]; }\n', {}, "mpi4py can't load its MPI, see above"),
-])
+]))
 def test_clear_errors(submit, tmp_path, script, arguments, site, variables, message):
     """Said before any rank is started, and the job has failed."""
     before = set(tmp_path.iterdir())
