@@ -59,8 +59,8 @@ class Entry:
 
 
 REGISTRY = {entry.name: entry for entry in (
-    Entry("cpu", "cpu.backend:CpuBackend", "compiled, on the cores of each rank", tests=False),
     Entry("numpy", "numpy.backend:NumpyBackend", "on the cores of each rank", tests=False),
+    Entry("cpu", "cpu.backend:CpuBackend", "compiled, on the cores of each rank", tests=False),
     Entry("cuda", "cuda.backend:CudaBackend", "on a GPU of each rank", device="cuda", tests=False),
     Entry("deferred", "testing.deferred:DeferredBackend", "late on purpose"),
     Entry("emulated", "testing.emulated:EmulatedBackend", "the CUDA kernels on the CPU"),
@@ -68,7 +68,7 @@ REGISTRY = {entry.name: entry for entry in (
     Entry("paced", "testing.paced:PacedBackend", "which emulates slower compute by sleeping, and looks for messages "
           "every 2 or so many milliseconds", parameters=":GFLOPS[:MS]"))}
 # The back ends that "auto" tries, best first.
-AUTO = ("cpu", "numpy")
+AUTO = ("numpy",)
 
 
 def usages(**properties: object) -> list[str]:
