@@ -26,6 +26,7 @@ def test_commands(tmp_path, kernels):
     """From file to file, verified."""
     source = write_input(tmp_path / "in.h5", seqlen=131, batch=2, dtype="bfloat16", backward=True)
     outcome = mpirun(3, [sys.executable, "-m", "mpiattn", "run", source, tmp_path / "out.h5", "--backward", "--verify",
-                         "--causal", "--backend", "cpu"], timeout=120, env={library.VARIABLE: kernels} if kernels else {})
+                         "--causal", "--backend", "cpu"], timeout=120,
+                     env={library.VARIABLE: kernels} if kernels else {})
     assert "passed" in outcome.stdout and "cpu back end" in outcome.stdout
     assert_right(source, tmp_path / "out.h5", True, None, 3e-2, True)
