@@ -1,7 +1,7 @@
 """Package metadata; kernels, tests and Slurm's scripts are laid into the package as mpiattn/kernels and so on.
 
 The CPU kernels are compiled into mpiattn/backends/cpu/_kernels.so, a plain library.  Without a C compiler the rest is
-installed, and blocks are computed by NumPy.  `python setup.py build_ext --inplace` compiles them in a checkout.
+installed, without the back end `cpu`.  `python setup.py build_ext --inplace` compiles them in a checkout.
 """
 
 import hashlib
@@ -44,6 +44,7 @@ class BuildKernels(build_ext):
     def get_ext_filename(self, fullname):
         """No name of a Python extension, which this is not."""
         return fullname.replace(".", "/") + ".so"
+
 
 version = re.search(r'__version__ = "(.+)"', (here / "mpiattn" / "__init__.py").read_text())[1]
 

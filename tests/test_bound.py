@@ -73,10 +73,10 @@ def play(schedule, activity):
         for rank in ranks:
             for transfer in steps[rank][number].transfers:
                 for hop in filter(lambda hop: hop.send, transfer.hops):
-                    what = held[rank][transfer.kind, hop.send.chunk]
+                    content = held[rank][transfer.kind, hop.send.chunk]
                     if transfer.kind not in GATHERED:
                         del held[rank][transfer.kind, hop.send.chunk]
-                    under_way.setdefault((transfer.kind, rank, hop.send.peer), deque()).append(what)
+                    under_way.setdefault((transfer.kind, rank, hop.send.peer), deque()).append(content)
                     sent[rank].setdefault(transfer.kind, []).append(hop.send.chunk)
         for rank in ranks:
             for q, kv in steps[rank][number].blocks:
@@ -89,14 +89,14 @@ def play(schedule, activity):
         for rank in ranks:
             for transfer in steps[rank][number].transfers:
                 for hop in filter(lambda hop: hop.receive, transfer.hops):
-                    what = under_way[transfer.kind, hop.receive.peer, rank].popleft()
+                    content = under_way[transfer.kind, hop.receive.peer, rank].popleft()
                     if transfer.kind in GATHERED:
-                        assert what == hop.receive.chunk
-                        held[rank][transfer.kind, what] = what
+                        assert content == hop.receive.chunk
+                        held[rank][transfer.kind, content] = content
                     else:
                         partial = accumulator(rank, transfer.kind, hop.receive.chunk)
-                        assert not partial & what
-                        partial |= what
+                        assert not partial & content
+                        partial |= content
     assert not any(under_way.values())
     return [{kind: accumulator(rank, kind, rank) for kind in REDUCED[schedule.direction]} for rank in ranks], sent
 

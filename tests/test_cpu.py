@@ -255,14 +255,14 @@ def large(dtype, heads=8, kv_heads=4, mask=MASKS["causal"]):
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_threads_change_no_bit(backend, monkeypatch, kv_heads):
     """Neither with more KV heads than threads nor with fewer; a single one has its rows and keys shared out."""
-    arguments, found = large("float32", 4, kv_heads), set()
+    arguments, results = large("float32", 4, kv_heads), set()
     for threads in (1, 2, 3, 5, 1):
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         made = backends.get("cpu")
         assert made.threads == threads
-        found.add(both_ways(made, arguments))
+        results.add(both_ways(made, arguments))
         made.close()
-    assert len(found) == 1
+    assert len(results) == 1
 
 
 def test_every_launch_asks(backend):
@@ -306,7 +306,7 @@ def test_as_accurate_as_numpy(backend, dtype):
             *gradient_reference(arguments, 0.125, None)[0])
     for on in (numpy, backend):
         got = *attend(on, arguments[0], *arguments[4:], 0.125), *gradients(on, arguments, 0.125)
-        errors.append([np.sqrt(np.mean((one - ref) ** 2)) for one, ref in zip(got, refs)])
+        errors.append([np.sqrt(np.mean((result - ref) ** 2)) for result, ref in zip(got, refs)])
     assert all(own <= 1.5 * other for other, own in zip(*errors)), errors
 
 

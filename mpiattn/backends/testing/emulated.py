@@ -68,23 +68,23 @@ def _in_turn(path):
         yield
 
 
-def _compiled(name, what, *arguments):
+def _compiled(name, source, *arguments):
     """The path of a file in the cache, compiled into it with these arguments if it is not there."""
     target = cache_dir() / name
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         with _in_turn(target.with_suffix(".lock")):                        # one rank compiles for all
             if not target.is_file():
-                _compile(target, what, *arguments)
+                _compile(target, source, *arguments)
     return target
 
 
-def _compile(target, what, *arguments):
+def _compile(target, source, *arguments):
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:         # ranks on other hosts may compile the same
         made = Path(folder) / target.name
         done = subprocess.run([compiler(), *OPTIONS, *arguments, "-o", made], capture_output=True, text=True)
         if done.returncode:
-            raise MpiattnError(f"{what} does not compile for the CPU:\n{done.stderr}")
+            raise MpiattnError(f"{source} does not compile for the CPU:\n{done.stderr}")
         made.replace(target)
 
 
