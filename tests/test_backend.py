@@ -307,7 +307,7 @@ def test_deferred_catches_what_a_gpu_would():
 
 def test_names():
     assert [backends.get(name).name for name in ("numpy", "deferred", "auto")] == ["numpy", "deferred", "numpy"]
-    with pytest.raises(ValueError, match="backend is 'abacus'; it may be auto, cpu, numpy"):
+    with pytest.raises(ValueError, match="backend is 'abacus'; it may be auto, numpy, cpu, cuda"):
         backends.get("abacus")
 
 
