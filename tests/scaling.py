@@ -17,14 +17,12 @@ run meanwhile.  Takes what tests/netcluster.py takes.
 
 import argparse
 import json
-import subprocess
 import sys
 from itertools import product
-from pathlib import Path
-from typing import NamedTuple
 
 import netcluster
 import numpy as np
+from scaling_lab import GQA, MHA, PAYLOAD, TIMEOUT, Lab, Setting, bound, find, kilobits, seconds
 
 from mpiattn.model import search
 from mpiattn.model.machine import load
@@ -33,135 +31,10 @@ from mpiattn.schedule.tile import parse_tile
 from mpiattn.schedule.tile import tiles as every_tile
 from mpiattn.schedule.travels import mean_sent
 
-PAYLOAD = 0.94             # share of a card's rate that is left for messages, as tests/netcluster.py says
-LATENCY = 1e-3             # seconds of a message between two of such hosts, which share two cores
-LAUNCH = 1e-3              # seconds of a block besides its work: waking up on a shared core
 MOST = 5                   # times the bytes of the tile that sends least, of those that are measured in `auto`
-TIMEOUT = 3600             # seconds of a launch
 TOKENS = 16                # of a rank in `decode`
 NAP = 6                    # milliseconds between two looks for messages there
-WIRE = 4                   # bytes of an element that travels, float32
 RING_WAITS, OFF = 0.91, 0.015       # the share of Ring's time that it waits in `mesh`, and how far it may be off
-
-
-class Heads(NamedTuple):
-    """Few of them, for NumPy takes a while for each."""
-
-    name: str
-    q: int
-    kv: int
-    dim: int
-
-    def block_flops(self, chunk):
-        """Operations of a block of `chunk` queries and keys."""
-        return 4 * self.q * self.dim * chunk ** 2
-
-    def hop_bytes(self, chunk):
-        """Bytes of a hop of Ring: keys and values of a chunk."""
-        return 2 * self.kv * self.dim * WIRE * chunk
-
-
-MHA, GQA = Heads("MHA", 1, 1, 512), Heads("GQA 8:1", 8, 1, 64)
-
-
-class Setting(NamedTuple):
-    """Hosts of one rank each, the rate of their cards in bytes a second, Gflop/s of each, and tokens of each."""
-
-    hosts: int
-    rate: float
-    gflops: float
-    chunk: int
-    heads: Heads = MHA
-
-    def __str__(self):
-        return (f"{self.hosts} hosts of {self.gflops:.3g} Gflop/s (emulated compute) at {self.rate * 8e-6:g} Mb/s, "
-                f"{self.heads.name}, {self.hosts * self.chunk} tokens")
-
-    def machine(self):
-        """What `mpiattn bench` has to reckon with."""
-        link = {"latency": LATENCY, "bandwidth": PAYLOAD * self.rate, "overlap": 1.0}
-        return {"name": "shaped hosts", "inside": link, "between": link, "flops": {"float32": self.gflops * 1e9},
-                "launch": LAUNCH, "assumes": f"{PAYLOAD:.0%} of the rate of the cards"}
-
-
-def kilobits(rate):
-    """Bytes a second as `tc` writes a rate."""
-    return f"{rate * 8e-3:.0f}kbit"
-
-
-class Lab:
-    """Launches benchmarks, keeps what they say, and judges claims."""
-
-    def __init__(self, folder, runs):
-        self.folder, self.runs, self.claims, self.launches = Path(folder), runs, [], 0
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def bench(self, name, setting, *options, hosts=None, runs=None, warmup=1, machine=None):
-        """What `mpiattn bench --json` says of a setting; hosts: that are up, machine: that was measured, if any."""
-        if hosts is None:
-            with netcluster.Hosts(setting.hosts, kilobits(setting.rate)) as hosts:
-                return self.bench(name, setting, *options, hosts=hosts, runs=runs, warmup=warmup, machine=machine)
-        heads = setting.heads
-        if machine is None:
-            machine = self.folder / "machine.json"
-            machine.write_text(json.dumps(setting.machine()))
-        print(f"{name}: {setting}", flush=True)
-        data = self.launch(name, hosts, {**setting._asdict(), "heads": heads._asdict()}, "--seqlen",
-                           setting.hosts * setting.chunk, "--heads", heads.q, "--kv-heads", heads.kv, "--head-dim",
-                           heads.dim, "--backend", f"paced:{setting.gflops:.6g}", "--machine", machine, "--runs",
-                           runs or self.runs, "--warmup", warmup, *options)
-        for case in data["cases"]:
-            self._show(case, setting)
-        return data
-
-    def launch(self, name, hosts, setting, *options):
-        """What `mpiattn bench --json` says on all ranks of hosts; kept in a file with the setting."""
-        command = [sys.executable, "-m", "mpiattn", "bench", *options, "--json", "-"]
-        try:
-            outcome = hosts.mpirun(hosts.count * hosts.per_host, list(map(str, command)), timeout=TIMEOUT)
-        except subprocess.CalledProcessError as error:
-            sys.exit(f"{name} failed:\n{error.stdout}\n{error.stderr}")
-        data = json.loads(outcome.stdout)
-        self.launches += 1
-        kept = {"experiment": name, "setting": setting, **data}
-        (self.folder / f"{self.launches:02}-{name}.json").write_text(json.dumps(kept, indent=1))
-        return data
-
-    def _show(self, case, setting):
-        note = "" if case["overlap"] else ", apart"
-        for name, measured in case["passes"].items():
-            took = measured["seconds"]
-            print(f"  {case['asked']['tile']:>5} {case['tile']:>5} {case['schedule']:>10}{note} {name:>8}: "
-                  f"{took['median']:7.3f} s ({took['min']:.3f} - {took['max']:.3f}), "
-                  f"{took['median'] / bound(measured, setting):.3f} of its bound, waits "
-                  f"{measured['waiting']['mean']:.1%}, {measured['sent_bytes']['mean'] / 2**20:.2f} MiB"
-                  f"{'' if measured['counted'] else ' NOT AS BY THE FORMULA'}", flush=True)
-            self.claim(f"{case['tile']} {name} sends what the formula says", measured["counted"], 1, 1)
-
-    def claim(self, text, value, low=float("-inf"), high=float("inf")):
-        """Judge a number by its limits."""
-        right = low <= value <= high
-        self.claims.append(right)
-        if (low, high) != (1, 1) or not right:
-            limits = " and ".join([f"at least {low:g}"] * (low > float("-inf")) + [f"at most {high:g}"] * (
-                high < float("inf")))
-            print(f"  {'holds' if right else 'FAILS'}: {text}: {value:.3f}, {limits}", flush=True)
-
-
-def bound(figures, setting):
-    """Seconds that a pass takes at least: its bytes over the cards' rate, or its blocks."""
-    return max(figures["sent_bytes"]["max"] / setting.rate, figures["ideal_seconds"])
-
-
-def find(data, tile=None, schedule=None, overlap=True):
-    """The passes of the case that was asked for so; None: whatever."""
-    return next(case["passes"] for case in data["cases"] if tile in (None, case["asked"]["tile"])
-                and schedule in (None, case["asked"]["schedule"]) and case["overlap"] == overlap)
-
-
-def seconds(passes, name="forward"):
-    """Median seconds of a pass."""
-    return passes[name]["seconds"]["median"]
 
 
 def mesh(lab, hosts):

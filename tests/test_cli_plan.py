@@ -11,7 +11,7 @@ import launch
 import pytest
 
 from mpiattn.cli import main
-from mpiattn.cli.plan import picture
+from mpiattn.cli.mesh_picture import picture
 from mpiattn.console.json_file import write_json
 from mpiattn.errors import FileError
 from mpiattn.model import cost, search

@@ -128,11 +128,11 @@ class MeshAttention(Described, Distributed):
             shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
                      "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
                      "window": window, "softcap": softcap, "wire_dtype": wire_dtype, "prefix": prefix,
-                     "causal_block": causal_block}
+                     "causal_block": causal_block}  # fmt: skip
             self._asked = shape, {
                 "tile": tile, "layout": layout, "schedule": schedule, "route": route, "direction": direction,
                 "backend": backend, "transport": transport, "max_message": max_message, "max_memory": max_memory,
-                "machine": machine, "overlap": overlap, "timeout": timeout}
+                "machine": machine, "overlap": overlap, "timeout": timeout}  # fmt: skip
             self._plan, self._backend = settle(home, peers, *self._asked)
             self._mesh = home.mesh(peers, self._plan.choice.tile, self._plan.order)
             with agreement(peers):                    # out of memory on one rank must not hang the others
