@@ -6,7 +6,7 @@ begins as NaN, and becomes NaN again before the last that its stream had to do w
 work of those who had it before; what is freed becomes NaN in its turn on that stream, as CuPy's pool may give it to the
 next who asks there.  Kernels are the emulation's.  So a missing event shows as a wrong result.
 
-`install` puts it in CuPy's place; test_fake_cupy.py compares its names and arguments with CuPy's, where that is installed.
+`install` puts it in CuPy's place; test_fake_cupy.py compares its names and arguments with CuPy's.
 """
 
 import collections

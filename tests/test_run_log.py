@@ -71,7 +71,8 @@ def test_more_threads_than_cores(tmp_path):
                               "leaves them 1 of 8 cores (Open MPI: mpiexec --bind-to none; Slurm: --cpus-per-task), or "
                               "set OMP_NUM_THREADS=1"),
     ([Host("a", 4, 4, 2, 2)],
-     "4 ranks on a have 4 threads for 2 cores, which can make it many times slower: take no more than 2 ranks a host"),
+     "4 ranks on a have 4 threads for 2 cores, which can make it many times slower: "
+     "take no more than 2 ranks a host"),
 ])
 def test_crowded(monkeypatch, hosts, said):
     for name in mpiattn.system.host.BLAS_VARIABLES:

@@ -126,3 +126,23 @@ class Distributed(Collective):
 
     def _layout(self, keys: bool) -> Layout:
         return self.k_layout if keys else self.q_layout
+
+    def give(self, array: np.ndarray) -> Array:
+        """A NumPy array as the back end's array, for `forward` and `backward`.
+
+        Parameters
+        ----------
+        array : NumPy array of any shape and dtype
+
+        Returns
+        -------
+        array
+            With "cuda" a CuPy array on this rank's GPU, else the array itself.
+
+        Raises
+        ------
+        ArgumentError, MpiattnError
+            On this rank only: the plan is closed, or a call on its communicator did not end.
+        """
+        self._check_open()
+        return self._backend.give(array)

@@ -293,33 +293,13 @@ class MeshAttention(Described, Distributed):
                 return *results.returned(q), *as_given(q, self._backend.give(dsinks))
         return results.returned(q)
 
-    def give(self, array: np.ndarray) -> Array:
-        """A NumPy array as the back end's array, for `forward` and `backward`.
-
-        Parameters
-        ----------
-        array : NumPy array of any shape and dtype
-
-        Returns
-        -------
-        array
-            With "cuda" a CuPy array on this rank's GPU, else the array itself.
-
-        Raises
-        ------
-        ArgumentError, MpiattnError
-            On this rank only: the plan is closed, or a call on its communicator did not end.
-        """
-        self._check_open()
-        return self._backend.give(array)
-
     def drain(self) -> None:
         """Wait until results are complete: with "cuda", calls return as soon as all work is launched.
 
         Raises
         ------
         ArgumentError, MpiattnError
-            As in `give`.
+            On this rank only: the plan is closed, or a call on its communicator did not end.
         """
         self._check_open()
         self._backend.drain()
