@@ -20,8 +20,7 @@ FLAGS = ["-O3", "-g0", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-
 # The compiler's options for every instruction set; each gets the same sources.
 SETS = {"plain": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    SETS |= {"avx2": ["-mavx2", "-mfma"],
-             "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
+    SETS |= {"avx2": ["-mavx2", "-mfma"], "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
 REAL_BYTES = {"float": 4, "double": 8}
 
 
@@ -30,14 +29,24 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext):
         """Compile and link; CompileError or LinkError if that fails."""
+
         def compiled(part):
             source, name, macros, options = part
-            return self.compiler.compile([f"kernels/cpu/{source}"], f"{self.build_temp}/{name}", macros,
-                                         extra_postargs=[*FLAGS, *options], depends=SOURCES)
+            return self.compiler.compile(
+                [f"kernels/cpu/{source}"],
+                f"{self.build_temp}/{name}",
+                macros,
+                extra_postargs=[*FLAGS, *options],
+                depends=SOURCES,
+            )
+
         parts = [("choose.c", "choose", [("DIGEST", f'"{DIGEST}"'), *((f"WITH_{name}", "1") for name in SETS)], [])]
-        parts += [("kernels.c", f"{name}_{real}", [("TABLE", f"{name}_{real}"), ("REAL_BYTES", str(size))], options)
-                  for name, options in SETS.items() for real, size in REAL_BYTES.items()]
-        with ThreadPoolExecutor() as pool:                   # a compiler takes seconds for each
+        parts += [
+            ("kernels.c", f"{name}_{real}", [("TABLE", f"{name}_{real}"), ("REAL_BYTES", str(size))], options)
+            for name, options in SETS.items()
+            for real, size in REAL_BYTES.items()
+        ]
+        with ThreadPoolExecutor() as pool:  # a compiler takes seconds for each
             objects = [made for some in pool.map(compiled, parts) for made in some]
         self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), libraries=["m"])
 
@@ -56,14 +65,22 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=[*find_packages(include=["mpiattn", "mpiattn.*"]), "mpiattn.kernels", "mpiattn.tests",
-              "mpiattn.tests.mpi", "mpiattn.tests.gpu", "mpiattn.slurm"],
+    packages=[
+        *find_packages(include=["mpiattn", "mpiattn.*"]),
+        "mpiattn.kernels",
+        "mpiattn.tests",
+        "mpiattn.tests.mpi",
+        "mpiattn.tests.gpu",
+        "mpiattn.slurm",
+    ],
     package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests", "mpiattn.slurm": "slurm"},
     ext_modules=[Extension("mpiattn.backends.cpu._kernels", SOURCES, optional=True)],
     cmdclass={"build_ext": BuildKernels},
-    package_data={"mpiattn": ["py.typed"],
-                  "mpiattn.kernels": ["README.md", "cpu/*", "cuda/*", "emulation/*"],
-                  "mpiattn.slurm": ["README.md", "*.sh", "*.sbatch"]},
+    package_data={
+        "mpiattn": ["py.typed"],
+        "mpiattn.kernels": ["README.md", "cpu/*", "cuda/*", "emulation/*"],
+        "mpiattn.slurm": ["README.md", "*.sh", "*.sbatch"],
+    },
     install_requires=["numpy>=1.25", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3", "threadpoolctl>=3.5"],
     extras_require={
         "mpich": ["mpich>=4.3"],

@@ -14,7 +14,7 @@ class CommandHelp(Directive):
 
     def run(self):
         """The sections, one a subcommand."""
-        os.environ["COLUMNS"] = "110"                        # argparse breaks lines there
+        os.environ["COLUMNS"] = "110"  # argparse breaks lines there
         sections = []
         for name in cli.COMMANDS:
             section = nodes.section(ids=[f"mpiattn-{name}"], names=[f"mpiattn-{name}"])

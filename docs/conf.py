@@ -8,7 +8,7 @@ import mpi4py
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-mpi4py.rc.initialize = mpi4py.rc.finalize = False            # modules are read, nothing is run
+mpi4py.rc.initialize = mpi4py.rc.finalize = False  # modules are read, nothing is run
 
 import mpiattn  # noqa: E402
 
@@ -26,7 +26,7 @@ html_title = f"mpiattn {version}"
 autodoc_mock_imports = ["torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-numpydoc_show_class_members = False                          # autodoc lists them
+numpydoc_show_class_members = False  # autodoc lists them
 numpydoc_validation_checks = set()
 
 SECTION = re.compile(r"^(Parameters|Returns|Attributes|Raises|Examples)\n-+$", re.MULTILINE)
@@ -41,11 +41,11 @@ def prose_to_terms(app, what, name, obj, options, lines):
     for line in lines:
         match = ARGUMENT.match(line)
         if made and made[-1] and (match if not made[-1].startswith(" ") else not line.startswith(" ")):
-            made.append("")                                  # a list begins, or ends
+            made.append("")  # a list begins, or ends
         if match:
             made.append(", ".join(f"``{word}``" for word in match[1].split(", ")))
-            line = " " * 4 + line[match.end():]
-        made.append(re.sub(r"(?<![`*])\*(?!\*)", r"\\*", line))           # a product, not emphasis
+            line = " " * 4 + line[match.end() :]
+        made.append(re.sub(r"(?<![`*])\*(?!\*)", r"\\*", line))  # a product, not emphasis
     lines[:] = made
 
 
@@ -56,5 +56,5 @@ def skip_fields(app, what, name, obj, skip, options):
 
 def setup(app):
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", prose_to_terms, priority=400)       # before numpydoc, at 500
+    app.connect("autodoc-process-docstring", prose_to_terms, priority=400)  # before numpydoc, at 500
     app.connect("autodoc-skip-member", skip_fields)

@@ -26,7 +26,7 @@ from mpi4py import MPI
 from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, tree_decode
 
 TEXT = " ".join((Path(__file__).resolve().parents[1] / "LICENSE").read_text().split())
-HEADS, WIDTH, SHARP = 8, 64, 60.0                # SHARP: what a match adds to a score
+HEADS, WIDTH, SHARP = 8, 64, 60.0  # SHARP: what a match adds to a score
 RNG = np.random.default_rng(0)
 EMBEDDING = RNG.standard_normal((128, WIDTH), np.float32)
 EMBEDDING /= np.linalg.norm(EMBEDDING, axis=1, keepdims=True)
@@ -72,18 +72,23 @@ class Generator:
             out, _ = plan.forward(q, k, v)
             self.caches[name].append(k, v, layout=plan.k_layout)
             return out
+
         how = {"seqlen": seqlen, "kv_heads": 1, "causal": True, "scale": 1.0, "layout": "zigzag"}
-        with (MeshAttention(self.comm, heads=HEADS, head_dim=WIDTH, **how) as first,
-              MeshAttention(self.comm, heads=1, head_dim=HEADS * WIDTH, value_dim=WIDTH, **how) as second):
+        with (
+            MeshAttention(self.comm, heads=HEADS, head_dim=WIDTH, **how) as first,
+            MeshAttention(self.comm, heads=1, head_dim=HEADS * WIDTH, value_dim=WIDTH, **how) as second,
+        ):
             chunk = tokens[first.positions]
             before = attend("first", *first_layer(chunk, first.positions), first)
             attend("second", *second_layer(chunk, before), second)
 
     def step(self, token):
         """Take in one token and return the next; the same on every rank."""
+
         def attend(name, q, k, v):
             self.caches[name].append(k, v)
             return tree_decode(q, self.caches[name], scale=1.0)[0]
+
         tokens = np.array([token])
         before = attend("first", *first_layer(tokens, np.array([self.position])))
         after = attend("second", *second_layer(tokens, before))
@@ -113,14 +118,16 @@ def run(comm, args):
     for name, least in (("tokens", 1), ("context", 2 * HEADS)):
         if not least <= getattr(args, name) <= len(TEXT):
             raise ArgumentError(f"--{name} is {getattr(args, name)}; it must be from {least} to {len(TEXT)}")
-    text = TEXT[:args.context]
+    text = TEXT[: args.context]
     prompt = np.frombuffer((text + text[:HEADS]).encode(), np.uint8)
     tokens, keys = generate(comm, prompt, args.tokens)
     all_tokens, held = comm.gather(tokens), comm.gather(keys)
     code = 0
     if comm.rank == 0:
-        print(f"{len(prompt)} tokens of prompt; {args.tokens} generated on {comm.size} ranks, which hold "
-              f"{', '.join(map(str, held))} keys of each layer:\n{text[:HEADS]}|{bytes(tokens).decode()}")
+        print(
+            f"{len(prompt)} tokens of prompt; {args.tokens} generated on {comm.size} ranks, which hold "
+            f"{', '.join(map(str, held))} keys of each layer:\n{text[:HEADS]}|{bytes(tokens).decode()}"
+        )
         code = int(any(other != tokens for other in all_tokens))
         if args.check:
             code |= int(generate(MPI.COMM_SELF, prompt, args.tokens)[0] != tokens)
@@ -137,7 +144,7 @@ def main():
     args, comm = parser.parse_args(), MPI.COMM_WORLD
     try:
         return run(comm, args)
-    except MpiattnError as error:                # the same on every rank: one of them says it
+    except MpiattnError as error:  # the same on every rank: one of them says it
         if comm.rank == 0:
             print(f"generate: {error}", file=sys.stderr, flush=True)
         comm.Barrier()

@@ -35,8 +35,12 @@ def errors(comm, dtype, exact, **options):
         q, k, v, dout = (np.ascontiguousarray(array[:, at]) for array in inputs(plan.problem.dtype))
         out, lse = plan.forward(q, k, v)
         results = (out, *plan.backward(dout, q, k, v, out, lse))
-    squares = np.array([[np.square(part.astype(np.float64) - whole[:, at]).sum(), np.square(whole[:, at]).sum()]
-                        for part, whole in zip(results, exact)])
+    squares = np.array(
+        [
+            [np.square(part.astype(np.float64) - whole[:, at]).sum(), np.square(whole[:, at]).sum()]
+            for part, whole in zip(results, exact)
+        ]
+    )
     off, size = comm.allreduce(squares).T
     return dict(zip(NAMES, np.sqrt(off / size).tolist()))
 
@@ -51,13 +55,16 @@ def measure(comm, dtype, causal):
         exact = (reference.attention(q, k, v, causal)[0], *reference.backward(dout, q, k, v, causal))
     there = comm.Ibarrier()
     while not there.Test():
-        time.sleep(0.01)                   # ranks may share cores: leave them to the one that computes
+        time.sleep(0.01)  # ranks may share cores: leave them to the one that computes
     exact = comm.bcast(exact)
     yield {"tile": "one rank", "wire_dtype": "", **errors(MPI.COMM_SELF, dtype, exact, causal=causal)}
     for wire in ("float32", "float16", "bfloat16"):
         for tile in tiles(comm.size):
-            yield {"tile": str(tile), "wire_dtype": wire,
-                   **errors(comm, dtype, exact, causal=causal, tile=tile, wire_dtype=wire)}
+            yield {
+                "tile": str(tile),
+                "wire_dtype": wire,
+                **errors(comm, dtype, exact, causal=causal, tile=tile, wire_dtype=wire),
+            }
 
 
 def main():
@@ -68,8 +75,15 @@ def main():
     comm, tables = MPI.COMM_WORLD, []
     for dtype in ("bfloat16", "float16"):
         for causal in (False, True):
-            tables.append({"dtype": dtype, "causal": causal, "ranks": comm.size, **SHAPE,
-                           "errors": list(measure(comm, dtype, causal))})
+            tables.append(
+                {
+                    "dtype": dtype,
+                    "causal": causal,
+                    "ranks": comm.size,
+                    **SHAPE,
+                    "errors": list(measure(comm, dtype, causal)),
+                }
+            )
     if comm.rank:
         return
     if arguments.json:

@@ -37,10 +37,10 @@ from mpiattn.torch import attention
 
 TEXT = np.frombuffer((Path(__file__).resolve().parents[1] / "LICENSE").read_bytes(), np.uint8).astype(np.int64)
 VOCABULARY, LAYERS, HEADS, HEAD_DIM = 128, 2, 4, 16
-DOCUMENTS = 4                                            # at most, in one sequence
+DOCUMENTS = 4  # at most, in one sequence
 LEARNING_RATE = 2e-3
-TOLERANCE = {"float32": 1e-5, "float64": 1e-13}          # relative difference of losses over 100 steps
-TOLD = 10                                                # lines of the table
+TOLERANCE = {"float32": 1e-5, "float64": 1e-13}  # relative difference of losses over 100 steps
+TOLD = 10  # lines of the table
 
 
 def draw(step, args):
@@ -48,8 +48,10 @@ def draw(step, args):
     rng = np.random.default_rng([args.seed, step])
     cuts = np.unique([0, *rng.integers(1, args.seqlen, DOCUMENTS - 1), args.seqlen])
     lengths = np.diff(cuts)
-    pieces = [TEXT[start:start + length + 1]
-              for start, length in zip(rng.integers(0, len(TEXT) - args.seqlen, len(lengths)), lengths)]
+    pieces = [
+        TEXT[start : start + length + 1]
+        for start, length in zip(rng.integers(0, len(TEXT) - args.seqlen, len(lengths)), lengths)
+    ]
     tokens, targets = (np.concatenate([piece[at] for piece in pieces]) for at in (slice(0, -1), slice(1, None)))
     return tokens, targets, np.arange(args.seqlen) - np.repeat(cuts[:-1], lengths), cuts
 
@@ -115,7 +117,7 @@ def train(args, own, attend_in, sum_over_ranks):
         loss = F.cross_entropy(logits[0], targets, reduction="sum") / args.seqlen
         gradients = torch.autograd.grad(loss, parameters)
         flat = torch.cat([loss.detach()[None], *(gradient.flatten() for gradient in gradients)])
-        sum_over_ranks(flat.numpy())                     # shares memory with flat
+        sum_over_ranks(flat.numpy())  # shares memory with flat
         total, *sums = flat.split([1, *(parameter.numel() for parameter in parameters)])
         for parameter, gradient in zip(parameters, sums):
             parameter.grad = gradient.view_as(parameter)
@@ -126,10 +128,20 @@ def train(args, own, attend_in, sum_over_ranks):
 
 def train_spread(comm, args):
     """Each rank trains on its chunk; the losses, and the name of what was chosen."""
-    with MeshAttention(comm, seqlen=args.seqlen, heads=HEADS, head_dim=HEAD_DIM, dtype=args.dtype, causal=True,
-                       tile=args.tile, layout=args.layout) as plan:
+    with MeshAttention(
+        comm,
+        seqlen=args.seqlen,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        dtype=args.dtype,
+        causal=True,
+        tile=args.tile,
+        layout=args.layout,
+    ) as plan:
+
         def attend_in(cuts):
             return lambda q, k, v: attention(plan, q, k, v, cu_seqlens=cuts)[0]
+
         losses = train(args, plan.positions, attend_in, partial(comm.Allreduce, MPI.IN_PLACE))
         return losses, f"{comm.size} ranks, tile {plan.tile}, {plan.q_layout.kind} layout"
 
@@ -144,7 +156,9 @@ def train_dense(args):
 
         def attend(*qkv):
             return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), attn_mask=mask).transpose(1, 2)
+
         return attend
+
     return train(args, rows, attend_in, lambda array: None)
 
 
@@ -153,8 +167,10 @@ def tell(args, what, losses, dense):
     print(f"{what}, {args.seqlen} tokens, {args.dtype}")
     print(f"{'step':>6}{'loss':>12}" + (f"{'dense':>12}{'difference':>13}" if dense is not None else ""))
     for step in np.unique(np.linspace(0, args.steps - 1, TOLD).astype(int)):
-        print(f"{step + 1:6}{losses[step]:12.6f}" + (
-            f"{dense[step]:12.6f}{abs(losses[step] / dense[step] - 1):13.1e}" if dense is not None else ""))
+        print(
+            f"{step + 1:6}{losses[step]:12.6f}"
+            + (f"{dense[step]:12.6f}{abs(losses[step] / dense[step] - 1):13.1e}" if dense is not None else "")
+        )
 
 
 def wait_asleep(comm):
@@ -197,7 +213,7 @@ def main():
     args, comm = parser.parse_args(), MPI.COMM_WORLD
     try:
         return run(comm, args)
-    except MpiattnError as error:                        # the same on every rank: one of them says it
+    except MpiattnError as error:  # the same on every rank: one of them says it
         if comm.rank == 0:
             print(f"train_transformer: {error}", file=sys.stderr, flush=True)
         comm.Barrier()

@@ -13,15 +13,26 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOMES = {"MeshAttention": ".plan.mesh_attention", "attention": ".plan.one_call", "merge": ".plan.merging",
-          "Layout": ".problem.layout", "Machine": ".model.machine", "Tile": ".schedule.tile",
-          "Timeline": ".schedule.timeline", "KVCache": ".decode.cache", "tree_decode": ".decode.tree",
-          "ring_decode": ".decode.rings", "query_ring_decode": ".decode.rings",
-          "MpiattnError": ".errors", "ArgumentError": ".errors", "FileError": ".errors",
-          "PeerFailure": ".errors"}
+_HOMES = {
+    "MeshAttention": ".plan.mesh_attention",
+    "attention": ".plan.one_call",
+    "merge": ".plan.merging",
+    "Layout": ".problem.layout",
+    "Machine": ".model.machine",
+    "Tile": ".schedule.tile",
+    "Timeline": ".schedule.timeline",
+    "KVCache": ".decode.cache",
+    "tree_decode": ".decode.tree",
+    "ring_decode": ".decode.rings",
+    "query_ring_decode": ".decode.rings",
+    "MpiattnError": ".errors",
+    "ArgumentError": ".errors",
+    "FileError": ".errors",
+    "PeerFailure": ".errors",
+}
 __all__ = [*_HOMES, "__version__"]
 
-TYPE_CHECKING = False                # type checkers take it for true; the module typing is not loaded for it
+TYPE_CHECKING = False  # type checkers take it for true; the module typing is not loaded for it
 if TYPE_CHECKING:
     from .decode.cache import KVCache as KVCache
     from .decode.rings import query_ring_decode as query_ring_decode
@@ -39,6 +50,7 @@ if TYPE_CHECKING:
     from .schedule.tile import Tile as Tile
     from .schedule.timeline import Timeline as Timeline
 else:
+
     def __getattr__(name):
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,8 +20,9 @@ import numpy as np
 try:
     import torch
 except ImportError as error:
-    raise ImportError(f"mpiattn.torch needs torch ({error}); the `torch` extra has it: "
-                      "pip install 'mpiattn[torch]'") from error
+    raise ImportError(
+        f"mpiattn.torch needs torch ({error}); the `torch` extra has it: pip install 'mpiattn[torch]'"
+    ) from error
 
 from torch.autograd.function import once_differentiable
 
@@ -36,11 +37,21 @@ if TYPE_CHECKING:
     from .problem.documents import PerDocument
 
 
-def attention(plan: MeshAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-              cu_seqlens: PerDocument = None, cu_seqlens_k: PerDocument = None,
-              lengths: PerDocument = None, lengths_k: PerDocument = None, prefixes: PerDocument = None,
-              causal_documents: PerDocument = None, sinks: torch.Tensor | None = None,
-              check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    plan: MeshAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens: PerDocument = None,
+    cu_seqlens_k: PerDocument = None,
+    lengths: PerDocument = None,
+    lengths_k: PerDocument = None,
+    prefixes: PerDocument = None,
+    causal_documents: PerDocument = None,
+    sinks: torch.Tensor | None = None,
+    check: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's chunks, differentiable with respect to q, k, v and sinks; collective.
 
     Gradients are those of the sum of all ranks' losses, in the dtypes of their inputs.  The gradient of sinks is an
@@ -88,11 +99,20 @@ def attention(plan: MeshAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         for name, tensor in tensors.items():
             _array(plan, name, tensor)
         # if this differed, only some ranks would run the backward pass
-        same["requires_grad (of any of q, k, v and sinks)"] = (
-            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
+        same["requires_grad (of any of q, k, v and sinks)"] = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in tensors.values()
+        )
     # copies, because the caller may change the originals before the backward pass
-    documents = deepcopy({"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths,
-                          "lengths_k": lengths_k, "prefixes": prefixes, "causal_documents": causal_documents})
+    documents = deepcopy(
+        {
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens_k,
+            "lengths": lengths,
+            "lengths_k": lengths_k,
+            "prefixes": prefixes,
+            "causal_documents": causal_documents,
+        }
+    )
     return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
 
 
@@ -102,11 +122,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: MeshAttention, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
         with _torch_stream(plan):
-            out, lse = map(_tensor, plan.forward(*_arrays(plan, q=q, k=k, v=v), sinks=_array(plan, "sinks", sinks),
-                                                 **options))
+            out, lse = map(
+                _tensor, plan.forward(*_arrays(plan, q=q, k=k, v=v), sinks=_array(plan, "sinks", sinks), **options)
+            )
         ctx.plan, ctx.options = plan, options
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.set_materialize_grads(False)               # plan.backward accepts dlse=None
+        ctx.set_materialize_grads(False)  # plan.backward accepts dlse=None
         return out, lse
 
     @staticmethod
@@ -155,6 +176,7 @@ def _torch_stream(plan: MeshAttention) -> Iterator[None]:
         yield
         return
     import cupy
+
     with cupy.cuda.Stream.from_external(_Stream()):
         yield
 

@@ -29,14 +29,23 @@ def read(folder):
 def columns(runs):
     """What OUT holds, by the name of the dataset or group."""
     reports = [json.loads(text) for _, text in runs]
-    data = {"nodes": [nodes for nodes, _ in runs], "ranks": [run["ranks"] for run in reports],
-            "tile": [run["tile"] for run in reports], "json": [text for _, text in runs]}
+    data = {
+        "nodes": [nodes for nodes, _ in runs],
+        "ranks": [run["ranks"] for run in reports],
+        "tile": [run["tile"] for run in reports],
+        "json": [text for _, text in runs],
+    }
     for name in PASSES:
         if name in reports[0]["seconds"]:
             seconds = [run["seconds"][name] for run in reports]
-            data[name] = {"seconds": seconds, "speedup": [seconds[0] / each for each in seconds],
-                          **{what: [sum(rank[name][what] for rank in run["per_rank"]) / run["ranks"] for run in reports]
-                             for what in ("wait_seconds", "sent_bytes")}}
+            data[name] = {
+                "seconds": seconds,
+                "speedup": [seconds[0] / each for each in seconds],
+                **{
+                    what: [sum(rank[name][what] for rank in run["per_rank"]) / run["ranks"] for run in reports]
+                    for what in ("wait_seconds", "sent_bytes")
+                },
+            }
     return data
 
 
@@ -45,9 +54,12 @@ def as_text(data):
     shown = [("nodes", data["nodes"]), ("ranks", data["ranks"]), ("tile", data["tile"])]
     for name in (name for name in PASSES if name in data):
         row = data[name]
-        shown += [(name, map(duration, row["seconds"])), ("speed-up", (f"{each:.2f}" for each in row["speedup"])),
-                  ("waiting", (percent(wait / all_) for wait, all_ in zip(row["wait_seconds"], row["seconds"]))),
-                  ("sent per rank", map(size, row["sent_bytes"]))]
+        shown += [
+            (name, map(duration, row["seconds"])),
+            ("speed-up", (f"{each:.2f}" for each in row["speedup"])),
+            ("waiting", (percent(wait / all_) for wait, all_ in zip(row["wait_seconds"], row["seconds"]))),
+            ("sent per rank", map(size, row["sent_bytes"])),
+        ]
     return table(zip(*(values for _, values in shown)), [name for name, _ in shown])
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from dense import error, largest
 
 EPSILON = {dtype: float(ml_dtypes.finfo(dtype).eps) for dtype in ("float32", "float16", "bfloat16")}
-NOISE = 2e-6                # of float32 sums, of max|result|
+NOISE = 2e-6  # of float32 sums, of max|result|
 
 
 def dense(q, k, v, begin, end, scale, softcap=None):
@@ -99,7 +99,7 @@ def dense_gradients(q, dout, lse, delta, k, v, begin, end, scale, softcap=None):
             score, slope = seen @ row * scale, scale
             if softcap is not None:
                 bent = np.tanh(score / softcap)
-                score, slope = softcap * bent, scale * (1 - bent ** 2)
+                score, slope = softcap * bent, scale * (1 - bent**2)
             weight = np.exp(score - (0 if lse[i, h] == -np.inf else lse[i, h]))
             dscore = weight * (values @ grad - delta[i, h]) * slope
             grads[0][i, h] += dscore @ seen

@@ -12,6 +12,7 @@ def calls(work, *modules):
         nonlocal count
         path = Path(frame.f_code.co_filename)
         count += event == "call" and path.parent.name == "mpiattn" and path.stem in modules
+
     before = sys.getprofile()
     sys.setprofile(look)
     try:

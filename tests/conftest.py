@@ -33,6 +33,7 @@ os.environ.pop("MPIATTN_MACHINE", None)
 LAUNCHED = launch.under_launcher()
 if LAUNCHED:
     from mpi4py import MPI
+
     RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 else:
     RANK, SIZE = 0, 1
@@ -42,16 +43,18 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
 
 
-@pytest.hookimpl(trylast=True)                   # after the terminal reporter is there
+@pytest.hookimpl(trylast=True)  # after the terminal reporter is there
 def pytest_configure(config):
     # here, not in pyproject.toml, which is not there where mpiattn is installed
-    for line in ("many: a multi-rank test that is also worth its time on 5, 6, 8, 12 and 16 ranks",
-                 "group: a multi-rank test of a given number of ranks (set by itself)",
-                 "slow: takes long and adds cases of the same kind; runs with --slow",
-                 "workshop: of no use on a cluster, since it builds networks, emulates GPUs or tests developers' tools",
-                 "gpu: needs a GPU and CuPy; skipped where there is none"):
+    for line in (
+        "many: a multi-rank test that is also worth its time on 5, 6, 8, 12 and 16 ranks",
+        "group: a multi-rank test of a given number of ranks (set by itself)",
+        "slow: takes long and adds cases of the same kind; runs with --slow",
+        "workshop: of no use on a cluster, since it builds networks, emulates GPUs or tests developers' tools",
+        "gpu: needs a GPU and CuPy; skipped where there is none",
+    ):
         config.addinivalue_line("markers", line)
-    if RANK:                                     # one rank speaks; the others' failures are printed by tests/mpi
+    if RANK:  # one rank speaks; the others' failures are printed by tests/mpi
         config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -72,7 +75,7 @@ def pytest_ignore_collect(collection_path, config):
     if _is_multi_rank(path):
         named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
         return None if LAUNCHED or any(map(_is_multi_rank, named)) else True
-    return True if RANK else None                # serial tests are rank 0's
+    return True if RANK else None  # serial tests are rank 0's
 
 
 def pytest_itemcollected(item):
@@ -93,7 +96,7 @@ def _end_the_job(text):
     """The other ranks would wait for this one for ever."""
     if SIZE > 1:
         print(f"\nrank {RANK}: {text}", file=sys.stderr, flush=True)
-        time.sleep(0.5)                          # a launcher that ends the job may drop what it has not yet passed on
+        time.sleep(0.5)  # a launcher that ends the job may drop what it has not yet passed on
         MPI.COMM_WORLD.Abort(1)
 
 
@@ -113,13 +116,14 @@ def pytest_sessionfinish(session, exitstatus):
     if SIZE > 1:
         done = MPI.COMM_WORLD.Ibarrier()
         while not done.Test():
-            time.sleep(0.01)                     # Finalize would spin on a core that rank 0 can use
+            time.sleep(0.01)  # Finalize would spin on a core that rank 0 can use
 
 
 @pytest.fixture(params=[False, True], ids=["ascending", "descending"])
 def backend(request):
     """The emulated kernels, in both orders of a block's warps: what lacks a barrier differs between them."""
     from mpiattn import backends
+
     made = backends.get("emulated")
     made.descending = request.param
     yield made

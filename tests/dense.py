@@ -8,8 +8,8 @@ import numpy as np
 
 from mpiattn.verify import reference
 
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}     # of max|reference|
-FORWARD, BACKWARD = 2, 3                            # half types: how many times a naive run's error is allowed
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of max|reference|
+FORWARD, BACKWARD = 2, 3  # half types: how many times a naive run's error is allowed
 
 
 class Inputs(NamedTuple):
@@ -42,8 +42,11 @@ def draw(problem, seed=0, spread=1.0):
 def draw_all(problem, seed=0, spread=1.0, sinks=False, dlse=True):
     """Random inputs of a whole problem, forward and backward, the same on every rank."""
     rng, p = np.random.default_rng(seed), problem
-    shapes = ((p.batch, p.seqlen, p.heads, p.head_dim), (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
-              (p.batch, p.seqlen_k, p.kv_heads, p.value_dim))
+    shapes = (
+        (p.batch, p.seqlen, p.heads, p.head_dim),
+        (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
+        (p.batch, p.seqlen_k, p.kv_heads, p.value_dim),
+    )
     q, k, v = ((spread * rng.standard_normal(shape)).astype(p.dtype) for shape in shapes)
     dout = rng.standard_normal((p.batch, p.seqlen, p.heads, p.value_dim)).astype(p.dtype)
     of_lse = (rng.standard_normal(shape).astype(p.partial_dtype) for shape in ((p.batch, p.heads, p.seqlen), p.heads))
@@ -53,12 +56,26 @@ def draw_all(problem, seed=0, spread=1.0, sinks=False, dlse=True):
 def masks(problem, call=None):
     """The reference's arguments for a problem and the documents or padding of one call."""
     p, call = problem, call or {}
-    cuts = {"cu_seqlens" + name[7:]: [[0, end] for end in ends] if name.startswith("lengths") else ends
-            for name, ends in call.items() if name.startswith(("lengths", "cu"))} if "lengths" in call else dict(call)
-    for name in {"prefixes", "causal_documents"} & set(call):       # without cu_seqlens one for each batch entry
+    cuts = (
+        {
+            "cu_seqlens" + name[7:]: [[0, end] for end in ends] if name.startswith("lengths") else ends
+            for name, ends in call.items()
+            if name.startswith(("lengths", "cu"))
+        }
+        if "lengths" in call
+        else dict(call)
+    )
+    for name in {"prefixes", "causal_documents"} & set(call):  # without cu_seqlens one for each batch entry
         cuts[name] = call[name] if "cu_seqlens" in call else [[value] for value in call[name]]
-    return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, "prefix": p.prefix,
-            "causal_block": p.causal_block, **cuts}
+    return {
+        "causal": p.causal,
+        "scale": p.scale,
+        "window": p.window,
+        "softcap": p.softcap,
+        "prefix": p.prefix,
+        "causal_block": p.causal_block,
+        **cuts,
+    }
 
 
 def expected(inputs, backward=True, **options):
@@ -75,14 +92,16 @@ def gradients_at(inputs, lse, delta, causal, rows, keys):
     """
     q, k, v, dout = (array.astype(np.float64) for array in inputs[:4])
     scale, tokens = q.shape[3] ** -0.5, np.arange(q.shape[1])
-    dq, dk, dv = (np.zeros((array.shape[0], len(at), *array.shape[2:]))
-                  for array, at in ((q, rows), (k, keys), (v, keys)))
+    dq, dk, dv = (
+        np.zeros((array.shape[0], len(at), *array.shape[2:])) for array, at in ((q, rows), (k, keys), (v, keys))
+    )
 
     def pairs(b, h, i, j):
         """P and dS of queries i and keys j."""
         score = q[b, i, h] @ k[b, j, h].T * scale
         weight = np.where((j <= i[:, None]) | (not causal), np.exp(score - lse[b, h, i, None]), 0)
         return weight, weight * (dout[b, i, h] @ v[b, j, h].T - delta[b, h, i, None]) * scale
+
     for b, h in np.ndindex(q.shape[0], q.shape[2]):
         dq[b, :, h] = pairs(b, h, rows, tokens)[1] @ k[b, :, h]
         weight, dscore = pairs(b, h, tokens, keys)
@@ -110,14 +129,17 @@ def _weights(inputs, rounded, causal=False, scale=None, softcap=None, **options)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     for b, h in np.ndindex(q.shape[0], q.shape[2]):
         kv = h // (q.shape[2] // k.shape[2])
-        of_entry = {name: mask[b] if name in reference.OF_DOCUMENTS and np.ndim(mask[0]) else mask
-                    for name, mask in options.items()}
-        visible = reference.visible_keys(np.arange(q.shape[1]), np.arange(k.shape[1]), (q.shape[1], k.shape[1]),
-                                         causal, **of_entry)
+        of_entry = {
+            name: mask[b] if name in reference.OF_DOCUMENTS and np.ndim(mask[0]) else mask
+            for name, mask in options.items()
+        }
+        visible = reference.visible_keys(
+            np.arange(q.shape[1]), np.arange(k.shape[1]), (q.shape[1], k.shape[1]), causal, **of_entry
+        )
         score, slope = rounded(rounded(q[b, :, h]) @ rounded(k[b, :, kv]).T * scale), scale
         if softcap is not None:
             bent = rounded(np.tanh(score / softcap))
-            score, slope = rounded(softcap * bent), rounded(1 - bent ** 2) * scale
+            score, slope = rounded(softcap * bent), rounded(1 - bent**2) * scale
         score = np.where(visible, score, -np.inf)
         sink = -np.inf if sinks is None else sinks[h]
         base = np.maximum(score.max(axis=1, initial=-np.inf), sink)
@@ -129,8 +151,11 @@ def _weights(inputs, rounded, causal=False, scale=None, softcap=None, **options)
 
 
 def _complete(inputs):
-    return inputs if inputs.dout is not None else inputs._replace(
-        dout=np.zeros((*inputs.q.shape[:3], inputs.v.shape[3]), inputs.q.dtype))
+    return (
+        inputs
+        if inputs.dout is not None
+        else inputs._replace(dout=np.zeros((*inputs.q.shape[:3], inputs.v.shape[3]), inputs.q.dtype))
+    )
 
 
 def naive(inputs, dtype, **options):
@@ -140,6 +165,7 @@ def naive(inputs, dtype, **options):
 
     def rounded(array):
         return np.asarray(array).astype(dtype).astype(work)
+
     q, k, v, dout, dlse, _ = inputs
     shapes = (dout.shape, (q.shape[0], q.shape[2], q.shape[1]), q.shape, k.shape, v.shape, q.shape[2])
     computed = Result(*(np.zeros(shape, work) for shape in shapes))
@@ -154,8 +180,12 @@ def naive(inputs, dtype, **options):
             computed.dk[b, :, kv] += dscore.T @ queries
             computed.dv[b, :, kv] += weight.T @ grad
             computed.dsinks[h] -= (sink * delta).sum()
-        return Result(*(rounded(array) if name in ("out", "dq", "dk", "dv") else array
-                        for name, array in zip(Result._fields, computed)))
+        return Result(
+            *(
+                rounded(array) if name in ("out", "dq", "dk", "dv") else array
+                for name, array in zip(Result._fields, computed)
+            )
+        )
 
 
 def sizes(inputs, **options):
@@ -212,9 +242,14 @@ def wrong(problem, got, ref, inputs, at, at_k, call=None, terms=False):
         off, size = error(getattr(allowance["low"], name), getattr(ref, name)), getattr(allowance["sizes"], name)
         half = epsilon(p.dtype) if p.itemsize == 2 else 0
         narrow = epsilon(p.wire_dtype) if p.wire_dtype != p.partial_dtype else 0
-        least = half / 2 * largest(getattr(ref, name))                # the right result, rounded
-        return (max(least, times * off if np.isfinite(off) else 0) + 1.01 * narrow * size + (narrow > 0) * 1e-6
-                + terms * (half + epsilon(p.partial_dtype) * (4 + allowance["sizes"].lse)) * size)
+        least = half / 2 * largest(getattr(ref, name))  # the right result, rounded
+        return (
+            max(least, times * off if np.isfinite(off) else 0)
+            + 1.01 * narrow * size
+            + (narrow > 0) * 1e-6
+            + terms * (half + epsilon(p.partial_dtype) * (4 + allowance["sizes"].lse)) * size
+        )
+
     blind = np.isneginf(got.lse)
     if (blind != np.isneginf(ref.lse[..., at])).any() or got.out[blind.transpose(0, 2, 1)].any():
         return "rows that see nothing must have out 0 and lse -inf, and no others"

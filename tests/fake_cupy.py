@@ -22,10 +22,10 @@ from functools import partial
 import numpy as np
 
 DEVICES = 2
-_devices = [0]                # the current one last
+_devices = [0]  # the current one last
 random_turns = random.Random(0)
-_streams, _serials = weakref.WeakValueDictionary(), itertools.count()        # by pointer
-_busy = {}                  # streams with work by serial number: work goes on when nobody has its stream any more
+_streams, _serials = weakref.WeakValueDictionary(), itertools.count()  # by pointer
+_busy = {}  # streams with work by serial number: work goes on when nobody has its stream any more
 
 
 class CUDARuntimeError(RuntimeError):
@@ -77,7 +77,7 @@ class Stream:
     def spoil(self, memory):
         """What is allocated now may be in the hands of what the stream has still to do, until it has done that."""
         for i, work in reversed([*enumerate(self.queue)]):
-            if callable(work) and not isinstance(work, partial):           # which only tells that memory was freed
+            if callable(work) and not isinstance(work, partial):  # which only tells that memory was freed
                 self.queue[i] = lambda work=work: (memory.fill(0xFF), work())
                 return
 
@@ -134,7 +134,7 @@ class _Memory:
     def __init__(self, size):
         values = np.empty(size + 256, np.uint8)
         start = -values.ctypes.data % 256
-        self.bytes = values[start:start + size]
+        self.bytes = values[start : start + size]
         self.bytes.fill(0xFF)
         self.device = runtime.getDevice()
         _current[-1].spoil(self.bytes)
@@ -154,7 +154,8 @@ class ndarray:
 
     shape, dtype, ndim, size, nbytes, itemsize, strides = (
         property(lambda self, name=name: getattr(self.values, name))
-        for name in ("shape", "dtype", "ndim", "size", "nbytes", "itemsize", "strides"))
+        for name in ("shape", "dtype", "ndim", "size", "nbytes", "itemsize", "strides")
+    )
     device = property(lambda self: Device(self.memory.device))
 
     @property
@@ -213,7 +214,7 @@ def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
     if isinstance(a, ndarray):
         return a
     if isinstance(a, np.ndarray):
-        array, given = ndarray(a.shape, a.dtype), a.copy()           # CuPy copies it into pinned memory at once
+        array, given = ndarray(a.shape, a.dtype), a.copy()  # CuPy copies it into pinned memory at once
         _later(lambda values=array.values: np.copyto(values, given))
         return array
     held = types.SimpleNamespace(__array_interface__={**a.__cuda_array_interface__, "version": 3})
@@ -228,8 +229,18 @@ def take(a, indices, axis=None, out=None):
 
 
 class RawModule:
-    def __init__(self, *, code=None, path=None, options=(), backend="nvrtc", translate_cucomplex=False,
-                 enable_cooperative_groups=False, name_expressions=None, jitify=None):
+    def __init__(
+        self,
+        *,
+        code=None,
+        path=None,
+        options=(),
+        backend="nvrtc",
+        translate_cucomplex=False,
+        enable_cooperative_groups=False,
+        name_expressions=None,
+        jitify=None,
+    ):
         assert isinstance(code, str) and isinstance(options, tuple) and options[0] == "-std=c++17"
         self.code, self.options = code, options[1:]
 
@@ -242,13 +253,16 @@ class RawKernel:
 
     def __init__(self, code, name, options=()):
         from mpiattn.backends.cuda import kernel_source
+
         defines = tuple(tuple(re.fullmatch(r"-D(\w+)=(.*)", option).groups()) for option in options)
-        file = next(path.name for path in kernel_source.path("").glob("*.cu")
-                    if kernel_source.expanded(path.name) == code)
+        file = next(
+            path.name for path in kernel_source.path("").glob("*.cu") if kernel_source.expanded(path.name) == code
+        )
         self.kernel = kernel_source.Kernel(name, file, defines, 0)
 
     def __call__(self, grid, block, args, *, shared_mem=0):
         from mpiattn.backends.testing.emulated import EmulatedBackend
+
         assert shared_mem <= self.max_dynamic_shared_size_bytes, "more shared memory than the function may have"
         assert all(isinstance(each, ndarray | np.generic) for each in args), "the GPU cannot reach it"
         given = [each.values if isinstance(each, ndarray) else each for each in args]
@@ -335,5 +349,12 @@ def install():
             sys.modules["cupy"] = before
 
 
-cuda = types.SimpleNamespace(Stream=Stream, Event=Event, Device=Device, get_current_stream=get_current_stream,
-                             PinnedMemory=PinnedMemory, PinnedMemoryPointer=PinnedMemoryPointer, runtime=runtime)
+cuda = types.SimpleNamespace(
+    Stream=Stream,
+    Event=Event,
+    Device=Device,
+    get_current_stream=get_current_stream,
+    PinnedMemory=PinnedMemory,
+    PinnedMemoryPointer=PinnedMemoryPointer,
+    runtime=runtime,
+)

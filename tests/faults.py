@@ -32,25 +32,41 @@ import slurm_jobs  # noqa: E402
 from files import write_input  # noqa: E402
 
 RANKS = 4
-TIMEOUT = 5.0                                # seconds that a rank waits for others
-SOON = 10.0                                  # seconds besides them
-LIMIT = 90.0                                 # seconds for a trial, MPI's start and all
-FAULTS = {"kill": "the rank is killed", "stop": "it stops", "raise": "it raises an error", "leave": "it calls sys.exit",
-          "exit": "it calls os._exit"}
+TIMEOUT = 5.0  # seconds that a rank waits for others
+SOON = 10.0  # seconds besides them
+LIMIT = 90.0  # seconds for a trial, MPI's start and all
+FAULTS = {
+    "kill": "the rank is killed",
+    "stop": "it stops",
+    "raise": "it raises an error",
+    "leave": "it calls sys.exit",
+    "exit": "it calls os._exit",
+}
 READING = {"read": "files.io.Input.chunk", "exchange": "comm.redistribute.Redistribution._trade"}
 WRITING = {"write": "files.io.Output.write", "commit": "files.io.Output.commit"}
 FORWARD = {"planning": "comm.mesh.Mesh.__init__", "steps": "engine.executor.Executor._run_block"}
 CACHE = {"append": "decode.cache.KVCache.append", "decode": "decode.combine.Combiner.run"}
-PHASES = {"run": READING | FORWARD | WRITING, "backward": FORWARD | {"read again": "files.io.Input.tokens"} | WRITING,
-          "decode": {"read": "files.io.Input.tokens", "decode": CACHE["decode"]} | WRITING,
-          "program": FORWARD | CACHE, "mpi4py program": FORWARD | CACHE}
-CALLS = {"steps": 6, "append": 3, "decode": 3}          # a program comes to a phase that often, at least
+PHASES = {
+    "run": READING | FORWARD | WRITING,
+    "backward": FORWARD | {"read again": "files.io.Input.tokens"} | WRITING,
+    "decode": {"read": "files.io.Input.tokens", "decode": CACHE["decode"]} | WRITING,
+    "program": FORWARD | CACHE,
+    "mpi4py program": FORWARD | CACHE,
+}
+CALLS = {"steps": 6, "append": 3, "decode": 3}  # a program comes to a phase that often, at least
 # What the launcher says, or `python -m mpi4py`, before mpiattn can.
-WITHOUT_A_WORD = {("program", "kill"), ("program", "exit"), ("mpi4py program", "kill"), ("mpi4py program", "exit"),
-                  ("mpi4py program", "leave")}
-COMMANDS = {"run": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--tile", "2x2"],
-            "backward": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--backward", "--verify", "--tile", "2x2"],
-            "decode": ["decode", "in.h5", "queries.h5", "out.h5", "--verify"]}
+WITHOUT_A_WORD = {
+    ("program", "kill"),
+    ("program", "exit"),
+    ("mpi4py program", "kill"),
+    ("mpi4py program", "exit"),
+    ("mpi4py program", "leave"),
+}
+COMMANDS = {
+    "run": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--tile", "2x2"],
+    "backward": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--backward", "--verify", "--tile", "2x2"],
+    "decode": ["decode", "in.h5", "queries.h5", "out.h5", "--verify"],
+}
 
 # What every rank runs: it arms the fault on its victim, then is the command or the program.
 RANK = """
@@ -132,8 +148,18 @@ class Trial(NamedTuple):
         """What each rank runs, in `folder`."""
         own = [*COMMANDS[self.subject], "--timeout", timeout] if self.subject in COMMANDS else [timeout]
         how = ["-m", "mpi4py"] if self.subject == "mpi4py program" else []
-        return [python, *how, folder / "rank.py", self.subject, PHASES[self.subject][self.phase], self.fault,
-                self.victim, self.call, folder / "mark", *own]
+        return [
+            python,
+            *how,
+            folder / "rank.py",
+            self.subject,
+            PHASES[self.subject][self.phase],
+            self.fault,
+            self.victim,
+            self.call,
+            folder / "mark",
+            *own,
+        ]
 
 
 class Outcome(NamedTuple):
@@ -159,10 +185,11 @@ def prepare(folder):
 def mpiexec(trial, folder, timeout):
     """Run a trial in a folder; (code, standard error)."""
     try:
-        outcome = launch.mpirun(RANKS, trial.command(sys.executable, folder, timeout), timeout=LIMIT, cwd=folder,
-                                check=False)
+        outcome = launch.mpirun(
+            RANKS, trial.command(sys.executable, folder, timeout), timeout=LIMIT, cwd=folder, check=False
+        )
         return outcome.returncode, outcome.stderr
-    except pytest.fail.Exception as error:              # time is up
+    except pytest.fail.Exception as error:  # time is up
         return None, str(error)
 
 
@@ -174,8 +201,8 @@ def judge(trial, code, wrote, seconds, folder, timeout):
         yield f"ended {seconds:.1f} s after the fault"
     if code == 0:
         yield "code 0"
-    said = [line for line in wrote.splitlines() if "mpiattn: " in line]         # a launcher may indent it
-    host = re.escape(os.uname().nodename)               # an error that the ranks agree on is told without it
+    said = [line for line in wrote.splitlines() if "mpiattn: " in line]  # a launcher may indent it
+    host = re.escape(os.uname().nodename)  # an error that the ranks agree on is told without it
     naming = re.search(rf"rank {trial.victim} (of {RANKS} )?on {host}|\(on rank {trial.victim} of {RANKS}\)", wrote)
     if trial.subject in COMMANDS:
         if len(said) != 1:
@@ -193,7 +220,7 @@ def judge(trial, code, wrote, seconds, folder, timeout):
         if not whole:
             yield "OUT is there and not whole"
     left = [path.name for path in folder.iterdir() if path.name.endswith(".partial")]
-    if left and trial.fault not in ("kill", "exit"):     # then launchers kill those that could remove it
+    if left and trial.fault not in ("kill", "exit"):  # then launchers kill those that could remove it
         yield f"left behind: {', '.join(left)}"
 
 
@@ -211,16 +238,27 @@ def run(trial, folder, start=mpiexec, timeout=TIMEOUT):
 @contextlib.contextmanager
 def slurm(launcher):
     """A `start` for `run` whose ranks are those of batch jobs."""
-    with (tempfile.TemporaryDirectory(prefix="mpiattn-slurm-") as folder,
-          slurm_cluster.Cluster(folder, RANKS) as cluster):
+    with (
+        tempfile.TemporaryDirectory(prefix="mpiattn-slurm-") as folder,
+        slurm_cluster.Cluster(folder, RANKS) as cluster,
+    ):
+
         def start(trial, folder, timeout):
             env = slurm_jobs.prepare(folder) | ({"MPIATTN_LAUNCH": launcher} if launcher else {})
-            (folder / "job.sbatch").write_text('#!/bin/bash\nsource slurm/launch.sh\necho "mpiattn starts"\n'
-                                               f'launch {RANKS} {RANKS} "$@"\n')
-            job = cluster.submit("job.sbatch", *trial.command("python3", folder, timeout), cwd=folder, env=env,
-                                 options=[f"--nodes={RANKS}", "--ntasks-per-node=1"], seconds=LIMIT)
+            (folder / "job.sbatch").write_text(
+                f'#!/bin/bash\nsource slurm/launch.sh\necho "mpiattn starts"\nlaunch {RANKS} {RANKS} "$@"\n'
+            )
+            job = cluster.submit(
+                "job.sbatch",
+                *trial.command("python3", folder, timeout),
+                cwd=folder,
+                env=env,
+                options=[f"--nodes={RANKS}", "--ntasks-per-node=1"],
+                seconds=LIMIT,
+            )
             code = job.exit_code or int(job.state != "COMPLETED")
             return code if job.state in slurm_cluster.ENDED else None, job.log.split("mpiattn starts")[-1]
+
         yield start
 
 
@@ -253,15 +291,20 @@ def _run_all(args):
                 outcome = run(trial, Path(folder), start, args.timeout)
             outcomes.append((trial, outcome))
             if outcome.wrong:
-                print(f"{'; '.join(outcome.wrong)}:\n    {sys.executable} {__file__}{options} --trial '{trial}'",
-                      flush=True)
+                print(
+                    f"{'; '.join(outcome.wrong)}:\n    {sys.executable} {__file__}{options} --trial '{trial}'",
+                    flush=True,
+                )
             if args.trial:
                 print(f"code {outcome.code}, {outcome.seconds} s after the fault\n{outcome.wrote}")
     wrong = sum(bool(outcome.wrong) for _, outcome in outcomes)
     reached = sum(outcome.seconds is not None for _, outcome in outcomes)
     slowest = max((outcome.seconds for _, outcome in outcomes if outcome.seconds is not None), default=0)
-    print(f"\n{launch.mpiexec()}{options}, seed {args.seed}\n{table(outcomes)}\n{len(outcomes)} trials, {reached} "
-          f"of them came to their fault, {wrong} went wrong; the last end was {slowest:.1f} s after it", flush=True)
+    print(
+        f"\n{launch.mpiexec()}{options}, seed {args.seed}\n{table(outcomes)}\n{len(outcomes)} trials, {reached} "
+        f"of them came to their fault, {wrong} went wrong; the last end was {slowest:.1f} s after it",
+        flush=True,
+    )
     return int(wrong > 0)
 
 
@@ -270,11 +313,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=50, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--trial", action="append", default=[], metavar="SUBJECT/PHASE/FAULT/RANK/CALL",
-                        help="this one, and show what it wrote")
+    parser.add_argument(
+        "--trial",
+        action="append",
+        default=[],
+        metavar="SUBJECT/PHASE/FAULT/RANK/CALL",
+        help="this one, and show what it wrote",
+    )
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="of the ranks (default: %(default)s)")
-    parser.add_argument("--python", action="append", default=[],
-                        help="whose mpiexec and MPI to use (default: this one)")
+    parser.add_argument(
+        "--python", action="append", default=[], help="whose mpiexec and MPI to use (default: this one)"
+    )
     parser.add_argument("--slurm", action="store_true", help="as batch jobs of a Slurm that is started here")
     parser.add_argument("--launcher", default="", help="with --slurm, what starts the ranks (MPIATTN_LAUNCH)")
     args = parser.parse_args()

@@ -25,8 +25,20 @@ def bfloat16_type():
     return kind
 
 
-def write_input(path, seqlen=67, heads=4, kv_heads=2, head_dim=16, value_dim=None, seqlen_k=None, batch=1,
-                dtype="float32", seed=0, backward=False, **datasets):
+def write_input(
+    path,
+    seqlen=67,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    value_dim=None,
+    seqlen_k=None,
+    batch=1,
+    dtype="float32",
+    seed=0,
+    backward=False,
+    **datasets,
+):
     """An input file of random q, k, v, with `backward` dout; `datasets` replaces or adds some, None leaves one out."""
     rng = np.random.default_rng(seed)
     queries, keys = (batch, seqlen, heads), (batch, seqlen_k or seqlen, kv_heads)
@@ -40,7 +52,7 @@ def write_input(path, seqlen=67, heads=4, kv_heads=2, head_dim=16, value_dim=Non
                 continue
             if name in datasets or dtype != "bfloat16":
                 file[name] = data if name in datasets else data.astype(dtype)
-            else:                                # HDF5 itself rounds float32 to what the dataset holds
+            else:  # HDF5 itself rounds float32 to what the dataset holds
                 h5py.h5d.create(file.id, name.encode(), bfloat16_type(), h5py.h5s.create_simple(data.shape))
                 file[name][...] = data.astype(np.float32)
     return path

@@ -19,27 +19,48 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-DOCS, SLURM = TESTS.parent / "docs", TESTS.parent / "slurm"             # docs are not there where mpiattn is installed
+DOCS, SLURM = TESTS.parent / "docs", TESTS.parent / "slurm"  # docs are not there where mpiattn is installed
 # The folder that holds mpiattn: the checkout, or where mpiattn is installed with its tests inside.
 ROOT = next(folder for folder in TESTS.parents if (folder / "mpiattn" / "__init__.py").is_file())
 
 # What a launcher leaves in the environment of its ranks; a second mpiexec would mistake it for its own.
-_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "PALS_", "MV2_COMM_", "HYDI_", "HYDRA_", "I_MPI_INFO_",
-                      "I_MPI_HYDRA_UUID", "I_MPI_PIN_INFO", "I_MPI_PIN_MAPPING", "OMPI_", "PRTE_", "MPI_LOCAL",
-                      "SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+_LAUNCHER_PREFIXES = (
+    "PMI_",
+    "PMIX_",
+    "PMI2_",
+    "PALS_",
+    "MV2_COMM_",
+    "HYDI_",
+    "HYDRA_",
+    "I_MPI_INFO_",
+    "I_MPI_HYDRA_UUID",
+    "I_MPI_PIN_INFO",
+    "I_MPI_PIN_MAPPING",
+    "OMPI_",
+    "PRTE_",
+    "MPI_LOCAL",
+    "SLURM_STEP",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+)
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
 
 # Open MPI refuses root and more ranks than cores until told; on one machine, sm alone starts ten times faster.
-_OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-             "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm",
+}
 
 # Ranks of one machine take memory only, whatever networks there are and work or not.
 _INTEL_MPI = {"I_MPI_FABRICS": "shm"}
 
-GRACE = 3.0       # seconds between asking a launcher to end its ranks and killing it
+GRACE = 3.0  # seconds between asking a launcher to end its ranks and killing it
 FACTOR = "MPIATTN_TIME_FACTOR"
-QUIET = 0.7       # seconds of a launch of two ranks that start MPI, on two quiet cores of 2024
+QUIET = 0.7  # seconds of a launch of two ranks that start MPI, on two quiet cores of 2024
 
 
 def under_launcher():
@@ -115,8 +136,12 @@ def time_factor():
     if under_launcher() or mpiexec() is None:
         return max(1.0, load)
     start = time.monotonic()
-    subprocess.run([mpiexec(), "-n", "2", sys.executable, "-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"],
-                   env=environment(), capture_output=True, timeout=120)
+    subprocess.run(
+        [mpiexec(), "-n", "2", sys.executable, "-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"],
+        env=environment(),
+        capture_output=True,
+        timeout=120,
+    )
     return max(1.0, load, (time.monotonic() - start) / QUIET)
 
 
@@ -136,9 +161,16 @@ def limited(command, timeout, env, cwd=None, check=True):
     output; with `check` it also fails on a non-zero exit code.
     """
     command, timeout = [*map(str, command)], timeout * time_factor()
-    process = subprocess.Popen(command, env=env | {FACTOR: str(time_factor())}, cwd=cwd, text=True,
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        env=env | {FACTOR: str(time_factor())},
+        cwd=cwd,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -164,5 +196,5 @@ def _kill(process):
         os.killpg(process.pid, signal.SIGKILL)
     try:
         return process.communicate(timeout=GRACE * time_factor())
-    except subprocess.TimeoutExpired:         # a rank that outlived its launcher still holds the pipes
+    except subprocess.TimeoutExpired:  # a rank that outlived its launcher still holds the pipes
         return "", "(the output can't be read: a rank outlived its launcher)"

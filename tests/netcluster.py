@@ -25,16 +25,20 @@ from pathlib import Path
 
 import launch
 
-SUBNET = "10.77"           # hosts are 10.77.0.1, 10.77.0.2, ...
-PACKET = 8192              # bytes; a larger one would be cut by the shaper to 1500 each, which alone fills two cores
-BURST = 20480              # bytes that a card which was idle may send at once: two packets, and little of a message
-QUEUE = "64mb"             # that wait at a card at most: a card makes its host wait, it drops nothing
+SUBNET = "10.77"  # hosts are 10.77.0.1, 10.77.0.2, ...
+PACKET = 8192  # bytes; a larger one would be cut by the shaper to 1500 each, which alone fills two cores
+BURST = 20480  # bytes that a card which was idle may send at once: two packets, and little of a message
+QUEUE = "64mb"  # that wait at a card at most: a card makes its host wait, it drops nothing
 # Linux's own settings of a namespace.  bbr, where a machine has that for default, sends slower than the link while it
 # measures; a rank that computes is no reason to begin slowly again; a window holds several messages, so that they
 # travel without the rank, as from a card that reads memory itself.
-SETTINGS = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0",
-            "net.ipv4.tcp_rmem=4096 4194304 33554432", "net.ipv4.tcp_wmem=4096 2097152 4194304")
-WINDOW = 1000              # segments of 1448 bytes that a new connection may have under way
+SETTINGS = (
+    "net.ipv4.tcp_congestion_control=reno",
+    "net.ipv4.tcp_slow_start_after_idle=0",
+    "net.ipv4.tcp_rmem=4096 4194304 33554432",
+    "net.ipv4.tcp_wmem=4096 2097152 4194304",
+)
+WINDOW = 1000  # segments of 1448 bytes that a new connection may have under way
 _UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -45,7 +49,7 @@ def bits_per_second(rate):
 
 
 def _shape(rate):
-    burst = max(BURST, int(bits_per_second(rate) / 8 * 2e-3))           # the shaper wakes up a millisecond late or two
+    burst = max(BURST, int(bits_per_second(rate) / 8 * 2e-3))  # the shaper wakes up a millisecond late or two
     return f"tbf rate {rate} burst {burst} limit {QUEUE}"
 
 
@@ -104,37 +108,51 @@ class Hosts:
         return self
 
     def _up(self):
-        lines = [f"link add {self.bridge} type bridge", f"link set {self.bridge} up",
-                 f"addr add {SUBNET}.255.254/16 dev {self.bridge}"]
+        lines = [
+            f"link add {self.bridge} type bridge",
+            f"link set {self.bridge} up",
+            f"addr add {SUBNET}.255.254/16 dev {self.bridge}",
+        ]
         for i in range(self.count):
             name, veth = self._name(i), self._veth(i)
-            lines += [f"netns add {name}",
-                      f"link add {veth} type veth peer name eth0 address {self._card(i)} netns {name}",
-                      f"link set {veth} master {self.bridge} up"]
+            lines += [
+                f"netns add {name}",
+                f"link add {veth} type veth peer name eth0 address {self._card(i)} netns {name}",
+                f"link set {veth} master {self.bridge} up",
+            ]
         subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True, capture_output=True)
         for i in range(self.count):
-            inside = (f"link set lo up\nlink set eth0 gso_max_size {PACKET} up\n"
-                      f"addr add {self.address(i)}/16 dev eth0\n"
-                      f"route change {SUBNET}.0.0/16 dev eth0 initcwnd {WINDOW} initrwnd {WINDOW}\n")
+            inside = (
+                f"link set lo up\nlink set eth0 gso_max_size {PACKET} up\n"
+                f"addr add {self.address(i)}/16 dev eth0\n"
+                f"route change {SUBNET}.0.0/16 dev eth0 initcwnd {WINDOW} initrwnd {WINDOW}\n"
+            )
             # Every host knows every card: Linux keeps 1024 addresses found by asking, for all namespaces together.
-            inside += "\n".join(f"neigh add {self.address(j)} lladdr {self._card(j)} dev eth0 nud permanent"
-                                for j in range(self.count) if j != i)
-            subprocess.run(["ip", "-n", self._name(i), "-batch", "-"], input=inside, text=True, check=True,
-                           capture_output=True)
+            inside += "\n".join(
+                f"neigh add {self.address(j)} lladdr {self._card(j)} dev eth0 nud permanent"
+                for j in range(self.count)
+                if j != i
+            )
+            subprocess.run(
+                ["ip", "-n", self._name(i), "-batch", "-"], input=inside, text=True, check=True, capture_output=True
+            )
             self._inside(i, ["sysctl", "-qw", *SETTINGS])
             self._inside(i, f"tc qdisc add dev eth0 root {_shape(self.rate)}".split())
         self.folder = Path(tempfile.mkdtemp(prefix="mpiattn-hosts-"))
         self.enter = self.folder / "enter"
         cases = "\n".join(f"{self.address(i)}) name={self._name(i)};;" for i in range(self.count))
-        self.enter.write_text(f'#!/bin/sh\n# called as a remote shell: HOST COMMAND...\n'
-                              f'while [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\n'
-                              f'case $host in\n{cases}\nesac\nexec ip netns exec "$name" sh -c "$*"\n')
+        self.enter.write_text(
+            f'#!/bin/sh\n# called as a remote shell: HOST COMMAND...\n'
+            f'while [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\n'
+            f'case $host in\n{cases}\nesac\nexec ip netns exec "$name" sh -c "$*"\n'
+        )
         self.enter.chmod(stat.S_IRWXU)
 
     def _inside(self, i, command):
         """Run a command on host i; returns what it prints."""
-        return subprocess.run(["ip", "netns", "exec", self._name(i), *command], text=True, check=True,
-                              capture_output=True).stdout
+        return subprocess.run(
+            ["ip", "netns", "exec", self._name(i), *command], text=True, check=True, capture_output=True
+        ).stdout
 
     def set_rate(self, rate):
         """Give every card another rate, launches or not."""
@@ -145,7 +163,7 @@ class Hosts:
     def __exit__(self, *_):
         for i in range(self.count):
             left = subprocess.run(["ip", "netns", "pids", self._name(i)], text=True, capture_output=True).stdout
-            for pid in map(int, left.split()):              # what outlived its launcher would keep the host's card
+            for pid in map(int, left.split()):  # what outlived its launcher would keep the host's card
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             # first its card, which would go some time after the namespace, and so keep its name from the next host
@@ -158,9 +176,26 @@ class Hosts:
     def command(self, ranks, command):
         """What starts `ranks` ranks of a command, `per_host` a host in turn."""
         addresses = ",".join(self.address(i) for i in range(self.count))
-        return ["ip", "netns", "exec", self._name(0), launch.mpiexec(), "-launcher", "ssh", "-launcher-exec",
-                str(self.enter), "-hosts", addresses, "-iface", "eth0", "-ppn", str(self.per_host), "-n", str(ranks),
-                *map(str, command)]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self._name(0),
+            launch.mpiexec(),
+            "-launcher",
+            "ssh",
+            "-launcher-exec",
+            str(self.enter),
+            "-hosts",
+            addresses,
+            "-iface",
+            "eth0",
+            "-ppn",
+            str(self.per_host),
+            "-n",
+            str(ranks),
+            *map(str, command),
+        ]
 
     def environment(self, extra=None):
         """For the launch: MPICH over TCP between hosts, though their ranks would find each other's memory."""
@@ -169,8 +204,15 @@ class Hosts:
 
     def mpirun(self, ranks, command, timeout=120, env=None):
         """Run it and return the CompletedProcess; raises where it fails or takes too long (`timeout`, if quiet)."""
-        return subprocess.run(self.command(ranks, command), env=self.environment(env), text=True, check=True,
-                              capture_output=True, timeout=timeout * launch.time_factor(), stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            self.command(ranks, command),
+            env=self.environment(env),
+            text=True,
+            check=True,
+            capture_output=True,
+            timeout=timeout * launch.time_factor(),
+            stdin=subprocess.DEVNULL,
+        )
 
     def sent(self):
         """Bytes that every host's card has sent so far, by its own counters."""
@@ -182,10 +224,10 @@ def main():
     """Returns the exit code of the command."""
     at = sys.argv.index("--")
     count, rate, *per_host = sys.argv[1:at]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))              # so that a timeout, too, leaves nothing behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a timeout, too, leaves nothing behind
     with Hosts(int(count), rate, *map(int, per_host)) as hosts:
         ranks = hosts.count * hosts.per_host
-        return subprocess.run(hosts.command(ranks, sys.argv[at + 1:]), env=hosts.environment()).returncode
+        return subprocess.run(hosts.command(ranks, sys.argv[at + 1 :]), env=hosts.environment()).returncode
 
 
 if __name__ == "__main__":

@@ -14,8 +14,11 @@ def main():
     print("work, dtype, dim, architecture, tile: registers, bytes spilled, bytes of shared memory")
     for architecture in sys.argv[1:] or kernel_table.ARCHITECTURES:
         for row in kernel_table.rows(architecture):
-            print(f"{row.work} {row.dtype} {row.head_dim} {row.architecture} {tuple(row.tile)}: "
-                  f"{row.registers} {row.spilled} {row.shared_bytes}", flush=True)
+            print(
+                f"{row.work} {row.dtype} {row.head_dim} {row.architecture} {tuple(row.tile)}: "
+                f"{row.registers} {row.spilled} {row.shared_bytes}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -21,14 +21,21 @@ if importlib.util.find_spec("mpiattn") is None:
 from mpiattn.backends.cuda import nvrtc
 from mpiattn.backends.cuda.tile_table import attention_kernel
 
-PRODUCTS = {"forward": 2, "decode": 2, "gradient_q": 3, "gradient_kv": 4}             # of a tile
+PRODUCTS = {"forward": 2, "decode": 2, "gradient_q": 3, "gradient_kv": 4}  # of a tile
 KINDS = {
-    "mma": "HMMA", "ldmatrix": "LDSM", "copy": "LDGSTS", "load": "LDG LD", "store": "STG ST", "shared": "LDS STS",
-    "shuffle": "SHFL VOTE VOTEU", "special": "MUFU", "convert": "F2FP F2F I2F F2I HADD2 HFMA2 I2FP",
+    "mma": "HMMA",
+    "ldmatrix": "LDSM",
+    "copy": "LDGSTS",
+    "load": "LDG LD",
+    "store": "STG ST",
+    "shared": "LDS STS",
+    "shuffle": "SHFL VOTE VOTEU",
+    "special": "MUFU",
+    "convert": "F2FP F2F I2F F2I HADD2 HFMA2 I2FP",
     "float": "FADD FMUL FFMA FMNMX FSEL FSETP FSET DADD DFMA DMUL",
     "control": "BRA BSSY BSYNC WARPSYNC BAR DEPBAR LDGDEPBAR EXIT CALL RET NOP BMOV YIELD",
 }
-KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}         # all others: integer
+KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}  # all others: integer
 # Cycles until what an instruction gives can be used: global memory and its caches, shared memory, and the rest as
 # microbenchmarks of recent GPUs have them, rounded.
 LATENCY = {"load": 700, "shared": 30, "ldmatrix": 33, "shuffle": 24, "special": 24, "mma": 33, "convert": 8}
@@ -101,8 +108,12 @@ def blocks_of(lines):
         label = re.search(r"(\.L_x_\d+)", last.operands)
         if last.base == "BRA" and label and last.name != "BRA.DIV":
             after.append(number[labels[label[1]]])
-        always = last.base in ("BRA", "EXIT", "RET") and last.name != "BRA.DIV" and not last.guarded \
+        always = (
+            last.base in ("BRA", "EXIT", "RET")
+            and last.name != "BRA.DIV"
+            and not last.guarded
             and (last.base != "BRA" or re.fullmatch(r"`\(\S+\)", last.operands))
+        )
         if not always and i + 1 < len(starts):
             after.append(i + 1)
         blocks.append(Block(code[start:stop], after))
@@ -130,7 +141,7 @@ def path(blocks, first, last, trips):
     how often a loop inside runs, of its code once through.
     """
     loops = [loop for loop in loops_of(blocks) if first <= loop[0] and loop[1] <= last and loop != (first, last)]
-    inner = {}                                                  # by first block: the outermost only
+    inner = {}  # by first block: the outermost only
     for start, stop in sorted(loops, key=lambda loop: loop[0] - loop[1]):
         if not any(a <= start <= b for a, (b, _) in inner.items()):
             once = path(blocks, start, stop, trips)
@@ -139,6 +150,7 @@ def path(blocks, first, last, trips):
     def value(code):
         of = counts(code)
         return of["mma"], of["copy"], of["load"] + of["store"], -len(code)
+
     best = {}
     for i in range(last, first - 1, -1):
         stop, code = inner.get(i, (i, blocks[i].code))
@@ -153,8 +165,10 @@ def path(blocks, first, last, trips):
 
 def tile_loop(blocks, products, copies):
     """What a warp executes for a tile, of which it is known how many products and copies it takes."""
+
     def has(loop, kind):
-        return sum(each.kind == kind for block in blocks[loop[0]:loop[1] + 1] for each in block.code)
+        return sum(each.kind == kind for block in blocks[loop[0] : loop[1] + 1] for each in block.code)
+
     most = max(has(loop, "mma") for loop in loops_of(blocks))
     loop = next(loop for loop in loops_of(blocks) if has(loop, "mma") == most and (has(loop, "copy") or not copies))
 
@@ -163,6 +177,7 @@ def tile_loop(blocks, products, copies):
         twice = path(blocks, *loop, lambda code: 2 if counts(code)[kind] else 1)
         each = counts(twice)[kind] - counts(once)[kind]
         return round(1 + (total - counts(once)[kind]) / each) if each else 1
+
     of_mma, of_copy = kind_trips("mma", products), kind_trips("copy", copies)
     return path(blocks, *loop, lambda code: of_mma if counts(code)["mma"] else of_copy if counts(code)["copy"] else 1)
 
@@ -173,15 +188,20 @@ def epilogue(blocks):
     stores = [i for i in range(last, len(blocks)) if any(each.kind == "store" for each in blocks[i].code)]
     start = last + 1
     code = []
-    for block in blocks[start:stores[-1] + 2]:
+    for block in blocks[start : stores[-1] + 2]:
         code += block.code
     return code
 
 
 def registers(instruction):
     """(written, read) registers; wide operands by the instruction's width."""
-    width = 4 if ".128" in instruction.name or instruction.kind in ("mma", "ldmatrix") else \
-        2 if ".64" in instruction.name or ".WIDE" in instruction.name else 1
+    width = (
+        4
+        if ".128" in instruction.name or instruction.kind in ("mma", "ldmatrix")
+        else 2
+        if ".64" in instruction.name or ".WIDE" in instruction.name
+        else 1
+    )
     operands = instruction.operands.split(",")
     first = re.match(r"\s*(U?R\d+)", operands[0])
     names = re.findall(r"U?R\d+(?:\.64)?", instruction.operands)
@@ -190,9 +210,13 @@ def registers(instruction):
     def wide(name, width):
         kind, start = re.match(r"(U?R)(\d+)", name).groups()
         return [f"{kind}{int(start) + i}" for i in range(2 if name.endswith(".64") else width)]
+
     written = wide(first[1], width) if first and not stores else []
-    return written, [each for name in (names if stores else names[bool(first):])
-                     for each in wide(name, width if stores and name == names[-1] else 1)]
+    return written, [
+        each
+        for name in (names if stores else names[bool(first) :])
+        for each in wide(name, width if stores and name == names[-1] else 1)
+    ]
 
 
 def cycles(code):
@@ -214,8 +238,9 @@ def everything(blocks, trips):
 def described(name, code):
     """A line for people."""
     of = counts(code)
-    return f"{name}: {len(code)} instructions, ~{cycles(code)} cycles (estimate): " + \
-        ", ".join(f"{kind} {of[kind]}" for kind in [*KINDS, "integer"] if of[kind])
+    return f"{name}: {len(code)} instructions, ~{cycles(code)} cycles (estimate): " + ", ".join(
+        f"{kind} {of[kind]}" for kind in [*KINDS, "integer"] if of[kind]
+    )
 
 
 def attention(work, dtype, dim, architecture):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import netcluster
 
-PAYLOAD = 0.94             # share of a card's rate that is left for messages, as tests/netcluster.py says
-LATENCY = 1e-3             # seconds of a message between two of such hosts, which share two cores
-LAUNCH = 1e-3              # seconds of a block besides its work: waking up on a shared core
-TIMEOUT = 3600             # seconds of a launch
-WIRE = 4                   # bytes of an element that travels, float32
+PAYLOAD = 0.94  # share of a card's rate that is left for messages, as tests/netcluster.py says
+LATENCY = 1e-3  # seconds of a message between two of such hosts, which share two cores
+LAUNCH = 1e-3  # seconds of a block besides its work: waking up on a shared core
+TIMEOUT = 3600  # seconds of a launch
+WIRE = 4  # bytes of an element that travels, float32
 
 
 class Heads(NamedTuple):
@@ -25,7 +25,7 @@ class Heads(NamedTuple):
 
     def block_flops(self, chunk):
         """Operations of a block of `chunk` queries and keys."""
-        return 4 * self.q * self.dim * chunk ** 2
+        return 4 * self.q * self.dim * chunk**2
 
     def hop_bytes(self, chunk):
         """Bytes of a hop of Ring: keys and values of a chunk."""
@@ -45,14 +45,22 @@ class Setting(NamedTuple):
     heads: Heads = MHA
 
     def __str__(self):
-        return (f"{self.hosts} hosts of {self.gflops:.3g} Gflop/s (emulated compute) at {self.rate * 8e-6:g} Mb/s, "
-                f"{self.heads.name}, {self.hosts * self.chunk} tokens")
+        return (
+            f"{self.hosts} hosts of {self.gflops:.3g} Gflop/s (emulated compute) at {self.rate * 8e-6:g} Mb/s, "
+            f"{self.heads.name}, {self.hosts * self.chunk} tokens"
+        )
 
     def machine(self):
         """What `mpiattn bench` has to reckon with."""
         link = {"latency": LATENCY, "bandwidth": PAYLOAD * self.rate, "overlap": 1.0}
-        return {"name": "shaped hosts", "inside": link, "between": link, "flops": {"float32": self.gflops * 1e9},
-                "launch": LAUNCH, "assumes": f"{PAYLOAD:.0%} of the rate of the cards"}
+        return {
+            "name": "shaped hosts",
+            "inside": link,
+            "between": link,
+            "flops": {"float32": self.gflops * 1e9},
+            "launch": LAUNCH,
+            "assumes": f"{PAYLOAD:.0%} of the rate of the cards",
+        }
 
 
 def kilobits(rate):
@@ -77,10 +85,28 @@ class Lab:
             machine = self.folder / "machine.json"
             machine.write_text(json.dumps(setting.machine()))
         print(f"{name}: {setting}", flush=True)
-        data = self.launch(name, hosts, {**setting._asdict(), "heads": heads._asdict()}, "--seqlen",
-                           setting.hosts * setting.chunk, "--heads", heads.q, "--kv-heads", heads.kv, "--head-dim",
-                           heads.dim, "--backend", f"paced:{setting.gflops:.6g}", "--machine", machine, "--runs",
-                           runs or self.runs, "--warmup", warmup, *options)
+        data = self.launch(
+            name,
+            hosts,
+            {**setting._asdict(), "heads": heads._asdict()},
+            "--seqlen",
+            setting.hosts * setting.chunk,
+            "--heads",
+            heads.q,
+            "--kv-heads",
+            heads.kv,
+            "--head-dim",
+            heads.dim,
+            "--backend",
+            f"paced:{setting.gflops:.6g}",
+            "--machine",
+            machine,
+            "--runs",
+            runs or self.runs,
+            "--warmup",
+            warmup,
+            *options,
+        )
         for case in data["cases"]:
             self._show(case, setting)
         return data
@@ -102,11 +128,14 @@ class Lab:
         note = "" if case["overlap"] else ", apart"
         for name, measured in case["passes"].items():
             took = measured["seconds"]
-            print(f"  {case['asked']['tile']:>5} {case['tile']:>5} {case['schedule']:>10}{note} {name:>8}: "
-                  f"{took['median']:7.3f} s ({took['min']:.3f} - {took['max']:.3f}), "
-                  f"{took['median'] / bound(measured, setting):.3f} of its bound, waits "
-                  f"{measured['waiting']['mean']:.1%}, {measured['sent_bytes']['mean'] / 2**20:.2f} MiB"
-                  f"{'' if measured['counted'] else ' NOT AS BY THE FORMULA'}", flush=True)
+            print(
+                f"  {case['asked']['tile']:>5} {case['tile']:>5} {case['schedule']:>10}{note} {name:>8}: "
+                f"{took['median']:7.3f} s ({took['min']:.3f} - {took['max']:.3f}), "
+                f"{took['median'] / bound(measured, setting):.3f} of its bound, waits "
+                f"{measured['waiting']['mean']:.1%}, {measured['sent_bytes']['mean'] / 2**20:.2f} MiB"
+                f"{'' if measured['counted'] else ' NOT AS BY THE FORMULA'}",
+                flush=True,
+            )
             self.claim(f"{case['tile']} {name} sends what the formula says", measured["counted"], 1, 1)
 
     def claim(self, text, value, low=float("-inf"), high=float("inf")):
@@ -114,8 +143,9 @@ class Lab:
         right = low <= value <= high
         self.claims.append(right)
         if (low, high) != (1, 1) or not right:
-            limits = " and ".join([f"at least {low:g}"] * (low > float("-inf")) + [f"at most {high:g}"] * (
-                high < float("inf")))
+            limits = " and ".join(
+                [f"at least {low:g}"] * (low > float("-inf")) + [f"at most {high:g}"] * (high < float("inf"))
+            )
             print(f"  {'holds' if right else 'FAILS'}: {text}: {value:.3f}, {limits}", flush=True)
 
 
@@ -126,8 +156,13 @@ def bound(figures, setting):
 
 def find(data, tile=None, schedule=None, overlap=True):
     """The passes of the case that was asked for so; None: whatever."""
-    return next(case["passes"] for case in data["cases"] if tile in (None, case["asked"]["tile"])
-                and schedule in (None, case["asked"]["schedule"]) and case["overlap"] == overlap)
+    return next(
+        case["passes"]
+        for case in data["cases"]
+        if tile in (None, case["asked"]["tile"])
+        and schedule in (None, case["asked"]["schedule"])
+        and case["overlap"] == overlap
+    )
 
 
 def seconds(passes, name="forward"):

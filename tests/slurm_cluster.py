@@ -31,7 +31,7 @@ START_SECONDS = 30
 # What Slurm 22.05 says where its plugin pmi2 has cut a long message of MPICH 5 in two, which happens now and then: the
 # ranks then wait for each other in MPI_Init.
 GARBLED = "mpi/pmi2: invalid client request"
-PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])      # daemons are in sbin
+PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # daemons are in sbin
 
 CONF = """\
 ClusterName=test
@@ -90,7 +90,7 @@ def processes(conf):
     """Numbers of the processes that were started with this configuration and have not ended."""
     mark = f"SLURM_CONF={conf}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):                  # gone meanwhile, or another user's
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             if mark in path.read_bytes().split(b"\0"):
                 yield int(path.parent.name)
 
@@ -116,8 +116,9 @@ class Cluster:
         self.conf = self.folder / "slurm.conf"
 
     def __enter__(self):
-        self._reaper = subprocess.Popen([sys.executable, __file__, self.conf], stdin=subprocess.PIPE,
-                                        start_new_session=True)
+        self._reaper = subprocess.Popen(
+            [sys.executable, __file__, self.conf], stdin=subprocess.PIPE, start_new_session=True
+        )
         try:
             self._start()
         except BaseException:
@@ -132,17 +133,27 @@ class Cluster:
 
     def _start(self):
         host, (*ports,) = socket.gethostname().split(".")[0], _free_ports(1 + len(self.names))
-        nodes = "\n".join(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2"
-                          for name, port in zip(self.names, ports[1:]))
-        self.conf.write_text(CONF.format(folder=self.folder, host=host, ports=ports, nodes=nodes,
-                                         user=pwd.getpwuid(os.getuid()).pw_name))
+        nodes = "\n".join(
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2"
+            for name, port in zip(self.names, ports[1:])
+        )
+        self.conf.write_text(
+            CONF.format(folder=self.folder, host=host, ports=ports, nodes=nodes, user=pwd.getpwuid(os.getuid()).pw_name)
+        )
         (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        self._daemon("munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", f"--key-file={key}",
-                     f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munged.seed",
-                     f"--log-file={self.folder}/munged.log")
+        self._daemon(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={self.folder}/munge.socket",
+            f"--key-file={key}",
+            f"--pid-file={self.folder}/munged.pid",
+            f"--seed-file={self.folder}/munged.seed",
+            f"--log-file={self.folder}/munged.log",
+        )
         self._until((self.folder / "munge.socket").exists)
         self._daemon("slurmctld", "-D", "-f", self.conf)
         for name in self.names:
@@ -155,9 +166,16 @@ class Cluster:
 
     def _daemon(self, program, *arguments, log=None):
         with open(self.folder / f"{log or program}.out", "w") as out:
-            self._daemons.append(subprocess.Popen([program, *map(str, arguments)], env=self._environment(),
-                                                  stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                                                  start_new_session=True))
+            self._daemons.append(
+                subprocess.Popen(
+                    [program, *map(str, arguments)],
+                    env=self._environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
 
     def _until(self, done):
         end = time.monotonic() + START_SECONDS * launch.time_factor()
@@ -165,18 +183,28 @@ class Cluster:
             dead = [daemon.args[0] for daemon in self._daemons if daemon.poll() is not None]
             if dead or time.monotonic() > end:
                 logs = "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in self.folder.glob("*.out"))
-                raise NotUpError(f"{', '.join(dead)} ended\n{logs}" if dead
-                                 else f"not up after {START_SECONDS} s\n{logs}")
+                raise NotUpError(
+                    f"{', '.join(dead)} ended\n{logs}" if dead else f"not up after {START_SECONDS} s\n{logs}"
+                )
             time.sleep(0.1)
 
     def _environment(self, env=None):
-        inherited = {name: value for name, value in (env or os.environ).items()
-                     if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        inherited = {
+            name: value
+            for name, value in (env or os.environ).items()
+            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+        }
         return inherited | {"SLURM_CONF": str(self.conf), "PATH": (env or {}).get("PATH", PATH)}
 
     def _client(self, *command, env=None, cwd=None, check=True, seconds=20):
-        outcome = subprocess.run([*map(str, command)], env=self._environment(env), cwd=cwd, text=True,
-                                 capture_output=True, timeout=seconds * launch.time_factor())
+        outcome = subprocess.run(
+            [*map(str, command)],
+            env=self._environment(env),
+            cwd=cwd,
+            text=True,
+            capture_output=True,
+            timeout=seconds * launch.time_factor(),
+        )
         assert not check or not outcome.returncode, f"{command[0]}: {outcome.stdout}{outcome.stderr}"
         return outcome
 
@@ -187,8 +215,9 @@ class Cluster:
         """
         for _ in range(3):
             log = Path(cwd) / f"{Path(script).name}.{secrets.token_hex(4)}.log"
-            number = self._client("sbatch", "--parsable", f"--output={log}", *options, script, *arguments, env=env,
-                                  cwd=cwd).stdout.strip()
+            number = self._client(
+                "sbatch", "--parsable", f"--output={log}", *options, script, *arguments, env=env, cwd=cwd
+            ).stdout.strip()
             job = self._ended(number, log, seconds)
             if GARBLED not in job.log:
                 return job

@@ -16,11 +16,15 @@ def prepare(folder):
     shutil.copytree(launch.SLURM, folder / "slurm")
     across = ACROSS_NODES if launch.vendor() == "openmpi" else {}
     env = {name: value for name, value in launch.environment(across).items() if not name.startswith("MPIATTN_")}
-    activate = {name: value for name, value in env.items()
-                if name.startswith(("PYTHONPATH", "OMPI_", "PRTE_", "OPENBLAS_", "I_MPI_"))}
+    activate = {
+        name: value
+        for name, value in env.items()
+        if name.startswith(("PYTHONPATH", "OMPI_", "PRTE_", "OPENBLAS_", "I_MPI_"))
+    }
     activate["PATH"] = f"{Path(sys.executable).parent}:{Path(launch.mpiexec()).parent}:{env['PATH']}"
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").write_text(
-        "".join(f"export {name}={shlex.quote(value)}\n" for name, value in activate.items()))
-    env.pop("OMP_NUM_THREADS")                          # env.sh sets it
+        "".join(f"export {name}={shlex.quote(value)}\n" for name, value in activate.items())
+    )
+    env.pop("OMP_NUM_THREADS")  # env.sh sets it
     return env

@@ -16,8 +16,16 @@ ARGUMENTS = ("cu_seqlens", "cu_seqlens_k", "prefixes", "causal_documents")
 
 @pytest.mark.parametrize("kind", ["contiguous", "striped", "zigzag"])
 @pytest.mark.parametrize("a, b", [(1, 1), (1, 4), (4, 1), (2, 3)])
-@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"window": (3, 1)}, {"causal": True, "prefix": 5},
-                                   {"causal": True, "causal_block": 4, "window": (9, None)}])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {},
+        {"causal": True},
+        {"window": (3, 1)},
+        {"causal": True, "prefix": 5},
+        {"causal": True, "causal_block": 4, "window": (9, None)},
+    ],
+)
 @pytest.mark.parametrize("documents", [None, (CUTS,), (CUTS, OTHER)])
 def test_pairs(kind, a, b, masks, documents):
     q_layout, k_layout = Layout(kind, 23, a * b), Layout(kind, 17, a * b)
@@ -31,4 +39,5 @@ def test_pairs(kind, a, b, masks, documents):
         keys = np.concatenate([k_layout.positions(w * a + column) for w in range(b)])
         assert pairs == sum(
             visible_keys(queries, keys, (23, 17), **masks, **dict(zip(ARGUMENTS, group or ()))).sum()
-            for group in documents or [None])
+            for group in documents or [None]
+        )

@@ -25,30 +25,42 @@ def turned(source, path, but=("lse",)):
     return path
 
 
-@pytest.mark.parametrize("n, options, shape", [
-    (1, [], {"dtype": "bfloat16"}),
-    (3, ["--causal", "--backward"], {"batch": 2, "value_dim": 24, "backward": True, "dtype": "float64"}),
-    (4, ["--causal", "--tile", "2x2", "--layout", "striped"], {"seqlen_k": 101, "kv_heads": 1}),
-])
+@pytest.mark.parametrize(
+    "n, options, shape",
+    [
+        (1, [], {"dtype": "bfloat16"}),
+        (3, ["--causal", "--backward"], {"batch": 2, "value_dim": 24, "backward": True, "dtype": "float64"}),
+        (4, ["--causal", "--tile", "2x2", "--layout", "striped"], {"seqlen_k": 101, "kv_heads": 1}),
+    ],
+)
 def test_right(tmp_path, n, options, shape):
     """In several pieces, and verified; OUT has the axes of IN."""
     natural = write_input(tmp_path / "natural.h5", **shape)
     source = turned(natural, tmp_path / "in.h5")
-    code = ("import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 5_000; "
-            "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
-    outcome = mpirun(n, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--axes", "bhsd", "--verify",
-                         *options])
+    code = (
+        "import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 5_000; "
+        "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    outcome = mpirun(
+        n, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--axes", "bhsd", "--verify", *options]
+    )
     assert "passed" in outcome.stdout and "--axes" not in outcome.stderr
-    attributes = assert_right(natural, turned(tmp_path / "out.h5", tmp_path / "turned.h5"), "--causal" in options,
-                              backward="--backward" in options,
-                              tolerance={"bfloat16": 1e-2}.get(shape.get("dtype"), 1e-5))
+    attributes = assert_right(
+        natural,
+        turned(tmp_path / "out.h5", tmp_path / "turned.h5"),
+        "--causal" in options,
+        backward="--backward" in options,
+        tolerance={"bfloat16": 1e-2}.get(shape.get("dtype"), 1e-5),
+    )
     assert attributes["axes"] == "bhsd"
 
 
 def test_decode(tmp_path):
     """CACHE, QUERIES and OUT alike."""
-    files = {"cache": write_input(tmp_path / "cache.h5", cu_seqlens=[0, 40, 67]),
-             "q": write_input(tmp_path / "q.h5", batch=2, seqlen=3, k=None, v=None)}
+    files = {
+        "cache": write_input(tmp_path / "cache.h5", cu_seqlens=[0, 40, 67]),
+        "q": write_input(tmp_path / "q.h5", batch=2, seqlen=3, k=None, v=None),
+    }
     decode = [sys.executable, "-m", "mpiattn", "decode"]
     mpirun(2, [*decode, *files.values(), tmp_path / "out.h5", "--verify"])
     other = [turned(path, tmp_path / f"{name}_bhsd.h5") for name, path in files.items()]
@@ -58,12 +70,15 @@ def test_decode(tmp_path):
         assert np.array_equal(natural["lse"][:], made["lse"][:])
 
 
-@pytest.mark.parametrize("shape, options, says", [
-    ({"seqlen": 4, "heads": 300, "kv_heads": 2}, [], "IN has heads 300 and seqlen 4; "),
-    ({"seqlen": 4, "seqlen_k": 3, "kv_heads": 4}, [], "IN has kv_heads 4 and seqlen_k 3; "),
-    ({"seqlen": 4, "heads": 300, "kv_heads": 2}, ["--axes", "bshd"], None),
-    ({"seqlen": 4}, [], None),
-])
+@pytest.mark.parametrize(
+    "shape, options, says",
+    [
+        ({"seqlen": 4, "heads": 300, "kv_heads": 2}, [], "IN has heads 300 and seqlen 4; "),
+        ({"seqlen": 4, "seqlen_k": 3, "kv_heads": 4}, [], "IN has kv_heads 4 and seqlen_k 3; "),
+        ({"seqlen": 4, "heads": 300, "kv_heads": 2}, ["--axes", "bshd"], None),
+        ({"seqlen": 4}, [], None),
+    ],
+)
 def test_more_heads_than_tokens(tmp_path, shape, options, says):
     """What PyTorch's order looks like is said, once; who says what it is is not warned."""
     outcome = mpirun(2, [*RUN, write_input(tmp_path / "in.h5", **shape), tmp_path / "out.h5", *options])

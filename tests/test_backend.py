@@ -14,7 +14,7 @@ from mpiattn.backends.numpy import tiles
 from mpiattn.backends.numpy.widen import widen
 
 NAMES = ("numpy", "deferred", "cpu")
-LIMIT = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-6}      # of max|reference|; float16 accumulates in float32
+LIMIT = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-6}  # of max|reference|; float16 accumulates in float32
 WORK = {"float64": "float64", "float32": "float32", "float16": "float32"}
 
 
@@ -156,6 +156,7 @@ def test_many_masked_values_that_are_not_finite():
 
 # Merging
 
+
 def partials_of(splits, seed=0, dtype="float64"):
     """One problem's partials, one a piece of its keys, and the whole."""
     rng = np.random.default_rng(seed)
@@ -163,8 +164,10 @@ def partials_of(splits, seed=0, dtype="float64"):
     edges = [0, *sorted(rng.integers(0, 61, splits - 1)), 60]
     begin, end = windows(25, 60, seed=seed)
     backend = backends.get("numpy")
-    pieces = [attend(backend, q, k[i:j], v[i:j], np.clip(begin, i, j) - i, np.clip(end, i, j) - i)
-              for i, j in itertools.pairwise(edges)]
+    pieces = [
+        attend(backend, q, k[i:j], v[i:j], np.clip(begin, i, j) - i, np.clip(end, i, j) - i)
+        for i, j in itertools.pairwise(edges)
+    ]
     return pieces, dense(q, k, v, begin, end, 0.3)
 
 
@@ -181,9 +184,9 @@ def test_case_16_merge_of_any_splits(backend, splits, dtype):
     rng = np.random.default_rng(splits)
     for _ in range(5):
         left = [pieces[i] for i in rng.permutation(splits)]
-        while len(left) > 1:                                   # any tree of any order
+        while len(left) > 1:  # any tree of any order
             i = rng.integers(len(left) - 1)
-            left[i:i + 2] = [merged(backend, left[i], left[i + 1])]
+            left[i : i + 2] = [merged(backend, left[i], left[i + 1])]
         assert_right(left[0], whole, dtype)
 
 
@@ -224,12 +227,13 @@ def test_not_a_number_is_merged_into_its_row_only(backend):
     b[0][row, head, 2] = np.nan
     out, lse = merged(backend, a, b)
     assert np.isnan(out).sum() == 1 and np.isnan(out[row, head, 2]) and not np.isnan(lse).any()
-    a[1][row, head] = np.nan                                   # a row whose sum is lost
+    a[1][row, head] = np.nan  # a row whose sum is lost
     out, lse = merged(backend, a, b)
     assert np.isnan(lse).sum() == 1 and np.isnan(out).sum() == 6 and np.isnan(out[row, head]).all()
 
 
 # Memory and protocol
+
 
 def test_no_array_of_queries_times_keys():
     queries, keys, backend = 3000, 9000, backends.get("numpy")
@@ -240,9 +244,9 @@ def test_no_array_of_queries_times_keys():
     backend.attend(q, k, v, begin, end, out, lse, 0.25)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 6 * 2 ** 20                                  # the scores would be 103 MiB
-    masks = tiles.ROWS * tiles.COLUMNS * 3     # a tile's mask and the comparisons it is made of
-    assert peak < backend.scratch_bytes(16, 16, "float32") + masks + 2 ** 19
+    assert peak < 6 * 2**20  # the scores would be 103 MiB
+    masks = tiles.ROWS * tiles.COLUMNS * 3  # a tile's mask and the comparisons it is made of
+    assert peak < backend.scratch_bytes(16, 16, "float32") + masks + 2**19
 
 
 def test_inputs_are_not_changed(backend):
@@ -294,7 +298,7 @@ def test_deferred_catches_what_a_gpu_would():
     out, lse = partial(backend, 10, 2, 6, "float64")
     event = backend.attend(q, k, v, begin, end, out, lse, 0.3)
     backend.wait(event)
-    backend.incoming(k)                                        # k is given back and has no contents
+    backend.incoming(k)  # k is given back and has no contents
     backend.wait(backend._copies_in.submit(int))
     assert np.isnan(k).all()
     backend.outgoing(out)
@@ -325,7 +329,7 @@ def test_a_failed_launch_is_told_by_every_later_wait():
 
 def test_widen_every_float16():
     """Also subnormal and infinite ones and every nan, in any shape; the same bits as NumPy's own cast gives."""
-    halves = np.arange(2 ** 16, dtype=np.uint16).view(np.float16)
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
     finite = halves[np.isfinite(halves)]
     for src in (halves, finite, finite[:0], finite.reshape(2, 62, -1)[:, 3:, 1:], finite[::3], -finite[:5]):
         for dtype in (np.float32, np.float64):

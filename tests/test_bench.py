@@ -8,16 +8,30 @@ import sys
 import launch
 import pytest
 
-SDPA = [sys.executable, "-m", "mpiattn.bench.sdpa",
-        "--seqlen", "129", "--heads", "2", "--head-dim", "16", "--runs", "2"]
+SDPA = [
+    sys.executable,
+    "-m",
+    "mpiattn.bench.sdpa",
+    "--seqlen",
+    "129",
+    "--heads",
+    "2",
+    "--head-dim",
+    "16",
+    "--runs",
+    "2",
+]
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None,
-                                 reason="torch is not installed (the bench extra has it)")
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed (the bench extra has it)"
+)
 
 
 @needs_torch
-@pytest.mark.parametrize("dtype, options, products", [("float16", [], 2), ("float32", [], 2), ("float64", [], 2),
-                                                      ("float32", ["--backward"], 5)])
+@pytest.mark.parametrize(
+    "dtype, options, products",
+    [("float16", [], 2), ("float32", [], 2), ("float64", [], 2), ("float32", ["--backward"], 5)],
+)
 def test_sdpa_every_tile(dtype, options, products):
     options = ["--causal", "--all-tiles", "--dtype", dtype, *options, "--json", "-"]
     outcome = launch.mpirun(2, [*SDPA, *options], timeout=120)
@@ -25,7 +39,7 @@ def test_sdpa_every_tile(dtype, options, products):
     assert [row.get("tile") for row in data["results"]] == ["1x2", "2x1", None]
     assert all(len(row["seconds"]) == 2 and row["median"] > 0 for row in data["results"])
     assert data["results"][-1]["threads"] == data["ranks"] == data["ranks_on_host"] == 2
-    assert data["flops"] == 2 * products * 2 * 16 * 129 * 130 // 2      # 129 causal queries, products of 16
+    assert data["flops"] == 2 * products * 2 * 16 * 129 * 130 // 2  # 129 causal queries, products of 16
 
 
 @needs_torch
@@ -38,15 +52,22 @@ def test_sdpa_table(tmp_path):
 
 def test_sdpa_without_torch_names_the_extra(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
-    outcome = launch.mpirun(2, SDPA, check=False,
-                            env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])})
+    outcome = launch.mpirun(
+        2, SDPA, check=False, env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])}
+    )
     assert outcome.returncode
     assert outcome.stderr.count("pip install 'mpiattn[bench]'") == 1
     assert "Traceback" not in outcome.stderr
 
 
-@pytest.mark.parametrize("arguments, message", [(["--runs", "0"], "--runs is 0"), (["--tile", "3x1"], "tile is 3x1"),
-                                                (["--tile", "2x1", "--all-tiles"], "not allowed with")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--runs", "0"], "--runs is 0"),
+        (["--tile", "3x1"], "tile is 3x1"),
+        (["--tile", "2x1", "--all-tiles"], "not allowed with"),
+    ],
+)
 def test_sdpa_errors(arguments, message):
     outcome = launch.mpirun(2, [*SDPA, *arguments], check=False)
     assert outcome.returncode
@@ -54,9 +75,11 @@ def test_sdpa_errors(arguments, message):
 
 
 def test_other_ranks_sleep_while_rank_0_works():
-    code = ("import time; from mpi4py import MPI; from mpiattn.bench.sdpa import asleep\n"
-            "comm = MPI.COMM_WORLD; comm.Barrier(); start = time.process_time()\n"
-            "asleep(comm, lambda: time.sleep(1.5))\n"
-            "used = comm.gather(time.process_time() - start)\n"
-            "if comm.rank == 0: print(max(used))")
+    code = (
+        "import time; from mpi4py import MPI; from mpiattn.bench.sdpa import asleep\n"
+        "comm = MPI.COMM_WORLD; comm.Barrier(); start = time.process_time()\n"
+        "asleep(comm, lambda: time.sleep(1.5))\n"
+        "used = comm.gather(time.process_time() - start)\n"
+        "if comm.rank == 0: print(max(used))"
+    )
     assert float(launch.mpirun(3, [sys.executable, "-c", code]).stdout) < 0.75

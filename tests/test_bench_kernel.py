@@ -9,8 +9,25 @@ from launch import TESTS, mpirun
 
 from mpiattn.backends.testing import emulated
 
-KERNEL = [sys.executable, "-m", "mpiattn", "bench", "--kernel", "--seqlen", "70", "--heads", "2", "--head-dim", "16",
-          "--runs", "2", "--decode-keys", "150", "--carry-keys", "33"]
+KERNEL = [
+    sys.executable,
+    "-m",
+    "mpiattn",
+    "bench",
+    "--kernel",
+    "--seqlen",
+    "70",
+    "--heads",
+    "2",
+    "--head-dim",
+    "16",
+    "--runs",
+    "2",
+    "--decode-keys",
+    "150",
+    "--carry-keys",
+    "33",
+]
 TORCH = importlib.util.find_spec("torch") is not None
 
 
@@ -18,14 +35,31 @@ def bench(*options, **how):
     return mpirun(1, [*KERNEL, *options], **how)
 
 
-@pytest.mark.parametrize("backend, dtype", [("numpy", "bfloat16"), ("deferred", "float32"),
-                                            pytest.param("emulated", "bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend, dtype",
+    [("numpy", "bfloat16"), ("deferred", "float32"), pytest.param("emulated", "bfloat16", marks=pytest.mark.slow)],
+)
 def test_sections(tmp_path, backend, dtype):
     if backend == "emulated" and emulated.compiler() is None:
         pytest.skip("the emulation needs a C++ compiler")
     path = tmp_path / "k.json"
-    text = bench("--seqlen", "70", "33", "--backend", backend, "--dtype", dtype, "--causal", "--direction", "both",
-                 "--kv-heads", "1", "--json", path, timeout=120).stdout
+    text = bench(
+        "--seqlen",
+        "70",
+        "33",
+        "--backend",
+        backend,
+        "--dtype",
+        dtype,
+        "--causal",
+        "--direction",
+        "both",
+        "--kv-heads",
+        "1",
+        "--json",
+        path,
+        timeout=120,
+    ).stdout
     data = json.loads(path.read_text())
     sections = data["sections"]
     assert [section["what"] for section in sections] == ["forward", "backward"] * 2 + ["decode", "carry", "launch"]
@@ -34,8 +68,9 @@ def test_sections(tmp_path, backend, dtype):
         assert all(len(row["seconds"]) == 2 and row["median"] > 0 for row in section["results"])
         if section["what"] in ("forward", "backward", "decode"):
             assert ("torch" in names) == TORCH and names[0] == "mpiattn"
-            assert not section["missing"] and all(row["difference"] < 3e-2 for row in section["results"]
-                                                  if "sum" not in row["name"])
+            assert not section["missing"] and all(
+                row["difference"] < 3e-2 for row in section["results"] if "sum" not in row["name"]
+            )
     pairs = 70 * 71 // 2 * 2
     assert [section["flops"] for section in sections[:2]] == [2 * 32 * pairs, 5 * 32 * pairs]
     row = sections[0]["results"][0]
@@ -44,23 +79,33 @@ def test_sections(tmp_path, backend, dtype):
     assert "NumPy's sum" in text and "onto a partial" in text and ("for tests" in text) == (backend != "numpy")
 
 
-@pytest.mark.parametrize("broken, complaint", [("attend", "against float64"), ("attend_backward", "against float64"),
-                                          ("attend_pages", "over 150 keys")])
+@pytest.mark.parametrize(
+    "broken, complaint",
+    [("attend", "against float64"), ("attend_backward", "against float64"), ("attend_pages", "over 150 keys")],
+)
 def test_a_wrong_result_is_not_measured(broken, complaint):
-    code = (f"import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; right = B.{broken}\n"
-            "def wrong(self, q, *rest, **more):\n"
-            "    right(self, q * 1.1, *rest, **more)\n"
-            f"B.{broken} = wrong\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        f"import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; right = B.{broken}\n"
+        "def wrong(self, q, *rest, **more):\n"
+        "    right(self, q * 1.1, *rest, **more)\n"
+        f"B.{broken} = wrong\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     outcome = mpirun(1, [sys.executable, "-c", code, *KERNEL[3:], "--direction", "both"], check=False)
     assert outcome.returncode == 1 and not outcome.stdout
     assert outcome.stderr.count(complaint) == 1 and "nothing is measured" in outcome.stderr
 
 
-@pytest.mark.parametrize("ranks, options, message", [
-    (2, [], "this launch has 2"), (1, ["--tile", "1x1"], "--tile is ['1x1']; it has no meaning with --kernel"),
-    (1, ["--decode-keys", "-1"], "--decode-keys is -1"), (1, ["--kv-heads", "3"], "kv_heads is 3"),
-    (1, ["--json", "/nowhere/k.json"], "--json is '/nowhere/k.json'")])
+@pytest.mark.parametrize(
+    "ranks, options, message",
+    [
+        (2, [], "this launch has 2"),
+        (1, ["--tile", "1x1"], "--tile is ['1x1']; it has no meaning with --kernel"),
+        (1, ["--decode-keys", "-1"], "--decode-keys is -1"),
+        (1, ["--kv-heads", "3"], "kv_heads is 3"),
+        (1, ["--json", "/nowhere/k.json"], "--json is '/nowhere/k.json'"),
+    ],
+)
 def test_errors(ranks, options, message):
     outcome = mpirun(ranks, [*KERNEL, *options], check=False)
     assert outcome.returncode and outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr

@@ -15,9 +15,11 @@ def test_cases():
     small, large = cases(6, [100, 200, 100], ["auto", "all", "ring"], ["greedy", "collective"], ["direct"], True)
     assert [case.seqlen for case in (small[0], large[-1])] == [100, 200] and len(small) == len(large)
     tiles = ["auto", "1x6", "2x3", "3x2", "6x1"]
-    assert [tuple(case[1:]) for case in small] == [(tile, kind, "direct", overlap) for tile in tiles
-                                                  for kind, overlap in (("greedy", True), ("greedy", False),
-                                                                        ("collective", True))]
+    assert [tuple(case[1:]) for case in small] == [
+        (tile, kind, "direct", overlap)
+        for tile in tiles
+        for kind, overlap in (("greedy", True), ("greedy", False), ("collective", True))
+    ]
     assert tile_names(["2x2", "qring", "all"], 4) == ["2x2", "4x1", "1x4"]
     for wrong in ({"tile": ["2x2"]}, {"seqlens": [8, 0]}):
         with pytest.raises(ArgumentError):
@@ -28,8 +30,12 @@ def test_cases():
 def test_inputs_are_of_their_place(dtype):
     tensors = Tensors(Problem(seqlen=3000, heads=6, kv_heads=2, head_dim=40, value_dim=24, batch=2, dtype=dtype))
     whole = {name: tensors.read(name, 0, 3000) for name in ("q", "k", "v", "dout")}
-    assert [array.shape for array in whole.values()] == [(2, 3000, 6, 40), (2, 3000, 2, 40), (2, 3000, 2, 24),
-                                                         (2, 3000, 6, 24)]
+    assert [array.shape for array in whole.values()] == [
+        (2, 3000, 6, 40),
+        (2, 3000, 2, 40),
+        (2, 3000, 2, 24),
+        (2, 3000, 6, 24),
+    ]
     some = np.random.default_rng(0).permutation(3000)[:70]
     for name, array in whole.items():
         assert array.dtype.name == dtype
@@ -45,8 +51,10 @@ def test_inputs_are_of_their_place(dtype):
 def measurements(seconds, waiting, sent, formula):
     """The ranks' measurements of a pass, from numbers (runs, ranks)."""
     columns = zip(np.transpose(seconds), np.transpose(waiting), np.transpose(sent))
-    return [{"seconds": list(s), "waiting": list(w), "sent": list(n), "formula": formula, "ideal": 0.5 + rank}
-            for rank, (s, w, n) in enumerate(columns)]
+    return [
+        {"seconds": list(s), "waiting": list(w), "sent": list(n), "formula": formula, "ideal": 0.5 + rank}
+        for rank, (s, w, n) in enumerate(columns)
+    ]
 
 
 FORWARD = measurements([[2, 4], [3, 1], [8, 9]], [[1, 1], [0, 0], [4, 9]], [[10, 20]] * 3, 15)
@@ -59,7 +67,7 @@ def test_figures():
     forward, backward, both = (passes[name].summary() for name in ("forward", "backward", "both"))
     assert forward["runs"] == [4, 3, 9] and forward["seconds"] == {"median": 4, "min": 3, "mean": 16 / 3, "max": 9}
     assert forward["ranks"] == {"min": 3, "mean": 3.5, "max": 4}
-    assert forward["waiting"] == {"min": 0.25, "mean": 0.375, "max": 0.5}            # by rank: 1/2, 0, 1/2; 1/4, 0, 1
+    assert forward["waiting"] == {"min": 0.25, "mean": 0.375, "max": 0.5}  # by rank: 1/2, 0, 1/2; 1/4, 0, 1
     assert (forward["ideal_seconds"], forward["of_ideal"]) == (1.5, 1.5 / 4)
     assert forward["gflops_per_second"] == pytest.approx(55 * 2 * 2 * 6 / 4 / 1e9)
     assert forward["algorithm_bandwidth"] == 4 * 10 * 2 * 3 * 4 / 4 and forward["bus_bandwidth"] == 15 / 4
@@ -73,17 +81,40 @@ def test_figures():
 
 def test_bytes_that_differ_are_marked():
     problem = Problem(seqlen=10, heads=2, head_dim=3)
-    facts = {"tile": "1x2", "schedule": "greedy", "route": "direct", "layout": "contiguous", "predicted_seconds": 1.0,
-             "checked": {"forward": {"summary": "right"}}}
+    facts = {
+        "tile": "1x2",
+        "schedule": "greedy",
+        "route": "direct",
+        "layout": "contiguous",
+        "predicted_seconds": 1.0,
+        "checked": {"forward": {"summary": "right"}},
+    }
     asked = cases(2, [10], ["ring", "auto"], ["greedy"], ["auto"])[0]
     summaries = [{"forward": passes_of({"passes": {"forward": FORWARD}}, problem)["forward"].summary()}]
     made = report.cases_as_data(asked, [0, 0], [{"facts": facts}], summaries)
-    data = {"mpiattn": "1", "ranks": 2, "hosts": 1, "compute": "emulated compute", "backend": "paced:1", "runs": 3,
-            "warmup": 1, "direction": "forward", "cases": made, "versions": {"numpy": "1", "mpi": "MPI"},
-            "environment": {"processor": "P", "cores": 1, "ranks_on_host": 2, "blas": None, "blas_threads": None},
-            "machine": {"name": "m", "assumes": ""},
-            "problem": {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 3, "dtype": "float32", "causal": False,
-                        "window": [5, None]}}
+    data = {
+        "mpiattn": "1",
+        "ranks": 2,
+        "hosts": 1,
+        "compute": "emulated compute",
+        "backend": "paced:1",
+        "runs": 3,
+        "warmup": 1,
+        "direction": "forward",
+        "cases": made,
+        "versions": {"numpy": "1", "mpi": "MPI"},
+        "environment": {"processor": "P", "cores": 1, "ranks_on_host": 2, "blas": None, "blas_threads": None},
+        "machine": {"name": "m", "assumes": ""},
+        "problem": {
+            "batch": 1,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 3,
+            "dtype": "float32",
+            "causal": False,
+            "window": [5, None],
+        },
+    }
     text = report.head_text(data) + report.size_text(data["cases"], data)
     assert text.count("BYTES DIFFER FROM THE FORMULA") == 1 and text.count("emulated compute") == 2
     assert "1x2 greedy auto: direct is also auto: 1x2 greedy auto: direct" in text and "WARNING" not in text

@@ -32,14 +32,21 @@ def test_numbers_by_hand():
     tile = Tile(1, 3, 2)
     _, _, activity = activity_of(tile, FULL)
     steps = bind(greedy(tile), 4, activity)
-    assert dict(hops_of(steps[:3])) == {"KV": BoundHop(1, 0, Message(1, 4), Message(1, 1)),
-                                        "Q": BoundHop(2, 1, Message(3, 4), Message(5, 5))}
+    assert dict(hops_of(steps[:3])) == {
+        "KV": BoundHop(1, 0, Message(1, 4), Message(1, 1)),
+        "Q": BoundHop(2, 1, Message(3, 4), Message(5, 5)),
+    }
     assert [hop for kind, hop in hops_of(steps) if kind == "O"] == [
-        BoundHop(1, 0, Message(3, 3), Message(5, 4)), BoundHop(2, 0, Message(5, 5), Message(3, 4))]
+        BoundHop(1, 0, Message(3, 3), Message(5, 4)),
+        BoundHop(2, 0, Message(5, 5), Message(3, 4)),
+    ]
     ring = bind(greedy(tile, route="ring"), 4, activity)
     assert [(kind, hop.send, hop.receive) for kind, hop in hops_of(ring) if kind in "QO"] == [
-        ("Q", Message(5, 4), Message(3, 3)), ("Q", Message(5, 3), Message(3, 5)),
-        ("O", Message(5, 3), Message(3, 5)), ("O", Message(5, 5), Message(3, 4))]
+        ("Q", Message(5, 4), Message(3, 3)),
+        ("Q", Message(5, 3), Message(3, 5)),
+        ("O", Message(5, 3), Message(3, 5)),
+        ("O", Message(5, 5), Message(3, 4)),
+    ]
     blocks = [block for step in steps for block in step.blocks]
     assert blocks[0] == (4, 4) and sorted(blocks) == [(q, kv) for q in (3, 4, 5) for kv in (1, 4)]
     accumulators = bound_accumulators(greedy(tile), 4)
@@ -69,6 +76,7 @@ def play(schedule, activity):
 
     def accumulator(rank, kind, chunk):
         return held[rank].setdefault((kind, chunk), set())
+
     for number in range(len(schedule.steps)):
         for rank in ranks:
             for transfer in steps[rank][number].transfers:
@@ -117,7 +125,10 @@ def test_every_partial_reaches_its_owner(masks, layout, route, kind, direction):
         for rank in range(tile.ranks):
             for reduced, blocks in results[rank].items():
                 assert blocks == {block for block in work if block[reduced in IN_COLUMNS] == rank}
-            expected = travels.sent(problem, lengths, lengths, tile, rank, route, direction, activity,
-                                    schedule.collective)
-            assert sum(nbytes[name] * lengths[chunk] for name, chunks in sent[rank].items()
-                       for chunk in chunks) == expected.total
+            expected = travels.sent(
+                problem, lengths, lengths, tile, rank, route, direction, activity, schedule.collective
+            )
+            assert (
+                sum(nbytes[name] * lengths[chunk] for name, chunks in sent[rank].items() for chunk in chunks)
+                == expected.total
+            )

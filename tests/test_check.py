@@ -34,7 +34,7 @@ def check(n, *arguments, spoil=None, code=0, command=CHECK, **options):
     outcome = launch.mpirun(n, [*command, "--json", "-", *arguments], timeout=120, check=False, **options)
     assert bool(outcome.returncode) == bool(code), outcome
     assert "Traceback" not in outcome.stderr
-    data = json.loads(outcome.stdout[:outcome.stdout.rindex("}") + 1])     # a launcher may add that the code was not 0
+    data = json.loads(outcome.stdout[: outcome.stdout.rindex("}") + 1])  # a launcher may add that the code was not 0
     assert data["passed"] == (code == 0)
     return {item["name"]: item for item in data["items"]}, data, outcome
 
@@ -47,7 +47,7 @@ def test_passes_here(tmp_path, n):
     lines = text.splitlines()
     for item in data["items"]:
         assert item["status"] != "FAIL" and bool(item["advice"]) == (item["status"] == "WARN")
-        assert sum(line.startswith(f"{item['status']}  {item['name']} ") for line in lines) == 1        # said once
+        assert sum(line.startswith(f"{item['status']}  {item['name']} ") for line in lines) == 1  # said once
     assert lines[-1].endswith(" 0 FAIL")
     assert {path.name for path in tmp_path.iterdir()} == {"check.json"}
 
@@ -86,10 +86,15 @@ def test_the_mpiexec_of_another_mpi():
     """What that looks like to a process: the other launcher's variables; MPICH would abort if it were started."""
     launch.require_launch()
     mpich = launch.vendor() == "mpich"
-    size, rank = (("PMI_SIZE", "PMI_RANK") if launch.vendor() == "openmpi" else
-                  ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
-    outcomes = [subprocess.run(CHECK, env=launch.environment({size: "2", rank: str(number)}), text=True,
-                               capture_output=True, timeout=60) for number in range(2)]
+    size, rank = (
+        ("PMI_SIZE", "PMI_RANK") if launch.vendor() == "openmpi" else ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    )
+    outcomes = [
+        subprocess.run(
+            CHECK, env=launch.environment({size: "2", rank: str(number)}), text=True, capture_output=True, timeout=60
+        )
+        for number in range(2)
+    ]
     assert [outcome.returncode for outcome in outcomes] == [1, 1]
     says = " of Open MPI, mpi4py has MPICH" if mpich else ", this MPI sees 1 (Open MPI"
     assert f"the launcher started 2 ranks{says}" in " ".join(outcomes[0].stdout.split())
@@ -99,25 +104,34 @@ def test_the_mpiexec_of_another_mpi():
 
 def test_srun_without_an_interface_to_mpi():
     launch.require_launch()
-    outcome = subprocess.run(CHECK, env=launch.environment({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}),
-                             text=True, capture_output=True, timeout=60)
+    outcome = subprocess.run(
+        CHECK,
+        env=launch.environment({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}),
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     assert outcome.returncode == 1 and "the launcher started 3 ranks, this MPI" in outcome.stdout
 
 
 def test_versions_that_differ():
-    spoil = ("from mpiattn.system import host\nhonest = host.version\n"
-             "host.version = lambda *names: '0.1' if rank and 'mpi4py' in names else honest(*names)")
+    spoil = (
+        "from mpiattn.system import host\nhonest = host.version\n"
+        "host.version = lambda *names: '0.1' if rank and 'mpi4py' in names else honest(*names)"
+    )
     items, *_ = check(3, spoil=spoil, code=1)
     assert items["versions"]["status"] == "FAIL" and "0.1 on ranks 1-2" in items["versions"]["text"]
 
 
 def test_wrong_results():
-    spoil = ("from mpiattn.backends.numpy.backend import NumpyBackend\nhonest = NumpyBackend.merge\n"
-             "def merge(self, out, lse, *others, **how):\n"
-             "    event = honest(self, out, lse, *others, **how)\n"
-             "    out *= 1 + 1e-3 * (rank == 1)\n"
-             "    return event\n"
-             "NumpyBackend.merge = merge")
+    spoil = (
+        "from mpiattn.backends.numpy.backend import NumpyBackend\nhonest = NumpyBackend.merge\n"
+        "def merge(self, out, lse, *others, **how):\n"
+        "    event = honest(self, out, lse, *others, **how)\n"
+        "    out *= 1 + 1e-3 * (rank == 1)\n"
+        "    return event\n"
+        "NumpyBackend.merge = merge"
+    )
     items, *_ = check(2, spoil=spoil, code=1)
     assert items["results"]["status"] == "FAIL"
     assert "tile 2x1, full, greedy, direct route: " in items["results"]["text"]
@@ -131,49 +145,67 @@ def test_folder_that_takes_no_file(folder):
 
 
 def test_ranks_that_see_another_folder(tmp_path):
-    spoil = ("honest = os.path.exists\n"
-             "os.path.exists = lambda path: honest(path) and not (rank and 'check' in str(path))")
+    spoil = (
+        "honest = os.path.exists\nos.path.exists = lambda path: honest(path) and not (rank and 'check' in str(path))"
+    )
     items, *_ = check(3, "--folder", tmp_path, spoil=spoil, code=1)
     assert "that ranks 1-2 on" in items["files"]["text"] and "not there" in items["files"]["text"]
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["facts.inside", None, *(
-    pytest.param(place, marks=pytest.mark.slow) for place in ("results._run", "links.take_turns", "folder.gather"))])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "facts.inside",
+        None,
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in ("results._run", "links.take_turns", "folder.gather")
+        ),
+    ],
+)
 def test_a_rank_that_stops(tmp_path, place):
-    spoil = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"         # at the start
-    if place == "facts.inside":                   # in a call of MPI that has no nonblocking form, once all had come
-        spoil = ("import signal\nfrom mpi4py import MPI\nfrom mpiattn.comm import mesh\nhonest = mesh.blocking\n"
-                 "def blocking(peers, call):\n"
-                 "    if rank == 1:\n"
-                 "        peers.barrier()\n"
-                 "        os.kill(os.getpid(), signal.SIGSTOP)\n"
-                 "    return honest(peers, call)\n"
-                 "mesh.blocking = blocking")
+    spoil = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"  # at the start
+    if place == "facts.inside":  # in a call of MPI that has no nonblocking form, once all had come
+        spoil = (
+            "import signal\nfrom mpi4py import MPI\nfrom mpiattn.comm import mesh\nhonest = mesh.blocking\n"
+            "def blocking(peers, call):\n"
+            "    if rank == 1:\n"
+            "        peers.barrier()\n"
+            "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+            "    return honest(peers, call)\n"
+            "mesh.blocking = blocking"
+        )
     elif place:
         module, name = place.split(".")
-        spoil = (f"import signal\nfrom mpiattn.check import {module} as module\nhonest = module.{name}\n"
-                 "def struck(*args, **how):\n"
-                 "    if rank == 1:\n"
-                 "        os.kill(os.getpid(), signal.SIGSTOP)\n"
-                 "    return honest(*args, **how)\n"
-                 f"module.{name} = struck")
+        spoil = (
+            f"import signal\nfrom mpiattn.check import {module} as module\nhonest = module.{name}\n"
+            "def struck(*args, **how):\n"
+            "    if rank == 1:\n"
+            "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+            "    return honest(*args, **how)\n"
+            f"module.{name} = struck"
+        )
     timeout, start = TIMEOUT * launch.time_factor(), time.monotonic()
-    outcome = launch.mpirun(3, [sys.executable, "-c", DRIVER, spoil, "--timeout", timeout, "--folder", tmp_path],
-                            timeout=60, check=False)
+    outcome = launch.mpirun(
+        3, [sys.executable, "-c", DRIVER, spoil, "--timeout", timeout, "--folder", tmp_path], timeout=60, check=False
+    )
     assert time.monotonic() - start < 40 * launch.time_factor()
     assert outcome.returncode and "PASS" not in outcome.stdout
-    said = [line for line in outcome.stderr.splitlines() if "mpiattn: " in line]     # the launcher may indent it
+    said = [line for line in outcome.stderr.splitlines() if "mpiattn: " in line]  # the launcher may indent it
     assert len(said) == 1 and f"has waited {timeout:g} s" in said[0] and "phase: " in said[0], outcome.stderr
 
 
-@pytest.mark.parametrize("code, answer, text", [
-    (f"print('{SENDING}')", "yes", "sent device buffers"),
-    (f"print('{SENDING}', flush=True); import os; os.kill(os.getpid(), 11)", "no", "was ended by SIGSEGV"),
-    (f"print('{SENDING}'); raise SystemExit(3)", "no", "ended with code 3"),
-    ("raise ImportError('no libcuda')", "unknown", "before it sent: ImportError: no libcuda"),
-    ("import time; time.sleep(6000)", "unknown", "timed out"),
-])
+@pytest.mark.parametrize(
+    "code, answer, text",
+    [
+        (f"print('{SENDING}')", "yes", "sent device buffers"),
+        (f"print('{SENDING}', flush=True); import os; os.kill(os.getpid(), 11)", "no", "was ended by SIGSEGV"),
+        (f"print('{SENDING}'); raise SystemExit(3)", "no", "ended with code 3"),
+        ("raise ImportError('no libcuda')", "unknown", "before it sent: ImportError: no libcuda"),
+        ("import time; time.sleep(6000)", "unknown", "timed out"),
+    ],
+)
 def test_probe(code, answer, text):
     result = probe([sys.executable, "-c", code], timeout=3 * launch.time_factor())
     assert result["answer"] == answer and text in result["text"]
@@ -193,10 +225,13 @@ def arange(size, dtype):
 """
 
 
-@pytest.mark.parametrize("spoil, says", [
-    ("pass", "yes: a child process sent"),
-    ("import os; print('sending', flush=True); os.abort()", "no: a child process that sent"),
-])
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        ("pass", "yes: a child process sent"),
+        ("import os; print('sending', flush=True); os.abort()", "no: a child process that sent"),
+    ],
+)
 def test_probe_from_inside_a_launch(tmp_path, spoil, says):
     """A CuPy whose arrays are NumPy's: the child process must start MPI by itself, whatever it was started from."""
     (tmp_path / "cupy.py").write_text(CUPY.replace("SPOIL", spoil))
@@ -209,11 +244,16 @@ def test_probe_from_inside_a_launch(tmp_path, spoil, says):
     assert data["probes"][0] and data["probes"][1] is None
 
 
-@pytest.mark.parametrize("arguments, text", [
-    (["-k", "mask"], "unrecognized arguments"), (["--", "-k"], "'-k' is for pytest, which --full runs"),
-    (["--full", "--json", "-"], "--json is given with --full"), (["--full", "--folder", "."], "--folder is given with"),
-    (["--full", "--timeout", "3"], "--timeout is given with --full"),
-])
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["-k", "mask"], "unrecognized arguments"),
+        (["--", "-k"], "'-k' is for pytest, which --full runs"),
+        (["--full", "--json", "-"], "--json is given with --full"),
+        (["--full", "--folder", "."], "--folder is given with"),
+        (["--full", "--timeout", "3"], "--timeout is given with --full"),
+    ],
+)
 def test_arguments_that_do_not_fit(arguments, text):
     outcome = launch.mpirun(2, [*CHECK, *arguments], check=False)
     assert outcome.returncode and outcome.stderr.count(text) == 1, outcome.stderr
@@ -227,14 +267,22 @@ def test_wrong_options_are_said_once(tmp_path):
 
 def test_full_starts_no_mpi():
     """A process that has started MPI can't safely start mpiexec, as the tests do where there is no launcher."""
-    loaded = subprocess.run([sys.executable, "-c", "import sys, mpiattn.cli.check; print(*sys.modules)"], text=True,
-                            env=launch.environment(), capture_output=True, timeout=60, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, mpiattn.cli.check; print(*sys.modules)"],
+        text=True,
+        env=launch.environment(),
+        capture_output=True,
+        timeout=60,
+        check=True,
+    ).stdout.split()
     assert "mpiattn.cli.check" in loaded and "mpi4py" not in loaded
 
 
 def test_full_without_pytest():
-    spoil = ("import importlib.util as util\nhonest = util.find_spec\n"
-             "util.find_spec = lambda name, *more: None if name == 'pytest' else honest(name, *more)")
+    spoil = (
+        "import importlib.util as util\nhonest = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'pytest' else honest(name, *more)"
+    )
     outcome = launch.mpirun(2, [sys.executable, "-c", DRIVER, spoil, "--full"], check=False)
     assert outcome.returncode and outcome.stderr.count("--full needs pytest: pip install") == 1, outcome.stderr
 
@@ -253,18 +301,24 @@ def test_full_from_an_installed_package(tmp_path):
         shutil.copytree(launch.ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(launch.ROOT / name, tree)
-    made = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
-                           "--target", target, tree], text=True, capture_output=True, timeout=300)
+    made = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", target, tree],
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     assert not made.returncode, made.stderr
     shutil.rmtree(tree)
-    here, there = ({path.relative_to(tests) for path in tests.rglob("*.py")}
-                   for tests in (launch.TESTS, target / "mpiattn" / "tests"))
+    here, there = (
+        {path.relative_to(tests) for path in tests.rglob("*.py")}
+        for tests in (launch.TESTS, target / "mpiattn" / "tests")
+    )
     assert here == there
     how = {"cwd": tmp_path, "env": {"PYTHONPATH": str(target)}, "timeout": 120, "check": False}
     some = [*CHECK, "--full", "--", "-v", "--color=no", "--ignore-glob=*torch*"]
     outcome = launch.mpirun(2, [*some, "-k", "test_drawings_of_the_docstring or test_scatter or test_layers"], **how)
     assert not outcome.returncode, outcome
     assert "ranks: 2" in outcome.stdout and f"rootdir: {target}/mpiattn/tests" in outcome.stdout
-    assert "test_layers.py::" not in outcome.stdout                        # of use to those who develop it
+    assert "test_layers.py::" not in outcome.stdout  # of use to those who develop it
     assert "mpi/test_scatter.py::" in outcome.stdout and outcome.stdout.count("test_drawings_of_the_docstring") == 1
     assert launch.mpirun(2, [*some, "-k", "no_test_has_this_name"], **how).returncode

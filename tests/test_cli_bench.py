@@ -19,9 +19,34 @@ def bench(n, *options, **how):
 @pytest.mark.slow
 def test_sweep(tmp_path):
     """Two sizes, every tile, both schedules and routes, with and without overlap, forward and backward."""
-    outcome = bench(4, "--seqlen", "130", "67", "--kv-heads", "2", "--causal", "--layout", "zigzag", "--direction",
-                    "both", "--tile", "all", "auto", "--schedule", "greedy", "collective", "--route", "direct", "ring",
-                    "--no-overlap", "--json", tmp_path / "b.json", "--hdf5", tmp_path / "b.h5", timeout=120)
+    outcome = bench(
+        4,
+        "--seqlen",
+        "130",
+        "67",
+        "--kv-heads",
+        "2",
+        "--causal",
+        "--layout",
+        "zigzag",
+        "--direction",
+        "both",
+        "--tile",
+        "all",
+        "auto",
+        "--schedule",
+        "greedy",
+        "collective",
+        "--route",
+        "direct",
+        "ring",
+        "--no-overlap",
+        "--json",
+        tmp_path / "b.json",
+        "--hdf5",
+        tmp_path / "b.h5",
+        timeout=120,
+    )
     assert "both" in outcome.stdout and "BYTES" not in outcome.stdout
     data = json.loads((tmp_path / "b.json").read_text())
     sizes = {seqlen: [case for case in data["cases"] if case["seqlen"] == seqlen] for seqlen in (130, 67)}
@@ -30,9 +55,10 @@ def test_sweep(tmp_path):
         pairs = seqlen * (seqlen + 1) // 2
         for number, case in enumerate(cases):
             first = cases[case["measured_as"]]
-            assert (case["measured_as"] == number) == (case["asked"]["tile"] != "auto")      # every tile was asked for
-            assert [case[name] for name in ("tile", "schedule", "route")] == [first[name] for name in
-                                                                              ("tile", "schedule", "route")]
+            assert (case["measured_as"] == number) == (case["asked"]["tile"] != "auto")  # every tile was asked for
+            assert [case[name] for name in ("tile", "schedule", "route")] == [
+                first[name] for name in ("tile", "schedule", "route")
+            ]
             assert case["asked"]["tile"] in (case["tile"], "auto")
             assert case["checked"]["forward"]["rows"] == case["checked"]["backward"]["keys"] == seqlen
             for name, products in (("forward", 2), ("backward", 5), ("both", 7)):
@@ -44,8 +70,9 @@ def test_sweep(tmp_path):
     assert ring["passes"]["forward"]["sent_bytes"]["mean"] == 3 * 130 / 4 * 2 * 2 * 16 * 4
     with h5py.File(tmp_path / "b.h5") as file:
         assert file.attrs["ranks"] == 4 and file.attrs["problem.kv_heads"] == 2
-        for case, group in ((case, file[f"{seqlen}/{number}"]) for seqlen, cases in sizes.items()
-                            for number, case in enumerate(cases)):
+        for case, group in (
+            (case, file[f"{seqlen}/{number}"]) for seqlen, cases in sizes.items() for number, case in enumerate(cases)
+        ):
             for name, figures in case["passes"].items():
                 raw = group[name]
                 assert np.median(raw["seconds"][:].max(axis=1)) == figures["seconds"]["median"]
@@ -57,39 +84,59 @@ def test_sweep(tmp_path):
 
 
 def test_emulated_compute_is_called_so():
-    outcome = bench(2, "--backend", "paced:0.05", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous",
-                    "--json", "-")
+    outcome = bench(
+        2, "--backend", "paced:0.05", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous", "--json", "-"
+    )
     data = json.loads(outcome.stdout)
     figures = data["cases"][0]["passes"]["forward"]
     assert (data["compute"], data["backend"]) == ("emulated compute", "paced:0.05")
     assert figures["ideal_seconds"] == pytest.approx(2 * 2 * 16 * 4 * 65 * 130 / 0.05e9)
-    assert figures["seconds"]["min"] > 0.9 * figures["ideal_seconds"]     # no faster, but for the first block's slack
+    assert figures["seconds"]["min"] > 0.9 * figures["ideal_seconds"]  # no faster, but for the first block's slack
     assert data["machine"]["flops"]["float32"] == 0.05e9
     assert bench(2, "--backend", "paced:1").stdout.count("emulated compute") == 2
 
 
 def test_a_wrong_result_is_not_measured(tmp_path):
     """A back end that is wrong with two blocks or more: the case is named, and nothing is written."""
-    code = ("import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; merge = B.merge\n"
-            "def wrong(self, out, lse, *rest, **more):\n"
-            "    merge(self, out, lse, *rest, **more)\n"
-            "    out += 0.01\n"
-            "B.merge = wrong\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
-    outcome = mpirun(3, [sys.executable, "-c", code, *BENCH[3:], "--tile", "ring", "qring", "--json",
-                         tmp_path / "b.json", "--hdf5", tmp_path / "b.h5"], check=False)
+    code = (
+        "import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; merge = B.merge\n"
+        "def wrong(self, out, lse, *rest, **more):\n"
+        "    merge(self, out, lse, *rest, **more)\n"
+        "    out += 0.01\n"
+        "B.merge = wrong\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    outcome = mpirun(
+        3,
+        [
+            sys.executable,
+            "-c",
+            code,
+            *BENCH[3:],
+            "--tile",
+            "ring",
+            "qring",
+            "--json",
+            tmp_path / "b.json",
+            "--hdf5",
+            tmp_path / "b.h5",
+        ],
+        check=False,
+    )
     assert outcome.returncode == 1 and not outcome.stdout
     assert outcome.stderr.count("130 tokens, tile 3x1") == 1 and "FAILED" in outcome.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-ENDED = ("import os, sys, mpiattn.bench.{0} as module; measure, sizes = module.{1}, []\n"
-         "def second_never_ends(*given, **how):\n"
-         "    sizes.append(given)\n"
-         "    os._exit(3) if len(sizes) == 2 else None\n"
-         "    return measure(*given, **how)\n"
-         "module.{1} = second_never_ends\n"
-         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+ENDED = (
+    "import os, sys, mpiattn.bench.{0} as module; measure, sizes = module.{1}, []\n"
+    "def second_never_ends(*given, **how):\n"
+    "    sizes.append(given)\n"
+    "    os._exit(3) if len(sizes) == 2 else None\n"
+    "    return measure(*given, **how)\n"
+    "module.{1} = second_never_ends\n"
+    "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 @pytest.mark.parametrize("place, options", [(("measure", "measure"), []), (("decode", "_measure"), ["--decode"])])
@@ -129,24 +176,37 @@ def test_decode(ranks, options):
 
 def test_wrong_decoding_is_not_measured():
     """All ways agree, and all are wrong."""
-    code = ("import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; attend = B.attend_pages\n"
-            "def wrong(self, q, keys, values, *rest, **more):\n"
-            "    attend(self, 1.01 * q, keys, values, *rest, **more)\n"
-            "B.attend_pages = wrong\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; attend = B.attend_pages\n"
+        "def wrong(self, q, keys, values, *rest, **more):\n"
+        "    attend(self, 1.01 * q, keys, values, *rest, **more)\n"
+        "B.attend_pages = wrong\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     outcome = mpirun(2, [sys.executable, "-c", code, *BENCH[3:], "--decode"], check=False)
     assert outcome.returncode == 1 and not outcome.stdout
     assert outcome.stderr.count("results differ from float64 attention by") == 1 and "Traceback" not in outcome.stderr
 
 
-@pytest.mark.parametrize("options, message", every(2, [
-    (["--runs", "0"], "--runs is 0"), (["--tile", "3x1"], "tile is 3x1"), (["--seqlen", "0"], "seqlen is 0"),
-    (["--kv-heads", "3"], "kv_heads is 3"), (["--hdf5", "/nowhere/b.h5"], "--hdf5 is '/nowhere/b.h5'"),
-    (["--tile", "ring", "--route", "ring", "--wire-dtype", "float16"], "wire_dtype is 'float16'"),
-    (["--queries", "3"], "--queries is 3; it has no meaning without --decode"),
-    (["--decode", "--tile", "ring"], "--tile is ['ring']; it has no meaning with --decode"),
-    (["--decode", "--queries", "0"], "--queries is 0"), (["--decode", "--seqlen", "9", "0"], "--seqlen is 0"),
-    (["--decode", "--kv-heads", "3"], "kv_heads is 3")]))
+@pytest.mark.parametrize(
+    "options, message",
+    every(
+        2,
+        [
+            (["--runs", "0"], "--runs is 0"),
+            (["--tile", "3x1"], "tile is 3x1"),
+            (["--seqlen", "0"], "seqlen is 0"),
+            (["--kv-heads", "3"], "kv_heads is 3"),
+            (["--hdf5", "/nowhere/b.h5"], "--hdf5 is '/nowhere/b.h5'"),
+            (["--tile", "ring", "--route", "ring", "--wire-dtype", "float16"], "wire_dtype is 'float16'"),
+            (["--queries", "3"], "--queries is 3; it has no meaning without --decode"),
+            (["--decode", "--tile", "ring"], "--tile is ['ring']; it has no meaning with --decode"),
+            (["--decode", "--queries", "0"], "--queries is 0"),
+            (["--decode", "--seqlen", "9", "0"], "--seqlen is 0"),
+            (["--decode", "--kv-heads", "3"], "kv_heads is 3"),
+        ],
+    ),
+)
 def test_errors(options, message):
     outcome = bench(2, *options, check=False)
     assert outcome.returncode and outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr

@@ -26,7 +26,7 @@ MHA = ["--seqlen", "1048576", "--heads", "32", "--head-dim", "128"]
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ.copy())      # main sets the BLAS variables
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # main sets the BLAS variables
 
 
 def plan(capsys, *arguments):
@@ -50,12 +50,20 @@ def row(data, tile):
     return next(row for row in data["tiles"] if row["tile"] == tile)
 
 
-@pytest.mark.parametrize("ranks, tile, saving", [(32, "4x8", "67.7 %"), (64, "8x8", "77.8 %"), (128, "8x16", "82.7 %"),
-                                                 (256, "16x16", "88.2 %"), (256, "8x32", "85.1 %")])
+@pytest.mark.parametrize(
+    "ranks, tile, saving",
+    [
+        (32, "4x8", "67.7 %"),
+        (64, "8x8", "77.8 %"),
+        (128, "8x16", "82.7 %"),
+        (256, "16x16", "88.2 %"),
+        (256, "8x32", "85.1 %"),
+    ],
+)
 def test_savings_of_the_paper(capsys, ranks, tile, saving):
     line = next(line for line in plan(capsys, "--ranks", ranks, *MHA).splitlines() if line.startswith(tile))
     columns = line.replace(" %", "%").replace("iB", "").split()
-    assert columns[10].replace("%", " %") == saving             # tile, four sizes with units, saved, elements
+    assert columns[10].replace("%", " %") == saving  # tile, four sizes with units, saved, elements
 
 
 def test_savings_with_fewer_kv_heads_and_float16(capsys):
@@ -72,8 +80,16 @@ def test_savings_with_fewer_kv_heads_and_float16(capsys):
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
 def test_bytes_are_those_that_ranks_send(capsys, route):
-    arguments = {"seqlen": 1003, "heads": 6, "kv_heads": 2, "head_dim": 8, "value_dim": 5, "seqlen_k": 509, "batch": 2,
-                 "dtype": "float16"}
+    arguments = {
+        "seqlen": 1003,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "value_dim": 5,
+        "seqlen_k": 509,
+        "batch": 2,
+        "dtype": "float16",
+    }
     options = [text for name, value in arguments.items() for text in (f"--{name.replace('_', '-')}", value)]
     data = as_json(capsys, "--ranks", 6, "--route", route, *options)
     problem = Problem(**arguments)
@@ -126,7 +142,7 @@ def test_ulysses_and_usp(capsys):
     data = as_json(capsys, "--ranks", 8, *MHA)
     ulysses, usp = data["others"]
     assert (ulysses["method"], usp["method"]) == ("Ulysses", "USP 8x1")
-    assert ulysses["sent_bytes"] == usp["sent_bytes"] == 4 * 7 / 64 * 1048576 * 32 * 128 * 4     # the paper's volume
+    assert ulysses["sent_bytes"] == usp["sent_bytes"] == 4 * 7 / 64 * 1048576 * 32 * 128 * 4  # the paper's volume
     text = plan(capsys, "--ranks", 5, *MHA)
     assert "Ulysses: not possible, 5 ranks do not divide 32 KV heads" in text
     assert "USP: not possible" in text
@@ -148,9 +164,13 @@ def test_machine_of_a_file(capsys, tmp_path):
     fast, printed = (as_json(capsys, "--ranks", 4, *MHA, *extra) for extra in ([], ["--machine", file]))
     assert printed["machine"] == slow.as_dict() and printed["machine"]["name"] == "slow"
     assert row(printed, "2x2")["seconds"] == pytest.approx(60 * row(fast, "2x2")["seconds"], rel=0.01)
-    for text, wrong in (("{", "slow.json"), ("[]", "slow.json"), ('{"name": "x"}', "slow.json"),
-                        (json.dumps({**slow.as_dict(), "color": 1}), "color"),
-                        (json.dumps({**slow.as_dict(), "launch": -1}), "launch")):
+    for text, wrong in (
+        ("{", "slow.json"),
+        ("[]", "slow.json"),
+        ('{"name": "x"}', "slow.json"),
+        (json.dumps({**slow.as_dict(), "color": 1}), "color"),
+        (json.dumps({**slow.as_dict(), "launch": -1}), "launch"),
+    ):
         file.write_text(text)
         assert wrong in refused(capsys, "--ranks", 4, *MHA, "--machine", file)
     assert "default, h100" in refused(capsys, "--ranks", 4, *MHA, "--machine", "cray")
@@ -177,8 +197,21 @@ def test_memory_limit(capsys):
 
 @pytest.mark.parametrize("kind", cost.SCHEDULES)
 def test_steps(capsys, kind):
-    arguments = ["--ranks", 6, "--seqlen", 600, "--heads", 4, "--head-dim", 16, "--tile", "3x2", "--schedule", kind,
-                 "--steps"]
+    arguments = [
+        "--ranks",
+        6,
+        "--seqlen",
+        600,
+        "--heads",
+        4,
+        "--head-dim",
+        16,
+        "--tile",
+        "3x2",
+        "--schedule",
+        kind,
+        "--steps",
+    ]
     text, data = plan(capsys, *arguments), as_json(capsys, *arguments)
     schedule = cost.build(kind, Tile(1, 3, 2), "direct", Problem(600, 4, 16))
     assert str(schedule) in text
@@ -188,16 +221,21 @@ def test_steps(capsys, kind):
 
 
 def test_backward_and_both(capsys):
-    tables = {direction: as_json(capsys, "--ranks", 12, *MHA, "--direction", direction, "--steps")
-              for direction in search.DIRECTIONS}
+    tables = {
+        direction: as_json(capsys, "--ranks", 12, *MHA, "--direction", direction, "--steps")
+        for direction in search.DIRECTIONS
+    }
     problem = Problem(1048576, 32, 128)
     for tile in ("1x12", "3x4", "12x1"):
         sent = {direction: row(data, tile)["sent_bytes"] for direction, data in tables.items()}
         mean = travels.mean_sent(problem, parse_tile(tile, 12), "backward")
         assert sent["backward"]["total"] == pytest.approx(mean, rel=1e-5)
         assert list(sent["backward"]) == ["Q", "KV", "dQ", "dKV", "total"]
-        assert sent["both"] == {"forward": sent["forward"]["total"], "backward": sent["backward"]["total"],
-                                "total": sent["forward"]["total"] + sent["backward"]["total"]}
+        assert sent["both"] == {
+            "forward": sent["forward"]["total"],
+            "backward": sent["backward"]["total"],
+            "total": sent["forward"]["total"] + sent["backward"]["total"],
+        }
     assert list(tables["both"]["steps"]) == ["forward", "backward"]
     assert row(tables["backward"], "3x4")["saving_elements"] == pytest.approx(1 - (3 * 2 + 4 * 3) / (4 * 11))
     for direction in search.DIRECTIONS:
@@ -226,24 +264,28 @@ def test_picture():
     assert picture(Tile(1, 4, 2)).splitlines()[1:4] == [
         "       |  c=0  c=1  c=2  c=3",
         "  r=0  |    0    1    2    3",
-        "  r=1  |    4    5    6    7"]
+        "  r=1  |    4    5    6    7",
+    ]
     large = picture(Tile(1, 64, 64))
     assert max(map(len, large.splitlines())) < 100 and len(large.splitlines()) < 12
     assert "4095" in large
 
 
-@pytest.mark.parametrize("arguments, code, message", [
-    (["--ranks", "0", *MHA], 1, "ranks is 0"),
-    (["--ranks", "4", *MHA, "--tile", "3x2"], 1, "it may be 1x4, 2x2, 4x1"),
-    (["--ranks", "4", *MHA, "--kv-heads", "5"], 1, "must divide heads"),
-    (["--ranks", "4", *MHA, "--json", "/no/such/folder/plan.json"], 1, "--json is '/no/such/folder/plan.json'"),
-    (["--ranks", "4", *MHA, "--plot", "page.jpg"], 1, "--plot is 'page.jpg'; it must end in .png, .svg, .pdf"),
-    (["--ranks", "4", *MHA, "--route", "star"], 2, "--route"),
-    (["--ranks", "4", *MHA, "--route", "ring", "--wire-dtype", "float16"], 1, "on the ring route"),
-    (["--ranks", "4", *MHA, "--window", "1"], 2, "--window"),
-    (["--ranks", "four", *MHA], 2, "--ranks"),
-    (MHA, 2, "--ranks"),
-])
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["--ranks", "0", *MHA], 1, "ranks is 0"),
+        (["--ranks", "4", *MHA, "--tile", "3x2"], 1, "it may be 1x4, 2x2, 4x1"),
+        (["--ranks", "4", *MHA, "--kv-heads", "5"], 1, "must divide heads"),
+        (["--ranks", "4", *MHA, "--json", "/no/such/folder/plan.json"], 1, "--json is '/no/such/folder/plan.json'"),
+        (["--ranks", "4", *MHA, "--plot", "page.jpg"], 1, "--plot is 'page.jpg'; it must end in .png, .svg, .pdf"),
+        (["--ranks", "4", *MHA, "--route", "star"], 2, "--route"),
+        (["--ranks", "4", *MHA, "--route", "ring", "--wire-dtype", "float16"], 1, "on the ring route"),
+        (["--ranks", "4", *MHA, "--window", "1"], 2, "--window"),
+        (["--ranks", "four", *MHA], 2, "--ranks"),
+        (MHA, 2, "--ranks"),
+    ],
+)
 def test_errors(arguments, code, message):
     outcome = run(*arguments)
     assert outcome.returncode == code
@@ -262,14 +304,21 @@ def test_without_matplotlib_names_the_extra(tmp_path):
 
 
 def run(*arguments, env=None):
-    return subprocess.run([sys.executable, "-m", "mpiattn", "plan", *arguments], env=launch.environment(env),
-                          text=True, capture_output=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "mpiattn", "plan", *arguments],
+        env=launch.environment(env),
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
 
 
 def test_starts_no_mpi():
-    code = ("import sys; from mpiattn.cli import main\n"
-            f"main({['plan', '--ranks', '4', *MHA, '--steps']!r})\n"
-            "assert 'mpi4py' not in sys.modules, 'MPI is imported'")
+    code = (
+        "import sys; from mpiattn.cli import main\n"
+        f"main({['plan', '--ranks', '4', *MHA, '--steps']!r})\n"
+        "assert 'mpi4py' not in sys.modules, 'MPI is imported'"
+    )
     subprocess.run([sys.executable, "-c", code], env=launch.environment(), check=True, capture_output=True, timeout=60)
 
 
@@ -280,12 +329,14 @@ def test_says_it_once_under_mpiexec():
 
 def test_a_reader_that_leaves_early_gets_no_traceback():
     command = f"{sys.executable} -m mpiattn plan --ranks 256 {' '.join(MHA)} | head -n 1"
-    outcome = subprocess.run(["bash", "-c", command], env=launch.environment(), text=True, capture_output=True,
-                             timeout=60)
+    outcome = subprocess.run(
+        ["bash", "-c", command], env=launch.environment(), text=True, capture_output=True, timeout=60
+    )
     assert "256 ranks" in outcome.stdout and not outcome.stderr
 
 
 # The JSON file helper
+
 
 def test_json_file_beside_the_table(capsys, tmp_path):
     path = tmp_path / "plan.json"
@@ -301,6 +352,7 @@ def test_json_is_whole_or_not_at_all(tmp_path, monkeypatch):
 
     def full(handle):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(FileError, match=r"--json is .*old\.json'; it cannot be written: No space left"):
         write_json(str(path), {"new": 1})

@@ -9,15 +9,18 @@ from mpiattn.cli import main
 from mpiattn.console import suggest
 
 
-@pytest.mark.parametrize("line, meant", [
-    ("run --casual in.h5 out.h5", "unrecognized arguments: --casual; did you mean --causal?"),
-    ("rnu in.h5 out.h5", "; did you mean run?"),
-    ("run --layout zigzg in.h5 out.h5", "; did you mean zigzag?"),
-    ("bench --dtype flot32", "; did you mean float32?"),
-    ("generate x.h5 --seqlan 4 --heads=3", "required: --seqlen; did you mean --seqlen by --seqlan?"),
-    ("generate x.h5 --Seqlen 4 --heads=3", "; did you mean --seqlen by --Seqlen?"),
-    ("plan --rank 4 --seqlen 9 --heads 3 --head-dm=4", "; did you mean --head-dim by --head-dm?"),
-])
+@pytest.mark.parametrize(
+    "line, meant",
+    [
+        ("run --casual in.h5 out.h5", "unrecognized arguments: --casual; did you mean --causal?"),
+        ("rnu in.h5 out.h5", "; did you mean run?"),
+        ("run --layout zigzg in.h5 out.h5", "; did you mean zigzag?"),
+        ("bench --dtype flot32", "; did you mean float32?"),
+        ("generate x.h5 --seqlan 4 --heads=3", "required: --seqlen; did you mean --seqlen by --seqlan?"),
+        ("generate x.h5 --Seqlen 4 --heads=3", "; did you mean --seqlen by --Seqlen?"),
+        ("plan --rank 4 --seqlen 9 --heads 3 --head-dm=4", "; did you mean --head-dim by --head-dm?"),
+    ],
+)
 def test_meant(capsys, line, meant):
     with pytest.raises(SystemExit) as ended:
         main(line.split())
@@ -25,8 +28,16 @@ def test_meant(capsys, line, meant):
     assert capsys.readouterr().err.rstrip().endswith(meant)
 
 
-@pytest.mark.parametrize("line", ["run in.h5 out.h5 third", "run --xyz in.h5 out.h5", "frobnicate",
-                                  "run --layout round in.h5 out.h5", "plan -- --rankz 3"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run in.h5 out.h5 third",
+        "run --xyz in.h5 out.h5",
+        "frobnicate",
+        "run --layout round in.h5 out.h5",
+        "plan -- --rankz 3",
+    ],
+)
 def test_nothing_alike(capsys, line):
     with pytest.raises(SystemExit):
         main(line.split())

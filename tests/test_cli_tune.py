@@ -15,9 +15,11 @@ TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 @pytest.fixture
 def run(tmp_path):
     """run(n, *arguments) runs mpiattn with a store of this test's."""
+
     def start(n, *arguments, env=None, **options):
         env = {"XDG_CONFIG_HOME": str(tmp_path), **(env or {})}
         return launch.mpirun(n, [*MPIATTN, *arguments], env=env, **options)
+
     start.store = tmp_path / "mpiattn" / "machines.json"
     return start
 
@@ -36,7 +38,7 @@ def test_one_rank(run):
     after = machine_of(run, 1)
     assert after["name"] == "measured" and "with head_dim 8" in after["from"]
     assert set(after["figures"]["flops"]) == {"float32", "float64"}
-    assert machine_of(run, 2)["name"] == "default"                       # two ranks a node are another launch
+    assert machine_of(run, 2)["name"] == "default"  # two ranks a node are another launch
     assert "in place of what was measured before" in run(1, *QUICK).stdout
     assert len(json.loads(run.store.read_text())["entries"]) == 1
 
@@ -76,13 +78,20 @@ def test_trouble_with_the_store(run, tmp_path):
     assert outcome.returncode and outcome.stderr.count("its folder cannot be made") == 1
 
 
-@pytest.mark.parametrize("arguments, text", every(2, [
-    (["--seconds", "0"], "0 is not a positive number"), (["--head-dim", "0"], "0 is not a whole number"),
-    (["--dtype", "float8"], "--dtype is 'float8'; it may be float16"),
-    (["--quick", "--seconds", "3"], "not allowed with"),
-    (["--out", "/no/such/machine.json"], "--out is '/no/such/machine.json'; there is no folder"),
-    (["--timeout", "0"], "timeout is 0"),
-]))
+@pytest.mark.parametrize(
+    "arguments, text",
+    every(
+        2,
+        [
+            (["--seconds", "0"], "0 is not a positive number"),
+            (["--head-dim", "0"], "0 is not a whole number"),
+            (["--dtype", "float8"], "--dtype is 'float8'; it may be float16"),
+            (["--quick", "--seconds", "3"], "not allowed with"),
+            (["--out", "/no/such/machine.json"], "--out is '/no/such/machine.json'; there is no folder"),
+            (["--timeout", "0"], "timeout is 0"),
+        ],
+    ),
+)
 def test_wrong_options_are_said_once(run, arguments, text):
     outcome = run(2, "tune", *arguments, check=False)
     assert outcome.returncode and outcome.stderr.count(text) == 1, outcome.stderr

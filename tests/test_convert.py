@@ -38,11 +38,16 @@ def save(kind, folder, tensors):
     elif kind == "safetensors":
         pytest.importorskip("safetensors")
         from safetensors.numpy import save_file
+
         save_file(tensors, path)
     else:
         torch = pytest.importorskip("torch")
-        whole = {name: torch.tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype.name == "bfloat16"
-                 else torch.tensor(array) for name, array in tensors.items()}
+        whole = {
+            name: torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+            if array.dtype.name == "bfloat16"
+            else torch.tensor(array)
+            for name, array in tensors.items()
+        }
         torch.save(whole, path, _use_new_zipfile_serialization=kind == "pt")
     return [path]
 
@@ -62,7 +67,7 @@ def assert_holds(path, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["npy", "npz", "packed.npz", "safetensors", "pt", "old.pth"])
-@pytest.mark.parametrize("axes, piece", [("bshd", 2 ** 22), ("bhsd", 7), ("bhsd", 100)])
+@pytest.mark.parametrize("axes, piece", [("bshd", 2**22), ("bhsd", 7), ("bhsd", 100)])
 def test_every_kind_order_and_dtype(tmp_path, monkeypatch, capsys, kind, dtype, axes, piece):
     monkeypatch.setattr(convert, "PIECE_ELEMENTS", piece)
     names = ("q", "k", "v", "dout")
@@ -104,8 +109,9 @@ def test_bfloat16_and_documents_of_hdf5(tmp_path):
 
 @pytest.mark.parametrize("order", ["F", "big"])
 def test_other_orders_of_memory(tmp_path, order):
-    tensors = {name: np.asfortranarray(array) if order == "F" else array.astype(">f4")
-               for name, array in drawn().items()}
+    tensors = {
+        name: np.asfortranarray(array) if order == "F" else array.astype(">f4") for name, array in drawn().items()
+    }
     for kind in ("npy", "npz"):
         assert run(save(kind, tmp_path, tensors), tmp_path / "out.h5") == 0
         with h5py.File(tmp_path / "out.h5") as file:
@@ -137,15 +143,22 @@ def test_a_missing_name_lists_what_there_is(tmp_path, capsys, kind):
     assert not list(tmp_path.glob("*out.h5*"))
 
 
-@pytest.mark.parametrize("tensors, options, says", [
-    ({"v": np.zeros((2, 22, 2, 5), "f4")}, [], "its shapes do not fit: q (2, 33, 4, 8), k (2, 21, 2, 8), v (2, 22, 2"),
-    ({"v": np.zeros((2, 21, 2, 5), "f8")}, [], "dtypes float32, float32, float64"),
-    ({"v": np.zeros((2, 21, 2, 5), "i4")}, [], "FILES has 'v', (2, 21, 2, 5) in int32; v must have 3 or 4"),
-    ({"k": np.zeros((2, 21), "f4")}, [], "FILES has 'k', (2, 21) in float32; k must have 3 or 4 dimensions"),
-    ({"cu_seqlens": np.zeros(3)}, [], "cu_seqlens must have 1 or 2 dimensions and be of int32"),
-    ({"k": np.zeros((2, 21, 3, 8), "f4"), "v": np.zeros((2, 21, 3, 8), "f4")}, [], "kv_heads is 3; it must divide"),
-    ({}, ["--only", "k,v", "--names", "q=k"], "--names names q, which --only k,v leaves out"),
-])
+@pytest.mark.parametrize(
+    "tensors, options, says",
+    [
+        (
+            {"v": np.zeros((2, 22, 2, 5), "f4")},
+            [],
+            "its shapes do not fit: q (2, 33, 4, 8), k (2, 21, 2, 8), v (2, 22, 2",
+        ),
+        ({"v": np.zeros((2, 21, 2, 5), "f8")}, [], "dtypes float32, float32, float64"),
+        ({"v": np.zeros((2, 21, 2, 5), "i4")}, [], "FILES has 'v', (2, 21, 2, 5) in int32; v must have 3 or 4"),
+        ({"k": np.zeros((2, 21), "f4")}, [], "FILES has 'k', (2, 21) in float32; k must have 3 or 4 dimensions"),
+        ({"cu_seqlens": np.zeros(3)}, [], "cu_seqlens must have 1 or 2 dimensions and be of int32"),
+        ({"k": np.zeros((2, 21, 3, 8), "f4"), "v": np.zeros((2, 21, 3, 8), "f4")}, [], "kv_heads is 3; it must divide"),
+        ({}, ["--only", "k,v", "--names", "q=k"], "--names names q, which --only k,v leaves out"),
+    ],
+)
 def test_tensors_that_do_not_fit(tmp_path, capsys, tensors, options, says):
     assert run(save("npz", tmp_path, drawn() | tensors), tmp_path / "out.h5", *options) == 1
     assert says in capsys.readouterr().err
@@ -166,10 +179,17 @@ def test_one_name_in_two_files(tmp_path, capsys):
     assert f"FILES has 'q' in {str(tmp_path / 'a.h5')!r} and in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content, says", [
-    (b"hello", "it is none of .npy"), (b"", "it is none of .npy"), (b"PK\3\4broken", "cannot be read"),
-    (b"\x93NUMPY\1\0broken", "cannot be read"), (b"\x89HDF\r\n\x1a\n", "cannot be read"),
-    (None, "there is no such file")])
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"hello", "it is none of .npy"),
+        (b"", "it is none of .npy"),
+        (b"PK\3\4broken", "cannot be read"),
+        (b"\x93NUMPY\1\0broken", "cannot be read"),
+        (b"\x89HDF\r\n\x1a\n", "cannot be read"),
+        (None, "there is no such file"),
+    ],
+)
 def test_what_is_no_such_file(tmp_path, capsys, content, says):
     if content is not None:
         (tmp_path / "in").write_bytes(content)
@@ -181,7 +201,7 @@ def test_what_is_no_such_file(tmp_path, capsys, content, says):
 
 @pytest.mark.parametrize("kind", ["npz", "packed.npz", "safetensors", "pt", "old.pth", "h5"])
 def test_a_damaged_file(tmp_path, capsys, kind):
-    path, = save(kind, tmp_path, drawn())
+    (path,) = save(kind, tmp_path, drawn())
     path.write_bytes(path.read_bytes()[:2000])
     assert run([path], tmp_path / "out.h5") == 1
     assert f"FILES is {str(path)!r}" in capsys.readouterr().err
@@ -203,8 +223,9 @@ def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch, package, cont
     assert f"needs the package {package}, which is not installed: pip install {package}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shape, limit", [((3, 4, 5), 60), ((3, 4, 5), 20), ((3, 4, 5), 19), ((3, 4, 5), 3), ((7,), 2),
-                                          ((2, 0, 3), 5)])
+@pytest.mark.parametrize(
+    "shape, limit", [((3, 4, 5), 60), ((3, 4, 5), 20), ((3, 4, 5), 19), ((3, 4, 5), 3), ((7,), 2), ((2, 0, 3), 5)]
+)
 def test_pieces(shape, limit):
     array = np.arange(np.prod(shape)).reshape(shape)
     pieces = [array[index].ravel() for index in tensor_files.pieces(shape, limit)]
@@ -217,17 +238,19 @@ def test_larger_than_memory(tmp_path, kind):
     """200 MB of tensors by a process that holds much less of its own; a mapped file's pages are the system's."""
     tensor = np.zeros((1, 8, 32768, 64), np.float32)
     sources = save(kind, tmp_path, dict.fromkeys("qkv", tensor))
-    code = ("import re, sys; from mpiattn.cli import main\n"
-            "import h5py, numpy, tqdm\n"
-            "peak = []\n"
-            "from mpiattn.files import hdf5; write = hdf5.write\n"
-            "def noted(*given):\n"
-            "    write(*given)\n"
-            "    peak.append(int(re.search(r'RssAnon:\\s*(\\d+)', open('/proc/self/status').read())[1]))\n"
-            "hdf5.write = noted\n"
-            "before = int(re.search(r'RssAnon:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
-            "assert main(sys.argv[1:]) == 0\n"
-            "print(max(peak) - before)")
+    code = (
+        "import re, sys; from mpiattn.cli import main\n"
+        "import h5py, numpy, tqdm\n"
+        "peak = []\n"
+        "from mpiattn.files import hdf5; write = hdf5.write\n"
+        "def noted(*given):\n"
+        "    write(*given)\n"
+        "    peak.append(int(re.search(r'RssAnon:\\s*(\\d+)', open('/proc/self/status').read())[1]))\n"
+        "hdf5.write = noted\n"
+        "before = int(re.search(r'RssAnon:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print(max(peak) - before)"
+    )
     command = [sys.executable, "-c", code, "convert", *map(str, sources), str(tmp_path / "x.h5"), "--axes", "bhsd"]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert int(outcome.stdout.split()[-1]) * 1024 < 80e6

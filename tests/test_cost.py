@@ -25,11 +25,12 @@ PROBLEM = Problem(seqlen=1 << 20, heads=32, head_dim=128, dtype="float16")
 def test_every_tile_with_every_schedule_best_first():
     choices = search.evaluate(PROBLEM, 12)
     assert sorted((str(c.tile), c.schedule) for c in choices) == sorted(
-        (str(tile), kind) for tile in tiles(12) for kind in cost.SCHEDULES)
+        (str(tile), kind) for tile in tiles(12) for kind in cost.SCHEDULES
+    )
     least = min(c.seconds for c in choices)
     assert choices[0].seconds <= (1 + search.SAME_TIME) * least
     slower = [c.seconds for c in choices if c.seconds > (1 + search.SAME_TIME) * least]
-    assert slower == sorted(slower) == [c.seconds for c in choices[len(choices) - len(slower):]]
+    assert slower == sorted(slower) == [c.seconds for c in choices[len(choices) - len(slower) :]]
 
 
 def test_ties_go_to_the_least_traffic():
@@ -56,7 +57,7 @@ def test_a_step_takes_the_longer_of_transfer_and_blocks():
     schedule = cost.build("greedy", Tile(1, 1, 4), "direct", problem, on)
     assert simulate(schedule, problem, load, on).seconds == pytest.approx(3 * max(block, hop) + block)
     fused = cost.build("collective", Tile(1, 1, 4), "direct", problem, on)
-    expected = 3 * (hop - 1e-3) + 1e-2 + problem.flops / 4 / 1e12       # k and v are two collectives, but one message
+    expected = 3 * (hop - 1e-3) + 1e-2 + problem.flops / 4 / 1e12  # k and v are two collectives, but one message
     assert simulate(fused, problem, load, on).seconds == pytest.approx(expected)
     backward = cost.build("greedy", Tile(1, 1, 4), "direct", problem, on, "backward")
     at_least = 4 * 1e-2 + 2.5 * problem.flops / 4 / 1e12
@@ -81,6 +82,7 @@ def test_auto_layout_balances_work_and_sends_little():
         choice = search.evaluate(Problem(seqlen=8000, heads=4, head_dim=16, **mask), ranks)[0]
         assert choice.balance < 1.02
         return choice
+
     assert best().layouts[0].kind == "contiguous"
     assert best(causal=True).layouts[0].kind == "zigzag"
     windowed = best(causal=True, window=(100, 0))
@@ -91,8 +93,10 @@ def test_auto_layout_balances_work_and_sends_little():
 
 
 def test_both_passes_are_the_sum_of_each():
-    best = {direction: search.evaluate(PROBLEM, 16, shapes=[Tile(1, 4, 4)], kinds=("greedy",), direction=direction)[0]
-           for direction in search.DIRECTIONS}
+    best = {
+        direction: search.evaluate(PROBLEM, 16, shapes=[Tile(1, 4, 4)], kinds=("greedy",), direction=direction)[0]
+        for direction in search.DIRECTIONS
+    }
     assert best["both"].seconds == best["forward"].seconds + best["backward"].seconds
     assert best["both"].sent_bytes == best["forward"].sent_bytes + best["backward"].sent_bytes
     assert best["backward"].sent_bytes == mean_sent(PROBLEM, Tile(1, 4, 4), "backward")
@@ -117,16 +121,24 @@ def test_memory_is_what_buffers_take(wire_dtype):
     from mpiattn.backends.numpy.backend import NumpyBackend
     from mpiattn.engine.buffers import Buffers
     from mpiattn.engine.passes import Forward
-    problem = Problem(seqlen=96, heads=4, kv_heads=2, head_dim=8, value_dim=6, batch=2, dtype="float16",
-                      wire_dtype=wire_dtype)
+
+    problem = Problem(
+        seqlen=96, heads=4, kv_heads=2, head_dim=8, value_dim=6, batch=2, dtype="float16", wire_dtype=wire_dtype
+    )
     layout = Layout("striped", 96, 12)
     for tile in tiles(12):
         for kind in cost.SCHEDULES:
             schedule = cost.build(kind, tile, "direct", problem)
-            buffers = Buffers(NumpyBackend(), Forward(problem, None).shapes(), schedule,
-                              SimpleNamespace(tile=tile, rank=5), layout, layout)
+            buffers = Buffers(
+                NumpyBackend(),
+                Forward(problem, None).shapes(),
+                schedule,
+                SimpleNamespace(tile=tile, rank=5),
+                layout,
+                layout,
+            )
             assert memory.buffer_bytes(schedule, problem, 8, 8, "contiguous") == buffers.nbytes, (tile, kind)
-            sorted_again = kind == "collective" and tile.b > 1                             # keys by position
+            sorted_again = kind == "collective" and tile.b > 1  # keys by position
             ordered = tile.b * 8 * token_bytes(problem)["KV"] if sorted_again else 0
             assert memory.buffer_bytes(schedule, problem, 8, 8, "striped") == buffers.nbytes + ordered, (tile, kind)
 

@@ -41,11 +41,19 @@ def assert_right(got, ref, v):
 
 
 # dtype, head dim, value dim, heads, KV heads, queries, keys
-SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 200, 150),
-          ("float64", 40, 24, 4, 2, 100, 70),
-          ("float16", 96, 32, 6, 2, 70, 90), ("float64", 1, 1, 2, 1, 7, 300), ("bfloat16", 192, 128, 1, 1, 150, 100),
-          ("float32", 320, 257, 1, 1, 30, 300), ("float32", 40, 20, 3, 1, 65, 33), ("float16", 20, 36, 2, 1, 33, 150),
-          ("bfloat16", 33, 17, 7, 1, 20, 40), ("float32", 8, 6, 8, 1, 1, 70)]
+SHAPES = [
+    ("float32", 64, 64, 4, 2, 150, 170),
+    ("bfloat16", 128, 128, 2, 2, 200, 150),
+    ("float64", 40, 24, 4, 2, 100, 70),
+    ("float16", 96, 32, 6, 2, 70, 90),
+    ("float64", 1, 1, 2, 1, 7, 300),
+    ("bfloat16", 192, 128, 1, 1, 150, 100),
+    ("float32", 320, 257, 1, 1, 30, 300),
+    ("float32", 40, 20, 3, 1, 65, 33),
+    ("float16", 20, 36, 2, 1, 33, 150),
+    ("bfloat16", 33, 17, 7, 1, 20, 40),
+    ("float32", 8, 6, 8, 1, 1, 70),
+]
 
 
 @functools.cache
@@ -72,8 +80,9 @@ def test_beyond_the_tiles(backend):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize(("scale", "softcap"), [(0.3, 4.0), (-0.3, None), (0.0, None), (-0.3, 4.0), (0.3, 0.5),
-                                                (0.3, 1e4)])
+@pytest.mark.parametrize(
+    ("scale", "softcap"), [(0.3, 4.0), (-0.3, None), (0.0, None), (-0.3, 4.0), (0.3, 0.5), (0.3, 1e4)]
+)
 def test_scores(backend, dtype, scale, softcap):
     shape = dtype, 64, 64, 2, 2, 60, 70
     inputs, ref = forward_case(shape, windows, scale, softcap)
@@ -120,7 +129,7 @@ def test_not_finite(backend, where, value, dtype):
 
 def test_every_nan_is_one(backend):
     """Its other bits are not taken for a number."""
-    for payload in (0x7fffffff, 0xffffffff, 0x7f800001):
+    for payload in (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001):
         q, k, v = chunks(30, 40, 1, 1, 8, 8, "float32")
         k[7, 0, 3] = np.array([payload], np.uint32).view(np.float32)[0]
         out, lse = attend(backend, q, k, v, *everything(30, 40))
@@ -136,6 +145,7 @@ def test_rows_whose_lse_is_not_a_number_keep_it(backend):
 
 
 # Backward
+
 
 @functools.cache
 def gradient_case(shape, mask, scale, softcap):
@@ -156,7 +166,7 @@ def gradient_reference(arguments, scale, softcap, known={}):  # noqa: B006
     """(gradients, sizes) as `blocks.dense_gradients` has them, computed once for the same arrays."""
     key = (*map(id, arguments), scale, softcap)
     if key not in known:
-        known[key] = dense_gradients(*arguments, scale, softcap), arguments        # held, so that ids stay theirs
+        known[key] = dense_gradients(*arguments, scale, softcap), arguments  # held, so that ids stay theirs
     return known[key][0]
 
 
@@ -220,6 +230,7 @@ def test_not_finite_backward(backend, where):
 
 # What else a launch promises
 
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_any_strides(backend, dtype):
     """Bits are those of contiguous arrays, also where numbers of a row have gaps; what lies between is not touched."""
@@ -230,8 +241,12 @@ def test_any_strides(backend, dtype):
         every = (slice(None),) * axis
         second, between = (*every, slice(None, None, 2)), (*every, slice(1, None, 2))
         apart = [np.repeat(array, 2, axis)[second] if array.ndim > axis else array for array in arguments[:6]]
-        results = [np.zeros((*shape[:axis], 2 * shape[axis], *shape[axis + 1:]), "float32") if len(shape) > axis
-                   else np.zeros(shape, "float32") for shape in ((50, 4, 16), (50, 4), q.shape, k.shape, v.shape)]
+        results = [
+            np.zeros((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :]), "float32")
+            if len(shape) > axis
+            else np.zeros(shape, "float32")
+            for shape in ((50, 4, 16), (50, 4), q.shape, k.shape, v.shape)
+        ]
         views = [whole[second] if whole.ndim > axis else whole for whole in results]
         views[1].fill(-np.inf)
         attend(backend, apart[0], *apart[4:], *arguments[6:], into=views[:2])
@@ -281,8 +296,11 @@ def test_it_asks_meanwhile(backend, monkeypatch, threads):
     def meanwhile(share):
         assert threading.current_thread() is threading.main_thread()
         shares.append(share)
-    for launch in (lambda of: attend(backend, arguments[0], *arguments[4:], meanwhile=of),
-                   lambda of: gradients(backend, arguments, meanwhile=of)):
+
+    for launch in (
+        lambda of: attend(backend, arguments[0], *arguments[4:], meanwhile=of),
+        lambda of: gradients(backend, arguments, meanwhile=of),
+    ):
         assert bits(*launch(meanwhile)) == bits(*launch(None))
         assert len(shares) > 2 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
         shares.clear()
@@ -291,6 +309,7 @@ def test_it_asks_meanwhile(backend, monkeypatch, threads):
             calls.append(share)
             if len(calls) > 1:
                 raise KeyboardInterrupt("enough")
+
         with pytest.raises(KeyboardInterrupt, match="enough"):
             launch(fail)
         assert len(calls) == 2
@@ -302,8 +321,10 @@ def test_as_accurate_as_numpy(backend, dtype):
     """Errors from float64, as root mean squares, are at most 1.5 times those of the NumPy back end."""
     numpy, errors = backends.get("numpy"), []
     arguments = gradient_arguments((dtype, 64, 64, 2, 1, 100, 500), MASKS["full"], 0.125)
-    refs = (*forward_case((dtype, 64, 64, 2, 1, 100, 500), MASKS["full"], 0.125)[1],
-            *gradient_reference(arguments, 0.125, None)[0])
+    refs = (
+        *forward_case((dtype, 64, 64, 2, 1, 100, 500), MASKS["full"], 0.125)[1],
+        *gradient_reference(arguments, 0.125, None)[0],
+    )
     for on in (numpy, backend):
         got = *attend(on, arguments[0], *arguments[4:], 0.125), *gradients(on, arguments, 0.125)
         errors.append([np.sqrt(np.mean((result - ref) ** 2)) for result, ref in zip(got, refs)])

@@ -11,13 +11,29 @@ from mpiattn.backends.cpu import library
 pytestmark = [pytest.mark.workshop, pytest.mark.skipif(library.missing() != "", reason=library.missing())]
 
 
-@pytest.mark.parametrize("selection", [["test_kernels.py"], ["test_tiles.py", "test_masks.py"], ["test_decode.py"]],
-                         ids=lambda selection: selection[0])
+@pytest.mark.parametrize(
+    "selection",
+    [["test_kernels.py"], ["test_tiles.py", "test_masks.py"], ["test_decode.py"]],
+    ids=lambda selection: selection[0],
+)
 def test_ranks(selection):
     """Tiles, routes, documents, sinks, half types, decoding; overlap changes no bit."""
-    outcome = mpirun(4, [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider",
-                         *(TESTS / "mpi" / name for name in selection)], timeout=200, cwd=ROOT,
-                     env={"MPIATTN_BACKENDS": "cpu"})
+    outcome = mpirun(
+        4,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--color=no",
+            "-p",
+            "no:cacheprovider",
+            *(TESTS / "mpi" / name for name in selection),
+        ],
+        timeout=200,
+        cwd=ROOT,
+        env={"MPIATTN_BACKENDS": "cpu"},
+    )
     assert " passed" in outcome.stdout and " failed" not in outcome.stdout, outcome.stdout
 
 
@@ -25,8 +41,23 @@ def test_ranks(selection):
 def test_commands(tmp_path, kernels):
     """From file to file, verified."""
     source = write_input(tmp_path / "in.h5", seqlen=131, batch=2, dtype="bfloat16", backward=True)
-    outcome = mpirun(3, [sys.executable, "-m", "mpiattn", "run", source, tmp_path / "out.h5", "--backward", "--verify",
-                         "--causal", "--backend", "cpu"], timeout=120,
-                     env={library.VARIABLE: kernels} if kernels else {})
+    outcome = mpirun(
+        3,
+        [
+            sys.executable,
+            "-m",
+            "mpiattn",
+            "run",
+            source,
+            tmp_path / "out.h5",
+            "--backward",
+            "--verify",
+            "--causal",
+            "--backend",
+            "cpu",
+        ],
+        timeout=120,
+        env={library.VARIABLE: kernels} if kernels else {},
+    )
     assert "passed" in outcome.stdout and "cpu back end" in outcome.stdout
     assert_right(source, tmp_path / "out.h5", True, None, 3e-2, True)

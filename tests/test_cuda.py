@@ -32,9 +32,22 @@ needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emu
 @pytest.mark.parametrize("transport", ["staged", "device"])
 def test_ranks(transport):
     """Every row against float64: tiles, routes, documents, sinks, half types, decoding; forward and backward."""
-    outcome = mpirun(4, [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider",
-                         TESTS / "mpi" / "test_kernels.py"], timeout=200, cwd=ROOT,
-                     env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_CUPY": "fake", "MPIATTN_TRANSPORT": transport})
+    outcome = mpirun(
+        4,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--color=no",
+            "-p",
+            "no:cacheprovider",
+            TESTS / "mpi" / "test_kernels.py",
+        ],
+        timeout=200,
+        cwd=ROOT,
+        env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_CUPY": "fake", "MPIATTN_TRANSPORT": transport},
+    )
     assert " passed" in outcome.stdout and " skipped" not in outcome.stdout, outcome.stdout
 
 
@@ -45,15 +58,53 @@ def test_commands_and_one_call(tmp_path):
     begin = "import sys, fake_cupy; sys.modules['cupy'] = fake_cupy; "
     env = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
     code = begin + "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
-    outcome = mpirun(2, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--backend", "cuda",
-                         "--backward", "--causal", "--verify"], env=env)
+    outcome = mpirun(
+        2,
+        [
+            sys.executable,
+            "-c",
+            code,
+            "run",
+            source,
+            tmp_path / "out.h5",
+            "--backend",
+            "cuda",
+            "--backward",
+            "--causal",
+            "--verify",
+        ],
+        env=env,
+    )
     assert "cuda back end" in outcome.stdout and outcome.stdout.count("passed") == 2
-    outcome = mpirun(2, [sys.executable, "-c", code, "bench", "--decode", "--backend", "cuda", "--transport", "staged",
-                         "--seqlen", "21", "--heads", "2", "--head-dim", "16", "--runs", "1"], env=env)
+    outcome = mpirun(
+        2,
+        [
+            sys.executable,
+            "-c",
+            code,
+            "bench",
+            "--decode",
+            "--backend",
+            "cuda",
+            "--transport",
+            "staged",
+            "--seqlen",
+            "21",
+            "--heads",
+            "2",
+            "--head-dim",
+            "16",
+            "--runs",
+            "1",
+        ],
+        env=env,
+    )
     assert "2 on 1 node, cuda back end" in outcome.stdout and "combining butterfly" in outcome.stdout
-    code = begin + "import numpy as np, mpiattn; from mpi4py import MPI; ones = np.ones((1, 7, 2, 16), np.float32); " \
-        "out, _ = mpiattn.attention(*[fake_cupy.asarray(ones)] * 3, comm=MPI.COMM_WORLD); " \
+    code = (
+        begin + "import numpy as np, mpiattn; from mpi4py import MPI; ones = np.ones((1, 7, 2, 16), np.float32); "
+        "out, _ = mpiattn.attention(*[fake_cupy.asarray(ones)] * 3, comm=MPI.COMM_WORLD); "
         "assert type(out).__module__ == 'fake_cupy' and (abs(out.get() - 1) < 1e-6).all(); print('right')"
+    )
     assert mpirun(2, [sys.executable, "-c", code], env=env).stdout.count("right") == 2
 
 
@@ -79,7 +130,7 @@ def test_memory_for_results(gpu):
     array = fake_cupy.empty((4, 6), "float32")
     halves = {"left": array[:, ::2], "right": array[:, 1::2]}
     into = Results(gpu, {name: (half, (4, 3), "float32") for name, half in halves.items()}, {"q": None})
-    assert into.returned(None) == tuple(halves.values())           # they share bounds, but no byte
+    assert into.returned(None) == tuple(halves.values())  # they share bounds, but no byte
     with pytest.raises(ArgumentError, match=r"^out shares memory with q;"):
         Results(gpu, {"out": (halves["left"], (4, 3), "float32")}, {"q": array[1:]})
     with pytest.raises(ArgumentError, match=r"^out is a NumPy array; it must be a CuPy array"):
@@ -128,7 +179,7 @@ def test_pieces_are_ready_one_after_another(gpu, monkeypatch):
         gpu.sent(array)
         gpu.wait(gpu.arrived(arrived))
         assert (on_host(arrived) == sent).all()
-    assert gpu.staged_bytes == 2 * 2 ** 16
+    assert gpu.staged_bytes == 2 * 2**16
 
 
 def test_what_is_on_its_way_is_copied_once(gpu):
@@ -154,8 +205,9 @@ def test_what_begins_anywhere_is_not_copied(gpu, monkeypatch):
     assert not copied
     memory = gpu.empty((8 * 16,), "float32")
     with pytest.raises(ArgumentError, match=r"dk begins at address .* multiple of 16 bytes"):
-        gpu.attend_backward(q, v[:5], lse, delta, k, v, begin, end, grads[0], memory[1:113].reshape(7, 1, 16),
-                            grads[2], 0.3)
+        gpu.attend_backward(
+            q, v[:5], lse, delta, k, v, begin, end, grads[0], memory[1:113].reshape(7, 1, 16), grads[2], 0.3
+        )
 
 
 @needs_compiler
@@ -163,12 +215,19 @@ def test_row_intervals_are_kept_on_the_device(gpu, monkeypatch):
     """Calls with the same masks and documents send none: forward and backward, blocks and tiles."""
     uploads = []
     asarray = fake_cupy.asarray
-    monkeypatch.setattr(fake_cupy, "asarray", lambda a, *rest, **named: (
-        uploads.append(a.shape) if isinstance(a, np.ndarray) else None, asarray(a, *rest, **named))[1])
+    monkeypatch.setattr(
+        fake_cupy,
+        "asarray",
+        lambda a, *rest, **named: (
+            uploads.append(a.shape) if isinstance(a, np.ndarray) else None,
+            asarray(a, *rest, **named),
+        )[1],
+    )
     ones = asarray(np.ones((1, 9, 1, 16), np.float32))
     for schedule in ("greedy", "collective"):
-        with MeshAttention(MPI.COMM_SELF, seqlen=9, heads=1, head_dim=16, causal=True, schedule=schedule,
-                           backend="cuda") as plan:
+        with MeshAttention(
+            MPI.COMM_SELF, seqlen=9, heads=1, head_dim=16, causal=True, schedule=schedule, backend="cuda"
+        ) as plan:
             for cuts, new in ((None, 2), (None, 0), ([0, 4, 9], 2), ([0, 4, 9], 0), ([0, 5, 9], 2)):
                 uploads.clear()
                 out, lse = plan.forward(ones, ones, ones, cu_seqlens=cuts)
@@ -198,15 +257,22 @@ def test_every_launch_is_between_begin_and_finish(gpu, monkeypatch, tmp_path):
         def record(self, *arguments, **options):
             made.append((name, bool(inside)))
             return method(self, *arguments, **options)
+
         return record
 
     def edge(method, change):
         def pass_it(self):
             method(self)
             change()
+
         return pass_it
-    launches = [name for kind in (KernelLaunches, backend._CupyLaunches) for name in vars(kind)
-                if not name.startswith("_") and callable(getattr(kind, name)) and name != "scratch_bytes"]
+
+    launches = [
+        name
+        for kind in (KernelLaunches, backend._CupyLaunches)
+        for name in vars(kind)
+        if not name.startswith("_") and callable(getattr(kind, name)) and name != "scratch_bytes"
+    ]
     for name in launches:
         assert name in vars(backend.CudaBackend), f"{name} is launched on no stream"
         monkeypatch.setattr(backend.CudaBackend, name, recorded(name, getattr(backend.CudaBackend, name)))
@@ -218,6 +284,7 @@ def test_every_launch_is_between_begin_and_finish(gpu, monkeypatch, tmp_path):
         result = method(*arguments, **options)
         assert made and not inside and all(within for _, within in made), (method.__name__, made)
         return result
+
     give = [fake_cupy.asarray(np.ones((1, 5, 1, 16), np.float32)) for _ in range(4)]
     sinks = fake_cupy.asarray(np.zeros(1, np.float32))
     with MeshAttention(MPI.COMM_SELF, seqlen=5, heads=1, head_dim=16, backend="cuda") as plan:
@@ -265,7 +332,7 @@ def test_devices(gpu):
     assert backend.choose_device(fake_cupy, 1) == 0
     with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; it must be on GPU 0"):
         gpu.array("q", fake_cupy.empty((3,)))
-    with fake_cupy.Device(1):                      # as in a thread of the caller's, where no GPU has been chosen
+    with fake_cupy.Device(1):  # as in a thread of the caller's, where no GPU has been chosen
         gpu.begin()
         gpu.wait(gpu.zero((gpu.empty((3,), "float32"),)))
         gpu.finish()
@@ -281,9 +348,11 @@ def test_tune_goes_by_the_back_end(gpu, monkeypatch):
     def measured(job, nodes, backend, dtypes, *rest):
         asked.append(dtypes)
         raise ArgumentError("enough")
+
     monkeypatch.setattr("mpiattn.tuning.measure.measure", measured)
-    args = SimpleNamespace(backend="cuda", transport="auto", dtype=None, head_dim=16, seconds=1.0, json=None, out=None,
-                           no_store=True)
+    args = SimpleNamespace(
+        backend="cuda", transport="auto", dtype=None, head_dim=16, seconds=1.0, json=None, out=None, no_store=True
+    )
     with pytest.raises(ArgumentError, match="enough"):
         tune._run(SimpleNamespace(peers=Peers(MPI.COMM_SELF), comm=MPI.COMM_SELF), args)
     assert set(asked[0]) == {"float32", "float16", "bfloat16"}
@@ -297,6 +366,7 @@ def test_a_gpu_that_fails_is_told(gpu, monkeypatch):
 
     def fail(self):
         raise fake_cupy.CUDARuntimeError("an illegal memory access was encountered")
+
     monkeypatch.setattr(fake_cupy.Event, "synchronize", fail)
     monkeypatch.setattr(fake_cupy.runtime, "eventQuery", lambda pointer: 700)
     for ask in (lambda: gpu.wait(event), lambda: leaving.ready(1)):
@@ -314,10 +384,15 @@ def test_without_cupy_or_gpu(monkeypatch):
             backends.get("cuda")
 
 
-@pytest.mark.parametrize("backend, transport, message", [
-    ("auto", "staged", "the back end 'numpy' has no device; only cuda has"),
-    ("emulated", "device", "has no device"), ("cuda", "nvlink", "it may be auto, staged, device"),
-    ("cuda", "device", "this MPI does not take device memory")])
+@pytest.mark.parametrize(
+    "backend, transport, message",
+    [
+        ("auto", "staged", "the back end 'numpy' has no device; only cuda has"),
+        ("emulated", "device", "has no device"),
+        ("cuda", "nvlink", "it may be auto, staged, device"),
+        ("cuda", "device", "this MPI does not take device memory"),
+    ],
+)
 def test_transports_without_a_meaning(backend, transport, message):
     with pytest.raises(ArgumentError, match=message):
         check_transport(backend, transport)

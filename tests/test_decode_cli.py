@@ -37,8 +37,9 @@ def assert_decoded(cache, queries, out, tolerance=1e-5, **masks):
         cuts = given["cu_seqlens"][:]
         assert made["out"].id.get_type() == given["k"].id.get_type()
         for i, (start, stop) in enumerate(pairwise(cuts)):
-            ref, lse = reference.attention(asked["q"][i:i + 1], *(given[name][:, start:stop] for name in "kv"),
-                                           **{"causal": True, **masks})
+            ref, lse = reference.attention(
+                asked["q"][i : i + 1], *(given[name][:, start:stop] for name in "kv"), **{"causal": True, **masks}
+            )
             assert np.abs(made["out"][i] - ref[0]).max() <= tolerance * max(1, np.abs(ref).max())
             assert np.array_equal(np.isneginf(made["lse"][i]), np.isneginf(lse[0]))
             seen = ~np.isneginf(lse[0])
@@ -46,12 +47,23 @@ def assert_decoded(cache, queries, out, tolerance=1e-5, **masks):
         return dict(made.attrs)
 
 
-@pytest.mark.parametrize("save_ranks, ranks, dtype, options, masks", every(3, [
-    (3, 4, "float32", ["--way", "allreduce", "--page-size", "1"], {}),
-    (4, 2, "bfloat16", ["--window", "9,0", "--way", "levels"], {"window": (9, 0)}),
-    (1, 3, "float64", ["--softcap", "2", "--scale", "0.5", "--full", "--backend", "deferred"],
-     {"softcap": 2, "scale": 0.5, "causal": False}),
-]))
+@pytest.mark.parametrize(
+    "save_ranks, ranks, dtype, options, masks",
+    every(
+        3,
+        [
+            (3, 4, "float32", ["--way", "allreduce", "--page-size", "1"], {}),
+            (4, 2, "bfloat16", ["--window", "9,0", "--way", "levels"], {"window": (9, 0)}),
+            (
+                1,
+                3,
+                "float64",
+                ["--softcap", "2", "--scale", "0.5", "--full", "--backend", "deferred"],
+                {"softcap": 2, "scale": 0.5, "causal": False},
+            ),
+        ],
+    ),
+)
 def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, masks):
     cache, out = tmp_path / "cache.h5", tmp_path / "out.h5"
     mpirun(save_ranks, [sys.executable, "-c", SAVE, cache, dtype])
@@ -74,9 +86,11 @@ def test_decode_of_generated_files(tmp_path):
     for name, options in (("cache", ["--seqlen", "900", "--batch", "2"]), ("q", ["--seqlen", "1", "--batch", "2"])):
         mpirun(1, [sys.executable, "-m", "mpiattn", "generate", tmp_path / f"{name}.h5", "--heads", "2", *options])
     files = [tmp_path / name for name in ("cache.h5", "q.h5", "out.h5")]
-    wrong = ("import sys, mpiattn.cli.decode as d; from mpiattn.cli import main; right = d.tree_decode\n"
-             "def tree_decode(*args, **how):\n    out, lse = right(*args, **how)\n    return out * 1.0001, lse\n"
-             "d.tree_decode = tree_decode; sys.exit(main(sys.argv[1:]))")
+    wrong = (
+        "import sys, mpiattn.cli.decode as d; from mpiattn.cli import main; right = d.tree_decode\n"
+        "def tree_decode(*args, **how):\n    out, lse = right(*args, **how)\n    return out * 1.0001, lse\n"
+        "d.tree_decode = tree_decode; sys.exit(main(sys.argv[1:]))"
+    )
     outcome = mpirun(2, [sys.executable, "-c", wrong, "decode", *files, "--verify"], check=False)
     assert outcome.returncode and not files[2].exists()
     assert outcome.stderr.count("verification failed, OUT is not written: 2 of 2 all rows") == 1
@@ -86,15 +100,27 @@ def test_decode_of_generated_files(tmp_path):
         assert np.abs(made["out"][:] - ref).max() < 1e-5 * np.abs(ref).max()
 
 
-@pytest.mark.parametrize("break_it, message", every(2, [
-    (lambda files: files[0].unlink(), "CACHE is '{0}'; there is no such file"),
-    (lambda files: files[1].unlink(), "QUERIES is '{1}'; there is no such file"),
-    (lambda files: write_input(files[1], batch=2, k=None, v=None), "QUERIES is '{1}'; its q is (2, 67, 4, 16) in f"),
-    (lambda files: write_input(files[1], k=None, v=None, dtype="float16"), "in float16; for CACHE it must be"),
-    (lambda files: write_input(files[0], v=None), "CACHE is '{0}'; it has no dataset 'v'"),
-    (lambda files: write_input(files[0], cu_seqlens=[0, 9, 5]), "its cu_seqlens is [[0 9 5]]; it must increase from 0"),
-    (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
-]))
+@pytest.mark.parametrize(
+    "break_it, message",
+    every(
+        2,
+        [
+            (lambda files: files[0].unlink(), "CACHE is '{0}'; there is no such file"),
+            (lambda files: files[1].unlink(), "QUERIES is '{1}'; there is no such file"),
+            (
+                lambda files: write_input(files[1], batch=2, k=None, v=None),
+                "QUERIES is '{1}'; its q is (2, 67, 4, 16) in f",
+            ),
+            (lambda files: write_input(files[1], k=None, v=None, dtype="float16"), "in float16; for CACHE it must be"),
+            (lambda files: write_input(files[0], v=None), "CACHE is '{0}'; it has no dataset 'v'"),
+            (
+                lambda files: write_input(files[0], cu_seqlens=[0, 9, 5]),
+                "its cu_seqlens is [[0 9 5]]; it must increase from 0",
+            ),
+            (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
+        ],
+    ),
+)
 def test_errors_are_said_once(tmp_path, break_it, message):
     files = [tmp_path / name for name in ("cache.h5", "q.h5", "out.h5")]
     write_input(files[0])

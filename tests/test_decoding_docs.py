@@ -33,9 +33,11 @@ def test_generation_is_that_of_one_rank():
 def test_generation_shows_what_is_wrong(tmp_path):
     """A rank that decodes its own keys only takes other tokens."""
     script = tmp_path / "sabotage.py"
-    script.write_text("import runpy, sys, mpiattn.decode.combine as c\n"
-                      "c.Combiner.run = lambda self, way, own, spare, root=None: own\n"
-                      f"sys.exit(runpy.run_path({str(launch.DOCS / 'generate.py')!r})['main']())\n")
+    script.write_text(
+        "import runpy, sys, mpiattn.decode.combine as c\n"
+        "c.Combiner.run = lambda self, way, own, spare, root=None: own\n"
+        f"sys.exit(runpy.run_path({str(launch.DOCS / 'generate.py')!r})['main']())\n"
+    )
     outcome = launch.mpirun(2, [sys.executable, script, "--check", "--tokens", "20"], timeout=120, check=False)
     assert outcome.returncode and "NOT the same tokens" in outcome.stdout
 

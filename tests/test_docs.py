@@ -6,8 +6,7 @@ import sys
 import launch
 import pytest
 
-pytestmark = [pytest.mark.workshop,
-              pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")]
+pytestmark = [pytest.mark.workshop, pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")]
 NAME = re.compile(r"`(mpiattn(?:\.\w+)+)`")
 
 

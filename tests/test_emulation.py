@@ -7,8 +7,10 @@ from mpiattn.backends.cuda.kernel_source import Kernel
 from mpiattn.backends.testing import emulated
 from mpiattn.errors import MpiattnError
 
-pytestmark = [pytest.mark.workshop,
-              pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.workshop,
+    pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler"),
+]
 
 SOURCE = """
 #include "element.cuh"
@@ -59,6 +61,7 @@ def launch(backend, tmp_path):
         kernel = Kernel("buggy", str(tmp_path / "buggy.cu"), (), threads, 256)
         backend._run(kernel, (1, 1, 1), out, np.int32(bug))
         return out
+
     return run
 
 
@@ -66,22 +69,25 @@ def test_without_a_bug(launch):
     np.testing.assert_array_equal(launch(0), np.arange(63.0, -1, -1).reshape(16, 4).sum(axis=1).repeat(4))
 
 
-@pytest.mark.parametrize(("bug", "message"), [
-    (1, "an access at byte 2 of 256 of shared memory (block 0,0,0, thread "),
-    (2, "an access at byte 256 of 256 of shared memory"),
-    (3, "a write behind the end of the shared memory"),
-    (4, "threads that have to act together are at __"),
-    (5, "every thread waits; some are at a barrier that others never reach"),
-    (6, "every thread waits; some are at a barrier that others never reach"),
-    (7, "a thread ends with copies that it did not commit"),
-    (8, "a thread ends before its asynchronous copies"),
-    (9, "an asynchronous copy from an address that is not a multiple of 4"),
-])
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [
+        (1, "an access at byte 2 of 256 of shared memory (block 0,0,0, thread "),
+        (2, "an access at byte 256 of 256 of shared memory"),
+        (3, "a write behind the end of the shared memory"),
+        (4, "threads that have to act together are at __"),
+        (5, "every thread waits; some are at a barrier that others never reach"),
+        (6, "every thread waits; some are at a barrier that others never reach"),
+        (7, "a thread ends with copies that it did not commit"),
+        (8, "a thread ends before its asynchronous copies"),
+        (9, "an asynchronous copy from an address that is not a multiple of 4"),
+    ],
+)
 def test_what_is_an_error(launch, bug, message):
     with pytest.raises(MpiattnError) as failure:
         launch(bug)
     assert str(failure.value).startswith(f"buggy: {message}")
-    launch(0)                                          # a failure leaves nothing behind
+    launch(0)  # a failure leaves nothing behind
 
 
 def test_what_shows_in_results(launch, backend):

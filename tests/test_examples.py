@@ -4,8 +4,16 @@ import sys
 
 import launch
 
-WITH_EXAMPLE = ("MeshAttention", "attention", "merge", "Layout", "KVCache", "tree_decode", "ring_decode",
-                "query_ring_decode")
+WITH_EXAMPLE = (
+    "MeshAttention",
+    "attention",
+    "merge",
+    "Layout",
+    "KVCache",
+    "tree_decode",
+    "ring_decode",
+    "query_ring_decode",
+)
 CODE = f"""
 import doctest, inspect, mpiattn
 tried = set()
@@ -27,8 +35,10 @@ def test_examples_do_what_they_say():
 
 def test_public_names_that_have_sections():
     """Shapes, dtypes, defaults, results and errors are where numpydoc looks for them."""
-    code = (f"import mpiattn\nfor name in {WITH_EXAMPLE}:\n"
-            "    text = getattr(mpiattn, name).__doc__\n"
-            "    for section in ('Parameters', 'Raises', 'Examples'):\n"
-            "        assert f'\\n    {section}\\n    {\"-\" * len(section)}\\n' in text, (name, section)\n")
+    code = (
+        f"import mpiattn\nfor name in {WITH_EXAMPLE}:\n"
+        "    text = getattr(mpiattn, name).__doc__\n"
+        "    for section in ('Parameters', 'Raises', 'Examples'):\n"
+        "        assert f'\\n    {section}\\n    {\"-\" * len(section)}\\n' in text, (name, section)\n"
+    )
     launch.mpirun(1, [sys.executable, "-c", code], timeout=60)

@@ -15,11 +15,15 @@ from files import write_input
 from thinning import thinned
 
 RANKS = 4
-TIMEOUT = 2.0             # seconds that a rank waits for others, on a quiet machine
-SOON = 30.0               # seconds within which a job must end, from its start
+TIMEOUT = 2.0  # seconds that a rank waits for others, on a quiet machine
+SOON = 30.0  # seconds within which a job must end, from its start
 FATES = "raise", "SIGKILL", "SIGSTOP"
-PHASES = {"read": "files.io.Input.chunk", "exchange": "comm.redistribute.Redistribution._trade",
-          "steps": "engine.executor.Executor._run_block", "write": "files.io.Output.write"}
+PHASES = {
+    "read": "files.io.Input.chunk",
+    "exchange": "comm.redistribute.Redistribution._trade",
+    "steps": "engine.executor.Executor._run_block",
+    "write": "files.io.Output.write",
+}
 
 # Lets a rank meet its fate where a method is first called, then runs the command line.
 DRIVER = """
@@ -52,9 +56,28 @@ def test_one_message_and_no_out(tmp_path, phase, victim_and_fate):
     victim, fate = victim_and_fate
     source, out = write_input(tmp_path / "in.h5"), tmp_path / "out.h5"
     timeout, start = TIMEOUT * launch.time_factor(), time.monotonic()
-    outcome = launch.mpirun(RANKS, [sys.executable, "-c", DRIVER, fate, victim, PHASES[phase], "run", source, out,
-                                    "--schedule", "greedy", "--tile", "2x2", "--timeout", timeout],
-                            timeout=60, check=False)
+    outcome = launch.mpirun(
+        RANKS,
+        [
+            sys.executable,
+            "-c",
+            DRIVER,
+            fate,
+            victim,
+            PHASES[phase],
+            "run",
+            source,
+            out,
+            "--schedule",
+            "greedy",
+            "--tile",
+            "2x2",
+            "--timeout",
+            timeout,
+        ],
+        timeout=60,
+        check=False,
+    )
     assert time.monotonic() - start < SOON * launch.time_factor()
     assert outcome.returncode
     assert not out.exists()
@@ -67,21 +90,31 @@ def test_one_message_and_no_out(tmp_path, phase, victim_and_fate):
         at = {"read": "read, 0 of", "exchange": "read, ", "steps": "forward", "write": "write, 0 of"}
         assert f"it was at: {at[phase]}" in said[0]
     elif fate == "raise":
-        where = "in step 1 of 4 of the forward pass" if phase == "steps" else (
-            f"in phase {'write' if phase == 'write' else 'read'}")
+        where = (
+            "in step 1 of 4 of the forward pass"
+            if phase == "steps"
+            else (f"in phase {'write' if phase == 'write' else 'read'}")
+        )
         assert said[0] == f"mpiattn: rank {victim} {host} failed {where}: ZeroDivisionError: on purpose"
     else:
         assert f"{host} has waited {timeout:g} s" in said[0] and f"rank {victim} {host}" not in said[0]
         if phase == "steps":
             # what it had to send may have been on its way; who needs no more of it waits for all after the pass
-            assert re.search(r"in step \d of 4 of the forward pass to (send|receive) \d+ bytes (to|from) rank \d"
-                             "|for the other ranks", said[0])
+            assert re.search(
+                r"in step \d of 4 of the forward pass to (send|receive) \d+ bytes (to|from) rank \d"
+                "|for the other ranks",
+                said[0],
+            )
 
 
 def test_timeout_must_be_a_time(tmp_path):
     source = write_input(tmp_path / "in.h5")
     for wrong, code in (("0", 1), ("nan", 1), ("-3", 1), ("soon", 2)):
-        outcome = launch.mpirun(2, [sys.executable, "-m", "mpiattn", "run", source, tmp_path / "out.h5",
-                                    f"--timeout={wrong}"], timeout=60, check=False)
+        outcome = launch.mpirun(
+            2,
+            [sys.executable, "-m", "mpiattn", "run", source, tmp_path / "out.h5", f"--timeout={wrong}"],
+            timeout=60,
+            check=False,
+        )
         said = [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")]
         assert outcome.returncode == code and len(said) == 1 and "timeout" in said[0], outcome.stderr

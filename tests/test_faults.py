@@ -5,8 +5,14 @@ import launch
 import pytest
 
 QUICK = "decode/decode/kill/1/0", "program/append/exit/3/2"
-SLOW = ("backward/read again/raise/2/0", "program/decode/stop/0/1", "run/planning/leave/3/0", "run/steps/exit/1/3",
-        "program/steps/raise/2/5", "mpi4py program/steps/raise/1/0")
+SLOW = (
+    "backward/read again/raise/2/0",
+    "program/decode/stop/0/1",
+    "run/planning/leave/3/0",
+    "run/steps/exit/1/3",
+    "program/steps/raise/2/5",
+    "mpi4py program/steps/raise/1/0",
+)
 
 
 @pytest.mark.parametrize("trial", [*QUICK, *(pytest.param(trial, marks=pytest.mark.slow) for trial in SLOW)])

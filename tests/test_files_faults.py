@@ -36,17 +36,21 @@ def left_in(folder):
 
 # IN is cut short
 
-CUT_AT_READ = ("import os, mpiattn.files.hdf5 as h; read = h.read",
-               "def cut(*args):",
-               "    os.truncate(sys.argv[2], 40_000)        # as another process would",
-               "    return read(*args)",
-               "import sys; h.read = cut")
-CUT_AT_VERIFY = ("import os, sys, mpiattn.verify.compare as v; verify = v.verify",
-                 "def cut(peers, *args, **how):",
-                 "    os.truncate(sys.argv[2], 40_000)",
-                 "    peers.barrier()",
-                 "    return verify(peers, *args, **how)",
-                 "v.verify = cut")
+CUT_AT_READ = (
+    "import os, mpiattn.files.hdf5 as h; read = h.read",
+    "def cut(*args):",
+    "    os.truncate(sys.argv[2], 40_000)        # as another process would",
+    "    return read(*args)",
+    "import sys; h.read = cut",
+)
+CUT_AT_VERIFY = (
+    "import os, sys, mpiattn.verify.compare as v; verify = v.verify",
+    "def cut(peers, *args, **how):",
+    "    os.truncate(sys.argv[2], 40_000)",
+    "    peers.barrier()",
+    "    return verify(peers, *args, **how)",
+    "v.verify = cut",
+)
 
 
 @pytest.mark.parametrize("lines", [CUT_AT_READ, CUT_AT_VERIFY], ids=["read", "verify"])
@@ -62,11 +66,13 @@ def test_in_is_cut_short_while_it_is_read(tmp_path, lines):
 @pytest.mark.parametrize("argument, victim", [("CACHE", 0), ("QUERIES", 1)])
 def test_cache_and_queries_are_cut_short(tmp_path, argument, victim):
     files = [write_input(tmp_path / "cache.h5"), write_input(tmp_path / "q.h5", k=None, v=None, seqlen=30)]
-    cut = ("import os, sys, mpiattn.files.hdf5 as h; read = h.read",
-           "def cut(*args):",
-           f"    os.truncate(sys.argv[{2 + victim}], 4000)",
-           "    return read(*args)",
-           "h.read = cut")
+    cut = (
+        "import os, sys, mpiattn.files.hdf5 as h; read = h.read",
+        "def cut(*args):",
+        f"    os.truncate(sys.argv[{2 + victim}], 4000)",
+        "    return read(*args)",
+        "h.read = cut",
+    )
     message = fails(2, driver(*cut), "decode", *files, tmp_path / "out.h5")
     assert f"{argument} is {str(files[victim])!r}; it was cut short" in message
     assert left_in(tmp_path) == ["cache.h5", "q.h5"]
@@ -93,14 +99,16 @@ def test_compressed_and_chunked_input(tmp_path):
 
 # Numbers that are not finite
 
+
 def test_not_finite_is_said(tmp_path):
     """NaN is computed, not refused; but nobody takes it for a verified result unawares."""
     rng = np.random.default_rng(0)
     q, v = (rng.standard_normal((1, 67, heads, 16)).astype("f4") for heads in (4, 2))
     q[0, 5, 1, 3], q[0, 40, 0, 0], v[0, 7, 0, 2] = np.nan, np.inf, -np.inf
     source = write_input(tmp_path / "in.h5", backward=True, q=q, v=v)
-    outcome = mpirun(3, [*RUN, source, tmp_path / "out.h5", "--verify", "--causal", "--backward", "--json",
-                         tmp_path / "run.json"])
+    outcome = mpirun(
+        3, [*RUN, source, tmp_path / "out.h5", "--verify", "--causal", "--backward", "--json", tmp_path / "run.json"]
+    )
     warned = [line for line in outcome.stderr.splitlines() if "NaN" in line]
     assert len(warned) == 1 and "WARNING" in warned[0], outcome.stderr
     assert "NaN or infinite: 2 in q, 1 in v, " in warned[0]
@@ -111,8 +119,15 @@ def test_not_finite_is_said(tmp_path):
         odd = {name: ~np.isfinite(made[name][:]) for name in ("out", "dq", "dk", "dv")}
         lse = int((np.isnan(made["lse"][:]) | np.isposinf(made["lse"][:])).sum())
     assert lse > 0
-    assert report["nonfinite"] == {"q": 2, "k": 0, "v": 1, "dout": 0, "out": int(odd["out"].sum()), "lse": lse,
-                                 **{name: int(odd[name].sum()) for name in ("dq", "dk", "dv")}}
+    assert report["nonfinite"] == {
+        "q": 2,
+        "k": 0,
+        "v": 1,
+        "dout": 0,
+        "out": int(odd["out"].sum()),
+        "lse": lse,
+        **{name: int(odd[name].sum()) for name in ("dq", "dk", "dv")},
+    }
     assert report["verify"]["passed"] and report["verify"]["nonfinite"] == odd["out"].any(axis=(0, 2, 3)).sum() > 0
     assert report["verify_gradients"]["nonfinite_rows"] == odd["dq"].any(axis=(0, 2, 3)).sum() > 0
 
@@ -126,6 +141,7 @@ def test_rows_that_see_no_key_are_finite(tmp_path):
 
 
 # Types
+
 
 def test_bfloat16_as_h5py_writes_it(tmp_path):
     """Arrays of ml_dtypes.bfloat16 become opaque elements of 2 bytes."""
@@ -149,12 +165,14 @@ def test_other_opaque_elements(tmp_path):
 # Writing fails
 
 # From the first tensor on, what HDF5 writes to OUT is refused, as by a file system that has become read-only.
-REFUSED = ("import os, sys, mpiattn.files.hdf5 as h; write = h.write",
-           "def refused(dataset, *args):",
-           "    descriptor = os.open(dataset.file.filename, os.O_RDONLY)",
-           "    os.dup2(descriptor, dataset.file.id.get_vfd_handle())",
-           "    return write(dataset, *args)",
-           "h.write = refused")
+REFUSED = (
+    "import os, sys, mpiattn.files.hdf5 as h; write = h.write",
+    "def refused(dataset, *args):",
+    "    descriptor = os.open(dataset.file.filename, os.O_RDONLY)",
+    "    os.dup2(descriptor, dataset.file.id.get_vfd_handle())",
+    "    return write(dataset, *args)",
+    "h.write = refused",
+)
 
 
 @pytest.mark.parametrize("n", [1, 2])

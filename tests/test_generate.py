@@ -17,11 +17,28 @@ def make(path, *options):
 
 
 def test_datasets(tmp_path):
-    assert make(tmp_path / "x.h5", "--batch", "2", "--kv-heads", "2", "--value-dim", "5", "--seqlen-k", "21",
-                "--dtype", "float16") == 0
+    assert (
+        make(
+            tmp_path / "x.h5",
+            "--batch",
+            "2",
+            "--kv-heads",
+            "2",
+            "--value-dim",
+            "5",
+            "--seqlen-k",
+            "21",
+            "--dtype",
+            "float16",
+        )
+        == 0
+    )
     with h5py.File(tmp_path / "x.h5") as file:
         assert {name: data.shape for name, data in file.items()} == {
-            "q": (2, 33, 4, 8), "k": (2, 21, 2, 8), "v": (2, 21, 2, 5)}
+            "q": (2, 33, 4, 8),
+            "k": (2, 21, 2, 8),
+            "v": (2, 21, 2, 5),
+        }
         assert {data.dtype.name for data in file.values()} == {"float16"}
         for data in file.values():
             values = data[:].astype(float)
@@ -31,8 +48,10 @@ def test_datasets(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_gradient_and_documents(tmp_path, dtype):
-    assert make(tmp_path / "x.h5", "--dout", "--documents", "3", "--seqlen-k", "21", "--value-dim", "5", "--dtype",
-                dtype) == 0
+    assert (
+        make(tmp_path / "x.h5", "--dout", "--documents", "3", "--seqlen-k", "21", "--value-dim", "5", "--dtype", dtype)
+        == 0
+    )
     make(tmp_path / "plain.h5", "--seqlen-k", "21", "--value-dim", "5", "--dtype", dtype)
     with h5py.File(tmp_path / "x.h5") as file, h5py.File(tmp_path / "plain.h5") as plain:
         assert set(file) == {"q", "k", "v", "dout", "cu_seqlens", "cu_seqlens_k"}
@@ -48,26 +67,32 @@ def test_gradient_and_documents(tmp_path, dtype):
             assert (np.diff(cuts) > 0).all()
 
 
-@pytest.mark.parametrize("piece", [1, 7 * 32, 10 ** 6])
+@pytest.mark.parametrize("piece", [1, 7 * 32, 10**6])
 def test_seed_alone_decides(tmp_path, monkeypatch, piece):
     make(tmp_path / "a.h5", "--seed", "3")
     make(tmp_path / "other.h5", "--seed", "4")
     monkeypatch.setattr(generate, "PIECE_ELEMENTS", piece)
     make(tmp_path / "b.h5", "--seed", "3")
-    with (h5py.File(tmp_path / "a.h5") as a, h5py.File(tmp_path / "b.h5") as b,
-          h5py.File(tmp_path / "other.h5") as other):
+    with (
+        h5py.File(tmp_path / "a.h5") as a,
+        h5py.File(tmp_path / "b.h5") as b,
+        h5py.File(tmp_path / "other.h5") as other,
+    ):
         assert all(np.array_equal(a[name], b[name]) for name in "qkv")
         assert not np.array_equal(a["q"], other["q"])
 
 
-@pytest.mark.parametrize("options, says", [
-    (["--kv-heads", "3"], "kv_heads is 3"),
-    (["--dtype", "int8"], "dtype is 'int8'"),
-    (["--batch", "0"], "batch is 0"),
-    (["--seed", "-1"], "seed is -1"),
-    (["--documents", "0"], "documents is 0; it must be from 1"),
-    (["--documents", "9", "--seqlen-k", "8"], "documents is 9; it must be from 1 to 8"),
-])
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--kv-heads", "3"], "kv_heads is 3"),
+        (["--dtype", "int8"], "dtype is 'int8'"),
+        (["--batch", "0"], "batch is 0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--documents", "0"], "documents is 0; it must be from 1"),
+        (["--documents", "9", "--seqlen-k", "8"], "documents is 9; it must be from 1 to 8"),
+    ],
+)
 def test_errors(tmp_path, capsys, options, says):
     assert make(tmp_path / "x.h5", *options) == 1
     assert says in capsys.readouterr().err
@@ -77,7 +102,7 @@ def test_errors(tmp_path, capsys, options, says):
 def test_same_bytes(tmp_path):
     for name in ("a.h5", "b.h5"):
         make(tmp_path / name)
-        time.sleep(1.1)                  # HDF5 would note the second in which a dataset was made
+        time.sleep(1.1)  # HDF5 would note the second in which a dataset was made
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
 
 
@@ -87,8 +112,21 @@ def test_no_folder(tmp_path, capsys):
 
 
 def test_disk_full(tmp_path):
-    command = ["sh", "-c", 'ulimit -f 2; exec "$@"', "sh", sys.executable, "-m", "mpiattn", "generate",
-               str(tmp_path / "x.h5"), "--seqlen", "1000", "--heads", "4"]
+    command = [
+        "sh",
+        "-c",
+        'ulimit -f 2; exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "mpiattn",
+        "generate",
+        str(tmp_path / "x.h5"),
+        "--seqlen",
+        "1000",
+        "--heads",
+        "4",
+    ]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert outcome.returncode == 1
     assert outcome.stderr.count("\n") == 1 and "FILE is" in outcome.stderr
@@ -97,11 +135,18 @@ def test_disk_full(tmp_path):
 
 def test_larger_than_memory(tmp_path):
     """200 MB of file by a process that holds much less of it."""
-    code = ("import resource, sys; from mpiattn.cli import main\n"
-            "import h5py, numpy\n"
-            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-            "assert main(sys.argv[1:]) == 0\n"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)")
-    outcome = subprocess.run([sys.executable, "-c", code, "generate", str(tmp_path / "x.h5"), "--seqlen", "32768",
-                              "--heads", "8"], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import resource, sys; from mpiattn.cli import main\n"
+        "import h5py, numpy\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", code, "generate", str(tmp_path / "x.h5"), "--seqlen", "32768", "--heads", "8"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert int(outcome.stdout.split()[-1]) * 1024 < 80e6

@@ -25,9 +25,24 @@ def start(folder, *options, path="", **more):
     environment = launch.environment()
     for name, first in (("PATH", path), ("PYTHONPATH", folder / "hidden")):
         environment[name] = os.pathsep.join(filter(None, [str(first), environment.get(name)]))
-    return subprocess.Popen([sys.executable, SCRIPT, folder / "out", "--work", folder / "work", "--backend", "numpy",
-                             "--quick", *map(str, options)], env=environment | more, cwd=folder, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            SCRIPT,
+            folder / "out",
+            "--work",
+            folder / "work",
+            "--backend",
+            "numpy",
+            "--quick",
+            *map(str, options),
+        ],
+        env=environment | more,
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def run_all(folder, *options, code=0, **more):
@@ -36,7 +51,7 @@ def run_all(folder, *options, code=0, **more):
     try:
         text, _ = process.communicate(timeout=150)
     finally:
-        process.terminate()                    # and it ends what it has started
+        process.terminate()  # and it ends what it has started
     assert process.returncode == code, text
     return json.loads((folder / "out" / "summary.json").read_text())["sections"], text
 
@@ -55,14 +70,38 @@ def statuses(sections):
 def test_sections(tmp_path):
     """One that fails keeps no other from being done; what is measured is told, and all is in three files."""
     (tmp_path / "openmpi.tar").write_text("not one")
-    done, text = run_all(tmp_path, "--openmpi", tmp_path / "openmpi.tar", "--sections", "smoke", "mpi", "openmpi",
-                          "probe", "ranks-decode", "bench-d64", code=1)
-    assert statuses(done) == {"install": "passed", "device": "skipped", "smoke": "passed", "mpi": "passed",
-                               "ranks-decode": "passed", "openmpi": "failed", "probe": "skipped",
-                               "bench-d64": "passed"}
+    done, text = run_all(
+        tmp_path,
+        "--openmpi",
+        tmp_path / "openmpi.tar",
+        "--sections",
+        "smoke",
+        "mpi",
+        "openmpi",
+        "probe",
+        "ranks-decode",
+        "bench-d64",
+        code=1,
+    )
+    assert statuses(done) == {
+        "install": "passed",
+        "device": "skipped",
+        "smoke": "passed",
+        "mpi": "passed",
+        "ranks-decode": "passed",
+        "openmpi": "failed",
+        "probe": "skipped",
+        "bench-d64": "passed",
+    }
     assert "ReadError" in done["openmpi"]["why"] and "section openmpi" in done["probe"]["why"]
-    assert list(done["smoke"]["record"]["steps"]) == ["back end", "forward", "backward", "a head alone", "speed",
-                                                      "decode"]
+    assert list(done["smoke"]["record"]["steps"]) == [
+        "back end",
+        "forward",
+        "backward",
+        "a head alone",
+        "speed",
+        "decode",
+    ]
     assert " passed" in done["ranks-decode"]["record"]["result"] and "add up to 6" in done["mpi"]["record"]["result"]
     assert [table["what"] for table in done["bench-d64"]["record"]["tables"]] == ["forward", "backward", "launch"]
     assert "forward bfloat16 d64, 2 heads over 2, 40 causal: TFLOP/s: mpiattn" in text
@@ -82,15 +121,32 @@ def test_figures(monkeypatch):
 
     def rows(rate, *speeds):
         return [{"name": name, rate: speed, "median": 1 / speed} for name, speed in speeds]
-    assert figure({"what": "backward", "seqlen": 8192, "missing": {"torch cuDNN": "it is not there"}, "results":
-                   rows("flops_per_second", ("mpiattn", 150e12), ("torch flash, deterministic", 300e12))}, problem) == (
+
+    assert figure(
+        {
+            "what": "backward",
+            "seqlen": 8192,
+            "missing": {"torch cuDNN": "it is not there"},
+            "results": rows("flops_per_second", ("mpiattn", 150e12), ("torch flash, deterministic", 300e12)),
+        },
+        problem,
+    ) == (
         "backward bfloat16 d128, 32 heads over 8, 8192 causal: TFLOP/s: mpiattn 150; torch flash, deterministic 300 "
-        "(mpiattn is 0.50 of it); torch cuDNN is missing (it is not there)")
-    assert figure({"what": "decode", "keys": 65536, "heads": 64, "kv_heads": 8, "results":
-                   rows("bytes_per_second", ("mpiattn", 2e12), ("a copy", 2.5e12))}, problem) == (
-        "decode bfloat16 d128, 65536 keys, 64 heads over 8: mpiattn 2000 GB/s, 80% of a copy; a copy 2500 GB/s")
+        "(mpiattn is 0.50 of it); torch cuDNN is missing (it is not there)"
+    )
+    assert figure(
+        {
+            "what": "decode",
+            "keys": 65536,
+            "heads": 64,
+            "kv_heads": 8,
+            "results": rows("bytes_per_second", ("mpiattn", 2e12), ("a copy", 2.5e12)),
+        },
+        problem,
+    ) == ("decode bfloat16 d128, 65536 keys, 64 heads over 8: mpiattn 2000 GB/s, 80% of a copy; a copy 2500 GB/s")
     assert figure({"what": "carry", "seqlen": 8192, "keys": 4096, "results": [{}], "overhead": 0.125}, problem) == (
-        "carry bfloat16 d128, 32 heads over 8, 8192 queries by 4096 keys: adding to a partial costs +12.5%")
+        "carry bfloat16 d128, 32 heads over 8, 8192 queries by 4096 keys: adding to a partial costs +12.5%"
+    )
 
 
 def test_commands_in_turn(tmp_path):
@@ -107,17 +163,25 @@ def test_commands_in_turn(tmp_path):
 def test_without_a_gpu(tmp_path):
     """It is told once, and what needs none is done."""
     done, _ = run_all(tmp_path, "--backend", "cuda", "--sections", "smoke", "mpi", "forward", code=1)
-    assert statuses(done) == {"install": "passed", "device": "failed", "smoke": "skipped", "mpi": "passed",
-                               "forward": "skipped"}
+    assert statuses(done) == {
+        "install": "passed",
+        "device": "failed",
+        "smoke": "skipped",
+        "mpi": "passed",
+        "forward": "skipped",
+    }
     assert done["smoke"]["why"] == done["device"]["why"] and "no GPU that CuPy can use" in done["smoke"]["why"]
 
 
 def wheel(folder, name, files=(), tag="py3-none-any"):
     """A wheel of nothing but data."""
     information = f"{name}-1.0.dist-info"
-    texts = {f"{name}.py": "", **{f"{name}-1.0.data/data/{path}": text for path, text in dict(files).items()},
-             f"{information}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-             f"{information}/WHEEL": f"Wheel-Version: 1.0\nGenerator: none\nRoot-Is-Purelib: true\nTag: {tag}\n"}
+    texts = {
+        f"{name}.py": "",
+        **{f"{name}-1.0.data/data/{path}": text for path, text in dict(files).items()},
+        f"{information}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{information}/WHEEL": f"Wheel-Version: 1.0\nGenerator: none\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
     texts[f"{information}/RECORD"] = "".join(f"{path},,\n" for path in texts)
     with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as packed:
         for path, text in texts.items():
@@ -146,11 +210,14 @@ def test_wheels(tmp_path):
 
 def test_sanitizer(tmp_path):
     """How it is called, and that its silence is not taken for praise."""
-    program(tmp_path / "bin" / "compute-sanitizer", f"""
+    program(
+        tmp_path / "bin" / "compute-sanitizer",
+        f"""
         echo "$MPIATTN_CUPY $*" >>{tmp_path}/called
         echo "===== 3 passed in 1.00s ====="
         test $2 = racecheck || echo "========= ERROR SUMMARY: 0 errors"
-        """)
+        """,
+    )
     done, _ = run_all(tmp_path, "--sections", "memcheck-pages", "racecheck-pages", path=tmp_path / "bin", code=1)
     called = (tmp_path / "called").read_text().splitlines()
     assert called[0].startswith("unpooled --tool memcheck --report-api-errors no --error-exitcode 9")

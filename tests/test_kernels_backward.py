@@ -10,10 +10,12 @@ from thinning import every
 from mpiattn import backends
 from mpiattn.backends.testing import emulated
 
-pytestmark = [pytest.mark.workshop,
-              pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.workshop,
+    pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler"),
+]
 
-NOISE = 2e-6                # of float32 sums, of the sum of the terms' magnitudes
+NOISE = 2e-6  # of float32 sums, of the sum of the terms' magnitudes
 
 
 def block(queries, keys, heads, kv_heads, head_dim, value_dim, dtype, mask, scale=0.3, softcap=None, seed=0):
@@ -44,10 +46,17 @@ def assert_right(arguments, grads, scale=0.3, softcap=None, before=0):
 
 
 # dtype, head dim, value dim, heads, KV heads, queries, keys
-SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 140, 150),
-          ("float16", 96, 32, 6, 2, 70, 90), ("bfloat16", 192, 128, 1, 1, 100, 100),
-          ("float16", 256, 256, 1, 1, 70, 80), ("float32", 40, 20, 3, 1, 65, 33), ("float16", 20, 36, 2, 1, 33, 150),
-          ("float32", 256, 256, 1, 1, 40, 50), ("bfloat16", 33, 17, 7, 1, 20, 40)]
+SHAPES = [
+    ("float32", 64, 64, 4, 2, 150, 170),
+    ("bfloat16", 128, 128, 2, 2, 140, 150),
+    ("float16", 96, 32, 6, 2, 70, 90),
+    ("bfloat16", 192, 128, 1, 1, 100, 100),
+    ("float16", 256, 256, 1, 1, 70, 80),
+    ("float32", 40, 20, 3, 1, 65, 33),
+    ("float16", 20, 36, 2, 1, 33, 150),
+    ("float32", 256, 256, 1, 1, 40, 50),
+    ("bfloat16", 33, 17, 7, 1, 20, 40),
+]
 
 
 @pytest.mark.parametrize("shape", every(3, zip(SHAPES)), ids=lambda shape: "-".join(map(str, shape)))

@@ -32,8 +32,12 @@ def test_no_entry_of_the_tile_table_spills(heads_per_kv, architecture):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_pages_spill_nothing(architecture):
     """Looking keys up in pages takes registers, most where the page size is no power of two."""
-    kernels = [attention_kernel("decode", DTYPES[size], dim, dim, packed, 0, int(architecture[3:]), page_size=page)[0]
-               for size, table in TILES["decode"].items() for dim in table for packed, page in ((8, 64), (1, 5))]
+    kernels = [
+        attention_kernel("decode", DTYPES[size], dim, dim, packed, 0, int(architecture[3:]), page_size=page)[0]
+        for size, table in TILES["decode"].items()
+        for dim in table
+        for packed, page in ((8, 64), (1, 5))
+    ]
     for kernel, report in zip(kernels, nvrtc.build_all(kernels, architecture)):
         assert not report.spilled and not report.stack, kernel
 
@@ -47,8 +51,9 @@ def test_every_kernel_compiles(architecture):
     kernels += [partials_kernel(name, dtype) for name in ("merge", "add", "delta") for dtype in ("float16", "bfloat16")]
     kernels += [cast_kernel("float16", "float32"), cast_kernel("bfloat16", "float16", 4, False)]
     for work in TILES:
-        kernels += [attention_kernel(work, *of, number)[0]
-                    for of in (("float16", 128, 64, 8, 2), ("float32", 60, 36, 3, 1))]
+        kernels += [
+            attention_kernel(work, *of, number)[0] for of in (("float16", 128, 64, 8, 2), ("float32", 60, 36, 3, 1))
+        ]
     kernels += [attention_kernel("decode", dtype, 128, 128, 8, 2, number, page_size=16)[0] for dtype in DTYPES.values()]
     kernels.append(hulls_kernel(3, tile_table.tile("gradient_kv", 2, 128, 128, number)))
     for kernel, report in zip(kernels, nvrtc.build_all(kernels, architecture)):
@@ -59,8 +64,9 @@ def test_every_kernel_compiles(architecture):
 @needs_nvrtc
 def test_the_compiler_says_what_is_wrong():
     kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0, 80)
-    wrong = kernel._replace(defines=tuple((name, 1024 if name == "SHARED_BYTES" else value)
-                                          for name, value in kernel.defines))
+    wrong = kernel._replace(
+        defines=tuple((name, 1024 if name == "SHARED_BYTES" else value) for name, value in kernel.defines)
+    )
     with pytest.raises(MpiattnError, match=r"tile_table\.py"):
         nvrtc.build(wrong, "sm_80")
 
@@ -74,6 +80,7 @@ def test_kernels_are_compiled_as_cupy_compiles_them(monkeypatch, tmp_path):
         cubin.parent.mkdir(parents=True)
         cubin.write_bytes(b"cubin")
         log.write_text("Used 9 registers, 0 bytes spill stores, 0 bytes spill loads, 0 bytes stack frame")
+
     monkeypatch.setattr(nvrtc, "_compile", compiled)
     monkeypatch.setattr(nvrtc, "_version", lambda: "13.0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -87,6 +94,7 @@ def test_kernels_are_compiled_as_cupy_compiles_them(monkeypatch, tmp_path):
 def test_where_nvrtc_is_missing(monkeypatch):
     def missing():
         raise ArgumentError("it is not here")
+
     monkeypatch.setattr(nvrtc, "load", missing)
     with pytest.raises(ArgumentError, match="not here"):
         list(kernel_table.rows("sm_90"))
@@ -107,8 +115,10 @@ def test_every_tile_fits():
 def test_blocks_of_a_multiprocessor():
     """As NVIDIA's occupancy calculator has them."""
     kernel = kernel_source.Kernel("forward", "forward.cu", (), 128, 66560)
-    assert [blocks_per_processor(kernel, registers, architecture) for registers, architecture in (
-        (255, 80), (255, 89), (255, 90), (128, 90))] == [2, 1, 2, 3]
+    assert [
+        blocks_per_processor(kernel, registers, architecture)
+        for registers, architecture in ((255, 80), (255, 89), (255, 90), (128, 90))
+    ] == [2, 1, 2, 3]
     assert blocks_per_processor(kernel._replace(shared_bytes=0, threads=32), 32, 86) == 16
 
 
@@ -118,7 +128,7 @@ def test_a_kernel_is_one_text():
     used = set()
     for file in sorted(name for name in files if name.endswith(".cu")):
         text = kernel_source.expanded(file)
-        assert re.findall(r'#include ["<](.+)[">]', text) in ([], ["instructions.h"])    # which only the emulation has
+        assert re.findall(r'#include ["<](.+)[">]', text) in ([], ["instructions.h"])  # which only the emulation has
         used |= {name for name in files if kernel_source.path(name).read_text().split("\n")[0] in text}
     assert used == files
 

@@ -15,8 +15,10 @@ from mpiattn.backends.numpy.backend import NumpyBackend
 from mpiattn.backends.testing import emulated
 from mpiattn.errors import ArgumentError
 
-pytestmark = [pytest.mark.workshop,
-              pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.workshop,
+    pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler"),
+]
 
 
 def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None):
@@ -26,10 +28,17 @@ def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None):
 
 
 # dtype, head dim, value dim, heads, KV heads, queries, keys
-SHAPES = [("float32", 64, 64, 4, 2, 150, 170), ("bfloat16", 128, 128, 2, 2, 200, 150),
-          ("float16", 96, 32, 6, 2, 70, 90), ("bfloat16", 192, 128, 1, 1, 150, 100),
-          ("bfloat16", 256, 256, 1, 1, 90, 130), ("float16", 64, 64, 2, 2, 140, 200),
-          ("float32", 40, 20, 3, 1, 65, 33), ("float16", 20, 36, 2, 1, 33, 150), ("bfloat16", 33, 17, 7, 1, 20, 40)]
+SHAPES = [
+    ("float32", 64, 64, 4, 2, 150, 170),
+    ("bfloat16", 128, 128, 2, 2, 200, 150),
+    ("float16", 96, 32, 6, 2, 70, 90),
+    ("bfloat16", 192, 128, 1, 1, 150, 100),
+    ("bfloat16", 256, 256, 1, 1, 90, 130),
+    ("float16", 64, 64, 2, 2, 140, 200),
+    ("float32", 40, 20, 3, 1, 65, 33),
+    ("float16", 20, 36, 2, 1, 33, 150),
+    ("bfloat16", 33, 17, 7, 1, 20, 40),
+]
 
 
 @pytest.mark.parametrize("shape", every(2, zip(SHAPES)), ids=lambda shape: "-".join(map(str, shape)))
@@ -134,6 +143,7 @@ def test_the_order_of_warps_changes_no_bit():
 
 # Partials
 
+
 def random_partials(rows=70, heads=3, dim=40):
     rng = np.random.default_rng(0)
     for _ in range(2):
@@ -168,16 +178,28 @@ def test_merge_of_many_parts(backend, dim, fresh):
     lses[rng.random((parts, rows)) < 0.3] = -np.inf
     lses[:, 1], lses[3, 2], outs[4, 3, 0], lses[4, 3] = -np.inf, 3e4, np.nan, 1
     outs[np.isneginf(lses)] = 0
-    out, lse = (np.full(shape, np.nan, np.float32) if fresh else np.ones(shape, np.float32)
-                for shape in ((rows, dim), (rows,)))
+    out, lse = (
+        np.full(shape, np.nan, np.float32) if fresh else np.ones(shape, np.float32) for shape in ((rows, dim), (rows,))
+    )
     before = [] if fresh else [0]
-    all_outs, all_lses = (np.concatenate([*(held[None] for _ in before), of])
-                          for held, of in ((out, outs), (lse, lses)))
+    all_outs, all_lses = (
+        np.concatenate([*(held[None] for _ in before), of]) for held, of in ((out, outs), (lse, lses))
+    )
     with np.errstate(all="ignore"):
         total = np.logaddexp.reduce(all_lses, axis=0)
         ref = (np.exp(all_lses - np.where(np.isneginf(total), 0, total))[..., None] * all_outs).sum(axis=0)
-    backend._run(partials_kernel("merge_parts", "float32"), (rows, 1, 1), out, lse, outs.astype(np.float32),
-                 lses.astype(np.float32), np.int64(rows), np.int32(dim), np.int32(parts), np.int32(fresh))
+    backend._run(
+        partials_kernel("merge_parts", "float32"),
+        (rows, 1, 1),
+        out,
+        lse,
+        outs.astype(np.float32),
+        lses.astype(np.float32),
+        np.int64(rows),
+        np.int32(dim),
+        np.int32(parts),
+        np.int32(fresh),
+    )
     assert (np.isneginf(lse) == np.isneginf(total)).all() and (np.isnan(out) == np.isnan(ref)).all()
     assert error(out, ref) <= NOISE * largest(ref) and error(lse, total) <= NOISE * 100
     assert np.isnan(out[3, 0]) and (not fresh or not out[1].any())
@@ -223,11 +245,17 @@ def test_delta_and_sinks(backend, dtype):
 def test_cast(backend, of, to):
     """Strides as the library has them, rounding to nearest even, overflow, subnormal numbers."""
     source = np.random.default_rng(0).standard_normal((5, 3, 4, 7)).astype(np.float32)
-    source.flat[:9] = 1e6, -1e-6, 3e-8, 65519.9, 65520, np.inf, np.nan, 1 + 2 ** -9, 1 + 3 * 2 ** -11
+    source.flat[:9] = 1e6, -1e-6, 3e-8, 65519.9, 65520, np.inf, np.nan, 1 + 2**-9, 1 + 3 * 2**-11
     with np.errstate(all="ignore"):
         source = source.astype(of)
-        for view in (source, source.reshape(15, 28), source[:, :, :, :4], source.swapaxes(0, 1),
-                     source.transpose(1, 2, 0, 3), source[:, :, 1].transpose(2, 0, 1)):
+        for view in (
+            source,
+            source.reshape(15, 28),
+            source[:, :, :, :4],
+            source.swapaxes(0, 1),
+            source.transpose(1, 2, 0, 3),
+            source[:, :, 1].transpose(2, 0, 1),
+        ):
             got = np.empty(view.shape, to)
             backend.copy(got, view)
             np.testing.assert_array_equal(got.astype(np.float32), view.astype(to).astype(np.float32))
@@ -275,7 +303,7 @@ def test_no_grid_is_too_large():
     recorder.attend_pages(q, pool, pool, np.zeros(1, np.int32), 2, begin[0], end[0], out, lse, 1.0)
     recorder.merge(out, lse, out, lse)
     assert len(recorder.launched) == 6
-    assert all(0 < max(grid[1:]) <= emulated.GRID_LIMIT and grid[0] < 2 ** 31 for _, grid in recorder.launched)
+    assert all(0 < max(grid[1:]) <= emulated.GRID_LIMIT and grid[0] < 2**31 for _, grid in recorder.launched)
 
 
 def test_what_the_kernels_do_not_take():

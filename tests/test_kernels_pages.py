@@ -11,8 +11,10 @@ from mpiattn import backends
 from mpiattn.backends.cuda.tile_table import DECODE_ROWS
 from mpiattn.backends.testing import emulated
 
-pytestmark = [pytest.mark.workshop,
-              pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.workshop,
+    pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler"),
+]
 
 
 def pool(keys, page_size, kv_heads, dims, dtype, seed=0):
@@ -36,10 +38,15 @@ def attend(backend, q, pools, pages, page_size, begin, end, scale=0.3, softcap=N
 
 
 # dtype, page size, keys, queries, heads, KV heads, head dim, value dim, softcap
-CASES = [("bfloat16", 16, 300, 1, 8, 1, 128, 128, None), ("float16", 64, 200, 3, 4, 1, 64, 64, None),
-         ("float32", 1, 70, 2, 2, 2, 64, 32, None), ("float32", 7, 150, 20, 8, 2, 40, 20, 4.0),
-         ("bfloat16", 64, 130, 4, 3, 3, 96, 64, 4.0), ("float16", 16, 33, 2, 8, 1, 20, 36, None),
-         ("bfloat16", 5, 90, 5, 16, 1, 256, 256, None)]
+CASES = [
+    ("bfloat16", 16, 300, 1, 8, 1, 128, 128, None),
+    ("float16", 64, 200, 3, 4, 1, 64, 64, None),
+    ("float32", 1, 70, 2, 2, 2, 64, 32, None),
+    ("float32", 7, 150, 20, 8, 2, 40, 20, 4.0),
+    ("bfloat16", 64, 130, 4, 3, 3, 96, 64, 4.0),
+    ("float16", 16, 33, 2, 8, 1, 20, 36, None),
+    ("bfloat16", 5, 90, 5, 16, 1, 256, 256, None),
+]
 
 
 @pytest.mark.parametrize("case", every(2, zip(CASES)), ids=lambda case: "-".join(map(str, case)))

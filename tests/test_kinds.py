@@ -14,8 +14,12 @@ def test_bytes_of_a_token():
     problem = Problem(**SHAPE, batch=3, kv_heads=2, value_dim=8, dtype="float16")
     keys = 3 * 2 * (16 + 8)
     assert token_bytes(problem) == {"Q": 3 * 4 * 16 * 2, "KV": keys * 2, "O": 3 * 4 * (8 + 1) * 4}
-    assert token_bytes(problem, "backward") == {"Q": 3 * 4 * ((16 + 8) * 2 + 2 * 4), "KV": keys * 2,
-                                                "dQ": 3 * 4 * 16 * 4, "dKV": keys * 4}
+    assert token_bytes(problem, "backward") == {
+        "Q": 3 * 4 * ((16 + 8) * 2 + 2 * 4),
+        "KV": keys * 2,
+        "dQ": 3 * 4 * 16 * 4,
+        "dKV": keys * 4,
+    }
     assert token_bytes(Problem(**SHAPE, dtype="float64"))["O"] == 4 * 17 * 8
 
 
@@ -51,10 +55,16 @@ def test_every_array_has_a_tag_of_its_own(direction):
 def test_what_is_held_and_what_travels():
     problem = Problem(**SHAPE, batch=2, kv_heads=2, value_dim=8, dtype="float16", wire_dtype="bfloat16")
     assert shapes(problem, "forward") == {
-        "Q": [((8, 16), "float16")], "KV": [((4, 16), "float16"), ((4, 8), "float16")],
-        "O": [((8, 8), "float32"), ((8,), "float32")], "+O": [((8, 8), "bfloat16"), ((8,), "float32")]}
+        "Q": [((8, 16), "float16")],
+        "KV": [((4, 16), "float16"), ((4, 8), "float16")],
+        "O": [((8, 8), "float32"), ((8,), "float32")],
+        "+O": [((8, 8), "bfloat16"), ((8,), "float32")],
+    }
     assert shapes(problem, "backward") == {
         "Q": [((8, 16), "float16"), ((8, 8), "float16"), ((8,), "float32"), ((8,), "float32")],
         "KV": [((4, 16), "float16"), ((4, 8), "float16")],
-        "dQ": [((8, 16), "float32")], "+dQ": [((8, 16), "bfloat16")],
-        "dKV": [((4, 16), "float32"), ((4, 8), "float32")], "+dKV": [((4, 16), "bfloat16"), ((4, 8), "bfloat16")]}
+        "dQ": [((8, 16), "float32")],
+        "+dQ": [((8, 16), "bfloat16")],
+        "dKV": [((4, 16), "float32"), ((4, 8), "float32")],
+        "+dKV": [((4, 16), "bfloat16"), ((4, 8), "bfloat16")],
+    }

@@ -15,15 +15,55 @@ PACKAGE = launch.ROOT / "mpiattn"
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
 # Packages, the lowest first, as docs/contributing.md draws them: each may import from those before it, from `errors`
 # and, for the version, from `mpiattn` itself.
-ROOMS = ["system", "problem", "schedule", "model", "backends", "comm", "engine", "files", "verify", "plan", "decode",
-         "tuning", "check", "console", "plots", "bench", "cli"]
-TOP = {"", "__main__", "errors", "torch"}                                   # the modules that are in no package
+ROOMS = [
+    "system",
+    "problem",
+    "schedule",
+    "model",
+    "backends",
+    "comm",
+    "engine",
+    "files",
+    "verify",
+    "plan",
+    "decode",
+    "tuning",
+    "check",
+    "console",
+    "plots",
+    "bench",
+    "cli",
+]
+TOP = {"", "__main__", "errors", "torch"}  # the modules that are in no package
 NO_MPI = {"problem", "schedule", "model", "backends", "engine", "plots", "errors", ""}
-PURE = {"problem", "schedule", "model", "errors", "verify.reference", "files.finite", "decode.token_owners",
-        "system.atomic_file", "system.partial_files", "system.sources"}
-ARITHMETIC = {"schedule.kinds", "schedule.route", "schedule.steps", "schedule.greedy", "schedule.collective",
-              "schedule.validate", "schedule.tile", "schedule.bound", "schedule.reduction", "schedule.timeline",
-              "model.machine", "errors", "system.sources", ""}
+PURE = {
+    "problem",
+    "schedule",
+    "model",
+    "errors",
+    "verify.reference",
+    "files.finite",
+    "decode.token_owners",
+    "system.atomic_file",
+    "system.partial_files",
+    "system.sources",
+}
+ARITHMETIC = {
+    "schedule.kinds",
+    "schedule.route",
+    "schedule.steps",
+    "schedule.greedy",
+    "schedule.collective",
+    "schedule.validate",
+    "schedule.tile",
+    "schedule.bound",
+    "schedule.reduction",
+    "schedule.timeline",
+    "model.machine",
+    "errors",
+    "system.sources",
+    "",
+}
 LINES = 400
 
 
@@ -33,8 +73,11 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))
-           if not {launch.TESTS, launch.SLURM} & set(path.parents)}               # which are installed inside
+MODULES = {
+    name_of(path): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if not {launch.TESTS, launch.SLURM} & set(path.parents)
+}  # which are installed inside
 
 
 def part(module):
@@ -60,8 +103,13 @@ def imports(module, types=True):
     """
     path, inside, outside = MODULES[module], set(), set()
     package = module.split(".") if path.name == "__init__.py" and module else module.split(".")[:-1]
-    skipped = {inner for node in ast.walk(tree(module)) if for_types_only(node) and not types
-               for statement in node.body for inner in ast.walk(statement)}
+    skipped = {
+        inner
+        for node in ast.walk(tree(module))
+        if for_types_only(node) and not types
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
     for node in ast.walk(tree(module)):
         if node in skipped:
             continue
@@ -70,7 +118,7 @@ def imports(module, types=True):
         elif isinstance(node, ast.ImportFrom) and not node.level:
             outside.add(node.module.split(".")[0])
         elif isinstance(node, ast.ImportFrom):
-            base = package[:len(package) - node.level + 1]
+            base = package[: len(package) - node.level + 1]
             target = ".".join([*base, *(node.module.split(".") if node.module else [])])
             for alias in node.names:
                 deeper = f"{target}.{alias.name}".lstrip(".")
@@ -90,7 +138,7 @@ def test_every_module_has_a_room():
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down(module):
     inside, outside = imports(module)
-    below = ROOMS if part(module) in TOP else ROOMS[:ROOMS.index(part(module)) + 1]
+    below = ROOMS if part(module) in TOP else ROOMS[: ROOMS.index(part(module)) + 1]
     up = {other for other in inside if part(other) not in {*below, "errors", ""}}
     assert module == "__main__" or not up, f"{module} imports from a package above: {up}"
     assert "mpiattn" not in outside, "inside the package, imports are relative"
@@ -125,8 +173,11 @@ NOT_PRIVATE = {"_asdict", "_replace", "_fields", "_make", "_exit"}
 @pytest.mark.parametrize("module", MODULES)
 def test_private_names_stay_inside(module):
     """A private name of an object is used where its class is, or a class that inherits from it."""
-    attributes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)
-                  and node.attr.startswith("_") and not node.attr.startswith("__")]
+    attributes = [
+        node
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+    ]
     own = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls", "super()")}
     own |= {node.name for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef)}
     assert not {f"line {node.lineno}: {ast.unparse(node)}" for node in attributes if node.attr not in own | NOT_PRIVATE}
@@ -150,20 +201,28 @@ def test_no_cycles():
     done, path = set(), []
 
     def visit(module):
-        assert module not in path, f"a cycle of imports: {' -> '.join([*path[path.index(module):], module])}"
+        assert module not in path, f"a cycle of imports: {' -> '.join([*path[path.index(module) :], module])}"
         if module in done:
             return
         path.append(module)
-        for other in sorted(imports(module, types=bool(module))[0]):       # the package names types of all its modules
+        for other in sorted(imports(module, types=bool(module))[0]):  # the package names types of all its modules
             visit(other)
         done.add(path.pop())
+
     for module in MODULES:
         visit(module)
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *sorted(launch.TESTS.rglob("*.py")),
-                                  *sorted(launch.DOCS.rglob("*.py")), *sorted(launch.SLURM.rglob("*.py"))],
-                         ids=lambda path: str(path.relative_to(launch.ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    [
+        *MODULES.values(),
+        *sorted(launch.TESTS.rglob("*.py")),
+        *sorted(launch.DOCS.rglob("*.py")),
+        *sorted(launch.SLURM.rglob("*.py")),
+    ],
+    ids=lambda path: str(path.relative_to(launch.ROOT)),
+)
 def test_files_are_short(path):
     assert len(path.read_text().splitlines()) < LINES
 
@@ -175,14 +234,17 @@ def test_names_of_test_files_differ():
 
 
 def python(code):
-    done = subprocess.run([sys.executable, "-c", code], env=launch.environment(), text=True, capture_output=True,
-                          timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=launch.environment(), text=True, capture_output=True, timeout=60
+    )
     assert not done.returncode, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["mpiattn", "mpiattn.schedule.steps", "mpiattn.schedule.greedy",
-                                    "mpiattn.schedule.validate", "mpiattn.cli"])
+@pytest.mark.parametrize(
+    "module",
+    ["mpiattn", "mpiattn.schedule.steps", "mpiattn.schedule.greedy", "mpiattn.schedule.validate", "mpiattn.cli"],
+)
 def test_import_loads_nothing_heavy(module):
     loaded = python(f"import sys, {module}; print(*sys.modules)").split()
     assert not {"mpi4py", "numpy", "h5py", "cupy", "torch", "tqdm", "threadpoolctl"} & set(loaded)
@@ -200,26 +262,31 @@ def test_import_loads_little():
 
 def test_names_of_the_package():
     """Every public name is what its home says, whatever was imported before and however often it is asked for."""
-    code = ("import mpiattn\n"
-            "for _ in range(2):\n"
-            "    for name, home in mpiattn._HOMES.items():\n"
-            "        value = getattr(mpiattn, name)\n"
-            "        assert callable(value), f'mpiattn.{name} is {value}'\n"
-            "        assert name in dir(mpiattn) and name in mpiattn.__all__\n")
+    code = (
+        "import mpiattn\n"
+        "for _ in range(2):\n"
+        "    for name, home in mpiattn._HOMES.items():\n"
+        "        value = getattr(mpiattn, name)\n"
+        "        assert callable(value), f'mpiattn.{name} is {value}'\n"
+        "        assert name in dir(mpiattn) and name in mpiattn.__all__\n"
+    )
     python(code)
 
 
 def test_types_of_the_package():
     """What type checkers read has the names, from the homes, that are loaded on first use."""
     import mpiattn
+
     block = next(node for node in tree("").body if for_types_only(node))
-    named = {(alias.asname, f".{node.module}") for node in block.body for alias in node.names
-             if alias.asname == alias.name}
+    named = {
+        (alias.asname, f".{node.module}") for node in block.body for alias in node.names if alias.asname == alias.name
+    }
     assert named == set(mpiattn._HOMES.items())
 
 
 def test_unknown_name():
     import mpiattn
+
     with pytest.raises(AttributeError, match="no attribute 'flash'"):
         _ = mpiattn.flash
     assert mpiattn.__version__ in mpiattn.__dict__.values()

@@ -8,9 +8,11 @@ from mpiattn.problem.layout import KINDS, even_part, within
 
 
 def test_positions_by_hand():
-    by_hand = {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
-               "striped": [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]],
-               "zigzag": [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]}
+    by_hand = {
+        "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+        "striped": [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]],
+        "zigzag": [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]],
+    }
     for kind, chunks in by_hand.items():
         layout = Layout(kind, 12, 3)
         assert [layout.positions(chunk).tolist() for chunk in range(3)] == chunks
@@ -36,8 +38,9 @@ def test_every_token_once_in_increasing_order(kind):
 
 
 @pytest.mark.parametrize("order", [None, (2, 0, 1)])
-@pytest.mark.parametrize("layout", [*((kind, n) for kind in KINDS for n in (0, 1, 2, 17, 18, 100)), (0, 5, 4),
-                                    (3, 0, 0)])
+@pytest.mark.parametrize(
+    "layout", [*((kind, n) for kind in KINDS for n in (0, 1, 2, 17, 18, 100)), (0, 5, 4), (3, 0, 0)]
+)
 def test_owner_of_positions(layout, order):
     kind, n = layout if isinstance(layout[0], str) else ("contiguous", sum(layout))
     layout = Layout(kind, n, 3, None if isinstance(layout[0], str) else layout, order)
@@ -52,12 +55,12 @@ def test_owner_of_positions(layout, order):
 
 
 def test_owner_of_few_positions_of_many():
-    layout = Layout("zigzag", 10 ** 15, 7)
-    assert layout.owner([[0, 10 ** 15 - 1], [5 * 10 ** 14, 10 ** 14]]).tolist() == [[0, 0], [6, 1]]
+    layout = Layout("zigzag", 10**15, 7)
+    assert layout.owner([[0, 10**15 - 1], [5 * 10**14, 10**14]]).tolist() == [[0, 0], [6, 1]]
 
 
 def test_ranges_are_the_positions_and_nothing_large_is_made():
-    layout = Layout("striped", 10 ** 15, 7)
+    layout = Layout("striped", 10**15, 7)
     (tokens,) = layout.ranges(3)
     assert (tokens.start, tokens.step) == (3, 7) and layout.length(3) == len(tokens)
     for kind in KINDS:
@@ -91,16 +94,19 @@ def test_within():
                 assert list(tokens[first:last]) == [i for i in tokens if start <= i < stop]
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    (("diagonal", 4, 2), "diagonal.*contiguous, striped, zigzag"),
-    (("striped", 4, 2, (2, 2)), "only 'contiguous'"),
-    (("contiguous", 4, 2, (2, 3)), "do not cut 4 tokens into 2"),
-    (("contiguous", 4, 2, (4,)), "do not cut"),
-    (("contiguous", 4, 2, (5, -1)), "do not cut"),
-    (("contiguous", 0, 0, ()), ""),
-    (("contiguous", 4, 0), ""),
-    (("striped", -3, 2), ""),
-])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("diagonal", 4, 2), "diagonal.*contiguous, striped, zigzag"),
+        (("striped", 4, 2, (2, 2)), "only 'contiguous'"),
+        (("contiguous", 4, 2, (2, 3)), "do not cut 4 tokens into 2"),
+        (("contiguous", 4, 2, (4,)), "do not cut"),
+        (("contiguous", 4, 2, (5, -1)), "do not cut"),
+        (("contiguous", 0, 0, ()), ""),
+        (("contiguous", 4, 0), ""),
+        (("striped", -3, 2), ""),
+    ],
+)
 def test_wrong_arguments(arguments, text):
     with pytest.raises(ArgumentError, match=text or None):
         len(Layout(*arguments).lengths)

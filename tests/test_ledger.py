@@ -60,8 +60,12 @@ def test_ten_thousand_appends_and_truncates(ranks, page_size):
         if action == "deal" and len(plain) < 400:
             ledger.deal(rng.choice([1, 1, 1, 2, 30]))
             counts = [plain.count(rank) for rank in range(ranks)]
-            for _, owner in sorted((position, rank) for rank in range(ranks)
-                                   for part in ledger.ranges(rank, len(plain)) for position in part):
+            for _, owner in sorted(
+                (position, rank)
+                for rank in range(ranks)
+                for part in ledger.ranges(rank, len(plain))
+                for position in part
+            ):
                 assert counts[owner] == min(counts), "a token goes to a rank that holds the fewest"
                 counts[owner] += 1
                 plain.append(owner)
@@ -102,7 +106,8 @@ def test_work_does_not_grow_with_the_turns():
                 ledger.ranges(rank, 4000)
                 ledger.between(rank, 1200, 1203)
             ledger.truncate(4000)
-        step()                                             # the first counts what there is, and keeps it
+
+        step()  # the first counts what there is, and keeps it
         counted.append(calls(step, "ledger", "layout"))
         kept.append(len(ledger._pieces))
         for _ in range(100):
@@ -134,6 +139,7 @@ def test_a_layout_of_other_ranks():
 
 
 # Trees
+
 
 def play(plans):
     """What every rank has in the end, as nested pairs (lower operand, higher), and how many rounds it took."""
@@ -187,8 +193,12 @@ def test_levels_send_once_between_nodes():
     """Of four ranks a node, one sends to other nodes."""
     nodes = [rank // 4 for rank in range(32)]
     for way, most in (("levels", 1), ("butterfly", 4)):
-        senders = {rank for rank in range(32) for move in reduction.moves(way, nodes, rank)
-                   if move.sends and nodes[move.peer] != nodes[rank]}
+        senders = {
+            rank
+            for rank in range(32)
+            for move in reduction.moves(way, nodes, rank)
+            if move.sends and nodes[move.peer] != nodes[rank]
+        }
         assert all(sum(nodes[rank] == node for rank in senders) == most for node in range(8))
 
 
@@ -200,13 +210,14 @@ def test_choice():
     def seconds(way, nbytes, nodes, **links):
         links = {"inside": inside, "between": between, **links}
         return reduction.predicted_seconds(way, nbytes, nbytes // 128, nodes, **links)
+
     assert reduction.choose(4128, 32, apart, inside, between) == "butterfly"
-    assert reduction.choose(64 * 2 ** 20, 2 ** 19, apart, inside, between) == "allreduce"
+    assert reduction.choose(64 * 2**20, 2**19, apart, inside, between) == "allreduce"
     assert reduction.choose(4128, 32, shared, inside, between) == "levels"
     assert reduction.choose(4128, 32, [0] * 64, inside, between) == "butterfly"
     assert reduction.choose(4128, 32, [0], inside, between) == "butterfly"
-    factors = {"butterfly": [(1000, 1.0), (16_000, 9.0)], "allreduce": [(1000, 1.5)]}       # 5 of 4000 bytes
-    for nbytes, way in ((500, "butterfly"), (1000, "butterfly"), (4000, "allreduce"), (10 ** 5, "allreduce")):
+    factors = {"butterfly": [(1000, 1.0), (16_000, 9.0)], "allreduce": [(1000, 1.5)]}  # 5 of 4000 bytes
+    for nbytes, way in ((500, "butterfly"), (1000, "butterfly"), (4000, "allreduce"), (10**5, "allreduce")):
         assert reduction.choose(nbytes, 32, apart, inside, between, factors=factors) == way
     assert reduction.choose(4128, 32, shared, inside, between, factors={"levels": [(4000, 99.0)]}) == "butterfly"
     assert seconds("butterfly", 0, apart) == pytest.approx(6 * between.latency)

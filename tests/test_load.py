@@ -18,9 +18,16 @@ from mpiattn.schedule.tile import Tile, tiles
 def draw(rng):
     ranks, seqlen = rng.randint(1, 8), rng.randint(0, 40)
     seqlen_k = rng.choice([seqlen, rng.randint(0, 40)])
-    problem = Problem(seqlen=seqlen, seqlen_k=seqlen_k, heads=2, head_dim=3, causal=rng.random() < 0.5,
-                      window=(rng.choice([None, 0, 3, 9]), rng.choice([None, 0, 3, 9])),
-                      prefix=rng.choice([0, 0, 1, 7, 20]), causal_block=rng.choice([None, None, 1, 2, 7, 30]))
+    problem = Problem(
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        heads=2,
+        head_dim=3,
+        causal=rng.random() < 0.5,
+        window=(rng.choice([None, 0, 3, 9]), rng.choice([None, 0, 3, 9])),
+        prefix=rng.choice([0, 0, 1, 7, 20]),
+        causal_block=rng.choice([None, None, 1, 2, 7, 30]),
+    )
     kind = rng.choice(KINDS)
     return problem, Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *KINDS]), seqlen_k, ranks)
 
@@ -42,17 +49,23 @@ def test_random(seed, monkeypatch):
         activity = Activity(problem.mask, q_layout, k_layout, tile)
         for direction in ("forward", "backward"):
             for route, collective in (("direct", False), ("direct", True), ("ring", False)):
-                sent = [travels.sent(problem, q_layout.lengths, k_layout.lengths, tile, rank, route, direction,
-                                     activity, collective).total for rank in range(ranks)]
-                moved = {kind: of_mesh.moved(kind, route, collective) * nbytes
-                         for kind, nbytes in travels.token_bytes(problem, direction).items()}
+                sent = [
+                    travels.sent(
+                        problem, q_layout.lengths, k_layout.lengths, tile, rank, route, direction, activity, collective
+                    ).total
+                    for rank in range(ranks)
+                ]
+                moved = {
+                    kind: of_mesh.moved(kind, route, collective) * nbytes
+                    for kind, nbytes in travels.token_bytes(problem, direction).items()
+                }
                 assert sum(sent) == sum(nbytes.sum() for nbytes in moved.values())
 
 
 def test_a_long_sequence_by_blocks_and_prefix():
     """Of a million tokens, in pieces; no array of queries times keys."""
-    layout = Layout("striped", 2 ** 20, 64)
-    problem = Problem(2 ** 20, 1, 1, causal_block=512, prefix=1000)
+    layout = Layout("striped", 2**20, 64)
+    problem = Problem(2**20, 1, 1, causal_block=512, prefix=1000)
     pairs = block_pairs(problem.mask, layout, layout)
     assert pairs.sum() == problem.pairs == 512 * 512 * (2048 * 2049 // 2) + 512 * (1000 - 512)
 

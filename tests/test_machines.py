@@ -13,8 +13,15 @@ from mpiattn.model.machine import DEFAULT, H100, Link, Machine
 from mpiattn.model.store import Entry, Key
 
 KEY = Key("Processor", 2, "openblas 0.3", 1, "numpy 2.4", "MPICH Version: 5.0.2", 4, False, 128)
-MACHINE = replace(DEFAULT, name="measured", inside=Link(3e-6, 7e9, 0.25), flops={"float32": 50e9}, ranks_per_node=4,
-                  node_bandwidth=2e9, combining={"butterfly": [[4128, 1.5], [66048, 2.0]]})
+MACHINE = replace(
+    DEFAULT,
+    name="measured",
+    inside=Link(3e-6, 7e9, 0.25),
+    flops={"float32": 50e9},
+    ranks_per_node=4,
+    node_bandwidth=2e9,
+    combining={"butterfly": [[4128, 1.5], [66048, 2.0]]},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +57,7 @@ def test_round_trip():
     assert store.resolve(KEY) == (MACHINE, f"measured 2030-01-02T03:04:05Z with head_dim 128, {store.path()}")
     other = entry(KEY._replace(cores=3), replace(MACHINE, launch=1.0))
     assert store.store(other) is False
-    assert store.store(entry(machine=DEFAULT)) is True                # in place of the first
+    assert store.store(entry(machine=DEFAULT)) is True  # in place of the first
     assert store.read() == [other, entry(machine=DEFAULT)]
     assert os.listdir(os.path.dirname(store.path())) == ["machines.json"]
 
@@ -78,9 +85,16 @@ def test_no_store_is_no_trouble():
 
 
 BROKEN = {
-    "text": "not JSON", "binary": "\udcff\x00", "list": "[]", "deep": "[" * 100_000, "old": json.dumps(data(format=0)),
-    "no entries": json.dumps(data(entries=None)), "entries of another kind": json.dumps(data(entries=[1, "two", None])),
-    "no samples": without("samples"), "no cores": without("cores", "key"), "no flops": without("flops", "machine"),
+    "text": "not JSON",
+    "binary": "\udcff\x00",
+    "list": "[]",
+    "deep": "[" * 100_000,
+    "old": json.dumps(data(format=0)),
+    "no entries": json.dumps(data(entries=None)),
+    "entries of another kind": json.dumps(data(entries=[1, "two", None])),
+    "no samples": without("samples"),
+    "no cores": without("cores", "key"),
+    "no flops": without("flops", "machine"),
     "head_dim": json.dumps(data()).replace('"head_dim": 128', '"head_dim": 0'),
     "a link that is none": json.dumps(data()).replace('"latency": 3e-06', '"latency": "fast"'),
     "a way that is none": json.dumps(data()).replace('"butterfly"', '"flight"'),
@@ -99,7 +113,7 @@ def test_a_broken_store_is_ignored_with_a_warning(name):
     with pytest.warns(RuntimeWarning, match="machines.json is not used: .*run `mpiattn tune` again") as warned:
         assert store.resolve(KEY)[0] == DEFAULT.with_ranks(4)
     assert len(warned) == 1
-    store.store(entry())                                              # and replaced, but not lost
+    store.store(entry())  # and replaced, but not lost
     assert store.resolve(KEY)[0] == MACHINE
     with open(f"{store.path()}.old", "rb") as file:
         assert file.read() == BROKEN[name].encode(errors="surrogateescape")
@@ -129,7 +143,7 @@ def test_what_is_named_goes_first(tmp_path, monkeypatch):
     assert store.resolve(KEY, other) == (other, "as given")
     monkeypatch.setenv(store.VARIABLE, str(file))
     assert store.resolve(KEY) == (other, f"MPIATTN_MACHINE={file}")
-    assert store.resolve(KEY, "h100")[0] == H100                      # the argument before the variable
+    assert store.resolve(KEY, "h100")[0] == H100  # the argument before the variable
     monkeypatch.setenv(store.VARIABLE, "no such")
     with pytest.raises(ArgumentError, match=r"MPIATTN_MACHINE is 'no such'; .* it may be default, h100 or a file"):
         store.resolve(KEY)

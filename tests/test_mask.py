@@ -80,8 +80,10 @@ def sees(i, j, shape, window=(None, None), prefix=0, block=1, causal=True):
     """Whether query i sees key j of one document, by the definition: query i stands on key i + shape[1] - shape[0]."""
     place = i + shape[1] - shape[0]
     left, right = (1000 if side is None else side for side in window)
-    in_block = any(place in range(first, first + block) and j in range(first + block)
-                   for first in range(-block * 99, shape[1], block))
+    in_block = any(
+        place in range(first, first + block) and j in range(first + block)
+        for first in range(-block * 99, shape[1], block)
+    )
     inside = j <= place or in_block or j < prefix or not causal
     return inside and place - left <= j <= place + right
 
@@ -93,8 +95,10 @@ def seen(mask, queries, group=None):
 
 
 def test_drawings_of_prefix_and_blocks():
-    for mask, drawing in ((Mask(4, 4, True, prefix=2), ["1100", "1100", "1110", "1111"]),
-                          (Mask(4, 4, True, causal_block=2), ["1100", "1100", "1111", "1111"])):
+    for mask, drawing in (
+        (Mask(4, 4, True, prefix=2), ["1100", "1100", "1110", "1111"]),
+        (Mask(4, 4, True, causal_block=2), ["1100", "1100", "1111", "1111"]),
+    ):
         pairs = seen(mask, 4)
         assert ["".join("1" if (i, j) in pairs else "0" for j in range(4)) for i in range(4)] == drawing
 
@@ -106,11 +110,20 @@ def test_prefix_and_blocks_are_the_definition(shape, prefix, block, window):
     mask = Mask(*shape, True, window, prefix, block)
     pairs = [(i, j) for i in range(shape[0]) for j in range(shape[1]) if sees(i, j, shape, window, prefix, block or 1)]
     assert seen(mask, shape[0]) == pairs and mask.pairs() == len(pairs)
-    oracle = visible_keys(np.arange(shape[0]), np.arange(shape[1]), shape, True, window, prefix=prefix,
-                          causal_block=block)
+    oracle = visible_keys(
+        np.arange(shape[0]), np.arange(shape[1]), shape, True, window, prefix=prefix, causal_block=block
+    )
     assert list(map(tuple, np.argwhere(oracle))) == pairs
-    problem = Problem(seqlen=shape[0], seqlen_k=shape[1], heads=1, head_dim=1, causal=True, window=window,
-                      prefix=prefix, causal_block=block)
+    problem = Problem(
+        seqlen=shape[0],
+        seqlen_k=shape[1],
+        heads=1,
+        head_dim=1,
+        causal=True,
+        window=window,
+        prefix=prefix,
+        causal_block=block,
+    )
     assert problem.pairs == len(pairs)
 
 
@@ -122,8 +135,16 @@ def test_prefix_and_blocks_are_the_definition(shape, prefix, block, window):
 def test_a_kind_by_document(causal, kinds, prefixes, block, window):
     """Each as it is alone, its blocks and prefix counted from its own first key; the third holds nothing."""
     cuts, cuts_k = [1, 6, 14, 14, 20], [0, 7, 11, 11, 22]
-    problem = Problem(seqlen=21, seqlen_k=23, heads=1, head_dim=1, causal=causal, window=window, prefix=3 * causal,
-                      causal_block=block if causal else None)
+    problem = Problem(
+        seqlen=21,
+        seqlen_k=23,
+        heads=1,
+        head_dim=1,
+        causal=causal,
+        window=window,
+        prefix=3 * causal,
+        causal_block=block if causal else None,
+    )
     if prefixes and not causal and not kinds:
         with pytest.raises(ArgumentError, match="prefixes are given, but nothing is causal"):
             documents(problem, cuts, cuts_k, prefixes=prefixes)
@@ -132,13 +153,31 @@ def test_a_kind_by_document(causal, kinds, prefixes, block, window):
     pairs = []
     for d in range(4):
         shape = cuts[d + 1] - cuts[d], cuts_k[d + 1] - cuts_k[d]
-        how = {"prefix": problem.prefix if prefixes is None else prefixes[d], "block": problem.causal_block or 1,
-               "causal": causal if kinds is None else kinds[d]}
-        pairs += [(cuts[d] + i, cuts_k[d] + j) for i in range(shape[0]) for j in range(shape[1])
-                  if sees(i, j, shape, window, **how)]
+        how = {
+            "prefix": problem.prefix if prefixes is None else prefixes[d],
+            "block": problem.causal_block or 1,
+            "causal": causal if kinds is None else kinds[d],
+        }
+        pairs += [
+            (cuts[d] + i, cuts_k[d] + j)
+            for i in range(shape[0])
+            for j in range(shape[1])
+            if sees(i, j, shape, window, **how)
+        ]
     assert seen(problem.mask, 21, group) == pairs
-    oracle = visible_keys(np.arange(21), np.arange(23), (21, 23), causal, window, cuts, cuts_k, problem.prefix,
-                          problem.causal_block, prefixes, kinds)
+    oracle = visible_keys(
+        np.arange(21),
+        np.arange(23),
+        (21, 23),
+        causal,
+        window,
+        cuts,
+        cuts_k,
+        problem.prefix,
+        problem.causal_block,
+        prefixes,
+        kinds,
+    )
     assert list(map(tuple, np.argwhere(oracle))) == pairs
 
 
@@ -148,8 +187,9 @@ def test_shapes_of_what_documents_see():
     alike = documents(problem, [0, 4, 9], prefixes=[1, 2], causal_documents=np.array([True, False]))
     assert [group.as_lists() for group in alike] == [([0, 4, 9], [0, 4, 9], [1, 2], [True, False])]
     of_each = documents(problem, [0, 4, 9], prefixes=[[1, 2], (3, 4)])
-    assert [group.as_lists() for group in of_each] == [([0, 4, 9], [0, 4, 9], prefixes, None)
-                                                       for prefixes in ([1, 2], [3, 4])]
+    assert [group.as_lists() for group in of_each] == [
+        ([0, 4, 9], [0, 4, 9], prefixes, None) for prefixes in ([1, 2], [3, 4])
+    ]
     cut_each = documents(problem, [[0, 9], [0, 4, 9]], prefixes=[[7], [1, 2]])
     assert [group.as_lists()[2] for group in cut_each] == [[7], [1, 2]]
     padded = documents(problem, lengths=[5, 9], causal_documents=[1, 0])
@@ -159,17 +199,25 @@ def test_shapes_of_what_documents_see():
     assert documents(problem) is None
 
 
-@pytest.mark.parametrize(("call", "says"), [
-    ({"prefixes": [1]}, "prefixes has 1 entries; it must have 2, one for each of the batch"),
-    ({"prefixes": 3}, "prefixes is 3; it must be a sequence"),
-    ({"prefixes": [-1, 0]}, "at least 0"), ({"prefixes": [1.5, 0]}, "whole numbers"),
-    ({"prefixes": [[1], [2]]}, "it must have a value for each of 1 documents"),
-    ({"causal_documents": [2, 0]}, "causal_documents is [2]; it must hold True or False"),
-    ({"causal_documents": ["no", "yes"]}, "True or False"),
-    ({"cu_seqlens": [0, 4, 9], "prefixes": [1, 2, 3]}, "prefixes is [1 2 3]; it must have a value for each of 2"),
-    ({"cu_seqlens": [0, 4, 9], "prefixes": [[1, 2]]}, "must have 2, one for each of the batch, or be alike for all"),
-    ({"cu_seqlens": [[0, 9], [0, 4, 9]], "prefixes": [1, 2]}, "it must have a value for each of 1 documents"),
-    ({"lengths": [3, 4], "prefixes": [1, 2, 3]}, "prefixes has 3 entries")])
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ({"prefixes": [1]}, "prefixes has 1 entries; it must have 2, one for each of the batch"),
+        ({"prefixes": 3}, "prefixes is 3; it must be a sequence"),
+        ({"prefixes": [-1, 0]}, "at least 0"),
+        ({"prefixes": [1.5, 0]}, "whole numbers"),
+        ({"prefixes": [[1], [2]]}, "it must have a value for each of 1 documents"),
+        ({"causal_documents": [2, 0]}, "causal_documents is [2]; it must hold True or False"),
+        ({"causal_documents": ["no", "yes"]}, "True or False"),
+        ({"cu_seqlens": [0, 4, 9], "prefixes": [1, 2, 3]}, "prefixes is [1 2 3]; it must have a value for each of 2"),
+        (
+            {"cu_seqlens": [0, 4, 9], "prefixes": [[1, 2]]},
+            "must have 2, one for each of the batch, or be alike for all",
+        ),
+        ({"cu_seqlens": [[0, 9], [0, 4, 9]], "prefixes": [1, 2]}, "it must have a value for each of 1 documents"),
+        ({"lengths": [3, 4], "prefixes": [1, 2, 3]}, "prefixes has 3 entries"),
+    ],
+)
 def test_wrong_arguments_of_documents(call, says):
     with pytest.raises(ArgumentError) as caught:
         documents(Problem(seqlen=9, heads=1, head_dim=1, batch=2, causal=True), **call)

@@ -24,11 +24,20 @@ def states(cuts, dtype, wide, seed=0):
     def over(start, stop):
         out, lse = reference.attention(q, k[:, start:stop], v[:, start:stop])
         return out.astype(dtype), lse.astype(wide)
+
     return [over(*pair) for pair in itertools.pairwise(cuts)], reference.attention(q, k, v)
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [("float64", "float64"), ("float32", "float32"), ("float16", "float32"),
-                                             ("bfloat16", "float32"), ("float32", "float64")])
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        ("float64", "float64"),
+        ("float32", "float32"),
+        ("float16", "float32"),
+        ("bfloat16", "float32"),
+        ("float32", "float64"),
+    ],
+)
 @pytest.mark.parametrize("cuts", [[0, 30], [0, 11, 30], [0, 0, 30], [0, 3, 3, 29, 30, 30]])
 def test_merged_in_any_order(dtype, wide, cuts):
     parts, (out, lse) = states(cuts, dtype, wide)
@@ -80,13 +89,19 @@ def test_tensors(dtype):
         merge(*arrays[:2], as_tensor(arrays[2]).requires_grad_(), arrays[3])
 
 
-@pytest.mark.parametrize(("change", "text"), [
-    ({"out": np.ones((2, 7, 4))}, "out has shape"), ({"out": None}, "the dtype of out is 'None'"),
-    ({"lse": np.ones((2, 7, 4), np.float32)}, "lse has shape"),
-    ({"lse": np.ones((2, 4, 7), np.int32)}, "of lse is 'int32'"),
-    ({"out_b": np.ones((2, 7, 4, 5), np.float32)}, "out_b has shape"), ({"lse_b": [1.0]}, "lse_b is a list"),
-    ({"out_b": np.ones((2, 7, 4, 6))}, "out_b has dtype float64; it must be float32"),
-    ({"lse_b": np.ones((2, 4, 7))}, "lse_b has dtype float64; it must be float32")])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"out": np.ones((2, 7, 4))}, "out has shape"),
+        ({"out": None}, "the dtype of out is 'None'"),
+        ({"lse": np.ones((2, 7, 4), np.float32)}, "lse has shape"),
+        ({"lse": np.ones((2, 4, 7), np.int32)}, "of lse is 'int32'"),
+        ({"out_b": np.ones((2, 7, 4, 5), np.float32)}, "out_b has shape"),
+        ({"lse_b": [1.0]}, "lse_b is a list"),
+        ({"out_b": np.ones((2, 7, 4, 6))}, "out_b has dtype float64; it must be float32"),
+        ({"lse_b": np.ones((2, 4, 7))}, "lse_b has dtype float64; it must be float32"),
+    ],
+)
 def test_wrong_arguments(change, text):
     (first, second), _ = states([0, 9, 30], "float32", "float32")
     with pytest.raises(ArgumentError, match=text):

@@ -45,8 +45,8 @@ def test_bytes(hosts):
     outcome = hosts.mpirun(2, [sys.executable, "-c", SCRIPT])
     on_the_wire = [now - then for now, then in zip(hosts.sent(), before)]
     for sent, wire in zip(json.loads(outcome.stdout), on_the_wire):
-        assert sent == 2 * 2 * 2048 * 4 * 128 * 4              # passes; k and v of a chunk
-        assert sent < wire < 1.1 * sent + 2e6                  # headers, and starting the launch
+        assert sent == 2 * 2 * 2048 * 4 * 128 * 4  # passes; k and v of a chunk
+        assert sent < wire < 1.1 * sent + 2e6  # headers, and starting the launch
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_message_takes_what_the_rate_says(hosts, monkeypatch):
     before = hosts.sent()
     hosts.set_rate("10mbit")
     took = json.loads(hosts.mpirun(4, [sys.executable, "-c", NEIGHBORS]).stdout)
-    moved, rate = 2 * 2 ** 18, 10e6 / 8
-    assert min(took) > (moved - 2 * netcluster.BURST) / rate   # a shaper with a large bucket lets it all through
+    moved, rate = 2 * 2**18, 10e6 / 8
+    assert min(took) > (moved - 2 * netcluster.BURST) / rate  # a shaper with a large bucket lets it all through
     for now, then in zip(hosts.sent(), before):
         assert 6 * moved < now - then < 1.1 * 6 * moved + 1e5

@@ -57,14 +57,31 @@ def test_run_on_nodes_in_turn(tmp_path):
     if launch.vendor() != "mpich":
         pytest.skip("MPICH can be told to see two nodes where there is one")
     mpiattn = [sys.executable, "-m", "mpiattn"]
-    launch.mpirun(1, [*mpiattn, "generate", tmp_path / "in.h5", "--seqlen", "301", "--heads", "4", "--head-dim", "8",
-                      "--dout"])
-    launch.mpirun(6, [*mpiattn, "run", tmp_path / "in.h5", tmp_path / "out.h5", "--causal", "--backward", "--verify",
-                      "--tile", "3x2", "--json", tmp_path / "report.json"], env={"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"})
+    launch.mpirun(
+        1, [*mpiattn, "generate", tmp_path / "in.h5", "--seqlen", "301", "--heads", "4", "--head-dim", "8", "--dout"]
+    )
+    launch.mpirun(
+        6,
+        [
+            *mpiattn,
+            "run",
+            tmp_path / "in.h5",
+            tmp_path / "out.h5",
+            "--causal",
+            "--backward",
+            "--verify",
+            "--tile",
+            "3x2",
+            "--json",
+            tmp_path / "report.json",
+        ],
+        env={"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"},
+    )
     report = json.loads((tmp_path / "report.json").read_text())
     for name in ("forward", "backward"):
         assert all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] for rank in report["per_rank"])
-        assert all(len(rank[name]["steps"]) == len(report["per_rank"][0][name]["steps"]) > 1
-                   for rank in report["per_rank"])
+        assert all(
+            len(rank[name]["steps"]) == len(report["per_rank"][0][name]["steps"]) > 1 for rank in report["per_rank"]
+        )
     assert sum(rank["pairs"] for rank in report["per_rank"]) == 301 * 302 // 2
     assert report["verify"]["passed"] and report["verify_gradients"]["passed"]

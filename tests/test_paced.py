@@ -9,7 +9,7 @@ from mpiattn import ArgumentError, backends
 
 RNG = np.random.default_rng(0)
 TOKENS, HEADS, DIM = 32, 4, 8
-PAIRS = TOKENS * (TOKENS + 1) // 2                                # of one head, causal
+PAIRS = TOKENS * (TOKENS + 1) // 2  # of one head, causal
 
 
 def chunks():
@@ -30,8 +30,7 @@ def blocks(backend, arrays, count, backward=False, groups=1, meanwhile=None):
     for _ in range(count):
         if backward:
             lses, deltas = np.full_like(lse, 3), np.zeros_like(lse)
-            backend.attend_backward(q, q, lses, deltas, k, v, *intervals(groups), *grads, 0.3,
-                                    meanwhile=meanwhile)
+            backend.attend_backward(q, q, lses, deltas, k, v, *intervals(groups), *grads, 0.3, meanwhile=meanwhile)
         else:
             backend.attend(q, k, v, *intervals(groups), out, lse, 0.3, meanwhile=meanwhile)
     return [out, lse, *grads], time.perf_counter() - start
@@ -41,7 +40,7 @@ def blocks(backend, arrays, count, backward=False, groups=1, meanwhile=None):
 def test_same_results_no_sooner(backward):
     """Time is what the attended pairs of every head take: less than that by the slack of the first launch at most."""
     arrays, looks = chunks(), []
-    seconds = (2.5 if backward else 1) * 4 * DIM * PAIRS * HEADS / 1e7                      # 6.8 ms, 17 ms
+    seconds = (2.5 if backward else 1) * 4 * DIM * PAIRS * HEADS / 1e7  # 6.8 ms, 17 ms
     paced = backends.get("paced:0.01")
     for groups in (1, 2):
         results, took = blocks(paced, arrays, 3, backward, groups, looks.append)
@@ -52,8 +51,10 @@ def test_same_results_no_sooner(backward):
     assert paced.name == "paced:0.01" and paced.emulated_flops == 1e7
 
 
-@pytest.mark.parametrize("name", ["paced:", "paced:0", "paced:-1", "paced:fast", "paced:inf", "paced:nan", "paced:1:",
-                                  "paced:1:0", "paced:1:2:3"])
+@pytest.mark.parametrize(
+    "name",
+    ["paced:", "paced:0", "paced:-1", "paced:fast", "paced:inf", "paced:nan", "paced:1:", "paced:1:0", "paced:1:2:3"],
+)
 def test_wrong_speeds(name):
     with pytest.raises(ArgumentError, match="paced"):
         backends.get(name)

@@ -13,8 +13,12 @@ import pytest
 from files import assert_right, write_input
 
 PYTHON, MPIEXEC = os.environ.get("MPIATTN_H5PY_MPI", "/usr/bin/python3 mpiexec.openmpi").split()
-OPEN_MPI_4 = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
-              "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(launch.ROOT)}
+OPEN_MPI_4 = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PYTHONPATH": str(launch.ROOT),
+}
 
 
 def mpirun(n, *command):
@@ -25,21 +29,26 @@ def mpirun(n, *command):
 @pytest.fixture(scope="module", autouse=True)
 def parallel_h5py():
     try:
-        outcome = mpirun(1, "-c", "import mpi4py.MPI, tqdm, threadpoolctl, h5py\n"
-                                  "print('has MPI:', h5py.get_config().mpi)")
+        outcome = mpirun(
+            1, "-c", "import mpi4py.MPI, tqdm, threadpoolctl, h5py\nprint('has MPI:', h5py.get_config().mpi)"
+        )
     except FileNotFoundError as error:
         pytest.skip(f"no interpreter with an h5py that has MPI: {error}")
     if "has MPI: True" not in outcome.stdout:
         pytest.skip(f"{PYTHON} has no h5py with MPI: {outcome.stderr.strip().splitlines()[-1:]}")
 
 
-@pytest.mark.parametrize("n, shape", [(1, {}), (3, {"batch": 2, "seqlen_k": 101}), (4, {"seqlen": 3}),
-                                      (4, {"seqlen": 1001, "dtype": "float16"})])
+@pytest.mark.parametrize(
+    "n, shape",
+    [(1, {}), (3, {"batch": 2, "seqlen_k": 101}), (4, {"seqlen": 3}), (4, {"seqlen": 1001, "dtype": "float16"})],
+)
 def test_right(tmp_path, n, shape):
     """Slabs of even and uneven length, and ranks whose slab is empty: they take part in every collective."""
     source = write_input(tmp_path / "in.h5", **shape)
-    code = ("import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 20_000; "
-            "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 20_000; "
+        "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     outcome = mpirun(n, "-c", code, "run", source, tmp_path / "out.h5", "--causal", "--verify")
     assert outcome.returncode == 0, outcome.stderr
     assert_right(source, tmp_path / "out.h5", causal=True, tolerance=2e-3 if "dtype" in shape else 1e-5)
@@ -50,8 +59,19 @@ def test_gradients_and_documents(tmp_path):
     """More datasets, read and written likewise; documents are read by rank 0 alone."""
     cuts = [0, 400, 990]
     source = write_input(tmp_path / "in.h5", seqlen=1001, backward=True, cuts=np.array(cuts))
-    outcome = mpirun(3, "-m", "mpiattn", "run", source, tmp_path / "out.h5", "--documents", "cuts", "--causal",
-                     "--backward", "--verify")
+    outcome = mpirun(
+        3,
+        "-m",
+        "mpiattn",
+        "run",
+        source,
+        tmp_path / "out.h5",
+        "--documents",
+        "cuts",
+        "--causal",
+        "--backward",
+        "--verify",
+    )
     assert outcome.returncode == 0, outcome.stderr
     assert_right(source, tmp_path / "out.h5", causal=True, backward=True, cu_seqlens=cuts)
 

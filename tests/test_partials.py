@@ -19,26 +19,40 @@ SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal
 GENERATE = ["--seqlen", "40", "--heads", "2"]
 
 # Says that it writes, then waits for its fate.
-WAIT = ("import sys, time, mpiattn.files.hdf5 as h\n"
-        "def wait(*args):\n"
-        "    print('writing', flush=True)\n"
-        "    time.sleep(60)\n"
-        "h.write = wait\n"
-        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+WAIT = (
+    "import sys, time, mpiattn.files.hdf5 as h\n"
+    "def wait(*args):\n"
+    "    print('writing', flush=True)\n"
+    "    time.sleep(60)\n"
+    "h.write = wait\n"
+    "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 def start(*arguments, code=WAIT, command=()):
     """A command that has come to write."""
-    process = subprocess.Popen([*command, sys.executable, "-c", code, *map(str, arguments)], text=True,
-                               env=launch.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [*command, sys.executable, "-c", code, *map(str, arguments)],
+        text=True,
+        env=launch.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     assert process.stdout.readline() == "writing\n", process.communicate()
     return process
 
 
 def generate(path):
-    return subprocess.run([sys.executable, "-m", "mpiattn", "generate", path, *GENERATE], text=True, timeout=60,
-                          env=launch.environment(), capture_output=True, check=True)
+    return subprocess.run(
+        [sys.executable, "-m", "mpiattn", "generate", path, *GENERATE],
+        text=True,
+        timeout=60,
+        env=launch.environment(),
+        capture_output=True,
+        check=True,
+    )
 
 
 def left_in(folder):
@@ -51,22 +65,21 @@ def killed(tmp_path):
     process = start("generate", tmp_path / "x.h5", *GENERATE)
     process.kill()
     process.communicate(timeout=30)
-    name, = left_in(tmp_path)
+    (name,) = left_in(tmp_path)
     assert re.fullmatch(r"\.x\.h5\..*\.partial", name)
     return name
 
 
 def test_the_next_job_removes_it_and_says_so(tmp_path, killed):
     outcome = generate(tmp_path / "x.h5")
-    assert outcome.stderr == (f"mpiattn: removed {str(tmp_path / killed)!r}, which a job that was killed left "
-                              "behind\n")
+    assert outcome.stderr == (f"mpiattn: removed {str(tmp_path / killed)!r}, which a job that was killed left behind\n")
     assert left_in(tmp_path) == ["x.h5"]
 
 
 def test_who_lives_keeps_it(tmp_path):
     living = start("generate", tmp_path / "x.h5", *GENERATE)
     try:
-        name, = left_in(tmp_path)
+        (name,) = left_in(tmp_path)
         assert generate(tmp_path / "x.h5").stderr == ""
         assert left_in(tmp_path) == [name, "x.h5"]
     finally:
@@ -74,12 +87,15 @@ def test_who_lives_keeps_it(tmp_path):
         living.communicate(timeout=30)
 
 
-@pytest.mark.parametrize("change", [
-    lambda name: name.replace(".x.h5.", ".other.h5."),                      # of another file
-    lambda name: re.sub(r"\.[0-9a-f]{12}-", ".0123456789ab-", name),        # of another host, or an earlier boot
-    lambda name: ".x.h5.abcdefgh.partial",                                  # nobody knows whose
-    lambda name: name[1:],
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name: name.replace(".x.h5.", ".other.h5."),  # of another file
+        lambda name: re.sub(r"\.[0-9a-f]{12}-", ".0123456789ab-", name),  # of another host, or an earlier boot
+        lambda name: ".x.h5.abcdefgh.partial",  # nobody knows whose
+        lambda name: name[1:],
+    ],
+)
 def test_what_may_be_somebody_elses_stays(tmp_path, killed, change):
     os.rename(tmp_path / killed, tmp_path / change(killed))
     assert generate(tmp_path / "x.h5").stderr == ""
@@ -113,23 +129,34 @@ def test_long_names(tmp_path):
 def test_an_error_leaves_nothing(tmp_path):
     """Of whichever rank, where the others know nothing of it."""
     source = write_input(tmp_path / "in.h5")
-    outcome = mpirun(3, [sys.executable, "-c", RANK_1_RAISES, "run", source, tmp_path / "out.h5",
-                         "--schedule", "greedy"], check=False)
+    outcome = mpirun(
+        3,
+        [sys.executable, "-c", RANK_1_RAISES, "run", source, tmp_path / "out.h5", "--schedule", "greedy"],
+        check=False,
+    )
     assert outcome.returncode and "on purpose" in outcome.stderr
     assert left_in(tmp_path) == ["in.h5"]
 
 
 # Permissions
 
+
 def test_a_read_only_file_is_refused(tmp_path):
     path = tmp_path / "x.h5"
     path.write_text("precious")
     path.chmod(0o444)
-    outcome = subprocess.run([sys.executable, "-m", "mpiattn", "generate", path, *GENERATE], text=True, timeout=60,
-                             env=launch.environment(), capture_output=True)
+    outcome = subprocess.run(
+        [sys.executable, "-m", "mpiattn", "generate", path, *GENERATE],
+        text=True,
+        timeout=60,
+        env=launch.environment(),
+        capture_output=True,
+    )
     assert outcome.returncode == 1
-    assert outcome.stderr == (f"mpiattn generate: FILE is {str(path)!r}; it exists and is read-only; remove it or make "
-                              "it writable (chmod u+w) to have it replaced\n")
+    assert outcome.stderr == (
+        f"mpiattn generate: FILE is {str(path)!r}; it exists and is read-only; remove it or make "
+        "it writable (chmod u+w) to have it replaced\n"
+    )
     assert path.read_text() == "precious" and left_in(tmp_path) == ["x.h5"]
 
 
@@ -144,6 +171,7 @@ def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path, mode):
 
 # Signals
 
+
 @pytest.mark.parametrize("number", SAID)
 def test_signals(tmp_path, number):
     process = start("generate", tmp_path / "x.h5", *GENERATE)
@@ -155,8 +183,13 @@ def test_signals(tmp_path, number):
 
 def test_nohup(tmp_path):
     """What a process was started to ignore it ignores."""
-    process = start("generate", tmp_path / "x.h5", *GENERATE, command=["nohup"],
-                    code=WAIT.replace("time.sleep(60)", "time.sleep(1)"))
+    process = start(
+        "generate",
+        tmp_path / "x.h5",
+        *GENERATE,
+        command=["nohup"],
+        code=WAIT.replace("time.sleep(60)", "time.sleep(1)"),
+    )
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     assert process.returncode == 0
@@ -164,36 +197,45 @@ def test_nohup(tmp_path):
 
 def test_ctrl_c_in_a_callback(tmp_path):
     """Where Python drops exceptions, as in the callback of a weak reference: h5py's come with every object."""
-    code = ("import os, signal, sys, weakref, mpiattn.files.hdf5 as h\n"
-            "write = h.write\n"
-            "class Thing: pass\n"
-            "def interrupted(*args):\n"
-            "    holder = Thing()\n"
-            "    ref = weakref.ref(holder, lambda ref: os.kill(os.getpid(), signal.SIGINT))\n"
-            "    del holder\n"
-            "    return write(*args)\n"
-            "h.write = interrupted\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
-    outcome = subprocess.run([sys.executable, "-c", code, "generate", tmp_path / "x.h5", *GENERATE], text=True,
-                             timeout=60, env=launch.environment(), capture_output=True)
+    code = (
+        "import os, signal, sys, weakref, mpiattn.files.hdf5 as h\n"
+        "write = h.write\n"
+        "class Thing: pass\n"
+        "def interrupted(*args):\n"
+        "    holder = Thing()\n"
+        "    ref = weakref.ref(holder, lambda ref: os.kill(os.getpid(), signal.SIGINT))\n"
+        "    del holder\n"
+        "    return write(*args)\n"
+        "h.write = interrupted\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", code, "generate", tmp_path / "x.h5", *GENERATE],
+        text=True,
+        timeout=60,
+        env=launch.environment(),
+        capture_output=True,
+    )
     assert (outcome.returncode, outcome.stderr) == (130, "mpiattn generate: interrupted, FILE was not written\n")
     assert left_in(tmp_path) == []
 
 
 # Every rank waits where it first reads; the victim says so, once all are there.
-READING = ("import os, sys, time\n"
-           "victim, *arguments = sys.argv[1:]\n"
-           "from mpiattn.console import witness\n"
-           "from mpiattn.system.launch_variables import launch_rank\n"
-           "witness.watch(launch_rank())\n"
-           "import mpiattn.files.io as io\n"
-           "from mpi4py import MPI\n"
-           "def wait(*args, **how):\n"
-           "    MPI.COMM_WORLD.Barrier()\n"
-           "    if MPI.COMM_WORLD.rank == int(victim): print('pid', os.getpid(), flush=True)\n"
-           "    time.sleep(60)\n"
-           "io.Input.chunk = wait\n"
-           "from mpiattn.cli import main; sys.exit(main(arguments))")
+READING = (
+    "import os, sys, time\n"
+    "victim, *arguments = sys.argv[1:]\n"
+    "from mpiattn.console import witness\n"
+    "from mpiattn.system.launch_variables import launch_rank\n"
+    "witness.watch(launch_rank())\n"
+    "import mpiattn.files.io as io\n"
+    "from mpi4py import MPI\n"
+    "def wait(*args, **how):\n"
+    "    MPI.COMM_WORLD.Barrier()\n"
+    "    if MPI.COMM_WORLD.rank == int(victim): print('pid', os.getpid(), flush=True)\n"
+    "    time.sleep(60)\n"
+    "io.Input.chunk = wait\n"
+    "from mpiattn.cli import main; sys.exit(main(arguments))"
+)
 
 
 @pytest.mark.parametrize("number, victim", thinned([signal.SIGINT, signal.SIGTERM], ["launcher", 2, 0]))
@@ -202,9 +244,25 @@ def test_signals_to_a_launch(tmp_path, number, victim):
     launch.require_launch()
     source = write_input(tmp_path / "in.h5")
     process = subprocess.Popen(
-        [launch.mpiexec(), "-n", "3", sys.executable, "-c", READING, str(0 if victim == "launcher" else victim), "run",
-         source, tmp_path / "out.h5"], env=launch.environment(), text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        [
+            launch.mpiexec(),
+            "-n",
+            "3",
+            sys.executable,
+            "-c",
+            READING,
+            str(0 if victim == "launcher" else victim),
+            "run",
+            source,
+            tmp_path / "out.h5",
+        ],
+        env=launch.environment(),
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         pid = next(int(line.split()[1]) for line in process.stdout if line.startswith("pid"))
         os.kill(process.pid if victim == "launcher" else pid, number)

@@ -44,13 +44,15 @@ def work_of(kind, n):
 
 
 def owner(i, j, a):
-    return a * (i // a) + j % a                          # arXiv 2512.20968
+    return a * (i // a) + j % a  # arXiv 2512.20968
 
 
 # The assignment
 
-@pytest.mark.parametrize("a, b, rank", [(1, 1, 0), (1, 5, 2), (4, 4, 6), (6, 2, 11), (3, 1, 0), (16, 16, 37),
-                                        (4, 64, 255)])
+
+@pytest.mark.parametrize(
+    "a, b, rank", [(1, 1, 0), (1, 5, 2), (4, 4, 6), (6, 2, 11), (3, 1, 0), (16, 16, 37), (4, 64, 255)]
+)
 def test_assignment(a, b, rank):
     n, (matrix, tile) = a * b, assignment(Tile(1, a, b), rank).axes
     cells = {(i, j) for i in range(n) for j in range(n) if owner(i, j, a) == rank}
@@ -58,8 +60,9 @@ def test_assignment(a, b, rank):
     assert len(framed) == len(cells) and set(framed) == cells
     if n <= 16:
         assert len(patches(matrix, "block")) == n * n
-        numbers = {(text.get_position()[1] // 1, text.get_position()[0] // 1): int(text.get_text())
-                   for text in matrix.texts}
+        numbers = {
+            (text.get_position()[1] // 1, text.get_position()[0] // 1): int(text.get_text()) for text in matrix.texts
+        }
         assert numbers == {(i, j): owner(i, j, a) for i in range(n) for j in range(n)}
     if max(a, b) <= 9:
         assert len(patches(tile, "block")) == n
@@ -72,8 +75,9 @@ def test_assignment(a, b, rank):
     assert a == 1 or f"Ring {2 * (n - 1)}" in tile.get_title(loc="left")
 
 
-@pytest.mark.parametrize("kind, direction", [("contiguous", "forward"), ("contiguous", "backward"),
-                                             ("zigzag", "forward")])
+@pytest.mark.parametrize(
+    "kind, direction", [("contiguous", "forward"), ("contiguous", "backward"), ("zigzag", "forward")]
+)
 def test_assignment_under_a_mask(kind, direction):
     """What is drawn as moving is what the ranks move; blocks are as pale as the mask leaves them empty."""
     a, b, rank = 4, 2, 1
@@ -92,7 +96,7 @@ def test_assignment_under_a_mask(kind, direction):
             x, y = patch.get_xy()
             darkness[y, x] = 3 - sum(patch.get_facecolor()[:3])
     assert ((darkness > 1e-9) == (work > 0)).all()
-    for number in range(a * b):                          # of one rank's blocks, in proportion to work
+    for number in range(a * b):  # of one rank's blocks, in proportion to work
         own = np.array([[owner(i, j, a) == number for j in range(a * b)] for i in range(a * b)])
         ratio = darkness[own & (work > 0)] / work[own & (work > 0)]
         assert ratio == pytest.approx(ratio[0])
@@ -101,7 +105,7 @@ def test_assignment_under_a_mask(kind, direction):
 def test_assignment_of_many_blocks_is_averaged():
     _, work = work_of("contiguous", 600)
     matrix, _ = assignment(Tile(1, 20, 30), 7, work).axes
-    image, = matrix.images
+    (image,) = matrix.images
     assert image.get_array().shape == (200, 200)
     assert image.get_array().mean() == pytest.approx(work.mean() / work.max())
     assert image.get_extent() == [0, 600, 600, 0]
@@ -109,13 +113,20 @@ def test_assignment_of_many_blocks_is_averaged():
 
 # Timelines
 
+
 def predicted():
     """Two ranks; rank 1 is the slower; KV #2 overlaps #1, and #3 is not needed by rank 0."""
+
     def of(*pairs):
         return [np.array(pair) for pair in pairs]
+
     steps = (StepTimes(*of((0, 0), (2, 3), (3, 3))), StepTimes(*of((3, 3), (4, 4), (4, 6))))
-    moves = (Moved("KV", 1, 0, *of((0, 0), (3, 2.5))), Moved("KV", 2, 1, *of((1, 1), (3, 5.5))),
-             Moved("Q", 0, 1, *of((0.5, 0.5), (1, 1))), Moved("KV", 3, 1, *of((NAN, 5), (NAN, 6))))
+    moves = (
+        Moved("KV", 1, 0, *of((0, 0), (3, 2.5))),
+        Moved("KV", 2, 1, *of((1, 1), (3, 5.5))),
+        Moved("Q", 0, 1, *of((0.5, 0.5), (1, 1))),
+        Moved("KV", 3, 1, *of((NAN, 5), (NAN, 6))),
+    )
     return Timeline("forward", steps, moves, 6.0)
 
 
@@ -148,13 +159,13 @@ def test_timelines_of_the_slowest_ranks_at_one_scale():
 
 
 def test_timelines_of_several_ranks():
-    axes, = timeline([("predicted", predicted())], ranks=[1, 0]).axes
+    (axes,) = timeline([("predicted", predicted())], ranks=[1, 0]).axes
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["rank 1", "rank 0"]
     rows = {y > 1: [] for _, y, *_ in patches(axes, "blocks")}
     for x, y, width, _ in patches(axes, "blocks"):
         rows[y > 1].append((x, x + width))
     assert rows == {True: [(0, 3), (3, 4)], False: [(0, 2), (3, 4)]}
-    assert len(patches(axes, "KV")) == 5                # all but the one that rank 0 does not need
+    assert len(patches(axes, "KV")) == 5  # all but the one that rank 0 does not need
     assert "rank 1: 6 s" in axes.get_title(loc="left")
     with pytest.raises(ArgumentError, match="rank is 2; the timeline is of 2 ranks"):
         timeline([("predicted", predicted())], ranks=[2])
@@ -166,34 +177,42 @@ def test_timelines_of_several_ranks():
 
 # Traffic
 
+
 def test_traffic():
     problem = Problem(1048576, 32, 128)
-    axes, = traffic(problem, 256, tile=Tile(1, 8, 32)).axes
+    (axes,) = traffic(problem, 256, tile=Tile(1, 8, 32)).axes
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
-    ranks = [2 ** i for i in range(1, 9)]
+    ranks = [2**i for i in range(1, 9)]
     assert lines["Ring"].tolist() == [[n, formulas.mean_sent(problem, Tile(1, 1, n))] for n in ranks]
     assert lines["USP"].tolist() == [[n, formulas.best_usp(problem, n)[1]] for n in ranks]
-    assert lines["Ulysses"].tolist() == [[n, formulas.ulysses(problem, n)] for n in ranks[:5]]       # 32 heads
+    assert lines["Ulysses"].tolist() == [[n, formulas.ulysses(problem, n)] for n in ranks[:5]]  # 32 heads
     assert lines["best mesh"][-1].tolist() == [256, formulas.mean_sent(problem, Tile(1, 16, 16))]
     assert lines["tile"].tolist() == [[256, formulas.mean_sent(problem, Tile(1, 8, 32))]]
-    assert {"Ring", "best mesh, 16x16:\n88.2 % less", "tile 8x32:\n85.1 % less", "USP, 32x8:\n96.5 % less", "4x8",
-            "diamonds: Ulysses, on no more ranks than the 32 KV heads"} <= set(texts(axes))
+    assert {
+        "Ring",
+        "best mesh, 16x16:\n88.2 % less",
+        "tile 8x32:\n85.1 % less",
+        "USP, 32x8:\n96.5 % less",
+        "4x8",
+        "diamonds: Ulysses, on no more ranks than the 32 KV heads",
+    } <= set(texts(axes))
     heights = sorted(text.get_position()[1] for text in axes.texts if "less" in text.get_text())
     assert min(np.diff(heights)) > 0.05, "labels lie on one another"
 
 
 def test_traffic_of_few_ranks_and_both_directions():
     problem = Problem(1000, 6, 128, kv_heads=1)
-    axes, = traffic(problem, 7, "both").axes
+    (axes,) = traffic(problem, 7, "both").axes
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
-    assert set(lines) == {"Ring", "best mesh"}          # one KV head allows neither Ulysses nor USP
+    assert set(lines) == {"Ring", "best mesh"}  # one KV head allows neither Ulysses nor USP
     assert lines["Ring"][:, 0].tolist() == [2, 4, 7]
-    assert lines["Ring"][-1, 1] == pytest.approx(sum(formulas.mean_sent(problem, Tile(1, 1, 7), direction)
-                                                     for direction in ("forward", "backward")))
+    assert lines["Ring"][-1, 1] == pytest.approx(
+        sum(formulas.mean_sent(problem, Tile(1, 1, 7), direction) for direction in ("forward", "backward"))
+    )
     assert "best mesh: Ring" in texts(axes)
-    axes, = traffic(Problem(1000, 4, 8), 6).axes         # 4 heads allow USP in pairs, and Ulysses on 4 ranks
+    (axes,) = traffic(Problem(1000, 4, 8), 6).axes  # 4 heads allow USP in pairs, and Ulysses on 4 ranks
     assert {"USP, 2x3:\n40.0 % less"} < set(texts(axes))
-    axes, = traffic(Problem(1000, 2, 8), 7).axes         # 7 ranks have no group: the line ends at 4
+    (axes,) = traffic(Problem(1000, 2, 8), 7).axes  # 7 ranks have no group: the line ends at 4
     assert "USP" in texts(axes)
     with pytest.raises(ArgumentError, match="no tokens"):
         traffic(Problem(0, 2, 8), 4)
@@ -203,18 +222,21 @@ def test_traffic_of_few_ranks_and_both_directions():
 
 # Scaling
 
+
 def test_scaling():
     runs = [[4.0, 5.0, 6.0], [2.0, 2.5, 9.0], [1.5, 1.0, 1.25]]
-    figure = scaling([Series("mesh", [2, 4, 8], runs), Series("mesh", [2, 4, 8], [4.8, 2.4, 1.2], predicted=True)],
-                     "a machine")
+    figure = scaling(
+        [Series("mesh", [2, 4, 8], runs), Series("mesh", [2, 4, 8], [4.8, 2.4, 1.2], predicted=True)], "a machine"
+    )
     time, speedup = figure.axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in time.lines}
     assert lines["mesh"] == [[n, median(some)] for n, some in zip((2, 4, 8), runs)]
     assert lines["mesh, predicted"] == [[2, 4.8], [4, 2.4], [8, 1.2]]
     assert lines["ideal"] == [[2, 5], [8, 1.25]]
-    bars, = time.collections
+    (bars,) = time.collections
     assert [segment.tolist() for segment in bars.get_segments()] == [
-        [[n, min(some)], [n, max(some)]] for n, some in zip((2, 4, 8), runs)]
+        [[n, min(some)], [n, max(some)]] for n, some in zip((2, 4, 8), runs)
+    ]
     lines = {line.get_label(): line.get_xydata().tolist() for line in speedup.lines}
     assert lines["mesh"] == [[2, 2], [4, 4], [8, 8]] and lines["ideal"] == [[2, 2], [8, 8]]
     assert lines["mesh, predicted"][0] == [2, 2 * 5 / 4.8]
@@ -222,11 +244,16 @@ def test_scaling():
     assert figure.get_suptitle() == "a machine"
 
 
-@pytest.mark.parametrize("series, message", [
-    ([], "series is empty"), ([Series("x", [2, 1], [1, 1])], "increasing"),
-    ([Series("x", [1], [1, 2])], "with 2 times"), ([Series("x", [1, 2], [[1], []])], "at least one"),
-    ([Series("x", [1], [0.0])], "positive"),
-])
+@pytest.mark.parametrize(
+    "series, message",
+    [
+        ([], "series is empty"),
+        ([Series("x", [2, 1], [1, 1])], "increasing"),
+        ([Series("x", [1], [1, 2])], "with 2 times"),
+        ([Series("x", [1, 2], [[1], []])], "at least one"),
+        ([Series("x", [1], [0.0])], "positive"),
+    ],
+)
 def test_scaling_errors(series, message):
     with pytest.raises(ArgumentError, match=message):
         scaling(series, "nothing")
@@ -234,30 +261,51 @@ def test_scaling_errors(series, message):
 
 # A plan on one page
 
+
 def plan(monkeypatch, capsys, *arguments):
     """The figure that `mpiattn plan` draws, and its table."""
     drawn = []
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(style, "save", lambda figure, path, name: drawn.append((figure, path, name)))
     assert main(["plan", *map(str, arguments), "--plot", "page.svg"]) == 0
-    (figure, *rest), = drawn
+    ((figure, *rest),) = drawn
     assert rest == ["page.svg", "--plot"]
     return figure, capsys.readouterr().out
 
 
 def test_page(monkeypatch, capsys):
     """The tile that the table marks, its slowest rank, and its predicted time."""
-    figure, table = plan(monkeypatch, capsys, "--ranks", 12, "--seqlen", 12000, "--heads", 4, "--head-dim", 64,
-                         "--causal", "--layout", "contiguous", "--tile", "3x4", "--direction", "both", "--schedule",
-                         "greedy")
+    figure, table = plan(
+        monkeypatch,
+        capsys,
+        "--ranks",
+        12,
+        "--seqlen",
+        12000,
+        "--heads",
+        4,
+        "--head-dim",
+        64,
+        "--causal",
+        "--layout",
+        "contiguous",
+        "--tile",
+        "3x4",
+        "--direction",
+        "both",
+        "--schedule",
+        "greedy",
+    )
     matrix, tile, sent, forward, backward = figure.axes
     assert "12 ranks, batch 1, 12000 tokens" in figure.get_suptitle() and "tile 3x4, greedy" in figure.get_suptitle()
     problem, layout = Problem(12000, 4, 64, causal=True), Layout("contiguous", 12000, 12)
     work = block_pairs(problem.mask, layout, layout)
     shape = Tile(1, 3, 4)
     load = Load(work, layout.lengths, layout.lengths, shape)
-    runs = [simulate(cost.build("greedy", shape, "direct", problem, direction=direction), problem, load, DEFAULT)
-            for direction in ("forward", "backward")]
+    runs = [
+        simulate(cost.build("greedy", shape, "direct", problem, direction=direction), problem, load, DEFAULT)
+        for direction in ("forward", "backward")
+    ]
     rank = int(runs[0].steps[-1].ended.argmax())
     assert len(patches(matrix, "tile")) == 4 and patches(matrix, "tile")[0][1] == rank // 3 * 3
     assert f"Rank {rank}, forward: 3 x 4 blocks" in tile.get_title(loc="left")
@@ -267,7 +315,8 @@ def test_page(monkeypatch, capsys):
     for axes, run in zip((forward, backward), runs):
         assert f"in the {run.direction} pass, predicted for machine default" in axes.get_title(loc="left")
         assert max(stop for _, stop in spans(axes, "blocks") + spans(axes, "waiting")) == pytest.approx(
-            run.steps[-1].ended[rank])
+            run.steps[-1].ended[rank]
+        )
         assert axes.get_xlim() == (0, max(run.seconds for run in runs))
     marked = next(line for line in table.splitlines() if line.startswith("3x4"))
     assert duration(sum(run.seconds for run in runs)) in marked
@@ -275,10 +324,15 @@ def test_page(monkeypatch, capsys):
 
 @pytest.mark.parametrize("ranks, seqlen, panels", [(1, 100, 3), (2, 0, 3), (7, 3, 4)])
 def test_page_of_little(monkeypatch, capsys, ranks, seqlen, panels):
-    figure, _ = plan(monkeypatch, capsys, "--ranks", ranks, "--seqlen", seqlen, "--heads", 1, "--head-dim", 1,
-                     "--causal")
+    figure, _ = plan(
+        monkeypatch, capsys, "--ranks", ranks, "--seqlen", seqlen, "--heads", 1, "--head-dim", 1, "--causal"
+    )
     assert len(figure.axes) == panels
     needed = {(i, j) for i in range(ranks) for j in range(i + 1) if i < seqlen} if seqlen < 100 else {(0, 0)}
-    white = {(y, x) for patch in figure.axes[0].patches if patch.get_label() == "block"
-             and patch.get_facecolor()[:3] == (1, 1, 1) for x, y in [patch.get_xy()]}
+    white = {
+        (y, x)
+        for patch in figure.axes[0].patches
+        if patch.get_label() == "block" and patch.get_facecolor()[:3] == (1, 1, 1)
+        for x, y in [patch.get_xy()]
+    }
     assert white == {(i, j) for i in range(ranks) for j in range(ranks)} - needed

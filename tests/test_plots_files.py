@@ -25,6 +25,7 @@ def measured():
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
 def test_the_same_picture_gives_the_same_file(tmp_path, kind):
     import matplotlib
+
     before = dict(matplotlib.rcParams)
     for name in ("one", "two"):
         style.save(measured(), str(tmp_path / f"{name}.{kind}"))
@@ -76,6 +77,7 @@ def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(figure, "savefig", full)
     with pytest.raises(FileError, match=r"--plot is .*a\.svg'; it cannot be written: No space left"):
         style.save(figure, str(tmp_path / "a.svg"), "--plot")
@@ -85,11 +87,34 @@ def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
 def test_a_benchmark_draws_what_it_measured(tmp_path):
     """Predicted above measured, both passes; the measured lanes end when the last run did."""
     launch.require_launch()
-    command = [sys.executable, "-m", "mpiattn", "bench", "--seqlen", "96", "--heads", "2", "--head-dim", "8", "--runs",
-               "1", "--tile", "ring", "--direction", "both", "--plot"]
+    command = [
+        sys.executable,
+        "-m",
+        "mpiattn",
+        "bench",
+        "--seqlen",
+        "96",
+        "--heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--runs",
+        "1",
+        "--tile",
+        "ring",
+        "--direction",
+        "both",
+        "--plot",
+    ]
     launch.mpirun(3, [*command, tmp_path / "b.svg"])
     drawn = " ".join(ElementTree.parse(tmp_path / "b.svg").getroot().itertext())
-    for text in ("forward, predicted for", "forward, measured", "backward, predicted for", "backward, measured",
-                 "96 tokens x 2 heads x 8", "tile 1x3"):
+    for text in (
+        "forward, predicted for",
+        "forward, measured",
+        "backward, predicted for",
+        "backward, measured",
+        "96 tokens x 2 heads x 8",
+        "tile 1x3",
+    ):
         assert text in drawn
     assert "--plot" in launch.mpirun(3, [*command, tmp_path / "b.txt"], check=False).stderr

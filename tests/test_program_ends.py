@@ -10,7 +10,7 @@ import pytest
 from thinning import thinned
 
 RANKS, VICTIM = 4, 2
-TIMEOUT = 2.0             # seconds that a rank waits for others
+TIMEOUT = 2.0  # seconds that a rank waits for others
 
 PROGRAM = """
 import os, signal, sys, time
@@ -44,19 +44,21 @@ plan.gather(out)
 """
 
 
-@pytest.mark.parametrize("call, fate", thinned(["forward", "backward", "decode"],
-                                               ["SIGSTOP", "raise", "SIGKILL", "exit"]))
+@pytest.mark.parametrize(
+    "call, fate", thinned(["forward", "backward", "decode"], ["SIGSTOP", "raise", "SIGKILL", "exit"])
+)
 def test_the_job_ends(call, fate):
     start = time.monotonic()
     timeout = (500 if fate == "raise" else TIMEOUT) * launch.time_factor()
-    outcome = launch.mpirun(RANKS, [sys.executable, "-c", PROGRAM, fate, VICTIM, timeout, call], timeout=100,
-                            check=False)
+    outcome = launch.mpirun(
+        RANKS, [sys.executable, "-c", PROGRAM, fate, VICTIM, timeout, call], timeout=100, check=False
+    )
     assert outcome.returncode
     # of 500 s: a rank that raises is heard of at once
     assert time.monotonic() - start < 90 * launch.time_factor()
     if fate == "raise":
         assert re.search("ZeroDivisionError.*: on purpose", outcome.stderr), outcome.stderr
-    if fate == "SIGSTOP":                                         # the launcher tells of the others
+    if fate == "SIGSTOP":  # the launcher tells of the others
         host = os.uname().nodename
         assert "PeerFailure: rank " in outcome.stderr
         assert f"no answer from rank {VICTIM} on {host}" in outcome.stderr, outcome.stderr
@@ -64,7 +66,9 @@ def test_the_job_ends(call, fate):
 
 def test_a_program_that_catches_it_goes_on():
     """Nothing is aborted behind its back."""
-    program = PROGRAM.replace("    plan.forward(*x, progress=strike)\n", '''
+    program = PROGRAM.replace(
+        "    plan.forward(*x, progress=strike)\n",
+        '''
     try:
         plan.forward(*x, progress=strike)
     except (mpiattn.PeerFailure, ZeroDivisionError) as error:
@@ -76,7 +80,8 @@ def test_a_program_that_catches_it_goes_on():
         assert (plan.forward(*x)[0] == 1).all()
         os.write(1, b"and again\\n")
         sys.exit()
-''')
+''',
+    )
     outcome = launch.mpirun(RANKS, [sys.executable, "-c", program, "raise", VICTIM, 500, "forward"], timeout=100)
     assert outcome.stdout.count("caught ZeroDivisionError") == 1
     assert outcome.stdout.count("and again") == RANKS

@@ -30,12 +30,15 @@ EXAMPLES = [50, pytest.param(500, marks=pytest.mark.slow)]
 
 def holds(**strategies):
     """Make a test of a property: it holds for drawn arguments."""
+
     def made(check):
         @pytest.mark.parametrize("examples", EXAMPLES)
         def test(examples):
             settings(max_examples=examples, derandomize=True, deadline=None)(given(**strategies)(check))()
+
         test.__doc__ = check.__doc__
         return test
+
     return made
 
 
@@ -56,8 +59,13 @@ def right(schedule):
     assert sorted(pairs) == [(q, kv) for q in range(tile.ranks) for kv in range(q - q % plane, q - q % plane + plane)]
 
 
-@holds(tile=TILES, costs=st.tuples(COSTS, COSTS, COSTS, COSTS), route=st.sampled_from(ROUTES),
-       direction=st.sampled_from(["forward", "backward"]), ahead=st.integers(0, 100))
+@holds(
+    tile=TILES,
+    costs=st.tuples(COSTS, COSTS, COSTS, COSTS),
+    route=st.sampled_from(ROUTES),
+    direction=st.sampled_from(["forward", "backward"]),
+    ahead=st.integers(0, 100),
+)
 def test_greedy_schedules(tile, costs, route, direction, ahead):
     schedule = greedy(tile, costs, route, direction, ahead)
     right(schedule)
@@ -72,6 +80,7 @@ def test_collective_schedules(tile, route, direction):
 
 
 # Masks
+
 
 def lengths_and_documents(draw):
     """seqlen, seqlen_k and the documents of a call; {} without."""
@@ -93,8 +102,16 @@ def masked(draw):
     side = st.none() | st.integers(0, 50)
     causal = draw(st.booleans()) or ("prefixes" in call and "causal_documents" not in call)
     prefix, block = draw(st.tuples(st.integers(0, 45), st.none() | st.integers(1, 45))) if causal else (0, None)
-    return Problem(seqlen=seqlen, seqlen_k=seqlen_k, heads=1, head_dim=1, causal=causal,
-                   window=draw(st.tuples(side, side)), prefix=prefix, causal_block=block), call
+    return Problem(
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        heads=1,
+        head_dim=1,
+        causal=causal,
+        window=draw(st.tuples(side, side)),
+        prefix=prefix,
+        causal_block=block,
+    ), call
 
 
 def layouts(seqlen, chunks):
@@ -102,8 +119,9 @@ def layouts(seqlen, chunks):
     order = st.none() | st.permutations(range(chunks)).map(tuple)
     cuts = st.lists(st.integers(0, seqlen), min_size=chunks - 1, max_size=chunks - 1).map(sorted)
     sizes = cuts.map(lambda cuts: tuple(end - start for start, end in pairwise([0, *cuts, seqlen])))
-    return (st.builds(Layout, st.sampled_from(KINDS), st.just(seqlen), st.just(chunks), order=order)
-            | st.builds(Layout, st.just("contiguous"), st.just(seqlen), st.just(chunks), sizes, order))
+    return st.builds(Layout, st.sampled_from(KINDS), st.just(seqlen), st.just(chunks), order=order) | st.builds(
+        Layout, st.just("contiguous"), st.just(seqlen), st.just(chunks), sizes, order
+    )
 
 
 @holds(masked=masked(), chunks=st.integers(1, 5), data=st.data())
@@ -112,8 +130,16 @@ def test_intervals_are_a_dense_mask(masked, chunks, data):
     problem, call = masked
     seqlen, seqlen_k = problem.seqlen, problem.seqlen_k
     groups = documents(problem, **call)
-    dense = visible_keys(np.arange(seqlen), np.arange(seqlen_k), (seqlen, seqlen_k), problem.causal, problem.window,
-                         prefix=problem.prefix, causal_block=problem.causal_block, **call)
+    dense = visible_keys(
+        np.arange(seqlen),
+        np.arange(seqlen_k),
+        (seqlen, seqlen_k),
+        problem.causal,
+        problem.window,
+        prefix=problem.prefix,
+        causal_block=problem.causal_block,
+        **call,
+    )
     (lo,), (hi,) = problem.mask.key_interval(np.arange(seqlen), groups)
     keys = np.arange(seqlen_k)
     assert np.array_equal((keys >= lo[:, None]) & (keys < hi[:, None]), dense)
@@ -124,11 +150,13 @@ def test_intervals_are_a_dense_mask(masked, chunks, data):
         for k in range(chunks):
             (begin,), (end,) = local_interval(*problem.mask.key_interval(at, groups), columns.positions(k))
             local = np.arange(columns.length(k))
-            assert np.array_equal((local >= begin[:, None]) & (local < end[:, None]),
-                                  dense[np.ix_(at, columns.positions(k))])
+            assert np.array_equal(
+                (local >= begin[:, None]) & (local < end[:, None]), dense[np.ix_(at, columns.positions(k))]
+            )
 
 
 # Tokens of ranks
+
 
 def same_tokens(owned, rank, held, start, stop):
     """What a layout or a ledger says of a rank is what its list of positions holds."""
@@ -209,9 +237,12 @@ def stored(draw):
     count = tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, starts))
     how = {}
     if all(shape) and draw(st.booleans()):
-        how = {"chunks": tuple(draw(st.integers(1, size)) for size in shape),
-               "compression": draw(st.sampled_from([None, "gzip", "lzf"])), "shuffle": draw(st.booleans()),
-               "fletcher32": draw(st.booleans())}
+        how = {
+            "chunks": tuple(draw(st.integers(1, size)) for size in shape),
+            "compression": draw(st.sampled_from([None, "gzip", "lzf"])),
+            "shuffle": draw(st.booleans()),
+            "fletcher32": draw(st.booleans()),
+        }
     return draw(st.sampled_from([*FLOATS, *BFLOAT16, "opaque"])), how, shape, starts, count
 
 

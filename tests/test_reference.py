@@ -25,8 +25,11 @@ def brute_force(q, k, v, causal, scale):
 
 def inputs(seqlen, seqlen_k, heads=4, kv_heads=2, seed=0):
     rng = np.random.default_rng(seed)
-    return (rng.standard_normal((2, seqlen, heads, 3)), rng.standard_normal((2, seqlen_k, kv_heads, 3)),
-            rng.standard_normal((2, seqlen_k, kv_heads, 5)))
+    return (
+        rng.standard_normal((2, seqlen, heads, 3)),
+        rng.standard_normal((2, seqlen_k, kv_heads, 3)),
+        rng.standard_normal((2, seqlen_k, kv_heads, 5)),
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -34,7 +37,7 @@ def inputs(seqlen, seqlen_k, heads=4, kv_heads=2, seed=0):
 def test_definition(shape, causal, monkeypatch):
     q, k, v = inputs(*shape)
     expected = brute_force(q, k, v, causal, 0.7)
-    for pairs in (reference.BLOCK_PAIRS, 5):              # in one block of rows, and row by row
+    for pairs in (reference.BLOCK_PAIRS, 5):  # in one block of rows, and row by row
         monkeypatch.setattr(reference, "BLOCK_PAIRS", pairs)
         for got, ref in zip(reference.attention(q, k, v, causal, 0.7), expected):
             assert got.dtype == np.float64
@@ -44,7 +47,7 @@ def test_definition(shape, causal, monkeypatch):
 
 def test_default_scale():
     q, k, v = inputs(5, 5)
-    assert error(reference.attention(q, k, v)[0], brute_force(q, k, v, False, 3 ** -0.5)[0]) < 1e-13
+    assert error(reference.attention(q, k, v)[0], brute_force(q, k, v, False, 3**-0.5)[0]) < 1e-13
 
 
 def test_a_selection_of_rows():

@@ -39,8 +39,10 @@ def test_names_that_are_none(name):
 
 def test_a_broken_installation_is_a_reason(monkeypatch):
     """Whatever it raises: a rank that raised alone would leave the others waiting."""
+
     def broken():
         raise OSError("libcuda.so.1: too short")
+
     monkeypatch.setattr(NumpyBackend, "missing", broken)
     assert backends.find("numpy").missing() == "OSError: libcuda.so.1: too short"
     with pytest.raises(ArgumentError, match=r"backend is 'numpy', which cannot run on .*: OSError: libcuda\.so\.1"):
@@ -75,9 +77,12 @@ def test_names_stand_nowhere_else():
         if {PACKAGE / "backends", launch.TESTS, launch.SLURM} & set(path.parents):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare) and "device.type" not in ast.unparse(node):     # torch's names
-                places += [f"{path.name}:{node.lineno}" for part in ast.walk(node) if isinstance(part, ast.Constant)
-                          and part.value in registry.REGISTRY]
+            if isinstance(node, ast.Compare) and "device.type" not in ast.unparse(node):  # torch's names
+                places += [
+                    f"{path.name}:{node.lineno}"
+                    for part in ast.walk(node)
+                    if isinstance(part, ast.Constant) and part.value in registry.REGISTRY
+                ]
             elif isinstance(node, ast.Constant) and node.value in registry.usages(tests=True):
                 places.append(f"{path.name}:{node.lineno}")
     assert not places

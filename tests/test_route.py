@@ -49,8 +49,13 @@ def test_chunks_reach_those_who_need_them(kind, route, by_collective, extent, sh
     for owner, distances in enumerate(needs):
         assert all(distance in held[(owner + distance) % extent] for distance in distances)
         hops = {hop for hop, chunk in moves if chunk == owner}
-        expected = (set(range(1, max(distances, default=0) + 1)) if route == "ring" else
-                    set(range(1, extent)) if by_collective and distances else distances)
+        expected = (
+            set(range(1, max(distances, default=0) + 1))
+            if route == "ring"
+            else set(range(1, extent))
+            if by_collective and distances
+            else distances
+        )
         assert hops == expected
 
 
@@ -61,8 +66,10 @@ def test_chunks_reach_those_who_need_them(kind, route, by_collective, extent, sh
 def test_partials_reach_their_owner(kind, route, by_collective, extent, share):
     needs = needs_of(extent, share)
     # held[rank][hop]: the ranks whose work is in that accumulator, of the chunk `hop` back
-    held = [{hop: frozenset({rank} if not hop or hop in needs[(rank - hop) % extent] else ())
-             for hop in range(extent)} for rank in range(extent)]
+    held = [
+        {hop: frozenset({rank} if not hop or hop in needs[(rank - hop) % extent] else ()) for hop in range(extent)}
+        for rank in range(extent)
+    ]
     moves = play(kind, extent, route, by_collective, held, needs)
     for owner, distances in enumerate(needs):
         assert held[owner][0] == {owner} | {(owner + distance) % extent for distance in distances}

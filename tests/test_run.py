@@ -22,15 +22,21 @@ def run(n, source, out, *options, **how):
     return mpirun(n, [*RUN, source, out, *options], **how)
 
 
-@pytest.mark.parametrize("n, options, shape", every(2, [
-    (1, [], {}),
-    (2, ["--causal", "--layout", "striped"], {"batch": 2, "dtype": "float64"}),
-    (3, ["--causal", "--tile", "3x1", "--schedule", "collective"], {"value_dim": 24, "dtype": "float16"}),
-    (4, ["--causal", "--tile", "2x2", "--route", "ring", "--scale", "0.5"], {"batch": 3, "seqlen_k": 101}),
-    (4, ["--causal", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous"], {"seqlen_k": 40}),
-    (5, ["--tile", "ring", "--backend", "deferred", "--max-message", "999"], {"seqlen": 3, "kv_heads": 4}),
-    (6, ["--causal", "--tile", "2x3", "--schedule", "greedy", "--layout", "zigzag"], {"kv_heads": 1}),
-]))
+@pytest.mark.parametrize(
+    "n, options, shape",
+    every(
+        2,
+        [
+            (1, [], {}),
+            (2, ["--causal", "--layout", "striped"], {"batch": 2, "dtype": "float64"}),
+            (3, ["--causal", "--tile", "3x1", "--schedule", "collective"], {"value_dim": 24, "dtype": "float16"}),
+            (4, ["--causal", "--tile", "2x2", "--route", "ring", "--scale", "0.5"], {"batch": 3, "seqlen_k": 101}),
+            (4, ["--causal", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous"], {"seqlen_k": 40}),
+            (5, ["--tile", "ring", "--backend", "deferred", "--max-message", "999"], {"seqlen": 3, "kv_heads": 4}),
+            (6, ["--causal", "--tile", "2x3", "--schedule", "greedy", "--layout", "zigzag"], {"kv_heads": 1}),
+        ],
+    ),
+)
 def test_right(tmp_path, n, options, shape):
     source = write_input(tmp_path / "in.h5", **shape)
     outcome = run(n, source, tmp_path / "out.h5", "--verify", *options)
@@ -46,22 +52,34 @@ def test_right(tmp_path, n, options, shape):
 def test_more_than_one_piece(tmp_path):
     """Slabs that are read and written in several pieces, and a slab that ends before the others."""
     source = write_input(tmp_path / "in.h5", seqlen=1501, heads=4, kv_heads=4)
-    code = ("import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 30_000; "
-            "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 30_000; "
+        "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     mpirun(3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--causal"])
     assert_right(source, tmp_path / "out.h5", causal=True)
 
 
 def test_json_and_attributes(tmp_path):
     source = write_input(tmp_path / "in.h5", seqlen=50)
-    run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--schedule", "greedy", "--verify",
-        "--json", tmp_path / "run.json")
+    run(
+        4,
+        source,
+        tmp_path / "out.h5",
+        "--tile",
+        "2x2",
+        "--schedule",
+        "greedy",
+        "--verify",
+        "--json",
+        tmp_path / "run.json",
+    )
     report = json.loads((tmp_path / "run.json").read_text())
     assert (report["tile"], report["schedule"], report["ranks"]) == ("2x2", "greedy", 4)
     assert report["problem"]["seqlen"] == 50
     assert [rank["tokens"] for rank in report["per_rank"]] == [13, 13, 12, 12]
     assert report["verify"]["passed"] and report["verify"]["rows"] == 50
-    for rank in report["per_rank"]:                # one hop of Q and O in the row, one of K and V in the column
+    for rank in report["per_rank"]:  # one hop of Q and O in the row, one of K and V in the column
         tokens, partner = rank["tokens"], report["per_rank"][rank["rank"] ^ 1]["tokens"]
         sent = rank["forward"]["sent_bytes"]
         assert sent == tokens * 4 * 16 * 4 + partner * 4 * 17 * 4 + tokens * 2 * 32 * 4
@@ -76,8 +94,20 @@ def test_json_and_attributes(tmp_path):
 def test_memory_is_what_was_planned(tmp_path, schedule):
     """Peak memory of every rank: nbytes within 10 %, and 14 MB more than interpreter and libraries had taken before."""
     source = write_input(tmp_path / "in.h5", seqlen=8192, heads=8, kv_heads=8, head_dim=64)
-    run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--layout", "striped", "--schedule", schedule, "--verify",
-        "--json", tmp_path / "run.json")
+    run(
+        4,
+        source,
+        tmp_path / "out.h5",
+        "--tile",
+        "2x2",
+        "--layout",
+        "striped",
+        "--schedule",
+        schedule,
+        "--verify",
+        "--json",
+        tmp_path / "run.json",
+    )
     for rank in json.loads((tmp_path / "run.json").read_text())["per_rank"]:
         assert rank["nbytes"] > 30e6
         assert rank["peak_bytes"] <= 1.1 * rank["nbytes"] + rank["peak_bytes_before"] + 14e6
@@ -145,12 +175,14 @@ def test_same_bits_again(tmp_path):
 def test_verify_fails_on_a_wrong_result(tmp_path):
     """A back end that is wrong in one element: exit code 1, the size of the error, no OUT."""
     source = write_input(tmp_path / "in.h5")
-    code = ("import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; copy = B.copy\n"
-            "def wrong(self, dst, src):\n"
-            "    copy(self, dst, src)\n"
-            "    if dst.ndim == 4 and dst.shape[1]: dst[0, 5, 1, 3] += 0.01\n"
-            "B.copy = wrong\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; copy = B.copy\n"
+        "def wrong(self, dst, src):\n"
+        "    copy(self, dst, src)\n"
+        "    if dst.ndim == 4 and dst.shape[1]: dst[0, 5, 1, 3] += 0.01\n"
+        "B.copy = wrong\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     outcome = mpirun(3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--verify"], check=False)
     assert outcome.returncode == 1
     assert outcome.stderr.count("verification failed") == 1
@@ -160,8 +192,10 @@ def test_verify_fails_on_a_wrong_result(tmp_path):
 
 def test_ranks_share_the_cores():
     """Without a word from the user, BLAS gets a rank's share of the cores, at least one."""
-    code = ("import os, sys; from mpiattn.console.threads import limit_threads; limit_threads()\n"
-            "sys.stdout.write(os.environ['OPENBLAS_NUM_THREADS'] + ' ')")
+    code = (
+        "import os, sys; from mpiattn.console.threads import limit_threads; limit_threads()\n"
+        "sys.stdout.write(os.environ['OPENBLAS_NUM_THREADS'] + ' ')"
+    )
     unset = [f"-u{name}" for name in BLAS_VARIABLES]
     share = max(1, len(os.sched_getaffinity(0)) // 4)
     assert mpirun(4, ["env", *unset, sys.executable, "-c", code]).stdout.split() == [str(share)] * 4

@@ -14,7 +14,7 @@ from files import RANK_1_RAISES, assert_right, write_input
 from launch import mpirun
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
-DEATH = 10            # seconds within which a launch must end when one of its ranks was killed
+DEATH = 10  # seconds within which a launch must end when one of its ranks was killed
 
 
 def fails(source, out, *options, n=3, command=RUN, code=1, **how):
@@ -126,7 +126,8 @@ def test_json_on_a_full_disk(tmp_path):
     outcome = mpirun(2, [*RUN, source, tmp_path / "out.h5", "--json", "/dev/full"], timeout=40, check=False)
     assert outcome.returncode == 1
     assert [line for line in outcome.stderr.splitlines() if line.startswith("mpiattn")] == [
-        "mpiattn: --json is '/dev/full'; it cannot be written: No space left on device"]
+        "mpiattn: --json is '/dev/full'; it cannot be written: No space left on device"
+    ]
     assert_right(source, tmp_path / "out.h5")
 
 
@@ -142,9 +143,26 @@ def test_standard_output_is_closed(tmp_path):
     """As by `| head`: the code of a program that SIGPIPE ended, and no word of Python's."""
     reading, writing = os.pipe()
     os.close(reading)
-    outcome = subprocess.run([sys.executable, "-m", "mpiattn", "plan", "--ranks", "4", "--seqlen", "999",
-                              "--heads", "4", "--head-dim", "64"],
-                             stdout=writing, stderr=subprocess.PIPE, env=launch.environment(), timeout=60)
+    outcome = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mpiattn",
+            "plan",
+            "--ranks",
+            "4",
+            "--seqlen",
+            "999",
+            "--heads",
+            "4",
+            "--head-dim",
+            "64",
+        ],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env=launch.environment(),
+        timeout=60,
+    )
     os.close(writing)
     assert (outcome.returncode, outcome.stderr) == (141, b"")
 
@@ -168,8 +186,10 @@ def test_disk_full_is_told_at_once(tmp_path, small_disk):
 def test_disk_full_while_writing(tmp_path, small_disk):
     """Where blocks could not be reserved beforehand, the write itself fails, on rank 0 alone."""
     source = write_input(tmp_path / "in.h5", seqlen=2000, heads=4)
-    code = ("import sys, mpiattn.files.io as io; io.reserve = lambda path: None\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import sys, mpiattn.files.io as io; io.reserve = lambda path: None\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     message = fails(source, small_disk / "out.h5", command=[sys.executable, "-c", code, "run"])
     assert "No space left on device" in message
 
@@ -177,20 +197,25 @@ def test_disk_full_while_writing(tmp_path, small_disk):
 @pytest.mark.parametrize("command", ["run", "generate"])
 def test_disk_that_others_fill_meanwhile(tmp_path, small_disk, command):
     """All that a file takes is reserved before the work, so that no work is lost."""
-    code = ("import os, sys, mpiattn.files.hdf5 as h; write = h.write\n"
-            "def fill(dataset, *args):\n"
-            "    h.write = write\n"
-            f"    with open({str(small_disk / 'theirs')!r}, 'wb', 0) as file:\n"
-            "        try:\n"
-            "            while True: file.write(bytes(4096))\n"
-            "        except OSError as error:\n"
-            "            print(error.strerror, flush=True)\n"
-            "    write(dataset, *args)\n"
-            "h.write = fill\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import os, sys, mpiattn.files.hdf5 as h; write = h.write\n"
+        "def fill(dataset, *args):\n"
+        "    h.write = write\n"
+        f"    with open({str(small_disk / 'theirs')!r}, 'wb', 0) as file:\n"
+        "        try:\n"
+        "            while True: file.write(bytes(4096))\n"
+        "        except OSError as error:\n"
+        "            print(error.strerror, flush=True)\n"
+        "    write(dataset, *args)\n"
+        "h.write = fill\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     source = write_input(tmp_path / "in.h5", seqlen=500)
-    arguments = [source, small_disk / "out.h5"] if command == "run" else [
-        small_disk / "out.h5", "--seqlen", "300", "--heads", "1", "--documents", "4"]
+    arguments = (
+        [source, small_disk / "out.h5"]
+        if command == "run"
+        else [small_disk / "out.h5", "--seqlen", "300", "--heads", "1", "--documents", "4"]
+    )
     outcome = mpirun(1 if command == "generate" else 2, [sys.executable, "-c", code, command, *arguments], timeout=40)
     assert "No space left on device" in outcome.stdout
     if command == "run":
@@ -203,19 +228,27 @@ def test_a_rank_is_killed(tmp_path, out, victim):
     """The others wait for it in a transfer; the launch ends soon and OUT does not appear."""
     launch.require_launch()
     source = write_input(tmp_path / "in.h5")
-    code = ("import os, sys, time, mpiattn.engine.executor as e\n"
-            "from mpi4py import MPI\n"
-            "run_block = e.Executor._run_block\n"
-            "def slow(self, *arguments):\n"
-            "    run_block(self, *arguments)\n"
-            f"    if MPI.COMM_WORLD.rank == {victim}:\n"
-            "        print('pid', os.getpid(), flush=True)\n"
-            "        time.sleep(60)\n"
-            "e.Executor._run_block = slow\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
-    process = subprocess.Popen([launch.mpiexec(), "-n", "4", sys.executable, "-c", code, "run", source, out,
-                                "--schedule", "greedy"], env=launch.environment(), text=True, start_new_session=True,
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    code = (
+        "import os, sys, time, mpiattn.engine.executor as e\n"
+        "from mpi4py import MPI\n"
+        "run_block = e.Executor._run_block\n"
+        "def slow(self, *arguments):\n"
+        "    run_block(self, *arguments)\n"
+        f"    if MPI.COMM_WORLD.rank == {victim}:\n"
+        "        print('pid', os.getpid(), flush=True)\n"
+        "        time.sleep(60)\n"
+        "e.Executor._run_block = slow\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [launch.mpiexec(), "-n", "4", sys.executable, "-c", code, "run", source, out, "--schedule", "greedy"],
+        env=launch.environment(),
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     limit = Timer(60 * launch.time_factor(), process.terminate)
     limit.start()
     try:
@@ -232,8 +265,9 @@ def test_a_rank_is_killed(tmp_path, out, victim):
 def test_a_rank_raises(tmp_path, out):
     """An error that only one rank knows of: its traceback, with its rank and host, and the launch ends."""
     source = write_input(tmp_path / "in.h5")
-    outcome = mpirun(3, [sys.executable, "-c", RANK_1_RAISES, "run", source, out, "--schedule", "greedy"], timeout=30,
-                     check=False)
+    outcome = mpirun(
+        3, [sys.executable, "-c", RANK_1_RAISES, "run", source, out, "--schedule", "greedy"], timeout=30, check=False
+    )
     assert outcome.returncode
     assert "mpiattn: rank 1 of 3 on " in outcome.stderr
     assert outcome.stderr.count("Traceback") == 1

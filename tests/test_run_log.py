@@ -29,7 +29,7 @@ def test_the_log_begins_with_what_is_done_and_where(tmp_path):
     outcome = mpirun(2, [*RUN, source, name, "--causal"])
     head, table = outcome.stdout.split("\n\n")
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in head.splitlines()}
-    lines.pop("WARNING", None)                       # there are as many cores as there are
+    lines.pop("WARNING", None)  # there are as many cores as there are
     assert list(lines) == ["mpiattn", "command", "ranks", "MPI", "problem", "predicted"]
     assert lines["mpiattn"].startswith(mpiattn.__version__)
     assert lines["command"] == f"mpiattn run {source} '{name}' --causal"
@@ -50,9 +50,11 @@ def test_the_log_begins_with_what_is_done_and_where(tmp_path):
 def test_more_threads_than_cores(tmp_path):
     """Said at the top of the log or, where standard output is JSON, on standard error."""
     source = write_input(tmp_path / "in.h5")
-    code = ("import sys, mpiattn.system.host as host\n"
-            "host.blas = lambda: ('made up', 3); host.cores = lambda: {0, 1, 2, 3}\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import sys, mpiattn.system.host as host\n"
+        "host.blas = lambda: ('made up', 3); host.cores = lambda: {0, 1, 2, 3}\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", code, "run", source, tmp_path / "out.h5"]
     outcome = mpirun(2, command)
     warning = f"2 ranks on {os.uname().nodename} have 6 threads for 4 cores, which can make it many times slower: "
@@ -62,18 +64,28 @@ def test_more_threads_than_cores(tmp_path):
     assert "WARNING" not in mpirun(1, command).stdout
 
 
-@pytest.mark.parametrize("hosts, said", [
-    ([Host("a", 2, 2, 2, 2), Host("b", 2, 4, 4, 4)], None),
-    ([Host("a", 2, None, 1, 4)], None),
-    ([Host("a", 2, 4, 4, 4), Host("b", 2, 8, 4, 4)],
-     "2 ranks on b have 8 threads for 4 cores, which can make it many times slower: set OMP_NUM_THREADS=2"),
-    ([Host("a", 1, 8, 1, 8)], "1 rank on a has 8 threads for 1 core, which can make it many times slower: the launcher "
-                              "leaves them 1 of 8 cores (Open MPI: mpiexec --bind-to none; Slurm: --cpus-per-task), or "
-                              "set OMP_NUM_THREADS=1"),
-    ([Host("a", 4, 4, 2, 2)],
-     "4 ranks on a have 4 threads for 2 cores, which can make it many times slower: "
-     "take no more than 2 ranks a host"),
-])
+@pytest.mark.parametrize(
+    "hosts, said",
+    [
+        ([Host("a", 2, 2, 2, 2), Host("b", 2, 4, 4, 4)], None),
+        ([Host("a", 2, None, 1, 4)], None),
+        (
+            [Host("a", 2, 4, 4, 4), Host("b", 2, 8, 4, 4)],
+            "2 ranks on b have 8 threads for 4 cores, which can make it many times slower: set OMP_NUM_THREADS=2",
+        ),
+        (
+            [Host("a", 1, 8, 1, 8)],
+            "1 rank on a has 8 threads for 1 core, which can make it many times slower: the launcher "
+            "leaves them 1 of 8 cores (Open MPI: mpiexec --bind-to none; Slurm: --cpus-per-task), or "
+            "set OMP_NUM_THREADS=1",
+        ),
+        (
+            [Host("a", 4, 4, 2, 2)],
+            "4 ranks on a have 4 threads for 2 cores, which can make it many times slower: "
+            "take no more than 2 ranks a host",
+        ),
+    ],
+)
 def test_crowded(monkeypatch, hosts, said):
     for name in mpiattn.system.host.BLAS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -116,18 +128,21 @@ def test_lines_of_a_long_phase(clock, capsys):
     with progress.Progress("forward", 30, " blocks") as bar:
         advance(clock, bar, 60, 1.0, 0.5)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"forward {percent} %, {blocks} of 30 blocks, {seconds} s, about {60 - seconds} s to go"
-                     for percent, blocks, seconds in ((16, 5, 10), (33, 10, 20), (50, 15, 30), (66, 20, 40),
-                                                      (83, 25, 50))]
+    assert lines == [
+        f"forward {percent} %, {blocks} of 30 blocks, {seconds} s, about {60 - seconds} s to go"
+        for percent, blocks, seconds in ((16, 5, 10), (33, 10, 20), (50, 15, 30), (66, 20, 40), (83, 25, 50))
+    ]
 
 
 def test_lines_of_a_slow_phase(clock, capsys):
     """At least one a minute."""
-    with progress.Progress("read", 10 ** 6, " tokens") as bar:
+    with progress.Progress("read", 10**6, " tokens") as bar:
         advance(clock, bar, 121, 1.0, 1)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(", about")[0] for line in lines] == ["read 0 %, 60 of 1000000 tokens, 60 s",
-                                                            "read 0 %, 120 of 1000000 tokens, 120 s"]
+    assert [line.split(", about")[0] for line in lines] == [
+        "read 0 %, 60 of 1000000 tokens, 60 s",
+        "read 0 %, 120 of 1000000 tokens, 120 s",
+    ]
 
 
 def test_no_line_of_a_short_phase(clock, capsys):
@@ -139,8 +154,10 @@ def test_no_line_of_a_short_phase(clock, capsys):
 def test_one_rank_writes_lines(tmp_path):
     """Rank 0 alone, to standard error, and within its only block."""
     source = write_input(tmp_path / "in.h5", seqlen=3000, heads=2)
-    code = ("import sys, mpiattn.console.progress as p; p.APART = p.LOOK = 0\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import sys, mpiattn.console.progress as p; p.APART = p.LOOK = 0\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     outcome = mpirun(2, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5"])
     percents = re.findall(r"^forward (\d+) %, ([\d.]+) of 2 blocks, ", outcome.stderr, re.MULTILINE)
     assert 3 < len(percents) <= 12 and "forward" not in outcome.stdout.split("\n\n")[0].split("predicted")[0]
@@ -151,18 +168,24 @@ def test_a_bar_on_a_terminal(tmp_path):
     """Standard error is a terminal: a bar, which moves within the one block, and no lines."""
     launch.require_launch()
     source = write_input(tmp_path / "in.h5", seqlen=3000, heads=2)
-    code = ("import sys, mpiattn.console.progress as p; p.APART = 0\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
+    code = (
+        "import sys, mpiattn.console.progress as p; p.APART = 0\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     above, below = os.openpty()
     fcntl.ioctl(below, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    with subprocess.Popen([sys.executable, "-c", code, "run", source, tmp_path / "out.h5"], stdout=subprocess.DEVNULL,
-                          stderr=below, env=launch.environment({"TQDM_MININTERVAL": "0"})) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "run", source, tmp_path / "out.h5"],
+        stdout=subprocess.DEVNULL,
+        stderr=below,
+        env=launch.environment({"TQDM_MININTERVAL": "0"}),
+    ) as process:
         os.close(below)
         text = b""
         while True:
             try:
                 text += os.read(above, 4096)
-            except OSError:                          # the other end is closed
+            except OSError:  # the other end is closed
                 break
         assert process.wait(timeout=60) == 0
     os.close(above)

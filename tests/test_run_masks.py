@@ -20,25 +20,85 @@ def run(n, source, out, *options, **how):
     return mpirun(n, [*RUN, source, out, "--verify", *options], **how)
 
 
-@pytest.mark.parametrize("n, options, shape, masks", every(2, [
-    (3, ["--causal", "--window", "9,0", "--softcap", "4"], {"dtype": "bfloat16"},
-     {"causal": True, "window": (9, 0), "softcap": 4.0}),
-    (1, ["--backward", "--softcap", "3"], {}, {"softcap": 3.0}),
-    (2, ["--backward", "--causal", "--layout", "striped", "--tile", "2x1"], {"dtype": "bfloat16", "batch": 2},
-     {"causal": True}),
-    (3, ["--backward", "--window", "9,0", "--tile", "1x3", "--layout", "contiguous", "--schedule", "collective"],
-     {"dtype": "float16", "value_dim": 24}, {"window": (9, 0)}),
-    (4, ["--backward", "--window=,3", "--softcap", "5", "--tile", "2x2", "--schedule", "greedy", "--layout", "zigzag"],
-     {"dtype": "float64", "seqlen_k": 101, "batch": 2}, {"window": (None, 3), "softcap": 5.0}),
-    (4, ["--backward", "--tile", "4x1", "--route", "ring", "--window", "20,", "--causal", "--scale", "0.3"],
-     {"kv_heads": 4}, {"window": (20, None), "causal": True, "scale": 0.3}),
-    (3, ["--backward", "--prefix", "20"], {}, {"causal": True, "prefix": 20}),
-    (4, ["--causal-block", "16", "--window", "40,", "--layout", "striped"], {"seqlen_k": 101, "batch": 2},
-     {"causal": True, "causal_block": 16, "window": (40, None)}),
-    (6, ["--backward", "--tile", "2x3", "--wire-dtype", "bfloat16", "--schedule", "greedy"], {"kv_heads": 1}, {}),
-    (5, ["--backward", "--tile", "ring", "--backend", "deferred", "--max-message", "999", "--causal"], {"seqlen": 3},
-     {"causal": True}),
-]))
+@pytest.mark.parametrize(
+    "n, options, shape, masks",
+    every(
+        2,
+        [
+            (
+                3,
+                ["--causal", "--window", "9,0", "--softcap", "4"],
+                {"dtype": "bfloat16"},
+                {"causal": True, "window": (9, 0), "softcap": 4.0},
+            ),
+            (1, ["--backward", "--softcap", "3"], {}, {"softcap": 3.0}),
+            (
+                2,
+                ["--backward", "--causal", "--layout", "striped", "--tile", "2x1"],
+                {"dtype": "bfloat16", "batch": 2},
+                {"causal": True},
+            ),
+            (
+                3,
+                [
+                    "--backward",
+                    "--window",
+                    "9,0",
+                    "--tile",
+                    "1x3",
+                    "--layout",
+                    "contiguous",
+                    "--schedule",
+                    "collective",
+                ],
+                {"dtype": "float16", "value_dim": 24},
+                {"window": (9, 0)},
+            ),
+            (
+                4,
+                [
+                    "--backward",
+                    "--window=,3",
+                    "--softcap",
+                    "5",
+                    "--tile",
+                    "2x2",
+                    "--schedule",
+                    "greedy",
+                    "--layout",
+                    "zigzag",
+                ],
+                {"dtype": "float64", "seqlen_k": 101, "batch": 2},
+                {"window": (None, 3), "softcap": 5.0},
+            ),
+            (
+                4,
+                ["--backward", "--tile", "4x1", "--route", "ring", "--window", "20,", "--causal", "--scale", "0.3"],
+                {"kv_heads": 4},
+                {"window": (20, None), "causal": True, "scale": 0.3},
+            ),
+            (3, ["--backward", "--prefix", "20"], {}, {"causal": True, "prefix": 20}),
+            (
+                4,
+                ["--causal-block", "16", "--window", "40,", "--layout", "striped"],
+                {"seqlen_k": 101, "batch": 2},
+                {"causal": True, "causal_block": 16, "window": (40, None)},
+            ),
+            (
+                6,
+                ["--backward", "--tile", "2x3", "--wire-dtype", "bfloat16", "--schedule", "greedy"],
+                {"kv_heads": 1},
+                {},
+            ),
+            (
+                5,
+                ["--backward", "--tile", "ring", "--backend", "deferred", "--max-message", "999", "--causal"],
+                {"seqlen": 3},
+                {"causal": True},
+            ),
+        ],
+    ),
+)
 def test_right(tmp_path, n, options, shape, masks):
     backward = "--backward" in options
     source = write_input(tmp_path / "in.h5", backward=backward, **shape)
@@ -50,8 +110,9 @@ def test_right(tmp_path, n, options, shape, masks):
     assert all(made.get(name) == masks.get(name) for name in ("softcap", "prefix", "causal_block"))
     assert made["causal"] == masks.get("causal", False)
     assert made.get("window") == next((text.removeprefix("--window=") for text in options if "," in text), None)
-    assert made["wire_dtype"] == ("bfloat16" if "--wire-dtype" in options else
-                                  "float64" if shape.get("dtype") == "float64" else "float32")
+    assert made["wire_dtype"] == (
+        "bfloat16" if "--wire-dtype" in options else "float64" if shape.get("dtype") == "float64" else "float32"
+    )
 
 
 CUTS, CUTS_K = [0, 20, 21, 60], [3, 40, 55, 101]
@@ -113,19 +174,35 @@ def test_documents_without_verify(tmp_path):
 def test_json(tmp_path):
     """Work, bytes and operations of every pass, by what the documents leave."""
     source = write_input(tmp_path / "in.h5", batch=2, backward=True, cuts=np.array(CUTS))
-    run(4, source, tmp_path / "out.h5", "--backward", "--tile", "1x4", "--schedule", "greedy", "--layout", "contiguous",
-        "--documents", "cuts", "--json", tmp_path / "run.json")
+    run(
+        4,
+        source,
+        tmp_path / "out.h5",
+        "--backward",
+        "--tile",
+        "1x4",
+        "--schedule",
+        "greedy",
+        "--layout",
+        "contiguous",
+        "--documents",
+        "cuts",
+        "--json",
+        tmp_path / "run.json",
+    )
     report = json.loads((tmp_path / "run.json").read_text())
     pairs = [rank["pairs"] for rank in report["per_rank"]]
-    assert sum(pairs) == 2 * (20 ** 2 + 1 + 39 ** 2) == 2 * Mask(67, 67).pairs(((np.array(CUTS), np.array(CUTS)),))
+    assert sum(pairs) == 2 * (20**2 + 1 + 39**2) == 2 * Mask(67, 67).pairs(((np.array(CUTS), np.array(CUTS)),))
     assert pairs[0] == 2 * 17 * 20
     assert report["balance"] == max(pairs) * 4 / sum(pairs)
     assert report["flops"] == 2 * 4 * (16 + 16) * sum(pairs)
     for name, products in (("forward", 1), ("backward", 2.5)):
         speed = products * report["flops"] / report["seconds"][name] / 1e9
         assert report["gflops_per_second"][name] == pytest.approx(speed)
-        assert all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] <= rank[name]["ring_bytes"]
-                   for rank in report["per_rank"])
+        assert all(
+            rank[name]["sent_bytes"] == rank[name]["formula_bytes"] <= rank[name]["ring_bytes"]
+            for rank in report["per_rank"]
+        )
         assert sum(rank[name]["sent_bytes"] for rank in report["per_rank"]) > 0
     assert report["verify"]["passed"] and report["verify_gradients"]["passed"]
     assert report["verify_gradients"]["rows"] == report["verify_gradients"]["keys"] == 67
@@ -145,8 +222,23 @@ def test_nothing_to_see(tmp_path):
 def test_memory_is_what_was_planned(tmp_path, schedule):
     """Peak memory of every rank, interpreter and libraries included: nbytes within 10 % and 80 MB."""
     source = write_input(tmp_path / "in.h5", seqlen=1024, heads=32, kv_heads=32, head_dim=64, backward=True)
-    run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--layout", "striped", "--schedule", schedule, "--backward",
-        "--window", "200,0", "--json", tmp_path / "run.json", timeout=120)
+    run(
+        4,
+        source,
+        tmp_path / "out.h5",
+        "--tile",
+        "2x2",
+        "--layout",
+        "striped",
+        "--schedule",
+        schedule,
+        "--backward",
+        "--window",
+        "200,0",
+        "--json",
+        tmp_path / "run.json",
+        timeout=120,
+    )
     for rank in json.loads((tmp_path / "run.json").read_text())["per_rank"]:
         assert rank["nbytes"] > 30e6
         assert rank["peak_bytes"] <= 1.1 * rank["nbytes"] + 80e6
@@ -156,15 +248,18 @@ def test_memory_is_what_was_planned(tmp_path, schedule):
 def test_verify_fails_on_a_wrong_gradient(tmp_path, name):
     """One element that is off on its way to the file: exit code 1, the size of the error, no OUT."""
     source = write_input(tmp_path / "in.h5", backward=True)
-    code = ("import sys; from mpiattn.plan.mesh_attention import MeshAttention as M; backward = M.backward\n"
-            "def wrong(self, *args, **how):\n"
-            "    grads = backward(self, *args, **how)\n"
-            f"    grads[{['dq', 'dk', 'dv'].index(name)}][0, 5, 1, 3] += 0.01\n"
-            "    return grads\n"
-            "M.backward = wrong\n"
-            "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))")
-    outcome = mpirun(3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--verify", "--backward"],
-                     check=False)
+    code = (
+        "import sys; from mpiattn.plan.mesh_attention import MeshAttention as M; backward = M.backward\n"
+        "def wrong(self, *args, **how):\n"
+        "    grads = backward(self, *args, **how)\n"
+        f"    grads[{['dq', 'dk', 'dv'].index(name)}][0, 5, 1, 3] += 0.01\n"
+        "    return grads\n"
+        "M.backward = wrong\n"
+        "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    outcome = mpirun(
+        3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--verify", "--backward"], check=False
+    )
     assert outcome.returncode == 1
     assert outcome.stderr.count("verification failed") == 1
     assert "FAILED" in outcome.stderr and name in outcome.stderr

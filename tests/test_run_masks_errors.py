@@ -24,8 +24,9 @@ def test_wrong_dout(tmp_path, out, dout):
     assert "(1, 67, 4, 16) in float32" in message
 
 
-@pytest.mark.parametrize("dtype, other", every(3, [("bfloat16", "float16"), ("float16", "bfloat16"),
-                                                   ("float32", "bfloat16")]))
+@pytest.mark.parametrize(
+    "dtype, other", every(3, [("bfloat16", "float16"), ("float16", "bfloat16"), ("float32", "bfloat16")])
+)
 def test_mixed_dtypes(tmp_path, out, dtype, other):
     """bfloat16 is told from what h5py reads it as."""
     source, foreign = tmp_path / "in.h5", tmp_path / "other.h5"
@@ -43,37 +44,62 @@ def test_window_that_cannot_be_read(tmp_path, out, window):
     assert f"--window: {window!r} is not LEFT,RIGHT" in message
 
 
-@pytest.mark.parametrize("option, says", every(2, [
-    ("--window=-2,0", "window is (-2, 0); it must be"), ("--softcap=-1", "softcap is -1.0; it must be positive"),
-    ("--softcap=nan", "softcap is nan"), ("--prefix=-1", "prefix is -1"), ("--causal-block=0", "causal_block is 0"),
-    ("--wire-dtype=float64", "wire_dtype is 'float64'; it may be"),
-]))
+@pytest.mark.parametrize(
+    "option, says",
+    every(
+        2,
+        [
+            ("--window=-2,0", "window is (-2, 0); it must be"),
+            ("--softcap=-1", "softcap is -1.0; it must be positive"),
+            ("--softcap=nan", "softcap is nan"),
+            ("--prefix=-1", "prefix is -1"),
+            ("--causal-block=0", "causal_block is 0"),
+            ("--wire-dtype=float64", "wire_dtype is 'float64'; it may be"),
+        ],
+    ),
+)
 def test_options(tmp_path, out, option, says):
     assert says in fails(write_input(tmp_path / "in.h5"), out, option)
 
 
 def test_narrow_wire_on_the_ring_route(tmp_path, out):
-    assert "on the ring route" in fails(write_input(tmp_path / "in.h5"), out, "--wire-dtype", "float16",
-                                        "--route", "ring")
+    assert "on the ring route" in fails(
+        write_input(tmp_path / "in.h5"), out, "--wire-dtype", "float16", "--route", "ring"
+    )
 
 
-@pytest.mark.parametrize("text, says", every(2, [
-    ("0 40 20", "cu_seqlens is [ 0 40 20]; it must be"), ("0 68", "positions from 0 to 67"),
-    ("0 1\n2 3\n4 5", "one for each of 2"), ("0 half 67", "--documents is"), ("0 3.5", "--documents is"),
-    ("", "cu_seqlens is []"),
-]))
+@pytest.mark.parametrize(
+    "text, says",
+    every(
+        2,
+        [
+            ("0 40 20", "cu_seqlens is [ 0 40 20]; it must be"),
+            ("0 68", "positions from 0 to 67"),
+            ("0 1\n2 3\n4 5", "one for each of 2"),
+            ("0 half 67", "--documents is"),
+            ("0 3.5", "--documents is"),
+            ("", "cu_seqlens is []"),
+        ],
+    ),
+)
 def test_wrong_documents(tmp_path, out, text, says):
     (tmp_path / "cuts").write_text(text)
     assert says in fails(write_input(tmp_path / "in.h5", batch=2), out, "--documents", tmp_path / "cuts")
 
 
-@pytest.mark.parametrize("options, says", every(2, [
-    (["--documents", "none"], "it must be a dataset of IN or a file, and there is neither"),
-    (["--documents", "/"], "it cannot be read"),
-    (["--documents", "q"], "it must hold whole numbers"),
-    (["--documents-k", "cuts"], "cu_seqlens_k is given without cu_seqlens"),
-    (["--documents", "cuts", "--documents-k", "more"], "cu_seqlens_k has 3 documents; it must have 2"),
-]))
+@pytest.mark.parametrize(
+    "options, says",
+    every(
+        2,
+        [
+            (["--documents", "none"], "it must be a dataset of IN or a file, and there is neither"),
+            (["--documents", "/"], "it cannot be read"),
+            (["--documents", "q"], "it must hold whole numbers"),
+            (["--documents-k", "cuts"], "cu_seqlens_k is given without cu_seqlens"),
+            (["--documents", "cuts", "--documents-k", "more"], "cu_seqlens_k has 3 documents; it must have 2"),
+        ],
+    ),
+)
 def test_documents_that_are_not_there(tmp_path, out, options, says):
     source = write_input(tmp_path / "in.h5", cuts=np.array([0, 9, 67]), more=np.array([0, 9, 10, 67]))
     assert says in fails(source, out, *options)

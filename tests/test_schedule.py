@@ -36,8 +36,11 @@ def test_every_tile_is_valid(a, b, route):
         schedule = greedy(tile, costs, route)
         assert validate(schedule) == schedule.slots
         validate(apart(schedule))
-        assert sorted(moves(schedule)) == sorted([("Q", (u,)) for u in range(1, a)] + [("O", (u,)) for u in range(1, a)]
-                                                 + [("KV", (w,)) for w in range(1, b)])
+        assert sorted(moves(schedule)) == sorted(
+            [("Q", (u,)) for u in range(1, a)]
+            + [("O", (u,)) for u in range(1, a)]
+            + [("KV", (w,)) for w in range(1, b)]
+        )
     schedule = collective(tile, route)
     assert validate(schedule) == schedule.slots
     assert len(schedule.steps) <= (3 if route == "direct" else max(a, b) - 1 + 1 + a - 1)
@@ -60,7 +63,8 @@ def test_receiving_ahead_takes_slots():
     for ahead in range(5):
         assert greedy(Tile(1, 1, 8), ahead=ahead).slots["KV"] == min(2 + ahead, 7)
         assert [t.after for step in greedy(Tile(1, 1, 8), ahead=ahead).steps for t in step.transfers] == [
-            max(0, i - ahead) for i in range(7)]
+            max(0, i - ahead) for i in range(7)
+        ]
         assert greedy(Tile(1, 1, 8), route="ring", ahead=ahead).slots["KV"] == 2
 
 
@@ -118,12 +122,14 @@ def test_row_0_is_last():
 
 def test_work_grows_with_the_blocks():
     """Lines executed for four times as many blocks: a search through all blocks at each would be 16 times as many."""
+
     def lines(a, b):
         count = [0]
 
         def trace(frame, event, _):
             count[0] += event == "line"
             return trace
+
         before = sys.gettrace()
         sys.settrace(trace)
         try:
@@ -131,6 +137,7 @@ def test_work_grows_with_the_blocks():
         finally:
             sys.settrace(before)
         return count[0]
+
     assert lines(32, 32) < 6 * lines(16, 16)
 
 
@@ -153,6 +160,7 @@ def test_route_must_exist():
 
 # The validator must refuse every way in which a schedule can be wrong.
 
+
 def edit(schedule, index, **changes):
     """The schedule with one step changed."""
     steps = list(schedule.steps)
@@ -161,8 +169,9 @@ def edit(schedule, index, **changes):
 
 
 def index_of(schedule, kind, hop=1):
-    return next(i for i, step in enumerate(schedule.steps)
-                for t in step.transfers if (t.kind, t.hops) == (kind, (hop,)))
+    return next(
+        i for i, step in enumerate(schedule.steps) for t in step.transfers if (t.kind, t.hops) == (kind, (hop,))
+    )
 
 
 def drop_block(s):
@@ -185,7 +194,7 @@ def too_early(s):
     last = max(i for i, step in enumerate(s.steps) for t in step.transfers if t.kind == "KV")
     block = next(b for step in s.steps for b in step.blocks if b.w == s.tile.b - 1)
     steps = [replace(step, blocks=tuple(b for b in step.blocks if b != block)) for step in s.steps]
-    steps[last] = replace(steps[last], blocks=(*steps[last].blocks, block))     # the step that brings its KV
+    steps[last] = replace(steps[last], blocks=(*steps[last].blocks, block))  # the step that brings its KV
     return replace(s, steps=tuple(steps))
 
 
@@ -202,17 +211,28 @@ def no_such_slot(kind):
     def corrupt(s):
         transfer = s.steps[index_of(s, kind)].transfers[0]
         return edit(s, index_of(s, kind), transfers=(replace(transfer, slots=(99,)),))
+
     return corrupt
 
 
 def one_slot_for_all_kv(s):
-    return replace(s, steps=tuple(replace(step, transfers=tuple(
-        replace(t, slots=(0,)) if t.kind == "KV" else t for t in step.transfers)) for step in s.steps))
+    return replace(
+        s,
+        steps=tuple(
+            replace(step, transfers=tuple(replace(t, slots=(0,)) if t.kind == "KV" else t for t in step.transfers))
+            for step in s.steps
+        ),
+    )
 
 
 def one_slot_for_all_q(s):
-    return replace(s, steps=tuple(replace(step, transfers=tuple(
-        replace(t, slots=(0,)) if t.kind == "Q" else t for t in step.transfers)) for step in s.steps))
+    return replace(
+        s,
+        steps=tuple(
+            replace(step, transfers=tuple(replace(t, slots=(0,)) if t.kind == "Q" else t for t in step.transfers))
+            for step in s.steps
+        ),
+    )
 
 
 def shared_accumulator(s):
@@ -244,8 +264,11 @@ def posted_too_late(s):
 def slot_taken_too_early(s):
     """KV#3 before the step in which its slot is free."""
     at = index_of(s, "KV", 3)
-    return edit(s, at, transfers=(replace(s.steps[at].transfers[0], after=0, slots=s.steps[index_of(s, "KV", 1)]
-                                          .transfers[0].slots),))
+    return edit(
+        s,
+        at,
+        transfers=(replace(s.steps[at].transfers[0], after=0, slots=s.steps[index_of(s, "KV", 1)].transfers[0].slots),),
+    )
 
 
 def added_to_after_sent(s):
@@ -266,17 +289,29 @@ def slots_missing(s):
 
 
 CORRUPTIONS = [
-    (drop_block, "never run"), (repeat_block, "runs twice"), (foreign_block, "KV#4 is used before"),
+    (drop_block, "never run"),
+    (repeat_block, "runs twice"),
+    (foreign_block, "KV#4 is used before"),
     (drop_transfer("Q", 1), "before it has arrived"),
-    (drop_transfer("KV", 1), "before it has arrived"), (drop_transfer("O", 3), "lacks the partials"),
-    (too_early, "before it has arrived"), (received_twice, "received twice"), (no_such_hop, "does not exist"),
-    (no_such_slot("Q"), "does not exist"), (no_such_slot("KV"), "does not exist"),
+    (drop_transfer("KV", 1), "before it has arrived"),
+    (drop_transfer("O", 3), "lacks the partials"),
+    (too_early, "before it has arrived"),
+    (received_twice, "received twice"),
+    (no_such_hop, "does not exist"),
+    (no_such_slot("Q"), "does not exist"),
+    (no_such_slot("KV"), "does not exist"),
     (no_such_slot("O"), "does not exist"),
-    (one_slot_for_all_kv, "overwritten"), (one_slot_for_all_q, "overwritten"), (shared_accumulator, "is taken by"),
-    (no_such_accumulator, "does not exist"), (sent_before_complete, "before its blocks are complete"),
-    (added_to_after_sent, "before its blocks are complete"), (sent_twice, "after it was sent"),
-    (slots_missing, "slots"), (posted_too_late, "only after the step that needs it"),
-    (posted_too_early, "before its blocks are complete"), (slot_taken_too_early, "overwritten|before it has arrived"),
+    (one_slot_for_all_kv, "overwritten"),
+    (one_slot_for_all_q, "overwritten"),
+    (shared_accumulator, "is taken by"),
+    (no_such_accumulator, "does not exist"),
+    (sent_before_complete, "before its blocks are complete"),
+    (added_to_after_sent, "before its blocks are complete"),
+    (sent_twice, "after it was sent"),
+    (slots_missing, "slots"),
+    (posted_too_late, "only after the step that needs it"),
+    (posted_too_early, "before its blocks are complete"),
+    (slot_taken_too_early, "overwritten|before it has arrived"),
 ]
 
 
@@ -291,8 +326,11 @@ def test_validate_refuses(corrupt, text, route):
 
 def test_validate_refuses_a_wrong_order_of_partials_on_the_ring():
     """O#u is merged into O#(u+1) on its way: sending O#2 before O#1 would lose O#1."""
-    steps = [Step((Transfer("Q", (1,), ()),)), Step((Transfer("Q", (2,), ()),)),
-             Step((), tuple(Block(u, 0) for u in range(3)))]
+    steps = [
+        Step((Transfer("Q", (1,), ()),)),
+        Step((Transfer("Q", (2,), ()),)),
+        Step((), tuple(Block(u, 0) for u in range(3))),
+    ]
     partials = [Step((Transfer("O", (hop,), ()),)) for hop in (1, 2)]
     validate(with_slots("x", "forward", Tile(1, 3, 1), "ring", steps + partials))
     with pytest.raises(ScheduleError):

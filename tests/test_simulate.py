@@ -21,8 +21,10 @@ PROBLEM = Problem(seqlen=6400, heads=4, head_dim=16)
 
 def machine(flops=1e9, bandwidth=1e9, latency=0.0, launch=0.0, merging=1e30, **more):
     link = Link(latency, bandwidth)
-    return Machine("test", **{"inside": link, "between": link, "flops": {"float32": flops}, "launch": launch,
-                              "merging": merging, **more})
+    return Machine(
+        "test",
+        **{"inside": link, "between": link, "flops": {"float32": flops}, "launch": launch, "merging": merging, **more},
+    )
 
 
 def timeline(on, tile, kind="greedy", route="direct", direction="forward", problem=PROBLEM, nodes=None, **how):
@@ -66,7 +68,7 @@ def test_a_ring_by_hand():
     three = machine(flops=PROBLEM.flops / 16 / 3, bandwidth=on.between.bandwidth * 3 / 2)
     slow = timeline(three, Tile(1, 1, 4))
     assert slow.seconds == pytest.approx(4 * 3)
-    assert [float(m.arrived[0]) for m in slow.moves] == pytest.approx([2, 4, 6])        # ahead of the steps
+    assert [float(m.arrived[0]) for m in slow.moves] == pytest.approx([2, 4, 6])  # ahead of the steps
     late = timeline(three, Tile(1, 1, 4), ahead=0)
     assert [float(m.arrived[0]) for m in late.moves] == pytest.approx([2, 5, 8])
 
@@ -88,8 +90,9 @@ def test_a_card_that_ranks_share():
     ring, direct = (timeline(on, Tile(1, 1, 8), route=route).seconds for route in ("ring", "direct"))
     assert direct == pytest.approx(ring * (1 + 2 + 3 + 4 + 3 + 2 + 1) / 7, rel=0.01)
     for shared, route in ((1e9, "ring"), (None, "direct")):
-        best = search.evaluate(PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared),
-                               shapes=[Tile(1, 1, 8)])[0]
+        best = search.evaluate(
+            PROBLEM, 8, route="auto", machine=replace(on, node_bandwidth=shared), shapes=[Tile(1, 1, 8)]
+        )[0]
         assert best.route == route
     lowered = replace(PROBLEM, wire_dtype="float16")
     assert search.evaluate(lowered, 8, route="auto", machine=on)[0].route == "direct"
@@ -110,7 +113,7 @@ def replace_link(link, **changes):
 def test_merging_and_collectives():
     on = machine()
     slow = replace(on, merging=1e6)
-    merged = 3 * 400 * token_bytes(PROBLEM)["O"]                 # three partials of a chunk of 400 tokens
+    merged = 3 * 400 * token_bytes(PROBLEM)["O"]  # three partials of a chunk of 400 tokens
     usual = timeline(on, Tile(1, 4, 4), "collective").seconds
     assert timeline(slow, Tile(1, 4, 4), "collective").seconds - usual == pytest.approx(merged / 1e6)
     twice = replace(on, collective=2.0)
@@ -125,8 +128,9 @@ def test_memory_bounds_how_far_ahead(monkeypatch):
     chunk = 400 * token_bytes(PROBLEM)["KV"]
     assert free.ahead == 2
     for less, ahead in ((0, 2), (1, 1), (chunk, 1), (chunk + 1, 0), (2 * chunk, 0)):
-        limited = search.evaluate(PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",),
-                                  max_memory=free.nbytes - less)[0]
+        limited = search.evaluate(
+            PROBLEM, 16, machine=on, shapes=[Tile(1, 1, 16)], kinds=("greedy",), max_memory=free.nbytes - less
+        )[0]
         assert (limited.ahead, limited.nbytes) == (ahead, free.nbytes - (2 - ahead) * chunk)
     everything = search.evaluate(PROBLEM, 16, machine=on)
     least = min(choice.nbytes for choice in everything) - 2 * chunk

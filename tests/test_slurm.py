@@ -17,7 +17,7 @@ from thinning import every
 pytestmark = pytest.mark.workshop
 
 SCRIPTS = launch.SLURM
-SRUN = "mpiexec() { return 127; }\n"                   # in env.sh: as if there were no mpiexec, so srun has to do
+SRUN = "mpiexec() { return 127; }\n"  # in env.sh: as if there were no mpiexec, so srun has to do
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def submit(cluster, tmp_path):
         with open(tmp_path / "slurm/env.sh", "a") as file:
             file.write(site)
         return cluster.submit(script, *arguments, options=options, cwd=tmp_path, env=env | variables)
+
     return submit
 
 
@@ -55,8 +56,9 @@ def needs_pmi2():
 
 
 def launchers(test):
-    return pytest.mark.parametrize("site, launcher", [("", "mpiexec"), (SRUN, "srun --mpi=pmi2")],
-                                   ids=["mpiexec", "srun"])(test)
+    return pytest.mark.parametrize(
+        "site, launcher", [("", "mpiexec"), (SRUN, "srun --mpi=pmi2")], ids=["mpiexec", "srun"]
+    )(test)
 
 
 @launchers
@@ -64,8 +66,15 @@ def launchers(test):
 def test_run(submit, tmp_path, site, launcher, nodes, per_node):
     if site:
         needs_pmi2()
-    job = submit("slurm/run.sbatch", "in.h5", "out.h5", "--causal", "--verify", site=site,
-                 options=[f"--nodes={nodes}", f"--ntasks-per-node={per_node}"])
+    job = submit(
+        "slurm/run.sbatch",
+        "in.h5",
+        "out.h5",
+        "--causal",
+        "--verify",
+        site=site,
+        options=[f"--nodes={nodes}", f"--ntasks-per-node={per_node}"],
+    )
     assert job.state == "COMPLETED", job.log
     assert f"{nodes * per_node} ranks on {nodes} nodes (n[1-{nodes}]), started by {launcher}" in job.log
     assert "passed" in job.log
@@ -82,11 +91,17 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, launcher):
         "#!/bin/bash\nsource slurm/launch.sh\n"
         "says='echo rank on $SLURMD_NODENAME, threads $OMP_NUM_THREADS, GPUs $CUDA_VISIBLE_DEVICES'\n"
         'launch 2 4 bash -c "$says"\necho one node\nlaunch 1 2 bash -c "$says"\n'
-        "launch 2 4 python3 fails.py\n")
-    (tmp_path / "fails.py").write_text("import os, time\nfrom mpi4py import MPI\n"
-                                       "if MPI.COMM_WORLD.rank == 1:\n    os.kill(os.getpid(), 9)\ntime.sleep(100)\n")
-    job = submit("probe.sbatch", site=site, options=["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2",
-                                                     "--gpus-per-node=2", "--export=NONE"])
+        "launch 2 4 python3 fails.py\n"
+    )
+    (tmp_path / "fails.py").write_text(
+        "import os, time\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1:\n    os.kill(os.getpid(), 9)\ntime.sleep(100)\n"
+    )
+    job = submit(
+        "probe.sbatch",
+        site=site,
+        options=["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "--gpus-per-node=2", "--export=NONE"],
+    )
     assert job.state == "FAILED", job.log
     all_, of_one_node = job.log.split("one node\n")
     said = "rank on {}, threads 2, GPUs 0,1\n"
@@ -94,23 +109,33 @@ def test_ranks_threads_and_devices(submit, tmp_path, site, launcher):
     assert [of_one_node.count(said.format(node)) for node in ("n1", "n2")] == [2, 0], job.log
 
 
-@pytest.mark.parametrize("variables, counts, options", [
-    ({}, [1, 2, 3], []),
-    ({"MPIATTN_NODES": "3 1", "MPIATTN_LAUNCH": "srun --mpi=pmi2"}, [1, 3], ["--backward"]),
-    pytest.param({}, [1, 2], ["--window", "20,0"], marks=pytest.mark.slow),
-], ids=["mpiexec", "srun", "two nodes"])
+@pytest.mark.parametrize(
+    "variables, counts, options",
+    [
+        ({}, [1, 2, 3], []),
+        ({"MPIATTN_NODES": "3 1", "MPIATTN_LAUNCH": "srun --mpi=pmi2"}, [1, 3], ["--backward"]),
+        pytest.param({}, [1, 2], ["--window", "20,0"], marks=pytest.mark.slow),
+    ],
+    ids=["mpiexec", "srun", "two nodes"],
+)
 def test_bench(submit, tmp_path, variables, counts, options):
     if variables:
         needs_pmi2()
     write_input(tmp_path / "in.h5", backward=True)
-    job = submit("slurm/bench.sbatch", "in.h5", "--causal", *options,
-                 options=[f"--nodes={max(counts)}", "--ntasks-per-node=2"], **variables)
+    job = submit(
+        "slurm/bench.sbatch",
+        "in.h5",
+        "--causal",
+        *options,
+        options=[f"--nodes={max(counts)}", "--ntasks-per-node=2"],
+        **variables,
+    )
     assert job.state == "COMPLETED", job.log
     assert f"started by {variables.get('MPIATTN_LAUNCH', 'mpiexec')}" in job.log
     before, header, table = job.log.rpartition("\nnodes  ranks  tile  forward  speed-up  waiting  sent per rank")
-    assert before.count(header) == len(counts) - 1, job.log          # after each number of nodes
+    assert before.count(header) == len(counts) - 1, job.log  # after each number of nodes
     assert [row.split()[:2] for row in table.splitlines()[2:-1]] == [[str(n), str(2 * n)] for n in counts]
-    result, = tmp_path.glob("mpiattn-scaling-*.h5")
+    (result,) = tmp_path.glob("mpiattn-scaling-*.h5")
     assert result.name in table.splitlines()[-1]
     with h5py.File(result) as file:
         assert list(file["nodes"]) == counts
@@ -134,20 +159,26 @@ def test_check(submit, nodes, per_node):
     assert "0 FAIL" in job.log
 
 
-@pytest.mark.parametrize("script, arguments, site, variables, message", every(2, [
-    ("run", ["no.h5", "out.h5"], "", {}, "no file 'no.h5' that"),
-    ("run", ["in.h5"], "", {}, "usage: sbatch slurm/run.sbatch IN.h5 OUT.h5"),
-    ("run", ["in.h5", "--causal"], "", {}, "usage: "),
-    ("bench", [], "", {}, "usage: sbatch slurm/bench.sbatch IN.h5"),
-    ("bench", ["no.h5"], "", {}, "no file 'no.h5' that"),
-    ("bench", ["in.h5"], "", {"MPIATTN_NODES": "1 9"}, "MPIATTN_NODES is '1 9'; it must be numbers from 1 to"),
-    ("bench", ["in.h5"], "", {"MPIATTN_SCRATCH": "/none"}, "MPIATTN_SCRATCH is '/none'; it must be a folder"),
-    ("check", [], "", {"MPIATTN_SLURM": "elsewhere"}, "submit beside slurm/ or export MPIATTN_SLURM"),
-    ("check", [], "source none/activate || return\n", {}, "slurm/env.sh failed, see above"),
-    ("check", [], "python3() { return 1; }\n", {}, "has no mpiattn: activate its environment in slurm/env.sh"),
-    ("check", [], SRUN + "srun() { echo none; }\n", {}, "or set MPIATTN_LAUNCH, in slurm/env.sh"),
-    ("check", [], 'python3() { [ "$1" = -c ]; }\n', {}, "mpi4py can't load its MPI, see above"),
-]))
+@pytest.mark.parametrize(
+    "script, arguments, site, variables, message",
+    every(
+        2,
+        [
+            ("run", ["no.h5", "out.h5"], "", {}, "no file 'no.h5' that"),
+            ("run", ["in.h5"], "", {}, "usage: sbatch slurm/run.sbatch IN.h5 OUT.h5"),
+            ("run", ["in.h5", "--causal"], "", {}, "usage: "),
+            ("bench", [], "", {}, "usage: sbatch slurm/bench.sbatch IN.h5"),
+            ("bench", ["no.h5"], "", {}, "no file 'no.h5' that"),
+            ("bench", ["in.h5"], "", {"MPIATTN_NODES": "1 9"}, "MPIATTN_NODES is '1 9'; it must be numbers from 1 to"),
+            ("bench", ["in.h5"], "", {"MPIATTN_SCRATCH": "/none"}, "MPIATTN_SCRATCH is '/none'; it must be a folder"),
+            ("check", [], "", {"MPIATTN_SLURM": "elsewhere"}, "submit beside slurm/ or export MPIATTN_SLURM"),
+            ("check", [], "source none/activate || return\n", {}, "slurm/env.sh failed, see above"),
+            ("check", [], "python3() { return 1; }\n", {}, "has no mpiattn: activate its environment in slurm/env.sh"),
+            ("check", [], SRUN + "srun() { echo none; }\n", {}, "or set MPIATTN_LAUNCH, in slurm/env.sh"),
+            ("check", [], 'python3() { [ "$1" = -c ]; }\n', {}, "mpi4py can't load its MPI, see above"),
+        ],
+    ),
+)
 def test_clear_errors(submit, tmp_path, script, arguments, site, variables, message):
     """Said before any rank is started, and the job has failed."""
     before = set(tmp_path.iterdir())
@@ -157,33 +188,51 @@ def test_clear_errors(submit, tmp_path, script, arguments, site, variables, mess
     assert {path.suffix for path in set(tmp_path.iterdir()) - before} == {".log"}
 
 
-@pytest.mark.parametrize("on_node_2, said", [
-    pytest.param("sleep 100", "FAILS: no answer within 15 s (MPIATTN_LOOK_SECONDS)", marks=pytest.mark.slow),
-    ('exec {python} -I -S "$@"', "FAILS: {python}: ModuleNotFoundError: No module named"),
-    ("exit 127", "FAILS: no python3"), ("kill -SEGV $$", "FAILS: python3 ended without a word"),
-    ('PYTHONPATH=$(dirname "$0")/other:$PYTHONPATH exec {python} "$@"', "mpiattn 0.0.other, Python "),
-], ids=["silence", "no mpiattn", "no python3", "crash", "another version"])
+@pytest.mark.parametrize(
+    "on_node_2, said",
+    [
+        pytest.param("sleep 100", "FAILS: no answer within 15 s (MPIATTN_LOOK_SECONDS)", marks=pytest.mark.slow),
+        ('exec {python} -I -S "$@"', "FAILS: {python}: ModuleNotFoundError: No module named"),
+        ("exit 127", "FAILS: no python3"),
+        ("kill -SEGV $$", "FAILS: python3 ended without a word"),
+        ('PYTHONPATH=$(dirname "$0")/other:$PYTHONPATH exec {python} "$@"', "mpiattn 0.0.other, Python "),
+    ],
+    ids=["silence", "no mpiattn", "no python3", "crash", "another version"],
+)
 def test_a_node_that_lacks_something(submit, tmp_path, on_node_2, said):
     """It is named before any rank is started: ranks of the other nodes would wait for its own."""
     (tmp_path / "bin/other/mpiattn").mkdir(parents=True)
     (tmp_path / "bin/other/mpiattn/__init__.py").write_text('__version__ = "0.0.other"\n')
     python = tmp_path / "bin/python3"
-    python.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" != n2 ] || {{ {on_node_2.format(python=sys.executable)}; }}\n'
-                      f'exec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/bash\n[ "$SLURMD_NODENAME" != n2 ] || {{ {on_node_2.format(python=sys.executable)}; }}\n'
+        f'exec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
-    job = submit("slurm/run.sbatch", "in.h5", "out.h5", site="PATH=$PWD/bin:$PATH\n", options=["--nodes=3"],
-                 MPIATTN_LOOK_SECONDS="15" if "sleep" in on_node_2 else "60")
+    job = submit(
+        "slurm/run.sbatch",
+        "in.h5",
+        "out.h5",
+        site="PATH=$PWD/bin:$PATH\n",
+        options=["--nodes=3"],
+        MPIATTN_LOOK_SECONDS="15" if "sleep" in on_node_2 else "60",
+    )
     assert (job.state, job.exit_code) == ("FAILED", 2), job.log
-    named, = [line for line in job.log.splitlines() if line.startswith(" n2: ")]
+    (named,) = [line for line in job.log.splitlines() if line.startswith(" n2: ")]
     assert said.format(python=sys.executable) in named
-    others, = [line for line in job.log.splitlines() if line.startswith(" n1 n3: mpiattn ")]
+    (others,) = [line for line in job.log.splitlines() if line.startswith(" n1 n3: mpiattn ")]
     assert "MPI" in others and not (tmp_path / "out.h5").exists()
 
 
 def test_srun_without_an_interface_to_mpi(submit, tmp_path):
     """It starts ranks that do not know of each other; they do nothing, and say so once."""
-    job = submit("slurm/run.sbatch", "in.h5", "out.h5", options=["--nodes=2", "--ntasks-per-node=2"],
-                 MPIATTN_LAUNCH="srun --mpi=none")
+    job = submit(
+        "slurm/run.sbatch",
+        "in.h5",
+        "out.h5",
+        options=["--nodes=2", "--ntasks-per-node=2"],
+        MPIATTN_LAUNCH="srun --mpi=none",
+    )
     assert job.state == "FAILED" and not (tmp_path / "out.h5").exists(), job.log
     assert job.log.count("srun started 4 ranks, each of which is alone in ") == 1
     assert job.log.count("Nothing was done. ") == 1

@@ -10,8 +10,12 @@ from files import write_input
 from thinning import thinned
 
 MPIATTN = [sys.executable, "-m", "mpiattn"]
-COMMANDS = {"run": ["in.h5", "out.h5"], "decode": ["in.h5", "in.h5", "out.h5"],
-            "bench": ["--seqlen", "64", "--json", "out.h5"], "tune": ["--quick", "--no-store", "--out", "out.h5"]}
+COMMANDS = {
+    "run": ["in.h5", "out.h5"],
+    "decode": ["in.h5", "in.h5", "out.h5"],
+    "bench": ["--seqlen", "64", "--json", "out.h5"],
+    "tune": ["--quick", "--no-store", "--out", "out.h5"],
+}
 # One rank ends before it starts MPI; the others wait there.
 DRIVER = """
 import os, sys
@@ -27,8 +31,14 @@ sys.exit(main(["check", "--timeout", "2"]))
 
 def alone(command, cwd, **variables):
     """Run without a launcher, with the variables of one."""
-    return subprocess.run([*MPIATTN, command, *COMMANDS[command]], env=launch.environment(variables), cwd=cwd,
-                          text=True, capture_output=True, timeout=120)
+    return subprocess.run(
+        [*MPIATTN, command, *COMMANDS[command]],
+        env=launch.environment(variables),
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
 
 
 def of_another_mpi():
@@ -46,7 +56,7 @@ def test_ranks_that_do_not_know_of_each_other_do_nothing(tmp_path, launcher, com
     size, rank, name = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun") if launcher == "srun" else of_another_mpi()
     first, other = (alone(command, tmp_path, **{size: "4", rank: str(number)}) for number in (0, 3))
     assert (first.returncode, other.returncode) == (1, 1)
-    message, = [line for line in first.stderr.splitlines() if line.startswith("mpiattn")]
+    (message,) = [line for line in first.stderr.splitlines() if line.startswith("mpiattn")]
     assert name in message and "started 4 ranks" in message and "Nothing was done" in message
     assert "srun --mpi=pmi" in message and "mpi4py" in message
     assert "mpiattn" not in other.stderr and "Traceback" not in first.stderr + other.stderr
@@ -61,15 +71,16 @@ def test_one_rank_that_was_meant(tmp_path, how):
     if how == "in a batch job":
         outcome = alone("run", tmp_path, SLURM_NTASKS="4", SLURM_NPROCS="4", SLURM_PROCID="0")
     else:
-        outcome = launch.mpirun(1, [*MPIATTN, "run", *COMMANDS["run"]], cwd=tmp_path,
-                                env={"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
+        outcome = launch.mpirun(
+            1, [*MPIATTN, "run", *COMMANDS["run"]], cwd=tmp_path, env={"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+        )
     assert outcome.returncode == 0 and (tmp_path / "out.h5").exists(), outcome.stderr
 
 
 def test_a_rank_that_ends_before_mpi_is_started():
     outcome = launch.mpirun(3, [sys.executable, "-c", DRIVER], timeout=60, check=False)
     assert outcome.returncode and "PASS" not in outcome.stdout
-    if launch.vendor() == "openmpi":              # whose launcher ends the job by itself
+    if launch.vendor() == "openmpi":  # whose launcher ends the job by itself
         return
     said = [line for line in outcome.stderr.splitlines() if "mpiattn: " in line]
     assert len(said) == 1, outcome.stderr
@@ -80,10 +91,17 @@ def test_a_rank_that_ends_before_mpi_is_started():
 def test_help_does_not_start_mpi():
     """Nor do wrong arguments: an MPI that hangs would keep them."""
     launch.require_launch()
-    code = ("from mpiattn.cli import main\n"
-            "try:\n    main(['run', {!r}])\n"
-            "except SystemExit:\n    from mpi4py import MPI\n    print('MPI', MPI.Is_initialized())")
+    code = (
+        "from mpiattn.cli import main\n"
+        "try:\n    main(['run', {!r}])\n"
+        "except SystemExit:\n    from mpi4py import MPI\n    print('MPI', MPI.Is_initialized())"
+    )
     for word in ("--help", "--nonsense"):
-        outcome = subprocess.run([sys.executable, "-c", code.format(word)], env=launch.environment(), text=True,
-                                 capture_output=True, timeout=60)
+        outcome = subprocess.run(
+            [sys.executable, "-c", code.format(word)],
+            env=launch.environment(),
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
         assert outcome.stdout.splitlines()[-1] == "MPI False", outcome.stderr

@@ -22,7 +22,7 @@ def test_groups(n):
 
 
 def test_hops_go_back_and_around():
-    tile = Tile(1, 3, 2)                                    # rows 0 1 2 and 3 4 5
+    tile = Tile(1, 3, 2)  # rows 0 1 2 and 3 4 5
     assert tile.row(4) == [4, 3, 5] and tile.column(4) == [4, 1]
     assert [tile.in_group("Q", 4, hop) for hop in (-1, 0, 3)] == [5, 4, 4]
     assert [tile.in_group("dKV", 4, hop) for hop in (-1, 0, 2)] == [1, 4, 4]
@@ -57,13 +57,39 @@ def test_names():
     assert parse_tile("auto", 6) is None
     names = ("ring", "qring", "2x3", " 3x2 ", (3, 2), [6, 1], np.array([2, 3]), Tile(1, 2, 3))
     assert list(map(str, (parse_tile(tile, 6) for tile in names))) == [
-        "1x6", "6x1", "2x3", "3x2", "3x2", "6x1", "2x3", "2x3"]
+        "1x6",
+        "6x1",
+        "2x3",
+        "3x2",
+        "3x2",
+        "6x1",
+        "2x3",
+        "2x3",
+    ]
     assert parse_tile("2x3", 6) == Tile(1, 2, 3) != Tile(1, 3, 2)
     assert str(Tile(2, 3, 4)) == "2x3x4"
 
 
-@pytest.mark.parametrize("wrong", ["2x2", "2*3", "", None, 6, (1, 2, 3), "1x2x3", ("a", "b"), "6", "-2x-3", (2, 4),
-                                   (2.7, 3), (float("inf"), 1), Tile(1, 2, 2), Tile(3, 2, 1)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "2x2",
+        "2*3",
+        "",
+        None,
+        6,
+        (1, 2, 3),
+        "1x2x3",
+        ("a", "b"),
+        "6",
+        "-2x-3",
+        (2, 4),
+        (2.7, 3),
+        (float("inf"), 1),
+        Tile(1, 2, 2),
+        Tile(3, 2, 1),
+    ],
+)
 def test_what_is_refused(wrong):
     may_be = "for 6 ranks it may be 1x6, 2x3, 3x2, 6x1, ring, qring or auto"
     with pytest.raises(ArgumentError, match=f"^tile is .*{may_be}$"):

@@ -12,8 +12,10 @@ def saved(tile, kv_share=1.0):
     return round(100 * (1 - travels.volume(tile, kv_share) / travels.volume(Tile(1, 1, tile.ranks), kv_share)), 1)
 
 
-@pytest.mark.parametrize(("n", "a", "b", "percent"), [(32, 4, 8, 67.7), (64, 8, 8, 77.8), (128, 8, 16, 82.7),
-                                                      (256, 16, 16, 88.2), (256, 8, 32, 85.1)])
+@pytest.mark.parametrize(
+    ("n", "a", "b", "percent"),
+    [(32, 4, 8, 67.7), (64, 8, 8, 77.8), (128, 8, 16, 82.7), (256, 16, 16, 88.2), (256, 8, 32, 85.1)],
+)
 def test_savings_of_the_paper(n, a, b, percent):
     assert Tile(1, a, b).ranks == n and saved(Tile(1, a, b)) == percent
 
@@ -48,7 +50,7 @@ def test_usp_and_ulysses():
         assert round(100 * (1 - nbytes / travels.mean_sent(problem, Tile(1, 1, 256))), 1) == percent
     problem = even(16, 64, dtype="float32")
     total = problem.seqlen * 32 * 128 * 4
-    assert travels.ulysses(problem, 16) == pytest.approx(4 * 15 / 16 ** 2 * total)
+    assert travels.ulysses(problem, 16) == pytest.approx(4 * 15 / 16**2 * total)
     assert travels.ulysses(even(64, 4), 64) is None
     assert travels.usp(problem, 16, 1) == pytest.approx(travels.mean_sent(problem, Tile(1, 1, 16)))
 
@@ -70,7 +72,7 @@ def moved(problem, q_lengths, k_lengths, tile, rank, route):
     w, p = problem.itemsize, problem.partial_itemsize
     q = k = o = 0
     for u in range(1, a):
-        sends = rank if route == "direct" else r * a + (c - (u - 1)) % a          # whose chunk leaves this rank
+        sends = rank if route == "direct" else r * a + (c - (u - 1)) % a  # whose chunk leaves this rank
         q += q_lengths[sends] * problem.batch * problem.heads * problem.head_dim * w
         owner = r * a + (c - u) % a
         o += q_lengths[owner] * problem.batch * problem.heads * (problem.value_dim * p + p)

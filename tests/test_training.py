@@ -9,8 +9,10 @@ import launch
 import pytest
 
 EXAMPLE = launch.DOCS / "train_transformer.py"
-needs_example = pytest.mark.skipif(importlib.util.find_spec("torch") is None or not EXAMPLE.is_file(),
-                                   reason="takes torch (extra torch) and the docs of a checkout")
+needs_example = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None or not EXAMPLE.is_file(),
+    reason="takes torch (extra torch) and the docs of a checkout",
+)
 
 # The example with something wrong in it: losses must show it.
 SABOTAGE = """
@@ -53,11 +55,14 @@ def losses_of(text):
 
 
 @needs_example
-@pytest.mark.parametrize("ranks, options, says", [
-    (4, ["--tile", "2x2"], "tile 2x2, zigzag"),
-    (3, ["--tile", "qring", "--layout", "striped", "--seqlen", "101"], "tile 3x1, striped"),
-    (4, ["--dtype", "float64", "--steps", "20"], "float64"),
-])
+@pytest.mark.parametrize(
+    "ranks, options, says",
+    [
+        (4, ["--tile", "2x2"], "tile 2x2, zigzag"),
+        (3, ["--tile", "qring", "--layout", "striped", "--seqlen", "101"], "tile 3x1, striped"),
+        (4, ["--dtype", "float64", "--steps", "20"], "float64"),
+    ],
+)
 def test_training_is_that_of_dense_attention(ranks, options, says):
     text = launch.mpirun(ranks, [sys.executable, EXAMPLE, "--check", *options], timeout=180).stdout
     assert says in text and "the same to rounding" in text

@@ -10,9 +10,13 @@ def thinned(*lists):
 
     It is another one from combination to combination; the others are marked slow.
     """
-    return [pytest.param(*(entries[i] for entries, i in zip(lists, places)),
-                         marks=[pytest.mark.slow] if sum(places) % len(lists[-1]) else [])
-            for places in product(*(range(len(entries)) for entries in lists))]
+    return [
+        pytest.param(
+            *(entries[i] for entries, i in zip(lists, places)),
+            marks=[pytest.mark.slow] if sum(places) % len(lists[-1]) else [],
+        )
+        for places in product(*(range(len(entries)) for entries in lists))
+    ]
 
 
 def every(step, entries):

@@ -31,13 +31,13 @@ paced: type[Backend] = PacedBackend
 
 def layouts() -> tuple[int, ...]:
     layout = mpiattn.Layout("contiguous", 8, 3, sizes=(5, 0, 3))
-    mpiattn.Layout("zigzag", "8", 3)                # type: ignore[arg-type]
-    owner: int = layout.owner([1, 2])               # type: ignore[assignment]
+    mpiattn.Layout("zigzag", "8", 3)  # type: ignore[arg-type]
+    owner: int = layout.owner([1, 2])  # type: ignore[assignment]
     return (owner, *layout.lengths)
 
 
 def tiles() -> int:
-    mpiattn.Tile(2, 3)                              # type: ignore[call-arg]
+    mpiattn.Tile(2, 3)  # type: ignore[call-arg]
     return mpiattn.Tile(1, 2, 3).ranks
 
 
@@ -45,12 +45,12 @@ def train(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> float:
     with mpiattn.MeshAttention(comm, seqlen=4099, heads=8, head_dim=64, window=(1024, None), tile=(2, 2)) as plan:
         out, lse = plan.forward(q, k, v, cu_seqlens=[0, 1000, 4099], progress=print)
         dq, dk, dv = plan.backward(out, q, k, v, out, lse, causal_documents=[[True, False]])
-        seconds: float = plan.trace().seconds       # type: ignore[union-attr]  # None before the first pass
-        plan.forward(q, k, v, check="no")           # type: ignore[arg-type]
+        seconds: float = plan.trace().seconds  # type: ignore[union-attr]  # None before the first pass
+        plan.forward(q, k, v, check="no")  # type: ignore[arg-type]
         with plan.like(seqlen=100) as other:
             sent: tuple[int, int] = other.sent
         plan.predicted_trace().waiting.mean()
-    mpiattn.MeshAttention(comm, heads=8, head_dim=64)           # type: ignore[call-arg]
+    mpiattn.MeshAttention(comm, heads=8, head_dim=64)  # type: ignore[call-arg]
     tensors = mpiattn.torch.attention(plan, *map(torch.from_numpy, (dq, dk, dv)))
     return sent[0] + seconds + len(tensors) + len(plan.positions)
 
@@ -60,11 +60,12 @@ def decode(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> str:
         cache.append(k, v, sequences=[0], counts=np.array([5]))
         for decode in (mpiattn.tree_decode, mpiattn.ring_decode, mpiattn.query_ring_decode):
             out, lse = decode(q, cache, causal=False)
-        mpiattn.tree_decode(q, cache, axis=1)       # type: ignore[call-arg]
+        mpiattn.tree_decode(q, cache, axis=1)  # type: ignore[call-arg]
         mpiattn.merge(out, lse, *mpiattn.attention(q, k, v, comm=comm, backend="numpy"))
         return f"{cache.lengths[0] + cache.positions(0)[0]} {cache.machine.compute(1e9, 'float32')}"
 
 
 def names() -> str:
     from mpiattn import flash  # type: ignore[attr-defined]  # noqa: F401
+
     return backends.get("numpy").name + mpiattn.__version__

@@ -44,10 +44,13 @@ def figures():
         "assignment.svg": assignment(Tile(1, 3, 4), 7),
         "assignment-causal.svg": assignment(Tile(1, 3, 4), 7, work),
         "timeline.svg": timeline(
-            [(f"{name} {tile}, predicted", predicted(LONG, tile))
-             for name, tile in (("Ring", Tile(1, 1, 64)), ("mesh", Tile(1, 8, 8)))],
+            [
+                (f"{name} {tile}, predicted", predicted(LONG, tile))
+                for name, tile in (("Ring", Tile(1, 1, 64)), ("mesh", Tile(1, 8, 8)))
+            ],
             title=f"{LONG.seqlen} tokens x {LONG.heads} heads x {LONG.head_dim}, causal, {LONG.dtype}, 64 ranks of "
-                  "machine h100, forward"),
+            "machine h100, forward",
+        ),
         "scaling.svg": strong_scaling(),
         "traffic.svg": traffic(Problem(1048576, heads=32, head_dim=128), 256),
     }

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 # takes, such as a torch tensor.  These have no type in common, so type checkers accept anything.
 Array: TypeAlias = Any
 Shape: TypeAlias = tuple[int, ...]
-Event: TypeAlias = Any                                       # what `wait` takes
-Meanwhile: TypeAlias = Callable[[float], object] | None      # called during a launch with the fraction that is done
-Scratch: TypeAlias = Callable[[Shape, Any], Array]           # (shape, dtype) -> memory
+Event: TypeAlias = Any  # what `wait` takes
+Meanwhile: TypeAlias = Callable[[float], object] | None  # called during a launch with the fraction that is done
+Scratch: TypeAlias = Callable[[Shape, Any], Array]  # (shape, dtype) -> memory
 
 
 class WireBytes(NamedTuple):
@@ -130,17 +130,42 @@ class Backend(Protocol):
     def clear(self, out: Array, lse: Array) -> Event:
         """Make (out, lse) the identity partial."""
 
-    def attend(self, q: Array, k: Array, v: Array, begin: Array, end: Array, out: Array, lse: Array, scale: float,
-               softcap: float | None = None, after: Sequence[Event] = (), meanwhile: Meanwhile = None) -> Event:
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        begin: Array,
+        end: Array,
+        out: Array,
+        lse: Array,
+        scale: float,
+        softcap: float | None = None,
+        after: Sequence[Event] = (),
+        meanwhile: Meanwhile = None,
+    ) -> Event:
         """Add the attention of each row q[i] to its keys [begin[g, i], end[g, i]) to the partial (out, lse).
 
         begin, end: int32 (groups, tokens).  The heads are split into `groups` equal groups; g is the group of the head.
         softcap: scores s become softcap * tanh(s / softcap); None for none.
         """
 
-    def attend_pages(self, q: Array, keys: Array, values: Array, pages: Array | list[Array], page_size: int,
-                     begin: Array, end: Array, out: Array, lse: Array, scale: float, softcap: float | None = None,
-                     after: Sequence[Event] = (), meanwhile: Meanwhile = None) -> Event:
+    def attend_pages(
+        self,
+        q: Array,
+        keys: Array,
+        values: Array,
+        pages: Array | list[Array],
+        page_size: int,
+        begin: Array,
+        end: Array,
+        out: Array,
+        lse: Array,
+        scale: float,
+        softcap: float | None = None,
+        after: Sequence[Event] = (),
+        meanwhile: Meanwhile = None,
+    ) -> Event:
         """Set (out, lse) to the partial of the queries of one or more sequences over their keys in a pool of pages.
 
         q: (queries, heads, head_dim).
@@ -161,9 +186,24 @@ class Backend(Protocol):
     def normalize(self, out: Array, lse: Array, top: Array) -> Event:
         """Turn the sums of such terms back into a partial."""
 
-    def attend_backward(self, q: Array, dout: Array, lse: Array, delta: Array, k: Array, v: Array, begin: Array,
-                        end: Array, dq: Array, dk: Array, dv: Array, scale: float, softcap: float | None = None,
-                        after: Sequence[Event] = (), meanwhile: Meanwhile = None) -> Event:
+    def attend_backward(
+        self,
+        q: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        k: Array,
+        v: Array,
+        begin: Array,
+        end: Array,
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        scale: float,
+        softcap: float | None = None,
+        after: Sequence[Event] = (),
+        meanwhile: Meanwhile = None,
+    ) -> Event:
         """Add a block's gradients to dq, dk and dv, which have the dtype of partials.
 
         lse (tokens, heads): over all keys of the row.  delta (tokens, heads): from `delta`.

@@ -21,7 +21,7 @@ class Pages:
 
     def table(self, sequence):
         """The block table: the numbers of a sequence's pages in order, int32.  A view; do not modify it."""
-        return self._tables[sequence][:self._used[sequence]]
+        return self._tables[sequence][: self._used[sequence]]
 
     @property
     def free(self):
@@ -41,15 +41,15 @@ class Pages:
             self._free[self._tables[sequence][wanted:used]] = True
         elif wanted > used:
             table = self._tables[sequence]
-            if wanted > len(table):                      # doubled: growth by single pages then costs amortized O(1)
+            if wanted > len(table):  # doubled: growth by single pages then costs amortized O(1)
                 table = np.empty(max(wanted, 2 * len(table)), np.int32)
                 table[:used] = self._tables[sequence][:used]
                 self._tables[sequence] = table
             while used < wanted:
                 last = int(table[used - 1]) if used else None
                 first, count = self._stretch(last, wanted - used)
-                table[used:used + count] = np.arange(first, first + count)
-                self._free[first:first + count] = False
+                table[used : used + count] = np.arange(first, first + count)
+                self._free[first : first + count] = False
                 used += count
         self._used[sequence] = wanted
 
@@ -61,7 +61,7 @@ class Pages:
             begin, end = edges[np.argmax(edges[:, 1] - edges[:, 0])].tolist()
             middle = (begin + end) // 2
             at = middle if begin and middle + wanted <= end else begin
-        after = self._free[at:at + wanted]
+        after = self._free[at : at + wanted]
         return at, len(after) if after.all() else int(np.argmin(after))
 
 
@@ -70,7 +70,7 @@ def stretches(pages, size, start, stop):
     if start >= stop:
         return []
     first = start // size
-    pages = pages[first:-(-stop // size)]
+    pages = pages[first : -(-stop // size)]
     cuts = np.flatnonzero(np.diff(pages) != 1) + 1
     begins, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(pages)]]) - 1
     slots = np.stack([pages[begins], pages[ends] + 1], axis=1).astype(np.int64) * size

@@ -54,27 +54,38 @@ class Entry:
         """Why it cannot run in this process and what to install; "" if it can run.  Never raises."""
         try:
             return self.load().missing()
-        except Exception as error:        # a broken installation may raise anything; other ranks must not hang on it
+        except Exception as error:  # a broken installation may raise anything; other ranks must not hang on it
             return f"{type(error).__name__}: {error}"
 
 
-REGISTRY = {entry.name: entry for entry in (
-    Entry("numpy", "numpy.backend:NumpyBackend", "on the cores of each rank", tests=False),
-    Entry("cpu", "cpu.backend:CpuBackend", "compiled, on the cores of each rank", tests=False),
-    Entry("cuda", "cuda.backend:CudaBackend", "on a GPU of each rank", device="cuda", tests=False),
-    Entry("deferred", "testing.deferred:DeferredBackend", "late on purpose"),
-    Entry("emulated", "testing.emulated:EmulatedBackend", "the CUDA kernels on the CPU"),
-    Entry("deferred-emulated", "testing.emulated:DeferredEmulatedBackend", "the CUDA kernels on the CPU, late"),
-    Entry("paced", "testing.paced:PacedBackend", "which emulates slower compute by sleeping, and looks for messages "
-          "every 2 or so many milliseconds", parameters=":GFLOPS[:MS]"))}
+REGISTRY = {
+    entry.name: entry
+    for entry in (
+        Entry("numpy", "numpy.backend:NumpyBackend", "on the cores of each rank", tests=False),
+        Entry("cpu", "cpu.backend:CpuBackend", "compiled, on the cores of each rank", tests=False),
+        Entry("cuda", "cuda.backend:CudaBackend", "on a GPU of each rank", device="cuda", tests=False),
+        Entry("deferred", "testing.deferred:DeferredBackend", "late on purpose"),
+        Entry("emulated", "testing.emulated:EmulatedBackend", "the CUDA kernels on the CPU"),
+        Entry("deferred-emulated", "testing.emulated:DeferredEmulatedBackend", "the CUDA kernels on the CPU, late"),
+        Entry(
+            "paced",
+            "testing.paced:PacedBackend",
+            "which emulates slower compute by sleeping, and looks for messages every 2 or so many milliseconds",
+            parameters=":GFLOPS[:MS]",
+        ),
+    )
+}
 # The back ends that "auto" tries, best first.
 AUTO = ("numpy",)
 
 
 def usages(**properties: object) -> list[str]:
     """`usage` of every back end whose attributes have these values."""
-    return [entry.usage for entry in REGISTRY.values()
-            if all(getattr(entry, name) == value for name, value in properties.items())]
+    return [
+        entry.usage
+        for entry in REGISTRY.values()
+        if all(getattr(entry, name) == value for name, value in properties.items())
+    ]
 
 
 def missing() -> dict[str, str]:
@@ -107,6 +118,7 @@ def candidates(name: str) -> tuple[str, ...]:
 def for_array(array: Array) -> str:
     """The name of the back end for the caller's array: the one for the GPU that holds it, else "auto"."""
     from .cuda.arrays import device_of
+
     device = device_of(array)
     return next((entry.name for entry in REGISTRY.values() if entry.on_gpu and entry.device == device), "auto")
 

@@ -13,10 +13,13 @@ from .clock import LEAST, MOST
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-13}
 
 # On a GPU: name, name in torch.nn.attention.SDPBackend, whether only for backward, whether deterministic.
-ON_GPU = (("torch flash", "FLASH_ATTENTION", False, False), ("torch cuDNN", "CUDNN_ATTENTION", False, False),
-          ("torch efficient", "EFFICIENT_ATTENTION", False, False),
-          ("torch flash, deterministic", "FLASH_ATTENTION", True, True),
-          ("torch cuDNN, deterministic", "CUDNN_ATTENTION", True, True))
+ON_GPU = (
+    ("torch flash", "FLASH_ATTENTION", False, False),
+    ("torch cuDNN", "CUDNN_ATTENTION", False, False),
+    ("torch efficient", "EFFICIENT_ATTENTION", False, False),
+    ("torch flash, deterministic", "FLASH_ATTENTION", True, True),
+    ("torch cuDNN, deterministic", "CUDNN_ATTENTION", True, True),
+)
 ON_CPU = (("torch", None, False, False),)
 
 
@@ -75,6 +78,7 @@ class Sdpa:
         with contextlib.ExitStack() as stack:
             if self.kind is not None:
                 from torch.nn.attention import SDPBackend, sdpa_kernel
+
                 stack.enter_context(sdpa_kernel([getattr(SDPBackend, self.kind)]))
             if self.deterministic:
                 torch.use_deterministic_algorithms(True)
@@ -82,8 +86,9 @@ class Sdpa:
             yield
 
     def _attention(self):
-        return self.torch.nn.functional.scaled_dot_product_attention(*self.inputs, is_causal=self.causal,
-                                                                     enable_gqa=self.grouped)
+        return self.torch.nn.functional.scaled_dot_product_attention(
+            *self.inputs, is_causal=self.causal, enable_gqa=self.grouped
+        )
 
     def run(self):
         """One pass: out, or dq, dk and dv."""
@@ -119,6 +124,8 @@ def baselines(arrays, causal, backward, on_gpu):
     torch = load_torch()
     if torch is None or (on_gpu and not torch.cuda.is_available()):
         return []
-    return [Sdpa(torch, name, kind, deterministic, arrays, causal, backward, on_gpu)
-            for name, kind, only_backward, deterministic in (ON_GPU if on_gpu else ON_CPU)
-            if backward or not only_backward]
+    return [
+        Sdpa(torch, name, kind, deterministic, arrays, causal, backward, on_gpu)
+        for name, kind, only_backward, deterministic in (ON_GPU if on_gpu else ON_CPU)
+        if backward or not only_backward
+    ]

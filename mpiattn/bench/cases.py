@@ -17,8 +17,9 @@ class Case(NamedTuple):
     overlap: bool
 
     def __str__(self):
-        return (f"{self.seqlen} tokens, tile {self.tile}, {self.schedule} schedule, {self.route} route"
-                + ("" if self.overlap else ", without overlap"))
+        return f"{self.seqlen} tokens, tile {self.tile}, {self.schedule} schedule, {self.route} route" + (
+            "" if self.overlap else ", without overlap"
+        )
 
 
 def tile_names(asked, ranks):
@@ -40,6 +41,11 @@ def cases(ranks, seqlens, tile, schedule, route, no_overlap=False):
         raise ArgumentError(f"seqlen is {min(seqlens)}; it must be at least 1")
     names = tile_names(tile, ranks)
     schedules, routes, seqlens = (list(dict.fromkeys(asked)) for asked in (schedule, route, seqlens))
-    return [[Case(seqlen, *asked, overlap)
-             for *asked, overlap in product(names, schedules, routes, (True, False)[:1 + no_overlap])
-             if overlap or asked[1] != "collective"] for seqlen in seqlens]
+    return [
+        [
+            Case(seqlen, *asked, overlap)
+            for *asked, overlap in product(names, schedules, routes, (True, False)[: 1 + no_overlap])
+            if overlap or asked[1] != "collective"
+        ]
+        for seqlen in seqlens
+    ]

@@ -8,8 +8,8 @@ import numpy as np
 from ..engine.folding import on_host
 from ..system import host
 
-LEAST = 0.01               # seconds of a measurement, at least: short launches are repeated
-MOST = 200                 # repeats, at most
+LEAST = 0.01  # seconds of a measurement, at least: short launches are repeated
+MOST = 200  # repeats, at most
 
 
 def host_array(backend, array, event=None):
@@ -47,7 +47,7 @@ class HostClock:
 
     def repeats(self, launch, before=None):
         """The number of launches that take LEAST seconds."""
-        self.seconds(launch, before)                              # warm up
+        self.seconds(launch, before)  # warm up
         return min(MOST, max(1, math.ceil(LEAST / max(self.seconds(launch, before), 1e-9))))
 
     def memory_bandwidth(self, nbytes, dtype):
@@ -63,6 +63,7 @@ class StreamClock(HostClock):
 
     def __init__(self, backend):
         import cupy
+
         super().__init__(backend)
         self.cupy, self.stream = cupy, backend.stream
 
@@ -96,6 +97,7 @@ class StreamClock(HostClock):
 
         def copy():
             runtime.memcpyAsync(to.data.ptr, of.data.ptr, of.nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
+
         return "a copy", copy, of.nbytes + to.nbytes
 
 
@@ -108,9 +110,10 @@ def plain_sum(arrays):
     """A function that sums arrays, which is limited by memory bandwidth; 16-bit types are read as float32."""
     parts = [array.reshape(-1).view(np.uint8) for array in arrays]
     kind = np.float64 if arrays[0].dtype == np.float64 else np.float32
-    parts = [part[:part.size // 8 * 8].view(kind) for part in parts]
+    parts = [part[: part.size // 8 * 8].view(kind) for part in parts]
 
     def run():
         for part in parts:
             on_host(part.sum())
+
     return run

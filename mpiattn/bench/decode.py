@@ -31,26 +31,54 @@ from .clock import plain_sum
 from .decode_inputs import Inputs
 
 RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
-OWN = {"decode", "queries", "page_size", "way"}       # options that only --decode takes
-SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "batch", "dtype", "backend", "transport", "machine", "runs",
-          "warmup", "timeout", "json"}
+OWN = {"decode", "queries", "page_size", "way"}  # options that only --decode takes
+SHARED = {
+    "seqlen",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "batch",
+    "dtype",
+    "backend",
+    "transport",
+    "machine",
+    "runs",
+    "warmup",
+    "timeout",
+    "json",
+}
 
 
 def add_arguments(parser):
     """Declare the options of `mpiattn bench --decode`."""
-    group = parser.add_argument_group("decoding", "Measure decoding of one or a few tokens at a time instead of "
-                                      "passes. Of the options above, --decode uses the sizes, --dtype, --backend, "
-                                      "--transport, --machine, --runs, --warmup, --timeout and --json.")
-    group.add_argument("--decode", action="store_true",
-                       help="measure decoding over a cache of --seqlen tokens of each sequence")
-    group.add_argument("--queries", type=int, default=1, metavar="N",
-                       help="tokens of each sequence that a call decodes (default: %(default)s)")
-    group.add_argument("--way", nargs="+", default=["all"], choices=("all", "auto", *reduction.WAYS, *RINGS),
-                       metavar="NAME",
-                       help=f"algorithms that combine partial results: {', '.join(reduction.WAYS)}, auto; for "
-                            f"comparison: {', '.join(RINGS)}, which are slow for long contexts (default: all)")
-    group.add_argument("--page-size", type=int, default=64, metavar="N",
-                       help="tokens of a page of the cache (default: %(default)s)")
+    group = parser.add_argument_group(
+        "decoding",
+        "Measure decoding of one or a few tokens at a time instead of "
+        "passes. Of the options above, --decode uses the sizes, --dtype, --backend, "
+        "--transport, --machine, --runs, --warmup, --timeout and --json.",
+    )
+    group.add_argument(
+        "--decode", action="store_true", help="measure decoding over a cache of --seqlen tokens of each sequence"
+    )
+    group.add_argument(
+        "--queries",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tokens of each sequence that a call decodes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--way",
+        nargs="+",
+        default=["all"],
+        choices=("all", "auto", *reduction.WAYS, *RINGS),
+        metavar="NAME",
+        help=f"algorithms that combine partial results: {', '.join(reduction.WAYS)}, auto; for "
+        f"comparison: {', '.join(RINGS)}, which are slow for long contexts (default: all)",
+    )
+    group.add_argument(
+        "--page-size", type=int, default=64, metavar="N", help="tokens of a page of the cache (default: %(default)s)"
+    )
 
 
 def measure(job, args):
@@ -62,12 +90,20 @@ def measure(job, args):
         for name, given in (("seqlen", min(args.seqlen)), ("batch", args.batch), ("queries", args.queries)):
             if given < 1:
                 raise ArgumentError(f"--{name} is {given}; it must be at least 1")
-    asked = {name: getattr(args, name) for name in ("batch", "queries", "heads", "head_dim", "dtype", "page_size",
-                                                   "runs", "warmup")}
+    asked = {
+        name: getattr(args, name)
+        for name in ("batch", "queries", "heads", "head_dim", "dtype", "page_size", "runs", "warmup")
+    }
     blas, threads = host.blas()
-    data = {"mpiattn": __version__, "ranks": job.peers.size, **asked, "kv_heads": args.kv_heads or args.heads,
-            "results": [], "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
-            "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()}}
+    data = {
+        "mpiattn": __version__,
+        "ranks": job.peers.size,
+        **asked,
+        "kv_heads": args.kv_heads or args.heads,
+        "results": [],
+        "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
+        "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()},
+    }
     for context in args.seqlen:
         result = _measure(job.peers, args, context)
         data |= {name: result.pop(name) for name in ("nodes", "backend")}
@@ -97,19 +133,25 @@ def _algorithms(asked, cache, chosen):
 def _measure(peers, args, context):
     inputs = Inputs(peers, args, context)
     with inputs.cache() as cache:
-        peers.idle = cache.combiner.backend.idle        # ranks wait between calls as inside them
+        peers.idle = cache.combiner.backend.idle  # ranks wait between calls as inside them
         q = inputs.q
         with cache.call("bench") as turn:
             call = Call(turn, cache, q)
         chosen = cache.way(*call.partial_bytes)
         algorithms = _algorithms(args.way, cache, chosen)
-        calls = {name: (lambda ring=RINGS[name]: ring(q, cache, check=False)) if name in RINGS else
-                 (lambda name=name: tree_decode(q, cache, way=name, check=False)) for name in algorithms}
+        calls = {
+            name: (lambda ring=RINGS[name]: ring(q, cache, check=False))
+            if name in RINGS
+            else (lambda name=name: tree_decode(q, cache, way=name, check=False))
+            for name in algorithms
+        }
         sent, difference, error = _check(inputs, cache, calls, call.partial_bytes)
-        alone = {f"combining {name}": combining(cache.combiner, call.backend, name, call.partial(), call.partial())
-                 for name in algorithms if name in reduction.WAYS}
-        work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call),
-                "sum": _sum(cache)}
+        alone = {
+            f"combining {name}": combining(cache.combiner, call.backend, name, call.partial(), call.partial())
+            for name in algorithms
+            if name in reduction.WAYS
+        }
+        work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call), "sum": _sum(cache)}
         for _ in range(args.warmup):
             for run in work.values():
                 run()
@@ -119,10 +161,19 @@ def _measure(peers, args, context):
                 timed.append(_timed(peers, cache.combiner.backend, work[name]))
         nbytes = np.array([_key_bytes(cache)])
         peers.reduce(nbytes, MPI.MAX)
-        return {"context": context, "chosen": chosen, "nodes": len(set(cache.nodes)), "backend": cache.backend,
-                "partial_bytes": call.partial_bytes[0], "key_bytes": int(nbytes[0]), "difference": difference,
-                "error": error, "sent_bytes": sent, "seconds": seconds,
-                "median": {name: float(np.median(timed)) for name, timed in seconds.items()}}
+        return {
+            "context": context,
+            "chosen": chosen,
+            "nodes": len(set(cache.nodes)),
+            "backend": cache.backend,
+            "partial_bytes": call.partial_bytes[0],
+            "key_bytes": int(nbytes[0]),
+            "difference": difference,
+            "error": error,
+            "sent_bytes": sent,
+            "seconds": seconds,
+            "median": {name: float(np.median(timed)) for name, timed in seconds.items()},
+        }
 
 
 def _check(inputs, cache, calls, partial_bytes):
@@ -145,8 +196,12 @@ def _check(inputs, cache, calls, partial_bytes):
     first = next(iter(outs.values()))
     rows = {(sequence, query) for sequence in (0, len(first) - 1) for query in (0, first.shape[1] - 1)}
     expected = {row: inputs.expected(*row)[0] for row in sorted(rows) if inputs.context >= inputs.args.queries - row[1]}
-    off = np.array([max(_off(out, first) for out in outs.values()),
-                    max((_off(out[row], ref) for out in outs.values() for row, ref in expected.items()), default=0.0)])
+    off = np.array(
+        [
+            max(_off(out, first) for out in outs.values()),
+            max((_off(out[row], ref) for out in outs.values() for row, ref in expected.items()), default=0.0),
+        ]
+    )
     peers.reduce(off, MPI.MAX)
     tolerance = TOLERANCE[inputs.args.dtype]
     for other, difference in zip(("one another", "float64 attention"), off):
@@ -171,8 +226,10 @@ def _allreduce(cache, call):
     peers, elements = cache.combiner.peers, call.partial_bytes[0] // np.dtype(cache.partial_dtype).itemsize
     given = np.zeros(elements, cache.partial_dtype)
     taken = np.empty_like(given)
-    return {"MPI_Allreduce": lambda: peers.comm.Allreduce(given, taken),
-            "MPI_Iallreduce": lambda: peers.wait([peers.comm.Iallreduce(given, taken)])}
+    return {
+        "MPI_Allreduce": lambda: peers.comm.Allreduce(given, taken),
+        "MPI_Iallreduce": lambda: peers.wait([peers.comm.Iallreduce(given, taken)]),
+    }
 
 
 def _keys(cache, call):
@@ -182,6 +239,7 @@ def _keys(cache, call):
         call.attend(partial)
         for event in partial.ready:
             cache.combiner.backend.wait(event)
+
     return run
 
 
@@ -189,7 +247,7 @@ def _sum(cache):
     """A plain sum over the memory of this rank's keys and values."""
     if not sum(cache.local_lengths):
         return lambda: None
-    return plain_sum([pool.reshape(-1)[:_key_bytes(cache) // 2 // pool.itemsize] for pool in cache.storage.pools])
+    return plain_sum([pool.reshape(-1)[: _key_bytes(cache) // 2 // pool.itemsize] for pool in cache.storage.pools])
 
 
 def _key_bytes(cache):
@@ -200,27 +258,49 @@ def _key_bytes(cache):
 def head_text(data):
     """The head of the report, for all contexts."""
     versions, machine = data["versions"], data["machine"]
-    return facts([
-        ("problem", f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} "
-                    f"quer{'ies' if data['queries'] > 1 else 'y'} each, {data['heads']} heads over "
-                    f"{data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}"),
-        ("ranks", f"{data['ranks']} on {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['backend']} back end"),
-        ("machine", f"{machine['processor']}; NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}, threads: "
-                    f"{machine['blas_threads'] or 'unknown'}), {versions['mpi']}"),
-        ("measured", f"{data['runs']} calls of each, in turn")])
+    return facts(
+        [
+            (
+                "problem",
+                f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} "
+                f"quer{'ies' if data['queries'] > 1 else 'y'} each, {data['heads']} heads over "
+                f"{data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}",
+            ),
+            (
+                "ranks",
+                f"{data['ranks']} on {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['backend']} back end",
+            ),
+            (
+                "machine",
+                f"{machine['processor']}; NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}, threads: "
+                f"{machine['blas_threads'] or 'unknown'}), {versions['mpi']}",
+            ),
+            ("measured", f"{data['runs']} calls of each, in turn"),
+        ]
+    )
 
 
 def result_text(result):
     """The measurement of one context as text."""
     median, sent = result["median"], result["sent_bytes"]
     base = result["chosen"] if result["chosen"] in median else next(iter(sent))
-    rows = [(name, duration(median[name]), size(sent[name]) if name in sent else "",
-             f"{median[name] / median[base]:.3g}" if name in sent else
-             f"{median[name] / median['MPI_Allreduce']:.3g} of MPI_Allreduce" if name not in ("keys", "sum") else
-             f"{result['key_bytes'] / median[name] / 1e9:.3g} GB/s")
-            for name in median]
-    return (f"\n{result['context']} tokens, a partial of {size(result['partial_bytes'])}, keys of "
-            f"{size(result['key_bytes'])} a rank; auto is {result['chosen']}; results differ by "
-            f"{result['difference']:.1e}, from float64 by {result['error']:.1e}; keys are read at "
-            f"{percent(median['sum'] / median['keys'])} of a sum's speed\n"
-            + table(rows, ("", "median", "sent by a rank", f"times {base}")))
+    rows = [
+        (
+            name,
+            duration(median[name]),
+            size(sent[name]) if name in sent else "",
+            f"{median[name] / median[base]:.3g}"
+            if name in sent
+            else f"{median[name] / median['MPI_Allreduce']:.3g} of MPI_Allreduce"
+            if name not in ("keys", "sum")
+            else f"{result['key_bytes'] / median[name] / 1e9:.3g} GB/s",
+        )
+        for name in median
+    ]
+    return (
+        f"\n{result['context']} tokens, a partial of {size(result['partial_bytes'])}, keys of "
+        f"{size(result['key_bytes'])} a rank; auto is {result['chosen']}; results differ by "
+        f"{result['difference']:.1e}, from float64 by {result['error']:.1e}; keys are read at "
+        f"{percent(median['sum'] / median['keys'])} of a sum's speed\n"
+        + table(rows, ("", "median", "sent by a rank", f"times {base}"))
+    )

@@ -8,7 +8,7 @@ from ..decode.cache import KVCache
 from ..problem.layout import Layout
 from ..verify import reference
 
-PIECE = 4096                 # tokens that a rank draws at a time
+PIECE = 4096  # tokens that a rank draws at a time
 
 
 class Inputs:
@@ -37,9 +37,19 @@ class Inputs:
     def cache(self):
         """A `KVCache` of all tokens; collective."""
         args = self.args
-        cache = KVCache(self.peers.comm, capacity=args.batch * self.context, sequences=args.batch,
-                        kv_heads=self.kv_heads, head_dim=args.head_dim, dtype=args.dtype, page_size=args.page_size,
-                        backend=args.backend, transport=args.transport, machine=args.machine, timeout=args.timeout)
+        cache = KVCache(
+            self.peers.comm,
+            capacity=args.batch * self.context,
+            sequences=args.batch,
+            kv_heads=self.kv_heads,
+            head_dim=args.head_dim,
+            dtype=args.dtype,
+            page_size=args.page_size,
+            backend=args.backend,
+            transport=args.transport,
+            machine=args.machine,
+            timeout=args.timeout,
+        )
         try:
             for _, layout, k, v in self._pieces():
                 cache.append(k, v, layout=layout)
@@ -53,9 +63,17 @@ class Inputs:
         entry, position = slice(sequence, sequence + 1), self.context - self.args.queries + query
         partials = []
         for first, layout, k, v in self._pieces():
-            partials.append(reference.attention(self.q[entry, query:query + 1], k[entry], v[entry], True,
-                                                positions=[position], keys=first + layout.positions(self.peers.rank),
-                                                lengths=(self.context, self.context)))
+            partials.append(
+                reference.attention(
+                    self.q[entry, query : query + 1],
+                    k[entry],
+                    v[entry],
+                    True,
+                    positions=[position],
+                    keys=first + layout.positions(self.peers.rank),
+                    lengths=(self.context, self.context),
+                )
+            )
         of_ranks = self.peers.allgather(reduce(lambda a, b: reference.merge(*a, *b), partials))
         out, lse = reduce(lambda a, b: reference.merge(*a, *b), of_ranks)
         return out[0, 0], lse[0, :, 0]

@@ -17,9 +17,9 @@ from .baseline import TOLERANCE, baselines
 from .clock import host_array
 from .tensors import NAMES, Tensors
 
-CHECKED_PAIRS = 2 ** 21        # pairs of a query and a key, summed over heads, in the comparison with float64
-PAGE = 64                      # keys of a page
-TINY = 16                      # tokens of a block so small that its time is that of the launch
+CHECKED_PAIRS = 2**21  # pairs of a query and a key, summed over heads, in the comparison with float64
+PAGE = 64  # keys of a page
+TINY = 16  # tokens of a block so small that its time is that of the launch
 
 
 class Block:
@@ -47,8 +47,7 @@ class Block:
 
     def attend(self):
         """Launch the block, which adds to the partial result."""
-        return self.backend.attend(self.q, self.k, self.v, self.begin, self.end, self.out, self.lse,
-                                   self.problem.scale)
+        return self.backend.attend(self.q, self.k, self.v, self.begin, self.end, self.out, self.lse, self.problem.scale)
 
     def prepare_backward(self):
         """Compute the forward pass and delta, for `attend_backward`."""
@@ -64,8 +63,18 @@ class Block:
 
     def attend_backward(self):
         """Launch the block's gradients, which add to `grads`."""
-        return self.backend.attend_backward(self.q, self.dout, self.lse, self.delta, self.k, self.v, self.begin,
-                                            self.end, *self.grads, self.problem.scale)
+        return self.backend.attend_backward(
+            self.q,
+            self.dout,
+            self.lse,
+            self.delta,
+            self.k,
+            self.v,
+            self.begin,
+            self.end,
+            *self.grads,
+            self.problem.scale,
+        )
 
     def results(self, backward):
         """The out, or dq, dk, dv, of one launch, as NumPy arrays."""
@@ -80,27 +89,35 @@ class Block:
 
 def difference(got, expected):
     """The largest difference of any array, relative to the largest value of the expected one."""
-    return max(float(np.abs(result.astype(np.float64) - ref).max() / max(np.abs(ref).max(), 1e-300))
-               for result, ref in zip(got, expected))
+    return max(
+        float(np.abs(result.astype(np.float64) - ref).max() / max(np.abs(ref).max(), 1e-300))
+        for result, ref in zip(got, expected)
+    )
 
 
 def check(comparison, got, expected, dtype):
     """The difference; VerificationError where it exceeds the tolerance.  comparison: its name in the error."""
     off = difference(got, expected)
     if not off <= TOLERANCE[dtype]:
-        raise VerificationError(f"{comparison}: off by {off:.2g} of the largest value, {TOLERANCE[dtype]:g} is "
-                                "allowed; nothing is measured")
+        raise VerificationError(
+            f"{comparison}: off by {off:.2g} of the largest value, {TOLERANCE[dtype]:g} is allowed; nothing is measured"
+        )
     return off
 
 
 def check_small(backend, problem, backward):
     """Compare a block of few tokens with float64; returns the difference."""
     p, tokens = problem, max(1, min(problem.seqlen, int((CHECKED_PAIRS / problem.heads) ** 0.5)))
-    small = Block(backend, Problem(seqlen=tokens, heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim,
-                                   dtype=p.dtype, causal=p.causal))
+    small = Block(
+        backend,
+        Problem(seqlen=tokens, heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, dtype=p.dtype, causal=p.causal),
+    )
     q, k, v, dout = (array[None] for array in small.arrays)
-    expected = (reference.backward(dout, q, k, v, causal=p.causal) if backward
-                else reference.attention(q, k, v, causal=p.causal)[:1])
+    expected = (
+        reference.backward(dout, q, k, v, causal=p.causal)
+        if backward
+        else reference.attention(q, k, v, causal=p.causal)[:1]
+    )
     return check(f"{tokens} tokens against float64", small.results(backward), [array[0] for array in expected], p.dtype)
 
 
@@ -142,33 +159,52 @@ def measure_block(backend, clock, problem, direction, runs):
     off = check_small(backend, problem, backward)
     block = Block(backend, problem)
     own = block.results(backward)
-    subjects, differences, missing = with_torch(block.arrays, problem.causal, backward, clock.on_gpu, own,
-                                                problem.dtype)
+    subjects, differences, missing = with_torch(
+        block.arrays, problem.causal, backward, clock.on_gpu, own, problem.dtype
+    )
     if not backward:
         block.clear()
     launch = (block.attend_backward, None) if backward else (block.attend, block.clear)
     subjects.insert(0, ("mpiattn", timed_by(clock, *launch)))
     flops = 2 * (problem.head_dim + problem.value_dim) * block.pairs * PRODUCTS[direction]
-    rows = [summary(name, seconds, flops_per_second=flops / float(np.median(seconds)),
-                    difference=differences.get(name, off if name == "mpiattn" else None))
-            for name, seconds in in_turn(subjects, runs).items()]
+    rows = [
+        summary(
+            name,
+            seconds,
+            flops_per_second=flops / float(np.median(seconds)),
+            difference=differences.get(name, off if name == "mpiattn" else None),
+        )
+        for name, seconds in in_turn(subjects, runs).items()
+    ]
     return {"what": direction, "seqlen": problem.seqlen, "flops": flops, "results": rows, "missing": missing}
 
 
 def measure_decode(backend, clock, problem, keys, runs):
     """Measure one query over `keys` keys in pages, beside memory bandwidth; returns a section of the result."""
-    p = Problem(seqlen=1, seqlen_k=keys, heads=8 * problem.kv_heads, kv_heads=problem.kv_heads,
-                head_dim=problem.head_dim, dtype=problem.dtype, causal=True)
+    p = Problem(
+        seqlen=1,
+        seqlen_k=keys,
+        heads=8 * problem.kv_heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        causal=True,
+    )
     tensors = Tensors(p)
     arrays = [tensors.tokens(name, np.arange(keys if name in "kv" else 1))[0] for name in NAMES[:3]]
     count = -(-keys // PAGE)
     bounds = [backend.contiguous(np.full(1, side, np.int32)) for side in (0, keys)]
-    q, out, lse = (backend.contiguous(arrays[0]), backend.empty((1, p.heads, p.value_dim), p.partial_dtype),
-                   backend.empty((1, p.heads), p.partial_dtype))
+    q, out, lse = (
+        backend.contiguous(arrays[0]),
+        backend.empty((1, p.heads, p.value_dim), p.partial_dtype),
+        backend.empty((1, p.heads), p.partial_dtype),
+    )
     expected = reference.attention(*(array[None] for array in arrays))[0][0]
     nbytes, subjects, differences = sum(array.nbytes for array in arrays[1:]), [], {}
-    for name, pages in (("mpiattn", np.arange(count)), ("mpiattn, pages in any order",
-                                                        np.random.default_rng(0).permutation(count))):
+    for name, pages in (
+        ("mpiattn", np.arange(count)),
+        ("mpiattn, pages in any order", np.random.default_rng(0).permutation(count)),
+    ):
         pages = pages.astype(np.int32)
         pools = [backend.contiguous(_paged(array, pages)) for array in arrays[1:]]
         launch = partial(backend.attend_pages, q, *pools, backend.contiguous(pages), PAGE, *bounds, out, lse, p.scale)
@@ -178,40 +214,74 @@ def measure_decode(backend, clock, problem, keys, runs):
     others, more, missing = with_torch(arrays, False, False, clock.on_gpu, own, p.dtype)
     memory, move, moved = clock.memory_bandwidth(nbytes, p.dtype)
     subjects += [*others, (memory, timed_by(clock, move))]
-    rows = [summary(name, seconds, bytes_per_second=(moved if name == memory else nbytes) / float(np.median(seconds)),
-                    difference={**differences, **more}.get(name))
-            for name, seconds in in_turn(subjects, runs).items()]
-    return {"what": "decode", "keys": keys, "heads": p.heads, "kv_heads": p.kv_heads, "page_size": PAGE,
-            "bytes": nbytes, "results": rows, "missing": missing}
+    rows = [
+        summary(
+            name,
+            seconds,
+            bytes_per_second=(moved if name == memory else nbytes) / float(np.median(seconds)),
+            difference={**differences, **more}.get(name),
+        )
+        for name, seconds in in_turn(subjects, runs).items()
+    ]
+    return {
+        "what": "decode",
+        "keys": keys,
+        "heads": p.heads,
+        "kv_heads": p.kv_heads,
+        "page_size": PAGE,
+        "bytes": nbytes,
+        "results": rows,
+        "missing": missing,
+    }
 
 
 def _paged(array, pages):
     """(keys, kv_heads, dim) as a pool (kv_heads, slots, dim) with its keys in these pages, in order."""
     pool = np.zeros((array.shape[1], len(pages) * PAGE, array.shape[2]), array.dtype)
-    slots = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:len(array)]
+    slots = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[: len(array)]
     pool[:, slots] = array.swapaxes(0, 1)
     return pool
 
 
 def measure_carry(backend, clock, problem, keys, runs):
     """Measure the extra cost of adding a block of `keys` keys to a partial result; returns a section of the result."""
-    block = Block(backend, Problem(seqlen=problem.seqlen, seqlen_k=keys, heads=problem.heads,
-                                   kv_heads=problem.kv_heads, head_dim=problem.head_dim, dtype=problem.dtype))
+    block = Block(
+        backend,
+        Problem(
+            seqlen=problem.seqlen,
+            seqlen_k=keys,
+            heads=problem.heads,
+            kv_heads=problem.kv_heads,
+            head_dim=problem.head_dim,
+            dtype=problem.dtype,
+        ),
+    )
     held, other = (block.out, block.lse), block.partial()
 
     def attend_onto(partial):
         block.out, block.lse = partial
         return block.attend()
 
-    def clear():                                                  # the same work before both
+    def clear():  # the same work before both
         return backend.clear(*other)
+
     backend.clear(*held)
     backend.wait(attend_onto(held))
-    seconds = in_turn([("onto a cleared partial", timed_by(clock, lambda: attend_onto(other), clear)),
-                       ("onto a partial", timed_by(clock, lambda: attend_onto(held), clear))], runs)
+    seconds = in_turn(
+        [
+            ("onto a cleared partial", timed_by(clock, lambda: attend_onto(other), clear)),
+            ("onto a partial", timed_by(clock, lambda: attend_onto(held), clear)),
+        ],
+        runs,
+    )
     rows = [summary(name, of_subject) for name, of_subject in seconds.items()]
-    return {"what": "carry", "seqlen": problem.seqlen, "keys": keys, "results": rows,
-            "overhead": rows[1]["median"] / rows[0]["median"] - 1}
+    return {
+        "what": "carry",
+        "seqlen": problem.seqlen,
+        "keys": keys,
+        "results": rows,
+        "overhead": rows[1]["median"] / rows[0]["median"] - 1,
+    }
 
 
 def measure_launch(backend, clock, problem, runs):
@@ -219,8 +289,12 @@ def measure_launch(backend, clock, problem, runs):
 
     "issuing" is the host's time until the launches return; it matters where they return before they are complete.
     """
-    tiny = Block(backend, Problem(seqlen=TINY, heads=problem.heads, kv_heads=problem.kv_heads,
-                                  head_dim=problem.head_dim, dtype=problem.dtype))
+    tiny = Block(
+        backend,
+        Problem(
+            seqlen=TINY, heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, dtype=problem.dtype
+        ),
+    )
     other = [backend.contiguous(np.zeros(array.shape, array.dtype)) for array in (tiny.out, tiny.lse)]
 
     def merge():
@@ -234,10 +308,13 @@ def measure_launch(backend, clock, problem, runs):
         spent = time.perf_counter() - start
         backend.wait(event)
         return spent / times
+
     backend.wait(tiny.clear())
     subjects = []
     for name, launch in (("block", tiny.attend), ("merge", merge)):
-        subjects += [(name, timed_by(clock, launch)),
-                     (f"{name}, issuing", partial(issued, launch, clock.repeats(launch)))]
+        subjects += [
+            (name, timed_by(clock, launch)),
+            (f"{name}, issuing", partial(issued, launch, clock.repeats(launch))),
+        ]
     rows = [summary(name, seconds) for name, seconds in in_turn(subjects, runs).items()]
     return {"what": "launch", "tokens": TINY, "results": rows}

@@ -2,9 +2,13 @@
 
 from ..console.table import duration, facts, percent, table
 
-TITLES = {"forward": "forward of a block of {seqlen} tokens", "backward": "backward of a block of {seqlen} tokens",
-          "decode": "decoding: a query of {heads} heads over {keys} keys of {kv_heads} KV heads, pages of {page_size}",
-          "carry": "carry-in: a block of {seqlen} queries by {keys} keys", "launch": "launches: {tokens} tokens"}
+TITLES = {
+    "forward": "forward of a block of {seqlen} tokens",
+    "backward": "backward of a block of {seqlen} tokens",
+    "decode": "decoding: a query of {heads} heads over {keys} keys of {kv_heads} KV heads, pages of {page_size}",
+    "carry": "carry-in: a block of {seqlen} queries by {keys} keys",
+    "launch": "launches: {tokens} tokens",
+}
 RATES = {"flops_per_second": "GFLOP/s", "bytes_per_second": "GB/s"}
 
 
@@ -15,8 +19,11 @@ def _section(section):
     for row in section["results"]:
         cells = [row["name"], duration(row["median"]), " - ".join(map(duration, row["quartiles"]))]
         if rate:
-            cells += [f"{row[rate] / 1e9:.4g}", f"{own / row['median']:.3g}",
-                      "" if row["difference"] is None else f"{row['difference']:.1e}"]
+            cells += [
+                f"{row[rate] / 1e9:.4g}",
+                f"{own / row['median']:.3g}",
+                "" if row["difference"] is None else f"{row['difference']:.1e}",
+            ]
         rows.append(cells)
     header = ("", "median", "quartiles", *((RATES[rate], "its speed over mpiattn's", "difference") if rate else ()))
     lines = ["", TITLES[section["what"]].format(**section), table(rows, header)]
@@ -30,14 +37,25 @@ def as_text(data):
     """Facts, and a table for every section."""
     p, versions, machine = data["problem"], data["versions"], data["environment"]
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    head = [("problem", f"{p['heads']} heads over {p['kv_heads']} KV heads x {p['head_dim']}, {p['dtype']}, "
-                        f"{'causal' if p['causal'] else 'full'}"),
-            ("back end", f"{data['backend']} on {machine['device']}"),
-            ("machine", f"{machine['processor']}; threads of BLAS: {machine['blas_threads'] or 'unknown'}, of torch: "
-                        f"{machine['torch_threads'] or 'none'}"),
-            ("versions", f"mpiattn {data['mpiattn']}, {libraries}"),
-            ("measured", f"{data['runs']} runs of each, in turn; medians. Differences are relative to the largest "
-                         "value: of mpiattn from float64 at an affordable size, of torch from mpiattn")]
+    head = [
+        (
+            "problem",
+            f"{p['heads']} heads over {p['kv_heads']} KV heads x {p['head_dim']}, {p['dtype']}, "
+            f"{'causal' if p['causal'] else 'full'}",
+        ),
+        ("back end", f"{data['backend']} on {machine['device']}"),
+        (
+            "machine",
+            f"{machine['processor']}; threads of BLAS: {machine['blas_threads'] or 'unknown'}, of torch: "
+            f"{machine['torch_threads'] or 'none'}",
+        ),
+        ("versions", f"mpiattn {data['mpiattn']}, {libraries}"),
+        (
+            "measured",
+            f"{data['runs']} runs of each, in turn; medians. Differences are relative to the largest "
+            "value: of mpiattn from float64 at an affordable size, of torch from mpiattn",
+        ),
+    ]
     if data["compute"] != "real":
         head.append(("compute", f"{data['compute']}: its times say nothing about a device"))
     lines = [facts(head)]

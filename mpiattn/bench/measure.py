@@ -21,8 +21,8 @@ from ..verify import compare, gradients
 from .summary import EMULATED
 from .tensors import NAMES, Tensors
 
-CHECK_WORK = 2e9           # operations of float64 attention to check rows, over all ranks, without the edge rows
-PIECES = 16                # pieces of tensors that are cached during the check, 4 MiB each
+CHECK_WORK = 2e9  # operations of float64 attention to check rows, over all ranks, without the edge rows
+PIECES = 16  # pieces of tensors that are cached during the check, 4 MiB each
 
 
 class Taken(NamedTuple):
@@ -42,7 +42,7 @@ class Subject:
     def __init__(self, case, plan, inputs, passes):
         self.case, self.plan, self.passes, self.reports = case, plan, passes, {}
         *self.inputs, self.dout = map(plan.give, inputs)
-        self.forward = ()                              # (out, lse), for the gradients
+        self.forward = ()  # (out, lse), for the gradients
         self.taken = {name: Taken([], [], []) for name in passes}
 
     def check(self, peers, read):
@@ -57,11 +57,12 @@ class Subject:
         if "backward" in self.passes:
             grads = list(map(on_host, plan.backward(self.dout, *self.inputs, *self.forward)))
             self.reports["backward"] = gradients.verify_gradients(
-                peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, grads, read, limit=limit)
+                peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, grads, read, limit=limit
+            )
         failed = [str(report) for report in self.reports.values() if not report.passed]
         if failed:
             error = VerificationError(f"{self.case} is wrong, nothing is measured: {'; '.join(failed)}")
-            error.everywhere = True                    # every rank has the same reports
+            error.everywhere = True  # every rank has the same reports
             raise error
 
     def run(self, peers, keep):
@@ -82,24 +83,44 @@ class Subject:
 
     def measurements(self, one_rank):
         """This rank's part of the result, by pass.  one_rank: a `OneRank`, whose speed the ideal time assumes."""
-        return {name: {**taken._asdict(), "formula": self.formula(name), "nbytes": self.plan.nbytes,
-                       "ideal": self.flops(name) / one_rank.speed(name)} for name, taken in self.taken.items()}
+        return {
+            name: {
+                **taken._asdict(),
+                "formula": self.formula(name),
+                "nbytes": self.plan.nbytes,
+                "ideal": self.flops(name) / one_rank.speed(name),
+            }
+            for name, taken in self.taken.items()
+        }
 
     def facts(self):
         """The chosen plan and the reports of its check, the same on every rank."""
         plan, schedule = self.plan, self.plan.schedule
-        return {"tile": str(plan.tile), "schedule": schedule.name, "route": plan.route,
-                "layout": plan.q_layout.kind, "ahead": schedule.ahead, "balance": plan.balance,
-                "predicted_seconds": plan.predicted_seconds,
-                "checked": {name: {**report._asdict(), "summary": str(report)}
-                            for name, report in self.reports.items()}}
+        return {
+            "tile": str(plan.tile),
+            "schedule": schedule.name,
+            "route": plan.route,
+            "layout": plan.q_layout.kind,
+            "ahead": schedule.ahead,
+            "balance": plan.balance,
+            "predicted_seconds": plan.predicted_seconds,
+            "checked": {name: {**report._asdict(), "summary": str(report)} for name, report in self.reports.items()},
+        }
 
     def formula(self, name):
         """Bytes that this rank should send in a pass, by the formula."""
         plan, activity = self.plan, self.plan.activity
         lengths = [layout.lengths for layout in (activity.q_layout, activity.k_layout)]
-        return travels.sent(plan.problem, *lengths, plan.tile, plan.chunk, plan.route, name, activity,
-                            plan.schedule.name == "collective").total
+        return travels.sent(
+            plan.problem,
+            *lengths,
+            plan.tile,
+            plan.chunk,
+            plan.route,
+            name,
+            activity,
+            plan.schedule.name == "collective",
+        ).total
 
     def flops(self, name):
         """Floating-point operations of this rank's blocks in a pass, attended pairs only."""
@@ -119,8 +140,16 @@ class OneRank:
         if self.known:
             return
         tokens = -(-p.seqlen // ranks)
-        self.plan = MeshAttention(MPI.COMM_SELF, seqlen=tokens, heads=p.heads, head_dim=p.head_dim, batch=p.batch,
-                                  kv_heads=p.kv_heads, dtype=p.dtype, backend=backend.name)
+        self.plan = MeshAttention(
+            MPI.COMM_SELF,
+            seqlen=tokens,
+            heads=p.heads,
+            head_dim=p.head_dim,
+            batch=p.batch,
+            kv_heads=p.kv_heads,
+            dtype=p.dtype,
+            backend=backend.name,
+        )
         tensors = Tensors(self.plan.problem)
         q, k, v, self.dout = (self.plan.give(tensors.read(name, 0, tokens)) for name in NAMES)
         self.inputs = q, k, v
@@ -169,25 +198,43 @@ class Measured(NamedTuple):
 def _chosen(case, plan):
     """What identifies a plan: cases for which it is the same are measured once."""
     schedule = plan.schedule
-    return (plan.tile, schedule.name, plan.route, plan.q_layout, plan.k_layout, schedule.ahead,
-            case.overlap or schedule.name == "collective")
+    return (
+        plan.tile,
+        schedule.name,
+        plan.route,
+        plan.q_layout,
+        plan.k_layout,
+        schedule.ahead,
+        case.overlap or schedule.name == "collective",
+    )
 
 
 def _subjects(job, cases, how, passes):
     """The distinct plans of the cases, as a list, and the index of each case's plan; collective."""
     subjects, inputs, which = {}, {}, []
     for case in cases:
-        plan = MeshAttention(job.comm, seqlen=case.seqlen, tile=case.tile, schedule=case.schedule, route=case.route,
-                             overlap=case.overlap, **how)
+        plan = MeshAttention(
+            job.comm,
+            seqlen=case.seqlen,
+            tile=case.tile,
+            schedule=case.schedule,
+            route=case.route,
+            overlap=case.overlap,
+            **how,
+        )
         chosen = _chosen(case, plan)
         if chosen in subjects:
             plan.close()
         else:
-            job.peers.timeout = max(job.peers.timeout, plan.timeout)       # ranks wait between passes as inside them
+            job.peers.timeout = max(job.peers.timeout, plan.timeout)  # ranks wait between passes as inside them
             tensors, place = Tensors(plan.problem), (plan.q_layout, plan.k_layout)
             if place not in inputs:
-                inputs[place] = [tensors.tokens(name, plan.positions_k if name in "kv" else plan.positions)
-                                 if name != "dout" or "backward" in passes else None for name in NAMES]
+                inputs[place] = [
+                    tensors.tokens(name, plan.positions_k if name in "kv" else plan.positions)
+                    if name != "dout" or "backward" in passes
+                    else None
+                    for name in NAMES
+                ]
             subjects[chosen] = Subject(case, plan, inputs[place], passes)
         which.append(list(subjects).index(chosen))
     return list(subjects.values()), which
@@ -204,7 +251,7 @@ def measure(job, cases, how, passes, runs, warmup):
     problem, machine, backend = plan.problem, plan.machine, plan.backend
     local = backends.get(backend)
     one_rank = OneRank(problem, peers.size, local, passes)
-    peers.idle = local.idle                            # ranks wait between passes as inside them
+    peers.idle = local.idle  # ranks wait between passes as inside them
     total = len(subjects) * (1 + warmup + runs)
 
     def check():
@@ -219,13 +266,15 @@ def measure(job, cases, how, passes, runs, warmup):
             for subject in subjects:
                 subject.run(peers, i >= warmup)
                 progress(1)
+
     with Progress(f"bench of {problem.seqlen} tokens", total, " runs") as progress:
         job("check", check)
         job("measure", rounds)
     by_rank = peers.allgather([subject.measurements(one_rank) for subject in subjects])
-    plans = [{"facts": subject.facts(),
-              "passes": {name: [rank[i][name] for rank in by_rank] for name in passes}}
-             for i, subject in enumerate(subjects)]
+    plans = [
+        {"facts": subject.facts(), "passes": {name: [rank[i][name] for rank in by_rank] for name in passes}}
+        for i, subject in enumerate(subjects)
+    ]
     plan = subjects[which[0]].plan
     traces = [dict(peers.allgather((plan.chunk, plan.trace(name)))) for name in passes]
     timelines = {name: (plan.predicted_trace(name), trace) for name, trace in zip(passes, traces)}

@@ -11,9 +11,17 @@ def cases_as_data(asked, which, plans, summaries):
     "measured_as": the number, among the cases of its size, of the first case with the same plan.
     """
     first = [which.index(i) for i in range(len(plans))]
-    return [{"seqlen": case.seqlen, "asked": {"tile": case.tile, "schedule": case.schedule, "route": case.route},
-             "overlap": case.overlap, **plans[i]["facts"], "measured_as": first[i], "passes": summaries[i]}
-            for case, i in zip(asked, which)]
+    return [
+        {
+            "seqlen": case.seqlen,
+            "asked": {"tile": case.tile, "schedule": case.schedule, "route": case.route},
+            "overlap": case.overlap,
+            **plans[i]["facts"],
+            "measured_as": first[i],
+            "passes": summaries[i],
+        }
+        for case, i in zip(asked, which)
+    ]
 
 
 def _bandwidth(rate):
@@ -32,24 +40,52 @@ def _ranks(figures):
 
 def _name(case):
     asked = {side: "auto: " if case["asked"][side] == "auto" else "" for side in case["asked"]}
-    return (f"{asked['tile']}{case['tile']}", f"{asked['schedule']}{case['schedule']}",
-            f"{asked['route']}{case['route']}" + ("" if case["overlap"] else ", apart"), case["layout"])
+    return (
+        f"{asked['tile']}{case['tile']}",
+        f"{asked['schedule']}{case['schedule']}",
+        f"{asked['route']}{case['route']}" + ("" if case["overlap"] else ", apart"),
+        case["layout"],
+    )
 
 
-HEADER = ("tile", "schedule", "route", "layout", "pass", "median", "runs", "ranks min/mean/max", "GFLOP/s", "of ideal",
-          "waits", "sent/rank", "algorithm", "bus", "predicted", "")
+HEADER = (
+    "tile",
+    "schedule",
+    "route",
+    "layout",
+    "pass",
+    "median",
+    "runs",
+    "ranks min/mean/max",
+    "GFLOP/s",
+    "of ideal",
+    "waits",
+    "sent/rank",
+    "algorithm",
+    "bus",
+    "predicted",
+    "",
+)
 
 
 def _rows(cases, direction):
     for case in cases:
         for i, (name, figures) in enumerate(case["passes"].items()):
-            yield (*(_name(case) if not i else [""] * 4), name, duration(figures["seconds"]["median"]),
-                   _runs(figures["seconds"]), _ranks(figures["ranks"]), f"{figures['gflops_per_second']:.3g}",
-                   percent(figures["of_ideal"]), percent(figures["waiting"]["mean"]),
-                   size(figures["sent_bytes"]["mean"]), _bandwidth(figures["algorithm_bandwidth"]),
-                   _bandwidth(figures["bus_bandwidth"]),
-                   duration(case["predicted_seconds"]) if name == direction else "",
-                   "" if figures["counted"] else "BYTES DIFFER FROM THE FORMULA")
+            yield (
+                *(_name(case) if not i else [""] * 4),
+                name,
+                duration(figures["seconds"]["median"]),
+                _runs(figures["seconds"]),
+                _ranks(figures["ranks"]),
+                f"{figures['gflops_per_second']:.3g}",
+                percent(figures["of_ideal"]),
+                percent(figures["waiting"]["mean"]),
+                size(figures["sent_bytes"]["mean"]),
+                _bandwidth(figures["algorithm_bandwidth"]),
+                _bandwidth(figures["bus_bandwidth"]),
+                duration(case["predicted_seconds"]) if name == direction else "",
+                "" if figures["counted"] else "BYTES DIFFER FROM THE FORMULA",
+            )
 
 
 def size_text(cases, data):
@@ -69,25 +105,42 @@ def size_text(cases, data):
 def _problem(data):
     p = data["problem"]
     heads = f"{p['heads']} heads" + (f" ({p['kv_heads']} KV)" if p["kv_heads"] != p["heads"] else "")
-    window = "" if p["window"] == [None, None] else ", window " + ",".join(
-        "" if side is None else str(side) for side in p["window"])
-    return (f"batch {p['batch']}, {heads} x {p['head_dim']}, {p['dtype']}, {'causal' if p['causal'] else 'full'}"
-            + "".join(f", {name} {p[name]}" for name in ("prefix", "causal_block") if p.get(name)) + window)
+    window = (
+        ""
+        if p["window"] == [None, None]
+        else ", window " + ",".join("" if side is None else str(side) for side in p["window"])
+    )
+    return (
+        f"batch {p['batch']}, {heads} x {p['head_dim']}, {p['dtype']}, {'causal' if p['causal'] else 'full'}"
+        + "".join(f", {name} {p[name]}" for name in ("prefix", "causal_block") if p.get(name))
+        + window
+    )
 
 
 def head_text(data):
     """The head of the report, for all sizes."""
     machine, versions, emulated = data["environment"], data["versions"], data["compute"] == EMULATED
-    head = [("problem", _problem(data)),
-            ("ranks", f"{data['ranks']} on {data['hosts']} host{'s' * (data['hosts'] > 1)}"),
-            ("back end", data["backend"] + (f": {EMULATED}, as are all times" if emulated else "")),
-            ("machine", f"{machine['processor']}, {machine['cores']} cores for {machine['ranks_on_host']} ranks on the "
-                        f"fullest host; BLAS threads of each: {machine['blas_threads'] or 'unknown'}"),
-            ("versions", f"mpiattn {data['mpiattn']}, NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), "
-                         f"{versions['mpi']}"),
-            ("measured", f"{data['runs']} runs of each case in turn, after {data['warmup']} unmeasured; median of the "
-                         "slowest rank's time"),
-            ("predicted", f"on machine {data['machine']['name']}: {data['machine']['assumes'] or 'measured'}")]
+    head = [
+        ("problem", _problem(data)),
+        ("ranks", f"{data['ranks']} on {data['hosts']} host{'s' * (data['hosts'] > 1)}"),
+        ("back end", data["backend"] + (f": {EMULATED}, as are all times" if emulated else "")),
+        (
+            "machine",
+            f"{machine['processor']}, {machine['cores']} cores for {machine['ranks_on_host']} ranks on the "
+            f"fullest host; BLAS threads of each: {machine['blas_threads'] or 'unknown'}",
+        ),
+        (
+            "versions",
+            f"mpiattn {data['mpiattn']}, NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), "
+            f"{versions['mpi']}",
+        ),
+        (
+            "measured",
+            f"{data['runs']} runs of each case in turn, after {data['warmup']} unmeasured; median of the "
+            "slowest rank's time",
+        ),
+        ("predicted", f"on machine {data['machine']['name']}: {data['machine']['assumes'] or 'measured'}"),
+    ]
     if machine["cores"] < machine["ranks_on_host"] and not emulated:
         head.append(("WARNING", "fewer cores than ranks: these times say little"))
     return facts(head)

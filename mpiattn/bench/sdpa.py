@@ -34,16 +34,20 @@ from ..system import host
 from ..system.installation import mpi_library
 from .baseline import TOLERANCE, load_torch
 
-POLL = 2e-3          # seconds between polls of a sleeping rank
-SETTLE = 0.05        # seconds for OpenMP threads to stop spinning after their last work
+POLL = 2e-3  # seconds between polls of a sleeping rank
+SETTLE = 0.05  # seconds for OpenMP threads to stop spinning after their last work
 
 
 def _arguments():
-    parser = Parser(prog="python -m mpiattn.bench.sdpa", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, meaning in (("--seqlen", 4096, "tokens"), ("--heads", 8, "heads"),
-                                   ("--head-dim", 128, "elements per head"),
-                                   ("--runs", 7, "measured runs of each")):
+    parser = Parser(
+        prog="python -m mpiattn.bench.sdpa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default, meaning in (
+        ("--seqlen", 4096, "tokens"),
+        ("--heads", 8, "heads"),
+        ("--head-dim", 128, "elements per head"),
+        ("--runs", 7, "measured runs of each"),
+    ):
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
     parser.add_argument("--backward", action="store_true", help="measure the backward pass alone")
@@ -173,10 +177,22 @@ def _run(job, args):
             torch = _Torch(args.threads, cores, arrays, args.causal, args.backward)
     plans, layout = [], args.layout
     for shape in shapes:
-        plans.append(MeshAttention(comm, seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, dtype=args.dtype,
-                                   causal=args.causal, tile=shape, schedule=args.schedule, layout=layout,
-                                   route=args.route, backend=args.backend))
-        layout = plans[0].q_layout, plans[0].k_layout               # the first plan's layout, for all
+        plans.append(
+            MeshAttention(
+                comm,
+                seqlen=args.seqlen,
+                heads=args.heads,
+                head_dim=args.head_dim,
+                dtype=args.dtype,
+                causal=args.causal,
+                tile=shape,
+                schedule=args.schedule,
+                layout=layout,
+                route=args.route,
+                backend=args.backend,
+            )
+        )
+        layout = plans[0].q_layout, plans[0].k_layout  # the first plan's layout, for all
     chunks = [plans[0].scatter(array) for array in arrays]
     passes = [_Mesh(comm, plan, chunks, args.backward) for plan in plans]
     differences = _compare(peers, args, passes, torch)
@@ -201,38 +217,70 @@ def _compare(peers, args, passes, torch):
         wholes = [run.plan.gather(result) for result in run()[1]]
         with agreement(peers, only=0):
             if peers.rank == 0:
-                differences.append(max(float(np.abs(whole - result).max() / np.abs(result).max())
-                                       for whole, result in zip(wholes, expected)))
+                differences.append(
+                    max(
+                        float(np.abs(whole - result).max() / np.abs(result).max())
+                        for whole, result in zip(wholes, expected)
+                    )
+                )
                 if not differences[-1] <= TOLERANCE[args.dtype]:
-                    raise VerificationError(f"tile {run.plan.tile} differs from torch by {differences[-1]:.2g} of "
-                                            f"the largest value, more than {TOLERANCE[args.dtype]:g}")
+                    raise VerificationError(
+                        f"tile {run.plan.tile} differs from torch by {differences[-1]:.2g} of "
+                        f"the largest value, more than {TOLERANCE[args.dtype]:g}"
+                    )
     return differences
 
 
 # Output
 
+
 def _result(name, seconds, flops, baseline, **more):
     low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
-    return {"name": name, **more, "median": median, "quartiles": [low, high], "gflops_per_second": flops / median / 1e9,
-            "time_over_torch": median / float(np.median(baseline)), "seconds": seconds}
+    return {
+        "name": name,
+        **more,
+        "median": median,
+        "quartiles": [low, high],
+        "gflops_per_second": flops / median / 1e9,
+        "time_over_torch": median / float(np.median(baseline)),
+        "seconds": seconds,
+    }
 
 
 def _tell(args, ranks, local_ranks, cores, plans, seconds, baseline, differences):
     direction = "backward" if args.backward else "forward"
     flops = plans[0].problem.flops * PRODUCTS[direction]
-    results = [_result("mpiattn", of_plan, flops, baseline, tile=str(plan.tile), schedule=plan.schedule.name,
-                       difference=difference)
-               for plan, of_plan, difference in zip(plans, seconds, differences)]
+    results = [
+        _result(
+            "mpiattn", of_plan, flops, baseline, tile=str(plan.tile), schedule=plan.schedule.name, difference=difference
+        )
+        for plan, of_plan, difference in zip(plans, seconds, differences)
+    ]
     results.append(_result("torch", baseline, flops, baseline, threads=args.threads))
     blas, threads = host.blas()
-    data = {"seqlen": args.seqlen, "heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype,
-            "causal": args.causal, "direction": direction, "flops": flops,
-            "runs": args.runs, "ranks": ranks, "ranks_on_host": local_ranks,
-            "layout": plans[0].q_layout.kind, "route": plans[0].route, "backend": plans[0].backend,
-            "machine": {"processor": host.processor(), "cores": cores, "blas": blas, "blas_threads": threads},
-            "versions": {"mpiattn": __version__, "numpy": host.version("numpy"), "torch": host.version("torch"),
-                         "mpi": mpi_library()},
-            "results": results}
+    data = {
+        "seqlen": args.seqlen,
+        "heads": args.heads,
+        "head_dim": args.head_dim,
+        "dtype": args.dtype,
+        "causal": args.causal,
+        "direction": direction,
+        "flops": flops,
+        "runs": args.runs,
+        "ranks": ranks,
+        "ranks_on_host": local_ranks,
+        "layout": plans[0].q_layout.kind,
+        "route": plans[0].route,
+        "backend": plans[0].backend,
+        "machine": {"processor": host.processor(), "cores": cores, "blas": blas, "blas_threads": threads},
+        "versions": {
+            "mpiattn": __version__,
+            "numpy": host.version("numpy"),
+            "torch": host.version("torch"),
+            "mpi": mpi_library(),
+        },
+        "results": results,
+    }
     if args.json:
         write_json(args.json, data)
     if args.json != "-":
@@ -242,25 +290,46 @@ def _tell(args, ranks, local_ranks, cores, plans, seconds, baseline, differences
 def _text(data):
     machine, versions = data["machine"], data["versions"]
     worst = max(row["difference"] for row in data["results"][:-1])
-    head = [("problem", f"{data['seqlen']} tokens, {data['heads']} heads x {data['head_dim']}, {data['dtype']}, "
-                        f"{'causal' if data['causal'] else 'full'}, {data['direction']}: "
-                        f"{data['flops'] / 1e9:.4g} Gflop"),
-            ("mpiattn", f"{versions['mpiattn']}: {data['ranks']} ranks, {data['ranks_on_host']} of them on the host of "
-                        f"torch; BLAS threads of each: {machine['blas_threads'] or 'unknown'}"),
-            ("plan", f"{data['layout']} layout, {data['route']} route, {data['backend']} back end"),
-            ("machine", f"{machine['processor']}, {machine['cores']} cores in use"),
-            ("versions", f"NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), torch {versions['torch']}, "
-                         f"{versions['mpi']}"),
-            ("difference", f"{worst:.2g} of the largest value, at most; {TOLERANCE[data['dtype']]:g} is allowed"),
-            ("measured", f"{data['runs']} runs of each, in turn")]
+    head = [
+        (
+            "problem",
+            f"{data['seqlen']} tokens, {data['heads']} heads x {data['head_dim']}, {data['dtype']}, "
+            f"{'causal' if data['causal'] else 'full'}, {data['direction']}: "
+            f"{data['flops'] / 1e9:.4g} Gflop",
+        ),
+        (
+            "mpiattn",
+            f"{versions['mpiattn']}: {data['ranks']} ranks, {data['ranks_on_host']} of them on the host of "
+            f"torch; BLAS threads of each: {machine['blas_threads'] or 'unknown'}",
+        ),
+        ("plan", f"{data['layout']} layout, {data['route']} route, {data['backend']} back end"),
+        ("machine", f"{machine['processor']}, {machine['cores']} cores in use"),
+        (
+            "versions",
+            f"NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), torch {versions['torch']}, "
+            f"{versions['mpi']}",
+        ),
+        ("difference", f"{worst:.2g} of the largest value, at most; {TOLERANCE[data['dtype']]:g} is allowed"),
+        ("measured", f"{data['runs']} runs of each, in turn"),
+    ]
     if machine["cores"] < max(data["ranks_on_host"], data["results"][-1]["threads"]):
         head.append(("WARNING", "fewer cores than ranks or threads: these times say little"))
     rows = []
     for row in data["results"]:
-        name = (f"mpiattn {row['tile']} {row['schedule']}" if row["name"] == "mpiattn"
-                else f"torch, {row['threads']} thread{'s' * (row['threads'] > 1)}")
-        rows.append((name, duration(row["median"]), " - ".join(map(duration, row["quartiles"])),
-                     f"{row['gflops_per_second']:.3g}", f"{row['time_over_torch']:.3f}"))
+        name = (
+            f"mpiattn {row['tile']} {row['schedule']}"
+            if row["name"] == "mpiattn"
+            else f"torch, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+        )
+        rows.append(
+            (
+                name,
+                duration(row["median"]),
+                " - ".join(map(duration, row["quartiles"])),
+                f"{row['gflops_per_second']:.3g}",
+                f"{row['time_over_torch']:.3f}",
+            )
+        )
     return f"{facts(head)}\n\n{table(rows, ('', 'median', 'quartiles', 'GFLOP/s', 'time over torch'))}"
 
 

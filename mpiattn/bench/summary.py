@@ -8,7 +8,7 @@ from ..model.machine import PRODUCTS
 from ..schedule.kinds import OUT, K, Q, V
 from ..schedule.travels import held_bytes
 
-EMULATED = "emulated compute"          # the label of every report whose blocks took an emulated time
+EMULATED = "emulated compute"  # the label of every report whose blocks took an emulated time
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,12 @@ class Pass:
     def of(cls, by_rank, problem, name):
         """The Pass of the measurements of every rank, a list of dicts."""
         runs = [np.array([rank[field] for rank in by_rank]).T for field in ("seconds", "waiting", "sent")]
-        return cls(*runs, *(np.array([rank[field] for rank in by_rank]) for field in ("formula", "ideal")),
-                   PRODUCTS[name] * problem.flops, whole_bytes(problem, name))
+        return cls(
+            *runs,
+            *(np.array([rank[field] for rank in by_rank]) for field in ("formula", "ideal")),
+            PRODUCTS[name] * problem.flops,
+            whole_bytes(problem, name),
+        )
 
     def __add__(self, other):
         """This pass followed by the other one."""
@@ -54,11 +58,20 @@ class Pass:
         seconds = float(np.median(self.slowest))
         waiting = np.median(self.waiting / self.seconds, axis=0)
         ideal, sent = float(self.ideal.max()), self.sent.mean(axis=0)
-        return {"seconds": {"median": seconds, **_spread(self.slowest)}, "runs": self.slowest.tolist(),
-                "ranks": _spread(np.median(self.seconds, axis=0)), "waiting": _spread(waiting),
-                "ideal_seconds": ideal, "of_ideal": ideal / seconds, "gflops_per_second": self.flops / seconds / 1e9,
-                "sent_bytes": _spread(sent), "formula_bytes": _spread(self.formula), "counted": self.counted,
-                "algorithm_bandwidth": self.nbytes / seconds, "bus_bandwidth": float(sent.mean()) / seconds}
+        return {
+            "seconds": {"median": seconds, **_spread(self.slowest)},
+            "runs": self.slowest.tolist(),
+            "ranks": _spread(np.median(self.seconds, axis=0)),
+            "waiting": _spread(waiting),
+            "ideal_seconds": ideal,
+            "of_ideal": ideal / seconds,
+            "gflops_per_second": self.flops / seconds / 1e9,
+            "sent_bytes": _spread(sent),
+            "formula_bytes": _spread(self.formula),
+            "counted": self.counted,
+            "algorithm_bandwidth": self.nbytes / seconds,
+            "bus_bandwidth": float(sent.mean()) / seconds,
+        }
 
 
 def _spread(numbers):

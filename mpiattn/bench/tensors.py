@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 NAMES = ("q", "k", "v", "dout")
-PIECE = 2 ** 20            # elements that are made at a time
+PIECE = 2**20  # elements that are made at a time
 
 
 def _mixed(counter):
@@ -26,8 +26,12 @@ class Tensors:
 
     def __init__(self, problem):
         p = self.problem = problem
-        self.rows = {"q": (p.heads, p.head_dim), "k": (p.kv_heads, p.head_dim), "v": (p.kv_heads, p.value_dim),
-                     "dout": (p.heads, p.value_dim)}
+        self.rows = {
+            "q": (p.heads, p.head_dim),
+            "k": (p.kv_heads, p.head_dim),
+            "v": (p.kv_heads, p.value_dim),
+            "dout": (p.heads, p.value_dim),
+        }
 
     def tokens(self, name, positions):
         """The tokens of a tensor at some positions: (batch, tokens, heads, dim)."""
@@ -36,12 +40,12 @@ class Tensors:
         tokens = np.empty((batch, len(positions), width), self.problem.dtype)
         step = max(1, PIECE // width)
         for b in range(batch):
-            first = (NAMES.index(name) * batch + b) << 48         # sequences have fewer than 2^48 elements
+            first = (NAMES.index(name) * batch + b) << 48  # sequences have fewer than 2^48 elements
             within = np.arange(first, first + width, dtype=np.uint64)
             for start in range(0, len(positions), step):
                 some = slice(start, start + step)
                 bits = _mixed(positions[some, None] * np.uint64(width) + within) >> np.uint64(11)
-                tokens[b, some] = (bits * 2.0 ** -52 - 1) * math.sqrt(3)      # 53 bits as [-1, 1)
+                tokens[b, some] = (bits * 2.0**-52 - 1) * math.sqrt(3)  # 53 bits as [-1, 1)
         return tokens.reshape(batch, len(positions), *row)
 
     def read(self, name, start, stop):

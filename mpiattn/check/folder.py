@@ -31,7 +31,7 @@ def gather(peers, folder):
                 output.commit()
             finally:
                 output.abandon()
-        except FileError as error:                   # the same on every rank
+        except FileError as error:  # the same on every rank
             return {**facts, "written": str(error)}
         facts["read"] = peers.allgather(_read(path, layout.seqlen))
         return facts

@@ -7,8 +7,8 @@ from ..system.installation import THREAD_LEVELS as LEVELS
 from ..system.launcher import ADVICE
 from .report_item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
 
-LEVEL = "FUNNELED"         # one thread of a rank calls MPI, beside the BLAS threads
-LARGEST_TAG = 32767        # the least that MPI guarantees, and more than mpiattn uses
+LEVEL = "FUNNELED"  # one thread of a rank calls MPI, beside the BLAS threads
+LARGEST_TAG = 32767  # the least that MPI guarantees, and more than mpiattn uses
 # Ranks with different versions of these cannot work together; with others they may.
 GRAVE = ("MPI", "mpiattn", "mpi4py")
 
@@ -16,12 +16,15 @@ GRAVE = ("MPI", "mpiattn", "mpi4py")
 def size(ranks):
     """MPI sees as many ranks as the launcher started."""
     launched, here = ranks[0]["launched"], len(ranks)
-    if here == 1 and launched not in (None, 1):        # other counts are legal: parts of a job may be launched apart
+    if here == 1 and launched not in (None, 1):  # other counts are legal: parts of a job may be launched apart
         library = ranks[0]["mpi"]["library"]
         return Item("ranks", FAIL, f"the launcher started {launched} ranks, this MPI sees {here} ({library})", ADVICE)
     nodes = by_node(ranks)
-    return Item("ranks", PASS, f"{count(here, 'rank')} on {count(len(nodes), 'node')}, "
-                               f"{span([len(node) for node in nodes])} a node")
+    return Item(
+        "ranks",
+        PASS,
+        f"{count(here, 'rank')} on {count(len(nodes), 'node')}, {span([len(node) for node in nodes])} a node",
+    )
 
 
 def versions(ranks):
@@ -34,15 +37,24 @@ def versions(ranks):
             by_version.setdefault(version, []).append(rank)
         if len(by_version) > 1:
             names.append(name)
-            differences.append(f"{name} is " + ", ".join(
-                f"{version or 'not installed'} on {ranks_text([rank['rank'] for rank in having])} "
-                f"({having[0]['host']})" for version, having in by_version.items()))
+            differences.append(
+                f"{name} is "
+                + ", ".join(
+                    f"{version or 'not installed'} on {ranks_text([rank['rank'] for rank in having])} "
+                    f"({having[0]['host']})"
+                    for version, having in by_version.items()
+                )
+            )
     if not names:
         shown = ", ".join(f"{name} {ranks[0]['versions'][name]}" for name in ("mpiattn", "Python", "NumPy", "mpi4py"))
         return Item("versions", PASS, f"{shown}; the same on every rank")
-    return Item("versions", FAIL if set(names) & set(GRAVE) else WARN, "; ".join(differences),
-                f"let every node use one installation: put it on a file system that all share, or install the same "
-                f"{' and '.join(names)} on each; and see that PATH and PYTHONPATH reach the other nodes")
+    return Item(
+        "versions",
+        FAIL if set(names) & set(GRAVE) else WARN,
+        "; ".join(differences),
+        f"let every node use one installation: put it on a file system that all share, or install the same "
+        f"{' and '.join(names)} on each; and see that PATH and PYTHONPATH reach the other nodes",
+    )
 
 
 def mpi(ranks):
@@ -52,9 +64,14 @@ def mpi(ranks):
     tag = min(rank["mpi"]["largest_tag"] for rank in ranks)
     text = f"{facts['library']}, standard {facts['standard']}, thread level {level}, tags up to {tag}"
     if LEVELS.index(level) < LEVELS.index(LEVEL):
-        return Item("MPI", WARN, text, f"thread level {LEVEL} is needed, because a rank's BLAS has threads: do not set "
-                                       "MPI4PY_RC_THREAD_LEVEL or mpi4py.rc.thread_level, and check how this MPI was "
-                                       "built")
+        return Item(
+            "MPI",
+            WARN,
+            text,
+            f"thread level {LEVEL} is needed, because a rank's BLAS has threads: do not set "
+            "MPI4PY_RC_THREAD_LEVEL or mpi4py.rc.thread_level, and check how this MPI was "
+            "built",
+        )
     if tag < LARGEST_TAG:
         return Item("MPI", WARN, text, f"the MPI standard requires tags up to {LARGEST_TAG}: use another build of MPI")
     return Item("MPI", PASS, text)

@@ -28,18 +28,23 @@ def crowded(ranks):
 def binding(ranks):
     """Every rank can have a core of its own."""
     nodes = by_node(ranks)
-    text = (f"{span([len(rank['cores']) for rank in ranks])} cores that a rank may use, "
-            f"{span([len(_cores(node)) for node in nodes])} a node")
+    text = (
+        f"{span([len(rank['cores']) for rank in ranks])} cores that a rank may use, "
+        f"{span([len(_cores(node)) for node in nodes])} a node"
+    )
     crowds = [(node, *_crowd(node)) for node in nodes if _crowd(node)]
     if not crowds:
         return Item("binding", PASS, text)
-    shared = [f"{ranks_text(crowd)} share {count(len(cores), 'core')} of {node[0]['host']}"
-              for node, crowd, cores in crowds]
+    shared = [
+        f"{ranks_text(crowd)} share {count(len(cores), 'core')} of {node[0]['host']}" for node, crowd, cores in crowds
+    ]
     if any(len(_cores(node)) < len(node) for node, *_ in crowds):
         advice = "ranks that share a core wait for each other: start at most as many ranks a node as it has cores"
     else:
-        advice = ("the launcher binds several ranks to one core: let it give each its own (mpiexec -bind-to core, "
-                  "--bind-to core of Open MPI, srun --cpu-bind=cores)")
+        advice = (
+            "the launcher binds several ranks to one core: let it give each its own (mpiexec -bind-to core, "
+            "--bind-to core of Open MPI, srun --cpu-bind=cores)"
+        )
     return Item("binding", WARN, "; ".join(shared), advice)
 
 
@@ -52,8 +57,12 @@ def threads(ranks):
     advice = f"let every rank have its share of the cores: set {variable}={share} for all of them"
     if None in used:
         if all(rank["blas"]["settings"] for rank in ranks):
-            return Item("threads", PASS, "BLAS does not say how many it uses; they are limited by "
-                                         + ", ".join(sorted(ranks[0]["blas"]["settings"])))
+            return Item(
+                "threads",
+                PASS,
+                "BLAS does not say how many it uses; they are limited by "
+                + ", ".join(sorted(ranks[0]["blas"]["settings"])),
+            )
         return Item("threads", WARN, "BLAS does not say how many it uses, and no variable limits them", advice)
     text = f"{span(used)} of BLAS in a rank"
     for node in by_node(ranks):
@@ -72,19 +81,37 @@ def gpu_aware(ranks, probes):
     worst = min(tried, key=lambda probe: ("no", "unknown", "yes").index(probe["answer"]))
     text = f"{worst['answer']}: {worst['text']}; {why}"
     if worst["answer"] == "unknown":
-        return Item("GPU-aware MPI", WARN, text, "find out why the probe cannot run; until then device buffers go "
-                                                 "through host memory")
+        return Item(
+            "GPU-aware MPI",
+            WARN,
+            text,
+            "find out why the probe cannot run; until then device buffers go through host memory",
+        )
     if worst["answer"] == "no" and claim:
-        return Item("GPU-aware MPI", FAIL, text, "this MPI claims to take device buffers but fails with one: load a "
-                                                 "build that fits the driver, or switch its GPU support off")
+        return Item(
+            "GPU-aware MPI",
+            FAIL,
+            text,
+            "this MPI claims to take device buffers but fails with one: load a "
+            "build that fits the driver, or switch its GPU support off",
+        )
     if worst["answer"] == "no":
-        return Item("GPU-aware MPI", WARN, text, "device buffers go through host memory, which is slower: load an MPI "
-                                                 "built with CUDA, if the site has one")
+        return Item(
+            "GPU-aware MPI",
+            WARN,
+            text,
+            "device buffers go through host memory, which is slower: load an MPI built with CUDA, if the site has one",
+        )
     if not claim:
-        return Item("GPU-aware MPI", WARN, text, "device buffers work, but this MPI does not claim to take them, so "
-                                                 "mpiattn does not use them: set the documented variable "
-                                                 "(MPIR_CVAR_ENABLE_GPU=1 for MPICH, MPICH_GPU_SUPPORT_ENABLED=1 for "
-                                                 "Cray MPICH)")
+        return Item(
+            "GPU-aware MPI",
+            WARN,
+            text,
+            "device buffers work, but this MPI does not claim to take them, so "
+            "mpiattn does not use them: set the documented variable "
+            "(MPIR_CVAR_ENABLE_GPU=1 for MPICH, MPICH_GPU_SUPPORT_ENABLED=1 for "
+            "Cray MPICH)",
+        )
     return Item("GPU-aware MPI", PASS, text)
 
 
@@ -103,13 +130,18 @@ def devices(ranks):
                 taken.setdefault(device, []).append(rank["rank"])
         if blind:
             problems.append(f"no device is seen by {ranks_text(blind)} of {name}")
-        problems += [f"{ranks_text(some)} share device {device} of {name}"
-                 for device, some in taken.items() if len(some) > 1]
+        problems += [
+            f"{ranks_text(some)} share device {device} of {name}" for device, some in taken.items() if len(some) > 1
+        ]
         if visible - set(taken):
             problems.append(f"{count(len(visible - set(taken)), 'device')} of {name} not used")
     if problems:
-        return Item("devices", WARN, "; ".join(problems),
-                    "start as many ranks per node as it has devices, and let every rank see all of them: a rank uses "
-                    "the device whose number is its rank on the node")
+        return Item(
+            "devices",
+            WARN,
+            "; ".join(problems),
+            "start as many ranks per node as it has devices, and let every rank see all of them: a rank uses "
+            "the device whose number is its rank on the node",
+        )
     names = sorted({name for rank in ranks for name in rank["device_names"]})
     return Item("devices", PASS, f"one for each rank: {', '.join(names)}")

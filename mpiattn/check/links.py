@@ -8,10 +8,10 @@ from ..backends.numpy.backend import NumpyBackend
 from ..tuning.samples import take_turns
 from ..tuning.wire import Wire
 
-SHORT = 8                            # bytes, for the latency
-SIZES = (2 ** 20, 4 * 2 ** 20)       # bytes, for the rate
-TURNS, REPEATS = 30, 7               # short exchanges in a row; at most this many repetitions of every measurement
-LIMIT = 2.0                          # seconds for all measurements together
+SHORT = 8  # bytes, for the latency
+SIZES = (2**20, 4 * 2**20)  # bytes, for the rate
+TURNS, REPEATS = 30, 7  # short exchanges in a row; at most this many repetitions of every measurement
+LIMIT = 2.0  # seconds for all measurements together
 
 
 def gather(peers, ranks):
@@ -26,10 +26,17 @@ def gather(peers, ranks):
     works = [_arriving(Wire(peers, backend, SHORT), TURNS), *(_arriving(Wire(peers, backend, size)) for size in SIZES)]
     latency, *long = np.moveaxis(np.median(take_turns(peers, works, LIMIT, most=REPEATS), axis=1), -1, 0).tolist()
     backend.close()
-    return [{"from": source, "to": rank, "latency": latency[rank] / TURNS,
-             "between": ranks[source]["node"] != ranks[rank]["node"],
-             "rates": {size: size / took[rank] for size, took in zip(SIZES, long)}}
-            for rank in range(peers.size) for source in [(rank - 1) % peers.size]]
+    return [
+        {
+            "from": source,
+            "to": rank,
+            "latency": latency[rank] / TURNS,
+            "between": ranks[source]["node"] != ranks[rank]["node"],
+            "rates": {size: size / took[rank] for size, took in zip(SIZES, long)},
+        }
+        for rank in range(peers.size)
+        for source in [(rank - 1) % peers.size]
+    ]
 
 
 def _arriving(wire, times=1):
@@ -44,4 +51,5 @@ def _arriving(wire, times=1):
             took = time.perf_counter() - start
             wire.complete(leaving)
         return took
+
     return work

@@ -17,9 +17,19 @@ def gather(peers):
     nodes = nodes_of(peers)
     node = nodes[peers.rank]
     names, why = installation.devices()
-    return peers.allgather({
-        "rank": peers.rank, "host": socket.gethostname(), "node": nodes.index(node),
-        "local_rank": nodes[:peers.rank].count(node),
-        "cores": sorted(host.cores()), "versions": installation.versions(), "blas": installation.blas(),
-        "mpi": installation.mpi(peers.comm), "launched": launched()[0],
-        "devices": installation.device_addresses(len(names)), "device_names": names, "no_devices_why": why})
+    return peers.allgather(
+        {
+            "rank": peers.rank,
+            "host": socket.gethostname(),
+            "node": nodes.index(node),
+            "local_rank": nodes[: peers.rank].count(node),
+            "cores": sorted(host.cores()),
+            "versions": installation.versions(),
+            "blas": installation.blas(),
+            "mpi": installation.mpi(peers.comm),
+            "launched": launched()[0],
+            "devices": installation.device_addresses(len(names)),
+            "device_names": names,
+            "no_devices_why": why,
+        }
+    )

@@ -38,7 +38,7 @@ def gather(peers, timeout, progress=lambda done: None):
 
 
 def _run(peers, case, timeout, progress):
-    seqlen = 6 * peers.size + 5                    # chunks of different lengths
+    seqlen = 6 * peers.size + 5  # chunks of different lengths
     rng = np.random.default_rng(seqlen)
     q, dout = rng.standard_normal((2, 1, seqlen, HEADS, HEAD_DIM), np.float32)
     k, v = rng.standard_normal((2, 1, seqlen, KV_HEADS, HEAD_DIM), np.float32)
@@ -46,15 +46,28 @@ def _run(peers, case, timeout, progress):
 
     def read(name, start, stop):
         return inputs[name][:, start:stop]
-    with MeshAttention(peers.comm, seqlen=seqlen, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
-                       causal=case.causal, tile=case.tile, schedule=case.schedule, route=case.route,
-                       layout="zigzag" if case.causal else "contiguous", timeout=timeout) as plan:
+
+    with MeshAttention(
+        peers.comm,
+        seqlen=seqlen,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        causal=case.causal,
+        tile=case.tile,
+        schedule=case.schedule,
+        route=case.route,
+        layout="zigzag" if case.causal else "contiguous",
+        timeout=timeout,
+    ) as plan:
         *chunks, dout_chunk = (np.ascontiguousarray(array[:, plan.positions]) for array in inputs.values())
         out, lse = plan.forward(*chunks)
         gradients = plan.backward(dout_chunk, *chunks, out, lse)
         layouts = plan.q_layout, plan.k_layout
-        reports = (verify(peers, plan.problem, layouts[0], out, lse, read),
-                   verify_gradients(peers, plan.problem, *layouts, out, lse, gradients, read))
+        reports = (
+            verify(peers, plan.problem, layouts[0], out, lse, read),
+            verify_gradients(peers, plan.problem, *layouts, out, lse, gradients, read),
+        )
     progress(1)
     failed = [str(report) for report in reports if not report.passed]
     return {"case": str(case), "passed": not failed, "text": "; ".join(failed)}

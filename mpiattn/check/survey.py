@@ -23,20 +23,29 @@ def survey(job, where, timeout, progress=lambda done: None):
         facts = job(name, work)
         progress(1)
         return facts
+
     ranks = phase("look at the ranks", lambda: rank_facts.gather(peers))
     probes = phase("probe devices", lambda: _probes(peers, ranks, timeout))
     cases = job("compute", lambda: results.gather(peers, timeout, progress))
     rates = phase("measure links", lambda: links.gather(peers, ranks))
     file = phase("write a file", lambda: folder.gather(peers, where))
-    items = [judge_launch.size(ranks), judge_launch.versions(ranks), judge_launch.mpi(ranks), judge_node.binding(ranks),
-             judge_node.threads(ranks), judge_node.devices(ranks), judge_node.gpu_aware(ranks, probes),
-             judge_work.results(cases), judge_work.links(rates, ranks, judge_node.crowded(ranks)),
-             judge_work.files(file, ranks)]
+    items = [
+        judge_launch.size(ranks),
+        judge_launch.versions(ranks),
+        judge_launch.mpi(ranks),
+        judge_node.binding(ranks),
+        judge_node.threads(ranks),
+        judge_node.devices(ranks),
+        judge_node.gpu_aware(ranks, probes),
+        judge_work.results(cases),
+        judge_work.links(rates, ranks, judge_node.crowded(ranks)),
+        judge_work.files(file, ranks),
+    ]
     return items, {"ranks": ranks, "probes": probes, "cases": cases, "links": rates, "files": file}
 
 
 def _probes(peers, ranks, timeout):
     """By rank, the probe's result on the first rank of every node that sees devices; None for the others."""
     asked = {min(seeing) for node in by_node(ranks) if (seeing := [rank["rank"] for rank in node if rank["devices"]])}
-    limit = min(gpu_probe.TIMEOUT, time_limit(timeout) / 2)             # less than the others' time limit for waiting
+    limit = min(gpu_probe.TIMEOUT, time_limit(timeout) / 2)  # less than the others' time limit for waiting
     return peers.allgather(gpu_probe.probe(timeout=limit) if peers.rank in asked else None)

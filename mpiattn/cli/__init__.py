@@ -19,14 +19,14 @@ COMMANDS = {
     "decode": "attention of a few queries over a cache of keys and values (under mpiexec or srun)",
     "plan": "list every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
     "bench": "measure the speed of attention on the ranks of this launch: sizes, tiles, schedules, routes; decoding; "
-             "kernels",
+    "kernels",
     "check": "check that this installation and this launch work; the first thing to run on a new cluster",
     "tune": "measure the machine that these ranks run on, for later plans (under mpiexec or srun)",
     "slurm": "list the Slurm batch scripts, or copy them to submit (no MPI needed)",
     "info": "show versions, MPI, devices and hosts of this installation and this launch",
 }
 
-UNDER_MPI = ("run", "decode", "bench", "check", "tune", "info")      # under a launcher each rank has a witness
+UNDER_MPI = ("run", "decode", "bench", "check", "tune", "info")  # under a launcher each rank has a witness
 MAKES = {"generate": "FILE", "convert": "OUT", "run": "OUT", "decode": "OUT"}  # the argument that names the output
 
 EXAMPLES = """\
@@ -41,13 +41,17 @@ examples:
 
 
 def _parser(command):
-    parser = Parser(prog="mpiattn", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-                     description="Exact attention for sequences that do not fit one GPU, native to MPI.")
+    parser = Parser(
+        prog="mpiattn",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Exact attention for sequences that do not fit one GPU, native to MPI.",
+    )
     parser.add_argument("--version", action="version", version=f"mpiattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name == command:                            # import only the modules of the chosen subcommand
+        if name == command:  # import only the modules of the chosen subcommand
             module = import_module(f".{name}", __name__)
             sub.description = module.__doc__
             module.add_arguments(sub)
@@ -59,7 +63,7 @@ def _parser(command):
 def main(argv=None):
     """Entry point of `mpiattn`: returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    limit_threads()                                    # before anything imports NumPy
+    limit_threads()  # before anything imports NumPy
     command = next((word for word in argv if word in COMMANDS), None)
     if command in UNDER_MPI:
         if launch_rank(None) is not None:
@@ -79,6 +83,6 @@ def _run(args):
         if launch_rank() == 0 or not error.everywhere:
             print(f"mpiattn {args.command}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:                            # as in `mpiattn plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # so that Python's last flush cannot fail
-        return 141                                     # the exit code that shells report for SIGPIPE
+    except BrokenPipeError:  # as in `mpiattn plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush cannot fail
+        return 141  # the exit code that shells report for SIGPIPE

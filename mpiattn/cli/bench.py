@@ -57,22 +57,47 @@ def add_arguments(parser):
     """Declare the arguments of `mpiattn bench`."""
     parser.add_argument("--seqlen", type=int, nargs="+", default=[4096], metavar="N", help="tokens (default: 4096)")
     parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
-    parser.add_argument("--kv-heads", type=int, metavar="H",
-                        help="key and value heads, a divisor of --heads (default: --heads)")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="H", help="key and value heads, a divisor of --heads (default: --heads)"
+    )
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: 128)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
     options.add_masks(parser)
-    parser.add_argument("--direction", default="forward", choices=tuple(search.DIRECTIONS),
-                        help="which passes to measure, and to choose for (default: %(default)s)")
-    parser.add_argument("--tile", nargs="+", default=["auto", "ring"], metavar="AxB",
-                        help="tiles, as for `mpiattn run`; all: every tile of these ranks (default: auto ring)")
-    parser.add_argument("--schedule", nargs="+", default=["auto"], choices=(*cost.SCHEDULES, "auto"),
-                        metavar="NAME", help=f"{', '.join(cost.SCHEDULES)}, auto (default: auto)")
-    parser.add_argument("--route", nargs="+", default=["auto"], choices=(*ROUTES, "auto"), metavar="NAME",
-                        help=f"{', '.join(ROUTES)}, auto (default: auto)")
-    parser.add_argument("--no-overlap", action="store_true",
-                        help="measure every case without overlap too (except collective schedules, which have none)")
+    parser.add_argument(
+        "--direction",
+        default="forward",
+        choices=tuple(search.DIRECTIONS),
+        help="which passes to measure, and to choose for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tile",
+        nargs="+",
+        default=["auto", "ring"],
+        metavar="AxB",
+        help="tiles, as for `mpiattn run`; all: every tile of these ranks (default: auto ring)",
+    )
+    parser.add_argument(
+        "--schedule",
+        nargs="+",
+        default=["auto"],
+        choices=(*cost.SCHEDULES, "auto"),
+        metavar="NAME",
+        help=f"{', '.join(cost.SCHEDULES)}, auto (default: auto)",
+    )
+    parser.add_argument(
+        "--route",
+        nargs="+",
+        default=["auto"],
+        choices=(*ROUTES, "auto"),
+        metavar="NAME",
+        help=f"{', '.join(ROUTES)}, auto (default: auto)",
+    )
+    parser.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="measure every case without overlap too (except collective schedules, which have none)",
+    )
     options.add_layout(parser)
     options.add_wire_dtype(parser)
     options.add_backend(parser)
@@ -80,15 +105,22 @@ def add_arguments(parser):
     options.add_max_memory(parser)
     options.add_machine(parser)
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=1, metavar="N",
-                        help="unmeasured runs before them, besides the checked one (default: %(default)s)")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=1,
+        metavar="N",
+        help="unmeasured runs before them, besides the checked one (default: %(default)s)",
+    )
     options.add_timeout(parser)
     options.add_json(parser)
-    parser.add_argument("--plot", metavar="FILE",
-                        help="draw the timeline of the slowest rank in the last run of the first case, predicted above "
-                             "measured: FILE.png, .svg or .pdf; needs the extra `plot`")
-    parser.add_argument("--hdf5", metavar="FILE",
-                        help="write every run of every rank as HDF5 too, whole or not at all")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw the timeline of the slowest rank in the last run of the first case, predicted above "
+        "measured: FILE.png, .svg or .pdf; needs the extra `plot`",
+    )
+    parser.add_argument("--hdf5", metavar="FILE", help="write every run of every rank as HDF5 too, whole or not at all")
     decode.add_arguments(parser)
     kernel.add_arguments(parser)
 
@@ -112,8 +144,12 @@ def _decode(job, args):
             if job.comm.rank == 0:
                 _keep(args, data, number == len(args.seqlen))
                 if args.json != "-":
-                    print(*[decode.head_text(data)][number - 1:], decode.result_text(data["results"][-1]), sep="\n",
-                          flush=True)
+                    print(
+                        *[decode.head_text(data)][number - 1 :],
+                        decode.result_text(data["results"][-1]),
+                        sep="\n",
+                        flush=True,
+                    )
     return 0
 
 
@@ -121,10 +157,28 @@ def _run(job, args):
     comm, peers = job.comm, job.peers
     with agreement(peers):
         asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap)
-    how = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "batch", "dtype", "causal",
-                                                  "prefix", "causal_block", "window", "direction", "layout",
-                                                  "wire_dtype", "backend", "transport", "max_memory", "machine",
-                                                  "timeout")}
+    how = {
+        name: getattr(args, name)
+        for name in (
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "batch",
+            "dtype",
+            "causal",
+            "prefix",
+            "causal_block",
+            "window",
+            "direction",
+            "layout",
+            "wire_dtype",
+            "backend",
+            "transport",
+            "max_memory",
+            "machine",
+            "timeout",
+        )
+    }
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
         measured = measure.measure(job, of_size, how, search.DIRECTIONS[args.direction], args.runs, args.warmup)
@@ -132,9 +186,16 @@ def _run(job, args):
         summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]
         measured_cases = report.cases_as_data(of_size, measured.which, measured.plans, summaries)
         passes += [by_plan[i] for i in measured.which]
-        data |= {"backend": measured.backend, "compute": measured.compute, "machine": measured.machine.as_dict(),
-                 "problem": _problem(measured.problem), "direction": args.direction, "runs": args.runs,
-                 "warmup": args.warmup, "cases": [*data.get("cases", []), *measured_cases]}
+        data |= {
+            "backend": measured.backend,
+            "compute": measured.compute,
+            "machine": measured.machine.as_dict(),
+            "problem": _problem(measured.problem),
+            "direction": args.direction,
+            "runs": args.runs,
+            "warmup": args.warmup,
+            "cases": [*data.get("cases", []), *measured_cases],
+        }
         with agreement(peers, only=0):
             if comm.rank == 0:
                 if args.hdf5:
@@ -143,8 +204,7 @@ def _run(job, args):
                     _plot(args.plot, measured, measured_cases[0])
                 _keep(args, data, number == len(asked))
         if comm.rank == 0 and args.json != "-":
-            print(*[report.head_text(data)][number - 1:], report.size_text(measured_cases, data), sep="\n",
-                  flush=True)
+            print(*[report.head_text(data)][number - 1 :], report.size_text(measured_cases, data), sep="\n", flush=True)
     return 0
 
 
@@ -163,8 +223,10 @@ def _check(args):
         unused = defaults.keys() - module.SHARED - module.OWN if asked else module.OWN
         for name in sorted(unused):
             if getattr(args, name) != defaults[name]:
-                raise ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)!r}; it has no meaning "
-                                    f"{'with' if asked else 'without'} --{kind}")
+                raise ArgumentError(
+                    f"--{name.replace('_', '-')} is {getattr(args, name)!r}; it has no meaning "
+                    f"{'with' if asked else 'without'} --{kind}"
+                )
     for name, least in (("runs", 1), ("warmup", 0)):
         if getattr(args, name) < least:
             raise ArgumentError(f"--{name} is {getattr(args, name)}; it must be at least {least}")
@@ -179,27 +241,42 @@ def _plot(path, measured, case):
     """Draw the first case of the last size."""
     pairs = []
     for name, (predicted, traced) in measured.timelines.items():
-        pairs += [(f"{name}, predicted for {measured.machine.name}", predicted),
-                  (f"{name}, measured{', emulated compute' * (measured.compute != 'real')}", traced)]
+        pairs += [
+            (f"{name}, predicted for {measured.machine.name}", predicted),
+            (f"{name}, measured{', emulated compute' * (measured.compute != 'real')}", traced),
+        ]
     p = measured.problem
-    title = (f"{p.seqlen} tokens x {p.heads} heads x {p.head_dim}, {p.dtype}, tile {case['tile']}, {case['schedule']}, "
-             f"{case['route']} route")
+    title = (
+        f"{p.seqlen} tokens x {p.heads} heads x {p.head_dim}, {p.dtype}, tile {case['tile']}, {case['schedule']}, "
+        f"{case['route']} route"
+    )
     style.save(timeline(pairs, title=title), path, "--plot")
 
 
 def _problem(problem):
     """The part of a problem that is the same for all sizes."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(problem).items()
-            if name not in ("seqlen", "seqlen_k")}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(problem).items()
+        if name not in ("seqlen", "seqlen_k")
+    }
 
 
 def _environment(peers):
     """The hosts, cores, BLAS and versions of this launch; collective."""
     nodes, cores = nodes_of(peers), peers.allgather(len(host.cores()))
     blas, threads = host.blas()
-    ranks, cores = max(((nodes.count(node), count) for node, count in zip(nodes, cores)),
-                       key=lambda pair: pair[0] / pair[1])
-    return {"hosts": max(nodes) + 1,
-            "environment": {"processor": host.processor(), "cores": cores, "ranks_on_host": ranks, "blas": blas,
-                            "blas_threads": threads},
-            "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()}}
+    ranks, cores = max(
+        ((nodes.count(node), count) for node, count in zip(nodes, cores)), key=lambda pair: pair[0] / pair[1]
+    )
+    return {
+        "hosts": max(nodes) + 1,
+        "environment": {
+            "processor": host.processor(),
+            "cores": cores,
+            "ranks_on_host": ranks,
+            "blas": blas,
+            "blas_threads": threads,
+        },
+        "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()},
+    }

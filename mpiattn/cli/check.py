@@ -33,16 +33,23 @@ from ..system.launch_variables import launch_rank
 from ..system.launcher import ADVICE, foreign
 from ..system.sources import test_dir
 
-TIMEOUT = 60.0             # seconds; no part of the check takes a rank this long
+TIMEOUT = 60.0  # seconds; no part of the check takes a rank this long
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn check`."""
-    parser.add_argument("--folder", metavar="DIR",
-                        help="folder in which a small file is written, read and removed (default: the current folder)")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS",
-                        help="how long a rank waits for others before it reports whom it waits for and ends the job "
-                             f"(default: {TIMEOUT:g}; inf: for ever)")
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="folder in which a small file is written, read and removed (default: the current folder)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long a rank waits for others before it reports whom it waits for and ends the job "
+        f"(default: {TIMEOUT:g}; inf: for ever)",
+    )
     options.add_json(parser)
     parser.add_argument("--full", action="store_true", help="run the tests of mpiattn on these ranks instead")
     parser.add_argument("pytest", nargs="*", metavar="-- ARG", help="with --full, arguments for pytest")
@@ -108,12 +115,23 @@ def as_text(items, width=None):
     lines = []
     for item in items:
         start = f"{item.status}  {item.name.ljust(longest)}  "
-        lines += textwrap.wrap(item.text, width, initial_indent=start, subsequent_indent=" " * len(start),
-                               break_long_words=False, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            item.text,
+            width,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         if item.advice:
-            lines += textwrap.wrap(item.advice, width, initial_indent=" " * len(start) + "-> ",
-                                   subsequent_indent=" " * (len(start) + 3), break_long_words=False,
-                                   break_on_hyphens=False)
+            lines += textwrap.wrap(
+                item.advice,
+                width,
+                initial_indent=" " * len(start) + "-> ",
+                subsequent_indent=" " * (len(start) + 3),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     counts = Counter(item.status for item in items)
     return "\n".join([*lines, ", ".join(f"{counts[status]} {status}" for status in (PASS, WARN, FAIL))])
 
@@ -130,7 +148,8 @@ def _full(args):
     except FileError as error:
         args.wrong(str(error))
     import pytest
-    defer(False)                        # the tests start MPI themselves, and only under a launcher
+
+    defer(False)  # the tests start MPI themselves, and only under a launcher
     # A pytest configuration in a folder above the installation belongs to another project: ignore it.
     alone = ["-c", os.devnull, "--rootdir", str(tests), "-p", "no:cacheprovider", "-ra"]
     return int(pytest.main([*alone, "-m", "not workshop", *args.pytest, str(tests)]))

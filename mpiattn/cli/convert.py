@@ -31,7 +31,7 @@ from ..system.atomic_file import NewFile
 from ..system.launch_variables import launch_rank
 from .names import CUTS, TENSORS, add_names
 
-PIECE_ELEMENTS = 2 ** 22
+PIECE_ELEMENTS = 2**22
 NEEDED = ("q", "k", "v")
 
 
@@ -47,12 +47,20 @@ def add_arguments(parser):
     parser.add_argument("sources", nargs="+", metavar="FILES", help="files that hold the tensors")
     parser.add_argument("output", metavar="OUT", help="HDF5 file to make; an existing one is replaced")
     add_names(parser, TENSORS + CUTS, "FILES")
-    parser.add_argument("--axes", choices=AXES, default=AXES[0],
-                        help="the order of the tensors' axes in FILES: b batch, s seqlen, h heads, d head_dim; bhsd is "
-                             "(batch, heads, seqlen, head_dim), PyTorch's; in OUT it is always bshd "
-                             "(default: %(default)s)")
-    parser.add_argument("--only", type=_parts, metavar="LIST",
-                        help="convert only these: k,v for a CACHE of `mpiattn decode`, q for its QUERIES")
+    parser.add_argument(
+        "--axes",
+        choices=AXES,
+        default=AXES[0],
+        help="the order of the tensors' axes in FILES: b batch, s seqlen, h heads, d head_dim; bhsd is "
+        "(batch, heads, seqlen, head_dim), PyTorch's; in OUT it is always bshd "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        type=_parts,
+        metavar="LIST",
+        help="convert only these: k,v for a CACHE of `mpiattn decode`, q for its QUERIES",
+    )
 
 
 def run(args):
@@ -63,8 +71,9 @@ def run(args):
     try:
         with contextlib.ExitStack() as stack:
             taken = _chosen(args, _all(args.sources, stack))
-            shapes = {name: (_shape(tensor, args.axes), tensor.dtype) for name, tensor in taken.items()
-                      if name in TENSORS}
+            shapes = {
+                name: (_shape(tensor, args.axes), tensor.dtype) for name, tensor in taken.items() if name in TENSORS
+            }
             if set(NEEDED) <= set(shapes):
                 Problem(**hdf5.problem_of("FILES", ", ".join(args.sources), shapes))
             for _, dtype in shapes.values():
@@ -77,12 +86,16 @@ def run(args):
     listed = ", ".join(f"{name} {shape}" for name, (shape, _) in shapes.items())
     listed += "".join(f", {name} {taken[name].shape}" for name in CUTS if name in taken)
     dtypes = ", ".join(dict.fromkeys(dtype for _, dtype in shapes.values()))
-    print(", ".join(filter(None, [f"{args.output}: {listed}".replace(": , ", ": "), dtypes,
-                                  size(os.path.getsize(args.output))])))
+    print(
+        ", ".join(
+            filter(None, [f"{args.output}: {listed}".replace(": , ", ": "), dtypes, size(os.path.getsize(args.output))])
+        )
+    )
     return 0
 
 
 # Choosing tensors
+
 
 def _all(sources, stack):
     """The tensors of all files by name, with the files that have them: name -> [(path, `Tensor`)]."""
@@ -103,17 +116,21 @@ def _chosen(args, tensors):
         name = args.names.get(part, part)
         if name not in tensors:
             near = closest(name, tensors)
-            raise FileError(f"FILES has no tensor {name!r}{f'; did you mean {near!r}?' if near else ''}"
-                            f"{'' if part in args.names else f', and --names gives no name for {part}'}; "
-                            f"it has{_listed(tensors) or ' none'}")
+            raise FileError(
+                f"FILES has no tensor {name!r}{f'; did you mean {near!r}?' if near else ''}"
+                f"{'' if part in args.names else f', and --names gives no name for {part}'}; "
+                f"it has{_listed(tensors) or ' none'}"
+            )
         (path, tensor), *others = tensors[name]
         if others:
             raise FileError(f"FILES has {name!r} in {path!r} and in {others[0][0]!r}; only one may have it")
         taken[part] = tensor
         dims, dtypes = ((3, 4), tuple(ITEMSIZE)) if part in TENSORS else ((1, 2), ("int32", "int64", "uint32"))
         if len(tensor.shape) not in dims or tensor.dtype not in dtypes:
-            raise FileError(f"FILES has {name!r}, {tensor.shape} in {tensor.dtype}; {part} must have {dims[0]} or "
-                            f"{dims[1]} dimensions and be of {', '.join(dtypes)}")
+            raise FileError(
+                f"FILES has {name!r}, {tensor.shape} in {tensor.dtype}; {part} must have {dims[0]} or "
+                f"{dims[1]} dimensions and be of {', '.join(dtypes)}"
+            )
     return taken
 
 
@@ -128,6 +145,7 @@ def _shape(tensor, axes):
 
 
 # Writing
+
 
 def _write(path, taken, shapes, axes):
     cuts = {name: taken[name].read((slice(0, taken[name].shape[0]),)) for name in CUTS if name in taken}

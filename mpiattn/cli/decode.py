@@ -47,26 +47,44 @@ def add_arguments(parser):
     parser.add_argument("queries", metavar="QUERIES", help="HDF5 file with dataset q")
     parser.add_argument("output", metavar="OUT", help="HDF5 file to make, with datasets out and lse")
     options.add_axes(parser, "CACHE, QUERIES and OUT, whose tokens are CACHE's or queries")
-    parser.add_argument("--full", action="store_true",
-                        help="queries see the tokens after their own too (default: causal)")
+    parser.add_argument(
+        "--full", action="store_true", help="queries see the tokens after their own too (default: causal)"
+    )
     options.add_window(parser)
     parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
     parser.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(head_dim))")
-    parser.add_argument("--way", default="auto", choices=(*WAYS, "auto"),
-                        help="algorithm that combines partial results; allreduce: the paper's, two MPI_Allreduce; "
-                             "butterfly: messages between pairs of ranks, in half as many rounds; levels: inside "
-                             "nodes, then between them; auto: the shortest predicted time (default: %(default)s)")
-    parser.add_argument("--page-size", type=int, default=64, metavar="TOKENS",
-                        help="tokens of a page of the cache (default: %(default)s)")
+    parser.add_argument(
+        "--way",
+        default="auto",
+        choices=(*WAYS, "auto"),
+        help="algorithm that combines partial results; allreduce: the paper's, two MPI_Allreduce; "
+        "butterfly: messages between pairs of ranks, in half as many rounds; levels: inside "
+        "nodes, then between them; auto: the shortest predicted time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        default=64,
+        metavar="TOKENS",
+        help="tokens of a page of the cache (default: %(default)s)",
+    )
     options.add_backend(parser)
     options.add_transport(parser)
     options.add_machine(parser)
-    parser.add_argument("--max-message", type=int, default=MAX_MESSAGE, metavar="BYTES",
-                        help="longest MPI message; longer ones are split (default: %(default)s)")
-    parser.add_argument("--verify", action="store_true",
-                        help="before the rows are written, compare them with float64 attention of CACHE, which is read "
-                             "again; the ranks share the rows; a sample of them where all are too much work; a wrong "
-                             "row: exit code 1, no OUT")
+    parser.add_argument(
+        "--max-message",
+        type=int,
+        default=MAX_MESSAGE,
+        metavar="BYTES",
+        help="longest MPI message; longer ones are split (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="before the rows are written, compare them with float64 attention of CACHE, which is read "
+        "again; the ranks share the rows; a sample of them where all are too much work; a wrong "
+        "row: exit code 1, no OUT",
+    )
     options.add_timeout(parser)
     options.add_json(parser)
 
@@ -92,12 +110,27 @@ def _problems(args, cache, asked):
     sequences, queries, heads, head_dim = asked["shape"]
     fits = (cache.sequences, cache.head_dim, cache.dtype)
     if (sequences, head_dim, asked["dtype"]) != fits:
-        raise FileError(f"QUERIES is {args.queries!r}; its q is {asked['shape']} in {asked['dtype']}; for CACHE it "
-                        f"must be (sequences, queries, heads, head_dim) with {fits[0]} sequences and head_dim "
-                        f"{fits[1]}, in {fits[2]}")
-    return [Problem(seqlen=queries, seqlen_k=length, heads=heads, kv_heads=cache.kv_heads, head_dim=head_dim,
-                    value_dim=cache.value_dim, dtype=cache.dtype, causal=not args.full, window=args.window,
-                    softcap=args.softcap, scale=args.scale) for length in cache.lengths]
+        raise FileError(
+            f"QUERIES is {args.queries!r}; its q is {asked['shape']} in {asked['dtype']}; for CACHE it "
+            f"must be (sequences, queries, heads, head_dim) with {fits[0]} sequences and head_dim "
+            f"{fits[1]}, in {fits[2]}"
+        )
+    return [
+        Problem(
+            seqlen=queries,
+            seqlen_k=length,
+            heads=heads,
+            kv_heads=cache.kv_heads,
+            head_dim=head_dim,
+            value_dim=cache.value_dim,
+            dtype=cache.dtype,
+            causal=not args.full,
+            window=args.window,
+            softcap=args.softcap,
+            scale=args.scale,
+        )
+        for length in cache.lengths
+    ]
 
 
 def _run(job, args):
@@ -106,15 +139,31 @@ def _run(job, args):
         if comm.rank == 0:
             check_json(args.json, (args.cache, args.queries, args.output))
     axes = args.axes or "bshd"
-    source = Input(peers, args.cache, look=lambda path: read_cache_shapes(path, "CACHE", axes), argument="CACHE",
-                   axes=axes)
+    source = Input(
+        peers, args.cache, look=lambda path: read_cache_shapes(path, "CACHE", axes), argument="CACHE", axes=axes
+    )
     queries = Input(peers, args.queries, look=lambda path: _query_shape(path, axes), argument="QUERIES", axes=axes)
     spans = source.shapes["spans"]
     with Progress("read", 2 * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
-        cache = job("read", lambda: load(KVCache, comm, args.cache, {
-            "page_size": args.page_size, "backend": args.backend, "transport": args.transport,
-            "machine": args.machine, "max_message": args.max_message, "timeout": args.timeout},
-            "CACHE", progress, axes))
+        cache = job(
+            "read",
+            lambda: load(
+                KVCache,
+                comm,
+                args.cache,
+                {
+                    "page_size": args.page_size,
+                    "backend": args.backend,
+                    "transport": args.transport,
+                    "machine": args.machine,
+                    "max_message": args.max_message,
+                    "timeout": args.timeout,
+                },
+                "CACHE",
+                progress,
+                axes,
+            ),
+        )
     with cache:
         with agreement(peers):
             problems = _problems(args, cache, queries.shapes)
@@ -123,22 +172,51 @@ def _run(job, args):
         shape = queries.shapes["shape"]
         nbytes = combine.partial_bytes(math.prod(shape[:3]), cache.value_dim, cache.partial_dtype)
         algorithm = args.way if args.way != "auto" else cache.way(*nbytes)
-        chosen = {**origin(peers, args.words), "axes": axes, "way": algorithm, "ranks": comm.size,
-                  "nodes": len(set(cache.nodes)), "page_size": cache.page_size, "backend": cache.backend,
-                  "causal": not args.full, "scale": problems[0].scale}
-        output = Output(peers, args.output, {"out": ((*shape[:3], cache.value_dim), cache.dtype),
-                                             "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype)},
-                        chosen, (args.cache, args.queries), args.max_message, axes=axes)
+        chosen = {
+            **origin(peers, args.words),
+            "axes": axes,
+            "way": algorithm,
+            "ranks": comm.size,
+            "nodes": len(set(cache.nodes)),
+            "page_size": cache.page_size,
+            "backend": cache.backend,
+            "causal": not args.full,
+            "scale": problems[0].scale,
+        }
+        output = Output(
+            peers,
+            args.output,
+            {
+                "out": ((*shape[:3], cache.value_dim), cache.dtype),
+                "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype),
+            },
+            chosen,
+            (args.cache, args.queries),
+            args.max_message,
+            axes=axes,
+        )
         try:
-            out, lse = map(on_host, job("decode", lambda: tree_decode(
-                q, cache, causal=not args.full, window=args.window, softcap=args.softcap, scale=args.scale,
-                way=algorithm)))
+            out, lse = map(
+                on_host,
+                job(
+                    "decode",
+                    lambda: tree_decode(
+                        q,
+                        cache,
+                        causal=not args.full,
+                        window=args.window,
+                        softcap=args.softcap,
+                        scale=args.scale,
+                        way=algorithm,
+                    ),
+                ),
+            )
             report = None
             if args.verify:
                 report = job("verify", lambda: _verify(peers, problems, spans, source, q, out, lse))
             job("write", lambda: _write(output, out, lse, peers))
         finally:
-            output.abandon()                        # does nothing once the file has its name
+            output.abandon()  # does nothing once the file has its name
             source.close()
             queries.close()
         _tell(job, args, cache, shape, nbytes, chosen, report)
@@ -147,15 +225,17 @@ def _run(job, args):
 
 def _verify(peers, problems, spans, source, q, out, lse):
     """The report; VerificationError if the result is wrong."""
+
     def read(sequence, name, start, stop):
         entry, first, _ = spans[sequence]
         return source.tokens(name, first + start, first + stop, entry)
+
     with Progress("verify", len(choose(problems, peers.rank, peers.size)[0]), " rows") as progress:
         report = verify_decode(peers, problems, q, out, lse, read, progress=progress)
-    source.check()                              # HDF5 reads zeros past the end of a file
+    source.check()  # HDF5 reads zeros past the end of a file
     if not report.passed:
         error = VerificationError(f"verification failed, OUT is not written: {report}")
-        error.everywhere = True                 # every rank has the same report
+        error.everywhere = True  # every rank has the same report
         raise error
     return report
 
@@ -170,35 +250,69 @@ def _write(output, out, lse, peers):
 
 def _tell(job, args, cache, shape, nbytes, chosen, report):
     """Print the table, or write JSON, on rank 0."""
-    ranks = job.peers.allgather({
-        "rank": cache.rank, "host": socket.gethostname(), "tokens": sum(cache.local_lengths), "nbytes": cache.nbytes,
-        "sent_bytes": cache.sent[0], "sent_messages": cache.sent[1],
-        "formula_bytes": combine.moved_bytes(chosen["way"], *nbytes, cache.nodes, cache.rank)})
+    ranks = job.peers.allgather(
+        {
+            "rank": cache.rank,
+            "host": socket.gethostname(),
+            "tokens": sum(cache.local_lengths),
+            "nbytes": cache.nbytes,
+            "sent_bytes": cache.sent[0],
+            "sent_messages": cache.sent[1],
+            "formula_bytes": combine.moved_bytes(chosen["way"], *nbytes, cache.nodes, cache.rank),
+        }
+    )
     with agreement(job.peers, only=0):
         if job.comm.rank == 0 and args.json:
-            write_json(args.json, {
-                "cache": args.cache, "queries": args.queries, "output": args.output, **chosen, "seconds": job.seconds,
-                "sequences": list(cache.lengths), "heads": shape[2], "kv_heads": cache.kv_heads,
-                "dtype": cache.dtype, "per_rank": ranks,
-                **({"verify": {**report._asdict(), "passed": report.passed}} if report else {})})
+            write_json(
+                args.json,
+                {
+                    "cache": args.cache,
+                    "queries": args.queries,
+                    "output": args.output,
+                    **chosen,
+                    "seconds": job.seconds,
+                    "sequences": list(cache.lengths),
+                    "heads": shape[2],
+                    "kv_heads": cache.kv_heads,
+                    "dtype": cache.dtype,
+                    "per_rank": ranks,
+                    **({"verify": {**report._asdict(), "passed": report.passed}} if report else {}),
+                },
+            )
     if job.comm.rank or args.json == "-":
         return
 
     def span(name, show=str):
         low, high = (show(pick(rank[name] for rank in ranks)) for pick in (min, max))
         return low if low == high else f"{low} to {high}"
+
     lengths, equal = cache.lengths, all(rank["sent_bytes"] == rank["formula_bytes"] for rank in ranks)
     tokens = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
-    print(facts([
-        ("cache", f"{len(lengths)} sequence{'s' * (len(lengths) > 1)} of {tokens} tokens, {cache.kv_heads} KV heads, "
-                  f"head_dim {cache.head_dim}, {cache.dtype}"),
-        ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
-        ("ranks", f"{len(ranks)} on {chosen['nodes']} node{'s' * (chosen['nodes'] > 1)}, {cache.backend} back end"),
-        ("tokens per rank", span("tokens")),
-        ("memory per rank", f"{span('nbytes', size)} of pages"),
-        ("combined by", chosen["way"]),
-        ("time", ", ".join(f"{duration(seconds)} {phase}" for phase, seconds in job.seconds.items())),
-        ("sent per rank", f"{span('sent_bytes', size)}; formula: {span('formula_bytes', size)}, "
-                          f"{'equal on every rank' if equal else 'DIFFERENT'}"),
-        *([("verify", report)] if report else []),
-        ("written", args.output)]), flush=True)
+    print(
+        facts(
+            [
+                (
+                    "cache",
+                    f"{len(lengths)} sequence{'s' * (len(lengths) > 1)} of {tokens} tokens, {cache.kv_heads} KV heads, "
+                    f"head_dim {cache.head_dim}, {cache.dtype}",
+                ),
+                ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
+                (
+                    "ranks",
+                    f"{len(ranks)} on {chosen['nodes']} node{'s' * (chosen['nodes'] > 1)}, {cache.backend} back end",
+                ),
+                ("tokens per rank", span("tokens")),
+                ("memory per rank", f"{span('nbytes', size)} of pages"),
+                ("combined by", chosen["way"]),
+                ("time", ", ".join(f"{duration(seconds)} {phase}" for phase, seconds in job.seconds.items())),
+                (
+                    "sent per rank",
+                    f"{span('sent_bytes', size)}; formula: {span('formula_bytes', size)}, "
+                    f"{'equal on every rank' if equal else 'DIFFERENT'}",
+                ),
+                *([("verify", report)] if report else []),
+                ("written", args.output),
+            ]
+        ),
+        flush=True,
+    )

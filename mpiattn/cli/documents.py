@@ -38,8 +38,9 @@ def _read(file, option, spec):
 
 def _checked(array):
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise ValueError(f"it holds {array.dtype} of shape {array.shape}, it must hold whole numbers in one or two "
-                         "dimensions")
+        raise ValueError(
+            f"it holds {array.dtype} of shape {array.shape}, it must hold whole numbers in one or two dimensions"
+        )
     return array[...].astype(np.int64)
 
 

@@ -18,7 +18,7 @@ from ..problem.problem import ITEMSIZE, Problem
 from ..system.atomic_file import NewFile
 from ..system.launch_variables import launch_rank
 
-PIECE_ELEMENTS = 2 ** 22
+PIECE_ELEMENTS = 2**22
 
 
 def add_arguments(parser):
@@ -26,17 +26,23 @@ def add_arguments(parser):
     parser.add_argument("file", metavar="FILE", help="HDF5 file to make; an existing one is replaced")
     parser.add_argument("--seqlen", type=int, required=True, metavar="N", help="tokens")
     parser.add_argument("--heads", type=int, required=True, metavar="H", help="query heads")
-    parser.add_argument("--kv-heads", type=int, metavar="H",
-                        help="key and value heads, a divisor of --heads (default: --heads)")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="H", help="key and value heads, a divisor of --heads (default: --heads)"
+    )
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="elements of a head (default: 64)")
     parser.add_argument("--value-dim", type=int, metavar="D", help="elements of a value head (default: --head-dim)")
     parser.add_argument("--seqlen-k", type=int, metavar="N", help="tokens of keys and values (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
-    parser.add_argument("--dout", action="store_true",
-                        help="add a gradient of the result, dataset dout, for run --backward")
-    parser.add_argument("--documents", type=int, metavar="N",
-                        help="add the boundaries of N documents of random lengths, dataset cu_seqlens (and "
-                             "cu_seqlens_k with --seqlen-k), for run --documents cu_seqlens")
+    parser.add_argument(
+        "--dout", action="store_true", help="add a gradient of the result, dataset dout, for run --backward"
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        metavar="N",
+        help="add the boundaries of N documents of random lengths, dataset cu_seqlens (and "
+        "cu_seqlens_k with --seqlen-k), for run --documents cu_seqlens",
+    )
     parser.add_argument("--dtype", default="float32", metavar="TYPE", help=f"{', '.join(ITEMSIZE)} (default: float32)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
 
@@ -45,14 +51,24 @@ def run(args):
     """`mpiattn generate`; under a launcher only rank 0 works."""
     if launch_rank():
         return 0
-    problem = Problem(batch=args.batch, seqlen=args.seqlen, heads=args.heads, kv_heads=args.kv_heads,
-                      head_dim=args.head_dim, value_dim=args.value_dim, seqlen_k=args.seqlen_k, dtype=args.dtype)
+    problem = Problem(
+        batch=args.batch,
+        seqlen=args.seqlen,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        value_dim=args.value_dim,
+        seqlen_k=args.seqlen_k,
+        dtype=args.dtype,
+    )
     if args.seed < 0:
         raise ArgumentError(f"seed is {args.seed}; it must not be negative")
     p = problem
-    shapes = {"q": (p.batch, p.seqlen, p.heads, p.head_dim),
-              "k": (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
-              "v": (p.batch, p.seqlen_k, p.kv_heads, p.value_dim)}
+    shapes = {
+        "q": (p.batch, p.seqlen, p.heads, p.head_dim),
+        "k": (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
+        "v": (p.batch, p.seqlen_k, p.kv_heads, p.value_dim),
+    }
     if args.dout:
         shapes["dout"] = (p.batch, p.seqlen, p.heads, p.value_dim)
     cuts = _documents(args)
@@ -60,8 +76,11 @@ def run(args):
     try:
         with hdf5.file_errors("FILE", args.file, "written"):
             with hdf5.writing(new.partial, create=True) as file:
-                hdf5.create_datasets(file, {name: (shape, p.dtype) for name, shape in shapes.items()}
-                                     | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()})
+                hdf5.create_datasets(
+                    file,
+                    {name: (shape, p.dtype) for name, shape in shapes.items()}
+                    | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
+                )
                 file.attrs["seed"] = args.seed
             hdf5.reserve(new.partial)
             total = sum(math.prod(shape) for shape in shapes.values())

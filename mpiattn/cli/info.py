@@ -27,15 +27,20 @@ from ..system import host, installation
 from ..system.launch_variables import launch_rank
 from ..system.sources import kernel_dir
 
-HEAD_DIM = 128             # the default of `mpiattn tune`; the machine is looked up for it
+HEAD_DIM = 128  # the default of `mpiattn tune`; the machine is looked up for it
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn info`."""
-    parser.add_argument("--kernels", nargs="?", metavar="ARCHITECTURES", const=",".join(kernel_table.ARCHITECTURES),
-                        help="compile the GPU kernels for these architectures, for example sm_80,sm_90, and show "
-                             "registers, spilled bytes, shared memory and thread blocks per multiprocessor for every "
-                             "entry of the tile table (default: %(const)s; needs the extra cuda-compile)")
+    parser.add_argument(
+        "--kernels",
+        nargs="?",
+        metavar="ARCHITECTURES",
+        const=",".join(kernel_table.ARCHITECTURES),
+        help="compile the GPU kernels for these architectures, for example sm_80,sm_90, and show "
+        "registers, spilled bytes, shared memory and thread blocks per multiprocessor for every "
+        "entry of the tile table (default: %(const)s; needs the extra cuda-compile)",
+    )
     options.add_json(parser)
 
 
@@ -48,16 +53,23 @@ def run(args):
 
 def _run(job, args):
     from ..comm.mesh import nodes_of
+
     comm, nodes = job.comm, nodes_of(job.peers)
     facts_of_hosts = _hosts(job.peers, nodes)
     data = None
     with agreement(job.peers, only=0):
         # Under another MPI's mpiexec every process is rank 0 of its own world; only one of them prints.
         if comm.rank == 0 and launch_rank() == 0:
-            data = {"versions": installation.versions(), "blas": installation.blas(),
-                    "mpi": installation.mpi(comm), "hosts": facts_of_hosts,
-                    "processor": host.processor(), "machine": _machine(nodes),
-                    "backends": backends.missing(), "kernels": _kernels()}
+            data = {
+                "versions": installation.versions(),
+                "blas": installation.blas(),
+                "mpi": installation.mpi(comm),
+                "hosts": facts_of_hosts,
+                "processor": host.processor(),
+                "machine": _machine(nodes),
+                "backends": backends.missing(),
+                "kernels": _kernels(),
+            }
             if args.json:
                 write_json(args.json, data)
     if data and args.json != "-":
@@ -73,31 +85,63 @@ def _run_kernels(job, args):
         architectures = args.kernels.split(",")
         for architecture in architectures:
             if not re.fullmatch(r"sm_\d+", architecture) or int(architecture[3:]) < min(PROCESSORS):
-                raise ArgumentError(f"kernels is {args.kernels}; it must be architectures from sm_{min(PROCESSORS)} "
-                                    f"on, such as {','.join(kernel_table.ARCHITECTURES)}")
+                raise ArgumentError(
+                    f"kernels is {args.kernels}; it must be architectures from sm_{min(PROCESSORS)} "
+                    f"on, such as {','.join(kernel_table.ARCHITECTURES)}"
+                )
         rows = [row for architecture in architectures for row in kernel_table.rows(architecture)]
         if args.json:
-            write_json(args.json, {"heads_per_kv": kernel_table.HEADS_PER_KV,
-                                   "kernels": [{**row._asdict(), "tile": row.tile._asdict()} for row in rows]})
+            write_json(
+                args.json,
+                {
+                    "heads_per_kv": kernel_table.HEADS_PER_KV,
+                    "kernels": [{**row._asdict(), "tile": row.tile._asdict()} for row in rows],
+                },
+            )
         if args.json != "-":
-            print(f"{kernel_table.HEADS_PER_KV} query heads for each KV head; a tile is rows x columns of scores, "
-                  "warps, stages, parts of the results\n")
-            print(table([(f"{row.work} {row.dtype} {row.head_dim}", row.architecture,
-                          f"{row.tile.rows}x{row.tile.columns},{row.tile.warps},{row.tile.stages},{row.tile.parts}",
-                          row.registers, row.spilled, f"{row.shared_bytes / 1024:.1f}", row.blocks) for row in rows],
-                        ("kernel, dtype, head dim", "GPU", "tile", "registers", "bytes spilled", "shared KiB",
-                         "blocks a multiprocessor")), flush=True)
+            print(
+                f"{kernel_table.HEADS_PER_KV} query heads for each KV head; a tile is rows x columns of scores, "
+                "warps, stages, parts of the results\n"
+            )
+            print(
+                table(
+                    [
+                        (
+                            f"{row.work} {row.dtype} {row.head_dim}",
+                            row.architecture,
+                            f"{row.tile.rows}x{row.tile.columns},{row.tile.warps},{row.tile.stages},{row.tile.parts}",
+                            row.registers,
+                            row.spilled,
+                            f"{row.shared_bytes / 1024:.1f}",
+                            row.blocks,
+                        )
+                        for row in rows
+                    ],
+                    (
+                        "kernel, dtype, head dim",
+                        "GPU",
+                        "tile",
+                        "registers",
+                        "bytes spilled",
+                        "shared KiB",
+                        "blocks a multiprocessor",
+                    ),
+                ),
+                flush=True,
+            )
     return 0
 
 
 # Gathering
 
+
 def _hosts(peers, nodes):
     """Name, ranks, cores and devices of every host, in order of first ranks.  nodes: node number of every rank."""
     ranks, hosts = peers.allgather((socket.gethostname(), host.cores(), *installation.devices())), {}
     for node, (name, cores, devices, reason) in zip(nodes, ranks):
-        entry = hosts.setdefault(node, {"host": name, "ranks": 0, "cores": set(), "devices": [],
-                                        "no_devices_why": reason})
+        entry = hosts.setdefault(
+            node, {"host": name, "ranks": 0, "cores": set(), "devices": [], "no_devices_why": reason}
+        )
         entry["ranks"] += 1
         entry["cores"] |= cores
         # Ranks of a host may see different devices; each distinct list is shown once.
@@ -119,6 +163,7 @@ def _kernels():
 def _machine(nodes):
     """The machine that plans of this launch use with the default back end, and where it is from."""
     from ..model.tuned import key_of
+
     backend = backends.get()
     key = key_of(backend, nodes, HEAD_DIM)
     backend.close()
@@ -130,6 +175,7 @@ def _machine(nodes):
 
 
 # Output
+
 
 def _lines(data):
     """Names and values of the table."""
@@ -147,12 +193,16 @@ def _lines(data):
     yield "GPU-aware MPI", f"{'yes' if mpi['gpu_aware'] else 'no'}: {mpi['gpu_aware_why']}"
     yield "ranks", f"{mpi['ranks']} on {len(data['hosts'])} host{'s' * (len(data['hosts']) > 1)}"
     if (mpi["launched_ranks"] or 1) != mpi["ranks"]:
-        yield "WARNING", (f"the launcher started {mpi['launched_ranks']} ranks, this MPI sees {mpi['ranks']}: "
-                          "mpiexec belongs to another MPI than mpi4py")
+        yield (
+            "WARNING",
+            (
+                f"the launcher started {mpi['launched_ranks']} ranks, this MPI sees {mpi['ranks']}: "
+                "mpiexec belongs to another MPI than mpi4py"
+            ),
+        )
     for entry in data["hosts"]:
         devices = " | ".join(", ".join(names) for names in entry["devices"]) or f"none ({entry['no_devices_why']})"
-        yield f"  {entry['host']}", (f"ranks: {entry['ranks']}, cores: {entry['cores']}, "
-                                     f"CUDA devices: {devices}")
+        yield f"  {entry['host']}", (f"ranks: {entry['ranks']}, cores: {entry['cores']}, CUDA devices: {devices}")
     yield "processor", data["processor"]
     yield "machine", data["machine"]["from"]
     yield "back ends", ", ".join(usage for usage, why in data["backends"].items() if not why)

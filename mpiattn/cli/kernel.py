@@ -14,23 +14,46 @@ from ..system import host
 from ..system.installation import CUPY
 
 KEYS = {"decode_keys": 65536, "carry_keys": 4096}
-OWN = {"kernel", *KEYS}                               # options that only --kernel takes
-SHARED = {"seqlen", "heads", "kv_heads", "head_dim", "dtype", "causal", "direction", "backend", "runs", "timeout",
-          "json"}
+OWN = {"kernel", *KEYS}  # options that only --kernel takes
+SHARED = {
+    "seqlen",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "dtype",
+    "causal",
+    "direction",
+    "backend",
+    "runs",
+    "timeout",
+    "json",
+}
 
 
 def add_arguments(parser):
     """Declare --kernel and its options, after all others."""
-    group = parser.add_argument_group("one rank's kernels", "Of the options above, --kernel uses the sizes (without "
-                                      "--batch), --dtype, --causal, --direction, --backend and --runs.")
-    group.add_argument("--kernel", action="store_true",
-                       help="measure the launches of one rank's back end instead of plans")
-    group.add_argument("--decode-keys", type=int, metavar="N",
-                       help=f"keys that a decoded query sees, with 8 query heads per KV head (default: "
-                            f"{KEYS['decode_keys']}; 0: do not measure decoding)")
-    group.add_argument("--carry-keys", type=int, metavar="N",
-                       help=f"keys of the block that is added to a partial result (default: {KEYS['carry_keys']}; "
-                            "0: do not measure this)")
+    group = parser.add_argument_group(
+        "one rank's kernels",
+        "Of the options above, --kernel uses the sizes (without "
+        "--batch), --dtype, --causal, --direction, --backend and --runs.",
+    )
+    group.add_argument(
+        "--kernel", action="store_true", help="measure the launches of one rank's back end instead of plans"
+    )
+    group.add_argument(
+        "--decode-keys",
+        type=int,
+        metavar="N",
+        help=f"keys that a decoded query sees, with 8 query heads per KV head (default: "
+        f"{KEYS['decode_keys']}; 0: do not measure decoding)",
+    )
+    group.add_argument(
+        "--carry-keys",
+        type=int,
+        metavar="N",
+        help=f"keys of the block that is added to a partial result (default: {KEYS['carry_keys']}; "
+        "0: do not measure this)",
+    )
 
 
 def run(job, args):
@@ -38,15 +61,25 @@ def run(job, args):
     with agreement(job.peers):
         if job.comm.size > 1:
             raise ArgumentError(f"--kernel measures one rank; this launch has {job.comm.size}")
-        sizes = {name: default if getattr(args, name) is None else getattr(args, name)
-                 for name, default in KEYS.items()}
+        sizes = {
+            name: default if getattr(args, name) is None else getattr(args, name) for name, default in KEYS.items()
+        }
         least = {"runs": 1, "seqlen": 1, **dict.fromkeys(KEYS, 0)}
         for name, value in {"runs": args.runs, "seqlen": min(args.seqlen), **sizes}.items():
             if value < least[name]:
                 raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least {least[name]}")
         check_json(args.json)
-        problems = [Problem(seqlen=seqlen, heads=args.heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
-                            dtype=args.dtype, causal=args.causal) for seqlen in args.seqlen]
+        problems = [
+            Problem(
+                seqlen=seqlen,
+                heads=args.heads,
+                kv_heads=args.kv_heads,
+                head_dim=args.head_dim,
+                dtype=args.dtype,
+                causal=args.causal,
+            )
+            for seqlen in args.seqlen
+        ]
         backend = backends.get(args.backend)
     data = _measured(backend, problems, args, **sizes)
     backend.close()
@@ -59,23 +92,44 @@ def run(job, args):
 
 def _measured(backend, problems, args, decode_keys, carry_keys):
     clock, first = clock_of(backend), problems[0]
-    sections = [kernel.measure_block(backend, clock, problem, direction, args.runs)
-                for problem in problems for direction in DIRECTIONS[args.direction]]
+    sections = [
+        kernel.measure_block(backend, clock, problem, direction, args.runs)
+        for problem in problems
+        for direction in DIRECTIONS[args.direction]
+    ]
     for keys, measure in ((decode_keys, kernel.measure_decode), (carry_keys, kernel.measure_carry)):
         sections += [measure(backend, clock, first, keys, args.runs)] if keys else []
     sections.append(kernel.measure_launch(backend, clock, first, args.runs))
     torch, (blas, threads) = load_torch(), host.blas()
-    return {"mpiattn": __version__, "backend": backend.name, "compute": _compute(backend), "runs": args.runs,
-            "problem": {"heads": first.heads, "kv_heads": first.kv_heads, "head_dim": first.head_dim,
-                        "dtype": first.dtype, "causal": first.causal},
-            "environment": {"device": clock.device, "processor": host.processor(), "cores": len(host.cores()),
-                            "blas": blas, "blas_threads": threads,
-                            "torch_threads": torch.get_num_threads() if torch else None},
-            "versions": {"numpy": host.version("numpy"), "torch": torch.__version__ if torch else None,
-                         "cupy": host.version(*CUPY)},
-            "sections": sections}
+    return {
+        "mpiattn": __version__,
+        "backend": backend.name,
+        "compute": _compute(backend),
+        "runs": args.runs,
+        "problem": {
+            "heads": first.heads,
+            "kv_heads": first.kv_heads,
+            "head_dim": first.head_dim,
+            "dtype": first.dtype,
+            "causal": first.causal,
+        },
+        "environment": {
+            "device": clock.device,
+            "processor": host.processor(),
+            "cores": len(host.cores()),
+            "blas": blas,
+            "blas_threads": threads,
+            "torch_threads": torch.get_num_threads() if torch else None,
+        },
+        "versions": {
+            "numpy": host.version("numpy"),
+            "torch": torch.__version__ if torch else None,
+            "cupy": host.version(*CUPY),
+        },
+        "sections": sections,
+    }
 
 
 def _compute(backend):
-    """"real", or which back end for tests was measured."""
+    """ "real", or which back end for tests was measured."""
     return f"back end for tests: {backend.name}" if backends.find(backend.name).tests else "real"

@@ -1,6 +1,6 @@
 """A mesh drawn in characters."""
 
-MOST_COLUMNS, MOST_ROWS = 8, 6          # of the picture; larger meshes are abbreviated
+MOST_COLUMNS, MOST_ROWS = 8, 6  # of the picture; larger meshes are abbreviated
 
 
 def _some(count, most):
@@ -15,15 +15,21 @@ def picture(tile):
 
     def line(label, cells):
         return f"  {label:<{len(str(b - 1)) + 4}}|" + "".join(f"{cell:>{width}}" for cell in cells)
-    lines = [f"mesh of tile {tile}: {b} row{'s' * (b > 1)} x {a} column{'s' * (a > 1)}, rank = {a} * row + column",
-             line("", ["..." if c is None else f"c={c}" for c in columns])]
+
+    lines = [
+        f"mesh of tile {tile}: {b} row{'s' * (b > 1)} x {a} column{'s' * (a > 1)}, rank = {a} * row + column",
+        line("", ["..." if c is None else f"c={c}" for c in columns]),
+    ]
     for r in _some(b, MOST_ROWS):
-        lines.append(line("..." if r is None else f"r={r}",
-                          ["..." if r is None or c is None else r * a + c for c in columns]))
+        lines.append(
+            line("..." if r is None else f"r={r}", ["..." if r is None or c is None else r * a + c for c in columns])
+        )
     groups = [f"a row ({a} ranks) shares Q and reduces O, backward dQ"] if a > 1 else []
     groups += [f"a column ({b} ranks) shares K and V, backward reduces dK and dV"] if b > 1 else []
-    lines += [*(f"  {group}" for group in groups),
-              f"  rank 0 computes the query chunks {_chunks(a, 1)} x the KV chunks {_chunks(b, a)}"]
+    lines += [
+        *(f"  {group}" for group in groups),
+        f"  rank 0 computes the query chunks {_chunks(a, 1)} x the KV chunks {_chunks(b, a)}",
+    ]
     return "\n".join(lines)
 
 

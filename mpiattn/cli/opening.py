@@ -14,7 +14,7 @@ from ..console.table import duration, facts, span
 from ..system import host
 from ..system.installation import mpi_library
 
-NAMED = 4                  # at most this many hosts are named
+NAMED = 4  # at most this many hosts are named
 
 
 class Host(NamedTuple):
@@ -35,10 +35,16 @@ def origin(peers, words):
 
     words: the command line without the program.
     """
-    return peers.allgather({
-        "mpiattn": __version__, "command": shlex.join(["mpiattn", *words]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "numpy": host.version("numpy"),
-        "h5py": h5py.__version__, "mpi": mpi_library()})[0]
+    return peers.allgather(
+        {
+            "mpiattn": __version__,
+            "command": shlex.join(["mpiattn", *words]),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "numpy": host.version("numpy"),
+            "h5py": h5py.__version__,
+            "mpi": mpi_library(),
+        }
+    )[0]
 
 
 def hosts_of(peers):
@@ -48,8 +54,11 @@ def hosts_of(peers):
     hosts = []
     for node in range(max(nodes) + 1):
         names, threads, cores, all_cores = zip(*(rank for rank, on in zip(of_ranks, nodes) if on == node))
-        hosts.append(Host(names[0], len(names), None if None in threads else sum(threads),
-                          len(set().union(*cores)), all_cores[0]))
+        hosts.append(
+            Host(
+                names[0], len(names), None if None in threads else sum(threads), len(set().union(*cores)), all_cores[0]
+            )
+        )
     return hosts
 
 
@@ -59,12 +68,16 @@ def crowded(hosts):
     if not crowd:
         return None
     worst = max(crowd, key=lambda each: each.threads / each.cores)
-    text = (f"{worst.ranks} rank{'s' * (worst.ranks > 1)} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
-            f"{worst.threads} threads for {worst.cores} core{'s' * (worst.cores > 1)}, which can make it many times "
-            "slower: ")
+    text = (
+        f"{worst.ranks} rank{'s' * (worst.ranks > 1)} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
+        f"{worst.threads} threads for {worst.cores} core{'s' * (worst.cores > 1)}, which can make it many times "
+        "slower: "
+    )
     if worst.cores < min(worst.threads, worst.all_cores):
-        text += (f"the launcher leaves them {worst.cores} of {worst.all_cores} cores (Open MPI: mpiexec --bind-to "
-                 "none; Slurm: --cpus-per-task), or ")
+        text += (
+            f"the launcher leaves them {worst.cores} of {worst.all_cores} cores (Open MPI: mpiexec --bind-to "
+            "none; Slurm: --cpus-per-task), or "
+        )
     if worst.threads > worst.ranks:
         given = [name for name in host.BLAS_VARIABLES if name in os.environ]
         few = given if 0 < len(given) < len(host.BLAS_VARIABLES) else host.BLAS_VARIABLES[:1]
@@ -83,13 +96,26 @@ def text(plan, made, hosts, problem, passes, warning):
     counts = [each.threads / each.ranks for each in hosts if each.threads is not None]
     threads = span(counts, lambda count: f"{count:g}") if counts else "an unknown number of"
     machine = plan.machine
-    return facts([
-        ("mpiattn", f"{made['mpiattn']}, {made['date']}"), ("command", made["command"]),
-        ("ranks", f"{sum(each.ranks for each in hosts)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({names}), "
-                  f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
-                  f"{span([each.cores for each in hosts])}"),
-        ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
-        ("problem", problem),
-        ("predicted", f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
-                      + (f": {machine.assumes}" if machine.assumes else "")),
-        *([("WARNING", warning)] if warning else [])]) + "\n"
+    return (
+        facts(
+            [
+                ("mpiattn", f"{made['mpiattn']}, {made['date']}"),
+                ("command", made["command"]),
+                (
+                    "ranks",
+                    f"{sum(each.ranks for each in hosts)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({names}), "
+                    f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
+                    f"{span([each.cores for each in hosts])}",
+                ),
+                ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
+                ("problem", problem),
+                (
+                    "predicted",
+                    f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
+                    + (f": {machine.assumes}" if machine.assumes else ""),
+                ),
+                *([("WARNING", warning)] if warning else []),
+            ]
+        )
+        + "\n"
+    )

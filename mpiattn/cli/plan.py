@@ -33,6 +33,7 @@ examples:
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --json - | python -m json.tool
 """
 
+
 def add_arguments(parser):
     """Declare the arguments of `mpiattn plan`."""
     parser.epilog = EXAMPLES
@@ -45,21 +46,33 @@ def add_arguments(parser):
     parser.add_argument("--seqlen-k", type=int, help="key-value tokens (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     options.add_masks(parser)
-    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE),
-                        help="of q, k, v and the result (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=tuple(ITEMSIZE), help="of q, k, v and the result (default: %(default)s)"
+    )
     options.add_wire_dtype(parser)
-    parser.add_argument("--direction", default="forward", choices=tuple(search.DIRECTIONS),
-                        help="which passes to plan for (default: %(default)s)")
+    parser.add_argument(
+        "--direction",
+        default="forward",
+        choices=tuple(search.DIRECTIONS),
+        help="which passes to plan for (default: %(default)s)",
+    )
     options.add_layout(parser)
     options.add_route(parser)
     options.add_schedule(parser)
     options.add_tile(parser)
     options.add_max_memory(parser)
     options.add_machine(parser)
-    parser.add_argument("--ranks-per-node", type=int, metavar="N",
-                        help="ranks (GPUs) of a node, consecutive ones (default: the machine's)")
-    parser.add_argument("--steps", action="store_true",
-                        help="print the schedule of --tile step by step, and how many buffer slots it uses")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks (GPUs) of a node, consecutive ones (default: the machine's)",
+    )
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="print the schedule of --tile step by step, and how many buffer slots it uses",
+    )
     options.add_plot(parser)
     options.add_json(parser)
 
@@ -67,38 +80,69 @@ def add_arguments(parser):
 def run(args):
     """`mpiattn plan`."""
     if launch_rank():
-        return 0                                # under mpiexec, only rank 0 prints
+        return 0  # under mpiexec, only rank 0 prints
     if args.ranks < 1:
         raise ArgumentError(f"ranks is {args.ranks}; it must be at least 1")
     if args.plot is not None:
         style.check("--plot", args.plot)
-    problem = Problem(seqlen=args.seqlen, heads=args.heads, head_dim=args.head_dim, batch=args.batch,
-                      kv_heads=args.kv_heads, value_dim=args.value_dim, seqlen_k=args.seqlen_k, dtype=args.dtype,
-                      causal=args.causal, prefix=args.prefix, causal_block=args.causal_block, window=args.window,
-                      wire_dtype=args.wire_dtype)
+    problem = Problem(
+        seqlen=args.seqlen,
+        heads=args.heads,
+        head_dim=args.head_dim,
+        batch=args.batch,
+        kv_heads=args.kv_heads,
+        value_dim=args.value_dim,
+        seqlen_k=args.seqlen_k,
+        dtype=args.dtype,
+        causal=args.causal,
+        prefix=args.prefix,
+        causal_block=args.causal_block,
+        window=args.window,
+        wire_dtype=args.wire_dtype,
+    )
     asked = parse_tile(args.tile, args.ranks)
     kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
     on = _machine(args)
-    evaluate = partial(search.evaluate, problem, args.ranks, args.route, kinds, direction=args.direction, machine=on,
-                       pairs=search.layouts(args.layout, problem, args.ranks))
+    evaluate = partial(
+        search.evaluate,
+        problem,
+        args.ranks,
+        args.route,
+        kinds,
+        direction=args.direction,
+        machine=on,
+        pairs=search.layouts(args.layout, problem, args.ranks),
+    )
     choices = evaluate(max_memory=args.max_memory)
     search.check_memory(choices, args.max_memory)
     auto = choices[0]
     fastest = auto.seconds if args.max_memory is None else min(choice.seconds for choice in evaluate())
     best = {}
-    for choice in choices:                      # best first
+    for choice in choices:  # best first
         best.setdefault(choice.tile, choice)
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
     rows = [_tile(problem, args, best[tile], ring) for tile in tiles(args.ranks)]
     shown = best[asked or auto.tile]
-    data = {"mpiattn": __version__, "ranks": args.ranks, "problem": asdict(problem), "direction": args.direction,
-            "route": args.route, "schedule": args.schedule, "layout": args.layout, "machine": on.as_dict(),
-            "max_memory": args.max_memory,
-            "memory_cost": search.times_as_long(auto.seconds, fastest),
-            "auto": str(auto.tile), "tile": str(shown.tile), "tiles": rows,
-            "others": _others(problem, args, ring)}
-    schedules = [cost.build(shown.schedule, shown.tile, shown.route, problem, on, direction, ahead=shown.ahead)
-                 for direction in search.DIRECTIONS[args.direction]]
+    data = {
+        "mpiattn": __version__,
+        "ranks": args.ranks,
+        "problem": asdict(problem),
+        "direction": args.direction,
+        "route": args.route,
+        "schedule": args.schedule,
+        "layout": args.layout,
+        "machine": on.as_dict(),
+        "max_memory": args.max_memory,
+        "memory_cost": search.times_as_long(auto.seconds, fastest),
+        "auto": str(auto.tile),
+        "tile": str(shown.tile),
+        "tiles": rows,
+        "others": _others(problem, args, ring),
+    }
+    schedules = [
+        cost.build(shown.schedule, shown.tile, shown.route, problem, on, direction, ahead=shown.ahead)
+        for direction in search.DIRECTIONS[args.direction]
+    ]
     if args.steps:
         data["steps"] = {schedule.direction: _steps(schedule) for schedule in schedules}
     if args.plot is not None:
@@ -128,13 +172,16 @@ def _plot(path, problem, data, shown, schedules, on):
     """Draw the page of the shown tile."""
     work = block_pairs(problem.mask, *shown.layouts)
     load = Load(work, *(layout.lengths for layout in shown.layouts), shown.tile)
-    title = (f"{_head(problem, data)}\ntile {shown.tile}, {shown.schedule} schedule, {shown.route} route, "
-             f"{shown.layouts[0].kind} layout")
+    title = (
+        f"{_head(problem, data)}\ntile {shown.tile}, {shown.schedule} schedule, {shown.route} route, "
+        f"{shown.layouts[0].kind} layout"
+    )
     timelines = [simulate(schedule, problem, load, on) for schedule in schedules]
     style.save(page(problem, work, load, schedules, timelines, title, f"machine {on.name}"), path, "--plot")
 
 
 # Figures
+
 
 def _steps(schedule):
     """The JSON of a schedule."""
@@ -151,15 +198,27 @@ def _saving(value, ring):
 def _tile(problem, args, choice, ring):
     """The JSON of one tile.  ring: bytes that tile 1xN sends."""
     share = problem.kv_heads / problem.heads
-    sent = choice.sent[args.direction] if args.direction in choice.sent else {
-        direction: sum(kinds.values()) for direction, kinds in choice.sent.items()}
-    return {"tile": str(choice.tile), "sent_bytes": {**sent, "total": choice.sent_bytes},
-            "saving": _saving(choice.sent_bytes, ring),
-            "saving_elements": _saving(*(travels.volume(tile, share, args.direction)
-                                         for tile in (choice.tile, Tile(1, 1, args.ranks)))),
-            "memory_bytes": choice.nbytes, "balance": choice.balance, "seconds": choice.seconds,
-            "waiting": choice.waiting, "schedule": choice.schedule, "route": choice.route, "ahead": choice.ahead,
-            "layout": choice.layouts[0].kind}
+    sent = (
+        choice.sent[args.direction]
+        if args.direction in choice.sent
+        else {direction: sum(kinds.values()) for direction, kinds in choice.sent.items()}
+    )
+    return {
+        "tile": str(choice.tile),
+        "sent_bytes": {**sent, "total": choice.sent_bytes},
+        "saving": _saving(choice.sent_bytes, ring),
+        "saving_elements": _saving(
+            *(travels.volume(tile, share, args.direction) for tile in (choice.tile, Tile(1, 1, args.ranks)))
+        ),
+        "memory_bytes": choice.nbytes,
+        "balance": choice.balance,
+        "seconds": choice.seconds,
+        "waiting": choice.waiting,
+        "schedule": choice.schedule,
+        "route": choice.route,
+        "ahead": choice.ahead,
+        "layout": choice.layouts[0].kind,
+    }
 
 
 def _others(problem, args, ring):
@@ -169,8 +228,14 @@ def _others(problem, args, ring):
 
     def method(name, group, nbytes):
         volume = travels.usp_volume(ranks, group, share, args.direction)
-        return {"method": name, "group": group, "sent_bytes": nbytes, "saving": _saving(nbytes, ring),
-                "saving_elements": _saving(volume, ring_volume)}
+        return {
+            "method": name,
+            "group": group,
+            "sent_bytes": nbytes,
+            "saving": _saving(nbytes, ring),
+            "saving_elements": _saving(volume, ring_volume),
+        }
+
     methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
     nbytes = travels.ulysses(problem, ranks, args.direction)
     if nbytes is None:
@@ -200,10 +265,12 @@ time       predicted, by simulating the schedule on the machine {machine}:
 waits      the share of that time that a rank waits, mean over ranks
 auto       the shortest time; among times within {same:.0%}, the least sent/rank{limit}"""
 
-WHAT = {"forward": "Q, K and V in {dtype}, partials O in {partial}",
-        "backward": "Q is q and dout in {dtype}, lse and delta in\n"
-                    "           {partial}; K and V in {dtype}; partials dQ and dKV in {partial}",
-        "both": "forward and backward"}
+WHAT = {
+    "forward": "Q, K and V in {dtype}, partials O in {partial}",
+    "backward": "Q is q and dout in {dtype}, lse and delta in\n"
+    "           {partial}; K and V in {dtype}; partials dQ and dKV in {partial}",
+    "both": "forward and backward",
+}
 
 
 def _percent(share):
@@ -213,8 +280,10 @@ def _percent(share):
 def _head(p, data):
     """The ranks and the problem, in a line."""
     ranks = data["ranks"]
-    return (f"{ranks} rank{'s' * (ranks > 1)}, {p}, {data['direction']}, {data['route']} route; chunks of "
-            f"{-(-p.seqlen // ranks)} tokens")
+    return (
+        f"{ranks} rank{'s' * (ranks > 1)}, {p}, {data['direction']}, {data['route']} route; chunks of "
+        f"{-(-p.seqlen // ranks)} tokens"
+    )
 
 
 def _text(problem, tile, data, on):
@@ -222,12 +291,33 @@ def _text(problem, tile, data, on):
     p, ranks = problem, data["ranks"]
     row, column = travels.ELEMENTS[data["direction"]]
     sent = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
-    legend = LEGEND.format(what=sent, ranks=ranks, row=row, column=column, same=search.SAME_TIME,
-                           share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
-                           machine=on.name, facts=on, assumes=on.assumes, limit=_limit(data))
+    legend = LEGEND.format(
+        what=sent,
+        ranks=ranks,
+        row=row,
+        column=column,
+        same=search.SAME_TIME,
+        share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
+        machine=on.name,
+        facts=on,
+        assumes=on.assumes,
+        limit=_limit(data),
+    )
     kinds = [kind for kind in data["tiles"][0]["sent_bytes"] if kind != "total"]
-    header = ("tile", "sent/rank", *kinds, "saved", "elements", "memory/rank", "balance", "time", "waits",
-              "schedule", "layout", "")
+    header = (
+        "tile",
+        "sent/rank",
+        *kinds,
+        "saved",
+        "elements",
+        "memory/rank",
+        "balance",
+        "time",
+        "waits",
+        "schedule",
+        "layout",
+        "",
+    )
     parts = [f"{_head(p, data)}\n", table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
     if ranks > 1:
         parts += ["", picture(tile)]
@@ -241,23 +331,40 @@ def _rows(data, kinds):
         marks = [mark for mark, marked in (("auto", data["auto"]), ("--tile", data["tile"])) if marked == tile]
         if data["auto"] == data["tile"]:
             marks = marks[:1]
-        yield (f"{tile} {names.get(tile, '')}", size(sent["total"]), *(size(sent[kind]) for kind in kinds),
-               _percent(row["saving"]), _percent(row["saving_elements"]), size(row["memory_bytes"]),
-               f"{row['balance']:.2f}", duration(row["seconds"]), percent(row["waiting"]),
-               row["schedule"] + (f", {row['route']} route" if passed_on(row["route"]) else ""), row["layout"],
-               f"<- {', '.join(marks)}" if marks else "")
+        yield (
+            f"{tile} {names.get(tile, '')}",
+            size(sent["total"]),
+            *(size(sent[kind]) for kind in kinds),
+            _percent(row["saving"]),
+            _percent(row["saving_elements"]),
+            size(row["memory_bytes"]),
+            f"{row['balance']:.2f}",
+            duration(row["seconds"]),
+            percent(row["waiting"]),
+            row["schedule"] + (f", {row['route']} route" if passed_on(row["route"]) else ""),
+            row["layout"],
+            f"<- {', '.join(marks)}" if marks else "",
+        )
     for row in data["others"]:
         if "sent_bytes" in row:
-            yield (row["method"], size(row["sent_bytes"]), *("" for _ in kinds), _percent(row["saving"]),
-                   _percent(row["saving_elements"]), *[""] * 7)
+            yield (
+                row["method"],
+                size(row["sent_bytes"]),
+                *("" for _ in kinds),
+                _percent(row["saving"]),
+                _percent(row["saving_elements"]),
+                *[""] * 7,
+            )
 
 
 def _limit(data):
     """What a memory limit costs, for the legend."""
     if data["max_memory"] is None:
         return ""
-    return (f"; only tiles within {size(data['max_memory'])} a rank, which takes "
-            f"{data['memory_cost']:.3g} times as long as without that limit")
+    return (
+        f"; only tiles within {size(data['max_memory'])} a rank, which takes "
+        f"{data['memory_cost']:.3g} times as long as without that limit"
+    )
 
 
 def _impossible(others):

@@ -34,11 +34,19 @@ def count_text(odd):
 
 def as_json(args, problem, chosen, seconds, ranks, reports, odd):
     """The whole report as a dict for JSON.  odd: number of elements that are NaN or infinite, by dataset."""
-    return {"input": args.input, "output": args.output, **chosen, "problem": asdict(problem),
-            "flops": _flops(problem, ranks), "gflops_per_second": _speeds(problem, seconds, ranks),
-            "balance": _balance(ranks), "seconds": seconds, "nonfinite": odd,
-            **{name: {**report._asdict(), "passed": report.passed} for name, report in reports.items()},
-            "per_rank": ranks}
+    return {
+        "input": args.input,
+        "output": args.output,
+        **chosen,
+        "problem": asdict(problem),
+        "flops": _flops(problem, ranks),
+        "gflops_per_second": _speeds(problem, seconds, ranks),
+        "balance": _balance(ranks),
+        "seconds": seconds,
+        "nonfinite": odd,
+        **{name: {**report._asdict(), "passed": report.passed} for name, report in reports.items()},
+        "per_rank": ranks,
+    }
 
 
 def _times(seconds, phases):
@@ -50,23 +58,31 @@ def _waiting(name, ranks, seconds):
     steps = [[step["ended"] - step["computed"] for step in rank[name]["steps"]] for rank in ranks]
     by_step = [sum(step) / len(ranks) / seconds[name] for step in zip(*steps)]
     worst = max(range(len(by_step)), key=by_step.__getitem__)
-    return (f"{percent(sum(waits) / len(waits))} of {name} (most: {percent(max(waits))}; in step {worst + 1} of "
-            f"{len(by_step)}: {percent(by_step[worst])})")
+    return (
+        f"{percent(sum(waits) / len(waits))} of {name} (most: {percent(max(waits))}; in step {worst + 1} of "
+        f"{len(by_step)}: {percent(by_step[worst])})"
+    )
 
 
 def _sent(name, ranks):
-    sent, formula, ring = (sum(rank[name][figure] for rank in ranks) / len(ranks)
-                           for figure in ("sent_bytes", "formula_bytes", "ring_bytes"))
+    sent, formula, ring = (
+        sum(rank[name][figure] for rank in ranks) / len(ranks)
+        for figure in ("sent_bytes", "formula_bytes", "ring_bytes")
+    )
     equal = all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] for rank in ranks)
-    return (f"{size(sent)} {name}; formula: {size(formula)}, {'equal on every rank' if equal else 'DIFFERENT'}; "
-            f"Ring: {size(ring)}" + (f", saved {percent(1 - sent / ring)}" if ring else ""))
+    return (
+        f"{size(sent)} {name}; formula: {size(formula)}, {'equal on every rank' if equal else 'DIFFERENT'}; "
+        f"Ring: {size(ring)}" + (f", saved {percent(1 - sent / ring)}" if ring else "")
+    )
 
 
 def problem_text(p, chosen):
     """The problem and its masks in words."""
     masks = ["causal" if p.causal else "full"] + [f"{name} {chosen[name]}" for name in MASKS if name in chosen]
-    return (f"q ({p.batch}, {p.seqlen}, {p.heads}, {p.head_dim}), k ({p.batch}, {p.seqlen_k}, {p.kv_heads}, "
-            f"{p.head_dim}), {p.dtype}; {'; '.join(masks)}")
+    return (
+        f"q ({p.batch}, {p.seqlen}, {p.heads}, {p.head_dim}), k ({p.batch}, {p.seqlen_k}, {p.kv_heads}, "
+        f"{p.head_dim}), {p.dtype}; {'; '.join(masks)}"
+    )
 
 
 def as_text(args, plan, chosen, seconds, ranks, reports, odd):
@@ -76,20 +92,29 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
     passes = [name for name in PRODUCTS if name in seconds]
     rows = [
         ("problem", problem_text(p, chosen)),
-        ("mesh", f"{tile.b} rows x {tile.a} columns (tile {tile}): {len(ranks)} ranks on "
-                 f"{hosts} host{'s' * (hosts > 1)}"),
-        ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {chosen['layout']} layout, "
-                     f"{chosen['backend']} back end"),
+        (
+            "mesh",
+            f"{tile.b} rows x {tile.a} columns (tile {tile}): {len(ranks)} ranks on {hosts} host{'s' * (hosts > 1)}",
+        ),
+        (
+            "schedule",
+            f"{chosen['schedule']}, {chosen['route']} route, {chosen['layout']} layout, {chosen['backend']} back end",
+        ),
         ("tokens per rank", span([rank["tokens"] for rank in ranks])),
-        ("pairs per rank", span([rank["pairs"] for rank in ranks])
-                           + f", the most is {_balance(ranks):.3g} times the mean"),
+        (
+            "pairs per rank",
+            span([rank["pairs"] for rank in ranks]) + f", the most is {_balance(ranks):.3g} times the mean",
+        ),
         ("time", f"{_times(seconds, passes)}; {_times(seconds, [name for name in seconds if name not in passes])}"),
         ("speed", ", ".join(f"{speed:.3g} GFLOP/s {name}" for name, speed in _speeds(p, seconds, ranks).items())),
         ("waiting", ", ".join(_waiting(name, ranks, seconds) for name in passes) + ", mean over ranks"),
         *[("" if i else "sent per rank", _sent(name, ranks)) for i, name in enumerate(passes)],
-        ("memory per rank", f"{span([rank['nbytes'] for rank in ranks], size)} planned (nbytes); peak resident "
-                            f"{span([rank['peak_bytes'] for rank in ranks], size)}, of which "
-                            f"{span([rank['peak_bytes_before'] for rank in ranks], size)} before the plan"),
+        (
+            "memory per rank",
+            f"{span([rank['nbytes'] for rank in ranks], size)} planned (nbytes); peak resident "
+            f"{span([rank['peak_bytes'] for rank in ranks], size)}, of which "
+            f"{span([rank['peak_bytes_before'] for rank in ranks], size)} before the plan",
+        ),
         *([("WARNING", f"NaN or infinite elements: {count_text(odd)}")] if any(odd.values()) else []),
         *[("" if i else "verify", report) for i, report in enumerate(reports.values())],
         ("written", args.output),

@@ -59,14 +59,22 @@ def add_arguments(parser):
     options.add_wire_dtype(parser)
     options.add_backend(parser)
     options.add_transport(parser)
-    parser.add_argument("--max-message", type=int, default=MAX_MESSAGE, metavar="BYTES",
-                        help="longest MPI message; longer ones are split (default: %(default)s)")
+    parser.add_argument(
+        "--max-message",
+        type=int,
+        default=MAX_MESSAGE,
+        metavar="BYTES",
+        help="longest MPI message; longer ones are split (default: %(default)s)",
+    )
     options.add_max_memory(parser)
     options.add_machine(parser)
-    parser.add_argument("--verify", action="store_true",
-                        help="before the results are written, every rank compares its rows, and with --backward its "
-                             "keys, with float64 results of q, k, v and dout, which are read again from IN; a sample "
-                             "of them where all are too much work; a wrong row or key: exit code 1, no OUT")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="before the results are written, every rank compares its rows, and with --backward its "
+        "keys, with float64 results of q, k, v and dout, which are read again from IN; a sample "
+        "of them where all are too much work; a wrong row or key: exit code 1, no OUT",
+    )
     options.add_timeout(parser)
     options.add_json(parser)
 
@@ -87,34 +95,58 @@ def _run(job, args):
         if comm.rank == 0:
             check_json(args.json, (args.input, args.output))
     before = _peak()
-    source = io.Input(peers, args.input, args.max_message, args.backward, names=args.names,
-                      axes=args.axes or "bshd")
+    source = io.Input(peers, args.input, args.max_message, args.backward, names=args.names, axes=args.axes or "bshd")
     if comm.rank == 0 and args.axes is None:
         _warn_of_axes(source.shapes)
-    plan = MeshAttention(comm, **source.shapes, causal=args.causal, prefix=args.prefix,
-                         causal_block=args.causal_block, window=args.window, softcap=args.softcap,
-                         scale=args.scale, tile=args.tile, layout=args.layout, schedule=args.schedule,
-                         route=args.route, wire_dtype=args.wire_dtype, backend=args.backend,
-                         transport=args.transport, direction="both" if args.backward else "forward",
-                         max_message=args.max_message, max_memory=args.max_memory, machine=args.machine,
-                         timeout=args.timeout)
-    peers.timeout = max(peers.timeout, plan.timeout)     # phases may take as long as a pass
-    documents = read_documents(peers, source.file, {"cu_seqlens": ("--documents", args.documents),
-                                                   "cu_seqlens_k": ("--documents-k", args.documents_k)})
+    plan = MeshAttention(
+        comm,
+        **source.shapes,
+        causal=args.causal,
+        prefix=args.prefix,
+        causal_block=args.causal_block,
+        window=args.window,
+        softcap=args.softcap,
+        scale=args.scale,
+        tile=args.tile,
+        layout=args.layout,
+        schedule=args.schedule,
+        route=args.route,
+        wire_dtype=args.wire_dtype,
+        backend=args.backend,
+        transport=args.transport,
+        direction="both" if args.backward else "forward",
+        max_message=args.max_message,
+        max_memory=args.max_memory,
+        machine=args.machine,
+        timeout=args.timeout,
+    )
+    peers.timeout = max(peers.timeout, plan.timeout)  # phases may take as long as a pass
+    documents = read_documents(
+        peers,
+        source.file,
+        {"cu_seqlens": ("--documents", args.documents), "cu_seqlens_k": ("--documents-k", args.documents_k)},
+    )
     with agreement(peers):
         activity = plan.activity_of(**documents)
     chosen = {**opening.origin(peers, args.words), **_chosen(plan, args)}
     _open(peers, args, plan, chosen)
-    output = io.Output(peers, args.output, _results(plan.problem, args.backward), chosen, (args.input,),
-                       args.max_message, axes=source.axes)
+    output = io.Output(
+        peers,
+        args.output,
+        _results(plan.problem, args.backward),
+        chosen,
+        (args.input,),
+        args.max_message,
+        axes=source.axes,
+    )
     try:
         results, local, odd = _compute(job, args, plan, source, documents, activity)
-        plan.close()                            # frees its buffers before the verification
+        plan.close()  # frees its buffers before the verification
         reports = job("verify", lambda: _verify(peers, plan, source, results, documents)) if args.verify else {}
         source.close()
         job("write", lambda: _write(output, plan, results))
     finally:
-        output.abandon()                        # does nothing once the file has its name
+        output.abandon()  # does nothing once the file has its name
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
     ranks = peers.allgather(local)
     with agreement(peers, only=0):
@@ -136,27 +168,34 @@ def _open(peers, args, plan, chosen):
         if warning:
             print(f"mpiattn run: WARNING: {warning}", file=sys.stderr, flush=True)
     else:
-        passes = ["forward", "backward"][:1 + args.backward]
+        passes = ["forward", "backward"][: 1 + args.backward]
         print(opening.text(plan, chosen, hosts, problem_text(plan.problem, chosen), passes, warning), flush=True)
 
 
 def _warn_of_axes(shapes):
     for heads, tokens in (("heads", "seqlen"), ("kv_heads", "seqlen_k")):
         if shapes[heads] > shapes[tokens]:
-            print(f"mpiattn run: WARNING: IN has {heads} {shapes[heads]} and {tokens} {shapes[tokens]}; if it is "
-                  "(batch, heads, seqlen, head_dim), add --axes bhsd; if not, --axes bshd silences this warning",
-                  file=sys.stderr, flush=True)
+            print(
+                f"mpiattn run: WARNING: IN has {heads} {shapes[heads]} and {tokens} {shapes[tokens]}; if it is "
+                "(batch, heads, seqlen, head_dim), add --axes bhsd; if not, --axes bshd silences this warning",
+                file=sys.stderr,
+                flush=True,
+            )
             return
 
 
 def _results(p, backward):
     """Shape and dtype of every dataset of OUT."""
-    shapes = {"out": ((p.batch, p.seqlen, p.heads, p.value_dim), p.dtype),
-              "lse": ((p.batch, p.heads, p.seqlen), p.partial_dtype)}
+    shapes = {
+        "out": ((p.batch, p.seqlen, p.heads, p.value_dim), p.dtype),
+        "lse": ((p.batch, p.heads, p.seqlen), p.partial_dtype),
+    }
     if backward:
-        shapes |= {"dq": ((p.batch, p.seqlen, p.heads, p.head_dim), p.dtype),
-                   "dk": ((p.batch, p.seqlen_k, p.kv_heads, p.head_dim), p.dtype),
-                   "dv": ((p.batch, p.seqlen_k, p.kv_heads, p.value_dim), p.dtype)}
+        shapes |= {
+            "dq": ((p.batch, p.seqlen, p.heads, p.head_dim), p.dtype),
+            "dk": ((p.batch, p.seqlen_k, p.kv_heads, p.head_dim), p.dtype),
+            "dv": ((p.batch, p.seqlen_k, p.kv_heads, p.value_dim), p.dtype),
+        }
     return shapes
 
 
@@ -183,17 +222,23 @@ def _compute(job, args, plan, source, documents, activity):
         with Progress(direction, plan.tile.a * plan.tile.b, " blocks") as progress:
             chunks = job(direction, lambda: whole(call, {"progress": progress, **documents}))
         sent, messages, waited = (now - then for now, then in zip((*plan.sent, plan.wait_seconds), before))
-        return chunks, {"sent_bytes": sent, "sent_messages": messages, "wait_seconds": waited,
-                        "steps": [step._asdict() for step in plan.trace(direction).steps],
-                        **_formulas(plan, activity, direction)}
+        return chunks, {
+            "sent_bytes": sent,
+            "sent_messages": messages,
+            "wait_seconds": waited,
+            "steps": [step._asdict() for step in plan.trace(direction).steps],
+            **_formulas(plan, activity, direction),
+        }
+
     (out, lse), local["forward"] = measured("forward", lambda **how: plan.forward(q, k, v, **how))
     results |= {"out": on_host(out), "lse": on_host(lse)}
     if args.backward:
-        grads, local["backward"] = measured(
-            "backward", lambda **how: plan.backward(*dout, q, k, v, out, lse, **how))
+        grads, local["backward"] = measured("backward", lambda **how: plan.backward(*dout, q, k, v, out, lse, **how))
         results |= dict(zip(("dq", "dk", "dv"), map(on_host, grads)))
-    odd |= {name: nonfinite(array.swapaxes(1, 2), True) if name == "lse" else nonfinite(array)
-            for name, array in results.items()}
+    odd |= {
+        name: nonfinite(array.swapaxes(1, 2), True) if name == "lse" else nonfinite(array)
+        for name, array in results.items()
+    }
     return results, {**local, "nbytes": plan.nbytes}, _of_all(job.peers, odd)
 
 
@@ -203,8 +248,9 @@ def _of_all(peers, odd):
     peers.reduce(counts, MPI.SUM)
     odd = dict(zip(odd, counts.tolist()))
     if peers.rank == 0 and any(odd.values()):
-        print(f"mpiattn run: WARNING: elements that are NaN or infinite: {count_text(odd)}", file=sys.stderr,
-              flush=True)
+        print(
+            f"mpiattn run: WARNING: elements that are NaN or infinite: {count_text(odd)}", file=sys.stderr, flush=True
+        )
     return odd
 
 
@@ -225,12 +271,13 @@ def _verify(peers, plan, source, results, documents):
         chosen = gradients.choose(p, *layouts, peers.rank)
         with Progress("verify gradients", sum(map(len, chosen)), " rows and keys") as progress:
             reports["verify_gradients"] = gradients.verify_gradients(
-                peers, p, *layouts, out, lse, grads, progress=progress, **how)
-    source.check()                              # HDF5 reads zeros past the end of a file, which results could match
+                peers, p, *layouts, out, lse, grads, progress=progress, **how
+            )
+    source.check()  # HDF5 reads zeros past the end of a file, which results could match
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:
         error = VerificationError(f"verification failed, OUT is not written: {'; '.join(failed)}")
-        error.everywhere = True                 # every rank has the same reports
+        error.everywhere = True  # every rank has the same reports
         raise error
     return reports
 
@@ -245,16 +292,24 @@ def _write(output, plan, results):
 
 def _local(comm, plan, activity):
     """The work of this rank; pairs: of one head, summed over the batch."""
-    entries = plan.problem.batch // len(activity.documents or [0])      # batch entries per group of documents
-    return {"rank": comm.rank, "host": socket.gethostname(), "tokens": len(plan.positions),
-            "tokens_k": len(plan.positions_k), "pairs": entries * activity.work(plan.chunk)}
+    entries = plan.problem.batch // len(activity.documents or [0])  # batch entries per group of documents
+    return {
+        "rank": comm.rank,
+        "host": socket.gethostname(),
+        "tokens": len(plan.positions),
+        "tokens_k": len(plan.positions_k),
+        "pairs": entries * activity.work(plan.chunk),
+    }
 
 
 def _formulas(plan, activity, direction):
     """Bytes that this rank should send in a pass by the formula, and would send on a ring."""
+
     def sent(activity, collective):
-        return travels.sent(plan.problem, *lengths, activity.tile, plan.chunk, plan.route, direction, activity,
-                            collective).total
+        return travels.sent(
+            plan.problem, *lengths, activity.tile, plan.chunk, plan.route, direction, activity, collective
+        ).total
+
     layouts = activity.q_layout, activity.k_layout
     lengths = [layout.lengths for layout in layouts]
     ring = Activity(plan.problem.mask, *layouts, Tile(1, 1, plan.tile.ranks), activity.documents)
@@ -264,14 +319,30 @@ def _formulas(plan, activity, direction):
 def _chosen(plan, args):
     """The chosen plan and the options given, for the attributes of OUT and the report; unset options are left out."""
     p = plan.problem
-    asked = {"prefix": p.prefix or None, "causal_block": p.causal_block, "softcap": p.softcap,
-             "documents": args.documents, "documents_k": args.documents_k}
+    asked = {
+        "prefix": p.prefix or None,
+        "causal_block": p.causal_block,
+        "softcap": p.softcap,
+        "documents": args.documents,
+        "documents_k": args.documents_k,
+    }
     if p.window != (None, None):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
     if args.max_memory is not None:
         asked |= {"max_memory": args.max_memory, "memory_cost": plan.memory_cost}
-    return {"axes": args.axes or "bshd", "tile": str(plan.tile), "ranks": plan.tile.ranks,
-            "machine": plan.machine.name, "predicted_seconds": plan.predicted_seconds, "layout": plan.q_layout.kind,
-            "schedule": plan.schedule.name, "route": plan.route, "wire_dtype": p.wire_dtype, "backend": plan.backend,
-            "causal": p.causal, "scale": p.scale, "backward": args.backward,
-            **{name: value for name, value in asked.items() if value is not None}}
+    return {
+        "axes": args.axes or "bshd",
+        "tile": str(plan.tile),
+        "ranks": plan.tile.ranks,
+        "machine": plan.machine.name,
+        "predicted_seconds": plan.predicted_seconds,
+        "layout": plan.q_layout.kind,
+        "schedule": plan.schedule.name,
+        "route": plan.route,
+        "wire_dtype": p.wire_dtype,
+        "backend": plan.backend,
+        "causal": p.causal,
+        "scale": p.scale,
+        "backward": args.backward,
+        **{name: value for name, value in asked.items() if value is not None},
+    }

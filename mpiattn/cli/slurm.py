@@ -20,13 +20,16 @@ from ..system.launch_variables import launch_rank
 from ..system.sources import slurm_dir
 
 KINDS = (".md", ".sh", ".sbatch", ".py")
-USUAL = "slurm"            # where the scripts look for each other, relative to the folder of submission
+USUAL = "slurm"  # where the scripts look for each other, relative to the folder of submission
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn slurm`."""
-    parser.add_argument("--copy", metavar="DIR",
-                        help="write the scripts into this folder; nothing is written if it already has one of them")
+    parser.add_argument(
+        "--copy",
+        metavar="DIR",
+        help="write the scripts into this folder; nothing is written if it already has one of them",
+    )
 
 
 def run(args):
@@ -36,13 +39,17 @@ def run(args):
     scripts = sorted((path for path in slurm_dir().iterdir() if path.suffix in KINDS), key=lambda path: path.name)
     if args.copy is None:
         print(facts([(path.name, _about(path.read_text())) for path in scripts]))
-        print("\n`mpiattn slurm --copy slurm` writes them into the folder slurm. Then change slurm/env.sh: modules, "
-              "the environment\nthat holds mpiattn, threads, the fabric. The first job: sbatch slurm/check.sbatch")
+        print(
+            "\n`mpiattn slurm --copy slurm` writes them into the folder slurm. Then change slurm/env.sh: modules, "
+            "the environment\nthat holds mpiattn, threads, the fabric. The first job: sbatch slurm/check.sbatch"
+        )
         return 0
     _copy(scripts, args.copy)
     print(f"{args.copy}: {', '.join(path.name for path in scripts)}")
-    print(f"now change {os.path.join(args.copy, 'env.sh')}; the first job: "
-          f"{_elsewhere(args.copy)}sbatch {os.path.join(args.copy, 'check.sbatch')}")
+    print(
+        f"now change {os.path.join(args.copy, 'env.sh')}; the first job: "
+        f"{_elsewhere(args.copy)}sbatch {os.path.join(args.copy, 'check.sbatch')}"
+    )
     return 0
 
 

@@ -28,11 +28,12 @@ from ..errors import ArgumentError
 from ..system.atomic_file import NewFile, check_target
 
 SECONDS, QUICK = 10.0, 2.0
-TIMEOUT = 60.0             # seconds; no part of the measurement takes a rank this long
+TIMEOUT = 60.0  # seconds; no part of the measurement takes a rank this long
 
 
 def _dtypes(text):
     from ..problem.problem import dtype_name
+
     try:
         return tuple(dict.fromkeys(dtype_name(name.strip(), "--dtype") for name in text.split(",")))
     except ArgumentError as error:
@@ -57,24 +58,44 @@ def add_arguments(parser):
     """Declare the arguments of `mpiattn tune`."""
     options.add_backend(parser)
     options.add_transport(parser)
-    parser.add_argument("--head-dim", type=_whole, default=128, metavar="N",
-                        help="head dim of the blocks that are timed; plans with another one use the nearest that was "
-                             "measured (default: %(default)s)")
-    parser.add_argument("--dtype", type=_dtypes, metavar="LIST",
-                        help="dtypes of the blocks that are timed, separated by commas; for a dtype that is left out, "
-                             "plans use the nearest wider one (default: all that the back end takes)")
+    parser.add_argument(
+        "--head-dim",
+        type=_whole,
+        default=128,
+        metavar="N",
+        help="head dim of the blocks that are timed; plans with another one use the nearest that was "
+        "measured (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=_dtypes,
+        metavar="LIST",
+        help="dtypes of the blocks that are timed, separated by commas; for a dtype that is left out, "
+        "plans use the nearest wider one (default: all that the back end takes)",
+    )
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--seconds", type=_seconds, default=SECONDS, metavar="S",
-                        help="about how long to measure; everything is measured at least three times "
-                             "(default: %(default)g)")
+    budget.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=SECONDS,
+        metavar="S",
+        help="about how long to measure; everything is measured at least three times (default: %(default)g)",
+    )
     budget.add_argument("--quick", dest="seconds", action="store_const", const=QUICK, help=f"--seconds {QUICK:g}")
-    parser.add_argument("--out", metavar="FILE",
-                        help="write the machine to a file too, for MeshAttention(machine=FILE) and "
-                             "MPIATTN_MACHINE=FILE")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write the machine to a file too, for MeshAttention(machine=FILE) and MPIATTN_MACHINE=FILE",
+    )
     parser.add_argument("--no-store", action="store_true", help="do not change the store")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS",
-                        help="how long a rank waits for others before it reports whom it waits for and ends the job "
-                             "(default: %(default)g; inf: for ever)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help="how long a rank waits for others before it reports whom it waits for and ends the job "
+        "(default: %(default)g; inf: for ever)",
+    )
     options.add_json(parser)
 
 
@@ -89,6 +110,7 @@ def _run(job, args):
     from ..model import store
     from ..model.tuned import key_of
     from ..tuning.measure import measure
+
     peers, speaks = job.peers, job.comm.rank == 0
     with agreement(peers):
         check_transport(args.backend, args.transport)
@@ -96,7 +118,7 @@ def _run(job, args):
     backend = make_backend(peers, nodes, args.backend, args.transport)
     peers.idle = backend.idle
     with agreement(peers, only=0):
-        if speaks:                                     # before time is spent on measuring
+        if speaks:  # before time is spent on measuring
             check_json(args.json)
             if args.out:
                 check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [])
@@ -114,9 +136,17 @@ def _run(job, args):
             if args.out:
                 _write_machine(args.out, tuned.machine)
             if args.json:
-                write_json(args.json, {**entry.as_dict(), "default": tuned.lacking, "replaced": replaced,
-                                       "store": None if args.no_store else store.path(), "out": args.out,
-                                       "seconds": job.seconds})
+                write_json(
+                    args.json,
+                    {
+                        **entry.as_dict(),
+                        "default": tuned.lacking,
+                        "replaced": replaced,
+                        "store": None if args.no_store else store.path(),
+                        "out": args.out,
+                        "seconds": job.seconds,
+                    },
+                )
             if args.json != "-":
                 print(_text(args, key, nodes, tuned, replaced, sum(job.seconds.values())), flush=True)
     return 0
@@ -134,6 +164,7 @@ def _write_machine(path, machine):
 
 # Output
 
+
 def _rate(speed):
     return f"{speed / 1e9:.3g} GB/s"
 
@@ -147,14 +178,29 @@ def _times(ratio):
 
 
 # How figures are formatted, by the last word of a sample's name.
-FIGURES = {"latency": duration, "bandwidth": _rate, "overlap": percent, "node_bandwidth": _rate, "launch": duration,
-           "backward": _times, "merging": _rate, "collective": _times}
-NAMES = {"inside latency": "inside a node: latency", "inside bandwidth": "  bandwidth of a rank",
-         "inside overlap": "  hidden by blocks", "between latency": "between nodes: latency",
-         "between bandwidth": "  bandwidth of a rank", "node_bandwidth": "  bandwidth of a node",
-         "between overlap": "  hidden by blocks", "launch": "overhead of a block",
-         "backward": "  backward, of forward's speed", "merging": "merging partials",
-         "collective": "collectives, over pairs of messages"}
+FIGURES = {
+    "latency": duration,
+    "bandwidth": _rate,
+    "overlap": percent,
+    "node_bandwidth": _rate,
+    "launch": duration,
+    "backward": _times,
+    "merging": _rate,
+    "collective": _times,
+}
+NAMES = {
+    "inside latency": "inside a node: latency",
+    "inside bandwidth": "  bandwidth of a rank",
+    "inside overlap": "  hidden by blocks",
+    "between latency": "between nodes: latency",
+    "between bandwidth": "  bandwidth of a rank",
+    "node_bandwidth": "  bandwidth of a node",
+    "between overlap": "  hidden by blocks",
+    "launch": "overhead of a block",
+    "backward": "  backward, of forward's speed",
+    "merging": "merging partials",
+    "collective": "collectives, over pairs of messages",
+}
 
 
 def _row(name, sample):
@@ -171,27 +217,45 @@ def _row(name, sample):
 
 def _text(args, key, nodes, tuned, replaced, seconds):
     from ..model import store
-    names = [*(name for name in NAMES if name in tuned.samples and name.startswith(("inside", "between", "node"))),
-             "launch", *(name for name in tuned.samples if name.startswith("flops ")), "backward", "merging",
-             *(name for name in tuned.samples if name.startswith(("collective", "combining")))]
+
+    names = [
+        *(name for name in NAMES if name in tuned.samples and name.startswith(("inside", "between", "node"))),
+        "launch",
+        *(name for name in tuned.samples if name.startswith("flops ")),
+        "backward",
+        "merging",
+        *(name for name in tuned.samples if name.startswith(("collective", "combining"))),
+    ]
     several = max(nodes) + 1
     threads = "unknown" if key.threads is None else key.threads
-    head = [("ranks", f"{len(nodes)} on {several} node{'s' * (several > 1)}, {key.ranks_per_node} a node at most"),
-            ("a rank", f"{key.processor}; {key.cores} core{'s' * (key.cores > 1)}, BLAS threads: {threads} "
-                       f"({key.blas or 'BLAS unknown'})"),
-            ("back end", f"{key.backend}, head_dim {key.head_dim}"), ("MPI", key.mpi)]
+    head = [
+        ("ranks", f"{len(nodes)} on {several} node{'s' * (several > 1)}, {key.ranks_per_node} a node at most"),
+        (
+            "a rank",
+            f"{key.processor}; {key.cores} core{'s' * (key.cores > 1)}, BLAS threads: {threads} "
+            f"({key.blas or 'BLAS unknown'})",
+        ),
+        ("back end", f"{key.backend}, head_dim {key.head_dim}"),
+        ("MPI", key.mpi),
+    ]
     tail = [("took", f"{duration(seconds)}; quartiles over all ranks and repetitions")]
     if tuned.lacking:
-        tail.append(("not measured", "the default's: " + "; ".join(f"{field} ({why})"
-                                                                  for field, why in tuned.lacking.items())))
+        tail.append(
+            ("not measured", "the default's: " + "; ".join(f"{field} ({why})" for field, why in tuned.lacking.items()))
+        )
     if args.out:
         tail.append(("written", args.out))
     if args.no_store:
         tail += [("stored", "no"), ("plans", "unchanged")]
     else:
         tail.append(("stored", f"{store.path()}{', in place of what was measured before' * replaced}"))
-        tail.append(("plans", f"of launches like this one, on {'several nodes' if key.several_nodes else 'one node'}, "
-                              "use it from now on"))
+        tail.append(
+            (
+                "plans",
+                f"of launches like this one, on {'several nodes' if key.several_nodes else 'one node'}, "
+                "use it from now on",
+            )
+        )
     if os.environ.get(store.VARIABLE):
         tail.append(("", f"but {store.VARIABLE}={os.environ[store.VARIABLE]} is set and overrides the store"))
     rows = [_row(name, tuned.samples[name]) for name in names]

@@ -83,10 +83,15 @@ def _different_calls(calls):
     if len(set(calls)) == 1:
         return None
     ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in dict.fromkeys(calls)}
-    makes = [f"{which_ranks(where)} {'makes' if len(where) == 1 else 'make'} {call or 'another call'}"
-             for call, where in ranks.items()]
-    return CallError("ranks make different calls on one communicator: " + "; ".join(makes)
-                     + "; every rank must make the same calls in the same order")
+    makes = [
+        f"{which_ranks(where)} {'makes' if len(where) == 1 else 'make'} {call or 'another call'}"
+        for call, where in ranks.items()
+    ]
+    return CallError(
+        "ranks make different calls on one communicator: "
+        + "; ".join(makes)
+        + "; every rank must make the same calls in the same order"
+    )
 
 
 def _first_error(described, only):
@@ -106,6 +111,8 @@ def _different_arguments(arguments):
         values = [repr(given[name]) if name in given else "not given" for given in arguments]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            return ArgumentError(f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
-                                 f"{other}; it must be the same on every rank")
+            return ArgumentError(
+                f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
+                f"{other}; it must be the same on every rank"
+            )
     return ArgumentError("some argument is not the same on every rank")

@@ -6,7 +6,7 @@ from .. import backends
 from ..errors import ArgumentError
 from .agreement import everywhere, which_ranks
 
-HOSTS = 4              # that an error names, of those where a back end cannot run for one reason
+HOSTS = 4  # that an error names, of those where a back end cannot run for one reason
 
 
 def agreed_backend(peers, name):
@@ -35,5 +35,6 @@ def _described(reasons):
 
 def _listed(hosts):
     more = len(hosts) - HOSTS
-    return (", ".join(f"{host} ({which_ranks(ranks)})" for host, ranks in list(hosts.items())[:HOSTS])
-            + (f" and {more} more host{'s' * (more > 1)}" if more > 0 else ""))
+    return ", ".join(f"{host} ({which_ranks(ranks)})" for host, ranks in list(hosts.items())[:HOSTS]) + (
+        f" and {more} more host{'s' * (more > 1)}" if more > 0 else ""
+    )

@@ -4,7 +4,7 @@ import threading
 
 from mpi4py import MPI
 
-LOOK = 1e-3                # seconds between two tests whether a call has ended
+LOOK = 1e-3  # seconds between two tests whether a call has ended
 
 
 def blocking(peers, call):
@@ -25,6 +25,7 @@ def blocking(peers, call):
         except BaseException as error:
             outcome.append((None, error))
         ended.set()
+
     threading.Thread(target=work, name="mpiattn: a blocking call", daemon=True).start()
     peers.until(lambda: ended.wait(LOOK), kept=outcome)
     result, error = outcome[0]

@@ -11,13 +11,13 @@ import time
 
 from mpi4py import MPI
 
-TAG = 32000                 # of these messages only; MPI guarantees tags up to 32767
-LISTEN = 1e-3               # seconds between two probes for messages while a rank waits
-ANSWER = 1.0                # seconds in which a waiting rank answers, even on a crowded core
-LONGEST = 1000              # characters of a message: short ones are sent eagerly, and arrive without the sender's help
+TAG = 32000  # of these messages only; MPI guarantees tags up to 32767
+LISTEN = 1e-3  # seconds between two probes for messages while a rank waits
+ANSWER = 1.0  # seconds in which a waiting rank answers, even on a crowded core
+LONGEST = 1000  # characters of a message: short ones are sent eagerly, and arrive without the sender's help
 
-_channels: list["Channel"] = []      # the open channels: a rank that waits on one of them answers on all
-_calls: list[str] = []               # the collective calls that this process is in, innermost last
+_channels: list["Channel"] = []  # the open channels: a rank that waits on one of them answers on all
+_calls: list[str] = []  # the collective calls that this process is in, innermost last
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ class Channel:
 
     def _send(self, ranks, kind, text=None):
         data = pickle.dumps((self.mark, kind, text and text[:LONGEST]))
-        with contextlib.suppress(MPI.Exception):           # the rank or the link may be gone
+        with contextlib.suppress(MPI.Exception):  # the rank or the link may be gone
             self._sending = [request for request in self._sending if not request.Test()]
             self._sending += [self.comm.Isend([data, MPI.BYTE], rank, TAG) for rank in ranks]
 

@@ -80,9 +80,11 @@ class Collective(ABC):
     def _check_open(self) -> Home:
         if self._home is None:
             raise ArgumentError(f"the {self.KIND} is closed; make a new one")
-        if self._home.abandoned:            # raised on this rank only: communicating here could match stale messages
-            raise MpiattnError(f"a call on the communicator of this {self.KIND} did not end ({self._home.abandoned}); "
-                               f"close the {self.KIND} and make a new one")
+        if self._home.abandoned:  # raised on this rank only: communicating here could match stale messages
+            raise MpiattnError(
+                f"a call on the communicator of this {self.KIND} did not end ({self._home.abandoned}); "
+                f"close the {self.KIND} and make a new one"
+            )
         return self._home
 
     @contextmanager
@@ -105,18 +107,21 @@ class Collective(ABC):
             with agreement(self._peers, call=call):
                 pass
         except PeerFailure as failure:
-            if not failure.relayed:                        # if relayed, a call has failed before: only clean up
+            if not failure.relayed:  # if relayed, a call has failed before: only clean up
                 raise
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise CopyError(f"a {type(self).__name__} cannot be copied or pickled: it holds communicators and buffers of "
-                        "this process; make a new one, on every rank")
+        raise CopyError(
+            f"a {type(self).__name__} cannot be copied or pickled: it holds communicators and buffers of "
+            "this process; make a new one, on every rank"
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._raising = error is not None
         self.close()
 

@@ -10,8 +10,8 @@ import time
 
 from mpi4py import MPI
 
-FLUSH = 0.5                # seconds that a launcher needs to forward a message; it drops output after an abort
-COURTESY = 5.0             # seconds in which the failed rank can print why and end the job itself
+FLUSH = 0.5  # seconds that a launcher needs to forward a message; it drops output after an abort
+COURTESY = 5.0  # seconds in which the failed rank can print why and end the job itself
 
 _watching = False
 
@@ -29,4 +29,5 @@ def abort_if_uncaught():
         time.sleep(COURTESY if getattr(error, "relayed", False) else FLUSH)
         if not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(1)
+
     sys.excepthook = print_and_abort

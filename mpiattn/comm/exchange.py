@@ -15,13 +15,13 @@ from mpi4py import MPI
 from ..errors import ArgumentError
 from .peers import translate_ranks
 
-MAX_MESSAGE = 2 ** 30     # bytes; MPI counts end at 2^31 - 1
-PROGRESS = 3e-4           # seconds between two polls of MPI while a rank computes
+MAX_MESSAGE = 2**30  # bytes; MPI counts end at 2^31 - 1
+PROGRESS = 3e-4  # seconds between two polls of MPI while a rank computes
 
 
 def check_max_message(value):
     """Raise ArgumentError unless `value` is valid as the bytes of the longest message."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2 ** 31:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
         raise ArgumentError(f"max_message is {value!r}; it must be from 1 to 2^31 - 1 bytes")
 
 
@@ -55,8 +55,8 @@ class Exchange:
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0
-        self._later = deque()               # transfers without bytes yet, in order: (Posted, ready(), post())
-        self._coming = []                   # posted transfers with a `then` to call
+        self._later = deque()  # transfers without bytes yet, in order: (Posted, ready(), post())
+        self._coming = []  # posted transfers with a `then` to call
 
     def send(self, comm, wire, dest, tag):
         """Post a send, now or when its bytes are ready; returns a list of Posted.  No bytes: nothing is sent."""
@@ -100,9 +100,11 @@ class Exchange:
 
     def whole(self, wire):
         """Wait until all bytes are ready; returns their array, for a collective call."""
+
         def ready():
             self.progress()
             return wire.ready is None or wire.ready(len(wire.array))
+
         self.peers.until(ready, lambda: "for its own work")
         return wire.array
 
@@ -127,14 +129,13 @@ class Exchange:
             counts = [min(max(n - first, 0), step) for n in lengths]
             starts = [offset + min(first, n) for offset, n in zip(offsets, lengths)]
             own_count = counts[comm.rank]
-            piece = chunk[first * row_bytes:(first + own_count) * row_bytes]
+            piece = chunk[first * row_bytes : (first + own_count) * row_bytes]
             request = comm.Iallgatherv([piece, own_count, row_type], [arena, counts, starts, row_type])
             posted.append(Posted(request, "gather", sum(counts) * row_bytes, comm))
             self._count(own_count * row_bytes, comm.size - 1)
         return posted
 
-    def alltoall(self, comm, outgoing, out_lengths, out_offsets, incoming, in_lengths, in_offsets, row_bytes,
-                 longest):
+    def alltoall(self, comm, outgoing, out_lengths, out_offsets, incoming, in_lengths, in_offsets, row_bytes, longest):
         """Post an exchange of a chunk with every rank; returns a list of Posted.
 
         out_lengths[j] tokens at out_offsets[j] of `outgoing` go to rank j; in_lengths[j] tokens of rank j come to
@@ -144,13 +145,15 @@ class Exchange:
         row_type, posted = self._row_type(row_bytes), []
 
         def part(lengths, offsets, first, step):
-            return ([min(max(n - first, 0), step) for n in lengths],
-                    [offset + min(first, n) for offset, n in zip(offsets, lengths)])
+            return (
+                [min(max(n - first, 0), step) for n in lengths],
+                [offset + min(first, n) for offset, n in zip(offsets, lengths)],
+            )
+
         for first, step in self._rounds(longest, row_bytes):
             counts, starts = part(out_lengths, out_offsets, first, step)
             in_counts, in_starts = part(in_lengths, in_offsets, first, step)
-            request = comm.Ialltoallv([outgoing, counts, starts, row_type],
-                                      [incoming, in_counts, in_starts, row_type])
+            request = comm.Ialltoallv([outgoing, counts, starts, row_type], [incoming, in_counts, in_starts, row_type])
             posted.append(Posted(request, "exchange", sum(counts + in_counts) * row_bytes, comm))
             for rank, count in enumerate(counts):
                 self._count(count * row_bytes, rank != comm.rank)
@@ -183,8 +186,10 @@ class Exchange:
         where: what this rank is doing, for the PeerFailure at the time limit.
         """
         start = time.perf_counter()
+
         def tell():
             return f"{where} to {self._missing(posted)}".lstrip()
+
         if self._later or self._coming:
             self.peers.until(lambda: self.complete(posted), tell, posted)
         else:

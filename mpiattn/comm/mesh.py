@@ -31,9 +31,9 @@ from .blocking import blocking
 from .channel import Channel, during
 from .peers import TIMEOUT, Peers, translate_ranks
 
-_KEY = None                       # key of the MPI attribute in which a caller's communicator keeps its Home
-_ABANDONED: list["Home"] = []     # homes that failed, kept because MPI may still use their buffers
-_DROPPED: list["Home"] = []       # homes whose plans were dropped without close(), and whose owner has been freed
+_KEY = None  # key of the MPI attribute in which a caller's communicator keeps its Home
+_ABANDONED: list["Home"] = []  # homes that failed, kept because MPI may still use their buffers
+_DROPPED: list["Home"] = []  # homes whose plans were dropped without close(), and whose owner has been freed
 
 
 class Mesh:
@@ -125,7 +125,7 @@ class Home:
                 with agreement(self.peers(timeout), call=self._running):
                     pass
             except PeerFailure:
-                if self.channel.failure is None:            # no rank has failed, but one does not come
+                if self.channel.failure is None:  # no rank has failed, but one does not come
                     raise
         return not self.abandoned
 
@@ -146,9 +146,11 @@ class Home:
         call: in words.  Raises MpiattnError, on this rank only, inside another call or beside it in another thread.
         """
         if not self._turn.acquire(blocking=False):
-            raise MpiattnError(f"{call} is refused: {self._running} is running on this communicator; it must end, on "
-                               "every rank, before another begins (not from its progress callback, not from another "
-                               "thread)")
+            raise MpiattnError(
+                f"{call} is refused: {self._running} is running on this communicator; it must end, on "
+                "every rank, before another begins (not from its progress callback, not from another "
+                "thread)"
+            )
         try:
             self._running = call
             with during(call):
@@ -181,7 +183,7 @@ class Home:
         if self.abandoned:
             return
         self.abandoned = why or self.channel.failure or "a rank did not come"
-        if self.owner is not None and self.owner.Get_attr(_KEY) is self:      # not yet set if making the home failed
+        if self.owner is not None and self.owner.Get_attr(_KEY) is self:  # not yet set if making the home failed
             self.owner.Delete_attr(_KEY)
         _ABANDONED.append(self)
         endings.abort_if_uncaught()

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-TIMEOUT = 600.0            # seconds; the work of ranks between two calls may differ by minutes
-SUSPENDED = 1.0            # seconds; a longer gap between polls means a suspended process: it is not counted as waiting
-_LOST: list[object] = []   # requests that were given up, kept because MPI may still write to their buffers
+TIMEOUT = 600.0  # seconds; the work of ranks between two calls may differ by minutes
+SUSPENDED = 1.0  # seconds; a longer gap between polls means a suspended process: it is not counted as waiting
+_LOST: list[object] = []  # requests that were given up, kept because MPI may still write to their buffers
 
 Value = TypeVar("Value")
 
@@ -62,8 +62,14 @@ class Peers:
     The methods are collective; each raises PeerFailure on a rank whose peers fail or do not come in time.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float = TIMEOUT, lost: Callable[[object], object] = _LOST.append,
-                 idle: Callable[[], object] = os.sched_yield, channel: channels.Channel | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        timeout: float = TIMEOUT,
+        lost: Callable[[object], object] = _LOST.append,
+        idle: Callable[[], object] = os.sched_yield,
+        channel: channels.Channel | None = None,
+    ) -> None:
         self.comm, self.timeout, self.lost, self.idle, self.channel = comm, timeout, lost, idle, channel
         self.rank, self.size = comm.rank, comm.size
 
@@ -93,7 +99,7 @@ class Peers:
                 if waited > self.timeout:
                     return self._give_up(done, tell, kept)
                 self.idle()
-        except BaseException:                # an interrupt, a GPU that has failed
+        except BaseException:  # an interrupt, a GPU that has failed
             _LOST.append(kept)
             raise
 
@@ -110,9 +116,11 @@ class Peers:
         state = self.channel.roll_call(done) if self.channel else ""
         if done():
             return
-        self._listen(kept)                   # another rank may have given up first
-        failure = (f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {self.timeout:g} s "
-                   f"{tell() if tell else 'for the other ranks'}{state and '; '}{state}")
+        self._listen(kept)  # another rank may have given up first
+        failure = (
+            f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {self.timeout:g} s "
+            f"{tell() if tell else 'for the other ranks'}{state and '; '}{state}"
+        )
         self.lost(kept)
         if self.channel:
             self.channel.alarm(failure)

@@ -16,15 +16,16 @@ from ..problem.tensors import as_array, as_given, as_tensor, is_tensor
 from .agreement import agree_on, agreement
 from .exchange import MAX_MESSAGE, Exchange
 
-PIECE_BYTES = 4 * 2 ** 20       # that a rank reads or writes at a time; about three pieces are in memory
+PIECE_BYTES = 4 * 2**20  # that a rank reads or writes at a time; about three pieces are in memory
 
 
 def _shared(layout, chunk, start, stop):
     """The tokens of a chunk in [start, stop), as pairs of slices: in the chunk, and relative to `start`."""
     pairs, (before, parts) = [], layout.between(chunk, start, stop)
     for tokens in parts:
-        pairs.append((slice(before, before + len(tokens)),
-                      slice(tokens[0] - start, tokens[-1] + 1 - start, tokens.step)))
+        pairs.append(
+            (slice(before, before + len(tokens)), slice(tokens[0] - start, tokens[-1] + 1 - start, tokens.step))
+        )
         before += len(tokens)
     return pairs
 
@@ -64,8 +65,11 @@ class Redistribution:
         bounds = [(r.start, r.stop) for r in (self.slabs.ranges(rank)[0] for rank in ranks)]
         for first in range(0, max(self.slabs.lengths), self.tokens):
             pieces = [(min(start + first, stop), min(start + first + self.tokens, stop)) for start, stop in bounds]
-            yield (pieces[me], [_shared(self.layout, me, *piece) for piece in pieces],
-                   [_shared(self.layout, rank, *pieces[me]) for rank in ranks])
+            yield (
+                pieces[me],
+                [_shared(self.layout, me, *piece) for piece in pieces],
+                [_shared(self.layout, rank, *pieces[me]) for rank in ranks],
+            )
 
     def _rows(self, count):
         return np.empty((count, *self.shape), self.dtype)
@@ -76,23 +80,33 @@ class Redistribution:
             return
         exchange = Exchange(self.peers, self.max_message)
         counts, in_counts = list(map(_count, leaving)), list(map(_count, arriving))
-        exchange.wait(exchange.alltoall(
-            self.peers.comm, outgoing.reshape(-1).view(np.uint8), counts, _starts(counts),
-            incoming.reshape(-1).view(np.uint8), in_counts, _starts(in_counts), self.row_bytes,
-            min(self.tokens, max(self.slabs.lengths))))
+        exchange.wait(
+            exchange.alltoall(
+                self.peers.comm,
+                outgoing.reshape(-1).view(np.uint8),
+                counts,
+                _starts(counts),
+                incoming.reshape(-1).view(np.uint8),
+                in_counts,
+                _starts(in_counts),
+                self.row_bytes,
+                min(self.tokens, max(self.slabs.lengths)),
+            )
+        )
         exchange.close()
 
     def _packed(self, rows, pairs, side):
         """The tokens of all pairs, concatenated.  side: 0 if rows are the chunk, 1 if they are the piece."""
-        return np.concatenate([rows[pair[side]] for of_rank in pairs for pair in of_rank] or [self._rows(0)],
-                              dtype=self.dtype)
+        return np.concatenate(
+            [rows[pair[side]] for of_rank in pairs for pair in of_rank] or [self._rows(0)], dtype=self.dtype
+        )
 
     @staticmethod
     def _unpack(packed, rows, pairs, side):
         done = 0
         for pair in (pair for of_rank in pairs for pair in of_rank):
             count = _count([pair])
-            rows[pair[side]] = packed[done:done + count]
+            rows[pair[side]] = packed[done : done + count]
             done += count
 
     def to_chunk(self, read):
@@ -137,8 +151,9 @@ def _check_tokens(array, axis, length):
     if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
         raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
     if not -array.ndim <= axis < array.ndim:
-        raise ArgumentError(f"axis is {axis}; array has shape {array.shape}, so it may be from {-array.ndim} to "
-                            f"{array.ndim - 1}")
+        raise ArgumentError(
+            f"axis is {axis}; array has shape {array.shape}, so it may be from {-array.ndim} to {array.ndim - 1}"
+        )
     if array.shape[axis] != length:
         raise ArgumentError(f"array has shape {array.shape}; it must have {length} tokens along axis {axis}")
 
@@ -182,12 +197,12 @@ def scatter(call, layout, array, root, axis, max_message=MAX_MESSAGE):
         whole = np.empty((0, *shape), dtype) if length is None else np.moveaxis(array, axis, 0)
     if root is None:
         with agreement(peers):
-            rows = np.concatenate([whole[t.start:t.stop:t.step] for t in layout.ranges(peers.rank)], dtype=dtype)
+            rows = np.concatenate([whole[t.start : t.stop : t.step] for t in layout.ranges(peers.rank)], dtype=dtype)
     else:
         move = Redistribution(peers, all_on(root, layout), layout, shape, dtype, max_message)
         rows = move.to_chunk(lambda start, stop: whole[start:stop])
     chunk = np.ascontiguousarray(np.moveaxis(rows, 0, axis))
-    with agreement(peers):                        # a rank may lack torch
+    with agreement(peers):  # a rank may lack torch
         return as_tensor(chunk) if tensor else chunk
 
 
@@ -207,13 +222,14 @@ def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
         whole = np.empty((layout.seqlen if root in (None, peers.rank) else 0, *shape), dtype)
 
     def keep(start, rows):
-        whole[start:start + len(rows)] = rows
+        whole[start : start + len(rows)] = rows
+
     move = Redistribution(peers, all_on(collector, layout), layout, shape, dtype, max_message)
     move.from_chunk(np.moveaxis(chunk, axis, 0), keep)
     if root not in (None, peers.rank):
         return None
     if root is None:
         for start in range(0, len(whole), move.tokens):
-            piece = whole[start:start + move.tokens].reshape(-1).view(np.uint8)
+            piece = whole[start : start + move.tokens].reshape(-1).view(np.uint8)
             peers.wait([peers.comm.Ibcast([piece, MPI.BYTE], collector)])
     return as_given(given, np.ascontiguousarray(np.moveaxis(whole, 0, axis)))[0]

@@ -11,7 +11,7 @@ from .agreement import agreement
 from .available import agreed_backend
 
 TRANSPORTS = ("auto", "staged", "device")
-_probed: dict[str, str] = {}             # the result of the probe, which runs once per process
+_probed: dict[str, str] = {}  # the result of the probe, which runs once per process
 
 
 def one_of(name, value, choices):
@@ -26,13 +26,16 @@ def check_transport(backend, transport):
     names = backends.candidates(backend)
     if not any(backends.find(name).on_gpu for name in names):
         if transport != "auto":
-            raise ArgumentError(f"transport is {transport!r}, but the back end {' or '.join(map(repr, names))} has no "
-                                f"device; only {', '.join(backends.usages(on_gpu=True))} has")
+            raise ArgumentError(
+                f"transport is {transport!r}, but the back end {' or '.join(map(repr, names))} has no "
+                f"device; only {', '.join(backends.usages(on_gpu=True))} has"
+            )
     elif transport == "device":
         aware, why = gpu_aware_mpi.gpu_aware()
         if not aware:
-            raise ArgumentError(f"transport is 'device', but this MPI does not take device memory ({why}); it may be "
-                                "staged")
+            raise ArgumentError(
+                f"transport is 'device', but this MPI does not take device memory ({why}); it may be staged"
+            )
 
 
 def make_backend(peers, nodes, name, transport):

@@ -16,7 +16,7 @@ from . import witness
 from .message import PARTING, speak
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ECHO = 3.0                 # seconds after which a launcher has killed all ranks that it sent SIGTERM after a failure
+ECHO = 3.0  # seconds after which a launcher has killed all ranks that it sent SIGTERM after a failure
 
 
 @contextlib.contextmanager
@@ -26,14 +26,14 @@ def handled(command, makes, speaks):
     makes: the argument that names the command's output file, or None.  speaks: whether this process prints the message
     while MPI does not run.  The exit code is 128 plus the signal's number: 130 for Ctrl-C.
     """
-    if threading.current_thread() is not threading.main_thread():        # only the main thread may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
 
     def handler(number, frame):
-        for other in NUMBERS:                # Ctrl-C may arrive twice, from the terminal and from the witness
+        for other in NUMBERS:  # Ctrl-C may arrive twice, from the terminal and from the witness
             signal.signal(other, signal.SIG_IGN)
-        silent = partial_files.gone()             # another rank has removed the file and prints the message
+        silent = partial_files.gone()  # another rank has removed the file and prints the message
         unwritten = partial_files.discard_all() | ({makes} if makes else set()) - partial_files.published()
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         lost = f", {' and '.join(sorted(unwritten))} was not written" if unwritten else ""
@@ -45,6 +45,7 @@ def handled(command, makes, speaks):
             with contextlib.suppress(OSError):
                 os.write(2, story.encode())
         os._exit(128 + number)
+
     before = {number: signal.getsignal(number) for number in NUMBERS}
     for number in NUMBERS:
         if before[number] is not signal.SIG_IGN:
@@ -82,6 +83,6 @@ def _end_job(comm, story, number, silent):
         time.sleep(PARTING)
     else:
         if number == signal.SIGTERM:
-            time.sleep(ECHO)                 # Open MPI sends SIGTERM after a rank has failed and printed its message
+            time.sleep(ECHO)  # Open MPI sends SIGTERM after a rank has failed and printed its message
         speak(story, comm.rank, witness.launcher or os.getppid())
     comm.Abort(128 + number)

@@ -24,6 +24,7 @@ class Job:
     def __init__(self, comm, timeout=None):
         from ..comm.channel import Channel
         from ..comm.peers import Peers, check_timeout, time_limit
+
         check_timeout(timeout)
         channel = Channel(comm)
         self.comm, self.peers = comm, Peers(comm, time_limit(timeout), channel=channel)
@@ -51,6 +52,7 @@ def on_all_ranks(work, timeout=None, alone=False):
     alone: run the work even if another MPI's launcher has started every rank in a world of its own.
     """
     from ..system import launcher
+
     wrong = None if alone else launcher.foreign()
     comm = None if wrong else start(timeout)
     wrong = wrong or (None if alone else launcher.copies(comm.size))
@@ -61,7 +63,7 @@ def on_all_ranks(work, timeout=None, alone=False):
         job = Job(comm, timeout)
         return work(job)
     except BaseException as error:
-        wrong_timeout = job is None and isinstance(error, ArgumentError)         # the same on every rank
+        wrong_timeout = job is None and isinstance(error, ArgumentError)  # the same on every rank
         if isinstance(error, MpiattnError) and (error.everywhere or wrong_timeout or comm.size == 1):
             if comm.rank == 0:
                 print(f"mpiattn: {error}", file=sys.stderr, flush=True)
@@ -72,7 +74,7 @@ def on_all_ranks(work, timeout=None, alone=False):
         partial_files.discard_all()
         if isinstance(error, PeerFailure) and error.relayed:
             time.sleep(AFTER)
-        parent = witness.launcher or os.getppid()                  # the same for all ranks of a host
+        parent = witness.launcher or os.getppid()  # the same for all ranks of a host
         speak(_story(comm, job.phase if job else "start", error), comm.rank, parent)
         witness.end()
         comm.Abort(1)
@@ -90,6 +92,7 @@ def _refuse(text):
 def _part(comm):
     """Wait until rank 0 has printed: launchers end all ranks when the first one fails."""
     from ..comm.peers import Peers
+
     with contextlib.suppress(PeerFailure):
         Peers(comm, PARTING).barrier()
 

@@ -7,13 +7,13 @@ import time
 
 from .threads import local_ranks
 
-PARTING = 10.0             # seconds that ranks wait for each other when they end together
-SILENT = 5.0               # seconds that the others give rank 0 to print: launchers end all ranks with the first
-FLUSH = 0.5                # seconds that a launcher needs to forward a message; it drops output after an abort
-STAGGER, LATEST = 1.0, 5.0       # delay per host in seconds, so that one host prints and ends the job; its maximum
-AFTER = LATEST + 2 * FLUSH # seconds that ranks told of a failure wait, so that the failed rank prints first
+PARTING = 10.0  # seconds that ranks wait for each other when they end together
+SILENT = 5.0  # seconds that the others give rank 0 to print: launchers end all ranks with the first
+FLUSH = 0.5  # seconds that a launcher needs to forward a message; it drops output after an abort
+STAGGER, LATEST = 1.0, 5.0  # delay per host in seconds, so that one host prints and ends the job; its maximum
+AFTER = LATEST + 2 * FLUSH  # seconds that ranks told of a failure wait, so that the failed rank prints first
 
-_claims: list[socket.socket] = []      # sockets, open until this process ends
+_claims: list[socket.socket] = []  # sockets, open until this process ends
 
 
 def claim(launcher):
@@ -38,5 +38,5 @@ def speak(story, rank, launcher):
         time.sleep(PARTING)
         return
     time.sleep(min(STAGGER * (rank // local_ranks()), LATEST))
-    os.write(2, story.encode())                        # one write, so that output of ranks does not mix
+    os.write(2, story.encode())  # one write, so that output of ranks does not mix
     time.sleep(FLUSH)

@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         if launch_rank() == 0:
             known = [*self._option_string_actions, *(self.chosen._option_string_actions if self.chosen else ())]
             super().error(message + suggest.of_options(message, self.words, known))
-        time.sleep(1)               # launchers end all ranks when the first fails: let rank 0 print first
+        time.sleep(1)  # launchers end all ranks when the first fails: let rank 0 print first
         sys.exit(2)
 
     def _print_message(self, message, file=None):

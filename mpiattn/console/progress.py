@@ -9,9 +9,9 @@ from . import witness
 from .table import duration
 
 LAUNCHERS = ("hydra", "pmi_proxy", "mpiexec", "mpirun", "prte", "orte", "srun")
-LOOK = 0.1                 # seconds between updates, which take longer than a small piece of work
-APART = 10.0               # seconds before the first line, and at least between two lines
-SHARE, SILENCE = 0.1, 60.0       # a line is due when this share more is done, or after this many seconds
+LOOK = 0.1  # seconds between updates, which take longer than a small piece of work
+APART = 10.0  # seconds before the first line, and at least between two lines
+SHARE, SILENCE = 0.1, 60.0  # a line is due when this share more is done, or after this many seconds
 
 
 def _parent(pid):
@@ -34,10 +34,10 @@ def _terminal():
         while any(name in os.path.basename(os.readlink(f"/proc/{pid}/exe")) for name in LAUNCHERS):
             target = os.readlink(f"/proc/{pid}/fd/2")
             if target.startswith(("/dev/pts/", "/dev/tty")):
-                return open(target, "w")                 # closed with the process
+                return open(target, "w")  # closed with the process
             pid = _parent(pid)
     except (OSError, ValueError):
-        pass                                             # no /proc, or not ours to read
+        pass  # no /proc, or not ours to read
     return None
 
 
@@ -59,8 +59,10 @@ class Progress:
                 self._lines = sys.stderr is not None
                 return
             from tqdm import tqdm
-            self._bar = tqdm(desc=title, total=total, unit=unit, file=terminal, unit_scale=True, leave=False,
-                             dynamic_ncols=True)
+
+            self._bar = tqdm(
+                desc=title, total=total, unit=unit, file=terminal, unit_scale=True, leave=False, dynamic_ncols=True
+            )
 
     def __call__(self, done):
         """Advance by the amount just done."""
@@ -83,8 +85,12 @@ class Progress:
         self._line_done, self._line_at = self._done, now
         seconds, share = now - self._began, self._done / self._total if self._total else 1
         rest = f", about {duration(seconds / share - seconds)} to go" if 0 < share < 1 else ""
-        print(f"{self._title} {int(100 * share)} %, {_amount(self._done)} of {_amount(self._total)}{self._unit}, "
-              f"{duration(seconds)}{rest}", file=sys.stderr, flush=True)
+        print(
+            f"{self._title} {int(100 * share)} %, {_amount(self._done)} of {_amount(self._total)}{self._unit}, "
+            f"{duration(seconds)}{rest}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _tell_witness(self):
         witness.tell(doing=f"{self._title}, {_amount(self._done)} of {_amount(self._total)}{self._unit}")

@@ -2,15 +2,18 @@
 
 from . import interrupts, witness
 
-LOADING = 30.0             # seconds added to the timeout: hosts load Python at different speeds
+LOADING = 30.0  # seconds added to the timeout: hosts load Python at different speeds
 
-OVERDUE = ("starting MPI, for which {:g} s were given; ranks wait there for all: for one whose node lacks mpiattn or "
-           "has another MPI, that has ended, or that the network does not reach")
+OVERDUE = (
+    "starting MPI, for which {:g} s were given; ranks wait there for all: for one whose node lacks mpiattn or "
+    "has another MPI, that has ended, or that the network does not reach"
+)
 
 
 def defer(wanted=True):
     """Let `start` start MPI instead of the first import of mpi4py.MPI; wanted=False undoes this."""
     import mpi4py
+
     mpi4py.rc.initialize = not wanted
     if mpi4py.rc.finalize is None:
         mpi4py.rc.finalize = True
@@ -25,6 +28,7 @@ def start(timeout):
     from mpi4py import MPI, rc
 
     from ..comm.peers import time_limit
+
     if not MPI.Is_initialized():
         seconds = time_limit(timeout) + LOADING
         with witness.limit(OVERDUE.format(seconds), seconds), interrupts.plain():

@@ -2,7 +2,7 @@
 
 import difflib
 
-ALIKE = 0.6                # difflib's ratio above which words are similar enough to suggest
+ALIKE = 0.6  # difflib's ratio above which words are similar enough to suggest
 
 
 def closest(word, choices):
@@ -23,9 +23,12 @@ def of_options(message, words, options):
     words: the command line.  options: all known options; as in argparse, an option may be abbreviated.
     """
     long, text = [option for option in options if option.startswith("--")], ""
-    for word in words[:words.index("--") if "--" in words else None]:      # no options after --
+    for word in words[: words.index("--") if "--" in words else None]:  # no options after --
         name = word.split("=")[0]
-        if name.startswith("--") and not any(option.startswith(name) for option in long) and (meant := closest(
-                name, long)):
+        if (
+            name.startswith("--")
+            and not any(option.startswith(name) for option in long)
+            and (meant := closest(name, long))
+        ):
             text += f"; did you mean {meant}?" if name in message else f"; did you mean {meant} by {name}?"
     return text

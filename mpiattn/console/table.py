@@ -5,8 +5,12 @@ def table(rows, header=None):
     """Rows of text in columns, the first left-aligned and the others right-aligned."""
     rows = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
-                       for i, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
     if header:
         lines.insert(1, "-" * len(max(lines, key=len)))
     return "\n".join(lines)

@@ -18,15 +18,15 @@ import time
 from .message import FLUSH, claim, speak
 
 NOTE_BYTES = 1024
-PR_SET_PDEATHSIG = 1                   # of Linux's prctl: the signal that a process gets when its parent ends
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 WHY = {signal.SIGKILL: " (for lack of memory, if nobody sent it)", signal.SIGALRM: " (time was up)"}
 
 ENDED = "its end"
 
-_note = None                           # memory shared with the witness, in the rank
-launcher = None                        # number of the process that started the witness, in the rank
+_note = None  # memory shared with the witness, in the rank
+launcher = None  # number of the process that started the witness, in the rank
 
 
 def watch(rank):
@@ -82,20 +82,21 @@ def _read(note):
 
 def _wait(pid, note, rank):
     """Run as the witness: forward signals, wait for the rank, report how it ended, end the same way."""
-    asked = []                         # signals forwarded to the rank: its end by one of them needs no report
+    asked = []  # signals forwarded to the rank: its end by one of them needs no report
 
     def forward(number, frame):
         asked.append(number)
-        with contextlib.suppress(ProcessLookupError):          # the rank has just ended
+        with contextlib.suppress(ProcessLookupError):  # the rank has just ended
             os.kill(pid, number)
+
     for number in FORWARDED:
         signal.signal(number, forward)
     _, status = os.waitpid(pid, 0)
     who, doing = _read(note)
     if not os.WIFSIGNALED(status):
         code = os.WEXITSTATUS(status)
-        if 0 < code < 128 and doing != ENDED:                    # signal handlers end with codes from 128 on
-            time.sleep(FLUSH)                                    # MPI may have ended the rank because of another one
+        if 0 < code < 128 and doing != ENDED:  # signal handlers end with codes from 128 on
+            time.sleep(FLUSH)  # MPI may have ended the rank because of another one
             if not asked:
                 speak(f"mpiattn: {who} ended with code {code} in the middle; it was at: {doing}\n", rank, os.getppid())
                 _end_by(signal.SIGTERM)
@@ -103,7 +104,7 @@ def _wait(pid, note, rank):
     number = os.WTERMSIG(status)
     if number not in asked:
         story = f"mpiattn: {who} was ended by {_name(number)}{WHY.get(number, '')}; it was at: {doing}\n"
-        if number == signal.SIGALRM:                             # other ranks are at their limit too: one prints
+        if number == signal.SIGALRM:  # other ranks are at their limit too: one prints
             speak(story, rank, os.getppid())
         else:
             claim(os.getppid())
@@ -114,15 +115,15 @@ def _wait(pid, note, rank):
 def _name(number):
     try:
         return signal.Signals(number).name
-    except ValueError:                                           # a real-time signal, which has no name
+    except ValueError:  # a real-time signal, which has no name
         return f"signal {number}"
 
 
 def _end_by(number):
     """End by the signal that ended the rank: on an exit code, MPICH's launcher would let the other ranks wait."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))             # no second core file besides the rank's
-    with contextlib.suppress(OSError):                           # SIGKILL has no handler to reset
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core file besides the rank's
+    with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
-    os._exit(128 + number)                                       # not reached: the signal ended the rank
+    os._exit(128 + number)  # not reached: the signal ended the rank

@@ -35,8 +35,9 @@ def token_counts(counts: Any, sequences: int, tokens: int) -> list[int]:
         return [tokens] * sequences
     counts = list(as_array("counts", counts))
     if len(counts) != sequences or not all(isinstance(n, Integral) and 0 <= int(n) <= tokens for n in counts):
-        raise ArgumentError(f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of "
-                            f"{sequences} sequences")
+        raise ArgumentError(
+            f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of {sequences} sequences"
+        )
     return list(map(int, counts))
 
 
@@ -44,7 +45,9 @@ def kept_lengths(lengths: Any, held: list[int]) -> list[int]:
     """Numbers of tokens to keep of sequences that hold `held` tokens, as a list; a single number is for all."""
     lengths = [lengths] * len(held) if isinstance(lengths, Integral) else list(as_array("lengths", lengths))
     if len(lengths) != len(held) or not all(
-            isinstance(length, Integral) and 0 <= int(length) <= most for length, most in zip(lengths, held)):
-        raise ArgumentError(f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, which "
-                            f"have {held}")
+        isinstance(length, Integral) and 0 <= int(length) <= most for length, most in zip(lengths, held)
+    ):
+        raise ArgumentError(
+            f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, which have {held}"
+        )
     return lengths

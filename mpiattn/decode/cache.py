@@ -83,25 +83,55 @@ class KVCache(DescribedCache, Collective):
 
     KIND = "cache"
 
-    def __init__(self, comm: MPI.Intracomm, *, capacity: int, kv_heads: int, head_dim: int,
-                 value_dim: int | None = None, sequences: int = 1, dtype: Any = "float32", page_size: int = 64,
-                 backend: str = "auto", transport: str = "auto",
-                 machine: Machine | str | os.PathLike[str] | None = None, max_message: int = MAX_MESSAGE,
-                 timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        sequences: int = 1,
+        dtype: Any = "float32",
+        page_size: int = 64,
+        backend: str = "auto",
+        transport: str = "auto",
+        machine: Machine | str | os.PathLike[str] | None = None,
+        max_message: int = MAX_MESSAGE,
+        timeout: float | None = None,
+    ) -> None:
         home = Home.enter(comm, time_limit(timeout))
         with self._making(home):
             peers = home.peers(time_limit(timeout))
             with agreement(peers, call="making a cache"):
                 check_timeout(timeout)
-                problem = Problem(seqlen=0, heads=kv_heads, head_dim=head_dim,
-                                  value_dim=head_dim if value_dim is None else value_dim, dtype=dtype)
+                problem = Problem(
+                    seqlen=0,
+                    heads=kv_heads,
+                    head_dim=head_dim,
+                    value_dim=head_dim if value_dim is None else value_dim,
+                    dtype=dtype,
+                )
                 check_sizes(capacity=capacity, sequences=sequences, page_size=page_size)
                 check_max_message(max_message)
                 check_transport(backend, transport)
-            agree_on(peers, {"capacity": capacity, "kv_heads": problem.kv_heads, "head_dim": problem.head_dim,
-                             "value_dim": problem.value_dim, "sequences": sequences, "dtype": problem.dtype,
-                             "page_size": page_size, "backend": backend, "transport": transport,
-                             "machine": machine, "max_message": max_message, "timeout": timeout})
+            agree_on(
+                peers,
+                {
+                    "capacity": capacity,
+                    "kv_heads": problem.kv_heads,
+                    "head_dim": problem.head_dim,
+                    "value_dim": problem.value_dim,
+                    "sequences": sequences,
+                    "dtype": problem.dtype,
+                    "page_size": page_size,
+                    "backend": backend,
+                    "transport": transport,
+                    "machine": machine,
+                    "max_message": max_message,
+                    "timeout": timeout,
+                },
+            )
             self._backend = make_backend(peers, home.nodes, backend, transport)
             peers.idle = self._backend.idle
             self.rank, self.ranks = peers.rank, peers.size
@@ -109,15 +139,23 @@ class KVCache(DescribedCache, Collective):
             self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
             self.capacity, self.sequences, self.page_size = capacity, sequences, page_size
             chosen = None
-            with agreement(peers, only=0):            # files of `mpiattn tune` may differ between hosts
+            with agreement(peers, only=0):  # files of `mpiattn tune` may differ between hosts
                 if peers.rank == 0:
                     chosen = machine_for(home.nodes, self._backend, head_dim, machine)
             self.machine = peers.allgather(chosen)[0]
-            with agreement(peers):                    # out of memory on one rank must not hang the others
+            with agreement(peers):  # out of memory on one rank must not hang the others
                 # reject unsupported head dims now: ranks without keys never launch, and would wait for the others
                 self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype)
-                self.storage = Storage(peers, self._backend, capacity, sequences, page_size, self.kv_heads,
-                                       (self.head_dim, self.value_dim), self.dtype)
+                self.storage = Storage(
+                    peers,
+                    self._backend,
+                    capacity,
+                    sequences,
+                    page_size,
+                    self.kv_heads,
+                    (self.head_dim, self.value_dim),
+                    self.dtype,
+                )
             self.pages = self.storage.pages
             self._exchange = Exchange(peers, max_message)
             self.nodes = home.nodes
@@ -126,8 +164,16 @@ class KVCache(DescribedCache, Collective):
             self._ways = {}
             self._join(home, peers)
 
-    def append(self, k: Array, v: Array, *, sequences: ArrayLike | None = None,
-               counts: ArrayLike | None = None, layout: Layout | None = None, check: bool = True) -> None:
+    def append(
+        self,
+        k: Array,
+        v: Array,
+        *,
+        sequences: ArrayLike | None = None,
+        counts: ArrayLike | None = None,
+        layout: Layout | None = None,
+        check: bool = True,
+    ) -> None:
         """Append tokens to sequences; collective.
 
         Parameters
@@ -158,8 +204,7 @@ class KVCache(DescribedCache, Collective):
                 same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
             self.storage.append(sequences, counts, k, v, layout)
 
-    def truncate(self, lengths: ArrayLike, *, sequences: ArrayLike | None = None,
-                 check: bool = True) -> None:
+    def truncate(self, lengths: ArrayLike, *, sequences: ArrayLike | None = None, check: bool = True) -> None:
         """Keep the first tokens of sequences and free the pages of the others; collective.
 
         Parameters
@@ -221,8 +266,9 @@ class KVCache(DescribedCache, Collective):
         self._check_open()
         sequence = self._number(sequence)
         count = self.storage.ledgers[sequence].length(self.rank)
-        copies = [self._backend.result((count, self.kv_heads, dim), self.dtype)
-                  for dim in (self.head_dim, self.value_dim)]
+        copies = [
+            self._backend.result((count, self.kv_heads, dim), self.dtype) for dim in (self.head_dim, self.value_dim)
+        ]
         self._backend.begin()
         self.storage.copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])
         self._backend.finish()
@@ -244,6 +290,7 @@ class KVCache(DescribedCache, Collective):
             As in `KVCache`.
         """
         from .cache_file import save
+
         with self.call("save") as call:
             with call.agreement():
                 pass
@@ -275,10 +322,12 @@ class KVCache(DescribedCache, Collective):
             As in `KVCache`.
         """
         from .cache_file import load
+
         return load(cls, comm, path, options)
 
-    def _check_tokens(self, k: Array, v: Array, sequences: list[int],
-                      layout: Layout | None) -> tuple[Array, Array, int]:
+    def _check_tokens(
+        self, k: Array, v: Array, sequences: list[int], layout: Layout | None
+    ) -> tuple[Array, Array, int]:
         """k and v as arrays of the back end, and the number of tokens over all ranks."""
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
             raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, one a rank")
@@ -301,4 +350,4 @@ class KVCache(DescribedCache, Collective):
             with self._leaving(self._home):
                 self._backend.close()
                 self._exchange.close()
-            self.storage.pools = self.combiner = None             # MPI is never given the pools
+            self.storage.pools = self.combiner = None  # MPI is never given the pools

@@ -25,8 +25,10 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
     spans has (batch entry, first token, number of tokens) of every sequence.  axes: as of `mpiattn.files.io.Input`.
     Raises FileError if the file is not a valid cache.
     """
+
     def no(why):
         return FileError(f"{argument} is {str(path)!r}; {why}")
+
     if not os.path.isfile(path):
         raise no("there is no such file")
     with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
@@ -39,19 +41,32 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
             raise no(f"its shapes do not fit: k {file['k'].shape}, v {file['v'].shape}; they must be ({sizes})")
         names = [dtype_of(file[name]) for name in ("k", "v")]
         if len(set(names)) > 1 or names[0] not in ITEMSIZE:
-            raise no(f"its k and v have dtypes {', '.join(names)}; they must have one and the same of "
-                     f"{', '.join(ITEMSIZE)}")
-        dtype_name(names[0])                               # registers bfloat16 with NumPy
+            raise no(
+                f"its k and v have dtypes {', '.join(names)}; they must have one and the same of {', '.join(ITEMSIZE)}"
+            )
+        dtype_name(names[0])  # registers bfloat16 with NumPy
         batch, tokens = k[:2]
         spans = [(entry, 0, tokens) for entry in range(batch)]
         if "cu_seqlens" in file:
             cuts = np.atleast_2d(file["cu_seqlens"][()])
-            if (cuts.ndim != 2 or cuts.dtype.kind not in "iu" or len(cuts) not in (1, batch) or cuts.shape[1] < 2
-                    or (np.diff(cuts, axis=1) < 0).any() or cuts.min() < 0 or cuts.max() > tokens):
-                raise no(f"its cu_seqlens is {np.array2string(cuts, threshold=9)}; it must increase from 0 to "
-                         f"{tokens}, for all {batch} batch entries or each")
-            spans = [(entry, int(start), int(stop - start)) for entry in range(batch)
-                     for start, stop in zip(cuts[entry % len(cuts)], cuts[entry % len(cuts)][1:])]
+            if (
+                cuts.ndim != 2
+                or cuts.dtype.kind not in "iu"
+                or len(cuts) not in (1, batch)
+                or cuts.shape[1] < 2
+                or (np.diff(cuts, axis=1) < 0).any()
+                or cuts.min() < 0
+                or cuts.max() > tokens
+            ):
+                raise no(
+                    f"its cu_seqlens is {np.array2string(cuts, threshold=9)}; it must increase from 0 to "
+                    f"{tokens}, for all {batch} batch entries or each"
+                )
+            spans = [
+                (entry, int(start), int(stop - start))
+                for entry in range(batch)
+                for start, stop in zip(cuts[entry % len(cuts)], cuts[entry % len(cuts)][1:])
+            ]
         return {"kv_heads": k[2], "head_dim": k[3], "value_dim": v[3], "dtype": names[0], "spans": spans}
 
 
@@ -59,13 +74,21 @@ def save(cache, path, argument="path"):
     """Write a cache to a file, which appears whole or not at all; collective."""
     peers, total = cache.combiner.peers, sum(cache.lengths)
     starts = np.cumsum([0, *cache.lengths])
-    shapes = {name: ((1, total, cache.kv_heads, dim), cache.dtype)
-              for name, dim in (("k", cache.head_dim), ("v", cache.value_dim))}
-    output = Output(peers, path, {**shapes, "cu_seqlens": ((len(starts),), "int64")}, {"page_size": cache.page_size},
-                    max_message=cache.combiner.exchange.max_message, argument=argument)
+    shapes = {
+        name: ((1, total, cache.kv_heads, dim), cache.dtype)
+        for name, dim in (("k", cache.head_dim), ("v", cache.value_dim))
+    }
+    output = Output(
+        peers,
+        path,
+        {**shapes, "cu_seqlens": ((len(starts),), "int64")},
+        {"page_size": cache.page_size},
+        max_message=cache.combiner.exchange.max_message,
+        argument=argument,
+    )
     try:
         for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.storage.ledgers)):
-            with agreement(peers):                         # copying one sequence may run out of memory
+            with agreement(peers):  # copying one sequence may run out of memory
                 chunks = cache.local(sequence)
             for name, chunk in zip(("k", "v"), map(on_host, chunks)):
                 output.write(name, chunk[None], ledger, first=start)
@@ -74,7 +97,7 @@ def save(cache, path, argument="path"):
                 write_at(output.file["cu_seqlens"], (0,), starts.astype(np.int64))
         output.commit()
     finally:
-        output.abandon()                                   # no effect after commit
+        output.abandon()  # no effect after commit
 
 
 def load(make, comm, path, options, argument="path", progress=None, axes="bshd"):
@@ -84,12 +107,19 @@ def load(make, comm, path, options, argument="path", progress=None, axes="bshd")
     """
     from ..comm.mesh import Home
     from ..comm.peers import time_limit
+
     home = Home.enter(comm, time_limit(options.get("timeout")))
     try:
         peers = home.peers(time_limit(options.get("timeout")))
         with home.call("loading a cache"):
-            source = Input(peers, path, look=lambda path: read_cache_shapes(path, argument, axes), argument=argument,
-                           axes=axes, call="loading a cache")
+            source = Input(
+                peers,
+                path,
+                look=lambda path: read_cache_shapes(path, argument, axes),
+                argument=argument,
+                axes=axes,
+                call="loading a cache",
+            )
         try:
             return _fill(make, comm, home, source, options, progress)
         finally:

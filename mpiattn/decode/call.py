@@ -21,8 +21,24 @@ class Call:
     A row is one query of one sequence; there are `queries` rows per sequence.
     """
 
-    def __init__(self, turn, cache, q, sequences=None, causal=True, window=None, softcap=None, scale=None, sinks=None,
-                 way=None, ways=(), root=None, out=None, lse=None, check=True):
+    def __init__(
+        self,
+        turn,
+        cache,
+        q,
+        sequences=None,
+        causal=True,
+        window=None,
+        softcap=None,
+        scale=None,
+        sinks=None,
+        way=None,
+        ways=(),
+        root=None,
+        out=None,
+        lse=None,
+        check=True,
+    ):
         self.cache, self.backend, self.given = cache, cache.combiner.backend, q
         turn.kept.append(self)
         with turn.agreement(check) as same:
@@ -33,25 +49,51 @@ class Call:
             if way is not None and way not in ("auto", *ways):
                 raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
             lengths = [cache.storage.ledgers[sequence].seqlen for sequence in self.sequences]
-            self.problems = [Problem(seqlen=q.shape[1], heads=q.shape[2], head_dim=cache.head_dim, seqlen_k=length,
-                                     kv_heads=cache.kv_heads, value_dim=cache.value_dim, dtype=cache.dtype,
-                                     causal=causal, scale=scale, window=window, softcap=softcap) for length in lengths]
+            self.problems = [
+                Problem(
+                    seqlen=q.shape[1],
+                    heads=q.shape[2],
+                    head_dim=cache.head_dim,
+                    seqlen_k=length,
+                    kv_heads=cache.kv_heads,
+                    value_dim=cache.value_dim,
+                    dtype=cache.dtype,
+                    causal=causal,
+                    scale=scale,
+                    window=window,
+                    softcap=softcap,
+                )
+                for length in lengths
+            ]
             self.queries, self.heads = q.shape[1:3]
             if sinks is not None:
                 sinks = on_host(checked(self.backend, "sinks", sinks, (self.heads,), cache.partial_dtype))
             self.rows = len(self.sequences) * self.queries
             shape = len(self.sequences), self.queries, self.heads
-            self.results = Results(self.backend, {
-                "out": (out, (*shape, cache.value_dim), cache.dtype),
-                "lse": (lse, (shape[0], shape[2], shape[1]), cache.partial_dtype)}, {"q": q, "sinks": sinks})
+            self.results = Results(
+                self.backend,
+                {
+                    "out": (out, (*shape, cache.value_dim), cache.dtype),
+                    "lse": (lse, (shape[0], shape[2], shape[1]), cache.partial_dtype),
+                },
+                {"q": q, "sinks": sinks},
+            )
             whole = self.backend.contiguous(q, empty=bind(cache.combiner.kept, "q"))
             self.q = whole.reshape(self.rows, self.heads, cache.head_dim)
-            same |= {"q's number of queries and heads": q.shape[1:3], "sequences": self.sequences, "root": root,
-                     "way": way, "causal": causal, "window": window, "softcap": softcap, "scale": scale,
-                     "sinks": None if sinks is None else sinks.tolist()}
+            same |= {
+                "q's number of queries and heads": q.shape[1:3],
+                "sequences": self.sequences,
+                "root": root,
+                "way": way,
+                "causal": causal,
+                "window": window,
+                "softcap": softcap,
+                "scale": scale,
+                "sinks": None if sinks is None else sinks.tolist(),
+            }
         self.sinks = sinks
         positions = np.arange(self.queries)
-        self._seen = [problem.mask.key_interval(positions) for problem in self.problems]       # (1, queries) each
+        self._seen = [problem.mask.key_interval(positions) for problem in self.problems]  # (1, queries) each
 
     @property
     def partial_bytes(self) -> tuple[int, int]:
@@ -63,8 +105,14 @@ class Call:
 
         name: key under which the cache keeps the memory for the next call; None for new memory.
         """
-        return Partial(self.backend, self.rows if rows is None else rows, self.heads, self.cache.value_dim,
-                       self.cache.partial_dtype, name and bind(self.cache.combiner.kept, name))
+        return Partial(
+            self.backend,
+            self.rows if rows is None else rows,
+            self.heads,
+            self.cache.value_dim,
+            self.cache.partial_dtype,
+            name and bind(self.cache.combiner.kept, name),
+        )
 
     def seen(self, i, rank):
         """The range of a rank's keys that each query of the i-th sequence sees: begin and end, int32 (queries,)."""
@@ -92,8 +140,19 @@ class Call:
             bounds = [np.concatenate(bound) for bound in zip(*(self.seen(i, rank) for i in range(len(keys))))]
             pools, tables, page_size = keys[0][:2], [of[2] for of in keys], keys[0][3]
             problem = self.problems[0]
-            event = self.backend.attend_pages(q, *pools, tables, page_size, *bounds, partial.out, partial.lse,
-                                              problem.scale, problem.softcap, after=after, meanwhile=meanwhile)
+            event = self.backend.attend_pages(
+                q,
+                *pools,
+                tables,
+                page_size,
+                *bounds,
+                partial.out,
+                partial.lse,
+                problem.scale,
+                problem.softcap,
+                after=after,
+                meanwhile=meanwhile,
+            )
             partial.ready = (event,)
             return
         event = None
@@ -105,8 +164,18 @@ class Call:
             part, queries = slice(start - rows.start, stop - rows.start), slice(start - first, stop - first)
             begin, end = (bound[queries] for bound in self.seen(i, rank))
             if (begin < end).any():
-                event = self.backend.attend_pages(q[part], *keys[i], begin, end, partial.out[part], partial.lse[part],
-                                                  problem.scale, problem.softcap, after=after, meanwhile=meanwhile)
+                event = self.backend.attend_pages(
+                    q[part],
+                    *keys[i],
+                    begin,
+                    end,
+                    partial.out[part],
+                    partial.lse[part],
+                    problem.scale,
+                    problem.softcap,
+                    after=after,
+                    meanwhile=meanwhile,
+                )
             else:
                 event = self.backend.clear(partial.out[part], partial.lse[part])
         partial.ready = (event,)
@@ -114,7 +183,7 @@ class Call:
     def result(self, partial):
         """out (sequences, queries, heads, value_dim) in the cache's dtype, and lse (sequences, heads, queries)."""
         for event in partial.ready:
-            self.backend.wait(event)                    # launches below do not wait for a partial that has just arrived
+            self.backend.wait(event)  # launches below do not wait for a partial that has just arrived
         if self.sinks is not None:
             self.backend.sink(partial.out, partial.lse, self.backend.contiguous(self.sinks))
         out, lse = self.results.arrays()

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from ..backends.kept import Kept
 from ..schedule import reduction
 
-TAG = 0        # for messages on the duplicated communicator, where plans send none
+TAG = 0  # for messages on the duplicated communicator, where plans send none
 
 
 class Partial:
@@ -26,7 +26,7 @@ class Partial:
         self.packed = (empty or backend.empty)((cut + rows * heads,), dtype)
         self.out = self.packed[:cut].reshape(rows, heads, value_dim)
         self.lse = self.packed[cut:].reshape(rows, heads)
-        self.ready = ()                                # events of the last launch that reads or writes it
+        self.ready = ()  # events of the last launch that reads or writes it
 
     def absorb(self, backend, other, after=()):
         """Merge another partial into this one."""
@@ -43,7 +43,7 @@ class Combiner:
         self.kept = Kept(backend.empty)
         self.exchange, self.backend, self.nodes = exchange, backend, nodes
         self.peers, self.comm = exchange.peers, exchange.peers.comm
-        self._moves = {}                               # by (way, root), cached: costs nearly a token's time
+        self._moves = {}  # by (way, root), cached: costs nearly a token's time
 
     def run(self, way, own, spare, root=None):
         """The combined partial, which is `own` or `spare`, on all ranks or on `root` only; undefined on other ranks.
@@ -59,8 +59,12 @@ class Combiner:
         return own
 
     def _make(self, move, own, spare, where):
-        posted = self.post(move.peer if move.sends else None, [(own.packed, own.ready)],
-                           move.peer if move.receives else None, [(spare.packed, spare.ready)])
+        posted = self.post(
+            move.peer if move.sends else None,
+            [(own.packed, own.ready)],
+            move.peer if move.receives else None,
+            [(spare.packed, spare.ready)],
+        )
         arrived = self.finish(posted, where)
         if not move.receives:
             return own, spare
@@ -114,9 +118,12 @@ class Combiner:
             arriving = self.exchange.whole(self.backend.incoming(result, free, collective=True)).view(array.dtype)
         step = max(1, self.exchange.max_message // array.dtype.itemsize)
         for start in range(0, math.prod(array.shape), step):
-            given, taken = leaving[start:start + step], arriving[start:start + step] if whole else None
-            request = (self.comm.Iallreduce(given, taken, operation) if root is None
-                       else self.comm.Ireduce(given, taken, operation, root))
+            given, taken = leaving[start : start + step], arriving[start : start + step] if whole else None
+            request = (
+                self.comm.Iallreduce(given, taken, operation)
+                if root is None
+                else self.comm.Ireduce(given, taken, operation, root)
+            )
             self.exchange.finish(request, "reduce", given.nbytes, where)
         self.backend.sent(array)
         return (self.backend.arrived(result),) if whole else ()

@@ -36,7 +36,7 @@ class DescribedCache:
     machine: Machine
     # used by the modules of this package only
     storage: Storage
-    combiner: Any            # a `Combiner`; None once the cache is closed
+    combiner: Any  # a `Combiner`; None once the cache is closed
     _home: Home | None
     _backend: Backend
     _exchange: Exchange
@@ -46,9 +46,11 @@ class DescribedCache:
         if "combiner" not in self.__dict__:
             return f"{type(self).__name__}(not made)"
         dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
-        return (f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
-                f"{self.kv_heads} KV heads x {dims}, {self.dtype}; {self.ranks} ranks, pages of {self.page_size}, "
-                f"{self.backend}; {'closed' if self._home is None else 'open'})")
+        return (
+            f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
+            f"{self.kv_heads} KV heads x {dims}, {self.dtype}; {self.ranks} ranks, pages of {self.page_size}, "
+            f"{self.backend}; {'closed' if self._home is None else 'open'})"
+        )
 
     @property
     def backend(self) -> str:

@@ -32,20 +32,34 @@ class _Keys:
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = int(self.starts[-1])
         cut = cache.kv_heads * tokens * cache.head_dim
-        self.packed = array[:cut + cache.kv_heads * tokens * cache.value_dim]
-        self.parts = (self.packed[:cut].reshape(cache.kv_heads, tokens, cache.head_dim),
-                      self.packed[cut:].reshape(cache.kv_heads, tokens, cache.value_dim))
+        self.packed = array[: cut + cache.kv_heads * tokens * cache.value_dim]
+        self.parts = (
+            self.packed[:cut].reshape(cache.kv_heads, tokens, cache.head_dim),
+            self.packed[cut:].reshape(cache.kv_heads, tokens, cache.value_dim),
+        )
 
     def of_sequences(self) -> list[tuple[Any, ...]]:
         """For each sequence (keys, values, pages, page size), as attention takes them; a page is one token."""
-        return [(*self.parts, np.arange(start, stop, dtype=np.int32), 1)
-                for start, stop in zip(self.starts, self.starts[1:])]
+        return [
+            (*self.parts, np.arange(start, stop, dtype=np.int32), 1)
+            for start, stop in zip(self.starts, self.starts[1:])
+        ]
 
 
-def ring_decode(q: Array, cache: KVCache, *, sequences: ArrayLike | None = None, causal: bool = True,
-                window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
-                scale: float | None = None, sinks: Array | None = None, out: Array | None = None,
-                lse: Array | None = None, check: bool = True) -> tuple[Array, Array]:
+def ring_decode(
+    q: Array,
+    cache: KVCache,
+    *,
+    sequences: ArrayLike | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    check: bool = True,
+) -> tuple[Array, Array]:
     """`tree_decode` by passing every rank's keys and values around a ring, with results on all ranks; collective.
 
     Each transfer overlaps with attention to the keys of the previous hop.  Traffic and memory grow with the number of
@@ -81,8 +95,9 @@ def ring_decode(q: Array, cache: KVCache, *, sequences: ArrayLike | None = None,
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("ring_decode") as turn:
-        return _pass_keys(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse,
-                               check=check))
+        return _pass_keys(
+            Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse, check=check)
+        )
 
 
 def _pass_keys(call: Call) -> tuple[Array, Array]:
@@ -95,14 +110,17 @@ def _pass_keys(call: Call) -> tuple[Array, Array]:
     whole, part = call.partial(), call.partial()
     with call.transfers():
         keys = _Keys(call, rank, held)
-        ready = tuple(cache.storage.copy_out(sequence, [array[:, start:stop] for array in keys.parts])
-                      for sequence, start, stop in zip(call.sequences, keys.starts, keys.starts[1:]))
+        ready = tuple(
+            cache.storage.copy_out(sequence, [array[:, start:stop] for array in keys.parts])
+            for sequence, start, stop in zip(call.sequences, keys.starts, keys.starts[1:])
+        )
         for hop in range(ranks):
             arriving = posted = meanwhile = None
             if hop < ranks - 1:
                 arriving = _Keys(call, (rank - hop - 1) % ranks, spare)
-                posted = combiner.post((rank + 1) % ranks, [(keys.packed, ready)], (rank - 1) % ranks,
-                                       [(arriving.packed, whole.ready)])
+                posted = combiner.post(
+                    (rank + 1) % ranks, [(keys.packed, ready)], (rank - 1) % ranks, [(arriving.packed, whole.ready)]
+                )
                 meanwhile = partial(_move_messages, combiner.exchange, posted[0])
             target = part if hop else whole
             call.attend_to(keys.of_sequences(), keys.rank, target, call.q, range(call.rows), ready, meanwhile)
@@ -120,10 +138,20 @@ def _move_messages(exchange: Exchange, posted: list[Posted], share: float) -> No
         exchange.complete(posted)
 
 
-def query_ring_decode(q: Array, cache: KVCache, *, sequences: ArrayLike | None = None, causal: bool = True,
-                      window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
-                      scale: float | None = None, sinks: Array | None = None, out: Array | None = None,
-                      lse: Array | None = None, check: bool = True) -> tuple[Array, Array]:
+def query_ring_decode(
+    q: Array,
+    cache: KVCache,
+    *,
+    sequences: ArrayLike | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    check: bool = True,
+) -> tuple[Array, Array]:
     """`tree_decode` by passing queries and partial results around a ring, with results on all ranks; collective.
 
     Rows (queries of all sequences) are split into one chunk per rank.  Each chunk visits all ranks in turn and returns
@@ -159,8 +187,9 @@ def query_ring_decode(q: Array, cache: KVCache, *, sequences: ArrayLike | None =
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("query_ring_decode") as turn:
-        return _pass_queries(Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse,
-                                  check=check))
+        return _pass_queries(
+            Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse, check=check)
+        )
 
 
 def _pass_queries(call: Call) -> tuple[Array, Array]:
@@ -171,18 +200,23 @@ def _pass_queries(call: Call) -> tuple[Array, Array]:
     def empty(chunk: int) -> tuple[Partial, Array]:
         rows = len(chunks[chunk])
         return call.partial(rows), backend.empty((rows, call.heads, cache.head_dim), cache.dtype)
+
     (whole, queries), number = empty(rank), rank
     with call.transfers():
-        queries_ready = (backend.copy(queries, call.q[chunks[rank].start:chunks[rank].stop]),)
+        queries_ready = (backend.copy(queries, call.q[chunks[rank].start : chunks[rank].stop]),)
         call.attend(whole, queries, chunks[rank])
         for hop in range(1, ranks + 1 if ranks > 1 else 1):
             number = (rank - hop) % ranks
             arriving, arriving_q = empty(number)
-            last = hop == ranks                         # back at its owner, which needs only the result
-            leaving = [(whole.packed, whole.ready), (queries, queries_ready)][:2 - last]
-            so_far = *whole.ready, *queries_ready       # new memory may still be in use by earlier launches
-            posted = combiner.post((rank + 1) % ranks, leaving, (rank - 1) % ranks,
-                                   [(arriving.packed, so_far), (arriving_q, so_far)][:2 - last])
+            last = hop == ranks  # back at its owner, which needs only the result
+            leaving = [(whole.packed, whole.ready), (queries, queries_ready)][: 2 - last]
+            so_far = *whole.ready, *queries_ready  # new memory may still be in use by earlier launches
+            posted = combiner.post(
+                (rank + 1) % ranks,
+                leaving,
+                (rank - 1) % ranks,
+                [(arriving.packed, so_far), (arriving_q, so_far)][: 2 - last],
+            )
             arriving.ready = arrived = combiner.finish(posted, f"in hop {hop} of {ranks} of queries")
             if not last:
                 part = call.partial(len(chunks[number]))
@@ -197,16 +231,22 @@ def _gather(call: Call, own: Partial, chunks: list[range]) -> Partial:
     exchange, backend, comm = call.cache.combiner.exchange, call.backend, call.cache.combiner.peers.comm
     row = call.heads * (call.cache.value_dim + 1)
     arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
-    so_far = (backend.clear(whole.out, whole.lse),)        # earlier launches may still use the arena's memory
+    so_far = (backend.clear(whole.out, whole.lse),)  # earlier launches may still use the arena's memory
     leaving = exchange.whole(backend.outgoing(own.packed, own.ready, collective=True))
     arriving = exchange.whole(backend.incoming(arena, so_far, collective=True))
-    posted = exchange.allgather(comm, leaving, arriving, [len(rows) for rows in chunks],
-                                [rows.start for rows in chunks], row * arena.dtype.itemsize)
+    posted = exchange.allgather(
+        comm,
+        leaving,
+        arriving,
+        [len(rows) for rows in chunks],
+        [rows.start for rows in chunks],
+        row * arena.dtype.itemsize,
+    )
     exchange.wait(posted, "gathering results")
     backend.sent(own.packed)
     backend.wait(backend.arrived(arena))
     for rows in chunks:
-        part = arena[rows.start * row:rows.stop * row]
+        part = arena[rows.start * row : rows.stop * row]
         cut = len(rows) * call.heads * call.cache.value_dim
         tokens = slice(rows.start, rows.stop)
         backend.copy(whole.out[tokens], part[:cut].reshape(whole.out[tokens].shape))

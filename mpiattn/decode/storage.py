@@ -31,7 +31,7 @@ class Storage:
         self.ledgers = [Ledger(peers.size, first) for first in range(sequences)]
         self._peers, self._backend, self._capacity = peers, backend, capacity
         self._pages = Pages(self.pages, page_size, sequences)
-        self._in_use = np.zeros(peers.size, np.int64)                # pages in use on every rank
+        self._in_use = np.zeros(peers.size, np.int64)  # pages in use on every rank
         self.pools = tuple(backend.empty((kv_heads, self.pages * page_size, dim), dtype) for dim in dims)
 
     @property
@@ -75,17 +75,21 @@ class Storage:
 
     def store(self, sequences, before, k, v, local):
         """Store the tokens added to sequences since `before`; local: k and v hold only this rank's tokens."""
-        in_use = self._in_use + sum(self._pages.needed(self.ledgers[sequence].counts) - self._pages.needed(counts)
-                                    for sequence, (_, counts) in zip(sequences, before))
+        in_use = self._in_use + sum(
+            self._pages.needed(self.ledgers[sequence].counts) - self._pages.needed(counts)
+            for sequence, (_, counts) in zip(sequences, before)
+        )
         if (in_use > self.pages).any():
             full = int(np.argmax(in_use))
-            error = ArgumentError(f"the cache is full: rank {full} would need {in_use[full]} pages of {self.page_size} "
-                                  f"tokens and has {self.pages}; capacity is {self._capacity} tokens in all")
-            raise everywhere(error, self._peers)        # every rank computes the same counts
+            error = ArgumentError(
+                f"the cache is full: rank {full} would need {in_use[full]} pages of {self.page_size} "
+                f"tokens and has {self.pages}; capacity is {self._capacity} tokens in all"
+            )
+            raise everywhere(error, self._peers)  # every rank computes the same counts
         self._backend.begin()
         for i, (sequence, (length, counts)) in enumerate(zip(sequences, before)):
             self._write(sequence, length, int(counts[self._peers.rank]), k[i], v[i], local)
-        self._backend.finish()                          # the caller may change k and v after this
+        self._backend.finish()  # the caller may change k and v after this
         self._in_use = in_use
 
     def _write(self, sequence, length, held, k, v, local):
@@ -97,9 +101,9 @@ class Storage:
         for new in ledger.ranges(rank, length):
             rows = range(done, done + len(new)) if local else range(new.start - length, new.stop - length, new.step)
             for first, last in stretches(table, self.page_size, held + done, held + done + len(new)):
-                part, rows = rows[:last - first], rows[last - first:]
+                part, rows = rows[: last - first], rows[last - first :]
                 for pool, source in zip(self.pools, (k, v)):
-                    self._backend.copy(pool[:, first:last], source[part.start:part.stop:part.step].swapaxes(0, 1))
+                    self._backend.copy(pool[:, first:last], source[part.start : part.stop : part.step].swapaxes(0, 1))
             done += len(new)
 
     def truncate(self, sequences, lengths):
@@ -117,6 +121,6 @@ class Storage:
         count = self.ledgers[sequence].length(self._peers.rank)
         for first, last in stretches(self.table(sequence), self.page_size, 0, count):
             for array, pool in zip(arrays, self.pools):
-                event = self._backend.copy(array[:, done:done + last - first], pool[:, first:last])
+                event = self._backend.copy(array[:, done : done + last - first], pool[:, first:last])
             done += last - first
         return event

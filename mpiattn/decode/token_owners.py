@@ -28,7 +28,7 @@ class _Placed:
 
     def ranges(self, rank, stop):
         """Positions of a rank's tokens below `stop`, as ranges."""
-        cut = (tokens[:within(tokens, 0, stop - self.start)[1]] for tokens in self.layout.ranges(rank))
+        cut = (tokens[: within(tokens, 0, stop - self.start)[1]] for tokens in self.layout.ranges(rank))
         return [range(t.start + self.start, t.stop + self.start, t.step) for t in cut if t]
 
     def counts(self, ranks, stop):
@@ -78,8 +78,8 @@ class Ledger:
         self.chunks, self.first = ranks, first % ranks
         self.seqlen = 0
         self.counts = np.zeros(ranks, np.int64)
-        self._pieces, self._starts = [], []                # a piece ends where the next starts, the last at seqlen
-        self._before = {}                                  # by rank: its number of tokens before each piece, cached
+        self._pieces, self._starts = [], []  # a piece ends where the next starts, the last at seqlen
+        self._before = {}  # by rank: its number of tokens before each piece, cached
 
     # These members are also those of a layout, so that a ledger can be used as one.
 
@@ -97,8 +97,11 @@ class Ledger:
         stop = self.seqlen if stop is None else min(stop, self.seqlen)
         if start >= stop:
             return ()
-        parts = (part for number in range(self._piece_of(start), self._piece_of(stop - 1) + 1)
-                 for part in self._ranges(number, rank))
+        parts = (
+            part
+            for number in range(self._piece_of(start), self._piece_of(stop - 1) + 1)
+            for part in self._ranges(number, rank)
+        )
         cut = (part[slice(*within(part, start, stop))] for part in parts)
         return tuple(part for part in cut if part)
 
@@ -169,7 +172,7 @@ class Ledger:
             del self._pieces[-1], self._starts[-1]
         self._resize(min(length, self.seqlen))
         for before in self._before.values():
-            del before[max(len(self._pieces), 1):]
+            del before[max(len(self._pieces), 1) :]
 
     def _add(self, piece):
         self._pieces.append(piece)

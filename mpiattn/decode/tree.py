@@ -14,10 +14,22 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 
-def tree_decode(q: Array, cache: KVCache, *, sequences: ArrayLike | None = None, causal: bool = True,
-                window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
-                scale: float | None = None, sinks: Array | None = None, way: str = "auto", root: int | None = None,
-                out: Array | None = None, lse: Array | None = None, check: bool = True) -> tuple[Array, Array]:
+def tree_decode(
+    q: Array,
+    cache: KVCache,
+    *,
+    sequences: ArrayLike | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Array | None = None,
+    way: str = "auto",
+    root: int | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    check: bool = True,
+) -> tuple[Array, Array]:
     """Attention of the last queries of every sequence over all its tokens in the cache; collective.
 
     Every rank computes attention over its own keys, and the partial results (out, lse) are combined.  The bytes sent do

@@ -50,8 +50,9 @@ class Buffers:
                 rows = len(self.arena[kind][0]) if self.packed else self._rows(arena_of(kind))
                 self.wire[kind] = tuple(
                     None if travelling == held else backend.empty((rows, *travelling[0]), travelling[1])
-                    for held, travelling in zip(shapes[kind], shapes[arena_of(kind)]))
-        self.occupant = {}                  # (arena, slot) -> its latest chunk
+                    for held, travelling in zip(shapes[kind], shapes[arena_of(kind)])
+                )
+        self.occupant = {}  # (arena, slot) -> its latest chunk
 
     def tokens(self, kind):
         """{number of a chunk: its tokens} of the row or column that a kind moves in, in the order of its ranks."""
@@ -59,7 +60,7 @@ class Buffers:
 
     def _rows(self, arena):
         slots, tokens = self.schedule.slots[arena], self.tokens(arena)
-        if arena in self.reduced:           # accumulator #0 comes first
+        if arena in self.reduced:  # accumulator #0 comes first
             return sum(tokens.values()) if self.packed else tokens[self.own] + slots * max(tokens.values())
         if self.packed and arena in GATHERED:
             return sum(tokens.values()) if slots else 0
@@ -72,8 +73,12 @@ class Buffers:
     @property
     def nbytes(self):
         """Bytes of all arenas and of the arrays that partials are cast into."""
-        return sum(array.nbytes for arrays in (*self.arena.values(), *self.wire.values()) for array in arrays
-                   if array is not None)
+        return sum(
+            array.nbytes
+            for arrays in (*self.arena.values(), *self.wire.values())
+            for array in arrays
+            if array is not None
+        )
 
     def packed_start(self, kind, chunk):
         """First row of a chunk in a packed arena."""
@@ -81,7 +86,7 @@ class Buffers:
 
     def view(self, arena, start, count):
         """Rows [start, start + count) of every array of an arena."""
-        return tuple(array[start:start + count] for array in self.arena[arena])
+        return tuple(array[start : start + count] for array in self.arena[arena])
 
     def take_slot(self, arena, slot, chunk):
         """A `Chunk` in a slot to receive into, and the events of the last launch that reads the slot's old contents.

@@ -40,7 +40,7 @@ class _Pending:
 
 
 # Limit in bytes for the row intervals of an activity's blocks that are kept for the next call: 8 million rows.
-KEPT_BYTES = 64 * 2 ** 20
+KEPT_BYTES = 64 * 2**20
 
 
 class Executor:
@@ -56,17 +56,22 @@ class Executor:
         self.buffers = Buffers(self.backend, work.shapes(), schedule, mesh, self.q_layout, self.k_layout)
         self.held = Held(work, schedule, self.buffers, mesh.rank)
         self.transfers = Transfers(mesh, self.backend, exchange, self.buffers, self.held)
-        self.where = ""                     # the current step, in words
-        self.times, self.moves = [], []     # of the last pass: steps, transfers
-        self.bound = WeakKeyDictionary()    # the steps of this rank, by the activity of a call
-        self.sorting = None                 # keys of a packed arena by position: order, its inverse, arrays
+        self.where = ""  # the current step, in words
+        self.times, self.moves = [], []  # of the last pass: steps, transfers
+        self.bound = WeakKeyDictionary()  # the steps of this rank, by the activity of a call
+        self.sorting = None  # keys of a packed arena by position: order, its inverse, arrays
         if self.buffers.packed and schedule.slots["KV"]:
             order = np.argsort(self._arena_key_positions(), kind="stable")
             if (order[1:] < order[:-1]).any():
                 kinds = ["KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS)]
-                self.sorting = (order, np.argsort(order),
-                                {kind: tuple(self.backend.empty(array.shape, array.dtype)
-                                             for array in self.buffers.arena[kind]) for kind in kinds})
+                self.sorting = (
+                    order,
+                    np.argsort(order),
+                    {
+                        kind: tuple(self.backend.empty(array.shape, array.dtype) for array in self.buffers.arena[kind])
+                        for kind in kinds
+                    },
+                )
 
     @property
     def nbytes(self):
@@ -74,8 +79,12 @@ class Executor:
         if not self.sorting:
             return self.buffers.nbytes
         order, inverse, arrays = self.sorting
-        return (self.buffers.nbytes + order.nbytes + inverse.nbytes
-                + sum(array.nbytes for kind in arrays.values() for array in kind))
+        return (
+            self.buffers.nbytes
+            + order.nbytes
+            + inverse.nbytes
+            + sum(array.nbytes for kind in arrays.values() for array in kind)
+        )
 
     def run(self, q, kv, activity, progress=None, q_ready=()):
         """Run one pass; collective.  Returns {reduced kind: arrays of this rank's own chunk}.
@@ -89,7 +98,7 @@ class Executor:
         try:
             return self._run(q, kv, activity, progress, q_ready)
         except Exception as error:
-            error.where = self.where            # for the message of the error
+            error.where = self.where  # for the message of the error
             raise
 
     def _run(self, q, kv, activity, progress, q_ready):
@@ -100,13 +109,13 @@ class Executor:
         self.held.begin(q, kv, q_ready)
         self.number, self.began = 0, time.perf_counter()
         self.to_post = deque((number, t) for number, step in enumerate(steps) for t in step.transfers)
-        self.under_way = deque()             # in order of posting
+        self.under_way = deque()  # in order of posting
         self.times, self.moves = [], []
         for number, step in enumerate(steps):
             self.number = number
-            self.where = (f"in step {number + 1} of {len(steps)} of the {self.schedule.direction} pass")
+            self.where = f"in step {number + 1} of {len(steps)} of the {self.schedule.direction} pass"
             posted = self._now()
-            while self.to_post and self.to_post[0][0] == number:      # this step needs them
+            while self.to_post and self.to_post[0][0] == number:  # this step needs them
                 self._post_next()
             self._post_ahead()
             for blocks in [step.blocks] if step.fused else [[block] for block in step.blocks]:
@@ -145,8 +154,14 @@ class Executor:
         q, kv = self.held["Q", i], self.held["KV", j]
         reduced = {kind: self.held.accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
         interval = self._kept((i, j), lambda: local_interval(*self.activity.interval(i), self.k_layout.positions(j)))
-        event = self.work.launch(q.arrays, kv.arrays, interval, {kind: c.arrays for kind, c in reduced.items()},
-                                 (*q.ready, *kv.ready), meanwhile)
+        event = self.work.launch(
+            q.arrays,
+            kv.arrays,
+            interval,
+            {kind: c.arrays for kind, c in reduced.items()},
+            (*q.ready, *kv.ready),
+            meanwhile,
+        )
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
@@ -168,8 +183,9 @@ class Executor:
     def _run_tile(self, meanwhile):
         """Launch all blocks as one, over the packed arenas."""
         q, kv = self.held.whole("Q"), self.held.whole("KV")
-        accumulators = [self.held.accumulator(kind, chunk) for kind in self.buffers.reduced
-                        for chunk in self.buffers.tokens(kind)]
+        accumulators = [
+            self.held.accumulator(kind, chunk) for kind in self.buffers.reduced for chunk in self.buffers.tokens(kind)
+        ]
 
         def intervals():
             bounds = [self.activity.interval(chunk) for chunk in self.buffers.tokens("Q")]
@@ -188,8 +204,14 @@ class Executor:
             for kind in unsorted:
                 reduced[kind] = arrays[kind]
                 self.work.clear(kind, arrays[kind])
-        event = self.work.launch(q.arrays, keys, self._kept(("tile", bool(self.sorting)), intervals), reduced,
-                                 (*q.ready, *kv.ready), meanwhile)
+        event = self.work.launch(
+            q.arrays,
+            keys,
+            self._kept(("tile", bool(self.sorting)), intervals),
+            reduced,
+            (*q.ready, *kv.ready),
+            meanwhile,
+        )
         if self.sorting:
             for kind in unsorted:
                 for dst, src in zip(unsorted[kind], arrays[kind]):
@@ -207,8 +229,11 @@ class Executor:
 
     def _post_ahead(self):
         """Prefetch: post the next transfers as far as the schedule and UNDER_WAY allow."""
-        while (self.to_post and self.to_post[0][1].after <= self.number
-               and sum(pending.arrived is None for pending in self.under_way) < UNDER_WAY):
+        while (
+            self.to_post
+            and self.to_post[0][1].after <= self.number
+            and sum(pending.arrived is None for pending in self.under_way) < UNDER_WAY
+        ):
             self._post_next()
 
     def _meanwhile(self, advance):
@@ -222,6 +247,7 @@ class Executor:
                 self._post_ahead()
             if advance:
                 advance(share)
+
         return meanwhile
 
     def _look(self):
@@ -237,8 +263,15 @@ class Executor:
             self.exchange.wait(posted.requests, self.where)
             pending.arrived = self._now()
         if posted.requests:
-            self.moves.append(Moved(transfer.kind, 0 if transfer.collective else transfer.hops[0].hop, pending.step,
-                                    pending.begun, pending.arrived))
+            self.moves.append(
+                Moved(
+                    transfer.kind,
+                    0 if transfer.collective else transfer.hops[0].hop,
+                    pending.step,
+                    pending.begun,
+                    pending.arrived,
+                )
+            )
         for array in posted.leaving:
             self.backend.sent(array)
         if posted.arriving is not None:

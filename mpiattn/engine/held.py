@@ -42,7 +42,7 @@ class Held(dict):
         """The chunks of the whole group, this rank's included, as one packed chunk."""
         own = self[kind, self.own]
         if not self.schedule.slots[kind] or own.arrays is self.buffers.arena[kind]:
-            return own                      # group of one rank, or a collective has placed it
+            return own  # group of one rank, or a collective has placed it
         self.place_own(kind, own)
         self.clear_places(kind, [chunk for chunk in self.buffers.tokens(kind) if (kind, chunk) not in self])
         ready = tuple(event for (k, _), chunk in self.items() if k == kind for event in chunk.ready)

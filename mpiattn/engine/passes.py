@@ -27,8 +27,9 @@ class Forward(_Pass):
     def launch(self, q, kv, interval, reduced, after, meanwhile=None):
         """Add a block to the accumulators; returns the event.  meanwhile: as in `mpiattn.backends.base`."""
         p = self.problem
-        return self.backend.attend(*q, *kv, *interval, *reduced["O"], p.scale, p.softcap, after=after,
-                                   meanwhile=meanwhile)
+        return self.backend.attend(
+            *q, *kv, *interval, *reduced["O"], p.scale, p.softcap, after=after, meanwhile=meanwhile
+        )
 
     def merge(self, kind, arrays, received, after):
         """Merge a received partial into an accumulator; returns the event."""
@@ -47,8 +48,9 @@ class Backward(_Pass):
     def launch(self, q, kv, interval, reduced, after, meanwhile=None):
         """Add a block to the accumulators; returns the event.  meanwhile: as in `mpiattn.backends.base`."""
         p = self.problem
-        return self.backend.attend_backward(*q, *kv, *interval, *reduced["dQ"], *reduced["dKV"], p.scale, p.softcap,
-                                            after=after, meanwhile=meanwhile)
+        return self.backend.attend_backward(
+            *q, *kv, *interval, *reduced["dQ"], *reduced["dKV"], p.scale, p.softcap, after=after, meanwhile=meanwhile
+        )
 
     def merge(self, kind, arrays, received, after):
         """Add a received partial to an accumulator; returns the event."""

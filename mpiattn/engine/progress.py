@@ -4,7 +4,7 @@
 class Advance:
     """Calls `progress` with the fraction of blocks done since its last call, in steps of 1 / PARTS."""
 
-    PARTS = 128                             # parts of a block; a power of 2, so that their sums are exact
+    PARTS = 128  # parts of a block; a power of 2, so that their sums are exact
 
     def __init__(self, progress, blocks):
         self.progress, self.blocks, self.parts = progress, blocks, 0

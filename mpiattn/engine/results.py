@@ -37,25 +37,31 @@ class Results:
 
     def returned(self, given):
         """The return values of the call: the caller's arrays, and new ones, as tensors if the input `given` is one."""
-        return tuple(as_given(given, array)[0] if memory is None else memory
-                     for array, (memory, *_) in zip(self.arrays(), self._asked.values()))
+        return tuple(
+            as_given(given, array)[0] if memory is None else memory
+            for array, (memory, *_) in zip(self.arrays(), self._asked.values())
+        )
 
 
 def _check_own_memory(name, array, others):
     """Raise ArgumentError if elements of an array share memory with each other or with `others`, {name: array}."""
     if any(stride % array.itemsize for stride in array.strides):
-        raise ArgumentError(f"{name} has strides {array.strides}; they must be multiples of its elements' "
-                            f"{array.itemsize} bytes")
-    extent = array.itemsize                                   # bytes from the first to past the last, axis by axis
+        raise ArgumentError(
+            f"{name} has strides {array.strides}; they must be multiples of its elements' {array.itemsize} bytes"
+        )
+    extent = array.itemsize  # bytes from the first to past the last, axis by axis
     for stride, count in sorted((abs(stride), count) for stride, count in zip(array.strides, array.shape) if count > 1):
         if stride < extent and array.size:
-            raise ArgumentError(f"{name} has strides {array.strides}, so that its elements may share memory; "
-                                "each must have memory of its own")
+            raise ArgumentError(
+                f"{name} has strides {array.strides}, so that its elements may share memory; "
+                "each must have memory of its own"
+            )
         extent += (count - 1) * stride
     for other, held in others.items():
         if held is not None and _overlap(array, held):
-            raise ArgumentError(f"{name} shares memory with {other}; it must be memory that nothing else of the call "
-                                "uses")
+            raise ArgumentError(
+                f"{name} shares memory with {other}; it must be memory that nothing else of the call uses"
+            )
 
 
 def _overlap(array, other):
@@ -64,7 +70,7 @@ def _overlap(array, other):
     if not np.may_share_memory(first, second):
         return False
     try:
-        return np.shares_memory(first, second, max_work=10 ** 6)
+        return np.shares_memory(first, second, max_work=10**6)
     except np.exceptions.TooHardError:
         return True
 
@@ -74,6 +80,14 @@ def _addresses(array):
     if isinstance(array, np.ndarray) or not array.size:
         return np.asarray(array) if isinstance(array, np.ndarray) else np.empty(0)
     interface = array.__cuda_array_interface__
-    return np.asarray(SimpleNamespace(__array_interface__={
-        "shape": array.shape, "strides": array.strides, "typestr": f"|V{array.itemsize}", "data": interface["data"],
-        "version": 3}))
+    return np.asarray(
+        SimpleNamespace(
+            __array_interface__={
+                "shape": array.shape,
+                "strides": array.strides,
+                "typestr": f"|V{array.itemsize}",
+                "data": interface["data"],
+                "version": 3,
+            }
+        )
+    )

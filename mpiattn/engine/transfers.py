@@ -50,15 +50,16 @@ class Transfers:
         if receive:
             arriving, before = self.buffers.take_slot(arena_of(kind), slot, receive.chunk)
             for i, array in enumerate(arriving.arrays):
-                requests += self.exchange.receive(self.mesh.cart, self.backend.incoming(array, before),
-                                                  receive.peer, TAG[kind] + i)
+                requests += self.exchange.receive(
+                    self.mesh.cart, self.backend.incoming(array, before), receive.peer, TAG[kind] + i
+                )
         if send:
-            leaving = self._travelling(kind, self.held[kind, send.chunk],
-                                       self.buffers.slot_start(arena_of(kind), slot))
+            leaving = self._travelling(kind, self.held[kind, send.chunk], self.buffers.slot_start(arena_of(kind), slot))
             sending = leaving.arrays
             for i, array in enumerate(sending):
-                requests += self.exchange.send(self.mesh.cart, self.backend.outgoing(array, leaving.ready),
-                                               send.peer, TAG[kind] + i)
+                requests += self.exchange.send(
+                    self.mesh.cart, self.backend.outgoing(array, leaving.ready), send.peer, TAG[kind] + i
+                )
         if kind in GATHERED:
             return Posted(requests, sending, arriving, lambda: self.held.update({(kind, receive.chunk): arriving}))
         if send:
@@ -71,7 +72,7 @@ class Transfers:
             return chunk
         arrays, ready = [], list(chunk.ready)
         for held, wire in zip(chunk.arrays, self.buffers.wire[kind]):
-            arrays.append(held if wire is None else wire[start:start + len(held)])
+            arrays.append(held if wire is None else wire[start : start + len(held)])
             if wire is not None:
                 ready.append(self.backend.copy(arrays[-1], held))
         return Chunk(tuple(arrays), tuple(ready))
@@ -88,24 +89,30 @@ class Transfers:
         """Post a transfer of all hops of a gathered kind by one allgather."""
         kind, rank, tokens = transfer.kind, self.mesh.rank, self.buffers.tokens(transfer.kind)
         own, gathered = self.held[kind, rank], Chunk(self.buffers.arena[kind])
-        sent = ({hop.receive.chunk for hop in transfer.hops if hop.receive}
-                | {hop.send.chunk for hop in transfer.hops if hop.send})
+        sent = {hop.receive.chunk for hop in transfer.hops if hop.receive} | {
+            hop.send.chunk for hop in transfer.hops if hop.send
+        }
         requests = []
         for held, arena in zip(own.arrays, gathered.arrays):
             leaving = self.exchange.whole(self.backend.outgoing(held, own.ready, collective=True))
             requests += self.exchange.allgather(
-                self._group(kind), leaving if rank in sent else leaving[:0],
+                self._group(kind),
+                leaving if rank in sent else leaving[:0],
                 self.exchange.whole(self.backend.incoming(arena, collective=True)),
-                [count * (chunk in sent) for chunk, count in tokens.items()], self._starts(kind), _row_bytes(arena))
+                [count * (chunk in sent) for chunk, count in tokens.items()],
+                self._starts(kind),
+                _row_bytes(arena),
+            )
 
         def place():
             unsent = [chunk for chunk in tokens if chunk not in sent]
             for event in gathered.ready if unsent else ():
                 self.backend.wait(event)
             self.held.clear_places(kind, [chunk for chunk in unsent if chunk != rank])
-            if rank in unsent:              # the collective has not placed this rank's own either
+            if rank in unsent:  # the collective has not placed this rank's own either
                 self.held.place_own(kind, own)
             self.held[kind, rank] = gathered
+
         return Posted(requests, own.arrays, gathered, place)
 
     def _exchange_partials(self, transfer):
@@ -122,15 +129,19 @@ class Transfers:
             requests += self.exchange.alltoall(
                 self._group(kind),
                 self.exchange.whole(self.backend.outgoing(held, leaving.ready, collective=True)),
-                [count * (peer in leaving_to) for peer, count in tokens.items()], self._starts(kind),
+                [count * (peer in leaving_to) for peer, count in tokens.items()],
+                self._starts(kind),
                 self.exchange.whole(self.backend.incoming(arena, collective=True)),
                 [tokens[rank] * (peer in slot_of) for peer in tokens],
                 [self.buffers.slot_start(arena_of(kind), slot_of.get(peer, 0)) for peer in tokens],
-                _row_bytes(arena), max(tokens.values()))
+                _row_bytes(arena),
+                max(tokens.values()),
+            )
 
         def merge_in_order():
             for hop in arriving:
                 partial, _ = self.buffers.take_slot(arena_of(kind), hop.slot, hop.receive.chunk)
                 partial.ready = received.ready
                 self.held.merge(kind, hop.receive.chunk, partial)
+
         return Posted(requests, leaving.arrays, received, merge_in_order)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-PIECE_ELEMENTS = 2 ** 20       # tested at a time
+PIECE_ELEMENTS = 2**20  # tested at a time
 
 
 def nonfinite(array, sees_none=False):
@@ -14,7 +14,7 @@ def nonfinite(array, sees_none=False):
         return 0
     step, count = max(1, PIECE_ELEMENTS * array.shape[1] // array.size), 0
     for start in range(0, array.shape[1], step):
-        piece = array[:, start:start + step]
+        piece = array[:, start : start + step]
         odd = ~np.isfinite(piece)
         if sees_none and odd.any():
             odd &= ~np.isneginf(piece)

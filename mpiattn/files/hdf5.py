@@ -16,9 +16,9 @@ from ..errors import FileError
 from ..problem.problem import ITEMSIZE
 
 INPUTS = ("q", "k", "v")
-LISTED = 40                                # an error lists at most this many datasets
-AXES = ("bshd", "bhsd")                    # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
-BFLOAT16_FIELDS = (15, 7, 8, 0, 7)         # bit of the sign; first bit and number of bits of exponent and mantissa
+LISTED = 40  # an error lists at most this many datasets
+AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
+BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
 
 
 def _reason(error):
@@ -95,6 +95,7 @@ def contents(file):
     def note(name, item):
         if isinstance(item, h5py.Dataset):
             datasets[name] = item.shape, dtype_of(item)
+
     file.visititems(note)
     return datasets
 
@@ -110,8 +111,9 @@ def needed_bytes(file):
     ends = [file.id.get_filesize()]
 
     def see(name, item):
-        if isinstance(item, h5py.Dataset) and item.id.get_offset() is not None:            # contiguous
+        if isinstance(item, h5py.Dataset) and item.id.get_offset() is not None:  # contiguous
             ends.append(item.id.get_offset() + item.id.get_storage_size())
+
     file.visititems(see)
     return max(ends)
 
@@ -132,8 +134,10 @@ def read_shapes(path, backward=False, names=None, axes="bshd"):
             data = file.get(dataset)
             if not isinstance(data, h5py.Dataset):
                 needs = "q, k and v, and dout for gradients" if backward else "q, k and v"
-                raise FileError(f"IN is {str(path)!r}; it has no dataset {dataset!r}, it must have {needs}, or "
-                                f"datasets that --names names; it has{listing(contents(file)) or ' none'}")
+                raise FileError(
+                    f"IN is {str(path)!r}; it has no dataset {dataset!r}, it must have {needs}, or "
+                    f"datasets that --names names; it has{listing(contents(file)) or ' none'}"
+                )
             tensors[name] = data.shape, dtype_of(data)
     return problem_of("IN", path, tensors, axes)
 
@@ -146,21 +150,36 @@ def problem_of(argument, path, tensors, axes="bshd"):
     (q, k, v), names = zip(*((natural(tensors[name][0], axes), tensors[name][1]) for name in INPUTS))
     shapes = ", ".join(f"{name} {tensors[name][0]}" for name in INPUTS)
     if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]):
-        sizes = {"q": ("batch", "seqlen", "heads", "head_dim"), "k": ("batch", "seqlen_k", "kv_heads", "head_dim"),
-                 "v": ("batch", "seqlen_k", "kv_heads", "value_dim")}
+        sizes = {
+            "q": ("batch", "seqlen", "heads", "head_dim"),
+            "k": ("batch", "seqlen_k", "kv_heads", "head_dim"),
+            "v": ("batch", "seqlen_k", "kv_heads", "value_dim"),
+        }
         fitting = ", ".join(f"{name} ({', '.join(natural(size, axes))})" for name, size in sizes.items())
         raise FileError(f"{argument} is {str(path)!r}; its shapes do not fit: {shapes}; they must be {fitting}")
     if len(set(names)) > 1 or names[0] not in ITEMSIZE:
-        raise FileError(f"{argument} is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have the "
-                        f"same, one of {', '.join(ITEMSIZE)}")
+        raise FileError(
+            f"{argument} is {str(path)!r}; its q, k, v have dtypes {', '.join(names)}; they must have the "
+            f"same, one of {', '.join(ITEMSIZE)}"
+        )
     if "dout" in tensors:
         stored, wanted = tensors["dout"], (natural((*q[:3], v[3]), axes), names[0])
         if stored != wanted:
             sizes = ", ".join(natural(("batch", "seqlen", "heads", "value_dim"), axes))
-            raise FileError(f"{argument} is {str(path)!r}; its dout is {stored[0]} in {stored[1]}; it must be "
-                            f"({sizes}) = {wanted[0]} in {wanted[1]}")
-    return {"batch": q[0], "seqlen": q[1], "heads": q[2], "head_dim": q[3], "seqlen_k": k[1], "kv_heads": k[2],
-            "value_dim": v[3], "dtype": names[0]}
+            raise FileError(
+                f"{argument} is {str(path)!r}; its dout is {stored[0]} in {stored[1]}; it must be "
+                f"({sizes}) = {wanted[0]} in {wanted[1]}"
+            )
+    return {
+        "batch": q[0],
+        "seqlen": q[1],
+        "heads": q[2],
+        "head_dim": q[3],
+        "seqlen_k": k[1],
+        "kv_heads": k[2],
+        "value_dim": v[3],
+        "dtype": names[0],
+    }
 
 
 def open_to_write(path, create=False):
@@ -168,10 +187,10 @@ def open_to_write(path, create=False):
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_LATEST)
-    access.set_sieve_buf_size(0)                  # unbuffered: errors appear in the write, not when a dataset closes
+    access.set_sieve_buf_size(0)  # unbuffered: errors appear in the write, not when a dataset closes
     if create:
         kind = h5py.h5p.create(h5py.h5p.FILE_CREATE)
-        kind.set_obj_track_times(False)           # files with the same contents are the same bytes
+        kind.set_obj_track_times(False)  # files with the same contents are the same bytes
         return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, kind, access))
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDWR, fapl=access))
 
@@ -215,5 +234,5 @@ def create_datasets(file, shapes):
         how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        how.set_obj_track_times(False)               # files with the same contents are the same bytes
+        how.set_obj_track_times(False)  # files with the same contents are the same bytes
         h5py.h5d.create(file.id, name.encode(), _stored_type(np.dtype(dtype)), h5py.h5s.create_simple(shape), how)

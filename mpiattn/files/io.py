@@ -56,17 +56,27 @@ class Input:
     file, one of `mpiattn.files.hdf5.AXES`; arrays are returned in the order bshd.  call: as for `agreement`.
     """
 
-    def __init__(self, peers, path, max_message=MAX_MESSAGE, backward=False, look=None, argument="IN", names=None,
-                 axes="bshd", call=""):
+    def __init__(
+        self,
+        peers,
+        path,
+        max_message=MAX_MESSAGE,
+        backward=False,
+        look=None,
+        argument="IN",
+        names=None,
+        axes="bshd",
+        call="",
+    ):
         self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
         self.names, self._watched = names or {}, None
-        with agreement(peers, call=call):             # every rank looks itself: hosts may see different files
+        with agreement(peers, call=call):  # every rank looks itself: hosts may see different files
             self.shapes = look(path) if look else read_shapes(path, backward, names, axes)
         agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
         with agreement(peers), file_errors(argument, path, "read"):
             self.file = _open(path, "r", peers.comm)
         with agreement(peers), file_errors(argument, path, "read"):
-            self._watched = open(path, "rb")          # noqa: SIM115  (keeps this file even if the name is replaced)
+            self._watched = open(path, "rb")  # noqa: SIM115  (keeps this file even if the name is replaced)
             self.needed = needed_bytes(self.file)
         self.check()
 
@@ -78,9 +88,11 @@ class Input:
     def _check_length(self):
         with file_errors(self.argument, self.path, "read"):
             length = os.fstat(self._watched.fileno()).st_size
-        if length < self.needed:                      # HDF5 reads zeros past the end of a file
-            raise FileError(f"{self.argument} is {str(self.path)!r}; it was cut short: its datasets end at byte "
-                            f"{self.needed}, it holds {length}")
+        if length < self.needed:  # HDF5 reads zeros past the end of a file
+            raise FileError(
+                f"{self.argument} is {str(self.path)!r}; it was cut short: its datasets end at byte "
+                f"{self.needed}, it holds {length}"
+            )
 
     def dataset(self, name):
         """The dataset of a role, "q" and so on."""
@@ -103,6 +115,7 @@ class Input:
             if progress:
                 progress(stop - start)
             return np.moveaxis(rows, 1, 0)
+
         move = Redistribution(self.peers, slabs, layout, shape, dtype_of(data), self.max_message)
         return move.to_chunk(read).swapaxes(0, 1)
 
@@ -133,8 +146,9 @@ class Output:
     allocated at the start, so that the file can be completed even if others fill the disk meanwhile.
     """
 
-    def __init__(self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT",
-                 axes="bshd"):
+    def __init__(
+        self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT", axes="bshd"
+    ):
         self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
         self.new = self.file = self.partial = None
         try:
@@ -142,8 +156,9 @@ class Output:
                 if peers.rank == 0:
                     self.new = NewFile(argument, path, inputs)
                     with hdf5.writing(self.new.partial, create=True) as file:
-                        create_datasets(file, {name: (natural(shape, axes), dtype)
-                                               for name, (shape, dtype) in shapes.items()})
+                        create_datasets(
+                            file, {name: (natural(shape, axes), dtype) for name, (shape, dtype) in shapes.items()}
+                        )
                         file.attrs.update(attributes or {})
                     reserve(self.new.partial)
             self.partial = peers.allgather(self.new and self.new.partial)[0]
@@ -168,6 +183,7 @@ class Output:
                 _write_tokens(self.file[name], first + start, rows, axis)
             if progress:
                 progress(len(rows))
+
         rows = np.moveaxis(chunk, axis, 0)
         move = Redistribution(self.peers, slabs, layout, rows.shape[1:], rows.dtype, self.max_message)
         move.from_chunk(rows, write)
@@ -176,7 +192,7 @@ class Output:
         """Close the file and give it its name."""
         with agreement(self.peers), file_errors(self.argument, self.path, "written"):
             if self.file is not None:
-                self.file.flush()                        # fails while the file can still be dropped
+                self.file.flush()  # fails while the file can still be dropped
                 self.file.close()
                 self.file = None
         with agreement(self.peers, only=0), file_errors(self.argument, self.path, "written"):

@@ -19,7 +19,7 @@ from ..problem.problem import dtype_name
 from . import hdf5
 
 KINDS = ".npy, .npz, safetensors, PyTorch (.pt) and HDF5"
-RAW_BFLOAT16 = np.dtype("V2")              # the dtype of bfloat16 in NumPy's files
+RAW_BFLOAT16 = np.dtype("V2")  # the dtype of bfloat16 in NumPy's files
 
 
 class Tensor(NamedTuple):
@@ -36,8 +36,8 @@ class Tensor(NamedTuple):
 
 def pieces(shape, limit):
     """Indices for `Tensor.read` that cover the whole shape in order, each of at most `limit` consecutive elements."""
-    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1:]) <= limit)
-    step = max(1, limit // max(1, math.prod(shape[axis + 1:])))
+    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= limit)
+    step = max(1, limit // max(1, math.prod(shape[axis + 1 :])))
     for leading in np.ndindex(*shape[:axis]):
         for start in range(0, shape[axis], step):
             yield (*leading, slice(start, min(start + step, shape[axis])))
@@ -79,14 +79,15 @@ def _open(path, argument, stack):
             return {name[:-4]: _of_member(archive, name, stack) for name in members}
         if any(name.endswith("data.pkl") for name in members):
             return _of_torch(path, argument)
-    if start.startswith(b"\x80"):                      # a pickle, PyTorch's format before archives
+    if start.startswith(b"\x80"):  # a pickle, PyTorch's format before archives
         return _of_torch(path, argument)
     if start[8:] == b"{":
         return _of_safetensors(path, argument, stack)
     if h5py.is_hdf5(path):
         file = stack.enter_context(h5py.File(path, "r"))
-        return {name: _of_dataset(file[name], *shape_and_dtype)
-                for name, shape_and_dtype in hdf5.contents(file).items()}
+        return {
+            name: _of_dataset(file[name], *shape_and_dtype) for name, shape_and_dtype in hdf5.contents(file).items()
+        }
     raise FileError(f"{argument} is {str(path)!r}; it is none of {KINDS}")
 
 
@@ -110,22 +111,24 @@ def _of_member(archive, member, stack):
     stream = stack.enter_context(archive.open(member))
     header = np.lib.format
     version = header.read_magic(stream)
-    shape, by_columns, dtype = (header.read_array_header_1_0 if version == (1, 0)
-                                else header.read_array_header_2_0)(stream)
-    if by_columns:                                     # rows are scattered over the whole stream: read all of it
+    shape, by_columns, dtype = (header.read_array_header_1_0 if version == (1, 0) else header.read_array_header_2_0)(
+        stream
+    )
+    if by_columns:  # rows are scattered over the whole stream: read all of it
         stream.seek(0)
         return _of_array(header.read_array(stream, allow_pickle=False))
     first = stream.tell()
 
     def read(index):
         *leading, last = index
-        strides = [math.prod(shape[axis + 1:]) for axis in range(len(shape))]
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         begin = sum(place * stride for place, stride in zip((*leading, last.start), strides))
         row = strides[len(leading)]
         stream.seek(first + begin * dtype.itemsize)
         data = stream.read((last.stop - last.start) * row * dtype.itemsize)
-        array = np.frombuffer(data, dtype).reshape(-1, *shape[len(leading) + 1:])
+        array = np.frombuffer(data, dtype).reshape(-1, *shape[len(leading) + 1 :])
         return array.view(_bfloat16()) if dtype == RAW_BFLOAT16 else array
+
     return Tensor(shape, "bfloat16" if dtype == RAW_BFLOAT16 else dtype.name, read)
 
 
@@ -134,18 +137,31 @@ def _of_dataset(dataset, shape, dtype):
         *leading, last = index
         starts = (*leading, last.start, *[0] * (len(shape) - len(index)))
         count = last.stop - last.start
-        array = hdf5.read(dataset, starts, (*[1] * len(leading), count, *shape[len(index):]))
-        return array.reshape(count, *shape[len(index):])
+        array = hdf5.read(dataset, starts, (*[1] * len(leading), count, *shape[len(index) :]))
+        return array.reshape(count, *shape[len(index) :])
+
     return Tensor(shape, dtype, read)
 
 
 def _missing(argument, path, kind, package):
-    return FileError(f"{argument} is {str(path)!r}, {kind}; reading it needs the package {package}, which is not "
-                     f"installed: pip install {package}, or mpiattn with its extra `convert`")
+    return FileError(
+        f"{argument} is {str(path)!r}, {kind}; reading it needs the package {package}, which is not "
+        f"installed: pip install {package}, or mpiattn with its extra `convert`"
+    )
 
 
-SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
-               "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+SAFETENSORS = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 
 
 def _of_safetensors(path, argument, stack):
@@ -153,14 +169,16 @@ def _of_safetensors(path, argument, stack):
         import safetensors
     except ImportError:
         raise _missing(argument, path, "safetensors", "safetensors") from None
-    _bfloat16()                                        # registers the dtype with NumPy
+    _bfloat16()  # registers the dtype with NumPy
     try:
         file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
     except safetensors.SafetensorError as error:
         raise FileError(f"{argument} is {str(path)!r}; it cannot be read: {error}") from None
-    parts = {name: file.get_slice(name) for name in file.keys()}       # noqa: SIM118  (it is no dict)
-    return {name: Tensor(tuple(part.get_shape()), SAFETENSORS.get(part.get_dtype(), part.get_dtype()),
-                         part.__getitem__) for name, part in parts.items()}
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+    return {
+        name: Tensor(tuple(part.get_shape()), SAFETENSORS.get(part.get_dtype(), part.get_dtype()), part.__getitem__)
+        for name, part in parts.items()
+    }
 
 
 def _of_torch(path, argument):
@@ -169,11 +187,12 @@ def _of_torch(path, argument):
     except ImportError:
         raise _missing(argument, path, "PyTorch's", "torch") from None
     import pickle
-    how = {"map_location": "cpu", "weights_only": True}               # runs no code of the file
+
+    how = {"map_location": "cpu", "weights_only": True}  # runs no code of the file
     try:
         try:
             loaded = torch.load(path, mmap=True, **how)
-        except RuntimeError:                           # old files cannot be mapped
+        except RuntimeError:  # old files cannot be mapped
             loaded = torch.load(path, **how)
     except pickle.UnpicklingError as error:
         why = str(error).splitlines()[0]
@@ -197,4 +216,5 @@ def _of_torch_tensor(torch, tensor):
     def read(index):
         part = tensor[index]
         return part.view(torch.int16).numpy().view(_bfloat16()) if dtype == "bfloat16" else part.numpy()
+
     return Tensor(tuple(tensor.shape), dtype, read)

@@ -19,7 +19,7 @@ AHEAD = 2
 
 def block_seconds(problem, ranks, machine, direction="forward"):
     """Mean seconds of one block: even chunks, and the work of the mask spread evenly over all blocks."""
-    return machine.launch + machine.compute(problem.flops / ranks ** 2, problem.dtype, direction)
+    return machine.launch + machine.compute(problem.flops / ranks**2, problem.dtype, direction)
 
 
 def transfer_seconds(problem, tile, machine, direction="forward", nodes=None):

@@ -91,8 +91,13 @@ class Machine:
     assumes: str = ""
 
     def __post_init__(self) -> None:
-        numbers = {"ranks_per_node": self.ranks_per_node, "backward": self.backward, "merging": self.merging,
-                   "collective": self.collective, **{f"flops of {dtype}": rate for dtype, rate in self.flops.items()}}
+        numbers = {
+            "ranks_per_node": self.ranks_per_node,
+            "backward": self.backward,
+            "merging": self.merging,
+            "collective": self.collective,
+            **{f"flops of {dtype}": rate for dtype, rate in self.flops.items()},
+        }
         for side in ("inside", "between"):
             link = getattr(self, side)
             numbers[f"{side}.bandwidth"] = link.bandwidth
@@ -106,9 +111,11 @@ class Machine:
         for algorithm, points in self.combining.items():
             sizes = [nbytes for nbytes, factor in points if nbytes > 0 and factor > 0]
             if algorithm not in WAYS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
-                raise ArgumentError(f"combining of the machine has {algorithm!r}: {points!r}; it may have "
-                                    f"{', '.join(WAYS)}, each with pairs of bytes, increasing, and a factor, both "
-                                    "positive")
+                raise ArgumentError(
+                    f"combining of the machine has {algorithm!r}: {points!r}; it may have "
+                    f"{', '.join(WAYS)}, each with pairs of bytes, increasing, and a factor, both "
+                    "positive"
+                )
         if not self.flops:
             raise ArgumentError("the machine has no flops; it needs those of one dtype at least")
 
@@ -159,8 +166,11 @@ class Machine:
         links = [(self.between, "between nodes")]
         if self.ranks_per_node > 1:
             links.insert(0, (self.inside, f"inside a node of {self.ranks_per_node} ranks"))
-        rates = [f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} us a message {where}" +
-                 ("" if link.overlap == 1 else f" ({link.overlap:.0%} of it beside blocks)") for link, where in links]
+        rates = [
+            f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} us a message {where}"
+            + ("" if link.overlap == 1 else f" ({link.overlap:.0%} of it beside blocks)")
+            for link, where in links
+        ]
         shared = "" if self.node_bandwidth is None else f" ({self.node_bandwidth / 1e9:.3g} GB/s a node)"
         return f"Gflop/s: {speeds}; {self.launch * 1e6:.3g} us a block; {', '.join(rates)}{shared}"
 
@@ -223,18 +233,29 @@ def _check(name: str, value: float, right: bool, may_be: str) -> None:
 
 
 # One core, and its share of a 100 Gb/s link.
-DEFAULT = Machine("default", inside=Link(2e-6, 5e9, overlap=0.0), between=Link(10e-6, 3e9),
-                  flops={"float32": 60e9, "float64": 30e9},
-                  assumes="one core a rank and its share of a 100 Gb/s link; run `mpiattn tune` to measure yours")
+DEFAULT = Machine(
+    "default",
+    inside=Link(2e-6, 5e9, overlap=0.0),
+    between=Link(10e-6, 3e9),
+    flops={"float32": 60e9, "float64": 30e9},
+    assumes="one core a rank and its share of a 100 Gb/s link; run `mpiattn tune` to measure yours",
+)
 
 # Links, from datasheets: 400 Gb/s are 50 GB/s each way, NVLink 4 has 450 GB/s each way.  Messages of megabytes are
 # assumed to reach 80 % of both.
 # Blocks: published figures of FlashAttention-2 on an H100, forward and backward, head_dim 128; float32 on TF32 cores.
-H100 = Machine("h100", inside=Link(10e-6, 360e9), between=Link(15e-6, 40e9), ranks_per_node=8,
-               flops={"float16": 400e12, "bfloat16": 400e12, "float32": 120e12, "float64": 40e12}, backward=0.8,
-               launch=10e-6, merging=1e12,
-               assumes="nodes of 8 H100 joined by NVLink, one 400 Gb/s card a GPU, 80 % of the rates of the "
-                       "datasheets; blocks as fast as FlashAttention-2's published figures. Not measured here")
+H100 = Machine(
+    "h100",
+    inside=Link(10e-6, 360e9),
+    between=Link(15e-6, 40e9),
+    ranks_per_node=8,
+    flops={"float16": 400e12, "bfloat16": 400e12, "float32": 120e12, "float64": 40e12},
+    backward=0.8,
+    launch=10e-6,
+    merging=1e12,
+    assumes="nodes of 8 H100 joined by NVLink, one 400 Gb/s card a GPU, 80 % of the rates of the "
+    "datasheets; blocks as fast as FlashAttention-2's published figures. Not measured here",
+)
 
 BUILT_IN = {machine.name: machine for machine in (DEFAULT, H100)}
 
@@ -244,13 +265,14 @@ def load(path: Machine | str | os.PathLike[str]) -> Machine:
     if isinstance(path, Machine):
         return path
     try:
-        name = os.fspath(path)                       # open() would take an int for a file descriptor
+        name = os.fspath(path)  # open() would take an int for a file descriptor
         if name in BUILT_IN:
             return BUILT_IN[name]
         with open(name) as file:
             data = json.load(file)
     except (OSError, TypeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{error}"
-        raise ArgumentError(f"machine is {path!r}; it may be {', '.join(BUILT_IN)} or a file that `mpiattn tune` "
-                            f"wrote ({reason})") from None
+        raise ArgumentError(
+            f"machine is {path!r}; it may be {', '.join(BUILT_IN)} or a file that `mpiattn tune` wrote ({reason})"
+        ) from None
     return Machine.from_dict(data, f"machine {path!r}")

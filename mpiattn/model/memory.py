@@ -14,8 +14,9 @@ def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
     slots, fused = schedule.slots, any(step.fused for step in schedule.steps)
     arrays, total = shapes(problem, schedule.direction), 0
     for kind in KINDS[schedule.direction]:
-        tokens, sorted_again = (k_tokens, fused and layout != "contiguous" and slots["KV"]) if kind in IN_COLUMNS else (
-            q_tokens, False)
+        tokens, sorted_again = (
+            (k_tokens, fused and layout != "contiguous" and slots["KV"]) if kind in IN_COLUMNS else (q_tokens, False)
+        )
         received = cast = 0
         if kind in GATHERED:
             places = slots[kind] and slots[kind] + fused
@@ -24,7 +25,8 @@ def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
             received = arriving * size_of(travelling)
             if arriving:
                 cast = (places if fused else arriving) * size_of(
-                    wire for wire, held in zip(travelling, arrays[kind]) if wire != held)
+                    wire for wire, held in zip(travelling, arrays[kind]) if wire != held
+                )
         total += tokens * (size_of(arrays[kind]) * places * (2 if sorted_again else 1) + received + cast)
     return total
 
@@ -41,5 +43,4 @@ def gradient_bytes(problem, q_tokens, k_tokens):
     The copies are delta, lse and dlse with tokens first and, with a batch above 1, dout and out folded.
     """
     folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 else 0
-    return (q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + folded)
-            + k_tokens * held_bytes(problem, K, V))
+    return q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + folded) + k_tokens * held_bytes(problem, K, V)

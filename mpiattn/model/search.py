@@ -69,8 +69,10 @@ def layouts(argument, problem, ranks):
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(layout, Layout) for layout in pair)):
         raise ArgumentError(f"layout is {argument!r}; it may be auto, {', '.join(KINDS)}, a Layout or a pair of them")
     if [(layout.seqlen, layout.chunks) for layout in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
-        raise ArgumentError(f"layout is {argument!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} "
-                            f"keys on {ranks} ranks")
+        raise ArgumentError(
+            f"layout is {argument!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} "
+            f"keys on {ranks} ranks"
+        )
     return [pair]
 
 
@@ -84,15 +86,28 @@ def routes(route, problem, machine):
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}, auto")
     lowered = problem.wire_dtype != problem.partial_dtype
     if lowered and passed_on(route):
-        raise ArgumentError(f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are rounded at "
-                            f"every hop, it must be {problem.partial_dtype!r}")
+        raise ArgumentError(
+            f"wire_dtype is {problem.wire_dtype!r}; on the ring route, where partials are rounded at "
+            f"every hop, it must be {problem.partial_dtype!r}"
+        )
     if route != "auto":
         return [route]
     return [name for name in ROUTES if not passed_on(name) or not (lowered or machine.node_bandwidth is None)]
 
 
-def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, pairs=None, machine=DEFAULT,
-             direction="forward", nodes=None, overlap=True, max_memory=None):
+def evaluate(
+    problem,
+    ranks,
+    route="direct",
+    kinds=cost.SCHEDULES,
+    shapes=None,
+    pairs=None,
+    machine=DEFAULT,
+    direction="forward",
+    nodes=None,
+    overlap=True,
+    max_memory=None,
+):
     """A `Choice` for every combination of tile, schedule kind, route and pair of layouts, best first.
 
     shapes: the tiles to try, default all.
@@ -109,10 +124,17 @@ def evaluate(problem, ranks, route="direct", kinds=cost.SCHEDULES, shapes=None, 
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a positive number of bytes, or None")
 
     def schedules(tile, kind, chosen_route, ahead):
-        return [cost.build(kind, tile, chosen_route, problem, machine, of_pass, nodes, ahead, overlap)
-                for of_pass in DIRECTIONS[direction]]
-    made = {(tile, kind, chosen_route): schedules(tile, kind, chosen_route, cost.AHEAD)
-            for tile in shapes or tiles(ranks) for kind in kinds for chosen_route in routes(route, problem, machine)}
+        return [
+            cost.build(kind, tile, chosen_route, problem, machine, of_pass, nodes, ahead, overlap)
+            for of_pass in DIRECTIONS[direction]
+        ]
+
+    made = {
+        (tile, kind, chosen_route): schedules(tile, kind, chosen_route, cost.AHEAD)
+        for tile in shapes or tiles(ranks)
+        for kind in kinds
+        for chosen_route in routes(route, problem, machine)
+    }
     choices = []
     for pair in pairs or layouts("auto", problem, ranks):
         work, lengths = block_pairs(problem.mask, *pair), [layout.lengths for layout in pair]
@@ -137,9 +159,11 @@ def check_memory(choices, max_memory):
     """Raise ArgumentError if the best choice needs more than max_memory bytes on any rank; None for no limit."""
     if max_memory is not None and choices[0].nbytes > max_memory:
         least = min(choices, key=lambda choice: choice.nbytes)
-        raise ArgumentError(f"max_memory is {max_memory} bytes a rank; the least that these arguments leave to choose "
-                            f"from needs {least.nbytes} (tile {least.tile}, {least.schedule}, {least.route} "
-                            f"route, {least.layouts[0].kind} layout)")
+        raise ArgumentError(
+            f"max_memory is {max_memory} bytes a rank; the least that these arguments leave to choose "
+            f"from needs {least.nbytes} (tile {least.tile}, {least.schedule}, {least.route} "
+            f"route, {least.layouts[0].kind} layout)"
+        )
 
 
 def times_as_long(seconds, fastest):
@@ -148,8 +172,10 @@ def times_as_long(seconds, fastest):
 
 
 def _sent(schedule, problem, load):
-    return {kind: float(load.moved(kind, schedule.route, schedule.collective).sum() * nbytes / load.pairs.shape[2])
-            for kind, nbytes in token_bytes(problem, schedule.direction).items()}
+    return {
+        kind: float(load.moved(kind, schedule.route, schedule.collective).sum() * nbytes / load.pairs.shape[2])
+        for kind, nbytes in token_bytes(problem, schedule.direction).items()
+    }
 
 
 def _nbytes(schedules, problem, layouts):

@@ -35,14 +35,16 @@ class _Run:
         self.nodes = nodes_of(self.ranks, machine) if nodes is None else np.asarray(nodes)
         nbytes = token_bytes(problem, schedule.direction)
         transfers = {(t.kind, t.collective) for step in schedule.steps for t in step.transfers}
-        self.moved = {(kind, collective): load.moved(kind, schedule.route, collective) * nbytes[kind]
-                      for kind, collective in transfers}
+        self.moved = {
+            (kind, collective): load.moved(kind, schedule.route, collective) * nbytes[kind]
+            for kind, collective in transfers
+        }
         seconds = machine.compute(problem.flops_per_pair * load.pairs, problem.dtype, schedule.direction)
         self.launches = np.where(load.pairs > 0, machine.launch, 0)
         self.blocks = seconds + self.launches
         zero = np.zeros(self.ranks)
-        self.free = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}      # links inside and between
-        self.posted, self.last_two = zero, [zero, zero]       # so far: latest post, two latest ends
+        self.free = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}  # links inside and between
+        self.posted, self.last_two = zero, [zero, zero]  # so far: latest post, two latest ends
 
     def timeline(self):
         begins, steps, moves = [], [], []
@@ -87,11 +89,15 @@ class _Run:
         crossing = self.nodes[sources] != self.nodes
         rate = np.where(crossing, between.bandwidth, inside.bandwidth)
         if self.machine.node_bandwidth is not None and crossing.any():
-            for ends in (self.nodes[sources], self.nodes):     # leaving a node, entering one
+            for ends in (self.nodes[sources], self.nodes):  # leaving a node, entering one
                 sharing = np.bincount(ends[crossing], minlength=self.nodes.max() + 1)[ends]
                 rate = np.where(crossing, np.minimum(rate, self.machine.node_bandwidth / np.maximum(sharing, 1)), rate)
-        return (crossing, np.where(crossing, between.latency, inside.latency), rate,
-                np.where(crossing, between.overlap, inside.overlap))
+        return (
+            crossing,
+            np.where(crossing, between.latency, inside.latency),
+            rate,
+            np.where(crossing, between.overlap, inside.overlap),
+        )
 
     def _pairs(self, transfer, posted):
         """Times of a transfer between pairs.
@@ -99,13 +105,15 @@ class _Run:
         Returns its begin and arrival by receiver, the time when each rank has received and sent, the seconds that
         blocks cannot hide, and the bytes received.
         """
-        hop, = transfer.hops
+        (hop,) = transfer.hops
         sources, everyone = self._sources(transfer, hop), np.arange(self.ranks)
         nbytes = self.moved[transfer.kind, False][hop]
         nbytes = nbytes if transfer.kind in GATHERED else nbytes[sources]
         crossing, latency, rate, overlap = self._links(sources)
-        out, into = (np.where(crossing, self.free[side][1][at], self.free[side][0][at])
-                     for side, at in (("out", sources), ("in", everyone)))
+        out, into = (
+            np.where(crossing, self.free[side][1][at], self.free[side][0][at])
+            for side, at in (("out", sources), ("in", everyone))
+        )
         moves, lasting = nbytes > 0, nbytes / rate
         messages = len(KINDS[self.schedule.direction][transfer.kind].arrays)
         begun = np.maximum(np.maximum(posted, posted[sources]), np.maximum(out, into))
@@ -135,7 +143,7 @@ class _Run:
             latencies += np.where(incoming > 0, latency, 0)
             received += incoming
         lasting = (self.machine.collective * (seconds.max(axis=0) + latencies)).reshape(shape)
-        free = np.max([posted, *self.free["out"], *self.free["in"]], axis=0)          # it occupies all links
+        free = np.max([posted, *self.free["out"], *self.free["in"]], axis=0)  # it occupies all links
         begun = np.broadcast_to(free.reshape(shape).max(axis=axis, keepdims=True), shape)
         done = begun + np.broadcast_to(lasting.max(axis=axis, keepdims=True), shape)
         begun, done = begun.reshape(-1), done.reshape(-1)

@@ -17,7 +17,7 @@ from ..system.atomic_file import NewFile, check_target
 from .machine import BUILT_IN, DEFAULT, Machine, load
 
 VARIABLE = "MPIATTN_MACHINE"
-FORMAT = 1                   # of the file; other formats are not read
+FORMAT = 1  # of the file; other formats are not read
 
 
 class Key(NamedTuple):
@@ -54,8 +54,12 @@ class Entry(NamedTuple):
 
     def as_dict(self):
         """The entry as a dict that JSON can hold."""
-        return {"key": self.key._asdict(), "machine": self.machine.as_dict(), "when": self.when,
-                "samples": self.samples}
+        return {
+            "key": self.key._asdict(),
+            "machine": self.machine.as_dict(),
+            "when": self.when,
+            "samples": self.samples,
+        }
 
     @classmethod
     def from_dict(cls, data):
@@ -82,12 +86,16 @@ def path():
 
 # Reading
 
+
 def read():
     """The usable entries of the store, [] without a file; one RuntimeWarning if others cannot be used."""
     entries, wrong = _read()
     if wrong:
-        warnings.warn(f"{path()} is not used{' in part' * bool(entries)}: {wrong}; run `mpiattn tune` again",
-                      RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"{path()} is not used{' in part' * bool(entries)}: {wrong}; run `mpiattn tune` again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return entries
 
 
@@ -118,11 +126,13 @@ def lookup(key, entries):
 
     The speed of blocks depends little on head_dim, and the speed of links not at all.
     """
+
     def alike(entry):
         return entry.key._replace(head_dim=key.head_dim) == key
 
     def distance(entry):
         return abs(math.log(entry.key.head_dim / key.head_dim))
+
     return min(filter(alike, entries), key=distance, default=None)
 
 
@@ -137,8 +147,10 @@ def resolve(key, machine=None):
         return machine, "as given"
     if machine is not None:
         if not isinstance(machine, str | os.PathLike):
-            raise ArgumentError(f"machine is {machine!r}; it may be None, a Machine, {', '.join(BUILT_IN)} or a file "
-                                "that `mpiattn tune` wrote")
+            raise ArgumentError(
+                f"machine is {machine!r}; it may be None, a Machine, {', '.join(BUILT_IN)} or a file "
+                "that `mpiattn tune` wrote"
+            )
         return load(os.fspath(machine)), f"{os.fspath(machine)!r}, as given"
     named = os.environ.get(VARIABLE)
     if named:
@@ -153,6 +165,7 @@ def resolve(key, machine=None):
 
 
 # Writing
+
 
 def check_store():
     """Make the store's folder.  Raises FileError if it cannot be made or the store could not be written."""

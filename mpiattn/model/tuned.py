@@ -12,10 +12,17 @@ def key_of(backend, nodes, head_dim):
     nodes: the node of every rank (`mpiattn.comm.mesh.nodes_of`).
     """
     blas, threads = host.blas()
-    return store.Key(processor=host.processor(), cores=len(host.cores()), blas=blas, threads=threads,
-                        backend=" ".join(filter(None, (backend.name, backend.version, backend.transport))),
-                        mpi=installation.mpi_library(), ranks_per_node=max(Counter(nodes).values()),
-                        several_nodes=len(set(nodes)) > 1, head_dim=head_dim)
+    return store.Key(
+        processor=host.processor(),
+        cores=len(host.cores()),
+        blas=blas,
+        threads=threads,
+        backend=" ".join(filter(None, (backend.name, backend.version, backend.transport))),
+        mpi=installation.mpi_library(),
+        ranks_per_node=max(Counter(nodes).values()),
+        several_nodes=len(set(nodes)) > 1,
+        head_dim=head_dim,
+    )
 
 
 def machine_for(nodes, backend, head_dim, machine=None):

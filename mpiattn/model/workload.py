@@ -13,7 +13,7 @@ import numpy as np
 from ..schedule.kinds import IN_COLUMNS
 from ..schedule.route import leg_of
 
-RUN_PIECE = 2 ** 16         # queries counted at a time with causal_block
+RUN_PIECE = 2**16  # queries counted at a time with causal_block
 
 
 def _below(m, length):
@@ -34,8 +34,10 @@ class _Ranges(NamedTuple):
     def of(cls, layout):
         """A list of `_Ranges` of a layout, as many as a chunk has ranges."""
         of_chunks = [layout.ranges(chunk) for chunk in range(layout.chunks)]
-        return [cls(np.array([t.start for t in ranges]), np.array([len(t) for t in ranges]), ranges[0].step)
-                for ranges in zip(*of_chunks)]
+        return [
+            cls(np.array([t.start for t in ranges]), np.array([len(t) for t in ranges]), ranges[0].step)
+            for ranges in zip(*of_chunks)
+        ]
 
     def before(self, positions):
         """Number of tokens of every chunk's range before each position: int64 (positions, chunks)."""
@@ -53,11 +55,13 @@ class _Ranges(NamedTuple):
 
 def _seen(queries, keys, shift):
     """Number of keys before i + shift, summed over the queries i of a chunk: (query chunks, key chunks)."""
-    if queries.step == keys.step:               # each query sees one key more than the query before it
+    if queries.step == keys.step:  # each query sees one key more than the query before it
         first = -(-(queries.starts[:, None] + shift - keys.starts) // keys.step)
         return _below(first + queries.lengths[:, None], keys.lengths) - _below(first, keys.lengths)
-    seen = [-(-(queries.positions(chunk)[:, None] + shift - keys.starts) // keys.step)
-            for chunk in range(len(queries.starts))]
+    seen = [
+        -(-(queries.positions(chunk)[:, None] + shift - keys.starts) // keys.step)
+        for chunk in range(len(queries.starts))
+    ]
     return np.stack([before.clip(0, keys.lengths).sum(axis=0) for before in seen])
 
 
@@ -86,7 +90,7 @@ def _seen_by_steps(mask, queries, keys):
     for start in range(0, mask.seqlen, RUN_PIECE):
         stop = min(start + RUN_PIECE, mask.seqlen)
         (ends,) = mask.key_interval(np.arange(start, stop))[1]
-        first = np.flatnonzero(np.diff(ends, prepend=-1))                             # starts of runs
+        first = np.flatnonzero(np.diff(ends, prepend=-1))  # starts of runs
         members = np.diff(queries.before([*(start + first), stop]), axis=0)
         # in float, because BLAS multiplies floats only; sums stay far below 2 ** 53, so they are exact
         total += (members.T.astype(float) @ keys.before(ends[first]).astype(float)).astype(np.int64)
@@ -115,8 +119,8 @@ class Load:
     def __init__(self, pairs, q_lengths, k_lengths, tile):
         self.lengths = np.array(q_lengths), np.array(k_lengths)
         ranks = np.arange(tile.ranks)
-        self.chunks = np.stack(tile.row(ranks)), np.stack(tile.column(ranks))        # (hops, ranks): so many hops back
-        self.pairs = pairs[self.chunks[0][:, None], self.chunks[1][None]]            # (a, b, ranks): of block (u, w)
+        self.chunks = np.stack(tile.row(ranks)), np.stack(tile.column(ranks))  # (hops, ranks): so many hops back
+        self.pairs = pairs[self.chunks[0][:, None], self.chunks[1][None]]  # (a, b, ranks): of block (u, w)
 
     @cached_property
     def work(self):
@@ -135,7 +139,7 @@ class Load:
         """
         column = kind in IN_COLUMNS
         chunks, lengths = self.chunks[column], self.lengths[column]
-        needed = np.zeros(chunks.shape, bool)       # (hops, chunks): by the rank so many hops ahead of the owner
+        needed = np.zeros(chunks.shape, bool)  # (hops, chunks): by the rank so many hops ahead of the owner
         np.put_along_axis(needed, chunks, self.pairs.any(axis=0 if column else 1), axis=1)
         needed[0] = False
         count, extent, moves = needed.cumsum(axis=0, dtype=np.int32), len(chunks), np.zeros_like(needed)

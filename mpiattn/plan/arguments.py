@@ -22,8 +22,11 @@ class Arguments:
     def __init__(self, problem: Problem, tokens: tuple[int, int], backend: Backend) -> None:
         p, (q_tokens, k_tokens), self._backend = problem, tokens, backend
         rows, dims = (p.batch, q_tokens, p.heads), {"q": p.head_dim, "out": p.value_dim, "dout": p.value_dim}
-        shapes = {**{name: (*rows, dim) for name, dim in dims.items()},
-                  "k": (p.batch, k_tokens, p.kv_heads, p.head_dim), "v": (p.batch, k_tokens, p.kv_heads, p.value_dim)}
+        shapes = {
+            **{name: (*rows, dim) for name, dim in dims.items()},
+            "k": (p.batch, k_tokens, p.kv_heads, p.head_dim),
+            "v": (p.batch, k_tokens, p.kv_heads, p.value_dim),
+        }
         shapes |= {f"d{name}": shapes[name] for name in "qkv"}
         self._types: dict[str, tuple[tuple[int, ...], str]] = {name: (shape, p.dtype) for name, shape in shapes.items()}
         by_head = {"lse": (p.batch, p.heads, q_tokens), "dlse": (p.batch, p.heads, q_tokens), "sinks": (p.heads,)}
@@ -45,6 +48,8 @@ class Arguments:
 def compared(activity: Activity, sinks: Array | None) -> dict[str, Any]:
     """What must be the same on every rank: each end of a transfer decides from the documents whether it happens."""
     groups = activity.documents
-    return {"documents (cu_seqlens, lengths, prefixes or causal_documents)":
-            groups and tuple(group.as_lists() for group in groups),
-            "sinks": None if sinks is None else sinks.tolist()}
+    return {
+        "documents (cu_seqlens, lengths, prefixes or causal_documents)": groups
+        and tuple(group.as_lists() for group in groups),
+        "sinks": None if sinks is None else sinks.tolist(),
+    }

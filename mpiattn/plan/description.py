@@ -37,7 +37,7 @@ class Described:
     q_layout: Layout
     k_layout: Layout
     _plan: Plan
-    _layouts: tuple[Layout, Layout]            # by mesh rank
+    _layouts: tuple[Layout, Layout]  # by mesh rank
     _passes: RankPasses
     _backend: Backend
     _exchange: Exchange
@@ -50,9 +50,11 @@ class Described:
         if "_arguments" not in self.__dict__:
             return f"{type(self).__name__}(not made)"
         kinds = " and ".join(dict.fromkeys(layout.kind for layout in (self.q_layout, self.k_layout)))
-        return (f"{type(self).__name__}({self.problem}; tile {self.tile}, {kinds} layout, "
-                f"{self.schedule.name} schedule, {self.route} route, {self.backend}; "
-                f"{'closed' if self._home is None else 'open'})")
+        return (
+            f"{type(self).__name__}({self.problem}; tile {self.tile}, {kinds} layout, "
+            f"{self.schedule.name} schedule, {self.route} route, {self.backend}; "
+            f"{'closed' if self._home is None else 'open'})"
+        )
 
     @property
     def tile(self) -> Tile:
@@ -189,5 +191,8 @@ class Described:
 
 def _same_cuts(groups: Sequence[tuple[Any, ...]] | None, others: Sequence[tuple[Any, ...]]) -> bool:
     """Whether two results of `mpiattn.problem.documents.documents` are equal."""
-    return groups is not None and len(groups) == len(others) and all(
-        np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other))
+    return (
+        groups is not None
+        and len(groups) == len(others)
+        and all(np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other))
+    )

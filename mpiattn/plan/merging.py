@@ -71,8 +71,10 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array) -> tuple[Array, Ar
     folding, states = Folding(backend, batch), []
     for state in (("out", "lse"), ("out_b", "lse_b")):
         of_rows, sums = (checked(backend, name, arrays[name], *kind) for name, kind in zip(state, zip(shapes, dtypes)))
-        of_rows, sums = (folding.fold(name, array)
-                         for name, array in zip(state, (of_rows.astype(wide), sums.transpose(0, 2, 1).copy())))
+        of_rows, sums = (
+            folding.fold(name, array)
+            for name, array in zip(state, (of_rows.astype(wide), sums.transpose(0, 2, 1).copy()))
+        )
         of_rows[sums == -np.inf] = 0
         states.append((of_rows, sums))
     (whole, total), other = states

@@ -111,16 +111,38 @@ class MeshAttention(Described, Distributed):
 
     KIND = "plan"
 
-    def __init__(self, comm: MPI.Intracomm, *, seqlen: int, heads: int, head_dim: int, batch: int = 1,
-                 kv_heads: int | None = None, dtype: Any = "float32", causal: bool = False, prefix: int = 0,
-                 causal_block: int | None = None, window: tuple[int | None, int | None] | None = None,
-                 softcap: float | None = None, scale: float | None = None, seqlen_k: int | None = None,
-                 value_dim: int | None = None, tile: str | tuple[int, int] | Tile = "auto",
-                 layout: str | Layout | tuple[Layout, Layout] = "auto", schedule: str = "auto", route: str = "auto",
-                 direction: str = "forward", wire_dtype: Any = None, backend: str = "auto", transport: str = "auto",
-                 max_message: int = MAX_MESSAGE, max_memory: int | None = None,
-                 machine: Machine | str | os.PathLike[str] | None = None, overlap: bool = True,
-                 timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        seqlen: int,
+        heads: int,
+        head_dim: int,
+        batch: int = 1,
+        kv_heads: int | None = None,
+        dtype: Any = "float32",
+        causal: bool = False,
+        prefix: int = 0,
+        causal_block: int | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        seqlen_k: int | None = None,
+        value_dim: int | None = None,
+        tile: str | tuple[int, int] | Tile = "auto",
+        layout: str | Layout | tuple[Layout, Layout] = "auto",
+        schedule: str = "auto",
+        route: str = "auto",
+        direction: str = "forward",
+        wire_dtype: Any = None,
+        backend: str = "auto",
+        transport: str = "auto",
+        max_message: int = MAX_MESSAGE,
+        max_memory: int | None = None,
+        machine: Machine | str | os.PathLike[str] | None = None,
+        overlap: bool = True,
+        timeout: float | None = None,
+    ) -> None:
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
         with self._making(home):
@@ -135,14 +157,14 @@ class MeshAttention(Described, Distributed):
                 "machine": machine, "overlap": overlap, "timeout": timeout}  # fmt: skip
             self._plan, self._backend = settle(home, peers, *self._asked)
             self._mesh = home.mesh(peers, self._plan.choice.tile, self._plan.order)
-            with agreement(peers):                    # out of memory on one rank must not hang the others
+            with agreement(peers):  # out of memory on one rank must not hang the others
                 self._prepare(home)
             self._join(home, self._exchange.peers)
 
     def _prepare(self, home: Home) -> None:
         chosen, (_, options) = self._plan.choice, self._asked
         self.problem, self.schedule = self._plan.problem, self._plan.schedule()
-        self._layouts = chosen.layouts                                                  # by mesh rank
+        self._layouts = chosen.layouts  # by mesh rank
         self.q_layout, self.k_layout = self._plan.layouts_by_rank()
         peers = home.peers(time_limit(options["timeout"], chosen.seconds))
         peers.idle = self._backend.idle
@@ -184,16 +206,29 @@ class MeshAttention(Described, Distributed):
             other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
             other._backend = local_backend(self._peers.rank, home.nodes, self.backend, self._backend.transport)
             other._prepare(home)
-            same["schedule"] = other.schedule            # built separately on every rank
+            same["schedule"] = other.schedule  # built separately on every rank
         home.share(self._mesh)
         other._join(home, other._exchange.peers)
         return other
 
-    def forward(self, q: Array, k: Array, v: Array, *, cu_seqlens: PerDocument = None,
-                cu_seqlens_k: PerDocument = None, lengths: PerDocument = None, lengths_k: PerDocument = None,
-                prefixes: PerDocument = None, causal_documents: PerDocument = None, sinks: Array | None = None,
-                out: Array | None = None, lse: Array | None = None, check: bool = True,
-                progress: Callable[[float], object] | None = None) -> tuple[Array, Array]:
+    def forward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        cu_seqlens: PerDocument = None,
+        cu_seqlens_k: PerDocument = None,
+        lengths: PerDocument = None,
+        lengths_k: PerDocument = None,
+        prefixes: PerDocument = None,
+        causal_documents: PerDocument = None,
+        sinks: Array | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        check: bool = True,
+        progress: Callable[[float], object] | None = None,
+    ) -> tuple[Array, Array]:
         """Attention of this rank's chunks; collective.
 
         Inputs are never changed.  All calls accept torch tensors on the CPU.  Arrays that are not contiguous with
@@ -236,19 +271,42 @@ class MeshAttention(Described, Distributed):
             with call.agreement(check) as same:
                 inputs, sinks = self._arguments.checked(q=q, k=k, v=v), self._arguments.sinks(sinks)
                 results = self._arguments.results({"out": out, "lse": lse}, {**inputs, "sinks": sinks})
-                activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
-                                            lengths_k=lengths_k, prefixes=prefixes, causal_documents=causal_documents)
+                activity = self.activity_of(
+                    cu_seqlens=cu_seqlens,
+                    cu_seqlens_k=cu_seqlens_k,
+                    lengths=lengths,
+                    lengths_k=lengths_k,
+                    prefixes=prefixes,
+                    causal_documents=causal_documents,
+                )
                 same |= compared(activity, sinks)
                 whole, chunks = results.arrays(), self._passes.fold(inputs)
             self._passes.forward(chunks, sinks, activity, progress, *whole)
         return results.returned(q)
 
-    def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
-                 dlse: Array | None = None, cu_seqlens: PerDocument = None,
-                 cu_seqlens_k: PerDocument = None, lengths: PerDocument = None, lengths_k: PerDocument = None,
-                 prefixes: PerDocument = None, causal_documents: PerDocument = None, sinks: Array | None = None,
-                 dq: Array | None = None, dk: Array | None = None, dv: Array | None = None, check: bool = True,
-                 progress: Callable[[float], object] | None = None) -> tuple[Array, ...]:
+    def backward(
+        self,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        *,
+        dlse: Array | None = None,
+        cu_seqlens: PerDocument = None,
+        cu_seqlens_k: PerDocument = None,
+        lengths: PerDocument = None,
+        lengths_k: PerDocument = None,
+        prefixes: PerDocument = None,
+        causal_documents: PerDocument = None,
+        sinks: Array | None = None,
+        dq: Array | None = None,
+        dk: Array | None = None,
+        dv: Array | None = None,
+        check: bool = True,
+        progress: Callable[[float], object] | None = None,
+    ) -> tuple[Array, ...]:
         """Gradients of sum(dout * out) + sum(dlse * lse) with respect to q, k and v; collective.
 
         Mesh rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which its owner computes.  dq is reduced
@@ -283,8 +341,14 @@ class MeshAttention(Described, Distributed):
                 rows = self._arguments.checked(lse=lse, **({} if dlse is None else {"dlse": dlse}))
                 sinks = self._arguments.sinks(sinks)
                 results = self._arguments.results({"dq": dq, "dk": dk, "dv": dv}, {**inputs, **rows, "sinks": sinks})
-                activity = self.activity_of(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths,
-                                            lengths_k=lengths_k, prefixes=prefixes, causal_documents=causal_documents)
+                activity = self.activity_of(
+                    cu_seqlens=cu_seqlens,
+                    cu_seqlens_k=cu_seqlens_k,
+                    lengths=lengths,
+                    lengths_k=lengths_k,
+                    prefixes=prefixes,
+                    causal_documents=causal_documents,
+                )
                 same |= compared(activity, sinks)
                 grads, chunks = results.arrays(), self._passes.fold_backward(inputs, rows)
             dsinks = self._passes.backward(chunks, sinks, activity, progress, grads)

@@ -23,8 +23,17 @@ if TYPE_CHECKING:
 OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "sinks")
 
 
-def attention(q: Array, k: Array, v: Array, *, comm: MPI.Intracomm, causal: bool = False, scale: float | None = None,
-              layout: str | Layout | tuple[Layout, Layout] = "contiguous", **options: Any) -> tuple[Array, Array]:
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    comm: MPI.Intracomm,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str | Layout | tuple[Layout, Layout] = "contiguous",
+    **options: Any,
+) -> tuple[Array, Array]:
     """Attention in one call: makes a plan for these chunks, runs it and closes it; collective.
 
     For repeated calls, make a `MeshAttention` once.
@@ -95,17 +104,33 @@ def attention(q: Array, k: Array, v: Array, *, comm: MPI.Intracomm, causal: bool
                 arrays = backends.find(backend).load().adopt(arrays)
                 for name, array in arrays.items():
                     if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
-                        raise ArgumentError(f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, "
-                                            "dim)")
+                        raise ArgumentError(
+                            f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)"
+                        )
                 q, k, v = arrays.values()
             lengths = peers.allgather((q.shape[1], k.shape[1]))
         q_sizes, k_sizes = zip(*lengths)
         if layout == "contiguous":
-            layout = (Layout("contiguous", sum(q_sizes), comm.size, q_sizes),
-                      Layout("contiguous", sum(k_sizes), comm.size, k_sizes))
-        with MeshAttention(comm, batch=q.shape[0], seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=q.shape[2],
-                           kv_heads=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3], dtype=str(q.dtype),
-                           causal=causal, scale=scale, layout=layout, backend=backend, **options) as plan:
+            layout = (
+                Layout("contiguous", sum(q_sizes), comm.size, q_sizes),
+                Layout("contiguous", sum(k_sizes), comm.size, k_sizes),
+            )
+        with MeshAttention(
+            comm,
+            batch=q.shape[0],
+            seqlen=sum(q_sizes),
+            seqlen_k=sum(k_sizes),
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            value_dim=v.shape[3],
+            dtype=str(q.dtype),
+            causal=causal,
+            scale=scale,
+            layout=layout,
+            backend=backend,
+            **options,
+        ) as plan:
             return as_given(given, *plan.forward(q, k, v, **call))
     finally:
         home.leave()

@@ -37,8 +37,11 @@ class RankPasses:
         self._plan, self._mesh, self._backend, self._exchange = plan, mesh, backend, exchange
         self.tokens = tuple(layout.length(mesh.rank) for layout in plan.choice.layouts)
         self.executors = {"forward": self._executor(schedule, Forward(p, backend))}
-        self._nbytes = (memory.chunk_bytes(p, *self.tokens) + self.executors["forward"].nbytes
-                        + backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype))
+        self._nbytes = (
+            memory.chunk_bytes(p, *self.tokens)
+            + self.executors["forward"].nbytes
+            + backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype)
+        )
         self._folding = Folding(backend, p.batch)
 
     def _executor(self, schedule: Schedule, work: Forward | Backward) -> Executor:
@@ -49,8 +52,11 @@ class RankPasses:
         if "backward" not in self.executors:
             p = self._plan.problem
             executor = self._executor(self._plan.schedule("backward"), Backward(p, self._backend))
-            self._nbytes += (executor.nbytes + memory.gradient_bytes(p, *self.tokens)
-                             + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True))
+            self._nbytes += (
+                executor.nbytes
+                + memory.gradient_bytes(p, *self.tokens)
+                + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True)
+            )
             self.executors["backward"] = executor
         return self.executors["backward"]
 
@@ -63,8 +69,15 @@ class RankPasses:
         """Arguments {name: (batch, tokens, heads, ...)} as {name: (tokens, batch * heads, ...)}, copied if needed."""
         return {name: self._folding.fold(name, array) for name, array in arrays.items()}
 
-    def forward(self, chunks: dict[str, Array], sinks: Array | None, activity: Activity,
-                progress: Callable[[float], object] | None, out: Array, lse: Array) -> None:
+    def forward(
+        self,
+        chunks: dict[str, Array],
+        sinks: Array | None,
+        activity: Activity,
+        progress: Callable[[float], object] | None,
+        out: Array,
+        lse: Array,
+    ) -> None:
         """Run the forward pass into out and lse.  chunks: q, k and v from `fold`.  sinks: of a NumPy array, or None."""
         executor = self.executors["forward"]
         with self._running(executor):
@@ -81,8 +94,14 @@ class RankPasses:
         chunks["delta"] = self._folding.kept("delta", chunks["lse"].shape, self._plan.problem.partial_dtype)
         return chunks
 
-    def backward(self, chunks: dict[str, Array], sinks: Array | None, activity: Activity,
-                 progress: Callable[[float], object] | None, grads: tuple[Array, ...]) -> Array | None:
+    def backward(
+        self,
+        chunks: dict[str, Array],
+        sinks: Array | None,
+        activity: Activity,
+        progress: Callable[[float], object] | None,
+        grads: tuple[Array, ...],
+    ) -> Array | None:
         """Run the backward pass into grads, (dq, dk, dv); returns this rank's part of dsinks, None without sinks.
 
         chunks: from `fold_backward`.

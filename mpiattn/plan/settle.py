@@ -76,8 +76,9 @@ class Plan:
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass."""
         c = self.choice
-        return cost.build(c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, c.ahead,
-                          self.overlap)
+        return cost.build(
+            c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, c.ahead, self.overlap
+        )
 
     def predicted(self, direction: str = "forward") -> Timeline:
         """The predicted `mpiattn.schedule.timeline.Timeline` of a pass, for all ranks of the mesh."""
@@ -104,14 +105,13 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
     with agreement(peers, call="making a plan"):
         problem, asked = Problem(**shape), Options(**options)
         checked = asked.checked(problem, ranks)
-    agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options},
-                     "backend": asked.backend})
+    agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options}, "backend": asked.backend})
     backend = make_backend(peers, home.nodes, asked.backend, asked.transport)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
     plan: Any = None
-    with agreement(peers, only=0):                # on rank 0 only: time and memory grow with the square of the ranks
+    with agreement(peers, only=0):  # on rank 0 only: time and memory grow with the square of the ranks
         if peers.rank == 0:
             machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
             if backend.emulated_flops:
@@ -120,13 +120,23 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
     return peers.allgather(plan)[0], backend
 
 
-def _choose(problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None,
-            nodes: list[int]) -> Plan:
+def _choose(
+    problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
+) -> Plan:
     """The fastest Plan that the checked options allow."""
     evaluate = functools.partial(
-        search.evaluate, problem, len(nodes), checked.route, pairs=checked.layout, direction=checked.direction,
-        kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,), machine=machine, nodes=nodes,
-        shapes=checked.tile and [checked.tile], overlap=checked.overlap)
+        search.evaluate,
+        problem,
+        len(nodes),
+        checked.route,
+        pairs=checked.layout,
+        direction=checked.direction,
+        kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,),
+        machine=machine,
+        nodes=nodes,
+        shapes=checked.tile and [checked.tile],
+        overlap=checked.overlap,
+    )
     free = evaluate()
     choices = free if checked.max_memory is None else evaluate(max_memory=checked.max_memory)
     search.check_memory(choices, checked.max_memory)
@@ -139,8 +149,10 @@ def resized(plan: Plan, shape: dict[str, Any], options: dict[str, Any]) -> Plan:
     Raises ArgumentError.
     """
     problem, chosen = Problem(**shape), plan.choice
-    layouts = tuple(replace(layout, seqlen=tokens)
-                    for layout, tokens in zip(chosen.layouts, (problem.seqlen, problem.seqlen_k)))
-    checked = replace(Options(**options), tile=chosen.tile, layout=[layouts], schedule=chosen.schedule,
-                      route=chosen.route)
+    layouts = tuple(
+        replace(layout, seqlen=tokens) for layout, tokens in zip(chosen.layouts, (problem.seqlen, problem.seqlen_k))
+    )
+    checked = replace(
+        Options(**options), tile=chosen.tile, layout=[layouts], schedule=chosen.schedule, route=chosen.route
+    )
     return _choose(problem, checked, plan.machine, plan.order, plan.nodes)

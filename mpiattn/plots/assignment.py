@@ -13,12 +13,12 @@ from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, matrices
 from ..schedule.travels import ELEMENTS
 from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
 
-MOST_NUMBERED = 16                     # with up to this many ranks every block has its rank's number and color
-MOST_CELLS = 256                       # per side of the image of the work; more blocks are averaged
-LIGHT = 0.75                           # share of a rank's color; the rest is white
-LONG = 100                             # from this many ranks on, chunk numbers leave no room for the kind
-MOST_LINES = 32                        # lines between the rows of a mesh
-MOST_CHUNKS = 9                        # chunks per side of a tile that are drawn; larger tiles are abbreviated
+MOST_NUMBERED = 16  # with up to this many ranks every block has its rank's number and color
+MOST_CELLS = 256  # per side of the image of the work; more blocks are averaged
+LIGHT = 0.75  # share of a rank's color; the rest is white
+LONG = 100  # from this many ranks on, chunk numbers leave no room for the kind
+MOST_LINES = 32  # lines between the rows of a mesh
+MOST_CHUNKS = 9  # chunks per side of a tile that are drawn; larger tiles are abbreviated
 
 
 def check_rank(rank, tile):
@@ -30,6 +30,7 @@ def check_rank(rank, tile):
 def _color_of(rank, tile):
     """The color of a rank: far from those of its neighbours in the row, and darker for higher columns."""
     from matplotlib import colormaps
+
     row, column = tile.place(rank)
     return 1 - LIGHT * (1 - np.array(colormaps["cividis_r"]((column * tile.b + row) / max(1, tile.ranks - 1))[:3]))
 
@@ -42,6 +43,7 @@ def draw_assignment(axes, tile, rank=0, work=None):
     blocks of `rank` are colored.
     """
     from matplotlib.patches import Rectangle
+
     check_rank(rank, tile)
     n, queries, keys = tile.ranks, tile.row(rank), tile.column(rank)
     share = None if work is None else np.asarray(work) / max(1, np.max(work))
@@ -52,8 +54,14 @@ def draw_assignment(axes, tile, rank=0, work=None):
             step = -(-n // MOST_CELLS)
             whole = np.add.reduceat(np.add.reduceat(share, range(0, n, step), 0), range(0, n, step), 1)
             counts = np.diff([*range(0, n, step), n])
-            axes.imshow(whole / np.outer(counts, counts), cmap="Greys", vmin=0, vmax=2.5, extent=(0, n, n, 0),
-                        interpolation="nearest")
+            axes.imshow(
+                whole / np.outer(counts, counts),
+                cmap="Greys",
+                vmin=0,
+                vmax=2.5,
+                extent=(0, n, n, 0),
+                interpolation="nearest",
+            )
         for row in range(0, n, tile.a) if tile.b <= MOST_LINES else ():
             axes.add_patch(Rectangle((0, row), n, tile.a, fill=False, edgecolor=GRAY, linewidth=0.3))
         needs = Needs(tile, rank, work)
@@ -61,18 +69,35 @@ def draw_assignment(axes, tile, rank=0, work=None):
             axes.add_patch(Rectangle((0, queries[u]), n, 1, facecolor=COLORS["Q"], alpha=0.35, linewidth=0, label="Q"))
         for w in np.flatnonzero(needs.columns):
             axes.add_patch(Rectangle((keys[w], 0), 1, n, facecolor=COLORS["KV"], alpha=0.6, linewidth=0, label="KV"))
-    for chunk in keys:                                                   # the frames around the tile
-        axes.add_patch(Rectangle((chunk, min(queries)), 1, tile.a, fill=n > MOST_NUMBERED, facecolor=INK, edgecolor=INK,
-                                 linewidth=1.8 if n <= MOST_NUMBERED else 0.4, zorder=3, label="tile"))
+    for chunk in keys:  # the frames around the tile
+        axes.add_patch(
+            Rectangle(
+                (chunk, min(queries)),
+                1,
+                tile.a,
+                fill=n > MOST_NUMBERED,
+                facecolor=INK,
+                edgecolor=INK,
+                linewidth=1.8 if n <= MOST_NUMBERED else 0.4,
+                zorder=3,
+                label="tile",
+            )
+        )
     _chunk_axes(axes, n)
-    axes.set_title(f"Blocks of {n} rank{'s' * (n > 1)}, tile {tile}\n"
-                   + (f"number: the rank that computes it; framed: rank {rank}" if n <= MOST_NUMBERED else
-                      f"black: rank {rank}; blue and orange: chunks it needs")
-                   + ("" if share is None else "\npaler: the mask leaves less work"))
+    axes.set_title(
+        f"Blocks of {n} rank{'s' * (n > 1)}, tile {tile}\n"
+        + (
+            f"number: the rank that computes it; framed: rank {rank}"
+            if n <= MOST_NUMBERED
+            else f"black: rank {rank}; blue and orange: chunks it needs"
+        )
+        + ("" if share is None else "\npaler: the mask leaves less work")
+    )
 
 
 def _draw_numbered(axes, tile, rank, share):
     from matplotlib.patches import Rectangle
+
     n = tile.ranks
     for cut in range(1, n):
         axes.axhline(cut, color="white", linewidth=1.5 if cut % tile.a == 0 else 0.4)
@@ -83,12 +108,21 @@ def _draw_numbered(axes, tile, rank, share):
             color = 1 - share[i, j] * (1 - _color_of(owner, tile))
             axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, label="block"))
             luminance = color @ (0.299, 0.587, 0.114)
-            axes.text(j + 0.5, i + 0.52, str(owner), ha="center", va="center", fontsize=min(9, 100 / n),
-                      color=INK if luminance > 0.42 else "white", weight="bold" if owner == rank else "normal")
+            axes.text(
+                j + 0.5,
+                i + 0.52,
+                str(owner),
+                ha="center",
+                va="center",
+                fontsize=min(9, 100 / n),
+                color=INK if luminance > 0.42 else "white",
+                weight="bold" if owner == rank else "normal",
+            )
 
 
 def _chunk_axes(axes, n):
     from matplotlib.ticker import FixedLocator, FuncFormatter
+
     axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", anchor="N")
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
@@ -116,7 +150,7 @@ class Needs:
         work = np.ones((tile.ranks, tile.ranks), bool) if work is None else np.asarray(work) > 0
         self.blocks = work[np.ix_(self.queries, self.keys)]
         self.rows, self.columns = self.blocks.any(axis=1), self.blocks.any(axis=0)
-        self.moved = int(self.rows[1:].sum()), int(self.columns[1:].sum())            # in the row, in the column
+        self.moved = int(self.rows[1:].sum()), int(self.columns[1:].sum())  # in the row, in the column
         self.on_ring = int(work[rank].sum() - work[rank, rank])
 
     def of(self, kind):
@@ -132,11 +166,12 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None):
     "backward".  nbytes: bytes that the rank receives or sends, by kind, for the labels.
     """
     from matplotlib.patches import Rectangle
+
     check_rank(rank, tile)
     needs = Needs(tile, rank, work)
     rows, columns = _shown(tile.a), _shown(tile.b)
     down = len(rows) + (5.2 if direction == "backward" else 2.8)
-    width, height = axes.figure.get_size_inches() * axes.get_position().size       # changed later by the layout
+    width, height = axes.figure.get_size_inches() * axes.get_position().size  # changed later by the layout
     unit = POINTS * min(1.25 * width / (len(columns) + 7.6), 0.83 * height / down)  # side of a block in points, about
 
     def cell(x, y, text, label, **look):
@@ -148,35 +183,58 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None):
         chunks, needed, _ = needs.of(kind)
         state = "left out" if hop is None else "own" if hop == 0 else "moved" if needed[hop] else "not needed"
         text = "..." if hop is None else f"{kind if tile.ranks < LONG else ''}{chunks[hop]}"
-        cell(x, y, text, f"{kind} {state}", edgecolor=COLORS[kind], linewidth=1.2,
-             facecolor=COLORS[kind] if state in ("moved", "left out") else "white",
-             linestyle=":" if state == "not needed" else "-")
+        cell(
+            x,
+            y,
+            text,
+            f"{kind} {state}",
+            edgecolor=COLORS[kind],
+            linewidth=1.2,
+            facecolor=COLORS[kind] if state in ("moved", "left out") else "white",
+            linestyle=":" if state == "not needed" else "-",
+        )
 
     def label(kind, between):
         to_or_from = "in" if kind in GATHERED else "out"
-        return (f"{to_or_from}:{between}{needs.of(kind)[2]} {kind}"
-                + (f"{between}({size(nbytes[kind])})" if nbytes else ""))
+        return f"{to_or_from}:{between}{needs.of(kind)[2]} {kind}" + (
+            f"{between}({size(nbytes[kind])})" if nbytes else ""
+        )
+
     for y, u in enumerate(rows):
         for x, w in enumerate(columns):
             if u is not None and w is not None:
-                cell(x, y, "" if tile.ranks > MOST_NUMBERED else f"{needs.queries[u]},{needs.keys[w]}",
-                     "block" if needs.blocks[u, w] else "empty block", edgecolor=PALE,
-                     facecolor=PALE if needs.blocks[u, w] else "white")
+                cell(
+                    x,
+                    y,
+                    "" if tile.ranks > MOST_NUMBERED else f"{needs.queries[u]},{needs.keys[w]}",
+                    "block" if needs.blocks[u, w] else "empty block",
+                    edgecolor=PALE,
+                    facecolor=PALE if needs.blocks[u, w] else "white",
+                )
     below = len(rows)
     for kind in (*GATHERED, *REDUCED[direction]):
         gathered = kind in GATHERED
         if kind in IN_COLUMNS:
             for x, w in enumerate(columns):
                 chunk(x, -1.5 if gathered else below + 0.5, kind, w)
-            axes.text(len(columns) / 2, -1.7 if gathered else below + 1.7, label(kind, " "), ha="center",
-                      va="bottom" if gathered else "top")
+            axes.text(
+                len(columns) / 2,
+                -1.7 if gathered else below + 1.7,
+                label(kind, " "),
+                ha="center",
+                va="bottom" if gathered else "top",
+            )
         else:
             for y, u in enumerate(rows):
                 chunk(-1.5 if gathered else len(columns) + 0.5, y, kind, u)
-            axes.text(-1.7 if gathered else len(columns) + 1.7, below / 2, label(kind, "\n"),
-                      ha="right" if gathered else "left", va="center")
-    axes.set(xlim=(-3.8, len(columns) + 3.8), ylim=(down - 2.6, -2.6),
-             aspect="equal", anchor="N")
+            axes.text(
+                -1.7 if gathered else len(columns) + 1.7,
+                below / 2,
+                label(kind, "\n"),
+                ha="right" if gathered else "left",
+                va="center",
+            )
+    axes.set(xlim=(-3.8, len(columns) + 3.8), ylim=(down - 2.6, -2.6), aspect="equal", anchor="N")
     axes.set_axis_off()
     axes.set_title(_tile_title(tile, rank, direction, needs))
 

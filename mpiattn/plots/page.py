@@ -6,7 +6,7 @@ from .style import new_figure, styled
 from .timeline import LANE, LANES_LABEL, draw_lanes, lanes, of_rank, slowest, summary
 from .traffic import FEWEST, draw_traffic
 
-WIDTH, TOP = 13.0, 4.4                # inches
+WIDTH, TOP = 13.0, 4.4  # inches
 
 
 @styled
@@ -27,8 +27,10 @@ def page(problem, work, load, schedules, timelines, title, machine):
     top = rows[0].subgridspec(1, len(widths), width_ratios=widths)
     shade = work if problem.causal or problem.window != (None, None) or not work.all() else None
     draw_assignment(figure.add_subplot(top[0]), tile, rank, shade)
-    nbytes = {kind: float(load.moved(kind, first.route, first.collective)[:, rank].sum() * of_token)
-              for kind, of_token in token_bytes(problem, first.direction).items()}
+    nbytes = {
+        kind: float(load.moved(kind, first.route, first.collective)[:, rank].sum() * of_token)
+        for kind, of_token in token_bytes(problem, first.direction).items()
+    }
     draw_tile(figure.add_subplot(top[1]), tile, rank, shade, first.direction, nbytes)
     if sends:
         direction = first.direction if len(schedules) == 1 else "both"
@@ -37,7 +39,9 @@ def page(problem, work, load, schedules, timelines, title, machine):
     for row, predicted in enumerate(timelines, 1):
         axes = figure.add_subplot(rows[row])
         draw_lanes(axes, predicted, rank, until)
-        axes.set_title(f"Rank {rank} in the {predicted.direction} pass, predicted for {machine}: "
-                       f"{summary(of_rank(predicted, rank))}")
+        axes.set_title(
+            f"Rank {rank} in the {predicted.direction} pass, predicted for {machine}: "
+            f"{summary(of_rank(predicted, rank))}"
+        )
     axes.set_xlabel(LANES_LABEL)
     return figure

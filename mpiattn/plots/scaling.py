@@ -8,9 +8,14 @@ from ..errors import ArgumentError
 from .style import GRAY, INK, label_ends, new_figure, rank_axis, styled, time_axis
 
 # Lines differ in color, dashes and markers.
-LOOKS = ({"color": "#0072b2", "marker": "s", "linestyle": "-"}, {"color": INK, "marker": "o", "linestyle": "-"},
-         {"color": "#d55e00", "marker": "^", "linestyle": "--"}, {"color": "#009e73", "marker": "D", "linestyle": "-."},
-         {"color": "#cc79a7", "marker": "v", "linestyle": ":"}, {"color": GRAY, "marker": "P", "linestyle": "--"})
+LOOKS = (
+    {"color": "#0072b2", "marker": "s", "linestyle": "-"},
+    {"color": INK, "marker": "o", "linestyle": "-"},
+    {"color": "#d55e00", "marker": "^", "linestyle": "--"},
+    {"color": "#009e73", "marker": "D", "linestyle": "-."},
+    {"color": "#cc79a7", "marker": "v", "linestyle": ":"},
+    {"color": GRAY, "marker": "P", "linestyle": "--"},
+)
 
 
 class Series(NamedTuple):
@@ -43,19 +48,26 @@ def check(series):
     for line in series:
         ranks = list(line.ranks)
         if not ranks or ranks != sorted(set(ranks)) or ranks[0] < 1 or len(ranks) != len(line.seconds):
-            raise ArgumentError(f"ranks of {line.name!r} is {ranks}, with {len(line.seconds)} times; it must be "
-                                "increasing numbers of ranks with the times of each")
+            raise ArgumentError(
+                f"ranks of {line.name!r} is {ranks}, with {len(line.seconds)} times; it must be "
+                "increasing numbers of ranks with the times of each"
+            )
         if any(not runs or min(runs) <= 0 for runs in line.runs):
-            raise ArgumentError(f"seconds of {line.name!r} is {line.seconds}; it must be positive times, at least one "
-                                "for each number of ranks")
+            raise ArgumentError(
+                f"seconds of {line.name!r} is {line.seconds}; it must be positive times, at least one "
+                "for each number of ranks"
+            )
 
 
 def _look(series, i):
     """How to draw the i-th series; a prediction has the color of the measured series of the same name."""
     names = list(dict.fromkeys(line.name for line in series))
     look = LOOKS[names.index(series[i].name) % len(LOOKS)]
-    return {**look, "linestyle": (0, (4, 2)), "marker": "", "linewidth": 0.9} if series[i].predicted else \
-        {**look, "markersize": 4}
+    return (
+        {**look, "linestyle": (0, (4, 2)), "marker": "", "linewidth": 0.9}
+        if series[i].predicted
+        else {**look, "markersize": 4}
+    )
 
 
 def _draw(axes, series, values, ideal):
@@ -99,17 +111,24 @@ def scaling(series, title, base=None):
     figure = new_figure(8.4, 3.4)
     figure.suptitle(title, x=0.008, ha="left", fontsize=9, weight="bold")
     left, right = figure.subplots(1, 2)
-    _draw(left, series,
-          lambda line: (line.medians, [min(runs) for runs in line.runs], [max(runs) for runs in line.runs]),
-          [(first, seconds), (last, seconds * first / last)])
+    _draw(
+        left,
+        series,
+        lambda line: (line.medians, [min(runs) for runs in line.runs], [max(runs) for runs in line.runs]),
+        [(first, seconds), (last, seconds * first / last)],
+    )
     time_axis(left.yaxis)
     left.set_title("Time: median; bars: all runs")
     speed = first * seconds
 
     def speedups(line):
-        return ([speed / middle for middle in line.medians], [speed / max(runs) for runs in line.runs],
-                [speed / min(runs) for runs in line.runs])
+        return (
+            [speed / middle for middle in line.medians],
+            [speed / max(runs) for runs in line.runs],
+            [speed / min(runs) for runs in line.runs],
+        )
+
     _draw(right, series, speedups, [(first, first), (last, last)])
-    rank_axis(right.yaxis, [2 ** i for i in range(int(last).bit_length())])
+    rank_axis(right.yaxis, [2**i for i in range(int(last).bit_length())])
     right.set_title(f"Speed-up, {first} of {first} rank{'s' * (first > 1)} in {duration(seconds)}")
     return figure

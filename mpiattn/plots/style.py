@@ -13,21 +13,46 @@ from ..errors import ArgumentError, FileError
 from ..system.atomic_file import NewFile, check_target
 
 # Metadata that change from run to run or reveal the machine are left out of the file.
-METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None},
-            "pdf": {"CreationDate": None, "Creator": None, "Producer": None}}
+METADATA = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
 SETTINGS = {
-    "svg.fonttype": "none", "svg.hashsalt": "mpiattn", "pdf.fonttype": 42, "savefig.dpi": 150,
-    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 8,
-    "axes.titlesize": 9, "axes.titlelocation": "left", "axes.labelsize": 8, "axes.linewidth": 0.6,
-    "axes.spines.top": False, "axes.spines.right": False, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
-    "xtick.minor.width": 0.4, "ytick.minor.width": 0.4, "hatch.linewidth": 0.6, "lines.linewidth": 1.4,
-    "figure.constrained_layout.h_pad": 0.06, "figure.constrained_layout.w_pad": 0.06,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mpiattn",
+    "pdf.fonttype": 42,
+    "savefig.dpi": 150,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.minor.width": 0.4,
+    "ytick.minor.width": 0.4,
+    "hatch.linewidth": 0.6,
+    "lines.linewidth": 1.4,
+    "figure.constrained_layout.h_pad": 0.06,
+    "figure.constrained_layout.w_pad": 0.06,
 }
 INK, GRAY, PALE = "#1a1a1a", "#767676", "#e6e6e6"
-COLORS = {"blocks": "#1f3b57", "waiting": "#ffffff", "Q": "#56b4e9", "KV": "#e69f00", "O": "#009e73", "dQ": "#009e73",
-          "dKV": "#d55e00"}
+COLORS = {
+    "blocks": "#1f3b57",
+    "waiting": "#ffffff",
+    "Q": "#56b4e9",
+    "KV": "#e69f00",
+    "O": "#009e73",
+    "dQ": "#009e73",
+    "dKV": "#d55e00",
+}
 HATCH = "/////"
-POINTS = 72                                      # in an inch
+POINTS = 72  # in an inch
 
 
 def check(name, path):
@@ -40,8 +65,10 @@ def check(name, path):
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ArgumentError(f"{name} is {path!r}; pictures need matplotlib ({error}); the `plot` extra has it: "
-                            "pip install 'mpiattn[plot]'") from None
+        raise ArgumentError(
+            f"{name} is {path!r}; pictures need matplotlib ({error}); the `plot` extra has it: "
+            "pip install 'mpiattn[plot]'"
+        ) from None
     check_target(name, path)
 
 
@@ -52,13 +79,16 @@ def kind_of(path):
 
 def styled(function):
     """Decorate a function to draw with SETTINGS, whatever the caller's settings are; these stay unchanged."""
+
     @functools.wraps(function)
     def drawn(*args, **kwargs):
         import matplotlib
+
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             matplotlib.rcParams.update(SETTINGS)
             return function(*args, **kwargs)
+
     return drawn
 
 
@@ -66,6 +96,7 @@ def new_figure(width, height):
     """An empty figure, size in inches, without pyplot and its windows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -92,10 +123,12 @@ def save(figure, path, name="path"):
 
 def _shorten(path):
     """Shorten an SVG file: no digits below a hundredth of a point, rotations by 0, indents and needless groups."""
+
     def of_tag(match):
         tag = re.sub(r' transform="rotate\(-0 [^"]*\)"|; stroke-linejoin: miter', "", match[0])
         tag = re.sub(r"(\.\d\d)\d+", r"\1", tag)
         return re.sub(r"(?<=[MLCQ]) | ?\n(?=[MLCQz])|(?<=z)\n|(?<=\d) ?\n(?=\")", "", tag)
+
     with open(path, encoding="utf-8") as file:
         text = re.sub(r"\n\s+", "\n", re.sub(r"<[a-z][^>]*>", of_tag, file.read()))
     family = "font-family: 'DejaVu Sans', sans-serif"
@@ -113,28 +146,42 @@ def label_ends(axes, labels):
     space = 1.6 * SETTINGS["font.size"] / (POINTS * height * axes.get_position().height)
     taken = -1.0
     to_axes = axes.transData + axes.transAxes.inverted()
-    for (x, y), (text, color) in sorted(((tuple(to_axes.transform((x, y))), (text, color))
-                                         for x, y, text, color in labels), key=lambda label: label[0][1]):
+    for (x, y), (text, color) in sorted(
+        ((tuple(to_axes.transform((x, y))), (text, color)) for x, y, text, color in labels),
+        key=lambda label: label[0][1],
+    ):
         taken = max(y, taken + space * (text.count("\n") + 1))
-        axes.annotate(text, (x, y), xytext=(x + 0.02, taken), xycoords="axes fraction", textcoords="axes fraction",
-                      va="center", ha="left", color=color, annotation_clip=False)
+        axes.annotate(
+            text,
+            (x, y),
+            xytext=(x + 0.02, taken),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            ha="left",
+            color=color,
+            annotation_clip=False,
+        )
 
 
 def time_axis(axis):
     """Label an axis of seconds in readable units."""
     from matplotlib.ticker import FuncFormatter
+
     axis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds) if seconds else "0"))
 
 
 def size_axis(axis):
     """Label an axis of bytes in binary units, at powers of two where it is logarithmic."""
     from matplotlib.ticker import FuncFormatter
+
     axis.set_major_formatter(FuncFormatter(lambda nbytes, _: size(nbytes)))
 
 
 def rank_axis(axis, ranks):
     """Label a logarithmic axis of numbers of ranks, with ticks at `ranks`."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     axis.set_major_locator(FixedLocator(ranks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:.0f}"))

@@ -13,10 +13,10 @@ from ..schedule.kinds import GATHERED, NAMES, REDUCED
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .style import COLORS, HATCH, INK, POINTS, new_figure, styled, time_axis
 
-LANE, ROW = 0.26, 0.42                # heights of a lane and of a rank's row in inches, about
-WHOLE = 0.8                           # height of the bars in a lane, relative to the lane
-NARROW = 3.0                          # points; narrower bars are drawn without edges, which would cover them
-SAME_TIME = 0.1                       # overlap of two transfers, as a share of the later one, that is ignored
+LANE, ROW = 0.26, 0.42  # heights of a lane and of a rank's row in inches, about
+WHOLE = 0.8  # height of the bars in a lane, relative to the lane
+NARROW = 3.0  # points; narrower bars are drawn without edges, which would cover them
+SAME_TIME = 0.1  # overlap of two transfers, as a share of the later one, that is ignored
 
 LABEL = "time since the pass began; hatched: waiting for what arrives and what leaves"
 LANES_LABEL = f"{LABEL}; lanes of kinds: what arrives, #hop"
@@ -45,9 +45,11 @@ def of_rank(timeline, rank):
         if not 0 <= rank < len(times):
             raise ArgumentError(f"rank is {rank}; the timeline is of {len(times)} ranks")
         return float(times[rank])
+
     steps = tuple(StepTimes(*map(pick, step)) for step in timeline.steps)
-    moves = tuple(Moved(kind, hop, step, pick(begun), pick(arrived)) for kind, hop, step, begun, arrived
-                  in timeline.moves)
+    moves = tuple(
+        Moved(kind, hop, step, pick(begun), pick(arrived)) for kind, hop, step, begun, arrived in timeline.moves
+    )
     return Timeline(timeline.direction, steps, moves, timeline.seconds)
 
 
@@ -68,12 +70,14 @@ def lanes(timeline):
         if ended > computed:
             by_lane["blocks"].append(Bar("waiting", computed, ended))
     for kind in (*GATHERED, *REDUCED[timeline.direction]):
-        bars, until = [], []                             # until: when each level is free
-        for move in sorted((move for move in timeline.moves if move.kind == kind and not math.isnan(move.begun)),
-                           key=lambda move: move.begun):
+        bars, until = [], []  # until: when each level is free
+        for move in sorted(
+            (move for move in timeline.moves if move.kind == kind and not math.isnan(move.begun)),
+            key=lambda move: move.begun,
+        ):
             after = move.begun + SAME_TIME * (move.arrived - move.begun)
             level = next((i for i, end in enumerate(until) if end <= after), len(until))
-            until[level:level + 1] = [move.arrived]
+            until[level : level + 1] = [move.arrived]
             bars.append(Bar(kind, move.begun, move.arrived, f"#{move.hop}" if move.hop else "all", level))
         if bars:
             by_lane[kind] = bars
@@ -83,26 +87,45 @@ def lanes(timeline):
 def summary(timeline):
     """Seconds and waiting of one rank's timeline, as text."""
     seconds, waiting = timeline.steps[-1].ended, sum(step.ended - step.computed for step in timeline.steps)
-    return f"{duration(seconds)}, of which {duration(waiting) if waiting else 'none'} waiting" \
-        + (f" ({percent(waiting / seconds)})" if waiting else "")
+    return f"{duration(seconds)}, of which {duration(waiting) if waiting else 'none'} waiting" + (
+        f" ({percent(waiting / seconds)})" if waiting else ""
+    )
 
 
 def _draw_bars(axes, bars, bottom, height):
     """Draw bars between heights, with their texts where there is room."""
     from matplotlib.patches import Rectangle
+
     levels = 1 + max((bar.level for bar in bars), default=0)
-    points = 0.85 * POINTS * axes.figure.get_size_inches()[0] / axes.get_xlim()[1]        # per second, about
+    points = 0.85 * POINTS * axes.figure.get_size_inches()[0] / axes.get_xlim()[1]  # per second, about
     for bar in bars:
         waits, length = bar.what == "waiting", points * (bar.stop - bar.start)
         y, tall = bottom + height * (1 - (bar.level + 1) / levels), height / levels
         edge = INK if waits else "white"
-        if length <= NARROW:                             # an edge of its own color keeps a short transfer visible
+        if length <= NARROW:  # an edge of its own color keeps a short transfer visible
             edge = "none" if bar.what in ("blocks", "waiting") else COLORS[bar.what]
-        axes.add_patch(Rectangle((bar.start, y), bar.stop - bar.start, tall, facecolor=COLORS[bar.what],
-                                 edgecolor=edge, linewidth=0.4, hatch=HATCH if waits else None, label=bar.what))
+        axes.add_patch(
+            Rectangle(
+                (bar.start, y),
+                bar.stop - bar.start,
+                tall,
+                facecolor=COLORS[bar.what],
+                edgecolor=edge,
+                linewidth=0.4,
+                hatch=HATCH if waits else None,
+                label=bar.what,
+            )
+        )
         if bar.text and height == WHOLE and levels <= 2 and length > 5.5 * len(bar.text):
-            axes.text((bar.start + bar.stop) / 2, y + tall / 2, bar.text, ha="center", va="center", color=INK,
-                      fontsize=7 if levels == 1 else 6)
+            axes.text(
+                (bar.start + bar.stop) / 2,
+                y + tall / 2,
+                bar.text,
+                ha="center",
+                va="center",
+                color=INK,
+                fontsize=7 if levels == 1 else 6,
+            )
 
 
 def _frame(axes, ticks, until):
@@ -172,5 +195,6 @@ def timeline(entries, ranks=None, title=None):
 
 
 def _kinds(shown):
-    return [kind for kind in NAMES
-            if any(kind in lanes(of_rank(times, rank)) for _, times, some in shown for rank in some)]
+    return [
+        kind for kind in NAMES if any(kind in lanes(of_rank(times, rank)) for _, times, some in shown for rank in some)
+    ]

@@ -15,7 +15,7 @@ FEWEST = 2
 
 def counts(most):
     """The numbers of ranks to show: powers of two up to `most`, and `most`."""
-    return sorted({2 ** i for i in range(1, most.bit_length()) if 2 ** i <= most} | {most})
+    return sorted({2**i for i in range(1, most.bit_length()) if 2**i <= most} | {most})
 
 
 def best_tile(problem, ranks, direction="forward"):
@@ -44,11 +44,19 @@ def lines(problem, most, direction="forward"):
     return {name: points for name, points in by_method.items() if points}
 
 
-LOOK = {"Ring": {"color": INK, "marker": "o", "linestyle": "-"},
-        "best mesh": {"color": "#0072b2", "marker": "s", "linestyle": "-", "linewidth": 2.2},
-        "USP": {"color": "#d55e00", "marker": "^", "linestyle": "--"},
-        "Ulysses": {"color": GRAY, "marker": "D", "linestyle": ":", "markerfacecolor": "white", "markersize": 7,
-                    "zorder": 1}}
+LOOK = {
+    "Ring": {"color": INK, "marker": "o", "linestyle": "-"},
+    "best mesh": {"color": "#0072b2", "marker": "s", "linestyle": "-", "linewidth": 2.2},
+    "USP": {"color": "#d55e00", "marker": "^", "linestyle": "--"},
+    "Ulysses": {
+        "color": GRAY,
+        "marker": "D",
+        "linestyle": ":",
+        "markerfacecolor": "white",
+        "markersize": 7,
+        "zorder": 1,
+    },
+}
 
 
 def draw_traffic(axes, problem, most, direction="forward", tile=None):
@@ -75,18 +83,26 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
     for ranks in shown[:-1]:
         marked, sent = best_tile(problem, ranks, direction)
         if marked.a > 1:
-            axes.annotate(str(marked), (ranks, sent), xytext=(2, 4), textcoords="offset points", fontsize=6.5,
-                          color=color)
+            axes.annotate(
+                str(marked), (ranks, sent), xytext=(2, 4), textcoords="offset points", fontsize=6.5, color=color
+            )
 
     def less(sent):
         return f":\n{percent(1 - sent / ring)} less" if sent <= ring else ":\nmore than Ring"
+
     group = formulas.best_usp(problem, most, direction)[0]
-    names = {"best mesh": f"best mesh, {best}" if best.a > 1 else "best mesh: Ring",
-             "USP": f"USP, {group}x{most // group}"}
+    names = {
+        "best mesh": f"best mesh, {best}" if best.a > 1 else "best mesh: Ring",
+        "USP": f"USP, {group}x{most // group}",
+    }
     for name in [name for name in by_method if name != "Ulysses"]:
         ranks, sent = by_method[name][-1]
-        label = (name if name == "Ring" or ranks < most else                # its line ends at the last possible number
-                names[name] + ("" if names[name].endswith("Ring") else less(sent)))
+        label = (
+            name
+            if name == "Ring" or ranks < most
+            # its line ends at the last possible number
+            else names[name] + ("" if names[name].endswith("Ring") else less(sent))
+        )
         labels.append((ranks, sent, label, LOOK[name]["color"]))
     if tile not in (None, best, Tile(1, 1, most)):
         sent = mesh(problem, tile, direction)
@@ -94,8 +110,13 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
         labels.append((most, sent, f"tile {tile}{less(sent)}", color))
     label_ends(axes, labels)
     if "Ulysses" in by_method:
-        axes.text(0.02, 0.03, f"diamonds: Ulysses, on no more ranks than the {problem.kv_heads} KV heads", color=GRAY,
-                  transform=axes.transAxes)
+        axes.text(
+            0.02,
+            0.03,
+            f"diamonds: Ulysses, on no more ranks than the {problem.kv_heads} KV heads",
+            color=GRAY,
+            transform=axes.transAxes,
+        )
     axes.set_xlabel("ranks, the same sequence on all of them")
     passes = "forward and backward" if direction == "both" else direction
     axes.set_title(f"Bytes a rank sends, {passes}; exact, no mask")

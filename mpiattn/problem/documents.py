@@ -19,14 +19,20 @@ if TYPE_CHECKING:
     from .mask import IntArray
     from .problem import Problem
 
-PerDocument: TypeAlias = "ArrayLike | None"                        # an argument of a call, for all entries or per entry
-Pairs: TypeAlias = "tuple[tuple[IntArray, IntArray], ...]"         # (cuts of the queries, cuts of the keys) per group
+PerDocument: TypeAlias = "ArrayLike | None"  # an argument of a call, for all entries or per entry
+Pairs: TypeAlias = "tuple[tuple[IntArray, IntArray], ...]"  # (cuts of the queries, cuts of the keys) per group
 Part = TypeVar("Part")
 
 
-def documents(problem: Problem, cu_seqlens: PerDocument = None, cu_seqlens_k: PerDocument = None,
-              lengths: PerDocument = None, lengths_k: PerDocument = None, prefixes: PerDocument = None,
-              causal_documents: PerDocument = None) -> tuple[Group, ...] | None:
+def documents(
+    problem: Problem,
+    cu_seqlens: PerDocument = None,
+    cu_seqlens_k: PerDocument = None,
+    lengths: PerDocument = None,
+    lengths_k: PerDocument = None,
+    prefixes: PerDocument = None,
+    causal_documents: PerDocument = None,
+) -> tuple[Group, ...] | None:
     """The groups of documents of a call; None without arguments.  Raises ArgumentError.
 
     cu_seqlens: start of every document and the end of the last, as in FlashAttention: int (documents + 1,) for all
@@ -40,8 +46,10 @@ def documents(problem: Problem, cu_seqlens: PerDocument = None, cu_seqlens_k: Pe
     """
     if cu_seqlens is not None and lengths is not None:
         raise ArgumentError("lengths is given with cu_seqlens; let the last document end where padding begins")
-    for name, keys_alone in (("cu_seqlens", cu_seqlens is None and cu_seqlens_k is not None),
-                             ("lengths", lengths is None and lengths_k is not None)):
+    for name, keys_alone in (
+        ("cu_seqlens", cu_seqlens is None and cu_seqlens_k is not None),
+        ("lengths", lengths is None and lengths_k is not None),
+    ):
         if keys_alone:
             raise ArgumentError(f"{name}_k is given without {name}")
     pairs = _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k)
@@ -50,11 +58,15 @@ def documents(problem: Problem, cu_seqlens: PerDocument = None, cu_seqlens_k: Pe
     if causal_documents is None and not problem.causal:
         raise ArgumentError("prefixes are given, but nothing is causal; make the plan causal or give causal_documents")
     pairs = pairs or ((np.array([0, problem.seqlen]), np.array([0, problem.seqlen_k])),)
-    kinds = [_of_documents(name, given, pairs, problem.batch, cu_seqlens is not None)
-             for name, given in (("prefixes", prefixes), ("causal_documents", causal_documents))]
+    kinds = [
+        _of_documents(name, given, pairs, problem.batch, cu_seqlens is not None)
+        for name, given in (("prefixes", prefixes), ("causal_documents", causal_documents))
+    ]
     groups = max(map(len, (pairs, *kinds)))
-    return tuple(Group(q_cuts, k_cuts, prefix, causal) for (q_cuts, k_cuts), prefix, causal
-                 in zip(*(_spread(parts, groups) for parts in (pairs, *kinds))))
+    return tuple(
+        Group(q_cuts, k_cuts, prefix, causal)
+        for (q_cuts, k_cuts), prefix, causal in zip(*(_spread(parts, groups) for parts in (pairs, *kinds)))
+    )
 
 
 def _pairs(problem: Problem, cu_seqlens: Any, cu_seqlens_k: Any, lengths: Any, lengths_k: Any) -> Pairs | None:
@@ -67,8 +79,10 @@ def _pairs(problem: Problem, cu_seqlens: Any, cu_seqlens_k: Any, lengths: Any, l
         name, cuts, given, given_k = "lengths", _padding, lengths, lengths_k
     q_cuts = cuts(name, given, problem.batch, problem.seqlen)
     if given_k is None and problem.seqlen != problem.seqlen_k:
-        raise ArgumentError(f"{name}_k is not given; it must be where seqlen ({problem.seqlen}) and seqlen_k "
-                            f"({problem.seqlen_k}) differ")
+        raise ArgumentError(
+            f"{name}_k is not given; it must be where seqlen ({problem.seqlen}) and seqlen_k "
+            f"({problem.seqlen_k}) differ"
+        )
     k_cuts = q_cuts if given_k is None else cuts(f"{name}_k", given_k, problem.batch, problem.seqlen_k)
     groups = max(len(q_cuts), len(k_cuts))
     pairs = tuple(zip(_spread(q_cuts, groups), _spread(k_cuts, groups)))
@@ -89,11 +103,13 @@ def _of_documents(name: str, given: Any, pairs: Pairs, batch: int, packed: bool)
     if not (isinstance(given, Sequence) or getattr(given, "ndim", 0) > 0):
         raise ArgumentError(f"{name} is {_brief(given)}; it must be a sequence, of one value for each document")
     if not packed:
-        given = [[value] for value in given]                     # each batch entry is one document
+        given = [[value] for value in given]  # each batch entry is one document
     nested = not packed or (len(given) > 0 and np.ndim(given[0]) > 0)
     if nested and len(given) != batch:
-        raise ArgumentError(f"{name} has {len(given)} entries; it must have {batch}, one for each of the batch"
-                            + (", or be alike for all" if packed else ""))
+        raise ArgumentError(
+            f"{name} has {len(given)} entries; it must have {batch}, one for each of the batch"
+            + (", or be alike for all" if packed else "")
+        )
     rows = tuple(map(_array, given if nested else [given]))
     for row, (cuts, _) in zip(_spread(rows, len(pairs)), _spread(pairs, len(rows))):
         if row.shape != (len(cuts) - 1,):
@@ -108,8 +124,8 @@ def _of_documents(name: str, given: Any, pairs: Pairs, batch: int, packed: bool)
 def _array(values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values)
-    except (ValueError, TypeError, RuntimeError):      # rows of different lengths, or a tensor
-        return np.empty(0)                             # that NumPy cannot read
+    except (ValueError, TypeError, RuntimeError):  # rows of different lengths, or a tensor
+        return np.empty(0)  # that NumPy cannot read
 
 
 def _integers(name: str, values: Any) -> NDArray[np.int64]:
@@ -135,8 +151,9 @@ def _cuts(name: str, given: Any, batch: int, tokens: int) -> tuple[IntArray, ...
     cuts = tuple(_integers(name, entry) for entry in (given if nested else [given]))
     for cut in cuts:
         if cut.ndim != 1 or len(cut) < 2 or cut[0] < 0 or cut[-1] > tokens or (cut[1:] < cut[:-1]).any():
-            raise ArgumentError(f"{name} is {_brief(cut)}; it must be two or more positions from 0 to {tokens} that "
-                                "never decrease")
+            raise ArgumentError(
+                f"{name} is {_brief(cut)}; it must be two or more positions from 0 to {tokens} that never decrease"
+            )
     return cuts
 
 

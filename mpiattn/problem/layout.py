@@ -36,8 +36,10 @@ def even_part(total: int, parts: int, i: int) -> range:
 
 def within(tokens: range, start: int, stop: int) -> tuple[int, int]:
     """Indices i0, i1 such that tokens[i0:i1] are the members of the range `tokens` in [start, stop)."""
+
     def first_from(position: int) -> int:
         return min(max(-(-(position - tokens.start) // tokens.step), 0), len(tokens))
+
     return first_from(start), max(first_from(start), first_from(stop))
 
 
@@ -166,8 +168,9 @@ class Layout:
         if positions.dtype.kind not in "iu" and positions.size:
             raise ArgumentError(f"positions have dtype {positions.dtype}; they must be whole numbers")
         if positions.size and not (positions.min() >= 0 and positions.max() < self.seqlen):
-            raise ArgumentError(f"positions are from {positions.min()} to {positions.max()}; they must be from 0 to "
-                                f"{self.seqlen - 1}")
+            raise ArgumentError(
+                f"positions are from {positions.min()} to {positions.max()}; they must be from 0 to {self.seqlen - 1}"
+            )
         positions = positions.astype(np.int64)
         if self.kind == "striped":
             chunk = positions % self.chunks

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-PIECE = 2 ** 20          # queries counted at a time
+PIECE = 2**20  # queries counted at a time
 
 IntArray: TypeAlias = "NDArray[np.integer]"
 Window: TypeAlias = tuple[int | None, int | None]
@@ -112,9 +112,15 @@ class Mask:
         rows = [self._interval(positions, *group) for group in documents or self._whole]
         return np.stack([lo for lo, _ in rows]), np.stack([hi for _, hi in rows])
 
-    def _interval(self, positions: IntArray, q_cuts: IntArray, k_cuts: IntArray, prefixes: IntArray | None = None,
-                  causal: NDArray[np.bool_] | None = None) -> tuple[IntArray, IntArray]:
-        document = np.searchsorted(q_cuts, positions, side="right")      # 0: before the first, len: padding
+    def _interval(
+        self,
+        positions: IntArray,
+        q_cuts: IntArray,
+        k_cuts: IntArray,
+        prefixes: IntArray | None = None,
+        causal: NDArray[np.bool_] | None = None,
+    ) -> tuple[IntArray, IntArray]:
+        document = np.searchsorted(q_cuts, positions, side="right")  # 0: before the first, len: padding
         inside = (document > 0) & (document < len(q_cuts))
         document = np.where(inside, document, 1)
         lo, hi = k_cuts[document - 1], k_cuts[document]
@@ -133,7 +139,7 @@ class Mask:
         """End of the keys that `causal` lets queries see; `first` is the first key of their document."""
         end = diagonal + 1
         if self.causal_block:
-            end = first - (first - end) // self.causal_block * self.causal_block        # round up to a block
+            end = first - (first - end) // self.causal_block * self.causal_block  # round up to a block
         return np.maximum(end, first + prefix)
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:

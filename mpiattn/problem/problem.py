@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from .mask import Mask, Window
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-TO_FILL_IN: Any = None         # the default of fields that depend on other fields
+TO_FILL_IN: Any = None  # the default of fields that depend on other fields
 
 
 def _count(name: str, value: Any, least: int) -> int:
@@ -26,7 +26,7 @@ def _finite(name: str, value: Any) -> float:
     try:
         if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value):
             return float(value)
-    except OverflowError:                      # an int too large for a float
+    except OverflowError:  # an int too large for a float
         pass
     raise ArgumentError(f"{name} is {value!r}; it must be a finite number")
 
@@ -34,8 +34,9 @@ def _finite(name: str, value: Any) -> float:
 def _computable(name: str, value: float, dtype: str, least: float, most: float) -> None:
     """Raise ArgumentError unless a number is 0 or its magnitude is from `least` to `most`."""
     if value and not least <= abs(value) <= most:
-        raise ArgumentError(f"{name} is {value!r}; scores are {dtype} here, in which it must be 0 "
-                            f"or from {least:.3g} to {most:.3g}")
+        raise ArgumentError(
+            f"{name} is {value!r}; scores are {dtype} here, in which it must be 0 or from {least:.3g} to {most:.3g}"
+        )
 
 
 def _side(side: Any) -> int | None:
@@ -48,8 +49,9 @@ def _window(window: Any) -> Window:
         left, right = (None, None) if window is None else window
         left, right = (_side(side) for side in (left, right))
     except (TypeError, ValueError):
-        raise ArgumentError(f"window is {window!r}; it must be (left, right), whole numbers from 0, or None or -1 for "
-                            "no limit") from None
+        raise ArgumentError(
+            f"window is {window!r}; it must be (left, right), whole numbers from 0, or None or -1 for no limit"
+        ) from None
     return left, right
 
 
@@ -66,8 +68,9 @@ def dtype_name(dtype: Any, argument: str = "dtype", choices: Collection[str] = t
         try:
             import ml_dtypes  # noqa: F401  (NumPy learns the dtype)
         except ImportError:
-            raise ArgumentError(f"{argument} is 'bfloat16'; it needs the package ml_dtypes, which is not "
-                                "installed") from None
+            raise ArgumentError(
+                f"{argument} is 'bfloat16'; it needs the package ml_dtypes, which is not installed"
+            ) from None
     return name
 
 
@@ -108,12 +111,20 @@ class Problem:
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
+
         defaults = {"kv_heads": self.heads, "value_dim": self.head_dim, "seqlen_k": self.seqlen}
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 put(name, default)
-        for name, least in (("batch", 1), ("seqlen", 0), ("seqlen_k", 0), ("heads", 1), ("kv_heads", 1),
-                            ("head_dim", 1), ("value_dim", 1)):
+        for name, least in (
+            ("batch", 1),
+            ("seqlen", 0),
+            ("seqlen_k", 0),
+            ("heads", 1),
+            ("kv_heads", 1),
+            ("head_dim", 1),
+            ("value_dim", 1),
+        ):
             put(name, _count(name, getattr(self, name), least))
         if self.heads % self.kv_heads:
             raise ArgumentError(f"kv_heads is {self.kv_heads}; it must divide heads, which is {self.heads}")
@@ -123,7 +134,7 @@ class Problem:
         put("scale", _finite("scale", self.scale))
         if not isinstance(self.causal, bool | np.bool_ | Integral) or self.causal not in (0, 1):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
-        everything = self.seqlen + self.seqlen_k             # a longer side of a window has no effect
+        everything = self.seqlen + self.seqlen_k  # a longer side of a window has no effect
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
         prefix = _count("prefix", self.prefix, 0)
         put("prefix", min(prefix, self.seqlen_k))
@@ -142,8 +153,10 @@ class Problem:
             _computable("softcap", self.softcap, self.partial_dtype, tiny, 1 / tiny)
             _computable("scale / softcap", self.scale / self.softcap, self.partial_dtype, tiny, most)
         narrower = [name for name, size in ITEMSIZE.items() if size <= self.partial_itemsize]
-        put("wire_dtype", self.partial_dtype if self.wire_dtype is None else
-            dtype_name(self.wire_dtype, "wire_dtype", narrower))
+        put(
+            "wire_dtype",
+            self.partial_dtype if self.wire_dtype is None else dtype_name(self.wire_dtype, "wire_dtype", narrower),
+        )
 
     def __str__(self) -> str:
         """The problem in one line."""

@@ -29,9 +29,11 @@ def shared(name: str, tensor: Any) -> np.ndarray:
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(dtype_name("bfloat16"))
         return tensor.numpy()
-    except (TypeError, RuntimeError) as error:         # sparse, unknown to NumPy, or wrapped by a transform
-        raise ArgumentError(f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; it must be a dense one "
-                            f"that NumPy can share ({error})") from error
+    except (TypeError, RuntimeError) as error:  # sparse, unknown to NumPy, or wrapped by a transform
+        raise ArgumentError(
+            f"{name} is a tensor of {tensor.dtype} and {tensor.layout}; it must be a dense one "
+            f"that NumPy can share ({error})"
+        ) from error
 
 
 def as_array(name: str, argument: Any) -> Any:
@@ -42,8 +44,9 @@ def as_array(name: str, argument: Any) -> Any:
     if not is_tensor(argument) or argument.device.type != "cpu":
         return argument
     if argument.requires_grad and sys.modules["torch"].is_grad_enabled():
-        raise ArgumentError(f"{name} requires a gradient, which would be lost here; use mpiattn.torch.attention, or "
-                            "pass it detached")
+        raise ArgumentError(
+            f"{name} requires a gradient, which would be lost here; use mpiattn.torch.attention, or pass it detached"
+        )
     return shared(name, argument)
 
 
@@ -57,5 +60,6 @@ def as_tensor(array: np.ndarray) -> Any:
 
 def as_given(given: object, *results: Any) -> tuple[Any, ...]:
     """The results as a tuple; NumPy arrays become tensors if `given`, an argument of the call, is a tensor."""
-    return tuple(as_tensor(result) if is_tensor(given) and isinstance(result, np.ndarray) else result
-                 for result in results)
+    return tuple(
+        as_tensor(result) if is_tensor(given) and isinstance(result, np.ndarray) else result for result in results
+    )

@@ -78,20 +78,31 @@ def bind(schedule: Schedule, rank: int, activity: Activity) -> tuple[BoundStep, 
         leg = leg_of(kind, hop, tile.extent(kind), route, collective)
         sends = activity.sends(kind, rank, hop, route, collective)
         receives = activity.receives(kind, rank, hop, route, collective)
-        return BoundHop(hop, slot, message(kind, -leg.ahead, leg.leaves) if sends else None,
-                        message(kind, leg.ahead, leg.lands) if receives else None)
+        return BoundHop(
+            hop,
+            slot,
+            message(kind, -leg.ahead, leg.leaves) if sends else None,
+            message(kind, leg.ahead, leg.lands) if receives else None,
+        )
 
     def bound_transfer(t: Transfer) -> BoundTransfer:
         hops = tuple(bound_hop(t.kind, hop, slot, t.collective) for hop, slot in zip(t.hops, t.slots))
         return BoundTransfer(t.kind, hops, t.collective, t.after)
 
     queries, keys = tile.row(rank), tile.column(rank)
-    return tuple(BoundStep(tuple(map(bound_transfer, step.transfers)),
-                           tuple(BoundBlock(queries[u], keys[w]) for u, w in step.blocks), step.fused)
-                 for step in schedule.steps)
+    return tuple(
+        BoundStep(
+            tuple(map(bound_transfer, step.transfers)),
+            tuple(BoundBlock(queries[u], keys[w]) for u, w in step.blocks),
+            step.fused,
+        )
+        for step in schedule.steps
+    )
 
 
 def bound_accumulators(schedule: Schedule, rank: int) -> dict[str, dict[int, int]]:
     """{reduced kind: {number of a chunk: slot of its accumulator}}; the rank's own chunk has none."""
-    return {kind: {schedule.tile.in_group(kind, rank, hop): slot for hop, slot in enumerate(slots, 1)}
-            for kind, slots in schedule.accumulators.items()}
+    return {
+        kind: {schedule.tile.in_group(kind, rank, hop): slot for hop, slot in enumerate(slots, 1)}
+        for kind, slots in schedule.accumulators.items()
+    }

@@ -22,7 +22,7 @@ class _Blocks:
     def __init__(self, tile, costs, direction):
         self.tile = tile
         self.cost = dict(zip(KINDS[direction], costs))
-        self.here = dict.fromkeys(GATHERED, 0)              # hops that have arrived
+        self.here = dict.fromkeys(GATHERED, 0)  # hops that have arrived
         self.unsent = {kind: list(range(1, tile.extent(kind))) for kind in REDUCED[direction]}
         self.backward = direction == "backward"
         self.done, self.heap = set(), []
@@ -75,7 +75,7 @@ class _Blocks:
             for target in self.targets():
                 if block := self._along(*target):
                     return block
-        while self.heap:                                   # row by row
+        while self.heap:  # row by row
             *_, u, w = heappop(self.heap)
             if (u, w) not in self.done:
                 return u, w
@@ -110,10 +110,11 @@ def greedy(tile, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=
                 blocks.unsent[kind].remove(hop)
         hidden_by = blocks.take(blocks_to_hide(sum(blocks.cost[kind] for kind, _ in moved)))
         steps.append(Step(tuple(Transfer(kind, (hop,), ()) for kind, hop in moved), hidden_by))
+
     while blocks.unlocks("Q") or blocks.unlocks("KV"):
         kind = "Q" if blocks.unlocks("Q") / costs.q > blocks.unlocks("KV") / costs.kv else "KV"
         complete = [target for target in blocks.targets() if blocks.backward and not blocks.lacks(*target)]
-        move((kind, blocks.here[kind] + 1), *complete)       # sending complete partials now frees their slots
+        move((kind, blocks.here[kind] + 1), *complete)  # sending complete partials now frees their slots
         blocks.arrive(kind)
     while targets := blocks.targets():
         if blocks.lacks(*targets[0]):

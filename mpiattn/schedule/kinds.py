@@ -63,23 +63,27 @@ K = Array("K", "kv_heads", "head_dim")
 V = Array("V", "kv_heads", "value_dim")
 OUT = Array("O", "heads", "value_dim")
 DOUT = OUT._replace(name="dO")
-LSE = Array("lse", "heads", None, "partial_dtype", "partial_dtype")        # never rounded to wire_dtype
+LSE = Array("lse", "heads", None, "partial_dtype", "partial_dtype")  # never rounded to wire_dtype
 DELTA = LSE._replace(name="delta")
 
 # By direction and name.  Costs and bytes are given in this order.
 KINDS = {
-    "forward": {"Q": Kind(column=False, reduced=False, arrays=(Q,)),
-                "KV": Kind(column=True, reduced=False, arrays=(K, V)),
-                "O": Kind(column=False, reduced=True, arrays=(OUT.partial("O"), LSE))},
-    "backward": {"Q": Kind(column=False, reduced=False, arrays=(Q, DOUT, LSE, DELTA)),
-                 "KV": Kind(column=True, reduced=False, arrays=(K, V)),
-                 "dQ": Kind(column=False, reduced=True, arrays=(Q.partial("dQ"),)),
-                 "dKV": Kind(column=True, reduced=True, arrays=(K.partial("dK"), V.partial("dV")))},
+    "forward": {
+        "Q": Kind(column=False, reduced=False, arrays=(Q,)),
+        "KV": Kind(column=True, reduced=False, arrays=(K, V)),
+        "O": Kind(column=False, reduced=True, arrays=(OUT.partial("O"), LSE)),
+    },
+    "backward": {
+        "Q": Kind(column=False, reduced=False, arrays=(Q, DOUT, LSE, DELTA)),
+        "KV": Kind(column=True, reduced=False, arrays=(K, V)),
+        "dQ": Kind(column=False, reduced=True, arrays=(Q.partial("dQ"),)),
+        "dKV": Kind(column=True, reduced=True, arrays=(K.partial("dK"), V.partial("dV"))),
+    },
 }
 
 _ALL = [(name, kind) for kinds in KINDS.values() for name, kind in kinds.items()]
 NAMES = tuple(dict.fromkeys(name for name, _ in _ALL))
-GATHERED = tuple(name for name, kind in KINDS["forward"].items() if not kind.reduced)      # the same in both directions
+GATHERED = tuple(name for name, kind in KINDS["forward"].items() if not kind.reduced)  # the same in both directions
 REDUCED = {direction: tuple(name for name, kind in kinds.items() if kind.reduced) for direction, kinds in KINDS.items()}
 IN_COLUMNS = tuple(name for name in NAMES if dict(_ALL)[name].column)
 
@@ -118,5 +122,6 @@ def shapes(problem: Problem, direction: str) -> dict[str, list[Held]]:
 
 def matrices(direction: str, column: bool) -> tuple[str, ...]:
     """Names of the arrays with a head dimension that move in a row, or in a column with `column`."""
-    return tuple(array.name for kind in KINDS[direction].values() if kind.column == column
-                 for array in kind.arrays if array.dim)
+    return tuple(
+        array.name for kind in KINDS[direction].values() if kind.column == column for array in kind.arrays if array.dim
+    )

@@ -36,9 +36,9 @@ class Activity:
         self.tile, self.documents = tile, documents
         self.seen = cache(self._seen)
         self.block = cache(self._block)
-        self.kept = {}                     # row intervals of blocks on the device, filled by `mpiattn.engine.executor`
+        self.kept = {}  # row intervals of blocks on the device, filled by `mpiattn.engine.executor`
         self.needs = cache(self._needs)
-        self.sends, self.receives = cache(self._sends), cache(self._receives)       # every call asks again
+        self.sends, self.receives = cache(self._sends), cache(self._receives)  # every call asks again
 
     def interval(self, chunk):
         """Keys [lo, hi) that each query of a chunk sees: two int64 arrays (groups, tokens)."""
@@ -53,7 +53,7 @@ class Activity:
         """Whether any query of chunk i sees any key of chunk j."""
         for tokens in self.k_layout.ranges(j):
             for lo, hi in self.seen(i):
-                first = max(-(-(lo - tokens.start) // tokens.step), 0)     # index of the first token from lo on
+                first = max(-(-(lo - tokens.start) // tokens.step), 0)  # index of the first token from lo on
                 if first < len(tokens) and tokens[first] < hi:
                     return True
         return False

@@ -47,7 +47,7 @@ def butterfly(members, rank):
     members = list(members)
     power = 1 << (len(members).bit_length() - 1)
     extra = len(members) - power
-    paired, rest = members[:2 * extra], members[2 * extra:]
+    paired, rest = members[: 2 * extra], members[2 * extra :]
     at = members.index(rank)
     if at < 2 * extra and at % 2:
         return [_to(members[at - 1]), _from(members[at - 1], final=True)]
@@ -156,8 +156,9 @@ def predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root=None)
     latency = _seconds(plans, 0, nodes, inside, between)
     slowest = between if len(set(nodes)) > 1 else inside
     ring = 2 * (ranks - 1) / ranks / slowest.bandwidth * max(nodes.count(node) for node in nodes)
-    return sum(min(_seconds(plans, size, nodes, inside, between), latency + ring * size)
-               for size in (lse_bytes, nbytes))
+    return sum(
+        min(_seconds(plans, size, nodes, inside, between), latency + ring * size) for size in (lse_bytes, nbytes)
+    )
 
 
 def ways(nodes):
@@ -175,7 +176,7 @@ def _factor(points, nbytes):
     at = bisect([size for size, _ in points], nbytes)
     if at in (0, len(points)):
         return points[min(at, len(points) - 1)][1]
-    (low, before), (high, after) = points[at - 1:at + 1]
+    (low, before), (high, after) = points[at - 1 : at + 1]
     return before + (after - before) * log(nbytes / low) / log(high / low)
 
 
@@ -184,7 +185,9 @@ def choose(nbytes, lse_bytes, nodes, inside, between, root=None, factors=None):
 
     factors: {way: [(bytes of a partial, measured seconds / predicted seconds), ...]}, which correct the predictions.
     """
+
     def seconds(way):
         predicted = predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root)
         return predicted * _factor((factors or {}).get(way), nbytes)
-    return min(sorted(ways(nodes), key=lambda way: way != "butterfly"), key=seconds)       # equals: butterfly
+
+    return min(sorted(ways(nodes), key=lambda way: way != "butterfly"), key=seconds)  # equals: butterfly

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .route import Leg
     from .tile import Tile
 
-Buffer: TypeAlias = "tuple[str, int]"          # arena, hop
+Buffer: TypeAlias = "tuple[str, int]"  # arena, hop
 
 
 class Block(NamedTuple):
@@ -67,8 +67,9 @@ class Transfer:
 
     def __str__(self) -> str:
         verb = "recv" if self.kind in GATHERED else "send"
-        moved = ", ".join(f"{self.kind}#{hop} -> {arena_of(self.kind)}[{slot}]"
-                          for hop, slot in zip(self.hops, self.slots))
+        moved = ", ".join(
+            f"{self.kind}#{hop} -> {arena_of(self.kind)}[{slot}]" for hop, slot in zip(self.hops, self.slots)
+        )
         return f"{'all ' if self.collective else ''}{verb} {moved} from {self.after}"
 
 
@@ -112,9 +113,11 @@ class Schedule:
 
     def __str__(self) -> str:
         slots = ", ".join(f"{count} {kind}" for kind, count in self.slots.items())
-        head = (f"{self.name} {self.tile}, {self.direction}, {self.route} route, up to {self.ahead} "
-                f"steps ahead: {len(self.steps)} steps; slots: {slots}\n"
-                f"step  {'transfer, from which step on':<28}  blocks (Q#u,KV#w) that hide it")
+        head = (
+            f"{self.name} {self.tile}, {self.direction}, {self.route} route, up to {self.ahead} "
+            f"steps ahead: {len(self.steps)} steps; slots: {slots}\n"
+            f"step  {'transfer, from which step on':<28}  blocks (Q#u,KV#w) that hide it"
+        )
         return "\n".join([head] + [f"{i:4}  {step}" for i, step in enumerate(self.steps)])
 
 
@@ -131,8 +134,8 @@ class _Lifetimes:
 
     def slots(self, arena: str) -> tuple[dict[Buffer, int], int]:
         """The lowest slot that is free for the whole life of each buffer of an arena, and the number of slots."""
-        free: list[int] = []                      # a heap of slots
-        busy: list[tuple[int, int]] = []          # a heap of (last use, slot)
+        free: list[int] = []  # a heap of slots
+        busy: list[tuple[int, int]] = []  # a heap of (last use, slot)
         slot, count = {}, 0
         for name in sorted((n for n in self.first if n[0] == arena), key=self.first.__getitem__):
             while busy and busy[0][0] < self.first[name]:
@@ -145,10 +148,11 @@ class _Lifetimes:
         return slot, count
 
 
-def _first_steps(direction: str, legs_of: Callable[[Transfer], list[Leg]], steps: Sequence[Step],
-                 ahead: int) -> list[list[int]]:
+def _first_steps(
+    direction: str, legs_of: Callable[[Transfer], list[Leg]], steps: Sequence[Step], ahead: int
+) -> list[list[int]]:
     """The first step in which each transfer may be posted, by step; transfers are posted in order."""
-    there: dict[Buffer, int] = {}             # the first step in which a chunk or accumulator is complete
+    there: dict[Buffer, int] = {}  # the first step in which a chunk or accumulator is complete
     first = 0
     by_step: list[list[int]] = []
     for i, step in enumerate(steps):
@@ -177,13 +181,14 @@ def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequenc
 
     def legs_of(t: Transfer) -> list[Leg]:
         return [leg_of(t.kind, hop, tile.extent(t.kind), route, t.collective) for hop in t.hops]
+
     first_steps, lives = _first_steps(direction, legs_of, steps, ahead), _Lifetimes()
     for i, step in enumerate(steps):
         for t, first in zip(step.transfers, first_steps[i]):
             for hop, leg in zip(t.hops, legs_of(t)):
                 lives.use((arena_of(t.kind), hop), first)
                 lives.use((arena_of(t.kind), hop), i)
-                for used in filter(None, (leg.leaves, leg.lands)):       # #0 takes no slot
+                for used in filter(None, (leg.leaves, leg.lands)):  # #0 takes no slot
                     lives.use((t.kind, used), i)
         for block in step.blocks:
             for kind in (*GATHERED, *reduced):
@@ -196,11 +201,12 @@ def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequenc
         slot |= slots
     placed = []
     for step, first_of in zip(steps, first_steps):
-        transfers = tuple(replace(t, slots=tuple(slot[arena_of(t.kind), hop] for hop in t.hops), after=after)
-                          for t, after in zip(step.transfers, first_of))
+        transfers = tuple(
+            replace(t, slots=tuple(slot[arena_of(t.kind), hop] for hop in t.hops), after=after)
+            for t, after in zip(step.transfers, first_of)
+        )
         placed.append(Step(transfers, step.blocks, step.fused))
-    accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, tile.extent(kind)))
-                    for kind in reduced}
+    accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, tile.extent(kind))) for kind in reduced}
     return Schedule(name, direction, tile, route, tuple(placed), accumulators, count, ahead)
 
 

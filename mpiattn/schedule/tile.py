@@ -30,9 +30,9 @@ class Tile:
 
     def __str__(self) -> str:
         """AxB, or HxAxB with several groups of heads."""
-        return "x".join(map(str, (self.h, self.a, self.b)[self.h == 1:]))
+        return "x".join(map(str, (self.h, self.a, self.b)[self.h == 1 :]))
 
-    __repr__ = __str__                      # for messages about arguments
+    __repr__ = __str__  # for messages about arguments
 
     @property
     def ranks(self) -> int:
@@ -89,7 +89,7 @@ def parse_tile(tile: Any, ranks: int) -> Tile | None:
     else:
         try:
             sides = tuple(index(side) for side in tile)
-        except (TypeError, ValueError):                # not numbers, or an array of more dimensions
+        except (TypeError, ValueError):  # not numbers, or an array of more dimensions
             raise ArgumentError(f"tile is {tile!r}; {may_be}") from None
     if len(sides) != 2 or Tile(1, *sides) not in tiles(ranks):
         raise ArgumentError(f"tile is {'x'.join(map(str, sides))}; {may_be}")

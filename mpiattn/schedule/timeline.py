@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple, TypeAlias
 
-Seconds: TypeAlias = Any                # a float if measured, a float64 array (ranks,) if predicted
+Seconds: TypeAlias = Any  # a float if measured, a float64 array (ranks,) if predicted
 
 
 class StepTimes(NamedTuple):

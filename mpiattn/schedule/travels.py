@@ -23,8 +23,9 @@ class Sent(tuple):
 
 def token_bytes(problem, direction="forward"):
     """Bytes of one token on the wire, by kind."""
-    return {name: size_of(array.travelling(problem) for array in kind.arrays)
-            for name, kind in KINDS[direction].items()}
+    return {
+        name: size_of(array.travelling(problem) for array in kind.arrays) for name, kind in KINDS[direction].items()
+    }
 
 
 def size_of(arrays):
@@ -37,8 +38,9 @@ def held_bytes(problem, *arrays):
     return size_of(array.held(problem) for array in arrays)
 
 
-def sent(problem, q_lengths, k_lengths, tile, rank, route="direct", direction="forward", activity=None,
-         collective=False):
+def sent(
+    problem, q_lengths, k_lengths, tile, rank, route="direct", direction="forward", activity=None, collective=False
+):
     """Bytes that `rank` sends in a pass.
 
     q_lengths, k_lengths: tokens of every rank's chunk.
@@ -46,19 +48,25 @@ def sent(problem, q_lengths, k_lengths, tile, rank, route="direct", direction="f
     activity: the `Activity` of the call, which leaves out transfers that the mask makes needless; None to count all.
     collective: True if MPI's collectives gather the chunks, each to all of the group or to none.
     """
+
     def tokens(kind):
         lengths, extent = k_lengths if kind in IN_COLUMNS else q_lengths, tile.extent(kind)
-        return sum(lengths[tile.in_group(kind, rank, leg_of(kind, hop, extent, route, collective).leaves)]
-                   for hop in range(1, extent)
-                   if activity is None or activity.sends(kind, rank, hop, route, collective))
+        return sum(
+            lengths[tile.in_group(kind, rank, leg_of(kind, hop, extent, route, collective).leaves)]
+            for hop in range(1, extent)
+            if activity is None or activity.sends(kind, rank, hop, route, collective)
+        )
+
     return Sent(tokens(kind) * nbytes for kind, nbytes in token_bytes(problem, direction).items())
 
 
 def mean_sent(problem, tile, direction="forward"):
     """Mean bytes sent per rank if no mask saves transfers; exact for even chunks."""
     q_tokens, k_tokens = problem.seqlen / tile.ranks, problem.seqlen_k / tile.ranks
-    return sum((tile.extent(kind) - 1) * (k_tokens if kind in IN_COLUMNS else q_tokens) * nbytes
-               for kind, nbytes in token_bytes(problem, direction).items())
+    return sum(
+        (tile.extent(kind) - 1) * (k_tokens if kind in IN_COLUMNS else q_tokens) * nbytes
+        for kind, nbytes in token_bytes(problem, direction).items()
+    )
 
 
 # Number of arrays (of chunk size) that one hop moves in a row and in a column.
@@ -74,7 +82,7 @@ def volume(tile, kv_share=1.0, direction="forward"):
 
 def usp_volume(ranks, group, kv_share=1.0, direction="forward"):
     """`volume` of USP: head all-to-all in groups of `group` ranks and Ring between them; group = ranks is Ulysses."""
-    exchanged = (2 + 2 * kv_share) * (2 if direction == "both" else 1)      # q, k, v, out; dout, dq, dk, dv
+    exchanged = (2 + 2 * kv_share) * (2 if direction == "both" else 1)  # q, k, v, out; dout, dq, dk, dv
     return (exchanged * (1 - 1 / group) + ELEMENTS[direction][1] * kv_share * (ranks // group - 1)) / ranks
 
 

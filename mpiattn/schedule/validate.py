@@ -14,15 +14,15 @@ class _Play:
     def __init__(self, schedule):
         self.s = schedule
         self.reduced = REDUCED[schedule.direction]
-        self.have = dict.fromkeys((kind, 0) for kind in GATHERED)      # chunk -> slot, once it has arrived
-        self.coming = set()                                # chunks whose transfer was posted
-        self.arena = {}                                    # (arena, slot) -> what was last written there
-        self.done = set()                                  # blocks run
+        self.have = dict.fromkeys((kind, 0) for kind in GATHERED)  # chunk -> slot, once it has arrived
+        self.coming = set()  # chunks whose transfer was posted
+        self.arena = {}  # (arena, slot) -> what was last written there
+        self.done = set()  # blocks run
         # By reduced kind.  held: contributions in #0, #1, ..., as hops to the owner.  sent: hops.  alive: slot -> hop.
         self.held = {kind: [set() for _ in range(schedule.tile.extent(kind))] for kind in self.reduced}
         self.sent = {kind: set() for kind in self.reduced}
         self.alive = {}
-        self.posts = {}                                    # step -> transfers that may be posted from it on
+        self.posts = {}  # step -> transfers that may be posted from it on
         for step in schedule.steps:
             for t in step.transfers:
                 self.posts.setdefault(t.after, []).append(t)

@@ -30,7 +30,7 @@ class NewFile:
     def publish(self):
         """Flush the file to disk and give it its name."""
         with open(self.partial, "rb") as file:
-            os.fchmod(file.fileno(), self._mode())       # until now only the owner had access
+            os.fchmod(file.fileno(), self._mode())  # until now only the owner had access
             os.fsync(file.fileno())
         partial_files.publish(self.partial, self.target)
         self.partial = None
@@ -52,13 +52,16 @@ class NewFile:
 
 def check_target(name, path, inputs=()):
     """The real path of an output file; FileError unless it is, or can become, a regular file that is not an input."""
+
     def no(why):
         return FileError(f"{name} is {str(path)!r}; {why}")
+
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     for other in inputs:
-        if target == os.path.realpath(other) or (os.path.exists(target) and os.path.exists(other)
-                                                 and os.path.samefile(target, other)):
+        if target == os.path.realpath(other) or (
+            os.path.exists(target) and os.path.exists(other) and os.path.samefile(target, other)
+        ):
             raise no(f"it must be another file than {str(other)!r}")
     if os.path.isdir(target):
         raise no("it is a folder, it must be a file")

@@ -16,12 +16,14 @@ QUERY = "MPIX_Query_cuda_support"
 def gpu_aware():
     """(True or False, why) for the MPI of this process, which must be initialised."""
     from mpi4py import MPI
+
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return False, "MPI is not running in this process"
     answers = [(path, ask(path, QUERY)) for path in loaded(LIBRARY)]
     answers = [(path, answer) for path, answer in answers if answer is not None]
-    return verdict(MPI.Get_library_version(), os.environ, answers[0] if answers else None,
-                   bool(loaded(r"^libmpi_gtl_cuda")))
+    return verdict(
+        MPI.Get_library_version(), os.environ, answers[0] if answers else None, bool(loaded(r"^libmpi_gtl_cuda"))
+    )
 
 
 def verdict(version, environ, answer, transport_loaded):
@@ -30,6 +32,7 @@ def verdict(version, environ, answer, transport_loaded):
     version: the library's version text.  answer: (path, result) of MPIX_Query_cuda_support, or None without it.
     transport_loaded: whether Cray's GPU transport library is in this process.
     """
+
     def is_set(name):
         return environ.get(name, "").strip().lower() in ("1", "yes", "true", "on", "enable")
 

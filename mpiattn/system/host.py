@@ -9,7 +9,7 @@ from importlib import metadata
 
 # Variables from which BLAS libraries read their number of threads when they are loaded.
 BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}      # what OpenBLAS's kernels for SKYLAKEX need
+AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}  # what OpenBLAS's kernels for SKYLAKEX need
 
 
 def cores():
@@ -61,7 +61,7 @@ def loaded(pattern):
 def ask(path, function):
     """The int that a function without arguments of a loaded library returns; None if it has no such function."""
     try:
-        library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)     # never loads a second copy
+        library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # never loads a second copy
         return int(getattr(library, function)())
     except (OSError, AttributeError):
         return None
@@ -82,13 +82,16 @@ def blas_advice():
     core, asked = _blas().get("architecture"), "OPENBLAS_CORETYPE" in os.environ
     if asked or core not in ("Haswell", "Zen") or not AVX512.issubset(_cpuinfo("flags").split()):
         return None
-    return (f"OpenBLAS takes this processor for {core}, but it has AVX-512: set OPENBLAS_CORETYPE=SKYLAKEX before "
-            "NumPy is loaded")
+    return (
+        f"OpenBLAS takes this processor for {core}, but it has AVX-512: set OPENBLAS_CORETYPE=SKYLAKEX before "
+        "NumPy is loaded"
+    )
 
 
 def _blas():
     """What threadpoolctl says of NumPy's BLAS; {} of one that it does not know."""
     import numpy  # noqa: F401  (which loads it)
     from threadpoolctl import threadpool_info
+
     infos = [info for info in threadpool_info() if info["user_api"] == "blas"]
-    return min(infos, key=lambda info: "numpy.libs" not in info["filepath"], default={})    # SciPy may have its own
+    return min(infos, key=lambda info: "numpy.libs" not in info["filepath"], default={})  # SciPy may have its own

@@ -6,9 +6,13 @@ RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID
 # The number of ranks.  Without a PMI that MPI knows, srun starts independent programs of one rank each; then only its
 # own variable has the number.  It comes last because mpiexec may have started its daemons by srun.
 OPEN_MPI = "the mpiexec of Open MPI"
-LAUNCHERS = {"PMI_SIZE": "the mpiexec of MPICH or Intel MPI (or another launcher with PMI)",
-             "OMPI_COMM_WORLD_SIZE": OPEN_MPI, "PALS_SIZE": "the launcher of PALS",
-             "MV2_COMM_WORLD_SIZE": "the launcher of MVAPICH", "SLURM_STEP_NUM_TASKS": "srun"}
+LAUNCHERS = {
+    "PMI_SIZE": "the mpiexec of MPICH or Intel MPI (or another launcher with PMI)",
+    "OMPI_COMM_WORLD_SIZE": OPEN_MPI,
+    "PALS_SIZE": "the launcher of PALS",
+    "MV2_COMM_WORLD_SIZE": "the launcher of MVAPICH",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
 # The number of ranks on this host: MPICH's and Intel's, Open MPI's, Slurm's srun.
 LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
@@ -32,7 +36,7 @@ def launched():
 def local_ranks():
     """Ranks of this launch on this host, from the launcher's environment; 1 if unknown."""
     for name in LOCAL_RANKS:
-        count = os.environ.get(name, "").split("(")[0].split(",")[0]     # Slurm writes 4(x2) for two hosts of 4
+        count = os.environ.get(name, "").split("(")[0].split(",")[0]  # Slurm writes 4(x2) for two hosts of 4
         if count.isdigit() and int(count):
             return int(count)
     return 1

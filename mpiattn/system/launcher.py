@@ -6,9 +6,11 @@ The launcher of another MPI starts processes that are each alone in their world:
 from . import installation
 from .launch_variables import OPEN_MPI, launched
 
-ADVICE = ("mpiexec belongs to another MPI than mpi4py: use the mpiexec of mpi4py's MPI, or rebuild mpi4py with your "
-          "MPI loaded (pip install --force-reinstall --no-binary=mpi4py mpi4py); with srun, name the process manager "
-          "interface that this MPI supports: srun --mpi=pmix or pmi2 (srun --mpi=list)")
+ADVICE = (
+    "mpiexec belongs to another MPI than mpi4py: use the mpiexec of mpi4py's MPI, or rebuild mpi4py with your "
+    "MPI loaded (pip install --force-reinstall --no-binary=mpi4py mpi4py); with srun, name the process manager "
+    "interface that this MPI supports: srun --mpi=pmix or pmi2 (srun --mpi=list)"
+)
 
 
 def foreign():
@@ -27,5 +29,7 @@ def copies(size):
     ranks, launcher = launched()
     if size > 1 or ranks in (None, 1):
         return None
-    return (f"{launcher} started {ranks} ranks, each of which is alone in {installation.mpi_library()}, the MPI of "
-            f"mpi4py: they would do the work {ranks} times")
+    return (
+        f"{launcher} started {ranks} ranks, each of which is alone in {installation.mpi_library()}, the MPI of "
+        f"mpi4py: they would do the work {ranks} times"
+    )

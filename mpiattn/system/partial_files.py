@@ -13,10 +13,10 @@ import re
 import tempfile
 from functools import cache
 
-BASE_BYTES = 180               # of the file's name that its partial's name keeps: names have at most 255 bytes
+BASE_BYTES = 180  # of the file's name that its partial's name keeps: names have at most 255 bytes
 
-_unfinished: dict[str, str] = {}      # partial -> argument, for unfinished files that this process takes part in
-_published: set[str] = set()          # arguments whose files are finished
+_unfinished: dict[str, str] = {}  # partial -> argument, for unfinished files that this process takes part in
+_published: set[str] = set()  # arguments whose files are finished
 
 
 @cache
@@ -111,4 +111,5 @@ def remove_stale(folder, base):
                     if entry.is_file(follow_symlinks=False) and entry.stat().st_uid == os.geteuid():
                         os.unlink(entry.path)
                         logging.getLogger("mpiattn").warning(
-                            "mpiattn: removed %r, which a job that was killed left behind", entry.path)
+                            "mpiattn: removed %r, which a job that was killed left behind", entry.path
+                        )

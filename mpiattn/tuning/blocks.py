@@ -11,10 +11,10 @@ from ..schedule.kinds import REDUCED
 from .samples import Sample, take_turns
 
 HEADS = 2
-SMALLEST, LEAST = 128, 16            # tokens of the smallest timed block; on slow machines fewer, at least LEAST
-LARGEST = 2 ** 14                    # tokens of the largest timed block, at most
-MERGED = 2 ** 13                     # tokens of a merged partial: megabytes, like the partials of chunks
-LONG = 2e-3                          # share of the seconds for all blocks that the largest block takes, about
+SMALLEST, LEAST = 128, 16  # tokens of the smallest timed block; on slow machines fewer, at least LEAST
+LARGEST = 2**14  # tokens of the largest timed block, at most
+MERGED = 2**13  # tokens of a merged partial: megabytes, like the partials of chunks
+LONG = 2e-3  # share of the seconds for all blocks that the largest block takes, about
 PASSES = {"forward": Forward, "backward": Backward}
 
 
@@ -37,12 +37,15 @@ class Blocks:
 
         def draw(token, dtype):
             return backend.contiguous(rng.standard_normal((tokens, *token), np.float32).astype(dtype))
+
         self.q, self.kv = [draw(*shape) for shape in shapes["Q"]], [draw(*shape) for shape in shapes["KV"]]
-        if direction == "backward":          # the lse determines the weights: set it to about that of such rows
+        if direction == "backward":  # the lse determines the weights: set it to about that of such rows
             lse = self.q[2]
             backend.wait(backend.copy(lse, backend.contiguous(np.full(lse.shape, np.log(tokens) + 0.5, lse.dtype))))
-        self.reduced = {kind: [backend.empty((tokens, *token), dtype) for token, dtype in shapes[kind]]
-                        for kind in REDUCED[direction]}
+        self.reduced = {
+            kind: [backend.empty((tokens, *token), dtype) for token, dtype in shapes[kind]]
+            for kind in REDUCED[direction]
+        }
         for kind, arrays in self.reduced.items():
             backend.wait(self.work.clear(kind, arrays))
         self.interval = np.zeros((1, tokens), np.int32), np.full((1, tokens), tokens, np.int32)
@@ -58,9 +61,11 @@ class Blocks:
 
 def sizes(peers, backend, dtype, head_dim, seconds):
     """Tokens of the three blocks to be timed; the largest takes the share LONG of `seconds`; collective."""
+
     def is_long(tokens):
         block = Blocks(backend, tokens, dtype, head_dim, "forward")
         return np.max(take_turns(peers, [block.run], 0).min(axis=1)) >= LONG * seconds
+
     smallest = SMALLEST
     while smallest > LEAST and is_long(smallest):
         smallest //= 2
@@ -77,12 +82,13 @@ def fit(flops, seconds, launch=None):
     """
     of_flops, of_launch = np.asarray(flops, float) / seconds, 1 / np.asarray(seconds, float)
     if launch is None:
-        scale = of_flops.max() / of_launch.max()             # columns of the same magnitude
-        (launch, slope), *_ = np.linalg.lstsq(np.stack([of_launch * scale, of_flops], axis=1),
-                                              np.ones(len(of_flops)), rcond=None)
+        scale = of_flops.max() / of_launch.max()  # columns of the same magnitude
+        (launch, slope), *_ = np.linalg.lstsq(
+            np.stack([of_launch * scale, of_flops], axis=1), np.ones(len(of_flops)), rcond=None
+        )
         launch = max(0.0, float(launch * scale))
     slope = of_flops @ (1 - launch * of_launch)
-    if slope <= 0:                                           # noise: every block took less than a launch
+    if slope <= 0:  # noise: every block took less than a launch
         slope = of_flops.sum()
     return launch, float(of_flops @ of_flops / slope)
 
@@ -90,8 +96,11 @@ def fit(flops, seconds, launch=None):
 def measure(peers, backend, dtypes, head_dim, seconds, progress):
     """Measure blocks of every dtype, forward and backward; returns BlockFigures; collective."""
     chosen = sizes(peers, backend, dtypes[0], head_dim, seconds)
-    blocks = {(dtype, direction): [Blocks(backend, tokens, dtype, head_dim, direction) for tokens in chosen]
-              for dtype in dtypes for direction in PASSES}
+    blocks = {
+        (dtype, direction): [Blocks(backend, tokens, dtype, head_dim, direction) for tokens in chosen]
+        for dtype in dtypes
+        for direction in PASSES
+    }
     took = take_turns(peers, [block.run for some in blocks.values() for block in some], seconds, progress)
     times = dict(zip(blocks, np.split(took, len(blocks), axis=-1)))
     flops = {kind: [block.flops for block in some] for kind, some in blocks.items()}
@@ -99,8 +108,10 @@ def measure(peers, backend, dtypes, head_dim, seconds, progress):
     def quartiles(kind):
         """Low, typical and high seconds of each size."""
         return np.percentile(times[kind].reshape(-1, len(flops[kind])), (25, 50, 75), axis=0)
-    launches = np.array([[fit(flops[kind], by_size)[0] for by_size in quartiles(kind)]
-                         for kind in blocks if kind[1] == "forward"])
+
+    launches = np.array(
+        [[fit(flops[kind], by_size)[0] for by_size in quartiles(kind)] for kind in blocks if kind[1] == "forward"]
+    )
     launch, count = float(np.median(launches[:, 1])), took[..., 0].size
     rates = {kind: np.array([fit(flops[kind], by_size, launch)[1] for by_size in quartiles(kind)]) for kind in blocks}
     backward = np.median([rates[dtype, "backward"] / rates[dtype, "forward"][1] for dtype in dtypes], axis=0)
@@ -108,9 +119,12 @@ def measure(peers, backend, dtypes, head_dim, seconds, progress):
     def about(typical, values):
         """The Sample of a figure that was fitted to the median and to the quartiles of the times."""
         return Sample(float(typical), float(np.min(values)), float(np.max(values)), count)
-    return BlockFigures(about(launch, np.median(launches, axis=0).tolist() + [launch]),
-                 {dtype: about(rates[dtype, "forward"][1], rates[dtype, "forward"]) for dtype in dtypes},
-                 about(backward[1], backward))
+
+    return BlockFigures(
+        about(launch, np.median(launches, axis=0).tolist() + [launch]),
+        {dtype: about(rates[dtype, "forward"][1], rates[dtype, "forward"]) for dtype in dtypes},
+        about(backward[1], backward),
+    )
 
 
 def merging(peers, backend, head_dim, seconds, progress):
@@ -121,5 +135,6 @@ def merging(peers, backend, head_dim, seconds, progress):
 
     def merge(turn):
         backend.wait(backend.merge(*partials[0], *partials[1]))
+
     took = take_turns(peers, [merge], seconds, progress)
     return Sample.of(sum(array.nbytes for array in partials[0]) / took)

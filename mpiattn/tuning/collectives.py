@@ -6,10 +6,10 @@ from ..backends.base import WireBytes
 from .samples import Sample, take_turns
 from .wire import ITEMSIZE, TAG, Wire
 
-CHUNK = 2 ** 20                      # bytes of a chunk, at most
-ALL = 64 * 2 ** 20                   # bytes of the chunks of all ranks together, at most
-LEAST = 2 ** 12                      # bytes of a chunk, at least
-TURNS = 12                           # turns of the three works that must fit into the time
+CHUNK = 2**20  # bytes of a chunk, at most
+ALL = 64 * 2**20  # bytes of the chunks of all ranks together, at most
+LEAST = 2**12  # bytes of a chunk, at least
+TURNS = 12  # turns of the three works that must fit into the time
 
 
 def measure(peers, backend, bandwidth, seconds, progress):
@@ -28,11 +28,13 @@ def measure(peers, backend, bandwidth, seconds, progress):
     others = [tokens * (rank != peers.rank) for rank in range(peers.size)]
 
     def part(buffer, rank):
-        return buffer[rank * tokens * row:(rank + 1) * tokens * row]
+        return buffer[rank * tokens * row : (rank + 1) * tokens * row]
 
     def arrays():
-        return (exchange.whole(backend.outgoing(wire.given, collective=True)),
-                exchange.whole(backend.incoming(wire.taken, collective=True)))
+        return (
+            exchange.whole(backend.outgoing(wire.given, collective=True)),
+            exchange.whole(backend.incoming(wire.taken, collective=True)),
+        )
 
     def gather(turn):
         given, taken = arrays()
@@ -49,6 +51,7 @@ def measure(peers, backend, bandwidth, seconds, progress):
             posted += exchange.receive(comm, WireBytes(part(taken, source)), source, TAG)
             posted += exchange.send(comm, WireBytes(part(given, dest)), dest, TAG)
         wire.complete(posted)
+
     took = take_turns(peers, [gather, alltoall, pairs], seconds, progress)
     exchange.close()
     return Sample.of(np.mean(took[..., :2], axis=-1) / took[..., 2])

@@ -7,12 +7,12 @@ import numpy as np
 from .samples import Sample, take_turns
 from .wire import Wire
 
-SHORT = 8                            # bytes, for the latency
-EXCHANGES = 30                       # short exchanges in a row
-SIZES = (2 ** 20, 8 * 2 ** 20)       # bytes, like chunks; less on slow links, at least PROBE
-PROBE = 2 ** 16                      # bytes of the first, untimed estimate
-TURNS = 4                            # turns that must fit into the time
-SHARING = 0.9                        # below this share of the rate of one rank per node, its ranks share a card
+SHORT = 8  # bytes, for the latency
+EXCHANGES = 30  # short exchanges in a row
+SIZES = (2**20, 8 * 2**20)  # bytes, like chunks; less on slow links, at least PROBE
+PROBE = 2**16  # bytes of the first, untimed estimate
+TURNS = 4  # turns that must fit into the time
+SHARING = 0.9  # below this share of the rate of one rank per node, its ranks share a card
 
 
 class LinkFigures(NamedTuple):
@@ -49,6 +49,7 @@ def partners(nodes, rank, between, turn, crossing=None):
 
 def swapping(wire, nodes, between, times=1, crossing=None):
     """A work for `take_turns`: swaps with the `partners` of the turn."""
+
     def work(turn):
         ends = partners(nodes, wire.peers.rank, between, turn, crossing)
         if ends is None:
@@ -56,13 +57,14 @@ def swapping(wire, nodes, between, times=1, crossing=None):
         for _ in range(times):
             wire.swap(ends)
         return None
+
     return work
 
 
 def rates(seconds, sizes, latency):
     """Bytes per second of transfers of all sizes together, an array (...), from their seconds (..., sizes)."""
     took = seconds.sum(axis=-1)
-    return sum(sizes) / np.maximum(took - len(sizes) * latency, took / 2)       # the latency is noisy, too
+    return sum(sizes) / np.maximum(took - len(sizes) * latency, took / 2)  # the latency is noisy, too
 
 
 def exists(nodes, between):
@@ -87,9 +89,9 @@ def measure(peers, nodes, backend, between, seconds, progress):
         works += [swapping(wire, nodes, between, crossing=1) for wire in long]
     took = take_turns(peers, works, seconds, progress)
     latency, sizes = Sample.of(took[..., 0] / EXCHANGES), [wire.nbytes for wire in long]
-    loaded = Sample.of(rates(took[..., 1:1 + len(long)], sizes, latency.typical))
+    loaded = Sample.of(rates(took[..., 1 : 1 + len(long)], sizes, latency.typical))
     if shared:
-        alone = Sample.of(rates(took[..., 1 + len(long):], sizes, latency.typical))
+        alone = Sample.of(rates(took[..., 1 + len(long) :], sizes, latency.typical))
         if loaded.typical < SHARING * alone.typical:
             node = Sample(*(smallest * rate for rate in loaded[:3]), loaded.samples)
             return LinkFigures(latency, alone, node)

@@ -8,8 +8,16 @@ from . import blocks, collectives, combining, links, overlap
 from .samples import Sample
 
 # The share of the time for each part, in order.
-SHARES = {"blocks": 0.35, "merging": 0.05, "inside": 0.1, "between": 0.15, "inside overlap": 0.1,
-          "between overlap": 0.1, "collective": 0.1, "combining": 0.05}
+SHARES = {
+    "blocks": 0.35,
+    "merging": 0.05,
+    "inside": 0.1,
+    "between": 0.15,
+    "inside overlap": 0.1,
+    "between overlap": 0.1,
+    "collective": 0.1,
+    "combining": 0.05,
+}
 
 
 class Measured(NamedTuple):
@@ -33,10 +41,14 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
     def part(name, measurement, *arguments):
         """One part of the measurement, a phase of the job."""
         figures = job(f"measure {name}", lambda: measurement(*arguments, SHARES[name] * seconds, progress))
-        return peers.allgather(figures)[0]             # rank 0's: sums may differ between ranks in the last bit
+        return peers.allgather(figures)[0]  # rank 0's: sums may differ between ranks in the last bit
+
     computed = part("blocks", blocks.measure, peers, backend, dtypes, head_dim)
-    samples |= {"launch": computed.launch, **{f"flops {dtype}": sample for dtype, sample in computed.flops.items()},
-                "backward": computed.backward}
+    samples |= {
+        "launch": computed.launch,
+        **{f"flops {dtype}": sample for dtype, sample in computed.flops.items()},
+        "backward": computed.backward,
+    }
     samples["merging"] = part("merging", blocks.merging, peers, backend, head_dim)
     sides, node = {}, None
     for side, between in (("inside", False), ("between", True)):
@@ -51,8 +63,18 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
             samples["node_bandwidth"] = link.node
             node = link.node.typical
     for side, between in (("inside", False), ("between", True)):
-        hidden = part(f"{side} overlap", overlap.measure, peers, nodes, backend, between, sides[side].bandwidth,
-                      computed.flops[dtypes[0]].typical, dtypes[0], head_dim)
+        hidden = part(
+            f"{side} overlap",
+            overlap.measure,
+            peers,
+            nodes,
+            backend,
+            between,
+            sides[side].bandwidth,
+            computed.flops[dtypes[0]].typical,
+            dtypes[0],
+            head_dim,
+        )
         if hidden is not None:
             samples[f"{side} overlap"] = hidden
             sides[side] = sides[side]._replace(overlap=hidden.typical)
@@ -67,16 +89,25 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
     if combined is None:
         lacking["combining"] = "one rank"
     else:
-        samples |= {f"combining {rows} {algorithm}": sample for algorithm, by_rows in combined.items()
-                    for rows, sample in by_rows.items()}
+        samples |= {
+            f"combining {rows} {algorithm}": sample
+            for algorithm, by_rows in combined.items()
+            for rows, sample in by_rows.items()
+        }
     several = max(nodes) + 1
-    machine = Machine("measured", **sides, node_bandwidth=node,
-                      ranks_per_node=max(map(nodes.count, nodes)),
-                      flops={dtype: sample.typical for dtype, sample in computed.flops.items()},
-                      backward=computed.backward.typical, launch=computed.launch.typical,
-                      merging=samples["merging"].typical, collective=together.typical,
-                      combining=combining.factors(combined or {}, head_dim, nodes, *sides.values()),
-                      assumes=f"measured by mpiattn tune: {len(nodes)} ranks on {several} node{'s' * (several > 1)}, "
-                              f"{host.processor()}, {backend.name} back end, head_dim {head_dim}"
-                              + "".join(f"; {field} of the default ({why})" for field, why in lacking.items()))
+    machine = Machine(
+        "measured",
+        **sides,
+        node_bandwidth=node,
+        ranks_per_node=max(map(nodes.count, nodes)),
+        flops={dtype: sample.typical for dtype, sample in computed.flops.items()},
+        backward=computed.backward.typical,
+        launch=computed.launch.typical,
+        merging=samples["merging"].typical,
+        collective=together.typical,
+        combining=combining.factors(combined or {}, head_dim, nodes, *sides.values()),
+        assumes=f"measured by mpiattn tune: {len(nodes)} ranks on {several} node{'s' * (several > 1)}, "
+        f"{host.processor()}, {backend.name} back end, head_dim {head_dim}"
+        + "".join(f"; {field} of the default ({why})" for field, why in lacking.items()),
+    )
     return Measured(peers.allgather(machine)[0], samples, lacking)

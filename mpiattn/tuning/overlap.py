@@ -7,8 +7,8 @@ from .links import exists, partners, swapping
 from .samples import Sample, take_turns
 from .wire import Wire
 
-TARGET, SHORTEST = 0.03, 5e-3        # duration of the block and of the transfer: share of all seconds; seconds at least
-MOST_BYTES, LEAST_BYTES = 32 * 2 ** 20, 2 ** 16
+TARGET, SHORTEST = 0.03, 5e-3  # duration of the block and of the transfer: share of all seconds; seconds at least
+MOST_BYTES, LEAST_BYTES = 32 * 2**20, 2**16
 LEAST_TOKENS = 64
 
 
@@ -35,6 +35,7 @@ def measure(peers, nodes, backend, between, bandwidth, speed, dtype, head_dim, s
         wire.complete(posted)
         backend.wait(event)
         return None
+
     took = take_turns(peers, [swapping(wire, nodes, between), block.run, both], seconds, progress)
     return Sample.of(hidden(took))
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST, MOST = 3, 100         # turns
+LEAST, MOST = 3, 100  # turns
 
 
 class Sample(NamedTuple):

@@ -16,7 +16,7 @@ class Wire:
         self.peers, self.backend, self.exchange = peers, backend, Exchange(peers)
         self.given, self.taken = (backend.empty((max(1, nbytes // ITEMSIZE),), "float32") for _ in range(2))
         self.nbytes = self.given.nbytes
-        backend.wait(backend.zero((self.given, self.taken)))         # touches the memory before anything is timed
+        backend.wait(backend.zero((self.given, self.taken)))  # touches the memory before anything is timed
 
     def receive(self, source):
         """Post a receive; returns what was posted."""

@@ -8,8 +8,8 @@ from mpi4py import MPI
 from ..comm.redistribute import PIECE_BYTES
 from . import reference
 
-WORK_LIMIT = 2e11          # operations of float64 attention per rank: tens of seconds on one core
-STATE_BYTES = 4 * 2 ** 20   # of float64 queries and results in memory at a time
+WORK_LIMIT = 2e11  # operations of float64 attention per rank: tens of seconds on one core
+STATE_BYTES = 4 * 2**20  # of float64 queries and results in memory at a time
 
 # Allowed errors are relative to the largest absolute value.  Of accumulation in float32 (float64 for float64):
 ACCUMULATION = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
@@ -18,7 +18,7 @@ USUAL_SCORE = 16.0
 # At most this is allowed, so that a wrong result still fails.
 MOST = 0.05
 # Of rounding to a narrower dtype: the relative error, and the absolute error of float16's subnormal numbers.
-ROUNDING = {"float32": (6e-8, 0), "bfloat16": (4e-3, 0), "float16": (5e-4, 2.0 ** -25)}
+ROUNDING = {"float32": (6e-8, 0), "bfloat16": (4e-3, 0), "float16": (5e-4, 2.0**-25)}
 # Factor for partial results that are sent in a narrower dtype: they may be larger than the result.
 OF_WIRE = 2
 
@@ -47,18 +47,20 @@ class Report(NamedTuple):
     lse_error: float
     tolerance: float
     lse_tolerance: float
-    differing: int         # elements that are finite on one side only
-    nonfinite: int = 0     # rows of out with elements that are NaN or infinite on both sides alike
+    differing: int  # elements that are finite on one side only
+    nonfinite: int = 0  # rows of out with elements that are NaN or infinite on both sides alike
 
     @property
     def passed(self):
         """Whether every error is within its tolerance."""
-        return (self.out_error <= self.tolerance and self.lse_error <= self.lse_tolerance and not self.differing)
+        return self.out_error <= self.tolerance and self.lse_error <= self.lse_tolerance and not self.differing
 
     def __str__(self):
         rows = "all rows" if self.rows == self.of_rows else "rows, a seeded sample with the first, last and edges"
-        text = (f"{self.rows} of {self.of_rows} {rows}: out off by {self.out_error:.1e} (may be {self.tolerance:.0e}), "
-                f"lse by {self.lse_error:.1e} (may be {self.lse_tolerance:.0e})")
+        text = (
+            f"{self.rows} of {self.of_rows} {rows}: out off by {self.out_error:.1e} (may be {self.tolerance:.0e}), "
+            f"lse by {self.lse_error:.1e} (may be {self.lse_tolerance:.0e})"
+        )
         if self.differing:
             text += f", {self.differing} elements are finite on one side only"
         if self.nonfinite:
@@ -99,9 +101,16 @@ class Source:
     def __init__(self, problem, read, documents=None):
         p = self.problem = problem
         self.read = read
-        self.masks = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap,
-                      "prefix": p.prefix, "causal_block": p.causal_block, "lengths": (p.seqlen, p.seqlen_k),
-                      **(documents or {})}
+        self.masks = {
+            "causal": p.causal,
+            "scale": p.scale,
+            "window": p.window,
+            "softcap": p.softcap,
+            "prefix": p.prefix,
+            "causal_block": p.causal_block,
+            "lengths": (p.seqlen, p.seqlen_k),
+            **(documents or {}),
+        }
 
     def _row(self, name):
         p = self.problem
@@ -194,5 +203,11 @@ def conclude(peers, problem, outs, lses, checked, rows):
     out_error, out_size, lse_error, lse_size = maxima.tolist()
     rounding, absolute = rounding_error(problem)
     tolerance = min(rounding + accumulation_error(problem, lse_size), MOST)
-    return Report(*counts[:2].tolist(), max(0.0, out_error - absolute) / (out_size or 1), lse_error / max(1, lse_size),
-                  tolerance, ACCUMULATION[problem.dtype], *counts[2:].tolist())
+    return Report(
+        *counts[:2].tolist(),
+        max(0.0, out_error - absolute) / (out_size or 1),
+        lse_error / max(1, lse_size),
+        tolerance,
+        ACCUMULATION[problem.dtype],
+        *counts[2:].tolist(),
+    )

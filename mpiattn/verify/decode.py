@@ -36,9 +36,9 @@ def verify_decode(peers, problems, q, out, lse, read, limit=WORK_LIMIT, seed=0, 
         if not len(rows):
             continue
         source = Source(problem, lambda name, start, stop, sequence=sequence: read(sequence, name, start, stop))
-        expected_out, expected_lse = source.attention(rows, q[sequence:sequence + 1, rows])
-        outs.add(out[sequence:sequence + 1, rows], expected_out)
-        lses.add(lse[sequence:sequence + 1, :, rows], expected_lse)
+        expected_out, expected_lse = source.attention(rows, q[sequence : sequence + 1, rows])
+        outs.add(out[sequence : sequence + 1, rows], expected_out)
+        lses.add(lse[sequence : sequence + 1, :, rows], expected_lse)
         if progress:
             progress(len(rows))
     return conclude(peers, problems[0], outs, lses, len(chosen), share)

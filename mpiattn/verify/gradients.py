@@ -28,10 +28,10 @@ class GradientReport(NamedTuple):
     dk_error: float
     dv_error: float
     tolerance: float
-    differing: int         # elements that are finite on one side only
-    nonfinite_rows: int    # rows of dq with elements that are NaN or infinite on both sides alike
-    nonfinite_keys: int    # and keys of dk or of dv, whichever are more
-    independent: bool      # whether keys were checked with float64 lse and delta, not with those of the run
+    differing: int  # elements that are finite on one side only
+    nonfinite_rows: int  # rows of dq with elements that are NaN or infinite on both sides alike
+    nonfinite_keys: int  # and keys of dk or of dv, whichever are more
+    independent: bool  # whether keys were checked with float64 lse and delta, not with those of the run
 
     @property
     def passed(self):
@@ -40,8 +40,10 @@ class GradientReport(NamedTuple):
 
     def __str__(self):
         sampled = (self.rows, self.keys) != (self.of_rows, self.of_keys)
-        text = (f"{self.rows} of {self.of_rows} rows: dq off by {self.dq_error:.1e}; {self.keys} of {self.of_keys} "
-                f"keys: dk by {self.dk_error:.1e}, dv by {self.dv_error:.1e} (may be {self.tolerance:.0e})")
+        text = (
+            f"{self.rows} of {self.of_rows} rows: dq off by {self.dq_error:.1e}; {self.keys} of {self.of_keys} "
+            f"keys: dk by {self.dk_error:.1e}, dv by {self.dv_error:.1e} (may be {self.tolerance:.0e})"
+        )
         if sampled:
             text += ", a seeded sample with the first, last and edges"
         if not self.independent:
@@ -49,16 +51,17 @@ class GradientReport(NamedTuple):
         if self.differing:
             text += f", {self.differing} elements are finite on one side only"
         if self.nonfinite_rows or self.nonfinite_keys:
-            text += (f", {self.nonfinite_rows} rows and {self.nonfinite_keys} keys are NaN or infinite on both "
-                     "sides")
+            text += f", {self.nonfinite_rows} rows and {self.nonfinite_keys} keys are NaN or infinite on both sides"
         return f"{text}: {'passed' if self.passed else 'FAILED'}"
 
 
 def choose(problem, q_layout, k_layout, rank, limit=WORK_LIMIT, seed=0):
     """The rows of dq and the keys of dk and dv that `verify_gradients` checks on a rank."""
-    products = problem.flops_per_pair / 2          # two for out, five for gradients
-    return (choose_rows(q_layout, rank, 7 * products * problem.seqlen_k, limit, seed),
-            choose_rows(k_layout, rank, 5 * products * problem.seqlen, limit, seed))
+    products = problem.flops_per_pair / 2  # two for out, five for gradients
+    return (
+        choose_rows(q_layout, rank, 7 * products * problem.seqlen_k, limit, seed),
+        choose_rows(k_layout, rank, 5 * products * problem.seqlen, limit, seed),
+    )
 
 
 def _delta(dout, out):
@@ -71,7 +74,7 @@ class _Check:
     def __init__(self, peers, source, positions, lse, out, progress):
         self.peers, self.source, self.positions = peers, source, positions
         self.progress = progress or (lambda done: None)
-        self.lse, self.out, self.delta = lse, out, None             # delta None: of this out
+        self.lse, self.out, self.delta = lse, out, None  # delta None: of this out
         self.dq, self.dk, self.dv = Errors(), Errors(), Errors()
         self.largest = {"lse": 0.0, "q": 0.0, "k": 0.0, "dout * out": 0.0}
 
@@ -89,8 +92,9 @@ class _Check:
             out, lse = source.attention(positions, q)
             delta, expected = _delta(dout, out), np.zeros(q.shape)
             for keys, k, v in source.pieces("k", "v"):
-                expected += reference.gradients(dout, q, k, v, lse, delta, positions=positions, keys=keys,
-                                                **source.masks)[0]
+                expected += reference.gradients(
+                    dout, q, k, v, lse, delta, positions=positions, keys=keys, **source.masks
+                )[0]
                 self._see("k", k)
             self.dq.add(dq[:, some], expected)
             self._see("lse", lse)
@@ -107,9 +111,10 @@ class _Check:
         own = slice(*np.searchsorted(self.positions, (positions[0], positions[-1] + 1)))
         places = self.positions[own] - positions[0]
         lse_and_delta[0][..., places] = self.lse[..., own]
-        lse_and_delta[1][..., places] = (_delta(dout[:, places], self.out[:, own]) if self.delta is None
-                                         else self.delta[..., own])
-        self.peers.reduce(lse_and_delta, MPI.SUM)           # every element is zero on all ranks but one
+        lse_and_delta[1][..., places] = (
+            _delta(dout[:, places], self.out[:, own]) if self.delta is None else self.delta[..., own]
+        )
+        self.peers.reduce(lse_and_delta, MPI.SUM)  # every element is zero on all ranks but one
         return lse_and_delta
 
     def keys(self, dk, dv, keys, key_positions):
@@ -122,8 +127,9 @@ class _Check:
             k, v = source.rows("k", positions), source.rows("v", positions)
             expected_dk, expected_dv = np.zeros(k.shape), np.zeros(v.shape)
             for queries, q, dout in source.pieces("q", "dout"):
-                _, of_k, of_v = reference.gradients(dout, q, k, v, *self._of_all(queries, dout), positions=queries,
-                                                    keys=positions, **source.masks)
+                _, of_k, of_v = reference.gradients(
+                    dout, q, k, v, *self._of_all(queries, dout), positions=queries, keys=positions, **source.masks
+                )
                 expected_dk += of_k
                 expected_dv += of_v
                 self._see("q", q)
@@ -135,8 +141,9 @@ class _Check:
         """The fields of a GradientReport from dq_error to nonfinite_keys."""
         p = self.source.problem
         errors_of = (self.dq, self.dk, self.dv)
-        maxima = np.array([[e.error for e in errors_of], [e.magnitude for e in errors_of],
-                           [*self.largest.values()][1:]])
+        maxima = np.array(
+            [[e.error for e in errors_of], [e.magnitude for e in errors_of], [*self.largest.values()][1:]]
+        )
         lse_size = max(self.peers.allgather(self.largest["lse"]))
         self.peers.reduce(maxima, MPI.MAX)
         errors, sizes, (q_size, k_size, change) = maxima
@@ -145,14 +152,27 @@ class _Check:
         rounding, absolute = rounding_error(p)
         tolerance = min(TIMES_ROUNDING * rounding + accumulation_error(p, lse_size), MOST)
         relative = np.maximum(0, errors - absolute) / np.where(sizes == 0, 1, sizes)
-        counts = np.array([sum(e.differing for e in errors_of), self.dq.nonfinite,
-                           max(self.dk.nonfinite, self.dv.nonfinite)])
+        counts = np.array(
+            [sum(e.differing for e in errors_of), self.dq.nonfinite, max(self.dk.nonfinite, self.dv.nonfinite)]
+        )
         self.peers.reduce(counts, MPI.SUM)
         return *relative.tolist(), tolerance, *counts.tolist()
 
 
-def verify_gradients(peers, problem, q_layout, k_layout, out, lse, gradients, read, documents=None, limit=WORK_LIMIT,
-                     seed=0, progress=None):
+def verify_gradients(
+    peers,
+    problem,
+    q_layout,
+    k_layout,
+    out,
+    lse,
+    gradients,
+    read,
+    documents=None,
+    limit=WORK_LIMIT,
+    seed=0,
+    progress=None,
+):
     """Compare this rank's gradients (dq, dk, dv) with float64 ones of the source; collective.
 
     out, lse: of the same run.  read, documents: as for `verify.compare.Source`, with dout.  progress: called with the

@@ -5,12 +5,23 @@ It shares no code with masks and back ends, and never has more than one block of
 
 import numpy as np
 
-BLOCK_PAIRS = 2 ** 17      # scores in memory at a time, 1 MB
+BLOCK_PAIRS = 2**17  # scores in memory at a time, 1 MB
 OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_k", "prefixes", "causal_documents")
 
 
-def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu_seqlens=None, cu_seqlens_k=None,
-                 prefix=0, causal_block=None, prefixes=None, causal_documents=None):
+def visible_keys(
+    positions,
+    keys,
+    lengths,
+    causal=False,
+    window=(None, None),
+    cu_seqlens=None,
+    cu_seqlens_k=None,
+    prefix=0,
+    causal_block=None,
+    prefixes=None,
+    causal_documents=None,
+):
     """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
 
     lengths: (seqlen, seqlen_k).  cu_seqlens, cu_seqlens_k: where documents of queries and of keys begin and end; by
@@ -20,14 +31,17 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), cu
     instead of prefix and causal.
     """
     cuts = (0, lengths[0]) if cu_seqlens is None else cu_seqlens
-    cuts_k = cuts if cu_seqlens_k is None and cu_seqlens is not None else (
-        (0, lengths[1]) if cu_seqlens_k is None else cu_seqlens_k)
+    cuts_k = (
+        cuts
+        if cu_seqlens_k is None and cu_seqlens is not None
+        else ((0, lengths[1]) if cu_seqlens_k is None else cu_seqlens_k)
+    )
     i, j = np.asarray(positions)[:, None], np.asarray(keys)[None, :]
     visible = np.zeros((len(positions), len(keys)), bool)
     left, right = window
     for d, (start, stop, start_k, stop_k) in enumerate(zip(cuts, cuts[1:], cuts_k, cuts_k[1:])):
         together = (i >= start) & (i < stop) & (j >= start_k) & (j < stop_k)
-        after = j - (i + stop_k - stop)                # of the key, after the query's diagonal
+        after = j - (i + stop_k - stop)  # of the key, after the query's diagonal
         if causal if causal_documents is None else causal_documents[d]:
             block = causal_block or 1
             in_prefix = j < start_k + (prefix if prefixes is None else prefixes[d])
@@ -48,12 +62,14 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, masks):
     positions = np.arange(queries) if positions is None else positions
     keys = np.arange(k.shape[1]) if keys is None else keys
     lengths = (queries, k.shape[1]) if lengths is None else lengths
-    scale = dim ** -0.5 if scale is None else scale
+    scale = dim**-0.5 if scale is None else scale
     step = max(1, BLOCK_PAIRS // max(k.shape[1], 1))
 
     for b in range(batch):
-        of_entry = {name: mask[b] if name in OF_DOCUMENTS and mask is not None and np.ndim(mask[0]) else mask
-                    for name, mask in masks.items()}
+        of_entry = {
+            name: mask[b] if name in OF_DOCUMENTS and mask is not None and np.ndim(mask[0]) else mask
+            for name, mask in masks.items()
+        }
         for start in range(0, queries if k.shape[1] else 0, step):
             rows = slice(start, start + step)
             visible = visible_keys(positions[rows], keys, lengths, causal, **of_entry)
@@ -63,7 +79,7 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, masks):
                 slope = 1.0
                 if softcap is not None:
                     bent = np.tanh(score / softcap)
-                    score, slope = softcap * bent, 1 - bent ** 2
+                    score, slope = softcap * bent, 1 - bent**2
                 yield b, rows, h, kv, np.where(visible, score, -np.inf), visible, slope
 
 
@@ -77,8 +93,9 @@ def _product(weight, matrix, visible):
     return out
 
 
-def attention(q, k, v, causal=False, scale=None, *, softcap=None, positions=None, keys=None, lengths=None, sinks=None,
-              **masks):
+def attention(
+    q, k, v, causal=False, scale=None, *, softcap=None, positions=None, keys=None, lengths=None, sinks=None, **masks
+):
     """out (batch, seqlen, heads, value_dim) and lse (batch, heads, seqlen), float64.
 
     q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, masks: as for `visible_keys`,
@@ -91,8 +108,9 @@ def attention(q, k, v, causal=False, scale=None, *, softcap=None, positions=None
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, score, visible, _ in _blocks(q, k, v, causal, scale, softcap, positions, keys,
-                                                         lengths, masks):
+        for b, rows, h, kv, score, visible, _ in _blocks(
+            q, k, v, causal, scale, softcap, positions, keys, lengths, masks
+        ):
             top = score.max(axis=1)
             base = np.where(top == -np.inf, 0, top)
             weight = np.exp(score - base[:, None])
@@ -112,7 +130,7 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
     With sinks also dsinks, (heads,).
     """
     out, lse = attention(q, k, v, causal, scale, sinks=sinks, **masks)
-    counted = np.where(out.any(axis=3, keepdims=True), dout, 0)        # rows that see no key ignore dout, even NaN
+    counted = np.where(out.any(axis=3, keepdims=True), dout, 0)  # rows that see no key ignore dout, even NaN
     delta = np.einsum("bqhd,bqhd->bhq", counted.astype(np.float64), out) - (0 if dlse is None else dlse)
     grads = gradients(dout, q, k, v, lse, delta, causal, scale, **masks)
     if sinks is None:
@@ -122,8 +140,22 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
     return *grads, -(weight * delta).sum(axis=(0, 2))
 
 
-def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, softcap=None, positions=None, keys=None,
-              lengths=None, **masks):
+def gradients(
+    dout,
+    q,
+    k,
+    v,
+    lse,
+    delta,
+    causal=False,
+    scale=None,
+    *,
+    softcap=None,
+    positions=None,
+    keys=None,
+    lengths=None,
+    **masks,
+):
     """The contributions of these queries and keys to dq, dk and dv, float64; other arguments as for `attention`.
 
     lse and delta = rowsum(dout * out) - dlse, (batch, heads, seqlen): of these queries over all their keys.
@@ -131,12 +163,14 @@ def gradients(dout, q, k, v, lse, delta, causal=False, scale=None, *, softcap=No
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dq, dk, dv = (np.zeros(array.shape) for array in (q, k, v))
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, score, visible, slope in _blocks(q, k, v, causal, scale, softcap, positions, keys,
-                                                             lengths, masks):
+        for b, rows, h, kv, score, visible, slope in _blocks(
+            q, k, v, causal, scale, softcap, positions, keys, lengths, masks
+        ):
             row = lse[b, h, rows, None]
             weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
-            grad, of_values, of_keys, queries = (array.astype(np.float64) for array in (
-                dout[b, rows, h], v[b, :, kv], k[b, :, kv], q[b, rows, h]))
+            grad, of_values, of_keys, queries = (
+                array.astype(np.float64) for array in (dout[b, rows, h], v[b, :, kv], k[b, :, kv], q[b, rows, h])
+            )
             dscore = np.where(visible, weight * (grad @ of_values.T - delta[b, h, rows, None]) * slope * scale, 0)
             dq[b, rows, h] = _product(dscore, of_keys, visible)
             dk[b, :, kv] += _product(dscore.T, queries, visible.T)
@@ -148,6 +182,7 @@ def merge(out, lse, out_b, lse_b):
     """Merge the attention over two disjoint sets of keys, float64; shapes as for `attention`."""
     with np.errstate(all="ignore"):
         total = np.logaddexp(lse, lse_b)
-        weight, weight_b = (np.where(part == -np.inf, 0, np.exp(part - total)).transpose(0, 2, 1)[..., None]
-                            for part in (lse, lse_b))
+        weight, weight_b = (
+            np.where(part == -np.inf, 0, np.exp(part - total)).transpose(0, 2, 1)[..., None] for part in (lse, lse_b)
+        )
         return weight * out + weight_b * out_b, total

@@ -11,6 +11,7 @@ import pytest
 
 if os.environ.get("MPIATTN_CUPY") == "fake":
     import fake_cupy
+
     sys.modules["cupy"] = fake_cupy
 MARK = pytest.mark.gpu
 
@@ -19,8 +20,9 @@ def missing():
     """Why there is no GPU to test, or None."""
     try:
         import cupy
+
         count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:             # a library of CUDA that is not there has no exception of its own
+    except Exception as error:  # a library of CUDA that is not there has no exception of its own
         return f"no GPU that CuPy can use: {error!r:.150}"
     if os.environ.get("MPIATTN_CUPY") == "unpooled":
         cupy.cuda.set_allocator(None)
@@ -41,6 +43,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def backend():
     from mpiattn import backends
+
     made = backends.get("cuda")
     yield made
     made.close()

@@ -15,14 +15,21 @@ from pathlib import Path
 
 from gpu_sections import Skip
 
-PAIR = {"mpich", "mpi4py"}          # brought, they are used: a machine's own mpi4py may belong to another MPI
+PAIR = {"mpich", "mpi4py"}  # brought, they are used: a machine's own mpi4py may belong to another MPI
 # Open MPI 4.1 refuses root, more ranks than cores, and a machine without ssh until told; smcuda is what carries device
 # memory on one node.
-OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_plm": "isolated", "OMPI_MCA_pml": "ob1",
-            "OMPI_MCA_btl": "self,smcuda"}
-HELLO = ("from mpi4py import MPI; rank = MPI.COMM_WORLD.rank; total = MPI.COMM_WORLD.allreduce(rank);"
-         "rank or print(f'ranks add up to {total}:', MPI.Get_library_version().splitlines()[0])")
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_plm": "isolated",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,smcuda",
+}
+HELLO = (
+    "from mpi4py import MPI; rank = MPI.COMM_WORLD.rank; total = MPI.COMM_WORLD.allreduce(rank);"
+    "rank or print(f'ranks add up to {total}:', MPI.Get_library_version().splitlines()[0])"
+)
 
 
 def greeting(text):
@@ -39,7 +46,7 @@ def missing_here(folder):
     """(names of the wheels in a folder that this Python needs, names of those that it has itself)."""
     brought = {canonical(path.name.split("-")[0]) for path in folder.glob("*.whl")}
     here = {canonical(installed.metadata["Name"]) for installed in importlib.metadata.distributions()}
-    if importlib.util.find_spec("cupy"):                   # by whatever name it was installed
+    if importlib.util.find_spec("cupy"):  # by whatever name it was installed
         here |= {name for name in brought if name.startswith("cupy")}
     needed = {name for name in brought if name not in here or name in PAIR}
     several = sorted(name for name in needed if name.startswith("cupy"))
@@ -65,12 +72,28 @@ class Installed:
         mark = self.work / "installed"
         if not (mark.is_file() and mark.read_text() == names):
             shutil.rmtree(self.site, ignore_errors=True)
-            pip = [sys.executable, "-m", "pip", "--isolated", "install", "-q", "--no-index", "--no-deps",
-                   "--no-compile", "--no-cache-dir", "--ignore-installed", "--disable-pip-version-check",
-                   "--root-user-action=ignore", "--find-links", wheels, "--prefix", self.site]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "--isolated",
+                "install",
+                "-q",
+                "--no-index",
+                "--no-deps",
+                "--no-compile",
+                "--no-cache-dir",
+                "--ignore-installed",
+                "--disable-pip-version-check",
+                "--root-user-action=ignore",
+                "--find-links",
+                wheels,
+                "--prefix",
+                self.site,
+            ]
             try:
                 run([*pip, *needed], 240)
-            except RuntimeError:               # one that is for another Python keeps none of the others from being used
+            except RuntimeError:  # one that is for another Python keeps none of the others from being used
                 for name in list(needed):
                     try:
                         run([*pip, name], 120)
@@ -106,8 +129,11 @@ class Installed:
         """The launcher of an MPI, "mpich" or "openmpi"; the machine's own, where no MPICH was brought."""
         if mpi == "openmpi":
             return self.openmpi / "bin" / "mpiexec"
-        places = [*self.site.glob("**/bin/mpiexec"), Path(sys.executable).with_name("mpiexec"),
-                  *map(Path, filter(None, [shutil.which("mpiexec")]))]
+        places = [
+            *self.site.glob("**/bin/mpiexec"),
+            Path(sys.executable).with_name("mpiexec"),
+            *map(Path, filter(None, [shutil.which("mpiexec")])),
+        ]
         place = next((path for path in places if path.is_file()), None)
         if place is None:
             raise Skip("there is no mpiexec: --wheels has no mpich, and the machine has none")
@@ -115,10 +141,17 @@ class Installed:
 
     def environment(self, root, mpi="mpich", **more):
         """Of the commands of a section."""
+
         def joined(paths, name):
             return os.pathsep.join(filter(None, [*map(str, paths), os.environ.get(name)]))
-        env = {**os.environ, "PYTHONPATH": joined([root, *self.packages()], "PYTHONPATH"), "PYTHONUNBUFFERED": "1",
-               "PYTHONPYCACHEPREFIX": str(self.work / "pycache"), "CUPY_CACHE_DIR": str(self.work / "cupy")}
+
+        env = {
+            **os.environ,
+            "PYTHONPATH": joined([root, *self.packages()], "PYTHONPATH"),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPYCACHEPREFIX": str(self.work / "pycache"),
+            "CUPY_CACHE_DIR": str(self.work / "cupy"),
+        }
         # The numbered name: a wheel's libmpi.so is a text for the linker, since wheels hold no links.
         brought = sorted(self.site.glob("lib*/libmpi.so.*")) or sorted(self.site.glob("local/lib*/libmpi.so.*"))
         if mpi == "openmpi":

@@ -17,8 +17,13 @@ def gpu_facts():
     """What nvidia-smi says of the first GPU, by name; empty where there is none."""
     for program in ("nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi"):
         try:
-            done = subprocess.run([program, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"], text=True,
-                                  capture_output=True, timeout=60, check=True)
+            done = subprocess.run(
+                [program, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"],
+                text=True,
+                capture_output=True,
+                timeout=60,
+                check=True,
+            )
             return dict(zip(QUERY, (field.strip() for field in done.stdout.splitlines()[0].split(","))))
         except (OSError, subprocess.SubprocessError, IndexError):
             continue
@@ -82,14 +87,19 @@ class Results:
     def as_text(self):
         """The machine, a line for every section, and the figures."""
         gpu = self.facts["gpu"]
-        lines = [f"{self.facts['date']}  {gpu.get('name', 'no GPU that nvidia-smi knows')}, "
-                 f"driver {gpu.get('driver_version', 'none')}, {self.facts['system']}",
-                 f"sources {self.facts['source']}; "
-                 + ", ".join(f"{name} {version}" for name, version in self.facts["versions"].items()), ""]
+        lines = [
+            f"{self.facts['date']}  {gpu.get('name', 'no GPU that nvidia-smi knows')}, "
+            f"driver {gpu.get('driver_version', 'none')}, {self.facts['system']}",
+            f"sources {self.facts['source']}; "
+            + ", ".join(f"{name} {version}" for name, version in self.facts["versions"].items()),
+            "",
+        ]
         width = max(map(len, self.sections), default=0)
-        lines += [f"{name.ljust(width)}  {result['status']:7} {result['seconds']:6.1f} s of {result['estimate']:3.0f}  "
-                  f"{'; '.join(filter(None, (result['why'], result['record'].get('result'))))}".rstrip()
-                  for name, result in self.sections.items()]
+        lines += [
+            f"{name.ljust(width)}  {result['status']:7} {result['seconds']:6.1f} s of {result['estimate']:3.0f}  "
+            f"{'; '.join(filter(None, (result['why'], result['record'].get('result'))))}".rstrip()
+            for name, result in self.sections.items()
+        ]
         figures = self.figures()
         return "\n".join([*lines, "", *figures] if figures else lines)
 
@@ -110,24 +120,38 @@ def figure(table, problem):
     own = rows[0]
     if table["what"] in ("forward", "backward"):
         mask = "causal" if problem["causal"] else "full"
-        cells = [f"{row['name']} {row['flops_per_second'] / 1e12:.4g}"
-                 + (f" (mpiattn is {row['median'] / own['median']:.2f} of it)" if row is not own else "")
-                 for row in rows]
+        cells = [
+            f"{row['name']} {row['flops_per_second'] / 1e12:.4g}"
+            + (f" (mpiattn is {row['median'] / own['median']:.2f} of it)" if row is not own else "")
+            for row in rows
+        ]
         cells += [f"{name} is missing ({why[:60]})" for name, why in table["missing"].items()]
         return f"{table['what']} {form}, {heads}, {table['seqlen']} {mask}: TFLOP/s: {'; '.join(cells)}"
     if table["what"] == "decode":
         copy = rows[-1]
-        cells = [f"{row['name']} {row['bytes_per_second'] / 1e9:.4g} GB/s, "
-                 f"{row['bytes_per_second'] / copy['bytes_per_second']:.0%} of {copy['name']}" for row in rows[:-1]]
-        return (f"decode {form}, {table['keys']} keys, {table['heads']} heads over {table['kv_heads']}: "
-                f"{'; '.join(cells)}; {copy['name']} {copy['bytes_per_second'] / 1e9:.4g} GB/s")
+        cells = [
+            f"{row['name']} {row['bytes_per_second'] / 1e9:.4g} GB/s, "
+            f"{row['bytes_per_second'] / copy['bytes_per_second']:.0%} of {copy['name']}"
+            for row in rows[:-1]
+        ]
+        return (
+            f"decode {form}, {table['keys']} keys, {table['heads']} heads over {table['kv_heads']}: "
+            f"{'; '.join(cells)}; {copy['name']} {copy['bytes_per_second'] / 1e9:.4g} GB/s"
+        )
     if table["what"] == "carry":
-        return (f"carry {form}, {heads}, {table['seqlen']} queries by {table['keys']} keys: "
-                f"adding to a partial costs {table['overhead']:+.1%}")
+        return (
+            f"carry {form}, {heads}, {table['seqlen']} queries by {table['keys']} keys: "
+            f"adding to a partial costs {table['overhead']:+.1%}"
+        )
     return f"launch {form}: " + "; ".join(f"{row['name']} {row['median'] * 1e6:.3g} us" for row in rows)
 
 
 def facts(root, folders):
     """What is known of the machine and of the sources."""
-    return {"date": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "gpu": gpu_facts(), "system": platform.platform(),
-            "source": source_digest(root), "versions": {"python": platform.python_version(), **versions(folders)}}
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "gpu": gpu_facts(),
+        "system": platform.platform(),
+        "source": source_digest(root),
+        "versions": {"python": platform.python_version(), **versions(folders)},
+    }

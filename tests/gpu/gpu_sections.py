@@ -6,8 +6,8 @@ import subprocess
 import sys
 import time
 
-LEAST = 3.0                    # seconds; a section that has less left is not begun
-stopped = []                   # the signal that has asked for an end; only what runs knows what has to be ended with it
+LEAST = 3.0  # seconds; a section that has less left is not begun
+stopped = []  # the signal that has asked for an end; only what runs knows what has to be ended with it
 
 
 class Skip(Exception):
@@ -25,8 +25,15 @@ def command(log, words, seconds, environment, cwd):
     start = log.tell()
     if seconds < LEAST:
         return "", f"no time is left: {max(seconds, 0):.0f} s"
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
-                               cwd=cwd, start_new_session=True)
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        cwd=cwd,
+        start_new_session=True,
+    )
     end = time.monotonic() + seconds
     try:
         while process.poll() is None and time.monotonic() < end and not stopped:
@@ -64,6 +71,7 @@ def run_section(section, log_path, deadline, environment, cwd):
     """
     start, record, why = time.monotonic(), {}, ""
     with log_path.open("w+b") as log:
+
         def run(words, seconds, read=None, **options):
             text, failure = command(log, words, min(seconds, deadline - time.monotonic()), environment(**options), cwd)
             if read:
@@ -71,15 +79,21 @@ def run_section(section, log_path, deadline, environment, cwd):
             if failure:
                 raise RuntimeError(failure)
             return text
+
         try:
             section(run, record)
             status = "passed"
         except Skip as skip:
             status, why = "skipped", str(skip)
-        except Exception as error:             # of whatever kind: the other sections go on
+        except Exception as error:  # of whatever kind: the other sections go on
             kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
             status, why = "failed", " ".join(f"{kind}{error}".split())[:600]
         log.seek(0, os.SEEK_END)
         log.write(f"{status} {why}\n".encode())
-    return {"status": status, "why": why, "seconds": round(time.monotonic() - start, 1),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "record": record}
+    return {
+        "status": status,
+        "why": why,
+        "seconds": round(time.monotonic() - start, 1),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "record": record,
+    }

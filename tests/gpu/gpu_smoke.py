@@ -13,7 +13,7 @@ import time
 import traceback
 from pathlib import Path
 
-KEYS = 4096                # that a query sees in decoding
+KEYS = 4096  # that a query sees in decoding
 SHAPE = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
 
@@ -22,13 +22,20 @@ class Smoke:
 
     def __init__(self, name, tokens):
         self.name, self.tokens = name, tokens
-        self.steps = {"back end": self.make, "forward": lambda: self.check(False), "backward": lambda: self.check(True),
-                      "a head alone": self.lone, "speed": self.speed, "decode": self.decode}
+        self.steps = {
+            "back end": self.make,
+            "forward": lambda: self.check(False),
+            "backward": lambda: self.check(True),
+            "a head alone": self.lone,
+            "speed": self.speed,
+            "decode": self.decode,
+        }
 
     def make(self):
         """The back end and its clock."""
         from mpiattn import backends
         from mpiattn.bench.clock import clock_of
+
         self.backend = backends.get(self.name)
         self.clock = clock_of(self.backend)
         return self.clock.device
@@ -36,11 +43,13 @@ class Smoke:
     def problem(self, **more):
         """A causal block."""
         from mpiattn.problem.problem import Problem
+
         return Problem(**{"seqlen": self.tokens, "causal": True, **SHAPE, **more})
 
     def check(self, backward, **more):
         """One pass of few tokens."""
         from mpiattn.bench import kernel
+
         off = kernel.check_small(self.backend, self.problem(**more), backward)
         return f"off by {off:.1e} of the largest value"
 
@@ -52,12 +61,14 @@ class Smoke:
     def decode(self):
         """One query over pages."""
         from mpiattn.bench import kernel
+
         section = kernel.measure_decode(self.backend, self.clock, self.problem(), min(KEYS, 8 * self.tokens), 1)
         return ", ".join(f"{row['name']} {row['median'] * 1e6:.0f} us" for row in section["results"])
 
     def speed(self):
         """A causal block, timed."""
         from mpiattn.bench import kernel
+
         block = kernel.Block(self.backend, self.problem())
         seconds = kernel.timed_by(self.clock, block.attend, block.clear)()
         flops = 2 * (block.problem.head_dim + block.problem.value_dim) * block.pairs
@@ -76,7 +87,7 @@ def main():
         start = time.perf_counter()
         try:
             outcome = {"result": step()}
-        except Exception as error:             # of whatever kind: what else works is worth knowing
+        except Exception as error:  # of whatever kind: what else works is worth knowing
             traceback.print_exc()
             outcome = {"error": f"{type(error).__name__}: {error}"[:500]}
         done[name] = {"seconds": round(time.perf_counter() - start, 2), **outcome}

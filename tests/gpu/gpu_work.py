@@ -16,7 +16,7 @@ from rank_cases import CASES
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 ROOT = next(folder for folder in HERE.parents if (folder / "mpiattn" / "__init__.py").is_file())
-GROUP_SECONDS = 530            # that the sections of a group have together
+GROUP_SECONDS = 530  # that the sections of a group have together
 DEVICE = """
 import cupy, json
 runtime = cupy.cuda.runtime
@@ -28,7 +28,7 @@ print(json.dumps({"count": count, "name": of["name"].decode(), "memory": of["tot
       "nvrtc": cupy.cuda.nvrtc.getVersion()}))
 """
 PYTEST = ("-m", "pytest", "-v", "--color=no", "--tb=short", "--durations=5", "-p", "no:cacheprovider")
-SMALL = "not 256 and (windows or causal)"      # of the blocks' cases, under the sanitizer
+SMALL = "not 256 and (windows or causal)"  # of the blocks' cases, under the sanitizer
 
 
 class Section(NamedTuple):
@@ -41,7 +41,7 @@ class Section(NamedTuple):
     function: Callable
     arguments: tuple = ()
     options: dict = {}
-    gpu: bool = True                           # whether it needs one
+    gpu: bool = True  # whether it needs one
 
 
 class Work:
@@ -49,7 +49,7 @@ class Work:
 
     def __init__(self, args):
         self.args, self.installed, self.no_gpu, self.architecture = args, Installed(args.work), "", "sm_90"
-        self.threads = "1" if args.quick else str(max(1, len(os.sched_getaffinity(0)) // 2))       # of references
+        self.threads = "1" if args.quick else str(max(1, len(os.sched_getaffinity(0)) // 2))  # of references
 
     def environment(self, **options):
         """Of the commands of a section."""
@@ -63,8 +63,10 @@ class Work:
         """The GPU, as CuPy sees it."""
         if self.args.backend != "cuda":
             raise Skip(f"--backend is {self.args.backend}")
+
         def read(text):
             self.no_gpu = f"no GPU that CuPy can use: {(text.strip().splitlines() or ['no answer'])[-1][:300]}"
+
         try:
             record.update(json.loads(run([sys.executable, "-c", DEVICE], 120, read).splitlines()[-1]))
         except RuntimeError:
@@ -79,10 +81,23 @@ class Work:
 
         def read(text):
             record["steps"] = json.loads(path.read_text()) if path.is_file() else {}
-            record["result"] = "; ".join(f"{name}: {step.get('result') or step['error']}"
-                                        for name, step in record["steps"].items())
-        run([sys.executable, HERE / "gpu_smoke.py", path, "--backend", self.args.backend,
-             *(["--tokens", "64"] if self.args.quick else [])], GROUP_SECONDS, read, OPENBLAS_NUM_THREADS=self.threads)
+            record["result"] = "; ".join(
+                f"{name}: {step.get('result') or step['error']}" for name, step in record["steps"].items()
+            )
+
+        run(
+            [
+                sys.executable,
+                HERE / "gpu_smoke.py",
+                path,
+                "--backend",
+                self.args.backend,
+                *(["--tokens", "64"] if self.args.quick else []),
+            ],
+            GROUP_SECONDS,
+            read,
+            OPENBLAS_NUM_THREADS=self.threads,
+        )
 
     def mpi(self, run, record):
         """Four ranks."""
@@ -93,12 +108,15 @@ class Work:
 
     def compile(self, run, record):
         """The tile table, as NVRTC and ptxas have it for this GPU."""
+
         def read(text):
             rows = re.findall(r"^(.*): (\d+) (\d+) (\d+)$", text, re.MULTILINE)
-            record["kernels"] = {name: dict(zip(("registers", "spilled", "shared_bytes"), map(int, numbers)))
-                                for name, *numbers in rows}
+            record["kernels"] = {
+                name: dict(zip(("registers", "spilled", "shared_bytes"), map(int, numbers))) for name, *numbers in rows
+            }
             record["spilling"] = [name for name, of in record["kernels"].items() if of["spilled"]]
             record["result"] = f"{len(rows)} kernels for {self.architecture}, {len(record['spilling'])} of them spill"
+
         run([sys.executable, TESTS / "nvrtc.py", self.architecture], GROUP_SECONDS, read)
         if not record["kernels"]:
             raise RuntimeError("no kernel was compiled")
@@ -117,6 +135,7 @@ class Work:
             counts = re.findall(r"^=+ (.*(?:passed|failed|skipped|error).*?) =+$", text, re.MULTILINE)
             record["result"] = counts[-1] if counts else ""
             record["failed"] = re.findall(r"^(?:FAILED|ERROR) (.{0,200})", text, re.MULTILINE)[:20]
+
         text = run(words, GROUP_SECONDS, read, **environment)
         if " passed" not in f" {record['result']}":
             raise RuntimeError(f"nothing was tested: {record['result'] or 'no tests'}")
@@ -124,8 +143,15 @@ class Work:
 
     def ranks(self, run, record, file):
         """Four ranks on the GPU, staged through host memory."""
-        self.pytest(run, record, f"mpi/{file}", CASES[file], (4, "mpich"), MPIATTN_BACKENDS=self.args.backend,
-                    MPIATTN_TRANSPORT="staged")
+        self.pytest(
+            run,
+            record,
+            f"mpi/{file}",
+            CASES[file],
+            (4, "mpich"),
+            MPIATTN_BACKENDS=self.args.backend,
+            MPIATTN_TRANSPORT="staged",
+        )
 
     def openmpi(self, run, record):
         """An Open MPI with CUDA."""
@@ -140,8 +166,15 @@ class Work:
     def direct(self, run, record, file):
         """Four ranks whose MPI takes device memory."""
         self.needs_openmpi()
-        self.pytest(run, record, f"mpi/{file}", CASES[file], (4, "openmpi"), MPIATTN_BACKENDS=self.args.backend,
-                    MPIATTN_TRANSPORT="device")
+        self.pytest(
+            run,
+            record,
+            f"mpi/{file}",
+            CASES[file],
+            (4, "openmpi"),
+            MPIATTN_BACKENDS=self.args.backend,
+            MPIATTN_TRANSPORT="device",
+        )
 
     def needs_openmpi(self):
         """Skip where there is none."""
@@ -155,9 +188,31 @@ class Work:
         if self.args.quick:
             sizes, decode, carry = ["--seqlen", "40", "--heads", "2", "--runs", "2"], min(decode, 100), min(carry, 30)
             more = [word for word in more if word not in ("--kv-heads", "32")]
-        run([sys.executable, "-m", "mpiattn", "bench", "--kernel", "--backend", self.args.backend, "--dtype",
-             "bfloat16", "--head-dim", "128", *sizes, "--decode-keys", decode, "--carry-keys", carry, *more, "--json",
-             path], GROUP_SECONDS, OPENBLAS_NUM_THREADS=self.threads)
+        run(
+            [
+                sys.executable,
+                "-m",
+                "mpiattn",
+                "bench",
+                "--kernel",
+                "--backend",
+                self.args.backend,
+                "--dtype",
+                "bfloat16",
+                "--head-dim",
+                "128",
+                *sizes,
+                "--decode-keys",
+                decode,
+                "--carry-keys",
+                carry,
+                *more,
+                "--json",
+                path,
+            ],
+            GROUP_SECONDS,
+            OPENBLAS_NUM_THREADS=self.threads,
+        )
         data = json.loads(path.read_text())
         path.unlink()
         record["tables"] = data.pop("sections")
@@ -181,7 +236,7 @@ class Work:
 
 BLOCKS, CALLERS = "gpu/test_gpu_blocks.py", "gpu/test_gpu_callers.py"
 FORWARD, BACKWARD, PAGES = f"test_carry_in or (test_forward and {SMALL})", f"test_backward and {SMALL}", "test_pages"
-FEW_PAGES = "test_pages and not 256 and not long"      # racecheck takes longer
+FEW_PAGES = "test_pages and not 256 and not long"  # racecheck takes longer
 LONG, BACKWARDS, BOTH = (8192, 16384), ("--direction", "backward"), ("--direction", "both", "--causal")
 # In the order in which they are run.  Estimates are for an H100 with 16 cores, and nothing has been run there yet.
 SECTIONS = {
@@ -190,41 +245,61 @@ SECTIONS = {
     "smoke": Section("smoke", 20, 200, "forward, backward, decode, against float64", Work.smoke),
     "mpi": Section("smoke", 2, 60, "four ranks of the MPI that is used", Work.mpi, gpu=False),
     "compile": Section("smoke", 30, 400, "registers, spills, shared memory of the tile table", Work.compile, gpu=False),
-    "forward": Section("blocks", 60, 200, "blocks against float64, forward", Work.pytest,
-                       (BLOCKS, "test_forward or test_scores or test_carry_in")),
+    "forward": Section(
+        "blocks",
+        60,
+        200,
+        "blocks against float64, forward",
+        Work.pytest,
+        (BLOCKS, "test_forward or test_scores or test_carry_in"),
+    ),
     "backward": Section("blocks", 60, 200, "the same, backward", Work.pytest, (BLOCKS, "test_backward")),
     "pages": Section("blocks", 40, 150, "keys in pages", Work.pytest, (BLOCKS, "test_pages")),
     "callers": Section("blocks", 15, 60, "streams and arrays of other libraries", Work.pytest, (CALLERS,)),
-    **{f"ranks-{file[5:-3]}": Section("ranks", 60, 200, f"four ranks, staged: tests/mpi/{file}", Work.ranks, (file,))
-       for file in CASES},
+    **{
+        f"ranks-{file[5:-3]}": Section("ranks", 60, 200, f"four ranks, staged: tests/mpi/{file}", Work.ranks, (file,))
+        for file in CASES
+    },
     "openmpi": Section("ranks", 5, 90, "unpack Open MPI with CUDA; four ranks of it", Work.openmpi, gpu=False),
     "probe": Section("ranks", 5, 60, "device memory through Open MPI, one process", Work.probe),
-    **{f"direct-{file[5:-3]}": Section("ranks", 60, 200, f"four ranks, device memory: tests/mpi/{file}", Work.direct,
-                                       (file,)) for file in ("test_kernels.py", "test_decode.py")},
+    **{
+        f"direct-{file[5:-3]}": Section(
+            "ranks", 60, 200, f"four ranks, device memory: tests/mpi/{file}", Work.direct, (file,)
+        )
+        for file in ("test_kernels.py", "test_decode.py")
+    },
     "bench-forward": Section("bench", 50, 150, "bf16 d128 beside PyTorch, full", Work.bench, (LONG,)),
     "bench-forward-causal": Section("bench", 50, 150, "the same, causal", Work.bench, (LONG, "--causal")),
-    "bench-decode": Section("bench", 25, 100, "a query of 8 heads a KV head over 64k keys", Work.bench, ((512,),),
-                            {"decode": 65536}),
-    "bench-carry": Section("bench", 25, 100, "adding 4k keys to 8k queries' partial", Work.bench, ((8192,),),
-                           {"carry": 4096}),
+    "bench-decode": Section(
+        "bench", 25, 100, "a query of 8 heads a KV head over 64k keys", Work.bench, ((512,),), {"decode": 65536}
+    ),
+    "bench-carry": Section(
+        "bench", 25, 100, "adding 4k keys to 8k queries' partial", Work.bench, ((8192,),), {"carry": 4096}
+    ),
     "bench-backward": Section("bench", 70, 180, "full, backward", Work.bench, (LONG, *BACKWARDS)),
     "bench-backward-causal": Section("bench", 70, 180, "causal, backward", Work.bench, (LONG, *BACKWARDS, "--causal")),
-    "bench-lone-heads": Section("bench", 40, 100, "as many KV heads as heads, causal", Work.bench,
-                                ((8192,), *BOTH, "--kv-heads", "32")),
+    "bench-lone-heads": Section(
+        "bench", 40, 100, "as many KV heads as heads, causal", Work.bench, ((8192,), *BOTH, "--kv-heads", "32")
+    ),
     "bench-d64": Section("bench", 40, 100, "head dim 64, causal", Work.bench, ((8192,), *BOTH, "--head-dim", "64")),
-    "bench-d256": Section("bench", 40, 100, "head dim 256, causal", Work.bench,
-                          ((8192,), *BOTH, "--head-dim", "256")),
+    "bench-d256": Section("bench", 40, 100, "head dim 256, causal", Work.bench, ((8192,), *BOTH, "--head-dim", "256")),
     "bench-float32": Section("bench", 40, 100, "float32, causal", Work.bench, ((4096,), *BOTH, "--dtype", "float32")),
-    "memcheck-forward": Section("sanitizer", 60, 150, "accesses outside of arrays", Work.sanitize,
-                                ("memcheck", BLOCKS, FORWARD)),
-    "memcheck-backward": Section("sanitizer", 60, 150, "the same, backward", Work.sanitize,
-                                 ("memcheck", BLOCKS, BACKWARD)),
-    "memcheck-pages": Section("sanitizer", 60, 150, "the same, keys in pages, decoding", Work.sanitize,
-                              ("memcheck", BLOCKS, PAGES)),
-    "racecheck-forward": Section("sanitizer", 90, 200, "hazards in shared memory", Work.sanitize,
-                                 ("racecheck", BLOCKS, FORWARD)),
-    "racecheck-backward": Section("sanitizer", 90, 200, "the same, backward", Work.sanitize,
-                                  ("racecheck", BLOCKS, BACKWARD)),
-    "racecheck-pages": Section("sanitizer", 60, 150, "the same, keys in pages", Work.sanitize,
-                               ("racecheck", BLOCKS, FEW_PAGES)),
+    "memcheck-forward": Section(
+        "sanitizer", 60, 150, "accesses outside of arrays", Work.sanitize, ("memcheck", BLOCKS, FORWARD)
+    ),
+    "memcheck-backward": Section(
+        "sanitizer", 60, 150, "the same, backward", Work.sanitize, ("memcheck", BLOCKS, BACKWARD)
+    ),
+    "memcheck-pages": Section(
+        "sanitizer", 60, 150, "the same, keys in pages, decoding", Work.sanitize, ("memcheck", BLOCKS, PAGES)
+    ),
+    "racecheck-forward": Section(
+        "sanitizer", 90, 200, "hazards in shared memory", Work.sanitize, ("racecheck", BLOCKS, FORWARD)
+    ),
+    "racecheck-backward": Section(
+        "sanitizer", 90, 200, "the same, backward", Work.sanitize, ("racecheck", BLOCKS, BACKWARD)
+    ),
+    "racecheck-pages": Section(
+        "sanitizer", 60, 150, "the same, keys in pages", Work.sanitize, ("racecheck", BLOCKS, FEW_PAGES)
+    ),
 }

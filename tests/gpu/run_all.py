@@ -33,7 +33,7 @@ from gpu_results import Results, facts
 from gpu_sections import Skip, run_section, stopped
 from gpu_work import GROUP_SECONDS, ROOT, SECTIONS, Work
 
-PREPARATIONS = ("install", "device")           # what every group begins with
+PREPARATIONS = ("install", "device")  # what every group begins with
 GROUPS = list(dict.fromkeys(section.group for section in SECTIONS.values()))
 
 
@@ -43,8 +43,10 @@ def table():
     for group in GROUPS:
         members = {name: section for name, section in SECTIONS.items() if section.group == group}
         lines.append(f"{group}: {sum(section.estimate for section in members.values()):.0f} s, {GROUP_SECONDS} at most")
-        lines += [f"  {name:22} {section.estimate:4.0f} s, {section.limit:.0f} at most  {section.about}"
-                  for name, section in members.items()]
+        lines += [
+            f"  {name:22} {section.estimate:4.0f} s, {section.limit:.0f} at most  {section.about}"
+            for name, section in members.items()
+        ]
     return "\n".join(lines)
 
 
@@ -57,10 +59,19 @@ def arguments():
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help="only these")
     parser.add_argument("--wheels", type=lambda path: Path(path).resolve(), help="folder of wheels")
     parser.add_argument("--openmpi", type=lambda path: Path(path).resolve(), help="what build_openmpi.sh has made")
-    parser.add_argument("--work", type=lambda path: Path(path).resolve(), help="work folder, outside of OUT (default: "
-                        "%(default)s)", default=Path(tempfile.gettempdir(), "mpiattn-gpu"))
-    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS",
-                        help=f"for all of it (each group has {GROUP_SECONDS})")
+    parser.add_argument(
+        "--work",
+        type=lambda path: Path(path).resolve(),
+        help="work folder, outside of OUT (default: %(default)s)",
+        default=Path(tempfile.gettempdir(), "mpiattn-gpu"),
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help=f"for all of it (each group has {GROUP_SECONDS})",
+    )
     parser.add_argument("--backend", default="cuda", help="of what is tested and measured (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     args = parser.parse_args()
@@ -94,13 +105,17 @@ def main():
         section = SECTIONS[name]
         if name not in PREPARATIONS:
             group = section.group
-        deadline = min(began.setdefault(group, time.monotonic()) + GROUP_SECONDS, start + args.limit,
-                       time.monotonic() + section.limit)
+        deadline = min(
+            began.setdefault(group, time.monotonic()) + GROUP_SECONDS,
+            start + args.limit,
+            time.monotonic() + section.limit,
+        )
 
         def act(call, record, section=section):
             if section.gpu and work.no_gpu:
                 raise Skip(work.no_gpu)
             section.function(work, call, record, *section.arguments, **section.options)
+
         print(f"{name}: {section.estimate:.0f} s expected", flush=True)
         log = results.out / "running.log"
         result = run_section(act, log, deadline, work.environment, ROOT)

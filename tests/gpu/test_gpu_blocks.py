@@ -87,8 +87,11 @@ def test_pages(backend, case):
         for on in (numpy, backend):
             out, lse = on.empty((queries, heads, value_dim), "float32"), on.empty((queries, heads), "float32")
             begin, end = (side[0] for side in mask(queries, keys))
-            on.wait(on.attend_pages(on.contiguous(q), *map(on.contiguous, pools), pages, page_size, begin, end, out,
-                                    lse, 0.3, softcap))
+            on.wait(
+                on.attend_pages(
+                    on.contiguous(q), *map(on.contiguous, pools), pages, page_size, begin, end, out, lse, 0.3, softcap
+                )
+            )
             results.append(host((out, lse)))
         assert_rounded(results[1], results[0], np.nan_to_num(pools[1]))
 

@@ -14,6 +14,7 @@ def plan():
     from mpi4py import MPI
 
     from mpiattn import MeshAttention
+
     with MeshAttention(MPI.COMM_SELF, **SHAPE, dtype="bfloat16", causal=True, backend="cuda") as made:
         yield made
 
@@ -32,23 +33,25 @@ def assert_right(out, arrays):
 def test_the_callers_stream(plan):
     """Inputs that are still being made on it are waited for, and it goes on only after the results."""
     import cupy
+
     arrays, rows = drawn(), cupy.asarray(np.arange(300))
     held = [cupy.asarray(array) for array in arrays]
-    busy = cupy.empty((2 ** 25,), np.float32)
+    busy = cupy.empty((2**25,), np.float32)
 
     def late_copy(array):
         copy = cupy.empty(array.shape, array.dtype)
         copy.fill(0)
-        for number in range(20):                             # milliseconds
+        for number in range(20):  # milliseconds
             busy.fill(number)
         cupy.take(array[0].view("uint16"), rows, axis=0, out=copy[0].view("uint16"))
         return copy
+
     made = cupy.cuda.get_current_stream().record()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.wait_event(made)
         given = [late_copy(array) for array in held]
         out, _ = plan.forward(*given)
-        for array in given:                                  # after the call they are the caller's again
+        for array in given:  # after the call they are the caller's again
             array.fill(0)
         out = on_host(late_copy(out))
     assert_right(out, arrays)
@@ -56,6 +59,7 @@ def test_the_callers_stream(plan):
 
 def test_a_torch_tensor_is_not_copied_and_cupy_comes_back(plan):
     import cupy
+
     torch = pytest.importorskip("torch", reason="torch is not installed (the torch extra has it)")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")

@@ -9,7 +9,22 @@ from rank_cases import CASES
 
 @pytest.mark.parametrize("file", CASES)
 def test_cases(file):
-    outcome = mpirun(4, [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider",
-                         TESTS / "mpi" / file, "-k", CASES[file]], timeout=300, cwd=ROOT,
-                     env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_TRANSPORT": "staged"})
+    outcome = mpirun(
+        4,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--color=no",
+            "-p",
+            "no:cacheprovider",
+            TESTS / "mpi" / file,
+            "-k",
+            CASES[file],
+        ],
+        timeout=300,
+        cwd=ROOT,
+        env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_TRANSPORT": "staged"},
+    )
     assert " passed" in outcome.stdout, outcome.stdout

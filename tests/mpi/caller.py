@@ -6,7 +6,7 @@ import numpy as np
 
 from mpiattn.engine.folding import on_host
 
-BUSY = 20          # launches that an argument comes after
+BUSY = 20  # launches that an argument comes after
 
 
 def late(cupy, array):
@@ -31,6 +31,7 @@ def caller(backend):
         yield (lambda array: array), (lambda *results: results)
         return
     import cupy
+
     given = []
 
     def give(array):
@@ -42,6 +43,7 @@ def caller(backend):
         for array in given:
             array.fill(np.nan)
         return tuple(map(on_host, results))
+
     with cupy.cuda.Stream(non_blocking=True):
         yield give, take
 
@@ -51,6 +53,7 @@ def memory_like(backend, array):
     shape = *array.shape[:-1], 2 * array.shape[-1]
     if backend == "cuda":
         import cupy
+
         whole = cupy.empty(shape, array.dtype)
     else:
         whole = np.full(shape, np.nan, array.dtype)

@@ -30,11 +30,12 @@ import pytest
 from mpi4py import MPI
 from runs import settle, subcomm
 
-if os.environ.get("MPIATTN_CUPY") == "fake":       # a GPU that is none; given "device", an MPI that can use its memory
+if os.environ.get("MPIATTN_CUPY") == "fake":  # a GPU that is none; given "device", an MPI that can use its memory
     import fake_cupy
 
     from mpiattn.backends.cuda import backend
     from mpiattn.system import gpu_aware_mpi, gpu_probe
+
     sys.modules["cupy"], backend.PIECE = fake_cupy, 1000
     if os.environ["MPIATTN_TRANSPORT"] == "device":
         gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
@@ -47,9 +48,13 @@ def pytest_runtest_makereport(item, call):
     comm = MPI.COMM_WORLD
     if report.failed and comm.size > 1:
         sections = "".join(f"\n--- {title}\n{text}" for title, text in report.sections)
-        print(f"\n=== {item.nodeid}, {report.when}: failed on rank {comm.rank} of {comm.size}\n"
-              f"{report.longreprtext}{sections}", file=sys.stderr, flush=True)
-        time.sleep(0.5)                        # a launcher that ends the job may drop what it has not yet passed on
+        print(
+            f"\n=== {item.nodeid}, {report.when}: failed on rank {comm.rank} of {comm.size}\n"
+            f"{report.longreprtext}{sections}",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(0.5)  # a launcher that ends the job may drop what it has not yet passed on
         comm.Abort(1)
     return report
 
@@ -62,9 +67,11 @@ def comm():
 @pytest.fixture
 def at_least(comm):
     """at_least(n) skips the test, on every rank alike, where there are fewer ranks."""
+
     def require(ranks):
         if comm.size < ranks:
             pytest.skip(f"needs {ranks} ranks")
+
     return require
 
 

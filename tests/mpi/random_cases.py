@@ -11,11 +11,11 @@ from mpiattn import Layout
 class Case(NamedTuple):
     """One random run; `plan` and `call` are arguments of MeshAttention and of its calls."""
 
-    members: list          # ranks of the launch, in the order of the sub-communicator
+    members: list  # ranks of the launch, in the order of the sub-communicator
     plan: dict
     call: dict
     backends: tuple
-    costs: tuple           # of greedy's, None for the plan's own
+    costs: tuple  # of greedy's, None for the plan's own
     sinks: bool
     dlse: bool
     spread: float
@@ -42,15 +42,17 @@ def draw_call(rng, batch, seqlen, seqlen_k, causal):
     if kind == "packed":
         call = {f"cu_seqlens{side}": documents(rng, tokens, count) for side, tokens in sides.items()}
     if kind == "of each":
-        call = {f"cu_seqlens{side}": [documents(rng, tokens, count) for _ in range(batch)]
-                for side, tokens in sides.items()}
+        call = {
+            f"cu_seqlens{side}": [documents(rng, tokens, count) for _ in range(batch)] for side, tokens in sides.items()
+        }
     if kind == "padding":
         call = {f"lengths{side}": [rng.randint(0, tokens) for _ in range(batch)] for side, tokens in sides.items()}
-    if kind == "packed" and rng.random() < 0.3:                     # what they see then differs by entry
+    if kind == "packed" and rng.random() < 0.3:  # what they see then differs by entry
         shape = (batch, count)
 
     def of_documents(draw, *shape):
         return [of_documents(draw, *shape[1:]) for _ in range(shape[0])] if shape else draw()
+
     if rng.random() < 0.25:
         call["causal_documents"] = of_documents(lambda: rng.random() < 0.5, *shape)
     if (causal or "causal_documents" in call) and rng.random() < 0.25:
@@ -70,17 +72,38 @@ def draw_case(seed, index, size):
         layout = tuple(Layout("contiguous", n, ranks, cut(rng, n, ranks)) for n in (seqlen, seqlen_k))
     dtype, route = rng.choice(["float16", "bfloat16", "float32", "float64"]), rng.choice(["direct", "direct", "ring"])
     wire = rng.choice([None, None, "float16", "bfloat16", "float32"]) if route == "direct" else None
-    spread = 1 if {dtype, wire} & {"float16", "bfloat16"} else rng.choice([1, 1, 1, 5])     # naive ones are lost there
-    plan = {"batch": batch, "seqlen": seqlen, "seqlen_k": seqlen_k, "heads": kv_heads * rng.choice([1, 1, 2, 4]),
-            "kv_heads": kv_heads, "head_dim": rng.choice([1, 4, 8, 13, 32]), "value_dim": rng.choice([1, 4, 8, 13, 32]),
-            "dtype": dtype, "causal": rng.random() < 0.5, "softcap": rng.choice([None, None, 2.0, 50.0]),
-            "window": rng.choice([None, None, (3, 0), (5, 4), (None, 2), (20, None), (0, 0), (60, 60)]),
-            "scale": rng.choice([None, None, 0.5, 2.0]), "tile": rng.choice(tiles(ranks)), "layout": layout,
-            "schedule": rng.choice(["greedy", "greedy", "collective"]), "route": route, "wire_dtype": wire,
-            "max_message": rng.choice([2 ** 30, 2 ** 30, 1000, 64]),
-            "prefix": rng.choice([0, 0, 0, 1, 4, 30]), "causal_block": rng.choice([None, None, None, 1, 3, 8, 50])}
+    spread = 1 if {dtype, wire} & {"float16", "bfloat16"} else rng.choice([1, 1, 1, 5])  # naive ones are lost there
+    plan = {
+        "batch": batch,
+        "seqlen": seqlen,
+        "seqlen_k": seqlen_k,
+        "heads": kv_heads * rng.choice([1, 1, 2, 4]),
+        "kv_heads": kv_heads,
+        "head_dim": rng.choice([1, 4, 8, 13, 32]),
+        "value_dim": rng.choice([1, 4, 8, 13, 32]),
+        "dtype": dtype,
+        "causal": rng.random() < 0.5,
+        "softcap": rng.choice([None, None, 2.0, 50.0]),
+        "window": rng.choice([None, None, (3, 0), (5, 4), (None, 2), (20, None), (0, 0), (60, 60)]),
+        "scale": rng.choice([None, None, 0.5, 2.0]),
+        "tile": rng.choice(tiles(ranks)),
+        "layout": layout,
+        "schedule": rng.choice(["greedy", "greedy", "collective"]),
+        "route": route,
+        "wire_dtype": wire,
+        "max_message": rng.choice([2**30, 2**30, 1000, 64]),
+        "prefix": rng.choice([0, 0, 0, 1, 4, 30]),
+        "causal_block": rng.choice([None, None, None, 1, 3, 8, 50]),
+    }
     causal = plan["causal"] or plan["prefix"] > 0 or plan["causal_block"] is not None
-    return Case(rng.sample(range(size), ranks), plan, draw_call(rng, batch, seqlen, seqlen_k, causal),
-                rng.choice([("numpy",), ("deferred",), ("numpy", "deferred")]),
-                tuple(rng.choice([0.1, 0.5, 1, 1.7, 3, 50]) for _ in range(4)) if rng.random() < 0.5 else None,
-                sinks=rng.random() < 0.3, dlse=rng.random() < 0.5, spread=spread, seed=rng.randrange(2 ** 30))
+    return Case(
+        rng.sample(range(size), ranks),
+        plan,
+        draw_call(rng, batch, seqlen, seqlen_k, causal),
+        rng.choice([("numpy",), ("deferred",), ("numpy", "deferred")]),
+        tuple(rng.choice([0.1, 0.5, 1, 1.7, 3, 50]) for _ in range(4)) if rng.random() < 0.5 else None,
+        sinks=rng.random() < 0.3,
+        dlse=rng.random() < 0.5,
+        spread=spread,
+        seed=rng.randrange(2**30),
+    )

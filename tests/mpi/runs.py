@@ -58,7 +58,7 @@ def attend(plan, chunks, call=None, backward=True):
         out, lse = plan.forward(*inputs, **options)
         grads = ()
         if backward:
-            dout, dlse = give(chunks.dout), give(chunks.dlse)          # not before: they come late to this call too
+            dout, dlse = give(chunks.dout), give(chunks.dlse)  # not before: they come late to this call too
             grads = plan.backward(dout, *inputs, out, lse, dlse=dlse, **options)
         return Result(*take(out, lse, *grads))
 
@@ -69,7 +69,7 @@ def run(comm, inputs, call=None, backward=True, **arguments):
         return attend(plan, my_chunks(plan, *inputs), call, backward), plan.positions, plan.positions_k
 
 
-_ORACLE = {}             # the last problem's result on rank 0: loops over tiles, layouts, schedules ask for it again
+_ORACLE = {}  # the last problem's result on rank 0: loops over tiles, layouts, schedules ask for it again
 
 
 def whole_result(key, make):
@@ -87,8 +87,20 @@ def once(comm, make):
     return comm.bcast(made)
 
 
-def check(comm, *, seed=0, inputs=None, call=None, ref=None, backward=True, dlse=True, sinks=False, terms=False,
-          backends=BACKENDS, **arguments):
+def check(
+    comm,
+    *,
+    seed=0,
+    inputs=None,
+    call=None,
+    ref=None,
+    backward=True,
+    dlse=True,
+    sinks=False,
+    terms=False,
+    backends=BACKENDS,
+    **arguments,
+):
     """Forward and backward against the reference, and every back end the same bits; returns this rank's result.
 
     call: documents or padding.  ref: the whole problem's result where it is known.  sinks, dlse: whether there are.
@@ -119,9 +131,14 @@ def check_long(comm, every, backward=True, **arguments):
     problem = problem_of(arguments)
     inputs = draw_all(problem)
     result, at, at_k = run(comm, inputs, backward=backward, **arguments)
-    step = 1 if backward else every                   # gradients of a key need the lse of every query
-    out, lse = reference.attention(inputs.q[:, at[::step]], *inputs[1:3], causal=problem.causal, positions=at[::step],
-                                   lengths=(problem.seqlen, problem.seqlen))
+    step = 1 if backward else every  # gradients of a key need the lse of every query
+    out, lse = reference.attention(
+        inputs.q[:, at[::step]],
+        *inputs[1:3],
+        causal=problem.causal,
+        positions=at[::step],
+        lengths=(problem.seqlen, problem.seqlen),
+    )
     compared = [("out", result.out[:, ::step], out), ("lse", result.lse[..., ::step], lse)]
     settle(comm)
     if backward:
@@ -172,8 +189,9 @@ def use_schedule(plan, schedule):
     """Make an open plan run another schedule of its tile, forward or backward; collective."""
     executors = plan._passes.executors
     if schedule.direction == "backward":
-        plan._passes.backward_executor()                     # made, to be replaced
+        plan._passes.backward_executor()  # made, to be replaced
     else:
         plan.schedule = schedule
-    executors[schedule.direction] = Executor(plan._mesh, schedule, executors[schedule.direction].work, plan._exchange,
-                                             plan.q_layout, plan.k_layout)
+    executors[schedule.direction] = Executor(
+        plan._mesh, schedule, executors[schedule.direction].work, plan._exchange, plan.q_layout, plan.k_layout
+    )

@@ -24,20 +24,34 @@ def same_error(comm, call, kind=ArgumentError):
 
 
 WRONG = [
-    ("seqlen", -1, ["-1", "at least 0"]), ("seqlen", 2.5, ["2.5", "whole number"]), ("heads", 0, ["0", "at least 1"]),
-    ("heads", True, ["True"]), ("kv_heads", 3, ["3", "divide heads", "4"]), ("head_dim", None, ["None"]),
-    ("value_dim", -2, ["-2"]), ("batch", 0, ["0"]), ("seqlen_k", "many", ["many"]),
-    ("dtype", "bfloat17", ["bfloat17", "float16, float32, float64"]), ("causal", 2, ["2", "True or False"]),
-    ("scale", float("nan"), ["nan", "finite"]), ("scale", "big", ["big"]),
-    ("tile", "3x99", ["3x99", "ring, qring or auto"]), ("tile", "square", ["square", "auto"]),
+    ("seqlen", -1, ["-1", "at least 0"]),
+    ("seqlen", 2.5, ["2.5", "whole number"]),
+    ("heads", 0, ["0", "at least 1"]),
+    ("heads", True, ["True"]),
+    ("kv_heads", 3, ["3", "divide heads", "4"]),
+    ("head_dim", None, ["None"]),
+    ("value_dim", -2, ["-2"]),
+    ("batch", 0, ["0"]),
+    ("seqlen_k", "many", ["many"]),
+    ("dtype", "bfloat17", ["bfloat17", "float16, float32, float64"]),
+    ("causal", 2, ["2", "True or False"]),
+    ("scale", float("nan"), ["nan", "finite"]),
+    ("scale", "big", ["big"]),
+    ("tile", "3x99", ["3x99", "ring, qring or auto"]),
+    ("tile", "square", ["square", "auto"]),
     ("tile", (1, 2, 3), ["1x2x3"]),
     ("layout", "diagonal", ["diagonal", "contiguous, striped, zigzag"]),
     ("layout", Layout("striped", 25, 1), ["seqlen=25", "24"]),
-    ("schedule", "lazy", ["lazy", "greedy, collective, auto"]), ("route", "scenic", ["scenic", "direct, ring"]),
-    ("backend", "abacus", ["abacus", "numpy"]), ("max_message", 0, ["0", "2^31"]),
-    ("max_message", 2 ** 31, [str(2 ** 31)]), ("window", (1,), ["(1,)"]),
-    ("window", (-2, 0), ["-2"]), ("softcap", -1, ["positive"]),
-    ("wire_dtype", "float64", ["float64", "bfloat16, float32"]), ("wire_dtype", 3, ["3"]),
+    ("schedule", "lazy", ["lazy", "greedy, collective, auto"]),
+    ("route", "scenic", ["scenic", "direct, ring"]),
+    ("backend", "abacus", ["abacus", "numpy"]),
+    ("max_message", 0, ["0", "2^31"]),
+    ("max_message", 2**31, [str(2**31)]),
+    ("window", (1,), ["(1,)"]),
+    ("window", (-2, 0), ["-2"]),
+    ("softcap", -1, ["positive"]),
+    ("wire_dtype", "float64", ["float64", "bfloat16, float32"]),
+    ("wire_dtype", 3, ["3"]),
 ]
 
 
@@ -57,10 +71,25 @@ def test_wrong_on_every_rank(comm):
     assert " on rank" not in text
 
 
-@pytest.mark.parametrize(("name", "value"), [("seqlen", 25), ("heads", 8), ("head_dim", 16), ("dtype", "float64"),
-                                             ("causal", True), ("tile", "ring"), ("layout", "striped"), ("scale", 0.25),
-                                             ("schedule", "collective"), ("route", "ring"), ("max_message", 999),
-                                             ("wire_dtype", "float16"), ("window", (4, 0)), ("softcap", 2.0)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seqlen", 25),
+        ("heads", 8),
+        ("head_dim", 16),
+        ("dtype", "float64"),
+        ("causal", True),
+        ("tile", "ring"),
+        ("layout", "striped"),
+        ("scale", 0.25),
+        ("schedule", "collective"),
+        ("route", "ring"),
+        ("max_message", 999),
+        ("wire_dtype", "float16"),
+        ("window", (4, 0)),
+        ("softcap", 2.0),
+    ],
+)
 def test_case_26_different_on_one_rank(comm, at_least, name, value):
     at_least(2)
     arguments = {**SHAPE, name: value} if comm.rank == 1 else SHAPE
@@ -77,13 +106,13 @@ def test_case_26_wrong_at_a_call(comm, name):
         for guilty in {0, comm.size - 1}:
             for wrong in (good[name][:, :-1], np.concatenate([good[name]] * 2, axis=1), good[name].astype("f8"), None):
                 if wrong is not None and wrong.shape == good[name].shape and wrong.dtype == good[name].dtype:
-                    continue                          # an empty chunk can't be shortened
+                    continue  # an empty chunk can't be shortened
                 given = {**good, name: wrong} if comm.rank == guilty else good
                 text = same_error(comm, lambda given=given: plan.forward(**given))
                 assert text.startswith(name)
                 if comm.size > 1:
                     assert f"rank {guilty}" in text
-        again = plan.forward(**good)                  # the plan is as good as before
+        again = plan.forward(**good)  # the plan is as good as before
         assert all((a == b).all() for a, b in zip(expected, again))
 
 
@@ -121,30 +150,42 @@ def test_case_26_different_at_a_call(group):
         chunks = my_chunks(plan, *draw_all(plan.problem))
         out, lse = plan.forward(*chunks[:3])
         odd = group.rank == 2
-        for named, given in (("documents", {"cu_seqlens": [0, 10 + odd, 24]}),
-                             ("documents", {"lengths": [9]} if odd else {}),
-                             ("sinks", {"sinks": np.full(4, 1 + odd, np.float32)}),
-                             ("sinks", {"sinks": np.ones(4, np.float32)} if odd else {})):
-            for call in (lambda given=given: plan.forward(*chunks[:3], **given),
-                         lambda given=given: plan.backward(chunks.dout, *chunks[:3], out, lse, **given)):
+        for named, given in (
+            ("documents", {"cu_seqlens": [0, 10 + odd, 24]}),
+            ("documents", {"lengths": [9]} if odd else {}),
+            ("sinks", {"sinks": np.full(4, 1 + odd, np.float32)}),
+            ("sinks", {"sinks": np.ones(4, np.float32)} if odd else {}),
+        ):
+            for call in (
+                lambda given=given: plan.forward(*chunks[:3], **given),
+                lambda given=given: plan.backward(chunks.dout, *chunks[:3], out, lse, **given),
+            ):
                 text = same_error(group, call)
                 assert text.startswith(named) and "rank 2" in text
         assert (plan.forward(*chunks[:3])[0] == out).all()
 
 
-@pytest.mark.parametrize("given, says", [
-    ({"cu_seqlens": [0, 30, 20]}, "cu_seqlens is"), ({"cu_seqlens": [0, 99]}, "positions from 0 to 24"),
-    ({"cu_seqlens": [0.5, 3]}, "whole numbers"), ({"lengths": [3]}, "2 numbers from 0 to 24"),
-    ({"cu_seqlens": [0, 24], "lengths": [1, 2]}, "lengths is given with cu_seqlens"),
-    ({"cu_seqlens_k": [0, 24]}, "without cu_seqlens"), ({"cu_seqlens": [[0, 4]]}, "one for each of 2"),
-    ({"cu_seqlens": [0, 9, 24], "cu_seqlens_k": [0, 24]}, "it must have 2"),
-])
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"cu_seqlens": [0, 30, 20]}, "cu_seqlens is"),
+        ({"cu_seqlens": [0, 99]}, "positions from 0 to 24"),
+        ({"cu_seqlens": [0.5, 3]}, "whole numbers"),
+        ({"lengths": [3]}, "2 numbers from 0 to 24"),
+        ({"cu_seqlens": [0, 24], "lengths": [1, 2]}, "lengths is given with cu_seqlens"),
+        ({"cu_seqlens_k": [0, 24]}, "without cu_seqlens"),
+        ({"cu_seqlens": [[0, 4]]}, "one for each of 2"),
+        ({"cu_seqlens": [0, 9, 24], "cu_seqlens_k": [0, 24]}, "it must have 2"),
+    ],
+)
 def test_wrong_documents(comm, given, says):
     with MeshAttention(comm, **SHAPE, batch=2) as plan:
         chunks = my_chunks(plan, *draw_all(plan.problem))
         out, lse = plan.forward(*chunks[:3], lengths=[24, 0])
-        for call in (lambda: plan.forward(*chunks[:3], **given),
-                     lambda: plan.backward(chunks.dout, *chunks[:3], out, lse, **given)):
+        for call in (
+            lambda: plan.forward(*chunks[:3], **given),
+            lambda: plan.backward(chunks.dout, *chunks[:3], out, lse, **given),
+        ):
             with pytest.raises(ArgumentError, match=says):
                 call()
 
@@ -157,16 +198,19 @@ def test_a_wire_dtype_on_the_ring_route_is_refused(group):
 
 def test_unchecked_call_raises_alone():
     from mpi4py import MPI
+
     with MeshAttention(MPI.COMM_SELF, **SHAPE) as plan, pytest.raises(ArgumentError, match=r"^q has shape"):
         plan.forward(*[np.zeros((1, 3, 4, 8), "f4")] * 3, check=False)
 
 
 def test_any_exception_of_one_rank(comm):
     """Errors that are not mpiattn's, and files, arrive as mpiattn's."""
+
     def fail(error):
         with agreement(Peers(comm)):
             if comm.rank == comm.size - 1:
                 raise error
+
     assert "KeyError: 'x'" in same_error(comm, lambda: fail(KeyError("x")), MpiattnError)
     assert "no such thing" in same_error(comm, lambda: fail(FileNotFoundError("no such thing")), FileError)
     assert "out of it" in same_error(comm, lambda: fail(MemoryError("out of it")), MpiattnError)
@@ -176,6 +220,7 @@ def test_first_of_different_errors(comm):
     def fail():
         with agreement(Peers(comm)):
             raise ArgumentError(f"wrong as rank {comm.rank} is")
+
     assert same_error(comm, fail).startswith("wrong as rank 0 is")
 
 

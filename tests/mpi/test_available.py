@@ -21,22 +21,26 @@ def lacking(comm, monkeypatch):
 
 
 @pytest.mark.usefixtures("lacking")
-@pytest.mark.parametrize("make", [
-    lambda comm: MeshAttention(comm, **SHAPE, backend="deferred"),
-    lambda comm: KVCache(comm, capacity=64, kv_heads=2, head_dim=8, backend="deferred"),
-    lambda comm: attention(*np.ones((3, 1, 4, 2, 8), np.float32), comm=comm, backend="deferred")],
-    ids=["plan", "cache", "one call"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda comm: MeshAttention(comm, **SHAPE, backend="deferred"),
+        lambda comm: KVCache(comm, capacity=64, kv_heads=2, head_dim=8, backend="deferred"),
+        lambda comm: attention(*np.ones((3, 1, 4, 2, 8), np.float32), comm=comm, backend="deferred"),
+    ],
+    ids=["plan", "cache", "one call"],
+)
 def test_one_error_on_every_rank(comm, make):
     text = same_error(comm, lambda: make(comm))
-    assert text == (f"backend is 'deferred', which cannot run on node9 (rank {comm.size - 1}): it needs a coffee: "
-                    "pip install cup")
+    assert text == (
+        f"backend is 'deferred', which cannot run on node9 (rank {comm.size - 1}): it needs a coffee: pip install cup"
+    )
 
 
 @pytest.mark.usefixtures("lacking")
 def test_auto_is_what_every_rank_can_run(comm, monkeypatch):
     monkeypatch.setattr(registry, "AUTO", ("deferred", "numpy"))
-    for make in (lambda: MeshAttention(comm, **SHAPE),
-                 lambda: KVCache(comm, capacity=64, kv_heads=2, head_dim=8)):
+    for make in (lambda: MeshAttention(comm, **SHAPE), lambda: KVCache(comm, capacity=64, kv_heads=2, head_dim=8)):
         with make() as made:
             assert made.backend == "numpy"
     out, _ = attention(*np.ones((3, 1, 4, 2, 8), np.float32), comm=comm)

@@ -23,9 +23,10 @@ def memory_for(results, kind=None):
     return nothing if kind is None else [other(kind, array) for array in nothing]
 
 
-@pytest.mark.parametrize("kind, batch, schedule, backend",
-                         thinned([kind for kind in KINDS if kind.__name__ != "read_only"], [1, 2],
-                                 ["greedy", "collective"], BACKENDS))
+@pytest.mark.parametrize(
+    "kind, batch, schedule, backend",
+    thinned([kind for kind in KINDS if kind.__name__ != "read_only"], [1, 2], ["greedy", "collective"], BACKENDS),
+)
 def test_passes(comm, kind, batch, schedule, backend):
     """In memory of any strides; against the oracle too."""
     shape = {**SHAPE, "batch": batch, "schedule": schedule}
@@ -35,8 +36,15 @@ def test_passes(comm, kind, batch, schedule, backend):
         into = memory_for(expected[:5], kind)
         for _ in range(2):
             out, lse = plan.forward(*chunks[:3], sinks=chunks.sinks, out=into[0], lse=into[1])
-            grads = plan.backward(chunks.dout, *chunks[:3], out, lse, dlse=chunks.dlse, sinks=chunks.sinks,
-                                  **dict(zip(GRADIENTS, into[2:])))
+            grads = plan.backward(
+                chunks.dout,
+                *chunks[:3],
+                out,
+                lse,
+                dlse=chunks.dlse,
+                sinks=chunks.sinks,
+                **dict(zip(GRADIENTS, into[2:])),
+            )
             assert all(got is given for got, given in zip((out, lse, *grads), into))
             same = bits(*into, grads[3]) == bits(*expected)
             agreed(comm, None if same else "other bits than in new arrays")
@@ -109,14 +117,23 @@ def wrong_memory(good, q):
     locked, wide = good.copy(), np.empty((*good.shape, 2), good.dtype)
     locked.flags.writeable = False
     repeated = np.lib.stride_tricks.as_strided(good.copy(), good.shape, (0, *good.strides[1:]))
-    sliding = np.lib.stride_tricks.as_strided(np.empty(good.size, good.dtype), good.shape,
-                                              (*good.strides[:-2], good.itemsize, good.itemsize))
+    sliding = np.lib.stride_tricks.as_strided(
+        np.empty(good.size, good.dtype), good.shape, (*good.strides[:-2], good.itemsize, good.itemsize)
+    )
     padded = np.empty(good.shape, [("number", good.dtype), ("padding", np.uint8)])["number"]
-    return {"has shape": good[:, :-1], "it must be": wide, "has dtype float64": good.astype(np.float64),
-            "has dtype >f4": good.astype(">f4"), "is a list": good.tolist(),
-            "is a MaskedArray": np.ma.masked_array(good), "is read-only": locked, "must be multiples": padded,
-            "so that its elements may share memory": repeated, "must have memory of its own": sliding,
-            "shares memory with q": q}
+    return {
+        "has shape": good[:, :-1],
+        "it must be": wide,
+        "has dtype float64": good.astype(np.float64),
+        "has dtype >f4": good.astype(">f4"),
+        "is a list": good.tolist(),
+        "is a MaskedArray": np.ma.masked_array(good),
+        "is read-only": locked,
+        "must be multiples": padded,
+        "so that its elements may share memory": repeated,
+        "must have memory of its own": sliding,
+        "shares memory with q": q,
+    }
 
 
 def test_memory_that_cannot_be_written_into(comm):
@@ -127,22 +144,26 @@ def test_memory_that_cannot_be_written_into(comm):
         chunks = my_chunks(plan, *draw_all(plan.problem))
         results = attend(plan, chunks)
         for said, wrong in wrong_memory(np.empty_like(results.out), chunks.q).items():
+
             def forward(wrong=wrong, **more):
                 return plan.forward(*chunks[:3], **({"out": wrong} if last else {}), **more)
 
             def backward(name, wrong=wrong, **more):
                 return plan.backward(chunks.dout, *chunks[:3], *results[:2], **({name: wrong} if last else {}), **more)
+
             text = same_error(comm, forward)
             assert text.startswith("out ") and said in text
             for name in GRADIENTS:
                 text = same_error(comm, lambda name=name: backward(name))
                 assert text.startswith(f"{name} ") and said in text
         both = np.empty_like(results.out)
-        assert "dk shares memory with dq" in same_error(comm, lambda: plan.backward(
-            chunks.dout, *chunks[:3], *results[:2], dq=both, dk=both[:, ::-1]))
+        assert "dk shares memory with dq" in same_error(
+            comm, lambda: plan.backward(chunks.dout, *chunks[:3], *results[:2], dq=both, dk=both[:, ::-1])
+        )
         for name, array in (("dout", chunks.dout), ("out", results.out)):
-            assert f"dv shares memory with {name};" in same_error(comm, lambda array=array: plan.backward(
-                chunks.dout, *chunks[:3], *results[:2], dv=array))
+            assert f"dv shares memory with {name};" in same_error(
+                comm, lambda array=array: plan.backward(chunks.dout, *chunks[:3], *results[:2], dv=array)
+            )
         assert "lse has shape" in same_error(comm, lambda: plan.forward(*chunks[:3], lse=both))
         assert bits(*attend(plan, chunks)) == bits(*results)
 
@@ -155,12 +176,17 @@ def test_memory_that_decoding_cannot_write_into(comm):
     expected = tree_decode(q, mirror.cache)
     for decode in (tree_decode, *RINGS.values()):
         for said, wrong in wrong_memory(np.empty_like(q), q).items():
-            text = same_error(comm, lambda wrong=wrong, decode=decode: decode(
-                q, mirror.cache, **({"out": wrong} if last else {})))
+            text = same_error(
+                comm, lambda wrong=wrong, decode=decode: decode(q, mirror.cache, **({"out": wrong} if last else {}))
+            )
             assert text.startswith("out ") and said in text
     memory, small = np.empty(q.size, q.dtype), expected[1]
-    assert "lse shares memory with out" in same_error(comm, lambda: tree_decode(
-        q, mirror.cache, out=memory.reshape(q.shape), lse=memory[:small.size].reshape(small.shape)))
+    assert "lse shares memory with out" in same_error(
+        comm,
+        lambda: tree_decode(
+            q, mirror.cache, out=memory.reshape(q.shape), lse=memory[: small.size].reshape(small.shape)
+        ),
+    )
     assert bits(*tree_decode(q, mirror.cache)) == bits(*expected)
     mirror.cache.close()
 
@@ -168,7 +194,7 @@ def test_memory_that_decoding_cannot_write_into(comm):
 # Memory that is taken
 
 # Bytes that a warm call may take for a moment: NumPy's own buffers of 8192 elements, requests, small objects.
-MOMENTARY = 2 ** 17
+MOMENTARY = 2**17
 
 
 def taken(call):
@@ -185,9 +211,16 @@ def taken(call):
 
 
 @on(1, 3)
-@pytest.mark.parametrize("options", [
-    {"batch": 2}, {"schedule": "collective", "layout": "striped", "dtype": "float16", "window": (100, 0)},
-    {"wire_dtype": "bfloat16", "tile": "ring", "softcap": 5.0}, {"schedule": "greedy", "strided": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 2},
+        {"schedule": "collective", "layout": "striped", "dtype": "float16", "window": (100, 0)},
+        {"wire_dtype": "bfloat16", "tile": "ring", "softcap": 5.0},
+        {"schedule": "greedy", "strided": True},
+    ],
+    ids=str,
+)
 def test_a_warm_pass_allocates_nothing(group, options):
     options = dict(options)
     strided = options.pop("strided", False)
@@ -195,14 +228,22 @@ def test_a_warm_pass_allocates_nothing(group, options):
     with MeshAttention(group, backend="numpy", **shape) as plan:
         chunks = my_chunks(plan, *draw_all(plan.problem))
         if strided:
-            chunks = chunks._replace(**{name: np.repeat(getattr(chunks, name), 2, axis=-1)[..., ::2]
-                                    for name in ("q", "k", "v", "dout", "dlse")})
+            chunks = chunks._replace(
+                **{
+                    name: np.repeat(getattr(chunks, name), 2, axis=-1)[..., ::2]
+                    for name in ("q", "k", "v", "dout", "dlse")
+                }
+            )
         results = attend(plan, chunks)[:5]
         out, lse, *grads = results
         peaks = {
             "forward": taken(lambda: plan.forward(*chunks[:3], out=out, lse=lse)),
-            "backward": taken(lambda: plan.backward(chunks.dout, *chunks[:3], out, lse, dlse=chunks.dlse,
-                                                    **dict(zip(GRADIENTS, grads))))}
+            "backward": taken(
+                lambda: plan.backward(
+                    chunks.dout, *chunks[:3], out, lse, dlse=chunks.dlse, **dict(zip(GRADIENTS, grads))
+                )
+            ),
+        }
     assert out.nbytes > 4 * MOMENTARY
     agreed(group, None if max(peaks.values()) < MOMENTARY else peaks)
 
@@ -210,12 +251,14 @@ def test_a_warm_pass_allocates_nothing(group, options):
 @on(1, 3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_warm_decoding_allocates_nothing(group, dtype):
-    with KVCache(group, capacity=100 * group.size, sequences=2, kv_heads=4, head_dim=256, dtype=dtype,
-                 backend="numpy") as cache:
+    with KVCache(
+        group, capacity=100 * group.size, sequences=2, kv_heads=4, head_dim=256, dtype=dtype, backend="numpy"
+    ) as cache:
         rng = np.random.default_rng(0)
 
         def draw(*shape):
             return rng.standard_normal(shape).astype(cache.dtype)
+
         cache.append(draw(2, 50, 4, 256), draw(2, 50, 4, 256))
         q = draw(2, 24, 16, 256)
         for way in ("butterfly", "allreduce"):

@@ -26,8 +26,10 @@ def two_plans(group):
 
 @pytest.fixture
 def two_caches(group):
-    with (KVCache(group, capacity=90, kv_heads=2, head_dim=4) as a,
-          KVCache(group, capacity=90, kv_heads=2, head_dim=4) as b):
+    with (
+        KVCache(group, capacity=90, kv_heads=2, head_dim=4) as a,
+        KVCache(group, capacity=90, kv_heads=2, head_dim=4) as b,
+    ):
         yield a, b
 
 
@@ -51,7 +53,7 @@ def test_case_32_two_plans(group, two_plans, odd):
     others = [rank for rank in range(3) if rank != odd]
     assert f"rank {odd} makes call 2 of {a._name}, forward" in text
     assert f"ranks {others[0]}, {others[1]} make call 2 of {b._name}, forward" in text
-    again = a.forward(*x), b.forward(*y)                    # the plans are as good as before
+    again = a.forward(*x), b.forward(*y)  # the plans are as good as before
     assert all((array == other).all() for pair in zip(expected, again) for array, other in zip(*pair))
 
 
@@ -68,10 +70,12 @@ def test_case_32_two_caches(group, two_caches):
     for cache in two_caches:
         cache.append(k, k)
     q = np.ones((1, 1, 2, 4), np.float32)
-    for first, second in ((lambda: tree_decode(q, a), lambda: tree_decode(q, b)),
-                          (lambda: a.append(k, k), lambda: b.append(k, k)),
-                          (lambda: a.truncate(3), lambda: b.free()),
-                          (lambda: tree_decode(q, a), lambda: ring_decode(q, a))):
+    for first, second in (
+        (lambda: tree_decode(q, a), lambda: tree_decode(q, b)),
+        (lambda: a.append(k, k), lambda: b.append(k, k)),
+        (lambda: a.truncate(3), lambda: b.free()),
+        (lambda: tree_decode(q, a), lambda: ring_decode(q, a)),
+    ):
         crossed(group, 0, first, second)
     assert a.lengths == b.lengths == (5,)
     tree_decode(q, a)
@@ -83,11 +87,16 @@ def test_case_32_different_methods(group, two_plans, two_caches):
     cache = two_caches[0]
     x = chunks(a)
     out, lse = a.forward(*x)
-    calls = {"forward": lambda: a.forward(*x), "backward": lambda: a.backward(out, *x, out, lse),
-             "gather": lambda: a.gather(out), "scatter": lambda: b.scatter(np.zeros((1, 24)), root=None),
-             "append": lambda: cache.append(np.ones((1, 1, 2, 4), "f4"), np.ones((1, 1, 2, 4), "f4")),
-             "a plan": lambda: MeshAttention(group, **SHAPE), "attention": lambda: attention(*x, comm=group),
-             "a cache": lambda: KVCache(group, capacity=9, kv_heads=1, head_dim=4)}
+    calls = {
+        "forward": lambda: a.forward(*x),
+        "backward": lambda: a.backward(out, *x, out, lse),
+        "gather": lambda: a.gather(out),
+        "scatter": lambda: b.scatter(np.zeros((1, 24)), root=None),
+        "append": lambda: cache.append(np.ones((1, 1, 2, 4), "f4"), np.ones((1, 1, 2, 4), "f4")),
+        "a plan": lambda: MeshAttention(group, **SHAPE),
+        "attention": lambda: attention(*x, comm=group),
+        "a cache": lambda: KVCache(group, capacity=9, kv_heads=1, head_dim=4),
+    }
     for first in calls:
         for second in calls:
             if first != second:
@@ -102,7 +111,7 @@ def test_case_32_closing(group, two_plans):
     x = chunks(a)
     crossed(group, 1, a.close, lambda: a.forward(*x))
     crossed(group, 0, a.close, b.close)
-    assert a.forward(*x)[0].shape == x[0].shape                 # nobody has closed anything
+    assert a.forward(*x)[0].shape == x[0].shape  # nobody has closed anything
     a.close()
 
 
@@ -124,7 +133,7 @@ def test_case_32_inside_its_own_callback(group, two_plans):
     a, b = two_plans
     x = chunks(a)
     other = group.Dup()
-    with MeshAttention(other, **SHAPE) as elsewhere:                # another communicator's is no matter
+    with MeshAttention(other, **SHAPE) as elsewhere:  # another communicator's is no matter
         expected = a.forward(*x)[0]
         assert (a.forward(*x, progress=lambda done: elsewhere.forward(*x))[0] == expected).all()
     other.Free()
@@ -150,6 +159,7 @@ def test_case_32_from_a_second_thread(group, two_plans):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
+
     expected = a.forward(*x)[0]
     assert (a.forward(*x, progress=progress)[0] == expected).all()
     assert refused and all("forward is running on this communicator" in text for text in refused)
@@ -166,6 +176,7 @@ def test_closing_inside_its_own_callback(group, two_plans):
                 plan.close()
             except MpiattnError as error:
                 refused.append(str(error))
+
     expected = a.forward(*x)[0]
     assert (a.forward(*x, progress=progress)[0] == expected).all()
     refusal = r"closing plan \d+ is refused: call 2 of plan \d+, forward is running on this communicator"
@@ -193,4 +204,4 @@ def test_unclosed_plans_leave_no_communicator(group, times):
         homes.append(plan._home)
         del plan
         fresh.Free()
-    assert all(home.comm == MPI.COMM_NULL for home in homes[:-1])         # what is left goes when the next is made
+    assert all(home.comm == MPI.COMM_NULL for home in homes[:-1])  # what is left goes when the next is made

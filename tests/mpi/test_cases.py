@@ -12,7 +12,7 @@ from thinning import every, thinned
 from mpiattn import Layout, MeshAttention
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
-WAYS = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))      # schedule and route
+WAYS = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))  # schedule and route
 
 
 @pytest.mark.many
@@ -33,8 +33,17 @@ def test_case_2_ring_flash_attention(group, layout):
 @pytest.mark.many
 @pytest.mark.parametrize("layout, seqlen, schedule", thinned(LAYOUTS, [31, 5, 1, 0], ["greedy", "collective"]))
 def test_case_3_fewer_tokens_than_ranks(comm, layout, seqlen, schedule):
-    check(comm, batch=2, seqlen=seqlen, heads=2, head_dim=4, dtype="float64", causal=True, layout=layout,
-          schedule=schedule)
+    check(
+        comm,
+        batch=2,
+        seqlen=seqlen,
+        heads=2,
+        head_dim=4,
+        dtype="float64",
+        causal=True,
+        layout=layout,
+        schedule=schedule,
+    )
 
 
 @pytest.mark.many
@@ -45,8 +54,20 @@ def test_case_3_uneven_layouts_of_queries_and_keys(comm):
     k_sizes = tuple(7 if rank == n - 1 else 2 * (rank % 4) for rank in range(n))
     layout = tuple(Layout("contiguous", sum(sizes), n, sizes) for sizes in (q_sizes, k_sizes))
     for schedule, route in WAYS:
-        check(comm, batch=2, seqlen=sum(q_sizes), seqlen_k=sum(k_sizes), heads=4, kv_heads=2, head_dim=8,
-              dtype="float64", causal=True, layout=layout, schedule=schedule, route=route)
+        check(
+            comm,
+            batch=2,
+            seqlen=sum(q_sizes),
+            seqlen_k=sum(k_sizes),
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            dtype="float64",
+            causal=True,
+            layout=layout,
+            schedule=schedule,
+            route=route,
+        )
 
 
 @on(3, 7)
@@ -59,8 +80,17 @@ def test_case_4_long_on_prime_ranks(group):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (8, 2), (6, 1), (3, 3)])
 def test_case_5_grouped_query_heads(group, heads, kv_heads, causal):
     for schedule in ("greedy", "collective"):
-        result = check(group, batch=2, seqlen=37, heads=heads, kv_heads=kv_heads, head_dim=8, dtype="float64",
-                       causal=causal, schedule=schedule)
+        result = check(
+            group,
+            batch=2,
+            seqlen=37,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=8,
+            dtype="float64",
+            causal=causal,
+            schedule=schedule,
+        )
         assert result.dk.shape[2] == result.dv.shape[2] == kv_heads
 
 
@@ -103,8 +133,17 @@ def test_case_8_window_over_several_chunks(group, window):
     """Chunks of 20 or 10 tokens."""
     for schedule, route in WAYS:
         for layout in LAYOUTS:
-            check(group, seqlen=80, heads=2, head_dim=4, dtype="float64", window=window, layout=layout,
-                  schedule=schedule, route=route)
+            check(
+                group,
+                seqlen=80,
+                heads=2,
+                head_dim=4,
+                dtype="float64",
+                window=window,
+                layout=layout,
+                schedule=schedule,
+                route=route,
+            )
 
 
 @on(4)
@@ -114,36 +153,83 @@ def test_case_9_window_documents_heads_and_uneven_chunks(group, window):
     uneven = Layout("contiguous", 131, 4, (40, 0, 81, 10))
     for schedule, route in WAYS:
         for call in ({"cu_seqlens": [[0, 33, 90], [5, 100, 131]]}, {"lengths": [131, 17]}):
-            check(group, batch=2, seqlen=131, heads=4, kv_heads=2, head_dim=8, dtype="float64", window=window,
-                  layout=uneven, schedule=schedule, route=route, call=call, sinks=True)
+            check(
+                group,
+                batch=2,
+                seqlen=131,
+                heads=4,
+                kv_heads=2,
+                head_dim=8,
+                dtype="float64",
+                window=window,
+                layout=uneven,
+                schedule=schedule,
+                route=route,
+                call=call,
+                sinks=True,
+            )
 
 
 @on(4)
-@pytest.mark.parametrize("options", [{"softcap": 50.0}, {"softcap": 2.0}, {"softcap": 50.0, "scale": 0.5},
-                                     {"scale": 0.5}, {"scale": 0.0}, {"scale": -1.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 50.0},
+        {"softcap": 2.0},
+        {"softcap": 50.0, "scale": 0.5},
+        {"scale": 0.5},
+        {"scale": 0.0},
+        {"scale": -1.0},
+    ],
+    ids=str,
+)
 def test_case_10_softcap_and_scale(group, options):
     for dtype in ("float64", "float32"):
         check(group, seqlen=65, heads=2, head_dim=16, dtype=dtype, causal=True, **options)
 
 
 @on(2)
-@pytest.mark.parametrize(("dtype", "options"), [
-    ("float32", {"softcap": 1e36}), ("float32", {"softcap": 8e37, "scale": 1.0}), ("float32", {"softcap": 2e-38}),
-    ("float32", {"scale": 2e-38}), ("float32", {"scale": 0}), ("float64", {"softcap": 1e306}),
-    ("float64", {"softcap": 1e-300, "scale": -1.0}), ("bfloat16", {"softcap": 1e36})])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float32", {"softcap": 1e36}),
+        ("float32", {"softcap": 8e37, "scale": 1.0}),
+        ("float32", {"softcap": 2e-38}),
+        ("float32", {"scale": 2e-38}),
+        ("float32", {"scale": 0}),
+        ("float64", {"softcap": 1e306}),
+        ("float64", {"softcap": 1e-300, "scale": -1.0}),
+        ("bfloat16", {"softcap": 1e36}),
+    ],
+)
 def test_case_10_as_large_and_small_as_they_may_be(group, dtype, options):
     """A cap that no score comes near is none, and one that is below all leaves their signs."""
     check(group, seqlen=33, heads=2, head_dim=16, dtype=dtype, causal=True, **options)
 
 
 @on(2)
-@pytest.mark.parametrize("tokens, causal, schedule, layout", thinned(
-    [(113, 203), (203, 113), (1, 147), (147, 1), (1023, 1024), (40, 0)], [False, True], ["greedy", "collective"],
-    LAYOUTS))
+@pytest.mark.parametrize(
+    "tokens, causal, schedule, layout",
+    thinned(
+        [(113, 203), (203, 113), (1, 147), (147, 1), (1023, 1024), (40, 0)],
+        [False, True],
+        ["greedy", "collective"],
+        LAYOUTS,
+    ),
+)
 def test_case_11_other_number_of_keys(group, tokens, causal, schedule, layout):
     """Causal is bottom-right: with more queries than keys, the first ones see nothing."""
-    check(group, seqlen=tokens[0], seqlen_k=tokens[1], heads=2, head_dim=4, dtype="float64", causal=causal,
-          layout=layout, schedule=schedule)
+    check(
+        group,
+        seqlen=tokens[0],
+        seqlen_k=tokens[1],
+        heads=2,
+        head_dim=4,
+        dtype="float64",
+        causal=causal,
+        layout=layout,
+        schedule=schedule,
+    )
 
 
 @on(4)
@@ -151,13 +237,24 @@ def test_case_12_queries_that_see_nothing(group):
     """The first 29 queries, and padding; their gradients are 0, and so are those of keys that nobody sees."""
     for schedule, route in WAYS:
         for call in (None, {"lengths": [35], "lengths_k": [6]}):
-            result = check(group, seqlen=40, seqlen_k=11, heads=2, head_dim=4, causal=True, layout="contiguous",
-                           tile="qring", route=route, schedule=schedule, call=call)
+            result = check(
+                group,
+                seqlen=40,
+                seqlen_k=11,
+                heads=2,
+                head_dim=4,
+                causal=True,
+                layout="contiguous",
+                tile="qring",
+                route=route,
+                schedule=schedule,
+                call=call,
+            )
             blind = np.isneginf(result.lse)
             assert group.allreduce(int(blind.sum())) == 2 * (29 if call is None else 34)
             assert not any(array[blind.transpose(0, 2, 1)].any() for array in (result.out, result.dq))
             assert not any(np.isnan(array).any() for array in result[:5])
-            if call and group.rank == 3:                      # holds the last two keys, which are padding
+            if call and group.rank == 3:  # holds the last two keys, which are padding
                 assert not result.dk.any() and not result.dv.any()
 
 
@@ -171,11 +268,22 @@ def test_case_14_half_types_are_kept(group, dtype):
 
 # Besides the list
 
+
 @pytest.mark.parametrize("dtype, layout, way", thinned(["float16", "bfloat16", "float32", "float64"], LAYOUTS, WAYS))
 def test_layouts_and_dtypes(comm, dtype, layout, way):
     schedule, route = way
-    check(comm, batch=2, seqlen=97, heads=2, head_dim=8, dtype=dtype, layout=layout, schedule=schedule, route=route,
-          causal=True)
+    check(
+        comm,
+        batch=2,
+        seqlen=97,
+        heads=2,
+        head_dim=8,
+        dtype=dtype,
+        layout=layout,
+        schedule=schedule,
+        route=route,
+        causal=True,
+    )
 
 
 @on(4)
@@ -184,8 +292,21 @@ def test_layouts_and_dtypes(comm, dtype, layout, way):
 def test_sinks(group, schedule, dlse):
     """Also of queries that see no key: their lse is the sink.  dsinks is the same on every rank, to the bit."""
     for call in (None, {"lengths": [0, 23]}, {"cu_seqlens": [[3, 10, 38], [0, 38]]}):
-        result = check(group, batch=2, seqlen=38, heads=4, kv_heads=2, head_dim=8, dtype="float64", causal=True,
-                       call=call, sinks=True, dlse=dlse, schedule=schedule, tile="2x2")
+        result = check(
+            group,
+            batch=2,
+            seqlen=38,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            dtype="float64",
+            causal=True,
+            call=call,
+            sinks=True,
+            dlse=dlse,
+            schedule=schedule,
+            tile="2x2",
+        )
         assert len(set(group.allgather(result.dsinks.tobytes()))) == 1
 
 
@@ -207,8 +328,17 @@ def test_wire_dtype(group, wire):
     """Off by no more than one rounding of each partial; lse does not notice."""
     for dtype in ("float16", "float32", "float64"):
         for tile, schedule in (("2x3", "greedy"), ("6x1", "collective")):
-            shape = {"seqlen": 61, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": dtype, "causal": True,
-                     "tile": tile, "schedule": schedule, "layout": "zigzag"}
+            shape = {
+                "seqlen": 61,
+                "heads": 4,
+                "kv_heads": 2,
+                "head_dim": 16,
+                "dtype": dtype,
+                "causal": True,
+                "tile": tile,
+                "schedule": schedule,
+                "layout": "zigzag",
+            }
             narrow, plain = check(group, wire_dtype=wire, **shape), check(group, **shape)
             assert np.array_equal(narrow.lse, plain.lse)
             rounds = wire != problem_of(shape).partial_dtype

@@ -48,7 +48,7 @@ def test_case_25_plans_interleaved(comm):
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         for i in order:
             assert bits(*plans[i].forward(*inputs[i][:3])) == bits(*expected[i][:2])
-        for i in order[::-1]:                               # a backward after other plans' passes
+        for i in order[::-1]:  # a backward after other plans' passes
             q, k, v, dout, dlse, _ = inputs[i]
             grads = plans[i].backward(dout, q, k, v, *expected[i][:2], dlse=dlse)
             assert bits(*grads) == bits(*expected[i][2:])
@@ -95,9 +95,11 @@ def test_plans_on_fresh_communicators_leave_nothing(comm, times):
 @on(2)
 def test_a_hundred_plans_leave_no_memory(group):
     """Each holds some megabytes while it is open."""
+
     def resident():
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
+
     sizes = []
     for _ in range(100):
         with MeshAttention(group, seqlen=128, heads=8, head_dim=256) as plan:
@@ -106,7 +108,7 @@ def test_a_hundred_plans_leave_no_memory(group):
             held = plan.nbytes
         sizes.append(resident())
     assert held > 4e6
-    assert sizes[-1] - sizes[19] < 4 * held                # and not 80 times
+    assert sizes[-1] - sizes[19] < 4 * held  # and not 80 times
 
 
 def test_plans_share_one_duplicate_and_mesh(comm):
@@ -118,8 +120,8 @@ def test_plans_share_one_duplicate_and_mesh(comm):
     chunk = np.ones((1, len(second.positions), 1, 1), np.float32)
     second.forward(chunk, chunk, chunk)
     second.close()
-    second.close()                                       # closing twice is closing once
-    third = MeshAttention(fresh, **TINY)                 # and the communicator can be used again
+    second.close()  # closing twice is closing once
+    third = MeshAttention(fresh, **TINY)  # and the communicator can be used again
     assert third._home is not first._home
     third.close()
     fresh.Free()
@@ -172,20 +174,22 @@ def test_no_communicator(wrong):
 
 def test_after_a_pass_that_did_not_end(comm):
     """Its messages are still under way: they must not reach a new plan, and the old one says that it is unusable."""
+
     def stop(done):
         raise KeyboardInterrupt
+
     arguments = {"seqlen": 40, "heads": 2, "head_dim": 8, "tile": "ring", "schedule": "greedy"}
     rng = np.random.default_rng(comm.rank)
     plan = MeshAttention(comm, **arguments)
     q, k, v = rng.standard_normal((3, 1, len(plan.positions), 2, 8), np.float32)
     with MeshAttention(comm, **arguments) as fresh:
         expected, _ = fresh.forward(q, k, v)
-    with pytest.raises((KeyboardInterrupt, PeerFailure)):              # of another rank, who was quicker
+    with pytest.raises((KeyboardInterrupt, PeerFailure)):  # of another rank, who was quicker
         plan.forward(k, v, q, progress=stop)
     if comm.size > 1:
         with pytest.raises(MpiattnError, match="did not end"):
             plan.forward(q, k, v)
-    else:                                                   # there are no messages, and the plan is as before
+    else:  # there are no messages, and the plan is as before
         assert np.array_equal(plan.forward(q, k, v)[0], expected)
     with MeshAttention(comm, **arguments) as fresh:
         for _ in range(2):

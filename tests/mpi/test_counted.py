@@ -48,7 +48,7 @@ class Counting:
 
 def count(plan, call):
     """(bytes, messages) of this rank in a call of the plan."""
-    mesh = plan._mesh                                   # other plans may share it: it is put back
+    mesh = plan._mesh  # other plans may share it: it is put back
     comms = mesh.cart, mesh.row, mesh.column
     counting = mesh.cart, mesh.row, mesh.column = [Counting(comm) for comm in comms]
     try:
@@ -65,7 +65,7 @@ def count_forward(plan):
 def uneven(comm, seqlen):
     sizes = [seqlen // comm.size] * comm.size
     sizes[0] += seqlen % comm.size
-    sizes[0], sizes[-1] = sizes[0] + sizes[-1], 0       # and an empty chunk where there are several ranks
+    sizes[0], sizes[-1] = sizes[0] + sizes[-1], 0  # and an empty chunk where there are several ranks
     return Layout("contiguous", seqlen, comm.size, tuple(sizes)) if comm.size > 1 else "contiguous"
 
 
@@ -84,9 +84,16 @@ def hops_that_send(q_lengths, k_lengths, tile, rank):
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.many), "float32", "float64"])
 @pytest.mark.parametrize("layout", ["striped", uneven])
 def test_case_22_bytes_are_the_formula(comm, layout, dtype):
-    shape = {"batch": 2, "seqlen": 8 * comm.size if layout == "striped" else 45, "heads": 4, "kv_heads": 2,
-             "head_dim": 6, "value_dim": 5, "dtype": dtype}
-    everything = layout == "striped"                    # a rank without queries needs no keys
+    shape = {
+        "batch": 2,
+        "seqlen": 8 * comm.size if layout == "striped" else 45,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 6,
+        "value_dim": 5,
+        "dtype": dtype,
+    }
+    everything = layout == "striped"  # a rank without queries needs no keys
     layout = layout if everything else layout(comm, shape["seqlen"])
     for a, b in tiles(comm.size):
         total = {}
@@ -108,8 +115,17 @@ def test_case_22_bytes_are_the_formula(comm, layout, dtype):
 @pytest.mark.parametrize("wire", [None, "float16", "bfloat16", "float32"])
 def test_case_22_backward_and_wire_dtype(comm, wire):
     """Counted at MPI, both passes: a narrower wire takes off what the formula says, and no message."""
-    shape = {"batch": 2, "seqlen": 8 * comm.size, "heads": 4, "kv_heads": 2, "head_dim": 6, "value_dim": 5,
-             "dtype": "float64", "wire_dtype": wire, "layout": "striped"}
+    shape = {
+        "batch": 2,
+        "seqlen": 8 * comm.size,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 6,
+        "value_dim": 5,
+        "dtype": "float64",
+        "wire_dtype": wire,
+        "layout": "striped",
+    }
     width, tokens = {"float16": 2, "bfloat16": 2, "float32": 4}.get(wire, 8), 8
     for (a, b), schedule in product(tiles(comm.size), ("greedy", "collective")):
         with MeshAttention(comm, **shape, tile=(a, b), schedule=schedule) as plan:
@@ -117,9 +133,11 @@ def test_case_22_backward_and_wire_dtype(comm, wire):
             chunks = my_chunks(plan, *draw_all(plan.problem))
             out, lse = plan.forward(*chunks[:3])
             forward = count(plan, lambda plan=plan, chunks=chunks: plan.forward(*chunks[:3]))
-            backward = count(plan, lambda plan=plan, chunks=chunks, out=out, lse=lse:
-                             plan.backward(chunks.dout, *chunks[:3], out, lse))
-            arrays = {"forward": (1 + 2, 2), "backward": (4 + 1, 2 + 2)}          # a hop in a row, in a column
+            backward = count(
+                plan,
+                lambda plan=plan, chunks=chunks, out=out, lse=lse: plan.backward(chunks.dout, *chunks[:3], out, lse),
+            )
+            arrays = {"forward": (1 + 2, 2), "backward": (4 + 1, 2 + 2)}  # a hop in a row, in a column
             for direction, (nbytes, messages) in (("forward", forward), ("backward", backward)):
                 expected = travels.sent(plan.problem, *cut, direction=direction).total
                 agreed(comm, None if nbytes == expected else f"{direction} {schedule} {a}x{b}: {nbytes}, {expected}")
@@ -127,8 +145,9 @@ def test_case_22_backward_and_wire_dtype(comm, wire):
                 assert messages == (a - 1) * in_row + (b - 1) * in_column
             heads = 2 * 4 * tokens
             assert forward[0] == (a - 1) * heads * (8 * 6 + width * 5 + 8) + (b - 1) * heads // 2 * 8 * 11
-            assert backward[0] == ((a - 1) * heads * (8 * 11 + 16 + width * 6)
-                                   + (b - 1) * heads // 2 * 11 * (8 + width))
+            assert backward[0] == (
+                (a - 1) * heads * (8 * 11 + 16 + width * 6) + (b - 1) * heads // 2 * 11 * (8 + width)
+            )
 
 
 @pytest.mark.many
@@ -189,8 +208,17 @@ def test_what_nobody_sees_is_not_sent(comm, mask, layout):
 def test_a_window_needs_its_neighbours_only(comm):
     """Contiguous chunks, a causal window no longer than a chunk, Ring: keys of one neighbour, whatever the length."""
     tokens, heads, dim = 6, 2, 4
-    with MeshAttention(comm, seqlen=tokens * comm.size, heads=heads, head_dim=dim, causal=True, window=(tokens, 0),
-                       layout="contiguous", tile="ring", schedule="greedy") as plan:
+    with MeshAttention(
+        comm,
+        seqlen=tokens * comm.size,
+        heads=heads,
+        head_dim=dim,
+        causal=True,
+        window=(tokens, 0),
+        layout="contiguous",
+        tile="ring",
+        schedule="greedy",
+    ) as plan:
         nbytes, _ = count_forward(plan)
     assert nbytes == (2 * tokens * heads * dim * 4 if comm.rank < comm.size - 1 else 0)
 
@@ -199,13 +227,24 @@ def test_keys_that_a_window_receives(comm):
     """Contiguous chunks: with a causal window W, keys for W + the row group's span of tokens, no more."""
     tokens, heads, dim = 5, 2, 4
     for (a, b), window, route in product(tiles(comm.size), (0, 3, 5, 12, 31), ("direct", "ring")):
-        with MeshAttention(comm, seqlen=tokens * comm.size, heads=heads, head_dim=dim, causal=True, window=(window, 0),
-                           layout="contiguous", tile=(a, b), schedule="greedy", route=route) as plan:
+        with MeshAttention(
+            comm,
+            seqlen=tokens * comm.size,
+            heads=heads,
+            head_dim=dim,
+            causal=True,
+            window=(window, 0),
+            layout="contiguous",
+            tile=(a, b),
+            schedule="greedy",
+            route=route,
+        ) as plan:
             received, receive = [], plan._exchange.receive
 
             def counted(comm, buffer, source, tag, receive=receive, received=received):
                 received.append(len(buffer) if tag == TAG["KV"] else 0)
                 return receive(comm, buffer, source, tag)
+
             plan._exchange.receive = counted
             plan.forward(*my_chunks(plan, *draw(plan.problem)))
         keys = sum(received) / (heads * dim * 4)
@@ -216,9 +255,11 @@ def test_documents_change_with_every_call(comm):
     """Nothing is allocated for them, and the mesh stays."""
     shape = {"seqlen": 40 * comm.size, "heads": 2, "head_dim": 8, "causal": True}
     with MeshAttention(comm, **shape) as plan:
+
         def held():
             arenas = [executor.buffers.arena for executor in plan._passes.executors.values()]
             return [id(array) for arena in arenas for arrays in arena.values() for array in arrays], plan._mesh.cart
+
         q, k, v = my_chunks(plan, *draw(plan.problem))
         before = None
         for cut in range(1, 12):

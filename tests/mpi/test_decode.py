@@ -39,11 +39,17 @@ class Mirror:
 
     def __init__(self, comm, kv_heads, head_dim, value_dim=None, seed=0, **options):
         self.comm, self.rng = comm, np.random.default_rng(seed)
-        self.cache = KVCache(comm, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
-                             **{"backend": BACKENDS[0], **narrow(options)})
+        self.cache = KVCache(
+            comm,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            **{"backend": BACKENDS[0], **narrow(options)},
+        )
         self.shapes = (kv_heads, head_dim), (kv_heads, value_dim or head_dim)
-        self.whole = [tuple(np.empty((0, *shape), self.cache.dtype) for shape in self.shapes)
-                      for _ in range(self.cache.sequences)]
+        self.whole = [
+            tuple(np.empty((0, *shape), self.cache.dtype) for shape in self.shapes) for _ in range(self.cache.sequences)
+        ]
 
     def draw(self, *shape):
         return self.rng.standard_normal(shape).astype(self.cache.dtype)
@@ -53,8 +59,9 @@ class Mirror:
         sequences = how.get("sequences", range(self.cache.sequences))
         k, v = (self.draw(len(sequences), tokens, *shape) for shape in self.shapes)
         for sequence, count, *new in zip(sequences, how.get("counts", [tokens] * len(sequences)), k, v):
-            self.whole[sequence] = tuple(np.concatenate([held, more[:count]])
-                                         for held, more in zip(self.whole[sequence], new))
+            self.whole[sequence] = tuple(
+                np.concatenate([held, more[:count]]) for held, more in zip(self.whole[sequence], new)
+            )
         if layout is not None:
             how["layout"] = layout = Layout(layout, tokens, self.comm.size)
             own = layout.positions(self.comm.rank)
@@ -70,7 +77,7 @@ class Mirror:
     def expected(self, q, causal=True, sequences=None, **how):
         """out and lse of all sequences, dense, in float64."""
         whole = [self.whole[sequence] for sequence in sequences or range(len(self.whole))]
-        parts = [reference.attention(q[i:i + 1], k[None], v[None], causal, **how) for i, (k, v) in enumerate(whole)]
+        parts = [reference.attention(q[i : i + 1], k[None], v[None], causal, **how) for i, (k, v) in enumerate(whole)]
         return tuple(np.concatenate(part) for part in zip(*parts))
 
     def wrong(self, got, q, **how):
@@ -82,7 +89,7 @@ class Mirror:
             off = largest(array[finite].astype(np.float64) - ref[finite])
             allowed = TOLERANCE[self.cache.partial_dtype] * max(largest(ref), 1)
             if name == "out" and self.cache.dtype != self.cache.partial_dtype:
-                allowed += 2 * largest(ref) * {"float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}[self.cache.dtype]
+                allowed += 2 * largest(ref) * {"float16": 2.0**-11, "bfloat16": 2.0**-8}[self.cache.dtype]
             if not off <= allowed:
                 return f"{name} is off by {off:.3g}, allowed {allowed:.3g}"
         return None
@@ -120,10 +127,21 @@ def test_case_18_step_by_step(group):
     q, k, v = (rng.standard_normal((2, total, n, dim), np.float32) for n in (heads, kv_heads, kv_heads))
     out, lse = once(group, lambda: reference.attention(q, k, v, causal=True))
     for backend in BACKENDS:
-        with (MeshAttention(group, batch=2, seqlen=prompt, heads=heads, kv_heads=kv_heads, head_dim=dim, causal=True,
-                            backend=backend) as plan,
-              KVCache(group, capacity=2 * total, sequences=2, kv_heads=kv_heads, head_dim=dim, page_size=4,
-                      backend=backend) as cache):
+        with (
+            MeshAttention(
+                group,
+                batch=2,
+                seqlen=prompt,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=dim,
+                causal=True,
+                backend=backend,
+            ) as plan,
+            KVCache(
+                group, capacity=2 * total, sequences=2, kv_heads=kv_heads, head_dim=dim, page_size=4, backend=backend
+            ) as cache,
+        ):
             at = plan.positions
             got = on_host(plan.forward(q[:, at], k[:, at], v[:, at])[0])
             assert np.allclose(got, out[:, at], atol=1e-5)
@@ -152,17 +170,36 @@ def test_case_28_the_same_bits_on_every_rank(group):
 
 
 @on(4)
-@pytest.mark.parametrize("dtype, page_size", every(4, [("float32", 1), ("bfloat16", 64), ("float64", 16),
-                                                       ("float16", 16)]))
+@pytest.mark.parametrize(
+    "dtype, page_size", every(4, [("float32", 1), ("bfloat16", 64), ("float64", 16), ("float16", 16)])
+)
 def test_masks_dtypes_and_pages(group, dtype, page_size):
     """Several queries, causal among them; pages of sequences that grow, shrink and share the pool."""
     dtype = narrow({"dtype": dtype})["dtype"]
     sinks = np.linspace(-1, 2, 4).astype("float64" if dtype == "float64" else "float32")
-    masks = ({}, {"causal": False}, {"window": (5, 0)}, {"window": (2, 1), "causal": False}, {"window": (0, None)},
-             {"softcap": 1.5, "scale": 0.7}, {"sinks": sinks}, {"sequences": [2, 0]})
+    masks = (
+        {},
+        {"causal": False},
+        {"window": (5, 0)},
+        {"window": (2, 1), "causal": False},
+        {"window": (0, None)},
+        {"softcap": 1.5, "scale": 0.7},
+        {"sinks": sinks},
+        {"sequences": [2, 0]},
+    )
     for backend in BACKENDS:
-        mirror = Mirror(group, 2, 8, 12, sequences=3, capacity=400, page_size=page_size, dtype=dtype, backend=backend,
-                        max_message=100)
+        mirror = Mirror(
+            group,
+            2,
+            8,
+            12,
+            sequences=3,
+            capacity=400,
+            page_size=page_size,
+            dtype=dtype,
+            backend=backend,
+            max_message=100,
+        )
         for step in range(4):
             mirror.append(17, counts=[17, 1 + step, 9])
             mirror.append(2, "striped", sequences=[2])
@@ -241,7 +278,7 @@ def test_sent_bytes_do_not_depend_on_the_context(group):
                 assert counting.bytes == formula == cache.sent[0] - before[0]
                 assert formula == {"butterfly": 2 * partial, "allreduce": partial + heads * 4}.get(way, formula)
                 assert np.allclose(out, 1)
-    assert max(peaks) < 2 ** 20 and max(peaks) < min(peaks) + 2 ** 19, "no copy of keys, at 16 MB a rank"
+    assert max(peaks) < 2**20 and max(peaks) < min(peaks) + 2**19, "no copy of keys, at 16 MB a rank"
 
 
 class Reducing(Counting):
@@ -275,10 +312,11 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
     class Watched(combine.Partial):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            made.append(weakref.ref(self.packed.base))      # the memory, which the cache keeps
+            made.append(weakref.ref(self.packed.base))  # the memory, which the cache keeps
 
     def interrupt():
         raise KeyboardInterrupt
+
     monkeypatch.setattr(call, "Partial", Watched)
     with KVCache(group, capacity=10, kv_heads=1, head_dim=2) as cache:
         if group.rank == 0:
@@ -290,7 +328,7 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
             group.send(None, 1)
         else:
             group.recv()
-            with contextlib.suppress(PeerFailure):           # it may look for news before it has what was sent
+            with contextlib.suppress(PeerFailure):  # it may look for news before it has what was sent
                 tree_decode(q, cache, way="butterfly", check=False)
         group.barrier()
 

@@ -18,15 +18,25 @@ def test_case_27_finite_differences(group, tile, masks):
     inputs = draw_all(problem_of(shape), sinks=True)
     call = {"cu_seqlens": [0, 5, 11]}
     with MeshAttention(group, **shape, tile=tile) as plan:
+
         def loss(moved):
             chunks = my_chunks(plan, *moved)
             out, lse = plan.forward(*chunks[:3], sinks=chunks.sinks, **call)
             return group.allreduce(float((out * chunks.dout).sum() + (lse * chunks.dlse).sum()))
+
         result = attend(plan, my_chunks(plan, *inputs), call)
         whole = {name: plan.gather(getattr(result, "d" + name), root=None) for name in "qkv"}
         whole["sinks"] = result.dsinks
-        for name, element in (("q", (0, 4, 1, 2)), ("q", (0, 9, 0, 0)), ("q", (0, 11, 0, 1)), ("k", (0, 0, 0, 1)),
-                              ("k", (0, 7, 0, 2)), ("v", (0, 3, 0, 0)), ("v", (0, 10, 0, 2)), ("sinks", (1,))):
+        for name, element in (
+            ("q", (0, 4, 1, 2)),
+            ("q", (0, 9, 0, 0)),
+            ("q", (0, 11, 0, 1)),
+            ("k", (0, 0, 0, 1)),
+            ("k", (0, 7, 0, 2)),
+            ("v", (0, 3, 0, 0)),
+            ("v", (0, 10, 0, 2)),
+            ("sinks", (1,)),
+        ):
             moved = []
             for step in (STEP, -STEP):
                 array = getattr(inputs, name).copy()

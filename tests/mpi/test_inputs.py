@@ -50,8 +50,9 @@ def other(kind, array):
 KINDS = strided, reversed_memory, heads_first, fortran, read_only, misaligned
 
 
-@pytest.mark.parametrize("kind, batch, schedule, backend",
-                         thinned(KINDS, [1, 2], ["greedy", "collective"], ["numpy", "deferred"]))
+@pytest.mark.parametrize(
+    "kind, batch, schedule, backend", thinned(KINDS, [1, 2], ["greedy", "collective"], ["numpy", "deferred"])
+)
 def test_case_24_any_memory_layout(comm, kind, batch, schedule, backend):
     """Of q, k, v, and backward of dout, out, lse and dlse too."""
     with MeshAttention(comm, **{**SHAPE, "batch": batch}, schedule=schedule, backend=backend) as plan:
@@ -76,8 +77,14 @@ def test_one_array_as_q_k_and_v(comm, backend):
 def test_unsuitable_arrays_are_refused(comm):
     with MeshAttention(comm, seqlen=4 * comm.size, heads=2, head_dim=4, dtype="float32") as plan:
         good = np.ones((1, 4, 2, 4), np.float32)
-        for bad, text in ((good.tolist(), "list"), (good.astype(np.float64), "float64"), (good[0], r"\(4, 2, 4\)"),
-                          (good.astype(">f4"), ">f4"), (good[:, :2], r"\(1, 2, 2, 4\)"), (None, "None")):
+        for bad, text in (
+            (good.tolist(), "list"),
+            (good.astype(np.float64), "float64"),
+            (good[0], r"\(4, 2, 4\)"),
+            (good.astype(">f4"), ">f4"),
+            (good[:, :2], r"\(1, 2, 2, 4\)"),
+            (None, "None"),
+        ):
             for position, name in enumerate("qkv"):
                 arrays = [good, good, good]
                 arrays[position] = bad
@@ -95,16 +102,19 @@ def test_the_programs_error_state_does_not_matter(comm):
         plan.backward((1e-5 * out).astype(out.dtype), q, k, v, out, lse)
 
 
-@pytest.mark.parametrize("how", [{"root": 1.5}, {"root": lambda: 0}, {"root": -1}, {"axis": "1"}, {"axis": None},
-                                 {"axis": 9}])
+@pytest.mark.parametrize(
+    "how", [{"root": 1.5}, {"root": lambda: 0}, {"root": -1}, {"axis": "1"}, {"axis": None}, {"axis": 9}]
+)
 def test_wrong_arguments_of_gather(comm, how):
     """On the last rank alone: the same error on all, and the plan goes on."""
     with MeshAttention(comm, seqlen=9, heads=2, head_dim=4) as plan:
         chunk = np.ones((1, len(plan.positions), 2, 4), np.float32)
         for call in (plan.gather, plan.scatter):
             with pytest.raises(ArgumentError, match=f"^{next(iter(how))} is|^array"):
-                call(chunk if call == plan.gather else np.ones((1, 9, 2, 4), np.float32),
-                     **how if comm.rank == comm.size - 1 else {})
+                call(
+                    chunk if call == plan.gather else np.ones((1, 9, 2, 4), np.float32),
+                    **how if comm.rank == comm.size - 1 else {},
+                )
         masked = np.ma.masked_array(chunk)
         with pytest.raises(ArgumentError, match="MaskedArray"):
             plan.gather(masked)

@@ -18,10 +18,14 @@ from mpiattn.backends.testing import emulated
 from mpiattn.schedule.reduction import WAYS
 
 BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "emulated,deferred-emulated").split(","))
-pytestmark = [pytest.mark.workshop, pytest.mark.skipif("emulated" in BACKENDS and emulated.compiler() is None,
-                                                       reason="the emulation needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.workshop,
+    pytest.mark.skipif(
+        "emulated" in BACKENDS and emulated.compiler() is None, reason="the emulation needs a C++ compiler"
+    ),
+]
 SHAPE = {"seqlen": 43, "heads": 4, "kv_heads": 2, "head_dim": 16, "backends": BACKENDS}
-ROUTES = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))      # schedule and route
+ROUTES = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))  # schedule and route
 
 
 @on(4)
@@ -31,8 +35,11 @@ def test_tiles(group, schedule, route):
         check(group, **SHAPE, causal=True, tile=tile, layout=layout, schedule=schedule, route=route)
 
 
-CALLS = {"documents": {"cu_seqlens": [0, 7, 30, 43]}, "documents of each": {"cu_seqlens": [[0, 7, 43], [5, 5, 40]]},
-         "padding": {"lengths": [43, 9]}}
+CALLS = {
+    "documents": {"cu_seqlens": [0, 7, 30, 43]},
+    "documents of each": {"cu_seqlens": [[0, 7, 43], [5, 5, 40]]},
+    "padding": {"lengths": [43, 9]},
+}
 
 
 @on(3)
@@ -70,8 +77,10 @@ def test_softcap_scale_and_other_keys(group):
 def test_repeats_change_no_bit(group):
     inputs = draw_all(problem_of(SHAPE))
     arguments = {name: value for name, value in SHAPE.items() if name != "backends"}
-    results = {tuple(array.tobytes() for array in run(group, inputs, backend=BACKENDS[-1], **arguments)[0][:5])
-             for _ in range(3)}
+    results = {
+        tuple(array.tobytes() for array in run(group, inputs, backend=BACKENDS[-1], **arguments)[0][:5])
+        for _ in range(3)
+    }
     agreed(group, None if len(results) == 1 else "repeats differ")
 
 
@@ -89,8 +98,9 @@ def test_the_callers_memory(group, batch):
                     into = [memory_like(backend, array) for array in expected[:5]]
                     q, k, v, dout, dlse, sinks = map(give, my_chunks(plan, *inputs))
                     out, lse = plan.forward(q, k, v, sinks=sinks, out=into[0], lse=into[1])
-                    grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, dq=into[2], dk=into[3],
-                                          dv=into[4])
+                    grads = plan.backward(
+                        dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, dq=into[2], dk=into[3], dv=into[4]
+                    )
                     given = all(got is array for got, array in zip((out, lse, *grads), into))
                     same = bits(*take(*into)) == bits(*expected[:5])
                 agreed(group, None if given and same else (backend, given, same))
@@ -119,7 +129,7 @@ def test_decode(group, dtype, page_size):
         mirror.append(20, counts=[1, 20])
         mirror.check(1, ways=(*WAYS, *RINGS))
         mirror.check(3, ways=("butterfly",), window=(5, 0), sinks=sinks)
-        for _ in range(5):                          # one row: most ranks have none of their own
+        for _ in range(5):  # one row: most ranks have none of their own
             mirror.check(1, ways=("qring",), sequences=[1])
         for ring in RINGS.values():
             assert ring(mirror.draw(0, 1, 4, 16), mirror.cache, sequences=[])[0].shape == (0, 1, 4, 16)
@@ -131,7 +141,7 @@ def test_a_token_a_rank(group):
     """One head and one batch entry: no argument is copied, so only the caller's stream is waited for."""
     shape = {**SHAPE, "seqlen": 4, "heads": 1, "kv_heads": 1}
     for tile, (schedule, route) in zip(("4x1", "2x2", "qring"), ROUTES):
-        for sinks in (False, True):                # the host reads sinks, and all that was given before is there then
+        for sinks in (False, True):  # the host reads sinks, and all that was given before is there then
             check(group, **shape, causal=True, sinks=sinks, tile=tile, schedule=schedule, route=route)
     for backend in BACKENDS:
         for arrays in inputs_and_results(group, shape, backend):

@@ -11,23 +11,41 @@ from mpiattn.comm.peers import Peers
 from mpiattn.model import search
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
-HOW = [{"causal": True}, {"window": (9, 0), "layout": "striped", "schedule": "collective"},
-       {"softcap": 3.0, "scale": 0.2},
-       {"prefix": 40, "dtype": "float64", "schedule": "greedy", "route": "ring"},
-       {"causal_block": 50, "dtype": "bfloat16", "wire_dtype": "float16", "max_message": 100},
-       {"causal": True, "direction": "both", "overlap": False, "backend": "deferred", "timeout": 50.0}]
+HOW = [
+    {"causal": True},
+    {"window": (9, 0), "layout": "striped", "schedule": "collective"},
+    {"softcap": 3.0, "scale": 0.2},
+    {"prefix": 40, "dtype": "float64", "schedule": "greedy", "route": "ring"},
+    {"causal_block": 50, "dtype": "bfloat16", "wire_dtype": "float16", "max_message": 100},
+    {"causal": True, "direction": "both", "overlap": False, "backend": "deferred", "timeout": 50.0},
+]
 
 
 def choice_of(plan):
     """What a plan has chosen, as arguments that leave no other."""
-    return {"tile": plan.tile, "layout": plan.q_layout.kind, "schedule": plan.schedule.name, "route": plan.route,
-            "machine": plan.machine}
+    return {
+        "tile": plan.tile,
+        "layout": plan.q_layout.kind,
+        "schedule": plan.schedule.name,
+        "route": plan.route,
+        "machine": plan.machine,
+    }
 
 
 def description(plan):
     """What a plan tells of itself."""
-    return (repr(plan), plan.schedule, plan.q_layout, plan.k_layout, plan.balance, plan.predicted_seconds, plan.timeout,
-            plan.nbytes, plan.memory_cost, plan.problem)
+    return (
+        repr(plan),
+        plan.schedule,
+        plan.q_layout,
+        plan.k_layout,
+        plan.balance,
+        plan.predicted_seconds,
+        plan.timeout,
+        plan.nbytes,
+        plan.memory_cost,
+        plan.problem,
+    )
 
 
 @pytest.mark.many
@@ -35,8 +53,13 @@ def description(plan):
 def test_as_a_new_plan(comm, how):
     """To the bit, forward and backward, shorter, longer and of no tokens."""
     with MeshAttention(comm, seqlen=31, **SHAPE, **how) as first:
-        for given, lengths in (({"seqlen": 97}, (97, 97)), ({"seqlen": 5, "seqlen_k": 64}, (5, 64)), ({}, (31, 31)),
-                               ({"seqlen_k": 40}, (31, 40)), ({"seqlen": 0}, (0, 0))):
+        for given, lengths in (
+            ({"seqlen": 97}, (97, 97)),
+            ({"seqlen": 5, "seqlen_k": 64}, (5, 64)),
+            ({}, (31, 31)),
+            ({"seqlen_k": 40}, (31, 40)),
+            ({"seqlen": 0}, (0, 0)),
+        ):
             arguments = {**SHAPE, **how, **choice_of(first), "seqlen": lengths[0], "seqlen_k": lengths[1]}
             with first.like(**given) as plan, MeshAttention(comm, **arguments) as new:
                 assert description(plan) == description(new)
@@ -47,9 +70,12 @@ def test_as_a_new_plan(comm, how):
 
 def test_like_a_plan_like_another(comm):
     """Masks keep what was asked, not what was left of it at a shorter length."""
-    with (MeshAttention(comm, seqlen=7, seqlen_k=3, **SHAPE, prefix=10, window=(25, None)) as first,
-          first.like(seqlen=50) as second, second.like(seqlen=40, seqlen_k=40) as third,
-          third.like(seqlen=60) as fourth):
+    with (
+        MeshAttention(comm, seqlen=7, seqlen_k=3, **SHAPE, prefix=10, window=(25, None)) as first,
+        first.like(seqlen=50) as second,
+        second.like(seqlen=40, seqlen_k=40) as third,
+        third.like(seqlen=60) as fourth,
+    ):
         assert (second.problem.seqlen, second.problem.seqlen_k, second.problem.prefix) == (50, 3, 3)
         assert third.problem.prefix == 10 and third.problem.window == (25, None)
         assert fourth.problem.seqlen_k == 60 and fourth.tile == first.tile
@@ -67,6 +93,7 @@ def test_nothing_is_searched(comm, monkeypatch):
     def noted(*arguments, **options):
         asked.append((len(options["shapes"]), len(options["kinds"]), len(options["pairs"])))
         return evaluate(*arguments, **options)
+
     with MeshAttention(comm, seqlen=100, **SHAPE, causal=True) as first:
         monkeypatch.setattr(Peers, "wait", counted)
         monkeypatch.setattr(search, "evaluate", noted)
@@ -81,7 +108,7 @@ def test_either_may_be_closed_first(comm):
         plans.append(plans[0].like(seqlen=64 * comm.size))
         plans[order[0]].close()
         left = plans[order[1]]
-        chunk = q[:, :len(left.positions)]
+        chunk = q[:, : len(left.positions)]
         out, _ = left.forward(chunk, chunk[:, :, :2], chunk[:, :, :2])
         assert np.allclose(out, 1)
         left.close()
@@ -100,9 +127,15 @@ def test_many(comm):
             plan.close()
 
 
-@pytest.mark.parametrize(("given", "says"), [
-    ({"seqlen": -1}, "seqlen is -1; it must be a whole number"), ({"seqlen": "9"}, "seqlen is '9'"),
-    ({"seqlen_k": 1.5}, "seqlen_k is 1.5"), ({"seqlen": True}, "seqlen is True")])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"seqlen": -1}, "seqlen is -1; it must be a whole number"),
+        ({"seqlen": "9"}, "seqlen is '9'"),
+        ({"seqlen_k": 1.5}, "seqlen_k is 1.5"),
+        ({"seqlen": True}, "seqlen is True"),
+    ],
+)
 def test_wrong_on_one_rank(comm, given, says):
     """The same error on all, and the first plan goes on."""
     last = comm.rank == comm.size - 1

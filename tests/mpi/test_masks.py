@@ -10,13 +10,24 @@ from test_agreement import same_error
 
 from mpiattn import Layout, MeshAttention, attention
 
-WAYS = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))      # schedule and route
-MASKS = [{"prefix": 17}, {"causal_block": 8}, {"prefix": 9, "causal_block": 16, "window": (30, None)},
-         {"prefix": 20, "window": (None, 4)}, {"causal_block": 10, "window": (12, 3)}]
-CALLS = [{"cu_seqlens": [0, 13, 13, 40, 58], "prefixes": [4, 0, 100, 7]},
-         {"cu_seqlens": [[2, 30, 61], [0, 5, 60]], "prefixes": [[3, 0], [9, 20]],
-          "causal_documents": [[True, False], [False, True]]},
-         {"lengths": [61, 20], "prefixes": [25, 25]}, {"causal_documents": [False, True], "prefixes": [5, 5]}]
+WAYS = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))  # schedule and route
+MASKS = [
+    {"prefix": 17},
+    {"causal_block": 8},
+    {"prefix": 9, "causal_block": 16, "window": (30, None)},
+    {"prefix": 20, "window": (None, 4)},
+    {"causal_block": 10, "window": (12, 3)},
+]
+CALLS = [
+    {"cu_seqlens": [0, 13, 13, 40, 58], "prefixes": [4, 0, 100, 7]},
+    {
+        "cu_seqlens": [[2, 30, 61], [0, 5, 60]],
+        "prefixes": [[3, 0], [9, 20]],
+        "causal_documents": [[True, False], [False, True]],
+    },
+    {"lengths": [61, 20], "prefixes": [25, 25]},
+    {"causal_documents": [False, True], "prefixes": [5, 5]},
+]
 
 
 @on(1, 2, 3, 4, 5, 6)
@@ -24,17 +35,43 @@ CALLS = [{"cu_seqlens": [0, 13, 13, 40, 58], "prefixes": [4, 0, 100, 7]},
 def test_case_37_of_a_plan(group, mask):
     for layout in ("contiguous", "striped", "zigzag"):
         for schedule, route in WAYS:
-            check(group, batch=2, seqlen=61, heads=4, kv_heads=2, head_dim=8, dtype="float64", layout=layout,
-                  schedule=schedule, route=route, backends=("numpy",), **mask)
+            check(
+                group,
+                batch=2,
+                seqlen=61,
+                heads=4,
+                kv_heads=2,
+                head_dim=8,
+                dtype="float64",
+                layout=layout,
+                schedule=schedule,
+                route=route,
+                backends=("numpy",),
+                **mask,
+            )
 
 
 @on(1, 2, 3, 4, 5, 6)
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_case_37_of_a_call(group, call):
-    for layout, mask in (("contiguous", {"causal": True}), ("striped", {"causal_block": 6, "window": (20, None)}),
-                         ("zigzag", {"causal": True})):
-        check(group, batch=2, seqlen=61, heads=4, kv_heads=2, head_dim=8, dtype="float64", layout=layout, call=call,
-              sinks=True, **mask)
+    for layout, mask in (
+        ("contiguous", {"causal": True}),
+        ("striped", {"causal_block": 6, "window": (20, None)}),
+        ("zigzag", {"causal": True}),
+    ):
+        check(
+            group,
+            batch=2,
+            seqlen=61,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            dtype="float64",
+            layout=layout,
+            call=call,
+            sinks=True,
+            **mask,
+        )
 
 
 @on(3, 5)
@@ -42,12 +79,14 @@ def test_case_37_of_a_call(group, call):
 def test_case_37_other_number_of_keys(group, shape):
     """Uneven chunks too, some of them empty."""
     n = group.size
-    uneven = tuple(Layout("contiguous", total, n, (0, *(total // 4,) * (n - 2), total - total // 4 * (n - 2)))
-                   for total in shape)
+    uneven = tuple(
+        Layout("contiguous", total, n, (0, *(total // 4,) * (n - 2), total - total // 4 * (n - 2))) for total in shape
+    )
     for layout in ("zigzag", "striped", uneven):
         for mask in ({"prefix": 13}, {"causal_block": 7, "window": (50, None)}):
-            check(group, seqlen=shape[0], seqlen_k=shape[1], heads=2, head_dim=4, dtype="float64", layout=layout,
-                  **mask)
+            check(
+                group, seqlen=shape[0], seqlen_k=shape[1], heads=2, head_dim=4, dtype="float64", layout=layout, **mask
+            )
 
 
 @on(4)
@@ -71,8 +110,9 @@ def test_choice_minds_them(comm):
 
 def test_one_launch_a_block(comm):
     """A query still sees one interval of keys."""
-    with MeshAttention(comm, batch=2, seqlen=48, heads=2, head_dim=4, prefix=5, causal_block=7, layout="striped",
-                       schedule="greedy") as plan:
+    with MeshAttention(
+        comm, batch=2, seqlen=48, heads=2, head_dim=4, prefix=5, causal_block=7, layout="striped", schedule="greedy"
+    ) as plan:
         launches, backend = Counter(), plan._backend
 
         def counted(name):
@@ -81,7 +121,9 @@ def test_one_launch_a_block(comm):
             def call(*arguments, **options):
                 launches[name] += 1
                 return launch(*arguments, **options)
+
             setattr(backend, name, call)
+
         counted("attend")
         counted("attend_backward")
         attend(plan, my_chunks(plan, *draw_all(plan.problem)), {"cu_seqlens": [0, 48], "prefixes": [9]})
@@ -90,10 +132,13 @@ def test_one_launch_a_block(comm):
 
 def test_in_one_call(comm):
     lengths = [5 + rank for rank in range(comm.size)]
-    total, start = sum(lengths), sum(lengths[:comm.rank])
+    total, start = sum(lengths), sum(lengths[: comm.rank])
     own = slice(start, start + lengths[comm.rank])
-    for mask, call in (({"prefix": 9}, {}), ({"causal_block": 4}, {"prefixes": [3]}),
-                       ({"causal": True}, {"cu_seqlens": [0, 4, total], "causal_documents": [False, True]})):
+    for mask, call in (
+        ({"prefix": 9}, {}),
+        ({"causal_block": 4}, {"prefixes": [3]}),
+        ({"causal": True}, {"cu_seqlens": [0, 4, total], "causal_documents": [False, True]}),
+    ):
         problem = problem_of({"seqlen": total, "heads": 2, "head_dim": 4, **mask})
         inputs = draw_all(problem)
         ref = expected(inputs, backward=False, **masks(problem, call))
@@ -106,9 +151,12 @@ def test_ranks_that_disagree(comm, at_least):
     last = comm.rank == comm.size - 1
     with MeshAttention(comm, seqlen=24, heads=2, head_dim=4, causal=True) as plan:
         q = np.ones((1, len(plan.positions), 2, 4), np.float32)
-        for of_last, of_others in (({"prefixes": [3]}, {"prefixes": [4]}), ({"prefixes": [3]}, {}),
-                             ({"causal_documents": [False]}, {"causal_documents": [True]})):
-            text = same_error(comm, lambda: plan.forward(q, q, q, **(of_last if last else of_others)))      # noqa: B023
+        for of_last, of_others in (
+            ({"prefixes": [3]}, {"prefixes": [4]}),
+            ({"prefixes": [3]}, {}),
+            ({"causal_documents": [False]}, {"causal_documents": [True]}),
+        ):
+            text = same_error(comm, lambda: plan.forward(q, q, q, **(of_last if last else of_others)))  # noqa: B023
             assert "prefixes or causal_documents" in text and "must be the same on every rank" in text
         text = same_error(comm, lambda: plan.forward(q, q, q, prefixes=[-1] if last else [1]))
         assert "prefixes is" in text and "at least 0" in text

@@ -15,11 +15,15 @@ WAYS = [("greedy", "direct"), ("greedy", "ring"), ("collective", "direct")]
 @on(8)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("schedule", "route"), WAYS)
-@pytest.mark.parametrize(("dtype", "spread", "scale"), [
-    ("float32", 50, 1.0),                    # scores of +-1e4
-    ("float16", 120, 1.0),                   # scores far beyond 65504, the largest float16
-    ("bfloat16", 120, 1.0), ("float64", 1000, 1.0),
-])
+@pytest.mark.parametrize(
+    ("dtype", "spread", "scale"),
+    [
+        ("float32", 50, 1.0),  # scores of +-1e4
+        ("float16", 120, 1.0),  # scores far beyond 65504, the largest float16
+        ("bfloat16", 120, 1.0),
+        ("float64", 1000, 1.0),
+    ],
+)
 def test_case_13_large_scores(group, dtype, spread, scale, schedule, route, causal):
     """Off by at most twice what a naive run in float32 is, result rounded; gradients 3 times, of small dout.
 
@@ -28,7 +32,7 @@ def test_case_13_large_scores(group, dtype, spread, scale, schedule, route, caus
     arguments = {**SHAPE, "dtype": dtype, "scale": scale, "causal": causal}
     problem = problem_of(arguments)
     inputs = draw_all(problem, seed=3, spread=spread)
-    inputs = inputs._replace(dout=(inputs.dout / 64).astype(dtype))       # or gradients pass 65504
+    inputs = inputs._replace(dout=(inputs.dout / 64).astype(dtype))  # or gradients pass 65504
     scores = np.abs(np.einsum("bihd,bjhd->bhij", *[x.astype(np.float64) for x in inputs[:2]])) * scale
     assert scores.max() > (65504 if dtype == "float16" else 1e4)
     result, at, at_k = run(group, inputs, **arguments, schedule=schedule, route=route)
@@ -66,7 +70,7 @@ def poisoned(visible, where, token, head, dim):
     if where in "qk":
         lse[head, rows] = True
     dq[rows, head] = dk[seen, head] = True
-    if where != "v":                                       # probabilities are as they were
+    if where != "v":  # probabilities are as they were
         dv[seen, head, column] = True
     return out, lse, dq, dk, dv
 
@@ -102,7 +106,7 @@ def test_case_13_not_a_number(group, where, mask, backend):
 
 def check_padding(group, value, backends, **arguments):
     """Whatever q, k, v and dout of padding tokens are, the result is as without it, that of sinks too."""
-    problem, lengths = problem_of(arguments), [arguments["seqlen"] - 3, 5][:arguments["batch"]]
+    problem, lengths = problem_of(arguments), [arguments["seqlen"] - 3, 5][: arguments["batch"]]
     inputs = draw_all(problem, sinks=True)
     ref = expected(inputs, **masks(problem, {"lengths": lengths}))
     for array in inputs[:4]:
@@ -116,8 +120,16 @@ def check_padding(group, value, backends, **arguments):
 def test_case_34_padding(group, value):
     for schedule, route in WAYS:
         for dtype, tile, causal in (("float32", "2x1", True), ("float64", "1x2", False)):
-            check_padding(group, value, BACKENDS, **{**SHAPE, "batch": 2, "dtype": dtype}, tile=tile, causal=causal,
-                          schedule=schedule, route=route)
+            check_padding(
+                group,
+                value,
+                BACKENDS,
+                **{**SHAPE, "batch": 2, "dtype": dtype},
+                tile=tile,
+                causal=causal,
+                schedule=schedule,
+                route=route,
+            )
 
 
 @on(8)
@@ -138,9 +150,15 @@ def test_infinite(group, where, value, causal):
 
 @on(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("dtype", "within", "beyond"), [
-    ("float32", 0.99 * FLOAT32 / 16, FLOAT32), ("bfloat16", 0.99 * FLOAT32 / 16, 0.99 * FLOAT32),
-    ("float64", 0.99 * FLOAT64 / 16, FLOAT64), ("float16", 65504, None)])
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"),
+    [
+        ("float32", 0.99 * FLOAT32 / 16, FLOAT32),
+        ("bfloat16", 0.99 * FLOAT32 / 16, 0.99 * FLOAT32),
+        ("float64", 0.99 * FLOAT64 / 16, FLOAT64),
+        ("float16", 65504, None),
+    ],
+)
 def test_large_values(group, dtype, within, beyond, backend):
     """Values are weighted and added, then divided: 16 keys of one score, as docs/numbers.md tells."""
     arguments = {**SHAPE, "seqlen": 16, "dtype": dtype, "backend": backend}
@@ -165,7 +183,9 @@ def test_case_15_error_does_not_grow_with_the_tile(comm, dtype):
     ref, errors = expected(inputs, **masks(problem_of(shape))), []
     for tile in tiles(comm.size):
         result, at, at_k = run(comm, inputs, **shape, tile=tile, layout="striped", schedule="greedy")
-        squares = [float(((getattr(result, name).astype(float) - getattr(ref, name)[:, rows]) ** 2).sum())
-                   for name, rows in (("out", at), ("dq", at), ("dk", at_k), ("dv", at_k))]
+        squares = [
+            float(((getattr(result, name).astype(float) - getattr(ref, name)[:, rows]) ** 2).sum())
+            for name, rows in (("out", at), ("dq", at), ("dk", at_k), ("dv", at_k))
+        ]
         errors.append(np.sqrt(comm.allreduce(np.array(squares))))
     assert (np.max(errors, axis=0) <= (2 if dtype == "float32" else 1.1) * np.min(errors, axis=0)).all(), errors

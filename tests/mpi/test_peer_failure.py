@@ -16,7 +16,7 @@ from mpiattn.comm.peers import Peers
 from mpiattn.decode import cache_file
 
 SHAPE = {"seqlen": 24, "heads": 2, "head_dim": 4}
-TIMEOUT = 0.5             # seconds, on a quiet machine with a core for every four ranks
+TIMEOUT = 0.5  # seconds, on a quiet machine with a core for every four ranks
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def struck(plan, at_launch):
         if count[0] > at_launch:
             raise ZeroDivisionError("on purpose")
         return attend(*args, **how)
+
     plan._backend.attend = fail
 
 
@@ -55,18 +56,21 @@ def test_a_rank_raises_in_a_pass(comm, at_least, schedule):
     except (ZeroDivisionError, PeerFailure) as error:
         ending = error
     else:
-        ending = None                          # a rank that had all it needed before the other failed
+        ending = None  # a rank that had all it needed before the other failed
     endings = comm.allgather(type(ending).__name__)
     assert endings[guilty] == "ZeroDivisionError" and set(endings) <= {"ZeroDivisionError", "PeerFailure", "NoneType"}
     if isinstance(ending, PeerFailure):
-        assert re.fullmatch(rf"rank {guilty} on .* raised ZeroDivisionError in call 1 of plan \d+, forward, in step "
-                            r"\d+ of \d+ of the forward pass: on purpose", str(ending))
+        assert re.fullmatch(
+            rf"rank {guilty} on .* raised ZeroDivisionError in call 1 of plan \d+, forward, in step "
+            r"\d+ of \d+ of the forward pass: on purpose",
+            str(ending),
+        )
     if ending is not None:
         with pytest.raises(MpiattnError, match="make a new one"):
             plan.forward(*chunks(plan), check=False)
     comm.Barrier()
     plan.close()
-    with MeshAttention(comm, **SHAPE) as again:                    # the communicator is none the worse for it
+    with MeshAttention(comm, **SHAPE) as again:  # the communicator is none the worse for it
         out, _ = again.forward(*chunks(again))
         assert (out == 1).all()
 
@@ -76,8 +80,11 @@ def test_a_rank_does_not_come(comm, at_least, timeout):
     absent, fresh = comm.size - 1, comm.Dup()
     plan = MeshAttention(fresh, **SHAPE, timeout=timeout)
     if comm.rank != absent:
-        with pytest.raises(PeerFailure, match=f"has waited {timeout:g} s for the other ranks; no answer from rank "
-                                              f"{absent} on {socket.gethostname()}$"):
+        with pytest.raises(
+            PeerFailure,
+            match=f"has waited {timeout:g} s for the other ranks; no answer from rank "
+            f"{absent} on {socket.gethostname()}$",
+        ):
             plan.forward(*chunks(plan))
     comm.Barrier()
     plan.close()
@@ -92,7 +99,7 @@ def test_a_rank_raises_while_decoding(comm, at_least, way):
     cache = KVCache(fresh, capacity=40, kv_heads=1, head_dim=4, timeout=500)
     cache.append(*np.ones((2, 1, 24, 1, 4), np.float32))
     if comm.rank == guilty:
-        cache._backend.attend_pages = None               # not callable
+        cache._backend.attend_pages = None  # not callable
     q, ending = np.ones((1, 1, 2, 4), np.float32), None
     try:
         tree_decode(q, cache, way=way)
@@ -120,6 +127,7 @@ def test_an_error_of_another_communicator(comm, at_least):
     def progress(done):
         if not comm.rank:
             MeshAttention(MPI.COMM_SELF, seqlen=-1, heads=1, head_dim=1)
+
     try:
         plan.forward(*chunks(plan), progress=progress)
     except (ArgumentError, PeerFailure) as error:
@@ -148,6 +156,7 @@ def test_a_lost_rank_of_another_communicator(comm, at_least, timeout):
     def progress(done):
         if not comm.rank:
             inner.forward(*chunks(inner))
+
     expected = "raised PeerFailure in call 1 of plan 1, forward" if comm.rank else "has waited"
     try:
         plan.forward(*chunks(plan), progress=progress)
@@ -162,8 +171,13 @@ def test_a_lost_rank_of_another_communicator(comm, at_least, timeout):
         made.close()
 
 
-@pytest.mark.parametrize("make", [lambda comm: MeshAttention(comm, **SHAPE, timeout=500),
-                                  lambda comm: KVCache(comm, capacity=9, kv_heads=1, head_dim=4, timeout=500)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda comm: MeshAttention(comm, **SHAPE, timeout=500),
+        lambda comm: KVCache(comm, capacity=9, kv_heads=1, head_dim=4, timeout=500),
+    ],
+)
 def test_a_rank_is_interrupted_in_the_making(comm, at_least, monkeypatch, make):
     at_least(2)
     fresh = comm.Dup()
@@ -175,8 +189,9 @@ def test_a_rank_is_interrupted_in_the_making(comm, at_least, monkeypatch, make):
         with pytest.raises((KeyboardInterrupt, PeerFailure)) as caught:
             make(fresh)
     if comm.rank < comm.size - 1:
-        assert re.fullmatch(r"rank \d+ on .* raised KeyboardInterrupt in making a (plan|cache): on purpose",
-                            str(caught.value))
+        assert re.fullmatch(
+            r"rank \d+ on .* raised KeyboardInterrupt in making a (plan|cache): on purpose", str(caught.value)
+        )
     with pytest.raises(MpiattnError, match="did not end"):
         plan.forward(*chunks(plan))
     plan.close()
@@ -234,8 +249,8 @@ def test_a_long_error(comm, at_least):
     comm.Barrier()
     if comm.rank == comm.size - 1:
         with pytest.raises(ZeroDivisionError), plan.call("test"):
-            raise ZeroDivisionError("x" * 2 ** 22)
-        time.sleep(1)                            # outside MPI
+            raise ZeroDivisionError("x" * 2**22)
+        time.sleep(1)  # outside MPI
         comm.Barrier()
     else:
         with pytest.raises(PeerFailure, match=r"raised ZeroDivisionError .*xxx") as caught:
@@ -252,13 +267,16 @@ def test_plans_that_shared_the_mesh(comm, at_least, timeout):
     plans = [MeshAttention(fresh, **SHAPE, timeout=timeout) for _ in range(2)]
     inputs = chunks(plans[0])
     if comm.rank == late:
-        comm.Barrier()                                           # until the others have given up
+        comm.Barrier()  # until the others have given up
     with pytest.raises(PeerFailure):
         plans[0].forward(*inputs)
     if comm.rank != late:
         comm.Barrier()
-    for call in (lambda plan: plan.forward(*inputs), lambda plan: plan.gather(inputs[0]),
-                 lambda plan: plan.scatter(inputs[0])):
+    for call in (
+        lambda plan: plan.forward(*inputs),
+        lambda plan: plan.gather(inputs[0]),
+        lambda plan: plan.scatter(inputs[0]),
+    ):
         for plan in plans:
             with pytest.raises(MpiattnError, match="did not end"):
                 call(plan)
@@ -283,6 +301,7 @@ def test_a_rank_raises_while_a_plan_is_made(comm, at_least, monkeypatch):
 
     def fail(*args):
         raise ZeroDivisionError("on purpose")
+
     if comm.rank == 0:
         monkeypatch.setattr("mpiattn.plan.mesh_attention.settle", fail)
     with pytest.raises((ZeroDivisionError, PeerFailure)) as caught:
@@ -301,9 +320,13 @@ def test_a_slow_rank_is_waited_for(comm, timeout):
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "soon", True])
-@pytest.mark.parametrize("make", [lambda comm, timeout: MeshAttention(comm, **SHAPE, timeout=timeout),
-                                  lambda comm, timeout: KVCache(comm, capacity=9, kv_heads=1, head_dim=4,
-                                                                timeout=timeout)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda comm, timeout: MeshAttention(comm, **SHAPE, timeout=timeout),
+        lambda comm, timeout: KVCache(comm, capacity=9, kv_heads=1, head_dim=4, timeout=timeout),
+    ],
+)
 def test_wrong_timeouts(comm, wrong, make):
     with pytest.raises(ArgumentError, match=r"^timeout is") as caught:
         make(comm, 5 if comm.rank else wrong)
@@ -313,7 +336,8 @@ def test_wrong_timeouts(comm, wrong, make):
 def test_allgather_and_reduce(comm):
     peers = Peers(comm)
     assert peers.allgather({"rank": comm.rank, "more": "x" * comm.rank}) == [
-        {"rank": rank, "more": "x" * rank} for rank in range(comm.size)]
+        {"rank": rank, "more": "x" * rank} for rank in range(comm.size)
+    ]
     assert peers.largest([comm.rank, -comm.rank]).tolist() == [comm.size - 1, 0]
     total = np.full((2, 3), 1.5)
     peers.reduce(total, MPI.SUM)

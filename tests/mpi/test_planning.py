@@ -77,7 +77,8 @@ def test_the_times_of_steps(comm):
                 for moved in trace.moves:
                     assert 0 <= moved.begun <= moved.arrived <= trace.steps[moved.step].ended
                 assert {(m.kind, m.hop, m.step) for m in trace.moves} <= {
-                    (t.kind, t.hops[0], i) for i, step in enumerate(schedule.steps) for t in step.transfers}
+                    (t.kind, t.hops[0], i) for i, step in enumerate(schedule.steps) for t in step.transfers
+                }
                 overlapping = [i for i, step in enumerate(schedule.steps) if step.transfers and step.blocks]
                 assert bool(overlapping) == (overlap and comm.size > 1)
             assert plan.wait_seconds - before <= waited + 1e-3
@@ -89,10 +90,26 @@ def test_the_times_of_steps(comm):
 
 def test_what_a_plan_says_of_itself(comm):
     """In one line, open, closed and not made."""
-    plan = MeshAttention(comm, batch=2, seqlen=203, seqlen_k=31, heads=4, kv_heads=2, head_dim=8, value_dim=5,
-                         causal=True, window=(9, None), tile="ring", layout="zigzag", schedule="greedy", route="ring")
-    said = ("MeshAttention(batch 2, 203 x 31 tokens, 4 heads (2 KV) x 8 (5 of values), float32, causal in window 9,; "
-            f"tile 1x{comm.size}, zigzag layout, greedy schedule, ring route, {plan.backend}; open)")
+    plan = MeshAttention(
+        comm,
+        batch=2,
+        seqlen=203,
+        seqlen_k=31,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        value_dim=5,
+        causal=True,
+        window=(9, None),
+        tile="ring",
+        layout="zigzag",
+        schedule="greedy",
+        route="ring",
+    )
+    said = (
+        "MeshAttention(batch 2, 203 x 31 tokens, 4 heads (2 KV) x 8 (5 of values), float32, causal in window 9,; "
+        f"tile 1x{comm.size}, zigzag layout, greedy schedule, ring route, {plan.backend}; open)"
+    )
     assert repr(plan) == said
     plan.close()
     assert repr(plan) == said.replace("open", "closed")
@@ -102,8 +119,10 @@ def test_what_a_plan_says_of_itself(comm):
 def test_what_a_cache_says_of_itself(comm):
     cache = KVCache(comm, capacity=100, sequences=2, kv_heads=2, head_dim=8, value_dim=5, dtype="float16", page_size=16)
     cache.append(np.zeros((2, 3, 2, 8), np.float16), np.zeros((2, 3, 2, 5), np.float16), counts=[3, 2])
-    said = (f"KVCache(2 sequences, 5 of 100 tokens, 2 KV heads x 8 (5 of values), float16; {comm.size} ranks, "
-            f"pages of 16, {cache.backend}; open)")
+    said = (
+        f"KVCache(2 sequences, 5 of 100 tokens, 2 KV heads x 8 (5 of values), float16; {comm.size} ranks, "
+        f"pages of 16, {cache.backend}; open)"
+    )
     assert repr(cache) == said
     cache.close()
     assert repr(cache) == said.replace("open", "closed")

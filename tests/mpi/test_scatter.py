@@ -116,7 +116,7 @@ def test_wrong_arguments(comm):
             (lambda: plan.gather(own if comm.rank != last else np.zeros((1, 99))), "99"),
             (lambda: plan.gather(own.astype("f4" if comm.rank == last else "f8")), "float32"),
         ]
-        for call, text in wrong[:None if comm.size > 1 else -1]:
+        for call, text in wrong[: None if comm.size > 1 else -1]:
             with pytest.raises(ArgumentError, match=text) as caught:
                 call()
             assert len(set(comm.allgather(str(caught.value)))) == 1
@@ -128,8 +128,7 @@ def test_root_must_be_the_same_everywhere(comm):
         pytest.skip("takes two ranks to disagree")
     with plan_of(comm, "striped", 12) as plan:
         own = np.zeros((1, len(plan.positions)))
-        for call in (lambda: plan.scatter(np.zeros((1, 12)), root=comm.rank),
-                     lambda: plan.gather(own, root=comm.rank)):
+        for call in (lambda: plan.scatter(np.zeros((1, 12)), root=comm.rank), lambda: plan.gather(own, root=comm.rank)):
             with pytest.raises(ArgumentError, match="root is 0 on rank 0 but 1 on rank 1"):
                 call()
 

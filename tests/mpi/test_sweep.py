@@ -19,7 +19,7 @@ from mpiattn.schedule.greedy import greedy
 
 SEED = int(os.environ.get("MPIATTN_SEED", "1"))
 CASES = int(os.environ.get("MPIATTN_CASES", "50"))
-FIRST = CASES if "MPIATTN_CASES" in os.environ else 12       # that are not slow
+FIRST = CASES if "MPIATTN_CASES" in os.environ else 12  # that are not slow
 ONLY = os.environ.get("MPIATTN_CASE")
 
 
@@ -35,7 +35,7 @@ def complaint(comm, case):
                 for direction in ("forward", "backward"):
                     use_schedule(plan, greedy(plan.tile, case.costs, plan.route, direction))
             chunks = my_chunks(plan, *inputs)
-            for _ in range(1 + case.seed % 2):             # what a call leaves in the buffers must not matter
+            for _ in range(1 + case.seed % 2):  # what a call leaves in the buffers must not matter
                 result = attend(plan, chunks, case.call)
                 results.add(bits(*result))
             error = wrong(problem, result, ref, inputs, plan.positions, plan.positions_k, case.call, terms=True)
@@ -54,15 +54,18 @@ def test_random_cases(comm, part):
     failures = []
     for index in indices:
         case, failure = draw_case(SEED, index, comm.size), None
-        again = (f"MPIATTN_SEED={SEED} MPIATTN_CASE={index} mpiexec -n {comm.size} "
-                 f"python -m pytest tests/mpi/test_sweep.py   # {case}")
+        again = (
+            f"MPIATTN_SEED={SEED} MPIATTN_CASE={index} mpiexec -n {comm.size} "
+            f"python -m pytest tests/mpi/test_sweep.py   # {case}"
+        )
         with subcomm(comm, case.members) as group:
             try:
                 failure = complaint(group, case) if group else None
-            except Exception:                        # its peers may be waiting for it
-                print(f"rank {comm.rank} of {comm.size}\n{traceback.format_exc()}{again}", file=sys.__stderr__,
-                      flush=True)
-                time.sleep(0.5)                      # the launcher passes it on
+            except Exception:  # its peers may be waiting for it
+                print(
+                    f"rank {comm.rank} of {comm.size}\n{traceback.format_exc()}{again}", file=sys.__stderr__, flush=True
+                )
+                time.sleep(0.5)  # the launcher passes it on
                 comm.Abort(1)
             settle(comm)
         if comm.allreduce(failure is not None):

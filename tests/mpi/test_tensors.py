@@ -79,8 +79,9 @@ def test_one_call(comm, dtype):
 def test_decoding(comm, dtype, decode):
     k, v = (tensor(2, 9, 2, 4, dtype=dtype, seed=i) for i in range(2))
     q, sinks = tensor(2, 3, 4, 4, dtype=dtype), tensor(4, dtype="float64" if dtype == "float64" else "float32")
-    with KVCache(comm, capacity=64 * comm.size, sequences=2, kv_heads=2, head_dim=4,
-                 dtype=getattr(torch, dtype)) as cache:
+    with KVCache(
+        comm, capacity=64 * comm.size, sequences=2, kv_heads=2, head_dim=4, dtype=getattr(torch, dtype)
+    ) as cache:
         cache.append(k, v)
         same(decode(q, cache, sinks=sinks), decode(array(q), cache, sinks=array(sinks)))
         if decode is tree_decode:
@@ -134,9 +135,13 @@ def test_what_requires_a_gradient(comm):
         tokens = len(plan.positions)
         q, k = tensor(2, tokens, 4, 8).requires_grad_(last), tensor(2, tokens, 2, 8)
         whole, new = tensor(2, 29).requires_grad_(last), tensor(1, 1, 2, 8).requires_grad_(last)
-        calls = {"q ": lambda: plan.forward(q, k, k), "q": lambda: attention(q, k, k, comm=comm),
-                 "array": lambda: plan.scatter(whole, root=None),
-                 "array ": lambda: plan.gather(whole[:, plan.positions]), "k": lambda: cache.append(new, new)}
+        calls = {
+            "q ": lambda: plan.forward(q, k, k),
+            "q": lambda: attention(q, k, k, comm=comm),
+            "array": lambda: plan.scatter(whole, root=None),
+            "array ": lambda: plan.gather(whole[:, plan.positions]),
+            "k": lambda: cache.append(new, new),
+        }
         for name, call in calls.items():
             text = same_error(comm, call)
             assert text.startswith(f"{name.strip()} requires a gradient") and "mpiattn.torch.attention" in text
@@ -144,19 +149,25 @@ def test_what_requires_a_gradient(comm):
                 call()
 
 
-@pytest.mark.parametrize("documents", [
-    {"cu_seqlens": torch.tensor([0, 11, 29], dtype=torch.int32)},
-    {"cu_seqlens": torch.tensor([[0, 11, 29], [2, 2, 20]])},
-    {"cu_seqlens": [torch.tensor([0, 11, 29]), torch.tensor([0, 29])]},
-    {"lengths": torch.tensor([29, 7], dtype=torch.int32), "lengths_k": torch.tensor([5, 29], dtype=torch.int16)}],
-    ids=str)
+@pytest.mark.parametrize(
+    "documents",
+    [
+        {"cu_seqlens": torch.tensor([0, 11, 29], dtype=torch.int32)},
+        {"cu_seqlens": torch.tensor([[0, 11, 29], [2, 2, 20]])},
+        {"cu_seqlens": [torch.tensor([0, 11, 29]), torch.tensor([0, 29])]},
+        {"lengths": torch.tensor([29, 7], dtype=torch.int32), "lengths_k": torch.tensor([5, 29], dtype=torch.int16)},
+    ],
+    ids=str,
+)
 def test_documents(comm, documents):
-    plain = {name: [x.tolist() for x in value] if isinstance(value, list) else value.tolist()
-             for name, value in documents.items()}
+    plain = {
+        name: [x.tolist() for x in value] if isinstance(value, list) else value.tolist()
+        for name, value in documents.items()
+    }
     with MeshAttention(comm, **SHAPE) as plan:
         q, k = tensor(2, len(plan.positions), 4, 8).requires_grad_(), tensor(2, len(plan.positions), 2, 8)
         out, lse = mpiattn.torch.attention(plan, q, k, k, **documents)
-        for value in documents.values():                  # the backward pass has those of its forward pass
+        for value in documents.values():  # the backward pass has those of its forward pass
             for part in value if isinstance(value, list) else [value]:
                 part.zero_()
         out.sum().backward()
@@ -165,8 +176,9 @@ def test_documents(comm, documents):
         same((out.detach(), lse.detach()), expected)
         same([q.grad], plan.backward(np.ones_like(expected[0]), *arrays, *expected, **plain)[:1])
         for value, part in zip(documents.values(), plain.values()):
-            for value_of, whole in zip(value if isinstance(value, list) else [value],
-                                  part if isinstance(value, list) else [part]):
+            for value_of, whole in zip(
+                value if isinstance(value, list) else [value], part if isinstance(value, list) else [part]
+            ):
                 value_of.copy_(torch.tensor(whole))
         text = same_error(comm, lambda: plan.forward(*arrays, cu_seqlens=torch.tensor([0.0, 29.0])))
         assert "must hold whole numbers" in text

@@ -64,9 +64,16 @@ def test_case_20_overlap_changes_no_bit(group):
         for route in ("direct", "ring"):
             beside, early = (partial(greedy, Tile(1, a, b), Costs(1, 2, 2), route, ahead=ahead) for ahead in (0, 3))
             never = {direction: apart(beside(direction)) for direction in ("forward", "backward")}
-            results = {with_schedules(group, a, b, route, backend, make)
-                       for backend, make in (("numpy", beside), ("numpy", never.get), ("numpy", early),
-                                             ("deferred", beside), ("deferred", early))}
+            results = {
+                with_schedules(group, a, b, route, backend, make)
+                for backend, make in (
+                    ("numpy", beside),
+                    ("numpy", never.get),
+                    ("numpy", early),
+                    ("deferred", beside),
+                    ("deferred", early),
+                )
+            }
             assert len(results) == 1
 
 
@@ -86,6 +93,7 @@ def test_messages_move_while_a_rank_computes(comm, at_least):
             before = len(called)
             run_block(*arguments)
             moves.append(len(called) > before)
+
         plan._exchange.due = lambda: True
         executor._look, executor._run_block = counted, watched
         assert bits(*plan.forward(*inputs)) == expected
@@ -130,8 +138,16 @@ def test_results_are_the_callers(comm):
 def test_case_30_split_messages(comm, limit):
     for schedule in ("greedy", "collective"):
         for route in ("direct", "ring"):
-            arguments = {**SHAPE, "seqlen": 19, "heads": 2, "kv_heads": 1, "head_dim": 2, "schedule": schedule,
-                         "route": route, "tile": tiles(comm.size)[len(tiles(comm.size)) // 2]}
+            arguments = {
+                **SHAPE,
+                "seqlen": 19,
+                "heads": 2,
+                "kv_heads": 1,
+                "head_dim": 2,
+                "schedule": schedule,
+                "route": route,
+                "tile": tiles(comm.size)[len(tiles(comm.size)) // 2],
+            }
             whole = check(comm, **arguments, backends=BACKENDS[:1])
             split, *_ = run(comm, draw_all(problem_of(arguments)), **arguments, max_message=limit)
             assert bits(*whole) == bits(*split)
@@ -142,8 +158,16 @@ def test_case_29_deferred_is_numpy_bit_for_bit(group):
     for a, b in tiles(8):
         for schedule in ("greedy", "collective"):
             for wire in (None, "bfloat16"):
-                check(group, **{**SHAPE, "dtype": "float32"}, window=(20, 3), sinks=True, tile=(a, b),
-                      schedule=schedule, layout="contiguous", wire_dtype=wire)
+                check(
+                    group,
+                    **{**SHAPE, "dtype": "float32"},
+                    window=(20, 3),
+                    sinks=True,
+                    tile=(a, b),
+                    schedule=schedule,
+                    layout="contiguous",
+                    wire_dtype=wire,
+                )
 
 
 def test_row_and_column_of_a_tile_do_not_depend_on_the_parent(comm, at_least):

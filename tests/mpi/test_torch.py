@@ -18,10 +18,13 @@ from mpiattn.torch import attention  # noqa: E402  (needs torch)
 
 torch.set_num_threads(1)
 
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}     # of the largest value
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}  # of the largest value
 SHAPE = {"batch": 2, "seqlen": 37, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "causal": True}
-DOCUMENTS = {"cu_seqlens": [0, 5, 5, 21, 37], "prefixes": [3, 0, 100, 8],
-             "causal_documents": [True, False, True, False]}
+DOCUMENTS = {
+    "cu_seqlens": [0, 5, 5, 21, 37],
+    "prefixes": [3, 0, 100, 8],
+    "causal_documents": [True, False, True, False],
+}
 NAMES = ("q", "k", "v", "sinks")
 
 
@@ -33,18 +36,30 @@ def draw(plan, seed=0):
     """Whole q, k, v, sinks, dout and dlse as tensors, the same on every rank."""
     p, generator = plan.problem, torch.Generator().manual_seed(seed)
     queries, keys = (p.batch, p.seqlen, p.heads), (p.batch, p.seqlen_k, p.kv_heads)
-    shapes = {"q": (*queries, p.head_dim), "k": (*keys, p.head_dim), "v": (*keys, p.value_dim), "sinks": (p.heads,),
-              "dout": (*queries, p.value_dim), "dlse": (p.batch, p.heads, p.seqlen)}
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(
-                wide(plan) if name in ("sinks", "dlse") else getattr(torch, p.dtype))
-            for name, shape in shapes.items()}
+    shapes = {
+        "q": (*queries, p.head_dim),
+        "k": (*keys, p.head_dim),
+        "v": (*keys, p.value_dim),
+        "sinks": (p.heads,),
+        "dout": (*queries, p.value_dim),
+        "dlse": (p.batch, p.heads, p.seqlen),
+    }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            wide(plan) if name in ("sinks", "dlse") else getattr(torch, p.dtype)
+        )
+        for name, shape in shapes.items()
+    }
 
 
 def cut(plan, whole):
     """This rank's chunks of whole tensors; q, k, v and sinks require gradients."""
     at, at_k = plan.positions, plan.positions_k
-    chunks = {name: tensor[:, at_k] if name in "kv" else tensor[:, at] for name, tensor in whole.items()
-            if name in ("q", "k", "v", "dout")}
+    chunks = {
+        name: tensor[:, at_k] if name in "kv" else tensor[:, at]
+        for name, tensor in whole.items()
+        if name in ("q", "k", "v", "dout")
+    }
     chunks |= {"sinks": whole["sinks"].clone(), "dlse": whole["dlse"][..., at]}
     return {name: tensor.requires_grad_(name in NAMES) for name, tensor in chunks.items()}
 
@@ -73,8 +88,13 @@ def test_values_and_gradients(comm, dtype, sinks, documents):
     how = {"causal": True, **documents, "sinks": arrays["sinks"] if sinks else None}
     ref, ref_lse = reference.attention(q, k, v, **how)
     dq, dk, dv, *dsinks = reference.backward(arrays["dout"], q, k, v, **how, dlse=arrays["dlse"])
-    compared = {"out": (out, ref[:, at]), "lse": (lse, ref_lse[..., at]), "dq": (chunks["q"].grad, dq[:, at]),
-                "dk": (chunks["k"].grad, dk[:, at_k]), "dv": (chunks["v"].grad, dv[:, at_k])}
+    compared = {
+        "out": (out, ref[:, at]),
+        "lse": (lse, ref_lse[..., at]),
+        "dq": (chunks["q"].grad, dq[:, at]),
+        "dk": (chunks["k"].grad, dk[:, at_k]),
+        "dv": (chunks["v"].grad, dv[:, at_k]),
+    }
     if sinks:
         compared["dsinks"] = comm.allreduce(chunks["sinks"].grad), dsinks[0]
     else:
@@ -98,10 +118,13 @@ def test_memory_is_shared(comm, dtype):
                 results = run(*arrays, **options)
                 seen[name] = arrays, results
                 return results
+
             return call
+
         plan.forward, plan.backward = recorded("forward"), recorded("backward")
-        q, k, v = (torch.randn(1, len(plan.positions), 2, 4, dtype=getattr(torch, dtype), requires_grad=True)
-                   for _ in range(3))
+        q, k, v = (
+            torch.randn(1, len(plan.positions), 2, 4, dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3)
+        )
         dout, dlse = torch.randn_like(q), torch.randn(1, 2, len(plan.positions), dtype=wide(plan))
         out, lse = attention(plan, q, k, v)
         grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
@@ -109,6 +132,7 @@ def test_memory_is_shared(comm, dtype):
         def same(tensors, arrays):
             assert [tensor.data_ptr() for tensor in tensors] == [array.ctypes.data for array in arrays]
             assert {array.dtype.name for array in arrays} <= {dtype, plan.problem.partial_dtype}
+
         same((q, k, v), seen["forward"][0])
         same((out, lse), seen["forward"][1])
         same((dout, q, k, v, out, lse), seen["backward"][0])
@@ -131,30 +155,41 @@ def test_strides_do_not_matter(comm, dtype):
 
 def test_gradcheck():
     """torch's own check, of a plan that each rank has for itself."""
-    with MeshAttention(MPI.COMM_SELF, seqlen=7, heads=2, kv_heads=1, head_dim=3, dtype="float64", causal=True,
-                       softcap=3.0) as plan:
+    with MeshAttention(
+        MPI.COMM_SELF, seqlen=7, heads=2, kv_heads=1, head_dim=3, dtype="float64", causal=True, softcap=3.0
+    ) as plan:
         chunks = cut(plan, draw(plan))
-        assert torch.autograd.gradcheck(lambda q, k, v, s: attention(plan, q, k, v, sinks=s, cu_seqlens=[0, 3, 7]),
-                                        [chunks[name] for name in NAMES])
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, s: attention(plan, q, k, v, sinks=s, cu_seqlens=[0, 3, 7]), [chunks[name] for name in NAMES]
+        )
 
 
 def test_finite_differences(comm):
     """Of the sum of the ranks' losses, where one element of one rank's chunk, or of all ranks' sinks, is moved."""
-    with MeshAttention(comm, seqlen=13, heads=2, kv_heads=1, head_dim=3, dtype="float64", causal=True,
-                       layout="striped") as plan:
+    with MeshAttention(
+        comm, seqlen=13, heads=2, kv_heads=1, head_dim=3, dtype="float64", causal=True, layout="striped"
+    ) as plan:
         whole = draw(plan)
 
         def losses(whole):
             chunks = cut(plan, whole)
-            loss = loss_of(*attention(plan, *(chunks[name] for name in "qkv"), sinks=chunks["sinks"],
-                                      cu_seqlens=[0, 6, 13]), chunks)
+            loss = loss_of(
+                *attention(plan, *(chunks[name] for name in "qkv"), sinks=chunks["sinks"], cu_seqlens=[0, 6, 13]),
+                chunks,
+            )
             return loss, chunks
+
         loss, chunks = losses(whole)
         loss.backward()
         grads = {name: torch.from_numpy(plan.gather(chunks[name].grad.numpy(), root=None)) for name in "qkv"}
         grads["sinks"] = comm.allreduce(chunks["sinks"].grad)
-        for name, element in (("q", (0, 8, 1, 2)), ("k", (0, 0, 0, 1)), ("v", (0, 12, 0, 0)), ("k", (0, 7, 0, 2)),
-                              ("sinks", (1,))):
+        for name, element in (
+            ("q", (0, 8, 1, 2)),
+            ("k", (0, 0, 0, 1)),
+            ("v", (0, 12, 0, 0)),
+            ("k", (0, 7, 0, 2)),
+            ("sinks", (1,)),
+        ):
             moved = []
             for step in (1e-5, -1e-5):
                 inputs = {**whole, name: whole[name].clone()}
@@ -187,7 +222,7 @@ def test_retained_graph(plan, chunks):
 
 def test_once_differentiable(plan, chunks):
     out, _ = attention(plan, chunks["q"], chunks["k"], chunks["v"])
-    grad, = torch.autograd.grad(out.square().sum(), chunks["q"], create_graph=True)
+    (grad,) = torch.autograd.grad(out.square().sum(), chunks["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
 
@@ -209,8 +244,10 @@ def test_one_gradient(plan, chunks, wanted):
         out, lse = attention(plan, q, k, v, sinks=sinks)
         terms = [(x * dx).sum() for x, dx in ((out, dout), (lse, dlse)) if dx is not None]
         return torch.autograd.grad(sum(terms), chunks[wanted])[0]
-    both, of_out, of_lse = (grad(*given) for given in ((chunks["dout"], chunks["dlse"]), (chunks["dout"], None),
-                                                      (None, chunks["dlse"])))
+
+    both, of_out, of_lse = (
+        grad(*given) for given in ((chunks["dout"], chunks["dlse"]), (chunks["dout"], None), (None, chunks["dlse"]))
+    )
     assert torch.allclose(both, of_out + of_lse, atol=1e-5)
     assert wanted != "v" or not of_lse.any()
 
@@ -226,11 +263,15 @@ def test_two_in_one_graph(plan, chunks):
 
 def test_recomputation(plan, chunks):
     """torch.utils.checkpoint calls the forward pass again, in the middle of the backward pass."""
+
     def layer(q, k, v):
         return attention(plan, q * 2, k, v, cu_seqlens=[0, 9, 24])[0]
+
     leaves = [chunks[name] for name in "qkv"]
-    expected, got = (torch.autograd.grad(out, leaves, chunks["dout"]) for out in (
-        layer(*leaves), torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)))
+    expected, got = (
+        torch.autograd.grad(out, leaves, chunks["dout"])
+        for out in (layer(*leaves), torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False))
+    )
     assert all(torch.equal(a, b) for a, b in zip(expected, got))
 
 
@@ -246,8 +287,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name in NAMES for wrong in WRONG
-                                             if (name, wrong) != ("sinks", "none")])
+@pytest.mark.parametrize(
+    ("name", "wrong"), [(name, wrong) for name in NAMES for wrong in WRONG if (name, wrong) != ("sinks", "none")]
+)
 def test_wrong_on_one_rank(comm, plan, chunks, name, wrong):
     change, says = WRONG[wrong]
     guilty = comm.size - 1

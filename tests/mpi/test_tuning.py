@@ -33,22 +33,25 @@ def test_partners(nodes, between, crossing):
     for turn in range(12):
         ends = {rank: partners(nodes, rank, between, turn, crossing) for rank in range(len(nodes))}
         ends = {rank: pair for rank, pair in ends.items() if pair}
-        expected = (len(sizes) * (crossing or min(sizes)) * (len(sizes) > 1) if between
-                    else sum(size for size in sizes if size > 1))
+        expected = (
+            len(sizes) * (crossing or min(sizes)) * (len(sizes) > 1)
+            if between
+            else sum(size for size in sizes if size > 1)
+        )
         assert len(ends) == expected
         for rank, (dest, source) in ends.items():
             assert ends[dest][1] == rank and ends[source][0] == rank != dest
             assert (nodes[rank] != nodes[dest]) == between
             seen.add((nodes[rank], nodes[dest]) if between else (rank, dest))
     places = len(sizes) * (len(sizes) - 1) if between else sum(size * (size - 1) for size in sizes)
-    assert len(seen) == places                        # every pair of nodes, or of ranks of a node, in its turn
+    assert len(seen) == places  # every pair of nodes, or of ranks of a node, in its turn
 
 
 def test_fit():
     flops = np.array([1e6, 1e7, 1e9])
     assert fit(flops, 2e-4 + flops / 3e10) == pytest.approx((2e-4, 3e10))
     assert fit(flops, 2e-4 + flops / 3e10, launch=2e-4) == pytest.approx((2e-4, 3e10))
-    launch, rate = fit(flops, np.maximum(flops / 3e10 - 1e-5, 1e-6))     # less than nothing besides the work
+    launch, rate = fit(flops, np.maximum(flops / 3e10 - 1e-5, 1e-6))  # less than nothing besides the work
     assert launch == 0 and 2e10 < rate < 5e11
 
 
@@ -68,7 +71,7 @@ def test_measure(group, name):
     job, seconds = Job(group), 0.1
     result = measure(job, nodes, backend, ("float32", "bfloat16"), 8, seconds, passed.append)
     backend.close()
-    job.peers.channel.close()                         # the communicator is freed after this test
+    job.peers.channel.close()  # the communicator is freed after this test
     machine = result.machine
     assert sum(passed) == pytest.approx(seconds) and min(passed) >= 0
     assert len(set(group.allgather(json.dumps(machine.as_dict())))) == 1
@@ -83,7 +86,7 @@ def test_measure(group, name):
         assert (f"{side} of the default" in machine.assumes) == lacking
     assert machine.node_bandwidth is None or group.size == 4
     assert set(machine.combining) == set(reduction.ways(nodes) if group.size > 1 else ())
-    for way, points in machine.combining.items():      # the factors make of the links' prediction what was measured
+    for way, points in machine.combining.items():  # the factors make of the links' prediction what was measured
         for rows, (nbytes, factor) in zip(ROWS, points):
             predicted = reduction.predicted_seconds(way, nbytes, 4 * rows, nodes, machine.inside, machine.between)
             assert nbytes == 36 * rows
@@ -94,9 +97,11 @@ def test_measure(group, name):
 
 def test_machine_of_a_plan(comm, tmp_path_factory, monkeypatch):
     """Rank 0's store, variable and file decide, for all ranks; an argument goes before them."""
+
     def machine(**how):
         with MeshAttention(comm, seqlen=16, heads=2, head_dim=8, **{"backend": "numpy", **how}) as plan:
             return plan.machine
+
     nodes = nodes_of(Job(comm).peers)
     assert len(nodes) == comm.size and nodes[0] == 0 and set(range(max(nodes) + 1)) == set(nodes)
     default = DEFAULT.with_ranks(max(map(nodes.count, nodes)))

@@ -20,7 +20,7 @@ def grow(cache, k, v, turns):
         layout = Layout("zigzag", stop - 3 - start, cache.ranks)
         own = start + layout.positions(cache.rank)
         cache.append(k[:, own], v[:, own], layout=layout, check=False)
-        cache.append(k[:, stop - 3:stop], v[:, stop - 3:stop], check=False)
+        cache.append(k[:, stop - 3 : stop], v[:, stop - 3 : stop], check=False)
 
 
 def step(cache):
@@ -48,7 +48,7 @@ def test_case_35_turns(group):
                     got = map(on_host, decode(q, cache, window=window))
                     right = all(np.allclose(array, whole, rtol=1e-5, atol=1e-5) for array, whole in zip(got, ref))
                     agreed(group, None if right else f"{decode.__name__} after {turns} turns is wrong")
-            step(cache)                                    # the first counts what there is, and keeps it
+            step(cache)  # the first counts what there is, and keeps it
             counted.append(calls(lambda: step(cache), "ledger", "layout", "pages"))
     agreed(group, None if max(counted) <= 1.2 * min(counted) else f"calls after 1, 10 and 400 turns: {counted}")
 
@@ -64,6 +64,7 @@ def test_what_does_not_fit_leaves_no_trace(group):
         def refused():
             with pytest.raises(ArgumentError, match="the cache is full"):
                 cache.append(*large)
+
         for _ in range(3):
             used.append(calls(refused, "ledger", "layout"))
         assert len(set(used)) == 1 and cache.lengths == (7,) and (cache.positions(0) == at).all()

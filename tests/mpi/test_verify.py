@@ -15,9 +15,11 @@ def checked(problem, scale_q=1.0, scale_v=1.0, damage=None, limit=2e11):
     """Verify the rounded reference itself, damaged or not, on one rank."""
     rng = np.random.default_rng(0)
     p = problem
-    source = {"q": scale_q * rng.standard_normal((p.batch, p.seqlen, p.heads, p.head_dim)),
-              "k": rng.standard_normal((p.batch, p.seqlen_k, p.kv_heads, p.head_dim)),
-              "v": scale_v * rng.standard_normal((p.batch, p.seqlen_k, p.kv_heads, p.value_dim))}
+    source = {
+        "q": scale_q * rng.standard_normal((p.batch, p.seqlen, p.heads, p.head_dim)),
+        "k": rng.standard_normal((p.batch, p.seqlen_k, p.kv_heads, p.head_dim)),
+        "v": scale_v * rng.standard_normal((p.batch, p.seqlen_k, p.kv_heads, p.value_dim)),
+    }
     source = {name: array.astype(p.dtype) for name, array in source.items()}
     out, lse = reference.attention(*source.values(), p.causal, p.scale)
     out, lse = out.astype(p.dtype), lse.astype(p.partial_dtype)
@@ -76,7 +78,7 @@ def test_sample_holds_every_edge():
     layout = Layout("zigzag", 1000, 4)
     rows = choose(problem, layout, 1, limit=20 * work)
     assert 20 <= len(rows) <= 24
-    assert {0, 124, 125, 249} <= set(rows.tolist())            # of its two pieces of 125 tokens
+    assert {0, 124, 125, 249} <= set(rows.tolist())  # of its two pieces of 125 tokens
     assert (np.diff(rows) > 0).all()
     assert len(choose(problem, layout, 1, limit=250 * work)) == 250
     report = checked(Problem(seqlen=200, heads=1, head_dim=8), limit=20 * 32 * 200)

@@ -11,23 +11,27 @@ from mpiattn.verify.gradients import choose, verify_gradients
 
 
 def tiny(**more):
-    return Problem(**{"seqlen": 50, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "batch": 2,
-                      "causal": True, **more})
+    return Problem(
+        **{"seqlen": 50, "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "batch": 2, "causal": True, **more}
+    )
 
 
 def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", documents=None):
     """Verify the rounded reference itself, one element of one array damaged or not, spread over the ranks."""
     p, rng = problem, np.random.default_rng(0)
     queries, keys = (p.batch, p.seqlen, p.heads), (p.batch, p.seqlen_k, p.kv_heads)
-    source = {"q": scale_q * rng.standard_normal((*queries, p.head_dim)),
-              "k": rng.standard_normal((*keys, p.head_dim)), "v": rng.standard_normal((*keys, p.value_dim)),
-              "dout": rng.standard_normal((*queries, p.value_dim))}
+    source = {
+        "q": scale_q * rng.standard_normal((*queries, p.head_dim)),
+        "k": rng.standard_normal((*keys, p.head_dim)),
+        "v": rng.standard_normal((*keys, p.value_dim)),
+        "dout": rng.standard_normal((*queries, p.value_dim)),
+    }
     source = {name: array.astype(p.dtype) for name, array in source.items()}
     q, k, v, dout = source.values()
     how = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **(documents or {})}
     out, lse = reference.attention(q, k, v, **how)
     out, lse = out.astype(p.dtype), lse.astype(p.partial_dtype)
-    delta = np.einsum("bqhd,bqhd->bhq", dout.astype(float), out.astype(float))     # of the rounded out, as a run has it
+    delta = np.einsum("bqhd,bqhd->bhq", dout.astype(float), out.astype(float))  # of the rounded out, as a run has it
     grads = [grad.astype(p.dtype) for grad in reference.gradients(dout, q, k, v, lse.astype(float), delta, **how)]
     if damage:
         which, at, change = damage
@@ -35,22 +39,39 @@ def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", 
     q_layout, k_layout = (Layout(kind, tokens, comm.size) for tokens in (p.seqlen, p.seqlen_k))
     at, at_k = q_layout.positions(comm.rank), k_layout.positions(comm.rank)
     own_grads = [grad[:, tokens] for grad, tokens in zip(grads, (at, at_k, at_k))]
-    return verify_gradients(Peers(comm), p, q_layout, k_layout, out[:, at], lse[..., at], own_grads,
-                            lambda name, i, j: source[name][:, i:j], documents, limit)
+    return verify_gradients(
+        Peers(comm),
+        p,
+        q_layout,
+        k_layout,
+        out[:, at],
+        lse[..., at],
+        own_grads,
+        lambda name, i, j: source[name][:, i:j],
+        documents,
+        limit,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("more", [
-    {}, {"seqlen_k": 31}, {"seqlen_k": 80, "causal": False}, {"window": (5, 0)}, {"window": (0, 0)}, {"softcap": 2.0},
-])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"seqlen_k": 31}, {"seqlen_k": 80, "causal": False}, {"window": (5, 0)}, {"window": (0, 0)}, {"softcap": 2.0}],
+)
 def test_right_passes(comm, dtype, more):
     report = checked(comm, tiny(dtype=dtype, **more))
     assert report.passed and report.independent, report
     assert report.rows == report.of_rows == 50 and report.keys == report.of_keys == more.get("seqlen_k", 50)
 
 
-@pytest.mark.parametrize("documents", [{"cu_seqlens": [0, 20, 20, 47]}, {"cu_seqlens": [[0, 9, 50], [3, 30, 50]]},
-                                       {"cu_seqlens": [0, 30, 50], "cu_seqlens_k": [5, 25, 50]}])
+@pytest.mark.parametrize(
+    "documents",
+    [
+        {"cu_seqlens": [0, 20, 20, 47]},
+        {"cu_seqlens": [[0, 9, 50], [3, 30, 50]]},
+        {"cu_seqlens": [0, 30, 50], "cu_seqlens_k": [5, 25, 50]},
+    ],
+)
 def test_documents(comm, documents):
     assert checked(comm, tiny(), documents=documents, kind="striped").passed
     assert not checked(comm, tiny(), documents=documents, damage=(1, (1, 10, 0, 2), 1e-3)).passed
@@ -85,5 +106,5 @@ def test_sample(comm):
     assert report.passed and not report.independent
     assert 0 < report.rows < report.keys < report.of_keys == report.of_rows == 200
     assert "sample" in str(report) and "own lse and out" in str(report)
-    for which in (0, 1, 2):                          # the first row and the first key are edges
+    for which in (0, 1, 2):  # the first row and the first key are edges
         assert not checked(comm, problem, limit=limit, kind="contiguous", damage=(which, (0, 0, 0, 0), 0.1)).passed

@@ -10,9 +10,9 @@ from ..numpy.backend import NumpyBackend
 from . import library
 from .library import Array, Launch, Poll
 
-LINE = 64               # bytes of a cache line, by which scratch memory is aligned
-MOST_THREADS = 256      # of kernels/cpu/work.h
-MANY = 2 ** 20          # tokens of a launch whose scratch memory does not grow with more
+LINE = 64  # bytes of a cache line, by which scratch memory is aligned
+MOST_THREADS = 256  # of kernels/cpu/work.h
+MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
 
 
 class CpuBackend(NumpyBackend):
@@ -32,18 +32,39 @@ class CpuBackend(NumpyBackend):
         return library.missing()
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
-        launch = Launch(element=library.ELEMENTS[str(dtype)], groups=1, heads=1, kv_heads=1, head_dim=head_dim,
-                        value_dim=value_dim, threads=self.threads, tokens=MANY, keys=MANY)
-        return (self._kernels.scratch_bytes(launch, backward) + LINE
-                + super().scratch_bytes(head_dim, value_dim, dtype, backward))
+        launch = Launch(
+            element=library.ELEMENTS[str(dtype)],
+            groups=1,
+            heads=1,
+            kv_heads=1,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            threads=self.threads,
+            tokens=MANY,
+            keys=MANY,
+        )
+        return (
+            self._kernels.scratch_bytes(launch, backward)
+            + LINE
+            + super().scratch_bytes(head_dim, value_dim, dtype, backward)
+        )
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         self._run({"q": q, "k": k, "v": v}, {"out": out, "lse": lse}, begin, end, scale, softcap, False, meanwhile)
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
-                        meanwhile=None):
-        self._run({"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}, {"dq": dq, "dk": dk, "dv": dv},
-                  begin, end, scale, softcap, True, meanwhile)
+    def attend_backward(
+        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
+    ):
+        self._run(
+            {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta},
+            {"dq": dq, "dk": dk, "dv": dv},
+            begin,
+            end,
+            scale,
+            softcap,
+            True,
+            meanwhile,
+        )
 
     def _run(self, inputs, results, begin, end, scale, softcap, backward, meanwhile):
         """Run a block: inputs and results by their names in `Launch`."""
@@ -53,12 +74,22 @@ class CpuBackend(NumpyBackend):
         inputs = {name: _rows(array) for name, array in inputs.items()}
         into = {name: _rows(array) for name, array in results.items()}
         begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))
-        launch = Launch(element=library.ELEMENTS[q.dtype.name], groups=len(begin), heads=q.shape[1],
-                        kv_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2], threads=self.threads,
-                        tokens=len(q), keys=len(k), scale=scale, softcap=softcap or 0,
-                        begin=begin.ctypes.data, end=end.ctypes.data,
-                        **{name: Array(array.ctypes.data, *array.strides[:2])
-                           for name, array in {**inputs, **into}.items()})
+        launch = Launch(
+            element=library.ELEMENTS[q.dtype.name],
+            groups=len(begin),
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            value_dim=v.shape[2],
+            threads=self.threads,
+            tokens=len(q),
+            keys=len(k),
+            scale=scale,
+            softcap=softcap or 0,
+            begin=begin.ctypes.data,
+            end=end.ctypes.data,
+            **{name: Array(array.ctypes.data, *array.strides[:2]) for name, array in {**inputs, **into}.items()},
+        )
         needed = self._kernels.scratch_bytes(launch, backward) + LINE
         scratch = self._scratch("scratch", (needed,), "uint8")
         launch.scratch = -(-scratch.ctypes.data // LINE) * LINE

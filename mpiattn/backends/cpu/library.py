@@ -38,12 +38,21 @@ class Array(ctypes.Structure):
 class Launch(ctypes.Structure):
     """`struct launch` of kernels/cpu/launch.h."""
 
-    _fields_ = [*((name, ctypes.c_int32) for name in ("element", "groups", "heads", "kv_heads", "head_dim",
-                                                      "value_dim", "threads")),
-                ("tokens", ctypes.c_int64), ("keys", ctypes.c_int64), ("scale", ctypes.c_double),
-                ("softcap", ctypes.c_double), ("begin", ctypes.c_void_p), ("end", ctypes.c_void_p),
-                *((name, Array) for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv")),
-                ("poll", Poll), ("scratch", ctypes.c_void_p)]
+    _fields_ = [
+        *(
+            (name, ctypes.c_int32)
+            for name in ("element", "groups", "heads", "kv_heads", "head_dim", "value_dim", "threads")
+        ),
+        ("tokens", ctypes.c_int64),
+        ("keys", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("begin", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+        *((name, Array) for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv")),
+        ("poll", Poll),
+        ("scratch", ctypes.c_void_p),
+    ]
 
 
 @cache
@@ -76,8 +85,10 @@ def _digest():
 def missing():
     """Why there are no kernels for this process and what to do; "" if there are."""
     if not PATH.is_file():
-        return ("its kernels were not compiled; install mpiattn where there is a C compiler, or, in a checkout, run "
-                f"{BUILD}")
+        return (
+            "its kernels were not compiled; install mpiattn where there is a C compiler, or, in a checkout, run "
+            f"{BUILD}"
+        )
     if _load().sources_digest().decode() != _digest():
         return f"its kernels were compiled from other sources than these; run {BUILD}"
     sets, wanted = instruction_sets(), os.environ.get(VARIABLE)

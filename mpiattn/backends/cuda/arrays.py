@@ -4,8 +4,8 @@ import numpy as np
 
 from ...errors import ArgumentError
 
-DLPACK_CUDA = 2            # kDLCUDA, DLPack's device type of CUDA memory
-EXTRAS = ("cuda12", "cuda13")               # this package's extras that install CuPy
+DLPACK_CUDA = 2  # kDLCUDA, DLPack's device type of CUDA memory
+EXTRAS = ("cuda12", "cuda13")  # this package's extras that install CuPy
 
 
 def missing():
@@ -23,7 +23,7 @@ def missing():
 
 def device_of(array):
     """The kind of memory that holds an array: "cuda" or "cpu"."""
-    if hasattr(array, "__dlpack_device__"):        # first: torch's other attribute raises if a gradient is required
+    if hasattr(array, "__dlpack_device__"):  # first: torch's other attribute raises if a gradient is required
         on_gpu = array.__dlpack_device__()[0] == DLPACK_CUDA
     else:
         on_gpu = hasattr(array, "__cuda_array_interface__")
@@ -36,11 +36,14 @@ def as_cupy(cupy, name, argument):
     name: the argument's name for errors.  Raises ArgumentError for anything else.
     """
     if isinstance(argument, cupy.ndarray) or (
-            isinstance(argument, np.ndarray) and not isinstance(argument, np.ma.MaskedArray)):
+        isinstance(argument, np.ndarray) and not isinstance(argument, np.ma.MaskedArray)
+    ):
         return argument
     if isinstance(argument, np.ndarray) or device_of(argument) == "cpu":
-        raise ArgumentError(f"{name} is a {type(argument).__name__}; it must be a CuPy array, another library's array "
-                            "on the GPU, or a NumPy array")
+        raise ArgumentError(
+            f"{name} is a {type(argument).__name__}; it must be a CuPy array, another library's array "
+            "on the GPU, or a NumPy array"
+        )
     try:
         return cupy.from_dlpack(argument) if hasattr(argument, "__dlpack__") else cupy.asarray(argument)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:

@@ -21,14 +21,14 @@ from .arrays import as_cupy, missing
 from .kernels import KernelLaunches
 from .pinned import PinnedBlocks
 
-PIECE = 4 * 2 ** 20        # maximum bytes of a staged message
-CAPABILITY = 80            # the minimum compute capability that the kernels are compiled for
+PIECE = 4 * 2**20  # maximum bytes of a staged message
+CAPABILITY = 80  # the minimum compute capability that the kernels are compiled for
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
-ALIGNMENT = 16             # bytes; of arrays that kernels read by asynchronous copies
-NOT_READY = 600            # cudaErrorNotReady
+ALIGNMENT = 16  # bytes; of arrays that kernels read by asynchronous copies
+NOT_READY = 600  # cudaErrorNotReady
 
 
-_dealt: list[int] = []     # the GPUs that were chosen for this process; empty before the first choice
+_dealt: list[int] = []  # the GPUs that were chosen for this process; empty before the first choice
 
 
 def choose_device(cupy, local_rank):
@@ -61,10 +61,11 @@ class _CupyLaunches(KernelLaunches):
 
     def _function(self, kernel):
         """(function, block) of a kernel on this device.  CuPy caches by the source text, which includes all headers."""
-        held = self._functions.get(id(kernel))             # by id: hashing all of a kernel takes longer than its launch
+        held = self._functions.get(id(kernel))  # by id: hashing all of a kernel takes longer than its launch
         if held is None:
-            module = self.cupy.RawModule(code=kernel_source.expanded(kernel.file),
-                                         options=("-std=c++17", *kernel.options()))
+            module = self.cupy.RawModule(
+                code=kernel_source.expanded(kernel.file), options=("-std=c++17", *kernel.options())
+            )
             function = module.get_function(kernel.name)
             if kernel.shared_bytes > STATIC_SHARED:
                 function.max_dynamic_shared_size_bytes = kernel.shared_bytes
@@ -80,7 +81,7 @@ class _CupyLaunches(KernelLaunches):
             array.fill(0)
 
     def take(self, dst, src, rows):
-        as_bits = f"uint{8 * dst.itemsize}"                    # elements are copied as bits, for any dtype
+        as_bits = f"uint{8 * dst.itemsize}"  # elements are copied as bits, for any dtype
         self.cupy.take(src.view(as_bits), self.contiguous(rows), axis=0, out=dst.view(as_bits))
 
     def copy(self, dst, src):
@@ -89,12 +90,14 @@ class _CupyLaunches(KernelLaunches):
 
 def _launched(method):
     """Order a launch as the protocol requires: on the stream of the launches, after the events; returns its event."""
+
     @wraps(method)
     def launch(self, *args, after=(), **options):
         with self._on(self.stream):
             _wait_for(self.stream, after)
             method(self, *args, **options)
         return self._event(self.stream)
+
     return launch
 
 
@@ -125,6 +128,7 @@ class CudaBackend(_CupyLaunches):
     @classmethod
     def adopt(cls, arrays):
         import cupy
+
         arrays = {name: as_cupy(cupy, name, array) for name, array in arrays.items()}
         given = next((array for array in arrays.values() if isinstance(array, cupy.ndarray)), None)
         if given is not None:
@@ -134,6 +138,7 @@ class CudaBackend(_CupyLaunches):
     def __init__(self, transport="auto", local_rank=0):
         super().__init__()
         import cupy
+
         self.cupy = cupy
         self.transport = "staged" if transport == "auto" else transport
         self.device = choose_device(self.cupy, local_rank)
@@ -143,14 +148,16 @@ class CudaBackend(_CupyLaunches):
         self.version = name.decode() if isinstance(name, bytes) else name
         self.architecture = int(device.compute_capability)
         if self.architecture < CAPABILITY:
-            raise ArgumentError(f"backend is 'cuda', but {self.version} has compute capability "
-                                f"{device.compute_capability}; the kernels need {CAPABILITY}")
+            raise ArgumentError(
+                f"backend is 'cuda', but {self.version} has compute capability "
+                f"{device.compute_capability}; the kernels need {CAPABILITY}"
+            )
         self.processors = device.attributes["MultiProcessorCount"]
         with device:
             self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
         self._pinned = PinnedBlocks(self.cupy)
-        self._leaving, self._arriving = {}, {}             # staging state by the array's id; it holds the array
-        self._begun = self._event(self.stream)             # the start of the library call
+        self._leaving, self._arriving = {}, {}  # staging state by the array's id; it holds the array
+        self._begun = self._event(self.stream)  # the start of the library call
 
     @contextmanager
     def _on(self, stream):
@@ -158,7 +165,7 @@ class CudaBackend(_CupyLaunches):
             yield
 
     def _event(self, stream):
-        with self.cupy.cuda.Device(self.device):           # another thread of the caller may have another current GPU
+        with self.cupy.cuda.Device(self.device):  # another thread of the caller may have another current GPU
             return stream.record(self.cupy.cuda.Event(disable_timing=True))
 
     def _caller(self):
@@ -183,8 +190,10 @@ class CudaBackend(_CupyLaunches):
         with self.cupy.cuda.Device(self.device):
             array = as_cupy(self.cupy, name, argument)
         if not isinstance(array, np.ndarray) and array.size and array.device.id != self.device:
-            raise ArgumentError(f"{name} is on GPU {array.device.id}; it must be on GPU {self.device}, which is this "
-                                "rank's: the one that was current or else dealt when the back end was made")
+            raise ArgumentError(
+                f"{name} is on GPU {array.device.id}; it must be on GPU {self.device}, which is this "
+                "rank's: the one that was current or else dealt when the back end was made"
+            )
         return array
 
     def writable(self, name, argument):
@@ -275,7 +284,7 @@ class CudaBackend(_CupyLaunches):
             return self._as_it_is(array, after)
         if not array.nbytes:
             return WireBytes(np.empty(0, np.uint8))
-        if id(array) in self._leaving:                     # already staged for another rank, and unchanged since
+        if id(array) in self._leaving:  # already staged for another rank, and unchanged since
             held = self._leaving[id(array)]
         else:
             held = self._leaving[id(array)] = _Leaving(array, self._pinned.take(array.nbytes))
@@ -283,13 +292,15 @@ class CudaBackend(_CupyLaunches):
             for start in range(0, array.nbytes, PIECE):
                 self._copy_out(held, start, min(PIECE, array.nbytes - start))
         held.users += 1
-        return WireBytes(held.block.bytes[:array.nbytes],
-                         lambda stop: self._all_done(held.copied[:-(-stop // PIECE)]), piece=PIECE)
+        return WireBytes(
+            held.block.bytes[: array.nbytes], lambda stop: self._all_done(held.copied[: -(-stop // PIECE)]), piece=PIECE
+        )
 
     def _copy_out(self, held, start, count):
         runtime = self.cupy.cuda.runtime
-        runtime.memcpyAsync(held.block.pointer + start, held.array.data.ptr + start, count, runtime.memcpyDeviceToHost,
-                            self._out.ptr)
+        runtime.memcpyAsync(
+            held.block.pointer + start, held.array.data.ptr + start, count, runtime.memcpyDeviceToHost, self._out.ptr
+        )
         held.copied.append(self._event(self._out))
 
     def sent(self, array):
@@ -306,20 +317,26 @@ class CudaBackend(_CupyLaunches):
         if not array.nbytes:
             return WireBytes(np.empty(0, np.uint8))
         held = self._arriving[id(array)] = _Arriving(array, self._pinned.take(array.nbytes), after, collective)
-        return WireBytes(held.block.bytes[:array.nbytes], taken=lambda start, stop: self._copy_in(held, start, stop),
-                         piece=PIECE)
+        return WireBytes(
+            held.block.bytes[: array.nbytes], taken=lambda start, stop: self._copy_in(held, start, stop), piece=PIECE
+        )
 
     def _copy_in(self, held, start, stop):
         runtime = self.cupy.cuda.runtime
-        _wait_for(self._in, held.after)                    # only now, so that earlier copies need not wait for them
+        _wait_for(self._in, held.after)  # only now, so that earlier copies need not wait for them
         held.after = ()
-        runtime.memcpyAsync(held.array.data.ptr + start, held.block.pointer + start, stop - start,
-                            runtime.memcpyHostToDevice, self._in.ptr)
+        runtime.memcpyAsync(
+            held.array.data.ptr + start,
+            held.block.pointer + start,
+            stop - start,
+            runtime.memcpyHostToDevice,
+            self._in.ptr,
+        )
 
     def arrived(self, array):
         held = self._arriving.pop(id(array), None)
         if held is None:
-            return None                                    # MPI has written the array itself
+            return None  # MPI has written the array itself
         if held.collective:
             self._copy_in(held, 0, array.nbytes)
         event = self._event(self._in)
@@ -340,7 +357,7 @@ class CudaBackend(_CupyLaunches):
         raise MpiattnError(f"the GPU {self.version} has failed: {error}") from error
 
     def close(self):
-        with suppress(MpiattnError):                       # calls that waited have already raised it
+        with suppress(MpiattnError):  # calls that waited have already raised it
             self.drain()
         self._pinned.clear()
         self._work_array.clear()

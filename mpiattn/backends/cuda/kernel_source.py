@@ -49,7 +49,9 @@ def expanded(file):
                 return ""
             seen.add(match[1])
             return text_of(match[1])
+
         return _INCLUDE.sub(include, path(name).read_text().replace("#pragma once\n", ""))
+
     return text_of(file)
 
 

@@ -6,7 +6,7 @@ from . import nvrtc
 from .tile_table import Tile, attention_kernel, blocks_per_processor, table
 
 ARCHITECTURES = "sm_80", "sm_89", "sm_90", "sm_100"
-HEADS_PER_KV = 7           # query heads per KV head: not a power of two, because that takes the most registers
+HEADS_PER_KV = 7  # query heads per KV head: not a power of two, because that takes the most registers
 DTYPES = {2: "bfloat16", 4: "float32"}
 
 
@@ -21,7 +21,7 @@ class Row(NamedTuple):
     registers: int
     spilled: int
     shared_bytes: int
-    blocks: int            # thread blocks that a multiprocessor holds at a time
+    blocks: int  # thread blocks that a multiprocessor holds at a time
 
 
 def entries(architecture, heads_per_kv=HEADS_PER_KV):
@@ -29,8 +29,12 @@ def entries(architecture, heads_per_kv=HEADS_PER_KV):
     for work, sizes in table(int(architecture[3:])).items():
         for size, by_dim in sizes.items():
             for dim in by_dim:
-                yield work, DTYPES[size], dim, *attention_kernel(work, DTYPES[size], dim, dim, heads_per_kv, 0,
-                                                                 int(architecture[3:]))
+                yield (
+                    work,
+                    DTYPES[size],
+                    dim,
+                    *attention_kernel(work, DTYPES[size], dim, dim, heads_per_kv, 0, int(architecture[3:])),
+                )
 
 
 def rows(architecture, heads_per_kv=HEADS_PER_KV):
@@ -38,6 +42,16 @@ def rows(architecture, heads_per_kv=HEADS_PER_KV):
     nvrtc.load()
     all_entries = list(entries(architecture, heads_per_kv))
     for (work, dtype, dim, kernel, tile), report in zip(
-            all_entries, nvrtc.build_all([kernel for *_, kernel, _ in all_entries], architecture)):
-        yield Row(work, dtype, dim, architecture, tile, report.registers, report.spilled, kernel.shared_bytes,
-                  blocks_per_processor(kernel, report.registers, int(architecture[3:])))
+        all_entries, nvrtc.build_all([kernel for *_, kernel, _ in all_entries], architecture)
+    ):
+        yield Row(
+            work,
+            dtype,
+            dim,
+            architecture,
+            tile,
+            report.registers,
+            report.spilled,
+            kernel.shared_bytes,
+            blocks_per_processor(kernel, report.registers, int(architecture[3:])),
+        )

@@ -21,8 +21,8 @@ from .launches import (
     partials_kernel,
 )
 
-ELEMENTS_PER_THREAD = 8           # of the memory-bound kernels, so that grids stay small
-VECTOR = 4                        # elements per load and store of a cast, if they are contiguous in both arrays
+ELEMENTS_PER_THREAD = 8  # of the memory-bound kernels, so that grids stay small
+VECTOR = 4  # elements per load and store of a cast, if they are contiguous in both arrays
 
 
 class KernelLaunches:
@@ -32,13 +32,18 @@ class KernelLaunches:
 
     def __init__(self):
         super().__init__()
-        self._work_array = Kept(self.empty)            # each reused by the next launches
+        self._work_array = Kept(self.empty)  # each reused by the next launches
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
-        rows = {work: tile_table.tile(work, tile_table.itemsize(dtype), head_dim, value_dim, self.architecture).rows
-                for work in BLOCKS_PER_PROCESSOR}                  # of one tile; split keys need partials
-        return 0 if backward else max(4 * (value_dim + 1) * rows[work] * BLOCKS_PER_PROCESSOR[work] * self.processors
-                                      for work in rows)
+        rows = {
+            work: tile_table.tile(work, tile_table.itemsize(dtype), head_dim, value_dim, self.architecture).rows
+            for work in BLOCKS_PER_PROCESSOR
+        }  # of one tile; split keys need partials
+        return (
+            0
+            if backward
+            else max(4 * (value_dim + 1) * rows[work] * BLOCKS_PER_PROCESSOR[work] * self.processors for work in rows)
+        )
 
     # Attention
 
@@ -47,41 +52,77 @@ class KernelLaunches:
         if len(q) and len(k):
             self._attend(q, k, v, None, len(k), begin, end, out, lse, scale, softcap)
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
-                     meanwhile=None):
+    def attend_pages(
+        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
+    ):
         if not len(q):
             return
         if isinstance(pages, list):
             tables = np.zeros((len(pages), max(map(len, pages))), np.int32)
             for table, of_sequence in zip(tables, pages):
-                table[:len(of_sequence)] = of_sequence
+                table[: len(of_sequence)] = of_sequence
         else:
             tables = pages.reshape(1, -1)
         begin, end = (bound.reshape(len(tables), -1) for bound in (begin, end))
-        self._attend(q, keys, values, tables, tables.shape[1] * page_size, begin, end, out, lse, scale, softcap,
-                     page_size)
+        self._attend(
+            q, keys, values, tables, tables.shape[1] * page_size, begin, end, out, lse, scale, softcap, page_size
+        )
 
     def _attend(self, q, k, v, pages, keys, begin, end, out, lse, scale, softcap, page_size=0):
         """Add the attention to `keys` keys of a chunk to a partial, or set the partial to that of a pool's pages."""
-        launch = forward_launch(q.shape, k.shape, v.shape[2], len(begin), keys, q.dtype, scale, softcap, page_size,
-                                self.architecture, self.processors)
+        launch = forward_launch(
+            q.shape,
+            k.shape,
+            v.shape[2],
+            len(begin),
+            keys,
+            q.dtype,
+            scale,
+            softcap,
+            page_size,
+            self.architecture,
+            self.processors,
+        )
         self._check_alignment("out", out, launch.alignment)
         splits = launch.grid[1]
-        into = (out, lse) if splits == 1 else (self._work_array("out", (splits, *out.shape), "float32"),
-                                               self._work_array("lse", (splits, *lse.shape), "float32"))
-        self._run(launch.kernel, launch.grid, *map(self.contiguous, (q, k, v)),
-                  *self._numbers(begin, end, pages if page_size else begin), *into, *launch.numbers)
+        into = (
+            (out, lse)
+            if splits == 1
+            else (
+                self._work_array("out", (splits, *out.shape), "float32"),
+                self._work_array("lse", (splits, *lse.shape), "float32"),
+            )
+        )
+        self._run(
+            launch.kernel,
+            launch.grid,
+            *map(self.contiguous, (q, k, v)),
+            *self._numbers(begin, end, pages if page_size else begin),
+            *into,
+            *launch.numbers,
+        )
         if splits > 1:
-            self._run(partials_kernel("merge_parts", "float32"), (lse.size, 1, 1), out, lse, *into, np.int64(lse.size),
-                      np.int32(v.shape[2]), np.int32(splits), np.int32(page_size > 0))
+            self._run(
+                partials_kernel("merge_parts", "float32"),
+                (lse.size, 1, 1),
+                out,
+                lse,
+                *into,
+                np.int64(lse.size),
+                np.int32(v.shape[2]),
+                np.int32(splits),
+                np.int32(page_size > 0),
+            )
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
-                        meanwhile=None):
+    def attend_backward(
+        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
+    ):
         _check_groups(begin, k.shape[1])
         if not (len(q) and len(k)):
             return
-        of_q, of_hulls, of_kv = backward_launches(q.shape, v.shape, len(begin), q.dtype, scale, softcap,
-                                                  self.architecture)
+        of_q, of_hulls, of_kv = backward_launches(
+            q.shape, v.shape, len(begin), q.dtype, scale, softcap, self.architecture
+        )
         self._check_alignment("dq", dq, of_q.alignment)
         self._check_alignment("dk", dk, of_q.alignment)
         self._check_alignment("dv", dv, of_kv.alignment)
@@ -100,8 +141,10 @@ class KernelLaunches:
     def _check_alignment(self, name, array, wanted):
         """Check the address of a result, because kernels write several elements of a row at a time.  wanted: bytes."""
         if self._address(array) % wanted:
-            raise ArgumentError(f"{name} begins at address {self._address(array):#x}; with rows of {array.shape[-1]} "
-                                f"numbers it must begin at a multiple of {wanted} bytes")
+            raise ArgumentError(
+                f"{name} begins at address {self._address(array):#x}; with rows of {array.shape[-1]} "
+                f"numbers it must begin at a multiple of {wanted} bytes"
+            )
 
     # Partials
 
@@ -110,8 +153,9 @@ class KernelLaunches:
         self._run(partials_kernel(name, dtype), (-(-rows // WARPS), 1, 1), *arguments)
 
     def merge(self, out, lse, out_b, lse_b, after=()):
-        self._run_rows("merge", out_b.dtype.name, lse.size, out, lse, out_b, lse_b, np.int64(lse.size),
-                       np.int32(out.shape[-1]))
+        self._run_rows(
+            "merge", out_b.dtype.name, lse.size, out, lse, out_b, lse_b, np.int64(lse.size), np.int32(out.shape[-1])
+        )
 
     def unnormalize(self, out, lse, top):
         self._run_rows("unnormalize", "float32", lse.size, out, lse, top, np.int64(lse.size), np.int32(out.shape[-1]))
@@ -125,26 +169,61 @@ class KernelLaunches:
 
     def delta(self, delta, dout, out, dlse):
         given = dlse is not None
-        self._run_rows("delta", dout.dtype.name, delta.size, delta, dout, out, dlse if given else delta,
-                       np.int64(delta.size), np.int32(dout.shape[-1]), np.int32(given))
+        self._run_rows(
+            "delta",
+            dout.dtype.name,
+            delta.size,
+            delta,
+            dout,
+            out,
+            dlse if given else delta,
+            np.int64(delta.size),
+            np.int32(dout.shape[-1]),
+            np.int32(given),
+        )
 
     def sink(self, out, lse, sinks):
-        self._run_rows("sink", "float32", lse.size, out, lse, sinks, np.int64(lse.size), np.int32(lse.shape[1]),
-                       np.int32(out.shape[-1]))
+        self._run_rows(
+            "sink",
+            "float32",
+            lse.size,
+            out,
+            lse,
+            sinks,
+            np.int64(lse.size),
+            np.int32(lse.shape[1]),
+            np.int32(out.shape[-1]),
+        )
 
     def sink_gradient(self, gradient, sinks, lse, delta):
-        self._run(partials_kernel("sink_gradient", "float32"), (len(gradient), 1, 1), gradient, sinks, lse, delta,
-                  np.int32(len(lse)), np.int32(len(gradient)))
+        self._run(
+            partials_kernel("sink_gradient", "float32"),
+            (len(gradient), 1, 1),
+            gradient,
+            sinks,
+            lse,
+            delta,
+            np.int32(len(lse)),
+            np.int32(len(gradient)),
+        )
 
     def copy(self, dst, src):
         axes = _collapsed(dst.shape, *([stride // array.itemsize for stride in array.strides] for array in (dst, src)))
         count, *innermost = axes[-1]
         steps = [count, *(stride for axis in axes[:-1] for stride in axis[1:])]
-        whole = (innermost == [1, 1] and not any(step % VECTOR for step in steps)
-                 and not any(self._address(array) % (VECTOR * array.itemsize) for array in (dst, src)))
-        numbers = [np.int64(n) for of_axis in zip(*axes) for n in of_axis]          # shape, then strides of dst and src
-        self._run(cast_kernel(dst.dtype.name, src.dtype.name, VECTOR if whole else 1, dst.size < 2 ** 31),
-                  _flat_grid(dst), dst, src, *numbers)
+        whole = (
+            innermost == [1, 1]
+            and not any(step % VECTOR for step in steps)
+            and not any(self._address(array) % (VECTOR * array.itemsize) for array in (dst, src))
+        )
+        numbers = [np.int64(n) for of_axis in zip(*axes) for n in of_axis]  # shape, then strides of dst and src
+        self._run(
+            cast_kernel(dst.dtype.name, src.dtype.name, VECTOR if whole else 1, dst.size < 2**31),
+            _flat_grid(dst),
+            dst,
+            src,
+            *numbers,
+        )
 
 
 def _collapsed(shape, *strides):

@@ -9,11 +9,11 @@ import numpy as np
 from .kernel_source import Kernel
 from .tile_table import DECODE_ROWS, attention_kernel, element, score_form
 
-THREADS = 128                     # of a block of the memory-bound kernels
+THREADS = 128  # of a block of the memory-bound kernels
 WARPS = THREADS // 32
 # Thread blocks that a multiprocessor holds at a time: by registers and shared memory on sm_90, for head dim 128.
 BLOCKS_PER_PROCESSOR = {"forward": 2, "decode": 6}
-KEPT = 1024                       # entries of each cache of launches
+KEPT = 1024  # entries of each cache of launches
 
 
 class Launch(NamedTuple):
@@ -31,8 +31,9 @@ def _alignment(dim):
 
 
 @lru_cache(KEPT)
-def forward_launch(q_shape, k_shape, value_dim, groups, keys, dtype, scale, softcap, page_size, architecture,
-                   processors):
+def forward_launch(
+    q_shape, k_shape, value_dim, groups, keys, dtype, scale, softcap, page_size, architecture, processors
+):
     """The `Launch` of attention of q to `keys` keys of a chunk or, if page_size is not 0, of a pool.
 
     groups: groups of heads with their own intervals, or sequences of a pool.
@@ -45,8 +46,9 @@ def forward_launch(q_shape, k_shape, value_dim, groups, keys, dtype, scale, soft
     tokens //= sequences
     score, inner, factor = score_form(scale, softcap)
     work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
-    kernel, cut = attention_kernel(work, dtype.name, head_dim, value_dim, packed, score, architecture,
-                                   page_size=page_size)
+    kernel, cut = attention_kernel(
+        work, dtype.name, head_dim, value_dim, packed, score, architecture, page_size=page_size
+    )
     tiles = -(-tokens * packed // cut.rows) * kv_heads * sequences
     splits = max(1, min(-(-keys // cut.columns), BLOCKS_PER_PROCESSOR[work] * processors // tiles))
     numbers = *map(np.int32, (tokens, keys, k_shape[1], kv_heads, groups)), np.float32(inner), np.float32(factor)
@@ -61,20 +63,21 @@ def backward_launches(q_shape, v_shape, groups, dtype, scale, softcap, architect
     score, inner, factor = score_form(scale, softcap)
     (of_q, q_cut), (of_kv, kv_cut) = (
         attention_kernel(work, dtype.name, head_dim, value_dim, packed, score, architecture)
-        for work in ("gradient_q", "gradient_kv"))
+        for work in ("gradient_q", "gradient_kv")
+    )
     numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *map(np.float32, (inner, factor, scale))
     tiles = -(-tokens * packed // kv_cut.columns)
-    return (Launch(of_q, (-(-tokens * packed // q_cut.rows) * kv_heads, q_cut.parts, 1), numbers,
-                   _alignment(head_dim)),
-            Launch(hulls_kernel(packed, kv_cut), (tiles * groups, 1, 1), (np.int32(tokens),)),
-            Launch(of_kv, (-(-keys // kv_cut.rows) * kv_heads, kv_cut.parts, 1), numbers,
-                   _alignment(value_dim)))
+    return (
+        Launch(of_q, (-(-tokens * packed // q_cut.rows) * kv_heads, q_cut.parts, 1), numbers, _alignment(head_dim)),
+        Launch(hulls_kernel(packed, kv_cut), (tiles * groups, 1, 1), (np.int32(tokens),)),
+        Launch(of_kv, (-(-keys // kv_cut.rows) * kv_heads, kv_cut.parts, 1), numbers, _alignment(value_dim)),
+    )
 
 
 @cache
 def partials_kernel(name, dtype):
     """The kernel `name` of partials.cu, for partials or outputs of a dtype."""
-    shared = {"sink_gradient": WARPS * 8, "merge_parts": THREADS * 16}.get(name, 0)              # bytes
+    shared = {"sink_gradient": WARPS * 8, "merge_parts": THREADS * 16}.get(name, 0)  # bytes
     return Kernel(name, "partials.cu", (("ELEMENT", element(dtype)), ("THREADS", THREADS)), THREADS, shared)
 
 
@@ -87,5 +90,15 @@ def hulls_kernel(heads_per_kv, cut):
 @cache
 def cast_kernel(to, of, vector=1, small=True):
     """The kernel that casts dtype `of` to `to`, `vector` elements at a time.  small: fewer than 2 ** 31 elements."""
-    return Kernel("cast", "cast.cu", (("TARGET", element(to)), ("ELEMENT", element(of)), ("THREADS", THREADS),
-                                      ("VECTOR", vector), ("INDEX", "unsigned" if small else "size_t")), THREADS)
+    return Kernel(
+        "cast",
+        "cast.cu",
+        (
+            ("TARGET", element(to)),
+            ("ELEMENT", element(of)),
+            ("THREADS", THREADS),
+            ("VECTOR", vector),
+            ("INDEX", "unsigned" if small else "size_t"),
+        ),
+        THREADS,
+    )

@@ -33,10 +33,12 @@ def load():
     """The Python bindings of NVRTC; ArgumentError if they or the library are missing."""
     try:
         from cuda.bindings import nvrtc
-        nvrtc.nvrtcVersion()              # the first call loads the library, and raises if it is missing
-    except Exception as error:            # a missing library raises no specific exception
-        raise ArgumentError("kernels are compiled by NVRTC, which is not here: pip install 'mpiattn[cuda-compile]' "
-                            f"({error!r:.100})") from error
+
+        nvrtc.nvrtcVersion()  # the first call loads the library, and raises if it is missing
+    except Exception as error:  # a missing library raises no specific exception
+        raise ArgumentError(
+            f"kernels are compiled by NVRTC, which is not here: pip install 'mpiattn[cuda-compile]' ({error!r:.100})"
+        ) from error
     return nvrtc
 
 
@@ -70,15 +72,27 @@ def build(kernel, architecture):
 
     Raises MpiattnError with the compiler's log.
     """
-    options = (f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v", *CUPY_OPTIONS,
-               *kernel.options())
+    options = (
+        f"--gpu-architecture={architecture}",
+        "-std=c++17",
+        "--ptxas-options=-v",
+        *CUPY_OPTIONS,
+        *kernel.options(),
+    )
     kept = cache_dir() / f"{kernel.name}-{architecture}-{kernel_source.digest(kernel, _version(), *options)}.cubin"
     log = kept.with_suffix(".log")
     if not log.is_file():
         _compile(kernel, architecture, options, kept, log)
     text = log.read_text()
-    numbers = [int(re.search(pattern, text)[1]) for pattern in (
-        r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads", r"(\d+) bytes stack frame")]
+    numbers = [
+        int(re.search(pattern, text)[1])
+        for pattern in (
+            r"Used (\d+) registers",
+            r"(\d+) bytes spill stores",
+            r"(\d+) bytes spill loads",
+            r"(\d+) bytes stack frame",
+        )
+    ]
     return Report(numbers[0], numbers[1] + numbers[2], numbers[3], text, kept.read_bytes())
 
 
@@ -87,7 +101,7 @@ def _compile(kernel, architecture, options, cubin_path, log_path):
     source = kernel_source.expanded(kernel.file)
     program = _call(nvrtc.nvrtcCreateProgram, source.encode(), kernel.file.encode(), 0, [], [])
     try:
-        result, = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         log = bytes(_call(nvrtc.nvrtcGetProgramLogSize, program))
         nvrtc.nvrtcGetProgramLog(program, log)
         text = log.decode(errors="replace").rstrip("\0\n ")
@@ -98,8 +112,8 @@ def _compile(kernel, architecture, options, cubin_path, log_path):
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     cubin_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cubin_path.parent) as folder:         # another process may write the same
-        for path, data in ((cubin_path, cubin), (log_path, text.encode())):    # the log last: if it exists, both do
+    with tempfile.TemporaryDirectory(dir=cubin_path.parent) as folder:  # another process may write the same
+        for path, data in ((cubin_path, cubin), (log_path, text.encode())):  # the log last: if it exists, both do
             made = Path(folder) / path.name
             made.write_bytes(data)
             made.replace(path)

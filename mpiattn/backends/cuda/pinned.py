@@ -2,7 +2,7 @@
 
 import numpy as np
 
-GRAIN = 2 ** 16            # bytes to which sizes are rounded up, so that requests of similar size share blocks
+GRAIN = 2**16  # bytes to which sizes are rounded up, so that requests of similar size share blocks
 
 
 class Block:

@@ -14,7 +14,7 @@ from .kernel_source import Kernel
 
 LARGEST_DIM = 256
 ELEMENTS = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}
-DECODE_ROWS = 64            # KV heads with at most so many packed rows use the decode tiles
+DECODE_ROWS = 64  # KV heads with at most so many packed rows use the decode tiles
 
 
 class Processor(NamedTuple):
@@ -33,9 +33,15 @@ class Processor(NamedTuple):
 
 
 # By compute capability, from the CUDA C++ Programming Guide; a missing one uses the entry of the next smaller one.
-PROCESSORS = {80: Processor(163, 164, 64, 32), 86: Processor(99, 100, 48, 16), 87: Processor(163, 164, 48, 16),
-              89: Processor(99, 100, 48, 24), 90: Processor(227, 228, 64, 32), 100: Processor(227, 228, 64, 32),
-              120: Processor(99, 100, 48, 24)}
+PROCESSORS = {
+    80: Processor(163, 164, 64, 32),
+    86: Processor(99, 100, 48, 16),
+    87: Processor(163, 164, 48, 16),
+    89: Processor(99, 100, 48, 24),
+    90: Processor(227, 228, 64, 32),
+    100: Processor(227, 228, 64, 32),
+    120: Processor(99, 100, 48, 24),
+}
 
 
 class Tile(NamedTuple):
@@ -58,32 +64,87 @@ class Tile(NamedTuple):
 # By work, bytes of an element, and the larger of head dim and value dim, rounded up to an entry.
 TILES = {
     "forward": {
-        2: {32: Tile(128, 128, 4, 1), 64: Tile(128, 64, 4, 2), 96: Tile(128, 64, 4, 1), 128: Tile(128, 64, 4, 1),
-            192: Tile(128, 64, 8, 1), 256: Tile(64, 64, 4, 1)},
-        4: {32: Tile(128, 32, 4, 2), 64: Tile(128, 32, 4, 2), 96: Tile(64, 32, 4, 1), 128: Tile(64, 32, 4, 1),
-            192: Tile(64, 32, 4, 1), 256: Tile(64, 16, 4, 1)}},
+        2: {
+            32: Tile(128, 128, 4, 1),
+            64: Tile(128, 64, 4, 2),
+            96: Tile(128, 64, 4, 1),
+            128: Tile(128, 64, 4, 1),
+            192: Tile(128, 64, 8, 1),
+            256: Tile(64, 64, 4, 1),
+        },
+        4: {
+            32: Tile(128, 32, 4, 2),
+            64: Tile(128, 32, 4, 2),
+            96: Tile(64, 32, 4, 1),
+            128: Tile(64, 32, 4, 1),
+            192: Tile(64, 32, 4, 1),
+            256: Tile(64, 16, 4, 1),
+        },
+    },
     "decode": {
-        2: {32: Tile(16, 64, 1, 2), 64: Tile(16, 64, 1, 2), 96: Tile(16, 32, 1, 2), 128: Tile(16, 32, 1, 2),
-            192: Tile(16, 32, 1, 2), 256: Tile(16, 32, 1, 2)},
-        4: {32: Tile(16, 32, 1, 2), 64: Tile(16, 32, 1, 2), 96: Tile(16, 16, 1, 2), 128: Tile(16, 16, 1, 2),
-            192: Tile(16, 16, 1, 2), 256: Tile(16, 16, 1, 2)}},
+        2: {
+            32: Tile(16, 64, 1, 2),
+            64: Tile(16, 64, 1, 2),
+            96: Tile(16, 32, 1, 2),
+            128: Tile(16, 32, 1, 2),
+            192: Tile(16, 32, 1, 2),
+            256: Tile(16, 32, 1, 2),
+        },
+        4: {
+            32: Tile(16, 32, 1, 2),
+            64: Tile(16, 32, 1, 2),
+            96: Tile(16, 16, 1, 2),
+            128: Tile(16, 16, 1, 2),
+            192: Tile(16, 16, 1, 2),
+            256: Tile(16, 16, 1, 2),
+        },
+    },
     "gradient_q": {
-        2: {32: Tile(128, 64, 4, 2), 64: Tile(128, 32, 4, 2), 96: Tile(64, 64, 4, 1), 128: Tile(64, 64, 4, 1),
-            192: Tile(64, 32, 4, 2), 256: Tile(64, 32, 4, 1, 2)},
-        4: {32: Tile(64, 32, 4, 2), 64: Tile(64, 32, 4, 2), 96: Tile(64, 32, 4, 1), 128: Tile(64, 32, 4, 1),
-            192: Tile(32, 32, 2, 1), 256: Tile(32, 16, 2, 1, 2)}},
+        2: {
+            32: Tile(128, 64, 4, 2),
+            64: Tile(128, 32, 4, 2),
+            96: Tile(64, 64, 4, 1),
+            128: Tile(64, 64, 4, 1),
+            192: Tile(64, 32, 4, 2),
+            256: Tile(64, 32, 4, 1, 2),
+        },
+        4: {
+            32: Tile(64, 32, 4, 2),
+            64: Tile(64, 32, 4, 2),
+            96: Tile(64, 32, 4, 1),
+            128: Tile(64, 32, 4, 1),
+            192: Tile(32, 32, 2, 1),
+            256: Tile(32, 16, 2, 1, 2),
+        },
+    },
     "gradient_kv": {
-        2: {32: Tile(128, 32, 4, 2), 64: Tile(128, 32, 4, 2), 96: Tile(64, 32, 4, 2), 128: Tile(64, 32, 4, 2),
-            192: Tile(64, 32, 4, 2, 2), 256: Tile(64, 16, 4, 1, 2)},
-        4: {32: Tile(64, 32, 4, 2), 64: Tile(64, 32, 4, 2), 96: Tile(64, 32, 4, 1), 128: Tile(64, 16, 4, 1),
-            192: Tile(32, 32, 2, 1, 2), 256: Tile(32, 16, 2, 1, 2)}},
+        2: {
+            32: Tile(128, 32, 4, 2),
+            64: Tile(128, 32, 4, 2),
+            96: Tile(64, 32, 4, 2),
+            128: Tile(64, 32, 4, 2),
+            192: Tile(64, 32, 4, 2, 2),
+            256: Tile(64, 16, 4, 1, 2),
+        },
+        4: {
+            32: Tile(64, 32, 4, 2),
+            64: Tile(64, 32, 4, 2),
+            96: Tile(64, 32, 4, 1),
+            128: Tile(64, 16, 4, 1),
+            192: Tile(32, 32, 2, 1, 2),
+            256: Tile(32, 16, 2, 1, 2),
+        },
+    },
 }
 
 # Entries that replace those, by compute capability as in PROCESSORS, work and bytes of an element.  80, 87, 90 and 100
 # have more shared memory, and from 90 on the compiler keeps more in registers.
 _WIDE_FORWARD = {("forward", 2): {256: Tile(128, 64, 8, 1)}}
-_HOPPER = {**_WIDE_FORWARD, ("gradient_q", 2): {96: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2)},
-           ("gradient_kv", 2): {256: Tile(64, 32, 4, 1, 2)}}
+_HOPPER = {
+    **_WIDE_FORWARD,
+    ("gradient_q", 2): {96: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2)},
+    ("gradient_kv", 2): {256: Tile(64, 32, 4, 1, 2)},
+}
 BETTER = {80: _WIDE_FORWARD, 87: _WIDE_FORWARD, 90: _HOPPER, 100: _HOPPER}
 
 
@@ -99,8 +160,10 @@ def processor(architecture):
 def table(architecture):
     """The tile table of a compute capability, by work, bytes of an element and head dim."""
     better = BETTER.get(max(known for known in PROCESSORS if known <= architecture), {})
-    return {work: {size: entries | better.get((work, size), {}) for size, entries in sizes.items()}
-            for work, sizes in TILES.items()}
+    return {
+        work: {size: entries | better.get((work, size), {}) for size, entries in sizes.items()}
+        for work, sizes in TILES.items()
+    }
 
 
 @cache
@@ -150,10 +213,20 @@ def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, arch
         name, shared = "forward", size * (cut.rows * _padded(head_dim) + cut.stages * cut.columns * dims) + 8 * cut.rows
     else:
         name, shared = work, size * dims * (cut.rows + cut.stages * cut.columns)
-        shared += 16 * (cut.rows if work == "gradient_q" else cut.stages * cut.columns)      # interval, lse, delta
-    defines = {"ELEMENT": element(dtype), "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "HEADS_PER_KV": heads_per_kv,
-               "SCORE": score, "TILE_ROWS": cut.rows, "TILE_COLUMNS": cut.columns, "WARPS": cut.warps,
-               "STAGES": cut.stages, "PARTS": cut.parts, "SHARED_BYTES": shared}
+        shared += 16 * (cut.rows if work == "gradient_q" else cut.stages * cut.columns)  # interval, lse, delta
+    defines = {
+        "ELEMENT": element(dtype),
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "HEADS_PER_KV": heads_per_kv,
+        "SCORE": score,
+        "TILE_ROWS": cut.rows,
+        "TILE_COLUMNS": cut.columns,
+        "WARPS": cut.warps,
+        "STAGES": cut.stages,
+        "PARTS": cut.parts,
+        "SHARED_BYTES": shared,
+    }
     if name == "forward":
         defines["PAGE_SIZE"] = page_size
     return Kernel(name, f"{name}.cu", tuple(defines.items()), 32 * cut.warps, shared), cut
@@ -163,6 +236,7 @@ def blocks_per_processor(kernel, registers, architecture):
     """Number of blocks of a kernel that a multiprocessor holds at a time.  registers: of a thread."""
     of = processor(architecture)
     warps = kernel.threads // 32
-    a_warp = -(-registers * 32 // 256) * 256                      # registers are allocated in units of 256
-    return min(of.blocks, of.warps // warps, of.registers // (a_warp * warps),
-               of.shared * 1024 // (kernel.shared_bytes + 1024))
+    a_warp = -(-registers * 32 // 256) * 256  # registers are allocated in units of 256
+    return min(
+        of.blocks, of.warps // warps, of.registers // (a_warp * warps), of.shared * 1024 // (kernel.shared_bytes + 1024)
+    )

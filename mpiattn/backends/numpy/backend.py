@@ -13,9 +13,9 @@ from . import paged, tiles
 from .tiles import Panel, row_tiles
 from .widen import widen
 
-PANEL = 4096            # keys of one head that are converted or made contiguous at a time
+PANEL = 4096  # keys of one head that are converted or made contiguous at a time
 LOWEST = float(np.finfo(np.float32).min)
-MERGED = 2 ** 16        # elements of a partial that are merged at a time, to bound the work arrays
+MERGED = 2**16  # elements of a partial that are merged at a time, to bound the work arrays
 
 
 def flat(array):
@@ -38,8 +38,10 @@ def _by_packed(array, packed, per_kv):
     array: (tokens, heads, ...).  packed: (tokens * per_kv, KV heads, ...).
     """
     tokens, heads, *dim = array.shape
-    return (array.reshape(tokens, heads // per_kv, per_kv, *dim),
-            packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2))
+    return (
+        array.reshape(tokens, heads // per_kv, per_kv, *dim),
+        packed.reshape(tokens, per_kv, heads // per_kv, *dim).swapaxes(1, 2),
+    )
 
 
 def _pack(work, name, array, per_kv):
@@ -67,8 +69,11 @@ def _seen(all_rows, keys):
     """Every panel that some row sees: (first key, end, [(group, row tile, lo, hi)]); the tile sees keys [lo, hi)."""
     for first in range(0, keys, PANEL):
         last = min(first + PANEL, keys)
-        seen = [(g, rows, max(rows.lo, first), min(rows.hi, last))
-                for g, rows in all_rows if rows.lo < last and rows.hi > first]
+        seen = [
+            (g, rows, max(rows.lo, first), min(rows.hi, last))
+            for g, rows in all_rows
+            if rows.lo < last and rows.hi > first
+        ]
         if seen:
             yield first, last, seen
 
@@ -82,11 +87,11 @@ def _counted(meanwhile, all_rows, keys, per_group):
 
 def _merge(work, out, lse, out_b, lse_b):
     """`NumpyBackend.merge` of some rows, in few NumPy calls: for one token's partial, call overhead dominates."""
-    weight = np.maximum(lse_b, LOWEST)             # if both are empty, -inf - -inf would be nan
+    weight = np.maximum(lse_b, LOWEST)  # if both are empty, -inf - -inf would be nan
     np.subtract(lse, weight, out=weight)
     np.exp(weight, out=weight)
     weight += 1
-    np.reciprocal(weight, out=weight)              # the weight of out_b
+    np.reciprocal(weight, out=weight)  # the weight of out_b
     np.logaddexp(lse, lse_b, out=lse)
     out *= (1 - weight)[..., None]
     out += np.multiply(weight[..., None], out_b, out=work("product of merge", out.shape, out.dtype))
@@ -103,7 +108,7 @@ class NumpyBackend:
     staged_bytes = 0
 
     def __init__(self):
-        self._work = Kept(np.empty)            # contiguous work arrays
+        self._work = Kept(np.empty)  # contiguous work arrays
 
     @classmethod
     def missing(cls):
@@ -157,7 +162,7 @@ class NumpyBackend:
         work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
         panels = PANEL * (head_dim + value_dim)
         rows = tiles.ROWS * (tiles.COLUMNS + head_dim + 2 * value_dim)
-        hidden = 2 * tiles.ROWS * tiles.COLUMNS + tiles.COLUMNS * max(head_dim, value_dim)         # bytes, of booleans
+        hidden = 2 * tiles.ROWS * tiles.COLUMNS + tiles.COLUMNS * max(head_dim, value_dim)  # bytes, of booleans
         if not backward:
             return work * (panels + rows + MERGED) + hidden
         columns = tiles.COLUMNS * (2 * tiles.ROWS + head_dim + value_dim)
@@ -172,28 +177,33 @@ class NumpyBackend:
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         per_kv = _packing(q, k, begin)
         if per_kv > 1:
-            queries, *partial = (_pack(self._work, name, array, per_kv)
-                                 for name, array in (("packed q", q), ("packed out", out), ("packed lse", lse)))
+            queries, *partial = (
+                _pack(self._work, name, array, per_kv)
+                for name, array in (("packed q", q), ("packed out", out), ("packed lse", lse))
+            )
             interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
             NumpyBackend.attend(self, queries, k, v, *interval, *partial, scale, softcap, meanwhile=meanwhile)
             for array, packed in zip((out, lse), partial):
                 _unpack(array, packed, per_kv)
             return
-        with np.errstate(all="ignore"):            # NaN from inf - inf and the like is a valid result here
+        with np.errstate(all="ignore"):  # NaN from inf - inf and the like is a valid result here
             for panel, work, look in self._panels(q, k, v, begin, end, out.dtype, meanwhile):
                 for rows, head, lo, hi in work:
-                    tiles.forward(self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap,
-                                  panel, lo, hi, look)
+                    tiles.forward(
+                        self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap, panel, lo, hi, look
+                    )
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
-                     meanwhile=None):
+    def attend_pages(
+        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
+    ):
         tables = pages if isinstance(pages, list) else [pages]
         with np.errstate(all="ignore"):
             of_rows = zip(*(np.split(array, len(tables)) for array in (q, begin, end, out, lse)))
             for number, (table, (queries, first, last, *partial)) in enumerate(zip(tables, of_rows)):
                 look = meanwhile and functools.partial(meanwhile, number / len(tables))
-                paged.attend(self._work, queries, keys, values, table, page_size, first, last, *partial, scale, softcap,
-                             look)
+                paged.attend(
+                    self._work, queries, keys, values, table, page_size, first, last, *partial, scale, softcap, look
+                )
 
     def unnormalize(self, out, lse, top):
         with np.errstate(all="ignore"):
@@ -207,16 +217,19 @@ class NumpyBackend:
                 out[tokens] /= np.where(lse[tokens] == 0, 1, lse[tokens])[..., None]
                 lse[tokens] = top[tokens] + np.log(lse[tokens])
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
-                        meanwhile=None):
+    def attend_backward(
+        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
+    ):
         per_kv = _packing(q, k, begin)
         if per_kv > 1:
             names = "packed q", "packed dout", "packed lse", "packed delta", "packed dq"
-            *queries, packed = (_pack(self._work, name, array, per_kv)
-                                for name, array in zip(names, (q, dout, lse, delta, dq)))
+            *queries, packed = (
+                _pack(self._work, name, array, per_kv) for name, array in zip(names, (q, dout, lse, delta, dq))
+            )
             interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
-            NumpyBackend.attend_backward(self, *queries, k, v, *interval, packed, dk, dv, scale, softcap,
-                                         meanwhile=meanwhile)
+            NumpyBackend.attend_backward(
+                self, *queries, k, v, *interval, packed, dk, dv, scale, softcap, meanwhile=meanwhile
+            )
             _unpack(dq, packed, per_kv)
             return
         with np.errstate(all="ignore"):
@@ -224,8 +237,23 @@ class NumpyBackend:
                 keys = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
                 dk_panel, dv_panel = self._panel("dk", dk[keys], dq.dtype), self._panel("dv", dv[keys], dq.dtype)
                 for rows, head, lo, hi in work:
-                    tiles.backward(self._work, rows, q[:, head], dout[:, head], lse[:, head], delta[:, head],
-                                   dq[:, head], scale, softcap, panel, dk_panel, dv_panel, lo, hi, look)
+                    tiles.backward(
+                        self._work,
+                        rows,
+                        q[:, head],
+                        dout[:, head],
+                        lse[:, head],
+                        delta[:, head],
+                        dq[:, head],
+                        scale,
+                        softcap,
+                        panel,
+                        dk_panel,
+                        dv_panel,
+                        lo,
+                        hi,
+                        look,
+                    )
                 dk[keys], dv[keys] = dk_panel, dv_panel
 
     def _panels(self, q, k, v, begin, end, dtype, meanwhile):
@@ -239,11 +267,18 @@ class NumpyBackend:
         look = meanwhile and _counted(meanwhile, all_rows, len(k), per_group)
         for first, last, seen in _seen(all_rows, len(k)):
             for kv_head in range(k.shape[1]):
-                panel = Panel(first, kv_head, self._panel("k", k[first:last, kv_head], dtype),
-                              self._panel("v", v[first:last, kv_head], dtype))
+                panel = Panel(
+                    first,
+                    kv_head,
+                    self._panel("k", k[first:last, kv_head], dtype),
+                    self._panel("v", v[first:last, kv_head], dtype),
+                )
                 heads = range(kv_head * per_kv, (kv_head + 1) * per_kv)
-                yield panel, [(rows, head, lo, hi) for head in heads for g, rows, lo, hi in seen
-                              if head // per_group == g], look
+                yield (
+                    panel,
+                    [(rows, head, lo, hi) for head in heads for g, rows, lo, hi in seen if head // per_group == g],
+                    look,
+                )
 
     def _panel(self, name, source, dtype):
         """Keys of one head as a contiguous work array of `dtype`, the accumulation dtype."""
@@ -283,7 +318,7 @@ class NumpyBackend:
     def sink(self, out, lse, sinks):
         with np.errstate(all="ignore"):
             for tokens in _some_tokens(out):
-                unseen = lse[tokens] == -np.inf        # out of such a row is 0, whatever its weight
+                unseen = lse[tokens] == -np.inf  # out of such a row is 0, whatever its weight
                 out[tokens] *= np.where(unseen, 1, 1 / (1 + np.exp(sinks - lse[tokens])))[..., None]
                 np.logaddexp(lse[tokens], sinks, out=lse[tokens])
 
@@ -293,10 +328,10 @@ class NumpyBackend:
             gradient[...] = -np.sum(weight * delta, axis=0, dtype=np.float64)
 
     def take(self, dst, src, rows, after=()):
-        np.take(src, rows, axis=0, out=dst, mode="clip")   # mode "raise" would buffer the whole result
+        np.take(src, rows, axis=0, out=dst, mode="clip")  # mode "raise" would buffer the whole result
 
     def copy(self, dst, src):
-        with np.errstate(all="ignore"):            # a cast to a narrower dtype may overflow or underflow
+        with np.errstate(all="ignore"):  # a cast to a narrower dtype may overflow or underflow
             np.copyto(dst, src, casting="same_kind")
 
     # Wire

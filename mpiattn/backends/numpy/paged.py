@@ -14,7 +14,7 @@ from .widen import widen
 # Scattered keys, or keys of a narrower dtype, are copied so many at a time, counted over all KV heads: enough to
 # amortize the calls, few enough to stay in cache.
 GATHER = 8192
-LONGEST = 8192      # maximum keys of a score tile with few rows
+LONGEST = 8192  # maximum keys of a score tile with few rows
 
 
 def _groups(slots, direct, most):
@@ -44,13 +44,13 @@ def _groups(slots, direct, most):
 def _matrix(work, name, pool, slots, dtype):
     """The rows of the pool in the slot ranges `slots`, (heads, keys, dim) in `dtype`: a view where possible."""
     if len(slots) == 1:
-        gathered = pool[:, slots[0][0]:slots[0][1]]
+        gathered = pool[:, slots[0][0] : slots[0][1]]
     else:
         heads, _, dim = pool.shape
         count, copied = sum(last - first for first, last in slots), 0
         gathered = work("gathered " + name, (heads, count, dim), pool.dtype)
         for first, last in slots:
-            gathered[:, copied:copied + last - first] = pool[:, first:last]
+            gathered[:, copied : copied + last - first] = pool[:, first:last]
             copied += last - first
     if pool.dtype == dtype:
         return gathered
@@ -82,6 +82,7 @@ def _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanw
     def by_head(array):
         """A view (kv_heads, queries, heads per KV head, ...) of an array (queries, heads, ...)."""
         return array.reshape(queries, kv_heads, -1, *array.shape[2:]).swapaxes(0, 1)
+
     rows = queries * q.shape[1] // kv_heads
     query = work("q", (kv_heads, rows, q.shape[2]), dtype)
     by_row = by_head(q)
@@ -125,15 +126,21 @@ def _by_rows(work, rows, q, keys, values, key_slots, first, out, lse, scale, sof
     packed, columns = (len(q) * per_kv, -1), _columns(len(q) * per_kv)
     for kv_head in range(len(keys)):
         heads, head = slice(kv_head * per_kv, (kv_head + 1) * per_kv), slice(kv_head, kv_head + 1)
-        query, acc, top = (work("rows of " + name, array[:, heads].shape, array.dtype)
-                           for name, array in (("q", q), ("out", out), ("lse", lse)))
+        query, acc, top = (
+            work("rows of " + name, array[:, heads].shape, array.dtype)
+            for name, array in (("q", q), ("out", out), ("lse", lse))
+        )
         for target, source in ((query, q), (acc, out), (top, lse)):
             target[...] = source[:, heads]
         query, acc, top = (array.reshape(packed) for array in (query, acc, top))
         start = first
         for count, slots in _groups(key_slots, keys.dtype == out.dtype, GATHER):
-            panel = Panel(start, kv_head, _matrix(work, "k", keys[head], slots, out.dtype)[0],
-                          _matrix(work, "v", values[head], slots, out.dtype)[0])
+            panel = Panel(
+                start,
+                kv_head,
+                _matrix(work, "k", keys[head], slots, out.dtype)[0],
+                _matrix(work, "v", values[head], slots, out.dtype)[0],
+            )
             for tile in rows:
                 lo, hi = max(tile.lo, start), min(tile.hi, start + count)
                 if lo < hi:
@@ -152,12 +159,24 @@ def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale,
         return
     lo, hi = min(tile.lo for tile in rows), max(tile.hi for tile in rows)
     common_lo, common_hi = int(begin.max()), int(end.min())
-    if common_lo >= common_hi:       # windows do not overlap, or some query sees no key
+    if common_lo >= common_hi:  # windows do not overlap, or some query sees no key
         common_lo = common_hi = lo
     else:
         key_slots = stretches(pages, page_size, common_lo, common_hi)
         _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanwhile)
     for first, last in ((lo, common_lo), (common_hi, hi)):
         if first < last:
-            _by_rows(work, rows, q, keys, values, stretches(pages, page_size, first, last), first, out, lse, scale,
-                     softcap, meanwhile)
+            _by_rows(
+                work,
+                rows,
+                q,
+                keys,
+                values,
+                stretches(pages, page_size, first, last),
+                first,
+                out,
+                lse,
+                scale,
+                softcap,
+                meanwhile,
+            )

@@ -68,7 +68,7 @@ def _add_product(work, acc, weight, matrix, hidden, product):
 def _scores(work, rows, query, panel, start, stop, softcap):
     """(scores, hidden) of a row tile and the keys [start, stop).  With a softcap, scores are tanh(score / softcap)."""
     score = work("score", (rows.count, stop - start), query.dtype)
-    np.matmul(query, panel.keys[start - panel.first:stop - panel.first].T, out=score)
+    np.matmul(query, panel.keys[start - panel.first : stop - panel.first].T, out=score)
     if softcap is not None:
         score *= 1 / softcap
         np.tanh(score, out=score)
@@ -92,7 +92,7 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
     product = work("product", acc.shape, dtype)
     np.copyto(acc, out[span])
     top = lse[span].copy()
-    total = (top != -np.inf).astype(dtype)         # acc is normalised: its weights sum to 1, or to 0 if it is empty
+    total = (top != -np.inf).astype(dtype)  # acc is normalised: its weights sum to 1, or to 0 if it is empty
     for start in range(lo, hi, columns):
         if meanwhile:
             meanwhile()
@@ -110,15 +110,14 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
         total *= decay
         total += score.sum(axis=1)
         acc *= decay[:, None]
-        _add_product(work, acc, score, panel.values[start - panel.first:stop - panel.first], hidden, product)
+        _add_product(work, acc, score, panel.values[start - panel.first : stop - panel.first], hidden, product)
         top = new_top
     acc *= np.divide(1, total, out=np.zeros_like(total), where=total != 0)[:, None]
     out[span] = acc
     lse[span] = top + np.log(total)
 
 
-def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_panel, dv_panel, lo, hi,
-             meanwhile=None):
+def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_panel, dv_panel, lo, hi, meanwhile=None):
     """Add the gradients of one head's row tile with the keys [lo, hi) of a panel to dq, dk_panel and dv_panel.
 
     With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dQ += scale * dS @ K and
@@ -155,10 +154,12 @@ def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_pane
             np.copyto(weight, 0, where=hidden)
             np.copyto(dweight, 0, where=hidden)
         unseen = None if hidden is None else hidden.T
-        _add_product(work, dv_panel[local], weight.T, grad, unseen,
-                     work("dv product", (stop - start, grad.shape[1]), dtype))
-        _add_product(work, dk_panel[local], dweight.T, query, unseen,
-                     work("dk product", (stop - start, query.shape[1]), dtype))
+        _add_product(
+            work, dv_panel[local], weight.T, grad, unseen, work("dv product", (stop - start, grad.shape[1]), dtype)
+        )
+        _add_product(
+            work, dk_panel[local], dweight.T, query, unseen, work("dk product", (stop - start, query.shape[1]), dtype)
+        )
         _add_product(work, acc, dweight, panel.keys[local], hidden, product)
     acc *= dtype.type(scale)
     dq[span] += acc

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-INFINITE = 0x7C00            # bits of float16's infinity; larger values, without the sign bit, are nan
+INFINITE = 0x7C00  # bits of float16's infinity; larger values, without the sign bit, are nan
 
 
 def _finite(bits):
@@ -19,7 +19,7 @@ def widen(dst, src):
         np.copyto(dst, src)
         return
     bits = dst.view(np.int32)
-    np.copyto(bits, src.view(np.int16))                # sign extension copies the sign into the upper bits
+    np.copyto(bits, src.view(np.int16))  # sign extension copies the sign into the upper bits
     np.left_shift(bits, 13, out=bits)
-    np.bitwise_and(bits, np.int32(-0x7000_2000), out=bits)          # 0x8fffe000: sign, 5 exponent and 10 mantissa bits
-    np.multiply(dst, np.float32(2.0 ** 112), out=dst)
+    np.bitwise_and(bits, np.int32(-0x7000_2000), out=bits)  # 0x8fffe000: sign, 5 exponent and 10 mantissa bits
+    np.multiply(dst, np.float32(2.0**112), out=dst)

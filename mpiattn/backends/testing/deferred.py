@@ -16,9 +16,9 @@ import numpy as np
 from ..base import WireBytes
 from ..numpy.backend import NumpyBackend, flat
 
-LONGEST_DELAY = 1e-3      # seconds, for the copy of an array or for a launch
-PIECE = 4096              # bytes
-NAN = 0xFF                # a byte that makes NaN in every dtype if all bytes have it
+LONGEST_DELAY = 1e-3  # seconds, for the copy of an array or for a launch
+PIECE = 4096  # bytes
+NAN = 0xFF  # a byte that makes NaN in every dtype if all bytes have it
 
 
 class DeferredBackend(NumpyBackend):
@@ -33,7 +33,7 @@ class DeferredBackend(NumpyBackend):
         self._delays = random.Random(0)
         self._sending = []
         self._arriving = {}
-        self._failure = None                   # the first failure; every later wait raises it
+        self._failure = None  # the first failure; every later wait raises it
 
     def empty(self, shape, dtype):
         array = super().empty(shape, dtype)
@@ -62,6 +62,7 @@ class DeferredBackend(NumpyBackend):
             except BaseException as error:
                 self._failure = self._failure or error
                 raise
+
         return thread.submit(run)
 
     def _launch(self, written, after, work, *args):
@@ -79,10 +80,25 @@ class DeferredBackend(NumpyBackend):
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         return self._launch((out, lse), after, super().attend, q, k, v, begin, end, out, lse, scale, softcap)
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
-                     meanwhile=None):
-        return self._launch((out, lse), after, super().attend_pages, q, keys, values, pages, page_size, begin, end, out,
-                            lse, scale, softcap)
+    def attend_pages(
+        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
+    ):
+        return self._launch(
+            (out, lse),
+            after,
+            super().attend_pages,
+            q,
+            keys,
+            values,
+            pages,
+            page_size,
+            begin,
+            end,
+            out,
+            lse,
+            scale,
+            softcap,
+        )
 
     def unnormalize(self, out, lse, top):
         return self._launch((out, lse), (), super().unnormalize, out, lse, top)
@@ -90,10 +106,27 @@ class DeferredBackend(NumpyBackend):
     def normalize(self, out, lse, top):
         return self._launch((out, lse), (), super().normalize, out, lse, top)
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
-                        meanwhile=None):
-        return self._launch((dq, dk, dv), after, super().attend_backward, q, dout, lse, delta, k, v, begin, end,
-                            dq, dk, dv, scale, softcap)
+    def attend_backward(
+        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
+    ):
+        return self._launch(
+            (dq, dk, dv),
+            after,
+            super().attend_backward,
+            q,
+            dout,
+            lse,
+            delta,
+            k,
+            v,
+            begin,
+            end,
+            dq,
+            dk,
+            dv,
+            scale,
+            softcap,
+        )
 
     def delta(self, delta, dout, out, dlse):
         return self._launch((delta,), (), super().delta, delta, dout, out, dlse)
@@ -126,8 +159,9 @@ class DeferredBackend(NumpyBackend):
         starts, copied = range(0, len(staged), PIECE), {}
         for start in self._delays.sample(starts, len(starts)):
             piece = slice(start, start + PIECE)
-            copied[start] = self._later(self._copies_out, after, np.copyto, staged[piece], source[piece],
-                                        share=len(starts))
+            copied[start] = self._later(
+                self._copies_out, after, np.copyto, staged[piece], source[piece], share=len(starts)
+            )
         return WireBytes(staged, lambda stop: all(copied[start].done() for start in range(0, stop, PIECE)), piece=PIECE)
 
     def sent(self, array):
@@ -140,8 +174,17 @@ class DeferredBackend(NumpyBackend):
         pieces = []
 
         def taken(start, stop):
-            pieces.append(self._later(self._copies_in, (), np.copyto, target[start:stop], staged[start:stop],
-                                      share=max(1, -(-array.nbytes // PIECE))))
+            pieces.append(
+                self._later(
+                    self._copies_in,
+                    (),
+                    np.copyto,
+                    target[start:stop],
+                    staged[start:stop],
+                    share=max(1, -(-array.nbytes // PIECE)),
+                )
+            )
+
         self._arriving[id(array)] = pieces, partial(taken, 0, len(staged)) if collective else None
         return WireBytes(staged, taken=taken, piece=PIECE)
 

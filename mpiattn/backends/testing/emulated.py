@@ -26,12 +26,19 @@ from .deferred import DeferredBackend
 
 COMPILERS = ("c++", "g++", "clang++")
 # Shadow stacks and fortified longjmp would abort on a switch between fibers.
-OPTIONS = ("-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE",
-           "-Wno-unknown-pragmas")
-RUNTIME_OPTIONS = ("-O2", "-r", "-nostdlib")        # one object of several sources
+OPTIONS = (
+    "-std=c++17",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-U_FORTIFY_SOURCE",
+    "-Wno-unknown-pragmas",
+)
+RUNTIME_OPTIONS = ("-O2", "-r", "-nostdlib")  # one object of several sources
 KERNEL_OPTIONS = ("-O1", "-shared")
-GRID_LIMIT = 65535              # CUDA's limit for the second and third dimension of a grid
-PROCESSORS = 3                  # multiprocessors of the emulated GPU; sets into how many splits decoding cuts the keys
+GRID_LIMIT = 65535  # CUDA's limit for the second and third dimension of a grid
+PROCESSORS = 3  # multiprocessors of the emulated GPU; sets into how many splits decoding cuts the keys
 
 _C_TYPES = {np.int32: ctypes.c_int, np.int64: ctypes.c_longlong, np.float32: ctypes.c_float}
 
@@ -73,14 +80,14 @@ def _compiled(name, source, *arguments):
     target = cache_dir() / name
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _in_turn(target.with_suffix(".lock")):                        # one rank compiles for all
+        with _in_turn(target.with_suffix(".lock")):  # one rank compiles for all
             if not target.is_file():
                 _compile(target, source, *arguments)
     return target
 
 
 def _compile(target, source, *arguments):
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:         # ranks on other hosts may compile the same
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # ranks on other hosts may compile the same
         made = Path(folder) / target.name
         done = subprocess.run([compiler(), *OPTIONS, *arguments, "-o", made], capture_output=True, text=True)
         if done.returncode:
@@ -99,10 +106,18 @@ def _runtime():
 @cache
 def library(kernel):
     """The entry function of a compiled kernel, from the cache or compiled into it."""
-    target = _compiled(f"{kernel.name}-{kernel_source.digest(kernel, *_environment())}.so", kernel.file,
-                       *KERNEL_OPTIONS, f"-I{_emulation()}", f"-I{kernel_source.path('')}",
-                       f'-DSOURCE="{kernel.file}"', f"-DKERNEL={kernel.name}", *kernel.options(),
-                       _emulation() / "main.cpp", _runtime())
+    target = _compiled(
+        f"{kernel.name}-{kernel_source.digest(kernel, *_environment())}.so",
+        kernel.file,
+        *KERNEL_OPTIONS,
+        f"-I{_emulation()}",
+        f"-I{kernel_source.path('')}",
+        f'-DSOURCE="{kernel.file}"',
+        f"-DKERNEL={kernel.name}",
+        *kernel.options(),
+        _emulation() / "main.cpp",
+        _runtime(),
+    )
     function = ctypes.CDLL(str(target)).emulate
     function.restype = ctypes.c_char_p
     return function
@@ -114,7 +129,7 @@ class EmulatedBackend(KernelLaunches, NumpyBackend):
     name = "emulated"
     processors = PROCESSORS
     architecture = 90
-    descending = False                  # whether the warps of a block run in descending order
+    descending = False  # whether the warps of a block run in descending order
 
     @classmethod
     def missing(cls):
@@ -128,11 +143,14 @@ class EmulatedBackend(KernelLaunches, NumpyBackend):
             return
         if max(grid[1:]) > GRID_LIMIT:
             raise MpiattnError(f"{kernel.name}: the grid is {grid}; but for the first it may have {GRID_LIMIT} at most")
-        held = [_C_TYPES[type(each)](each) if isinstance(each, np.generic) else ctypes.c_void_p(each.ctypes.data)
-                for each in arguments]
+        held = [
+            _C_TYPES[type(each)](each) if isinstance(each, np.generic) else ctypes.c_void_p(each.ctypes.data)
+            for each in arguments
+        ]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
-        error = library(kernel)((ctypes.c_uint * 3)(*grid), kernel.threads, kernel.shared_bytes, int(self.descending),
-                                addresses, len(held))
+        error = library(kernel)(
+            (ctypes.c_uint * 3)(*grid), kernel.threads, kernel.shared_bytes, int(self.descending), addresses, len(held)
+        )
         if error:
             raise MpiattnError(f"{kernel.name}: {error.decode()}")
 
@@ -144,5 +162,5 @@ class DeferredEmulatedBackend(DeferredBackend, EmulatedBackend):
 
     def empty(self, shape, dtype):
         array = np.empty(shape, dtype)
-        array.reshape(-1).view(np.uint8).fill(0xFF)            # NaN, and no valid index
+        array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN, and no valid index
         return array

@@ -14,9 +14,9 @@ import numpy as np
 from ...errors import ArgumentError
 from ..numpy.backend import NumpyBackend
 
-SLACK = 0.1             # a launch later than the end of the one before by less than this share of its time starts there
-NAP = 2.0               # milliseconds between two tests of the messages, unless given
-BACKWARD = 2.5          # a block takes five matrix products backward, two forward
+SLACK = 0.1  # a launch later than the end of the one before by less than this share of its time starts there
+NAP = 2.0  # milliseconds between two tests of the messages, unless given
+BACKWARD = 2.5  # a block takes five matrix products backward, two forward
 
 
 class PacedBackend(NumpyBackend):
@@ -45,32 +45,36 @@ class PacedBackend(NumpyBackend):
         except ValueError:
             gflops = nap = 0.0
         if not (0 < gflops < float("inf") and 0 < nap < float("inf") and name.count(":") <= 2):
-            raise ArgumentError(f"backend is {name!r}; after paced: it must have a positive number of Gflop/s and may "
-                                "have another : and milliseconds")
+            raise ArgumentError(
+                f"backend is {name!r}; after paced: it must have a positive number of Gflop/s and may "
+                "have another : and milliseconds"
+            )
         return gflops, nap
 
     def idle(self):
-        time.sleep(self.nap)   # a rank with its own machine would not take a core from the others while it waits
+        time.sleep(self.nap)  # a rank with its own machine would not take a core from the others while it waits
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         with self._paced(self._flops(q, v, begin, end), meanwhile):
             super().attend(q, k, v, begin, end, out, lse, scale, softcap, after, meanwhile)
 
-    def attend_pages(self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(),
-                     meanwhile=None):
+    def attend_pages(
+        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
+    ):
         pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))
         with self._paced(2 * (keys.shape[2] + values.shape[2]) * pairs * q.shape[1], meanwhile):
-            super().attend_pages(q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, after,
-                                 meanwhile)
+            super().attend_pages(
+                q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, after, meanwhile
+            )
 
-    def attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(),
-                        meanwhile=None):
+    def attend_backward(
+        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
+    ):
         with self._paced(BACKWARD * self._flops(q, v, begin, end), meanwhile):
-            super().attend_backward(q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap, after,
-                                    meanwhile)
+            super().attend_backward(q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap, after, meanwhile)
 
     def _flops(self, q, v, begin, end):
-        pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))        # over all groups of heads
+        pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))  # over all groups of heads
         return 2 * (q.shape[2] + v.shape[2]) * pairs * (q.shape[1] // len(begin))
 
     @contextmanager
