@@ -135,6 +135,8 @@ def tables():
     lines += ["", "| | in the library | commands |", "|---|---|---|"]
     options = {name: {action.dest for action in cli._parser(name).chosen._actions} for name in COMMANDS}
     for name, feature in FEATURES.items():
+        if "yes" not in outcomes[name]:
+            continue
         commands = [command for command in COMMANDS if options[command] & set(feature.options)]
         commands = [f"`{command}`" for command in commands]
         commands += [f"`{command}` by its files" for command in FILES if feature.file]

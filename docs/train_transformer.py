@@ -137,6 +137,7 @@ def train_spread(comm, args):
         causal=True,
         tile=args.tile,
         layout=args.layout,
+        direction="both",
     ) as plan:
 
         def attend_in(cuts):

@@ -28,6 +28,7 @@ _HOMES = {
     "MpiattnError": ".errors",
     "ArgumentError": ".errors",
     "FileError": ".errors",
+    "CallError": ".errors",
     "PeerFailure": ".errors",
 }
 __all__ = [*_HOMES, "__version__"]
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .decode.rings import ring_decode as ring_decode
     from .decode.tree import tree_decode as tree_decode
     from .errors import ArgumentError as ArgumentError
+    from .errors import CallError as CallError
     from .errors import FileError as FileError
     from .errors import MpiattnError as MpiattnError
     from .errors import PeerFailure as PeerFailure

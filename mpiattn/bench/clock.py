@@ -10,6 +10,7 @@ from ..system import host
 
 LEAST = 0.01  # seconds of a measurement, at least: short launches are repeated
 MOST = 200  # repeats, at most
+SIDE = 1536  # rows and columns of the matrices of `HostClock.product`
 
 
 def host_array(backend, array, event=None):
@@ -55,6 +56,15 @@ class HostClock:
         data = np.zeros(max(1, nbytes // np.dtype(dtype).itemsize), dtype)
         return "NumPy's sum", plain_sum([data]), data.nbytes
 
+    def product(self):
+        """A float32 matrix product by NumPy's BLAS, as (its name, a function that does it once, its operations)."""
+        a, b, c = np.ones((3, SIDE, SIDE), np.float32)
+
+        def multiply():
+            np.matmul(a, b, out=c)
+
+        return f"float32 product by {host.blas()[0] or 'BLAS'}", multiply, 2 * SIDE**3
+
 
 class StreamClock(HostClock):
     """Times launches on a GPU's stream with CuPy's events."""
@@ -99,6 +109,10 @@ class StreamClock(HostClock):
             runtime.memcpyAsync(to.data.ptr, of.data.ptr, of.nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
         return "a copy", copy, of.nbytes + to.nbytes
+
+    def product(self):
+        """None: the host's BLAS is no limit of a GPU."""
+        return None
 
 
 def clock_of(backend):

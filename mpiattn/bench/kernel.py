@@ -154,7 +154,7 @@ def with_torch(arrays, causal, backward, on_gpu, own, dtype):
 
 
 def measure_block(backend, clock, problem, direction, runs):
-    """Measure one pass of one size beside torch's; returns a section of the result."""
+    """Measure one pass of one size beside torch's and the BLAS's product; returns a section of the result."""
     backward = direction == "backward"
     off = check_small(backend, problem, backward)
     block = Block(backend, problem)
@@ -167,11 +167,14 @@ def measure_block(backend, clock, problem, direction, runs):
     launch = (block.attend_backward, None) if backward else (block.attend, block.clear)
     subjects.insert(0, ("mpiattn", timed_by(clock, *launch)))
     flops = 2 * (problem.head_dim + problem.value_dim) * block.pairs * PRODUCTS[direction]
+    product, multiply, operations = clock.product() or (None, None, None)
+    if product:
+        subjects.append((product, timed_by(clock, multiply)))
     rows = [
         summary(
             name,
             seconds,
-            flops_per_second=flops / float(np.median(seconds)),
+            flops_per_second=(operations if name == product else flops) / float(np.median(seconds)),
             difference=differences.get(name, off if name == "mpiattn" else None),
         )
         for name, seconds in in_turn(subjects, runs).items()

@@ -13,15 +13,15 @@ RATES = {"flops_per_second": "GFLOP/s", "bytes_per_second": "GB/s"}
 
 
 def _section(section):
-    own = section["results"][0]["median"]
-    rate = next((name for name in RATES if name in section["results"][0]), None)
+    own = section["results"][0]
+    rate = next((name for name in RATES if name in own), None)
     rows = []
     for row in section["results"]:
         cells = [row["name"], duration(row["median"]), " - ".join(map(duration, row["quartiles"]))]
         if rate:
             cells += [
                 f"{row[rate] / 1e9:.4g}",
-                f"{own / row['median']:.3g}",
+                f"{row[rate] / own[rate]:.3g}",
                 "" if row["difference"] is None else f"{row['difference']:.1e}",
             ]
         rows.append(cells)

@@ -8,6 +8,7 @@ from ..comm.transport import TRANSPORTS
 from ..files.hdf5 import AXES
 from ..model.cost import SCHEDULES
 from ..model.machine import BUILT_IN
+from ..model.search import SAME_TIME
 from ..problem.layout import KINDS
 from ..problem.problem import ITEMSIZE
 from ..schedule.route import ROUTES
@@ -20,7 +21,8 @@ def add_tile(parser):
         default="auto",
         metavar="AxB",
         help="A query chunks x B KV chunks on every rank, A*B = ranks: a mesh of B rows x A columns; "
-        "ring is 1xN, qring is Nx1, auto the shortest predicted time (default: %(default)s)",
+        "ring is 1xN, qring is Nx1, auto the shortest predicted time and, of times within "
+        f"{100 * SAME_TIME:g} %%, the fewest bytes (default: %(default)s)",
     )
 
 

@@ -77,7 +77,7 @@ class MeshAttention(Described, Distributed):
         transport of "cuda": "staged" (pinned host memory), "device" (GPU memory) or "auto" (what works).
     max_message, max_memory : int, max_memory by default None
         max_message: bytes of the longest MPI message.  Collectives, scatter and gather split down to one token's row.
-        max_memory: bytes per rank (`Choice.nbytes`, without scratch) for tiles, schedules and chunks received ahead.
+        max_memory: bytes that a rank may need, without scratch; tiles, schedules and receiving ahead go by it.
     machine : Machine or str, default None
         For "auto": a `Machine`, a built-in name, a file; None for the `mpiattn tune` of such a launch, else a default.
     overlap : bool, default True
