@@ -12,15 +12,21 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 here = Path(__file__).parent
 SOURCES = sorted(str(path.relative_to(here)) for path in (here / "kernels" / "cpu").glob("*.[ch]"))
 DIGEST = hashlib.sha256(b"".join((here / path).read_bytes() for path in SOURCES)).hexdigest()
 FLAGS = ["-O3", "-g0", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"]
-# The compiler's options for every instruction set; each gets the same sources.
+# The compiler's options for every instruction set; each gets the same sources, once for float and once for double.
 SETS = {"plain": []}
+# More sets, where the compiler knows them, which differ from avx512 in products of bfloat16 alone, pair by pair.
+OF_PAIRS = {}
 if platform.machine() in ("x86_64", "AMD64"):
     SETS |= {"avx2": ["-mavx2", "-mfma"], "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
+    OF_PAIRS["avx512bf16"] = [*SETS["avx512"], "-mavx512bf16"]
+    if platform.system() == "Linux":
+        OF_PAIRS["amx"] = [*OF_PAIRS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
 REAL_BYTES = {"float": 4, "double": 8}
 
 
@@ -30,8 +36,7 @@ class BuildKernels(build_ext):
     def build_extension(self, ext):
         """Compile and link; CompileError or LinkError if that fails."""
 
-        def compiled(part):
-            source, name, macros, options = part
+        def compiled(source, name, macros, options=()):
             return self.compiler.compile(
                 [f"kernels/cpu/{source}"],
                 f"{self.build_temp}/{name}",
@@ -40,14 +45,25 @@ class BuildKernels(build_ext):
                 depends=SOURCES,
             )
 
-        parts = [("choose.c", "choose", [("DIGEST", f'"{DIGEST}"'), *((f"WITH_{name}", "1") for name in SETS)], [])]
-        parts += [
-            ("kernels.c", f"{name}_{real}", [("TABLE", f"{name}_{real}"), ("REAL_BYTES", str(size))], options)
-            for name, options in SETS.items()
-            for real, size in REAL_BYTES.items()
+        def kernels(name, size, options):
+            return compiled("kernels.c", name, [("TABLE", name), ("REAL_BYTES", str(size))], options)
+
+        def kernels_of_pairs(name):
+            try:
+                return name, kernels(f"{name}_pairs", 4, OF_PAIRS[name])
+            except CompileError:  # an older compiler or assembler
+                return name, None
+
+        parts = [
+            (f"{name}_{real}", size, options) for name, options in SETS.items() for real, size in REAL_BYTES.items()
         ]
         with ThreadPoolExecutor() as pool:  # a compiler takes seconds for each
-            objects = [made for some in pool.map(compiled, parts) for made in some]
+            of_pairs = pool.map(kernels_of_pairs, OF_PAIRS)
+            objects = [made for some in pool.map(kernels, *zip(*parts)) for made in some]
+            of_pairs = {name: made for name, made in of_pairs if made}
+        macros = [(f"WITH_{name}", "1") for name in (*SETS, *of_pairs)]
+        objects += compiled("choose.c", "choose", [("DIGEST", f'"{DIGEST}"'), *macros])
+        objects += [made for some in of_pairs.values() for made in some]
         self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), libraries=["m"])
 
     def get_ext_filename(self, fullname):

@@ -2,17 +2,34 @@
 
 #include <string.h>
 
+#ifdef WITH_avx512bf16
+#include <cpuid.h>
+#endif
+#ifdef WITH_amx
+#include <sys/syscall.h>
+#include <unistd.h>
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
+#endif
+
 #include "launch.h"
 
-#define BOTH(set) extern const struct kernels set##_float, set##_double;
-#define ENTRY(set, has) {#set, {&set##_float, &set##_double}, has},
+#define DECLARE(set) extern const struct kernels set##_float, set##_double;
+#define ENTRY(set, has) {#set, {&set##_float, &set##_double, &set##_float, &set##_float}, has},
+#define ENTRY_OF_PAIRS(set, has) {#set, {&avx512_float, &avx512_double, &avx512_float, &set##_pairs}, has},
 
-BOTH(plain)
+DECLARE(plain)
 #ifdef WITH_avx2
-BOTH(avx2)
+DECLARE(avx2)
 #endif
 #ifdef WITH_avx512
-BOTH(avx512)
+DECLARE(avx512)
+#endif
+#ifdef WITH_avx512bf16
+extern const struct kernels avx512bf16_pairs;
+#endif
+#ifdef WITH_amx
+extern const struct kernels amx_pairs;
 #endif
 
 static int always(void) { return 1; }
@@ -25,25 +42,44 @@ static int has_avx512(void) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 }
 #endif
+#ifdef WITH_avx512bf16
+static int has_avx512bf16(void) {
+    unsigned a, b, c, d;
+    return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+}
+#endif
+#ifdef WITH_amx
+// Linux lets a process use tiles after it has asked for them.
+static int has_amx(void) {
+    unsigned a, b, c, d;
+    return has_avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1 &&
+           !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+#endif
 
-// The best first.
 static const struct {
     const char* name;
-    const struct kernels* of[2];
+    const struct kernels* of[4];                        // by element
     int (*has)(void);
 } sets[] = {
+#ifdef WITH_amx
+    ENTRY_OF_PAIRS(amx, has_amx)
+#endif
+#ifdef WITH_avx512bf16
+        ENTRY_OF_PAIRS(avx512bf16, has_avx512bf16)
+#endif
 #ifdef WITH_avx512
-    ENTRY(avx512, has_avx512)
+            ENTRY(avx512, has_avx512)
 #endif
 #ifdef WITH_avx2
-        ENTRY(avx2, has_avx2)
+                ENTRY(avx2, has_avx2)
 #endif
-            ENTRY(plain, always)};
+                    ENTRY(plain, always)};
 
 // Of the sources that this was compiled from: setup.py and library.py make it alike.
 const char* sources_digest(void) { return DIGEST; }
 
-// The name of the set with a number, best first; NULL beyond the last.
+// The name of the set with a number; NULL beyond the last.
 const char* instruction_set(int number) {
     return number < 0 || number >= (int)(sizeof sets / sizeof *sets) ? 0 : sets[number].name;
 }
@@ -51,17 +87,38 @@ const char* instruction_set(int number) {
 // Whether this processor has the set with that number.
 int supported(int number) { return sets[number].has(); }
 
-static const struct kernels* kernels_of(int number, const struct launch* of) {
-    return sets[number].of[of->element == FLOAT64];
+// VDPBF16PS computes half of what products of float32 do on Intel's processors.
+static int slow(int number) {
+#ifdef WITH_avx512bf16
+    return sets[number].has == has_avx512bf16 && __builtin_cpu_is("intel");
+#else
+    (void)number;
+    return 0;
+#endif
+}
+
+// The number of the set to take.
+int best_set(void) {
+    int number = 0;
+    while (!supported(number) || slow(number))
+        number++;
+    return number;
+}
+
+static const struct kernels* kernels_of(int number, const struct launch* of, int is_backward) {
+    const struct kernels* it = sets[number].of[of->element];
+    if (is_backward && !it->backward)
+        return sets[number].of[0];
+    return sets[number].of[of->element];
 }
 
 // Bytes of scratch memory of a launch, and the launch, on the set with that number.
 int64_t scratch_bytes(int number, const struct launch* of, int is_backward) {
-    const struct kernels* kernels = kernels_of(number, of);
+    const struct kernels* kernels = kernels_of(number, of, is_backward);
     return is_backward ? kernels->backward_bytes(of) : kernels->forward_bytes(of);
 }
 
 int32_t run(int number, const struct launch* of, int is_backward) {
-    const struct kernels* kernels = kernels_of(number, of);
+    const struct kernels* kernels = kernels_of(number, of, is_backward);
     return is_backward ? kernels->backward(of) : kernels->forward(of);
 }

@@ -40,11 +40,3 @@ static void read_row(int element, const char* from, real* restrict to, int n, re
         for (int i = 0; i < n; i++)
             to[i] = ((const real*)from)[i] * factor;
 }
-
-// Whether every number of a row is finite.
-static int finite_row(const real* row, int n) {
-    int odd = 0;
-    for (int i = 0; i < n; i++)
-        odd |= !(row[i] - row[i] == 0);
-    return !odd;
-}

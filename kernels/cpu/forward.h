@@ -6,8 +6,7 @@
 
 #pragma once
 
-#include "pack.h"
-#include "product.h"
+#include "weigh.h"
 #include "work.h"
 
 #define PANEL 2048
@@ -15,24 +14,26 @@
 #define PIECES 4                // of work for a thread, at least, so that all are done at about the same time
 
 struct forward_work {
-    real *keys, *values;                                // packed, shared by the tiles of rows
+    operand *keys, *values;                             // packed, shared by the tiles of rows
     long pitch;                                         // of the packed values: the most keys there are at a time
     struct odd odd;                                     // of the values
-    real *row, *q, *acc, *score;                        // of one tile of rows
+    operand *row, *q, *weight;                          // of one tile of rows
+    real *acc, *score;
 };
 
 static int64_t forward_work(const struct launch* of, char* scratch, struct forward_work* work) {
     char* at = scratch;
     const long keys = least(rounded_up(most(of->keys, 1), NR), PANEL), width = rounded_up(of->value_dim, NR);
     work->pitch = keys;
-    work->keys = take(&at, keys * of->head_dim * sizeof(real));
-    work->values = take(&at, keys * width * sizeof(real));
+    work->keys = take(&at, keys * DEPTH(of->head_dim) * sizeof(operand));
+    work->values = take(&at, keys * width * sizeof(operand));
     work->odd.row = take(&at, keys * sizeof(int32_t));
     work->odd.count = 0;
-    work->row = take(&at, most(NR, MR) * most(of->head_dim, of->value_dim) * sizeof(real));
-    work->q = take(&at, MAX_ROWS * of->head_dim * sizeof(real));
+    work->row = take(&at, most(NR, MR) * DEPTH(most(of->head_dim, of->value_dim)) * sizeof(operand));
+    work->q = take(&at, MAX_ROWS * DEPTH(of->head_dim) * sizeof(operand));
     work->acc = take(&at, MAX_ROWS * width * sizeof(real));
     work->score = take(&at, MR * BLOCK * sizeof(real));
+    work->weight = WEIGHTS_APART ? take(&at, MR * BLOCK * sizeof(operand)) : (operand*)work->score;
     return at - scratch;
 }
 
@@ -44,43 +45,19 @@ static int64_t thread_bytes(const struct launch* of) {
 
 static int64_t forward_bytes(const struct launch* of) { return thread_bytes(of) * of->threads; }
 
-// Turns the scores of one row, of the columns [start, stop), into weights relative to the largest score so far; `top`
-// is that, `total` the sum of weights.  Returns by how much earlier weights have shrunk.
-INLINE real weigh(long start, long stop, real* score, real* top, real* total) {
-    vec high = splat(-INFINITY), high2 = high;
-    for (long j = start; j < stop; j += NR) {
-        high = larger(load(score + j), high);
-        high2 = larger(load(score + j + LANES), high2);
-    }
-    const real now = largest_of(larger(high, high2)), before = *top;
-    const real base = now > before ? now : before;                  // NaN stays NaN
-    const vec minus = splat(base == -INFINITY ? 0 : base);
-    vec sum = splat(0), sum2 = sum;
-    for (long j = start; j < stop; j += NR) {
-        const vec weight = exponential(load(score + j) - minus), weight2 = exponential(load(score + j + LANES) - minus);
-        store(score + j, weight);
-        store(score + j + LANES, weight2);
-        sum += weight, sum2 += weight2;
-    }
-    const real decay = now > before ? (before == -INFINITY ? 0 : exponential(splat(before - base))[0]) : 1;
-    *total = *total * decay + sum_of(sum + sum2);
-    *top = base;
-    return decay;
-}
-
 // Adds the values that are not finite, which the packed ones leave out, to the rows that see them.
 static void add_odd_values(const struct launch* of, struct forward_work* work, int kv_head, long key0,
                            const struct rows* rows, long panel, long block, long width) {
+    real* row = (real*)work->row;
     for (long n = 0; n < work->odd.count; n++) {
         const long key = work->odd.row[n];
         if (key < block || key >= block + BLOCK)
             continue;
-        read_row(of->element, of->v.data + (key0 + key) * of->v.token + kv_head * of->v.head, work->row, of->value_dim,
-                 1);
+        read_row(of->element, of->v.data + (key0 + key) * of->v.token + kv_head * of->v.head, row, of->value_dim, 1);
         for (long i = 0; i < MR; i++)
             if (rows->from[panel * MR + i] <= key && key < rows->to[panel * MR + i])
                 for (int c = 0; c < of->value_dim; c++)
-                    work->acc[(panel * MR + i) * width + c] += work->score[i * BLOCK + key - block] * work->row[c];
+                    work->acc[(panel * MR + i) * width + c] += real_of(work->weight[i * BLOCK + key - block]) * row[c];
     }
 }
 
@@ -89,9 +66,10 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
                          const struct rows* rows) {
     const struct launch* of = job->of;
     const long width = rounded_up(of->value_dim, NR), panels = (rows->count + MR - 1) / MR;
-    const int head_dim = of->head_dim;
+    const long depth = DEPTH(of->head_dim);
+    const real scale = scale_left(of->scale);
     real top[MAX_ROWS], total[MAX_ROWS];
-    pack_rows(of, &of->q, kv_head, head_dim, rows, (real)of->scale, work->row, work->q, 0, 0, 0);
+    pack_rows(of, &of->q, kv_head, of->head_dim, rows, (real)of->scale, work->row, work->q, 0, 0, 0);
     memset(work->acc, 0, panels * MR * width * sizeof(real));
     for (long i = 0; i < panels * MR; i++) {
         top[i] = -INFINITY, total[i] = 0;
@@ -108,22 +86,24 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
             if (from >= to)
                 continue;
             for (long j = from; j < to; j += NR)
-                product(0, work->q + panel * MR * head_dim, 1, MR, work->keys + (block + j) * head_dim, head_dim,
-                        work->score + j, BLOCK);
+                product(0, work->q + panel * MR * depth, PANEL_ROW(depth), PANEL_STEP, work->keys + (block + j) * depth,
+                        depth, work->score + j, BLOCK);
             const int masked = rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to;
-            for (long i = panel * MR; i < (panel + 1) * MR; i++) {
-                real* score = work->score + (i - panel * MR) * BLOCK;
+            for (long i = panel * MR; i < least((panel + 1) * MR, rows->count); i++) {
+                const long at = (i - panel * MR) * BLOCK;
+                real* score = work->score + at;
                 if (of->softcap)
-                    bend(of->softcap, from, to, score);
+                    bend(of->softcap, scale, from, to, score);
                 if (masked)
                     hide(rows, i, block, from, to, score);
-                const real decay = weigh(from, to, score, top + i, total + i);
+                const real decay =
+                    weigh(of->softcap ? 1 : scale, from, to, score, work->weight + at, top + i, total + i);
                 if (decay != 1)
                     for (long c = 0; c < width; c += LANES)
                         store(work->acc + i * width + c, load(work->acc + i * width + c) * decay);
             }
             for (long c = 0; c < width; c += NR)
-                product(1, work->score + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR,
+                product(1, work->weight + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR,
                         to - from, work->acc + panel * MR * width + c, width);
             if (work->odd.count)
                 add_odd_values(of, work, kv_head, key0, rows, panel, block, width);
@@ -175,11 +155,13 @@ static void forward_worker(struct job* job, int thread, void* with) {
     const struct forward_pieces* pieces = with;
     struct forward_work work;
     forward_work(job->of, job->of->scratch + thread * pieces->bytes, &work);
+    begin_products();
     for (long piece; (piece = take_piece(job)) < pieces->of_head * job->of->kv_heads && !give_up(job, thread);) {
         const long at = pieces->of_head - 1 - piece % pieces->of_head;  // the last rows, often with most keys, first
         forward_rows(job, thread, &work, piece / pieces->of_head, at * pieces->size,
                      least((at + 1) * pieces->size, pieces->tiles));
     }
+    end_products();
 }
 
 static int32_t forward(const struct launch* of) {

@@ -9,20 +9,17 @@
 
 #pragma once
 
-#include "rows.h"
+#include "product.h"
+#include "scratch.h"
 
-#define MAX_DIM_BUFFER 4096
+INLINE real real_of(operand number) { return number; }
 
-struct odd {
-    long count;
-    int32_t* row;
-};
-
-// Scratch memory is taken from its start on, in whole cache lines.
-INLINE void* take(char** scratch, int64_t bytes) {
-    char* at = *scratch;
-    *scratch += rounded_up(bytes, 64);
-    return at;
+// Whether every number of a row is finite.
+static int finite_row(const real* row, int n) {
+    int odd = 0;
+    for (int i = 0; i < n; i++)
+        odd |= !(row[i] - row[i] == 0);
+    return !odd;
 }
 
 // Rows in the order of their dims, [dim][width], of the `count` rows in `row`; the others are zeros.

@@ -4,11 +4,13 @@
 
 #include "vector.h"
 
-#if defined(__clang__)
-#define UNROLLED _Pragma("clang loop unroll(full)")
-#else
-#define UNROLLED _Pragma("GCC unroll 16")
-#endif
+typedef real operand;
+#define DEPTH(dim) (dim)                        // terms of a score
+#define PANEL_ROW(depth) 1                      // from a row of a panel to the next, and from a term to the next
+#define PANEL_STEP MR
+
+static void begin_products(void) {}
+static void end_products(void) {}
 
 // c[i][j] = (add ? c[i][j] : 0) + sum over p < count of a[i * row + p * step] * b[p * NR + j], for i < MR and j < NR.
 // b and c are aligned to a vector.  row and step are constants wherever this is called.  What is in c is added last, so

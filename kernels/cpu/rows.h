@@ -67,9 +67,9 @@ INLINE void hide(const struct rows* rows, long i, long key, long start, long sto
         store(score + j, choose((column >= from) & (column < to), load(score + j), splat(-INFINITY)));
 }
 
-// score = softcap * tanh(score / softcap)
-INLINE void bend(double softcap, long start, long stop, real* score) {
-    const real inverse = 1 / softcap, cap = softcap;
+// score = softcap * tanh(score * scale / softcap)
+INLINE void bend(double softcap, real scale, long start, long stop, real* score) {
+    const real inverse = scale / softcap, cap = softcap;
     for (long j = start; j < stop; j += LANES)
         store(score + j, hyperbolic_tangent(load(score + j) * inverse) * cap);
 }

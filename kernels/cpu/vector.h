@@ -12,7 +12,10 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+#define VBYTES 64
+#define MR 32                   // two AMX tiles
+#elif defined(__AVX512F__)
 #define VBYTES 64
 #define MR 12                   // rows of a micro-tile: 24 of 32 registers hold its two vectors of columns
 #elif defined(__AVX2__)
@@ -42,6 +45,12 @@ typedef int32_t integer;
 typedef real vec __attribute__((vector_size(VBYTES)));
 typedef real loose_vec __attribute__((vector_size(VBYTES), aligned(sizeof(real)), may_alias));     // at any address
 typedef integer ivec __attribute__((vector_size(VBYTES)));
+
+#if defined(__clang__)
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -82,13 +91,17 @@ INLINE real sum_of(vec x) {
 #endif
 }
 
-// The largest lane, without those that are NaN.
+// The largest lane, of which none is NaN.
 INLINE real largest_of(vec x) {
+#if VBYTES == 64 && REAL_BYTES == 4
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     real lane[LANES], top = -INFINITY;
     memcpy(lane, &x, sizeof x);
     for (int i = 0; i < LANES; i++)
         top = lane[i] > top ? lane[i] : top;
     return top;
+#endif
 }
 
 // e^x; NaN for NaN, 0 below about e^-87 (float) or e^-708.  x is at most about 88 or 709: `limited` sees to that.

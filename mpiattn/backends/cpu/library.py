@@ -1,7 +1,7 @@
 """The library of CPU kernels (kernels/cpu), loaded once a process; ctypes gives up the interpreter lock in its calls.
 
-Environment: MPIATTN_CPU_KERNELS=avx512, avx2 or plain takes that instruction set in place of the best that the
-processor has.
+Environment: MPIATTN_CPU_KERNELS=amx, avx512bf16, avx512, avx2 or plain takes that instruction set in place of the best
+that the processor has.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def _load():
 
 
 def instruction_sets():
-    """Whether the processor has each instruction set that kernels were compiled for: {name: bool}, the best first."""
+    """Whether the processor has each instruction set that kernels were compiled for: {name: bool}."""
     library, sets, number = _load(), {}, 0
     while name := library.instruction_set(number):
         sets[name.decode()] = bool(library.supported(number))
@@ -101,10 +101,10 @@ class Kernels:
     """The kernels of one instruction set; `missing` must be ""."""
 
     def __init__(self):
-        sets = instruction_sets()
-        self.name = os.environ.get(VARIABLE) or next(name for name in sets if sets[name])
+        self._library, names = _load(), list(instruction_sets())
+        self.name = os.environ.get(VARIABLE) or names[self._library.best_set()]
         self.version = f"{self.name} {_digest()[:12]}"
-        self._number, self._library = list(sets).index(self.name), _load()
+        self._number = names.index(self.name)
 
     def scratch_bytes(self, launch, backward):
         """Bytes of scratch memory that a launch needs."""

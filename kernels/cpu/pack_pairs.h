@@ -1,0 +1,92 @@
+// Copies of a tile's bfloat16 numbers in the order in which the micro-kernel of pairs reads them:
+//
+//     columns of a product, by key   [tile of NR keys][pair of dims][NR][2]
+//     columns of a product, by dim   [tile of NR dims][pair of keys, pitch / 2 of them][NR][2]
+//     key rows of a product              [panel of MR rows][DEPTH(dim)]
+//
+// What is not finite is left out as in pack.h.
+
+#pragma once
+
+#include "product_pairs.h"
+#include "scratch.h"
+
+INLINE real real_of(operand number) { return from_bfloat16(number); }
+
+INLINE int finite_row_of_pairs(const operand* row, long n) {
+    int odd = 0;
+    for (long i = 0; i < n; i++)
+        odd |= (row[i] & 0x7f80) == 0x7f80;
+    return !odd;
+}
+
+// `dim` numbers, and zeros up to `depth`.
+INLINE void copy_row(const char* from, int dim, long depth, operand* to) {
+    memcpy(to, from, dim * sizeof(operand));
+    memset(to + dim, 0, (depth - dim) * sizeof(operand));
+}
+
+// NR rows of `pairs` pairs each, in the order of these: [pair][NR].
+INLINE void turn(const operand* row, long pairs, operand* to) {
+    __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    place = _mm512_mullo_epi32(place, _mm512_set1_epi32(pairs));
+    const int* from = (const int*)row;
+    for (long pair = 0; pair < pairs; pair++)
+        for (int half = 0; half < 2; half++)
+            _mm512_store_si512(to + (pair * 2 + half) * 32,
+                               _mm512_i32gather_epi32(place, from + half * 16 * pairs + pair, 4));
+}
+
+// Two rows as pairs: place is that of their first NR numbers, `pitch` rows before that of the next.
+INLINE void interleave(const operand* even, const operand* odd, long depth, long pitch, operand* place) {
+    for (long c = 0; c < depth; c += NR)
+        for (int i = 0; i < NR; i++) {
+            const uint32_t pair = even[c + i] | (uint32_t)odd[c + i] << 16;
+            memcpy(place + c * pitch + 2 * i, &pair, sizeof pair);
+        }
+}
+
+// Keys [first, first + count) of a KV head: by key if by_key is given, by dim if by_dim is.  row: NR * DEPTH(dim).
+static void pack_keys(const struct launch* of, const struct array* array, int kv_head, int dim, long first, long count,
+                      operand* row, operand* by_key, operand* by_dim, long pitch, struct odd* odd) {
+    const char* from = array->data + first * array->token + kv_head * array->head;
+    const long depth = DEPTH(dim);
+    (void)of;
+    if (odd)
+        odd->count = 0;
+    for (long tile = 0; tile < count; tile += NR) {
+        const int keys = least(count - tile, NR);
+        for (int i = 0; i < keys; i++)
+            copy_row(from + (tile + i) * array->token, dim, depth, row + i * depth);
+        memset(row + keys * depth, 0, (NR - keys) * depth * sizeof(operand));
+        if (by_key)
+            turn(row, depth / 2, by_key + tile * depth);
+        if (by_dim) {
+            for (int i = 0; i < keys; i++)
+                if (!finite_row_of_pairs(row + i * depth, dim)) {
+                    odd->row[odd->count++] = tile + i;
+                    memset(row + i * depth, 0, depth * sizeof(operand));
+                }
+            for (int i = 0; i < NR; i += 2)
+                interleave(row + i * depth, row + (i + 1) * depth, depth, pitch, by_dim + (tile + i) * NR);
+        }
+    }
+}
+
+// The rows of a tile in panels, times the sign of factor, 0 too: that rounds nothing.
+static void pack_rows(const struct launch* of, const struct array* array, int kv_head, int dim, const struct rows* rows,
+                      real factor, operand* row, operand* panels, operand* by_dim, long pitch, struct odd* odd) {
+    (void)by_dim, (void)pitch, (void)odd;
+    const long depth = DEPTH(dim), all = rounded_up(rows->count, MR);
+    for (long i = 0; i < rows->count; i++) {
+        row = panels + i * depth;
+        copy_row(row_at(of, array, kv_head, rows->first + i), dim, depth, row);
+        if (factor < 0)
+            for (int c = 0; c < dim; c++)
+                row[c] ^= 0x8000;
+        else if (factor == 0)
+            for (int c = 0; c < dim; c++)
+                row[c] = (row[c] & 0x7f80) == 0x7f80 ? 0x7fc0 : 0;      // 0 times what is not finite is NaN
+    }
+    memset(panels + rows->count * depth, 0, (all - rows->count) * depth * sizeof(operand));
+}
