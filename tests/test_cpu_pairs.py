@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
-from blocks import MASKS, NOISE, assert_rounded, chunks, dense, everything, partial
+from blocks import MASKS, NOISE, assert_rounded, chunks, dense, dense_gradients, everything, windows
 from dense import bits, error, largest
-from test_cpu import PAIRS
+from test_cpu import PAIRS, assert_gradients, attend, gradients
 
 from mpiattn import backends
 from mpiattn.backends.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.PATH.is_file(), reason=f"not compiled: {library.BUILD}")
+SCALE = 0.11
 
 
 @pytest.fixture(params=PAIRS)
@@ -22,10 +23,13 @@ def kernels(request, monkeypatch):
     made.close()
 
 
-def attend(kernels, q, k, v, begin, end, scale=0.11):
-    out, lse = partial(kernels, *q.shape[:2], v.shape[2], "float32")
-    kernels.attend(q, k, v, begin, end, out, lse, scale)
-    return out, lse
+def arguments_of(queries, keys, heads=1, kv_heads=1, head_dim=64, value_dim=64, mask=everything):
+    """Arguments of attend_backward up to the gradients, with the lse and the delta of a forward pass."""
+    q, k, v = chunks(queries, keys, heads, kv_heads, head_dim, value_dim, "bfloat16")
+    out, lse = dense(q, k, v, *mask(queries, keys), SCALE)
+    dout = np.random.default_rng(1).standard_normal(out.shape).astype("bfloat16")
+    delta = (dout.astype(np.float64) * out).sum(axis=2)
+    return [q, dout, lse.astype(np.float32), delta.astype(np.float32), k, v, *mask(queries, keys)]
 
 
 def rms(array):
@@ -33,38 +37,85 @@ def rms(array):
 
 
 def test_weights_are_rounded_once(kernels):
-    """Errors are those of a computation in float64 whose weights alone are rounded; lse has none of that."""
-    q, k, v = chunks(100, 500, 1, 1, 64, 64, "bfloat16")
-    ref, lse = dense(q, k, v, *everything(100, 500), 0.11)
-    score = np.einsum("qhd,khd->qk", q.astype(np.float64), k.astype(np.float64)) * 0.11
+    """Errors are those of a computation in float64 which rounds P and dS alone; lse has none of that."""
+
+    def rounded(array):
+        return array.astype("bfloat16").astype(np.float64)
+
+    arguments = arguments_of(300, 500)
+    q, dout, k, v = (arguments[i][:, 0].astype(np.float64) for i in (0, 1, 4, 5))
+    score = q @ k.T * SCALE
     weight = np.exp(score - score.max(axis=1, keepdims=True))
-    once = weight.astype(v.dtype).astype(np.float64) @ v[:, 0].astype(np.float64) / weight.sum(axis=1, keepdims=True)
-    got = attend(kernels, q, k, v, *everything(100, 500))
-    assert rms(got[0] - ref) <= 1.1 * rms(once - ref[:, 0])
-    assert error(got[1], lse) <= NOISE * largest(lse)
+    total = weight.sum(axis=1, keepdims=True)
+    p, dp = weight / total, dout @ v.T
+    out = p @ v
+    ds = p * (dp - (dout * out).sum(axis=1, keepdims=True))
+    right = out, ds @ k * SCALE, ds.T @ q * SCALE, p.T @ dout
+    once = rounded(weight) @ v / total, rounded(ds) @ k * SCALE, rounded(ds).T @ q * SCALE, rounded(p).T @ dout
+    got, lse = attend(kernels, arguments[0], *arguments[4:], SCALE)
+    for result, ref, allowed in zip((got, *gradients(kernels, arguments, SCALE)), right, once):
+        assert rms(result[:, 0] - ref) <= 1.1 * rms(allowed - ref)
+    assert error(lse, arguments[2].astype(np.float64)) <= NOISE * largest(lse)
 
 
-def test_beyond_the_tiles(kernels):
-    """Dims, rows and keys just past a tile, a block and a panel."""
-    for queries, keys, dim in ((193, 2049, 32), (33, 257, 65), (31, 31, 31), (1, 33, 1)):
-        q, k, v = chunks(queries, keys, 1, 1, dim, dim, "bfloat16")
-        for mask in MASKS.values():
-            assert_rounded(
-                attend(kernels, q, k, v, *mask(queries, keys)), dense(q, k, v, *mask(queries, keys), 0.11), v
-            )
+@pytest.mark.parametrize("shape", [(257, 2049, 32), (33, 257, 65), (31, 31, 31), (1, 33, 1), (2100, 40, 8)])
+def test_beyond_the_tiles(kernels, shape):
+    """Dims, rows and keys just past a tile, a block, a panel and the rows that are packed at a time."""
+    queries, keys, dim = shape
+    for mask in MASKS.values():
+        arguments = arguments_of(queries, keys, head_dim=dim, value_dim=dim, mask=mask)
+        q, k, v, *intervals = arguments[0], *arguments[4:]
+        assert_rounded(attend(kernels, q, k, v, *intervals, SCALE), dense(q, k, v, *intervals, SCALE), v)
+        assert_gradients(kernels, arguments, gradients(kernels, arguments, SCALE), SCALE)
+
+
+def test_not_finite(kernels):
+    """Every infinity and every NaN reaches the gradients of the pairs that it is part of, in odd rows and even."""
+    for where in (0, 1, 4, 5):
+        for value in (np.nan, np.inf):
+            arguments = arguments_of(70, 90, mask=windows)
+            arguments[where][[20, 23], 0, 5] = value
+            refs, _ = dense_gradients(*arguments, SCALE)
+            for got, ref in zip(gradients(kernels, arguments, SCALE), refs):
+                assert (np.isfinite(got) == np.isfinite(ref)).all()
 
 
 def test_any_strides(kernels):
-    q, k, v = chunks(70, 90, 4, 2, 40, 24, "bfloat16")
-    apart = [np.repeat(array, 2, 1)[:, ::2] for array in (q, k, v)]
-    assert bits(*attend(kernels, *apart, *everything(70, 90))) == bits(*attend(kernels, q, k, v, *everything(70, 90)))
+    arguments = arguments_of(70, 90, 4, 2, 40, 24)
+    apart = [np.repeat(array, 2, 1)[:, ::2] for array in arguments[:6]]
+    apart += arguments[6:]
+    got = (bits(*attend(kernels, of[0], *of[4:]), *gradients(kernels, of)) for of in (arguments, apart))
+    assert len(set(got)) == 1
 
 
 def test_threads_change_no_bit(kernels, monkeypatch):
     """Each thread shapes its own tiles."""
-    arguments = *chunks(700, 500, 2, 1, 64, 64, "bfloat16"), *MASKS["causal"](700, 500)
-    results = set()
+    arguments, results = arguments_of(700, 900, 2, 1, mask=MASKS["causal"]), set()
     for threads in (1, 2, 5):
         monkeypatch.setattr(kernels, "threads", threads)
-        results.add(bits(*attend(kernels, *arguments)))
+        results.add(bits(*attend(kernels, arguments[0], *arguments[4:]), *gradients(kernels, arguments)))
     assert len(results) == 1
+
+
+def test_scratch_memory_is_what_it_says(kernels):
+    for dims in ((64, 64), (40, 300)):
+        for backward in (False, True):
+            said = kernels.scratch_bytes(*dims, "bfloat16", backward)
+            q, k, v = chunks(3000, 3000, 1, 1, *dims, "bfloat16")
+            begin = np.arange(3000, dtype=np.int32)[None]
+            kernels._scratch.clear()
+            if backward:
+                dout, rows = np.zeros((3000, 1, dims[1]), "bfloat16"), np.zeros((2, 3000, 1), "float32")
+                gradients(kernels, [q, dout, *rows, k, v, begin, begin + 1])
+            else:
+                attend(kernels, q, k, v, begin, begin + 1)
+            assert kernels._scratch.nbytes() <= said
+
+
+def test_every_set_computes_other_dtypes_alike(kernels, monkeypatch):
+    """As avx512, whose kernels they are."""
+    monkeypatch.setenv(library.VARIABLE, "avx512")
+    other = backends.get("cpu")
+    for dtype in ("float32", "float64", "float16"):
+        inputs = *chunks(50, 60, dtype=dtype), *windows(50, 60)
+        assert bits(*attend(kernels, *inputs)) == bits(*attend(other, *inputs))

@@ -105,20 +105,15 @@ int best_set(void) {
     return number;
 }
 
-static const struct kernels* kernels_of(int number, const struct launch* of, int is_backward) {
-    const struct kernels* it = sets[number].of[of->element];
-    if (is_backward && !it->backward)
-        return sets[number].of[0];
-    return sets[number].of[of->element];
-}
+static const struct kernels* kernels_of(int number, const struct launch* of) { return sets[number].of[of->element]; }
 
 // Bytes of scratch memory of a launch, and the launch, on the set with that number.
 int64_t scratch_bytes(int number, const struct launch* of, int is_backward) {
-    const struct kernels* kernels = kernels_of(number, of, is_backward);
+    const struct kernels* kernels = kernels_of(number, of);
     return is_backward ? kernels->backward_bytes(of) : kernels->forward_bytes(of);
 }
 
 int32_t run(int number, const struct launch* of, int is_backward) {
-    const struct kernels* kernels = kernels_of(number, of, is_backward);
+    const struct kernels* kernels = kernels_of(number, of);
     return is_backward ? kernels->backward(of) : kernels->forward(of);
 }

@@ -26,15 +26,28 @@ INLINE void copy_row(const char* from, int dim, long depth, operand* to) {
     memset(to + dim, 0, (depth - dim) * sizeof(operand));
 }
 
+// from[i * step] for 16 i
+INLINE __m512i gathered(const int* from, int step) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_i32gather_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(step)), from, 4);
+}
+
 // NR rows of `pairs` pairs each, in the order of these: [pair][NR].
 INLINE void turn(const operand* row, long pairs, operand* to) {
-    __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    place = _mm512_mullo_epi32(place, _mm512_set1_epi32(pairs));
-    const int* from = (const int*)row;
     for (long pair = 0; pair < pairs; pair++)
         for (int half = 0; half < 2; half++)
             _mm512_store_si512(to + (pair * 2 + half) * 32,
-                               _mm512_i32gather_epi32(place, from + half * 16 * pairs + pair, 4));
+                               gathered((const int*)row + half * 16 * pairs + pair, pairs));
+}
+
+// NR rows of `pairs` pairs each, in the order of their dims, `pitch` numbers apart.
+INLINE void turn_apart(const operand* row, long pairs, operand* to, long pitch) {
+    for (long pair = 0; pair < pairs; pair++, to += 2 * pitch)
+        for (int half = 0; half < 2; half++) {
+            const __m512i both = gathered((const int*)row + half * 16 * pairs + pair, pairs);
+            _mm256_store_si256((__m256i*)(to + half * 16), _mm512_cvtepi32_epi16(both));
+            _mm256_store_si256((__m256i*)(to + pitch + half * 16), _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+        }
 }
 
 // Two rows as pairs: place is that of their first NR numbers, `pitch` rows before that of the next.
@@ -73,20 +86,33 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
     }
 }
 
-// The rows of a tile in panels, times the sign of factor, 0 too: that rounds nothing.
+// The rows of a tile times the sign of factor, 0 too, which rounds nothing: in panels, and by dim if by_dim is given,
+// [DEPTH(dim)][pitch].  row: NR * DEPTH(dim).
 static void pack_rows(const struct launch* of, const struct array* array, int kv_head, int dim, const struct rows* rows,
                       real factor, operand* row, operand* panels, operand* by_dim, long pitch, struct odd* odd) {
-    (void)by_dim, (void)pitch, (void)odd;
-    const long depth = DEPTH(dim), all = rounded_up(rows->count, MR);
-    for (long i = 0; i < rows->count; i++) {
-        row = panels + i * depth;
-        copy_row(row_at(of, array, kv_head, rows->first + i), dim, depth, row);
+    const long depth = DEPTH(dim);
+    if (odd)
+        odd->count = 0;
+    for (long first = 0; first < rows->count; first += MR) {
+        const int count = least(rows->count - first, MR);
+        operand* panel = panels + first * depth;
+        for (int i = 0; i < count; i++)
+            copy_row(row_at(of, array, kv_head, rows->first + first + i), dim, depth, panel + i * depth);
+        memset(panel + count * depth, 0, (MR - count) * depth * sizeof(operand));
         if (factor < 0)
-            for (int c = 0; c < dim; c++)
-                row[c] ^= 0x8000;
+            for (long n = 0; n < count * depth; n++)
+                panel[n] ^= 0x8000;
         else if (factor == 0)
-            for (int c = 0; c < dim; c++)
-                row[c] = (row[c] & 0x7f80) == 0x7f80 ? 0x7fc0 : 0;      // 0 times what is not finite is NaN
+            for (long n = 0; n < count * depth; n++)
+                panel[n] = (panel[n] & 0x7f80) == 0x7f80 ? 0x7fc0 : 0;      // 0 times what is not finite is NaN
+        if (by_dim) {
+            memcpy(row, panel, MR * depth * sizeof(operand));
+            for (int i = 0; i < count; i++)
+                if (!finite_row_of_pairs(row + i * depth, dim)) {
+                    odd->row[odd->count++] = first + i;
+                    memset(row + i * depth, 0, depth * sizeof(operand));
+                }
+            turn_apart(row, depth / 2, by_dim + first, pitch);
+        }
     }
-    memset(panels + rows->count * depth, 0, (all - rows->count) * depth * sizeof(operand));
 }

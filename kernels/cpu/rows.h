@@ -5,7 +5,11 @@
 
 #include "element.h"
 
-#define MAX_ROWS 192  // of a tile
+#ifdef __AVX512BF16__
+#define MAX_ROWS 256  // of a tile
+#else
+#define MAX_ROWS 192
+#endif
 
 struct rows {
     long first, count;  // of the rows of a KV head

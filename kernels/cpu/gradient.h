@@ -1,0 +1,152 @@
+// P and dS of a tile of rows with a block of keys, and what they give to dQ, dK and dV: in REAL.
+
+#pragma once
+
+#include "packed_rows.h"
+
+struct backward_work {                                 // of a thread
+    real *keys, *values, *keys_by_dim;                  // of a block: by key, and the keys by dim as well
+    struct odd odd_keys;
+    real *weight, *dweight;                             // P and dS of a tile, [ROWS][KEYS]
+    real *dq, *dk, *dv, *row;
+};
+
+static int64_t backward_work(const struct launch* of, char* scratch, struct backward_work* work) {
+    char* at = scratch;
+    const long dim = of->head_dim, value_dim = of->value_dim, width = rounded_up(dim, NR);
+    work->keys = take(&at, KEYS * dim * sizeof(real));
+    work->values = take(&at, KEYS * value_dim * sizeof(real));
+    work->keys_by_dim = take(&at, KEYS * width * sizeof(real));
+    work->odd_keys.row = take(&at, KEYS * sizeof(int32_t));
+    work->weight = take(&at, ROWS * KEYS * sizeof(real));
+    work->dweight = take(&at, ROWS * KEYS * sizeof(real));
+    work->dq = take(&at, ROWS * width * sizeof(real));
+    work->dk = take(&at, KEYS * width * sizeof(real));
+    work->dv = take(&at, KEYS * rounded_up(value_dim, NR) * sizeof(real));
+    work->row = take(&at, most(NR, MR) * most(dim, value_dim) * sizeof(real));
+    return at - scratch;
+}
+
+// From the scores and dP of a row, of the columns [start, stop), to P and dS / scale.  Both are 0 where it does not
+// see.
+static void differentiate(const struct launch* of, const struct rows* rows, long i, real base, real delta, int masked,
+                          long block, long start, long stop, real* weight, real* dweight) {
+    const integer from = rows->from[i] - block, to = rows->to[i] - block;
+    const real inverse = of->softcap ? 1 / of->softcap : 0, cap = of->softcap;
+    ivec column;
+    for (int lane = 0; lane < LANES; lane++)
+        column[lane] = start + lane;
+    for (long j = start; j < stop; j += LANES, column += LANES) {
+        vec score = load(weight + j), slope = splat(1);
+        if (cap) {
+            const vec bent = hyperbolic_tangent(score * inverse);
+            score = bent * cap, slope = 1 - bent * bent;
+        }
+        vec p = exponential(limited(score - base)), ds = p * (load(dweight + j) - delta);
+        if (cap)
+            ds *= slope;
+        if (masked) {
+            const ivec seen = (column >= from) & (column < to);
+            p = (vec)((ivec)p & seen), ds = (vec)((ivec)ds & seen);
+        }
+        store(weight + j, p);
+        store(dweight + j, ds);
+    }
+}
+
+// What rows and keys that are not finite, which the packed ones leave out, give to those that see them.
+static void add_odd(const struct launch* of, const struct backward_work* work, const struct packed_rows* tile,
+                    long block, long width, long value_width) {
+    const struct rows* rows = &tile->rows;
+    const int dim = of->head_dim, value_dim = of->value_dim;
+    for (int which = 0; which < 2; which++) {
+        const struct odd* odd = which ? &tile->odd_dout : &tile->odd_q;
+        for (long n = 0; n < odd->count; n++) {
+            const long i = odd->row[n];
+            for (long j = most(rows->from[i] - block, 0); j < least(rows->to[i] - block, KEYS); j++)
+                if (which)
+                    add_scaled(work->dv + j * value_width, work->weight[i * KEYS + j],
+                               tile->dout + i / MR * MR * value_dim + i % MR, MR, value_dim);
+                else
+                    add_scaled(work->dk + j * width, work->dweight[i * KEYS + j], tile->q + i / MR * MR * dim + i % MR,
+                               MR, dim);
+        }
+    }
+    for (long n = 0; n < work->odd_keys.count; n++) {
+        const long j = work->odd_keys.row[n];
+        for (long i = 0; i < rows->count; i++)
+            if (rows->from[i] <= block + j && block + j < rows->to[i])
+                add_scaled(work->dq + i * width, work->dweight[i * KEYS + j], work->keys + j / NR * NR * dim + j % NR,
+                           NR, dim);
+    }
+}
+
+// A tile of rows with a block of `count` keys from `block` on.
+static void backward_tile(const struct launch* of, struct backward_work* work, const struct packed_rows* tile,
+                          long block, long count) {
+    const struct rows* rows = &tile->rows;
+    const long dim = of->head_dim, value_dim = of->value_dim;
+    const long width = rounded_up(dim, NR), value_width = rounded_up(value_dim, NR);
+    const long panels = (rows->count + MR - 1) / MR, columns = rounded_up(rounded_up(count, NR), MR);
+    long from[ROWS / MR], to[ROWS / MR];                // columns that a panel sees
+    for (long panel = 0; panel < panels; panel++) {
+        from[panel] = most(rows->panel[panel].from - block, 0) / NR * NR;
+        to[panel] = least(rounded_up(rows->panel[panel].to - block, NR), KEYS);
+        real *weight = work->weight + panel * MR * KEYS, *dweight = work->dweight + panel * MR * KEYS;
+        if (from[panel] >= to[panel])
+            from[panel] = to[panel] = 0;
+        for (long j = from[panel]; j < to[panel]; j += NR) {
+            product(0, tile->q + panel * MR * dim, 1, MR, work->keys + j * dim, dim, weight + j, KEYS);
+            product(0, tile->dout + panel * MR * value_dim, 1, MR, work->values + j * value_dim, value_dim, dweight + j,
+                    KEYS);
+        }
+        const int masked =
+            rows->panel[panel].full_from > block + from[panel] || rows->panel[panel].full_to < block + to[panel];
+        for (long i = 0; i < MR; i++) {
+            const long row = panel * MR + i;
+            for (real* each = weight + i * KEYS;; each = dweight + i * KEYS) {  // zeros where no row of the panel sees
+                memset(each, 0, from[panel] * sizeof(real));
+                if (to[panel] < columns)
+                    memset(each + to[panel], 0, (columns - to[panel]) * sizeof(real));
+                if (each == dweight + i * KEYS)
+                    break;
+            }
+            differentiate(of, rows, row, tile->base[row], tile->delta[row], masked || row >= rows->count, block,
+                          from[panel], to[panel], weight + i * KEYS, dweight + i * KEYS);
+        }
+    }
+    for (long j = 0; j < count; j += MR) {
+        long first = 0, last = panels;  // panels that see some of the keys [j, j + MR)
+        while (first < last && (to[first] <= j || from[first] >= j + MR))
+            first++;
+        while (first < last && (to[last - 1] <= j || from[last - 1] >= j + MR))
+            last--;
+        if (first == last)
+            continue;
+        const long at = first * MR, deep = (last - first) * MR;
+        for (long c = 0; c < value_width; c += NR)
+            product(1, work->weight + at * KEYS + j, 1, KEYS, tile->dout_by_dim + c * ROWS + at * NR, deep,
+                    work->dv + j * value_width + c, value_width);
+        for (long c = 0; c < width; c += NR)
+            product(1, work->dweight + at * KEYS + j, 1, KEYS, tile->q_by_dim + c * ROWS + at * NR, deep,
+                    work->dk + j * width + c, width);
+    }
+    for (long panel = 0; panel < panels; panel++)
+        for (long c = 0; c < width; c += NR)
+            product(0, work->dweight + panel * MR * KEYS + from[panel], KEYS, 1,
+                    work->keys_by_dim + c * KEYS + from[panel] * NR, to[panel] - from[panel],
+                    work->dq + panel * MR * width + c, width);
+    if (tile->odd_q.count || tile->odd_dout.count || work->odd_keys.count)
+        add_odd(of, work, tile, block, width, value_width);
+}
+
+// Adds what a block of `count` keys has gathered to dk and dv.
+static void add_keys(const struct launch* of, const struct backward_work* work, int kv_head, long block, long count) {
+    const long width = rounded_up(of->head_dim, NR), value_width = rounded_up(of->value_dim, NR);
+    for (long j = block; j < block + count; j++) {
+        add_scaled((real*)(of->dk.data + j * of->dk.token + kv_head * of->dk.head), 1, work->dk + (j - block) * width,
+                   1, of->head_dim);
+        add_scaled((real*)(of->dv.data + j * of->dv.token + kv_head * of->dv.head), 1,
+                   work->dv + (j - block) * value_width, 1, of->value_dim);
+    }
+}

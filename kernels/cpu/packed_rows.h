@@ -1,0 +1,30 @@
+// Tiles of rows as the backward pass packs them, shared by the threads.
+
+#pragma once
+
+#ifdef __AVX512BF16__
+#include "pack_pairs.h"
+#define ROWS 256
+#define KEYS 256
+#define TILES 8
+#else
+#include "pack.h"
+#define ROWS 96
+#define KEYS 192
+#define TILES 16
+#endif
+
+struct packed_rows {
+    struct rows rows;
+    real base[ROWS], delta[ROWS];                       // lse, 0 where that is -inf
+    operand *q, *dout;                                  // in panels; q times scale
+    operand *q_by_dim, *dout_by_dim;
+    struct odd odd_q, odd_dout;
+    long turn;                                          // block of keys that may be added to dq next
+};
+
+// to[c] += factor * from[c * step]
+INLINE void add_scaled(real* to, real factor, const real* from, long step, long count) {
+    for (long c = 0; c < count; c++)
+        to[c] += factor * from[c * step];
+}
