@@ -8,19 +8,7 @@ import sys
 import launch
 import pytest
 
-SDPA = [
-    sys.executable,
-    "-m",
-    "mpiattn.bench.sdpa",
-    "--seqlen",
-    "129",
-    "--heads",
-    "2",
-    "--head-dim",
-    "16",
-    "--runs",
-    "2",
-]
+SDPA = [sys.executable, *"-m mpiattn.bench.sdpa --seqlen 129 --heads 2 --head-dim 16 --runs 2".split()]
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed (the bench extra has it)"

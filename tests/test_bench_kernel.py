@@ -11,22 +11,7 @@ from mpiattn.backends.testing import emulated
 
 KERNEL = [
     sys.executable,
-    "-m",
-    "mpiattn",
-    "bench",
-    "--kernel",
-    "--seqlen",
-    "70",
-    "--heads",
-    "2",
-    "--head-dim",
-    "16",
-    "--runs",
-    "2",
-    "--decode-keys",
-    "150",
-    "--carry-keys",
-    "33",
+    *"-m mpiattn bench --kernel --seqlen 70 --heads 2 --head-dim 16 --runs 2 --decode-keys 150 --carry-keys 33".split(),
 ]
 TORCH = importlib.util.find_spec("torch") is not None
 
@@ -51,12 +36,7 @@ def test_sections(tmp_path, backend, dtype):
         backend,
         "--dtype",
         dtype,
-        "--causal",
-        "--direction",
-        "both",
-        "--kv-heads",
-        "1",
-        "--json",
+        *"--causal --direction both --kv-heads 1 --json".split(),
         path,
         timeout=120,
     ).stdout

@@ -22,12 +22,7 @@ def test_ranks(selection):
         4,
         [
             sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--color=no",
-            "-p",
-            "no:cacheprovider",
+            *"-m pytest -q --color=no -p no:cacheprovider".split(),
             *(TESTS / "mpi" / name for name in selection),
         ],
         timeout=200,

@@ -17,22 +17,7 @@ def make(path, *options):
 
 
 def test_datasets(tmp_path):
-    assert (
-        make(
-            tmp_path / "x.h5",
-            "--batch",
-            "2",
-            "--kv-heads",
-            "2",
-            "--value-dim",
-            "5",
-            "--seqlen-k",
-            "21",
-            "--dtype",
-            "float16",
-        )
-        == 0
-    )
+    assert make(tmp_path / "x.h5", *"--batch 2 --kv-heads 2 --value-dim 5 --seqlen-k 21 --dtype float16".split()) == 0
     with h5py.File(tmp_path / "x.h5") as file:
         assert {name: data.shape for name, data in file.items()} == {
             "q": (2, 33, 4, 8),

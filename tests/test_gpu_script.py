@@ -74,13 +74,7 @@ def test_sections(tmp_path):
         tmp_path,
         "--openmpi",
         tmp_path / "openmpi.tar",
-        "--sections",
-        "smoke",
-        "mpi",
-        "openmpi",
-        "probe",
-        "ranks-decode",
-        "bench-d64",
+        *"--sections smoke mpi openmpi probe ranks-decode bench-d64".split(),
         code=1,
     )
     assert statuses(done) == {

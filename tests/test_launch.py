@@ -130,12 +130,7 @@ def test_whole_suite_under_a_launcher(tmp_path):
         2,
         [
             sys.executable,
-            "-m",
-            "pytest",
-            "-v",
-            "--color=no",
-            "-p",
-            "no:cacheprovider",
+            *"-m pytest -v --color=no -p no:cacheprovider".split(),
             f"{tests}/test_mask.py",
             f"{tests}/test_nodes.py",
             f"{tests}/mpi/test_scatter.py",

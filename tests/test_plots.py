@@ -286,15 +286,7 @@ def test_page(monkeypatch, capsys):
         4,
         "--head-dim",
         64,
-        "--causal",
-        "--layout",
-        "contiguous",
-        "--tile",
-        "3x4",
-        "--direction",
-        "both",
-        "--schedule",
-        "greedy",
+        *"--causal --layout contiguous --tile 3x4 --direction both --schedule greedy".split(),
     )
     matrix, tile, sent, forward, backward = figure.axes
     assert "12 ranks, batch 1, 12000 tokens" in figure.get_suptitle() and "tile 3x4, greedy" in figure.get_suptitle()

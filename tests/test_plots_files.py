@@ -89,22 +89,7 @@ def test_a_benchmark_draws_what_it_measured(tmp_path):
     launch.require_launch()
     command = [
         sys.executable,
-        "-m",
-        "mpiattn",
-        "bench",
-        "--seqlen",
-        "96",
-        "--heads",
-        "2",
-        "--head-dim",
-        "8",
-        "--runs",
-        "1",
-        "--tile",
-        "ring",
-        "--direction",
-        "both",
-        "--plot",
+        *"-m mpiattn bench --seqlen 96 --heads 2 --head-dim 8 --runs 1 --tile ring --direction both --plot".split(),
     ]
     launch.mpirun(3, [*command, tmp_path / "b.svg"])
     drawn = " ".join(ElementTree.parse(tmp_path / "b.svg").getroot().itertext())

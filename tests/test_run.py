@@ -62,18 +62,7 @@ def test_more_than_one_piece(tmp_path):
 
 def test_json_and_attributes(tmp_path):
     source = write_input(tmp_path / "in.h5", seqlen=50)
-    run(
-        4,
-        source,
-        tmp_path / "out.h5",
-        "--tile",
-        "2x2",
-        "--schedule",
-        "greedy",
-        "--verify",
-        "--json",
-        tmp_path / "run.json",
-    )
+    run(4, source, tmp_path / "out.h5", *"--tile 2x2 --schedule greedy --verify --json".split(), tmp_path / "run.json")
     report = json.loads((tmp_path / "run.json").read_text())
     assert (report["tile"], report["schedule"], report["ranks"]) == ("2x2", "greedy", 4)
     assert report["problem"]["seqlen"] == 50

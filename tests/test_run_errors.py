@@ -144,20 +144,7 @@ def test_standard_output_is_closed(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
     outcome = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mpiattn",
-            "plan",
-            "--ranks",
-            "4",
-            "--seqlen",
-            "999",
-            "--heads",
-            "4",
-            "--head-dim",
-            "64",
-        ],
+        [sys.executable, *"-m mpiattn plan --ranks 4 --seqlen 999 --heads 4 --head-dim 64".split()],
         stdout=writing,
         stderr=subprocess.PIPE,
         env=launch.environment(),

@@ -13,12 +13,7 @@ def test_cases(file):
         4,
         [
             sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--color=no",
-            "-p",
-            "no:cacheprovider",
+            *"-m pytest -q --color=no -p no:cacheprovider".split(),
             TESTS / "mpi" / file,
             "-k",
             CASES[file],
