@@ -27,8 +27,8 @@ _HOMES = {
     "query_ring_decode": ".decode.rings",
     "MpiattnError": ".errors",
     "ArgumentError": ".errors",
-    "FileError": ".errors",
     "CallError": ".errors",
+    "FileError": ".errors",
     "PeerFailure": ".errors",
 }
 __all__ = [*_HOMES, "__version__"]

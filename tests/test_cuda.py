@@ -211,6 +211,12 @@ def test_row_intervals_are_kept_on_the_device(gpu, monkeypatch):
                 out, lse = plan.forward(ones, ones, ones, cu_seqlens=cuts)
                 plan.backward(ones, ones, ones, ones, out, lse, cu_seqlens=cuts)
                 assert len(uploads) == new, (schedule, cuts, uploads)
+    shared = {"causal": True, "layout": "zigzag", "schedule": "collective", "backend": "cuda"}
+    with MeshAttention(MPI.COMM_SELF, seqlen=9, heads=1, head_dim=16, **shared) as plan:
+        plan.forward(ones, ones, ones)
+        uploads.clear()
+        plan.forward(ones, ones, ones)
+        assert not uploads
 
 
 @needs_compiler

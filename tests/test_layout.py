@@ -105,8 +105,20 @@ def test_within():
         (("contiguous", 0, 0, ()), ""),
         (("contiguous", 4, 0), ""),
         (("striped", -3, 2), ""),
+        (("striped", True, 2), "seqlen is True"),
     ],
 )
 def test_wrong_arguments(arguments, text):
     with pytest.raises(ArgumentError, match=text or None):
         len(Layout(*arguments).lengths)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "striped", "zigzag"])
+def test_a_chunk_that_does_not_exist(kind):
+    for chunk in (-1, 2):
+        with pytest.raises(ArgumentError, match=f"chunk is {chunk}; it must be from 0 to 1"):
+            Layout(kind, 8, 2).positions(chunk)
+
+
+def test_layouts_of_equal_numbers_are_written_alike():
+    assert repr(Layout("striped", np.int64(12), np.int32(3))) == repr(Layout("striped", 12, 3))

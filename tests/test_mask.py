@@ -181,6 +181,13 @@ def test_a_kind_by_document(causal, kinds, prefixes, block, window):
     assert list(map(tuple, np.argwhere(oracle))) == pairs
 
 
+@pytest.mark.parametrize("prefix", [4, 2**62, np.iinfo(np.int64).max, np.iinfo(np.uint64).max])
+def test_a_prefix_longer_than_any_document(prefix):
+    problem = Problem(seqlen=8, heads=1, head_dim=1, causal=True)
+    (group,) = documents(problem, [0, 4, 8], prefixes=np.array([prefix, prefix]))
+    assert seen(problem.mask, 8, group) == [(i, j) for i in range(8) for j in range(8) if i // 4 == j // 4]
+
+
 def test_shapes_of_what_documents_see():
     """For all entries alike, for each entry, and for entries that are one document."""
     problem = Problem(seqlen=9, heads=1, head_dim=1, batch=2, causal=True)

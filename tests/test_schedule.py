@@ -288,7 +288,13 @@ def slots_missing(s):
     return edit(s, index_of(s, "KV"), transfers=(replace(transfer, slots=()),))
 
 
+def fused_in_part(s):
+    at = next(i for i, step in enumerate(s.steps) if step.blocks)
+    return edit(s, at, fused=True)
+
+
 CORRUPTIONS = [
+    (fused_in_part, "a fused step has . block.*; it must have all of the tile"),
     (drop_block, "never run"),
     (repeat_block, "runs twice"),
     (foreign_block, "KV#4 is used before"),

@@ -43,7 +43,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """Identifies its speed, with `version`.  Figures measured with another name or version do not apply."""
+        """What users call it, with its parameters.  With `version` it is a key of what was measured on a machine."""
 
     @property
     def version(self) -> str:
@@ -51,7 +51,7 @@ class Backend(Protocol):
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of the inputs that it takes."""
+        """The dtypes of q, k and v that launches take."""
 
     @property
     def transport(self) -> str | None:

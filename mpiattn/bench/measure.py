@@ -112,14 +112,7 @@ class Subject:
         plan, activity = self.plan, self.plan.activity
         lengths = [layout.lengths for layout in (activity.q_layout, activity.k_layout)]
         return travels.sent(
-            plan.problem,
-            *lengths,
-            plan.tile,
-            plan.chunk,
-            plan.route,
-            name,
-            activity,
-            plan.schedule.name == "collective",
+            plan.problem, *lengths, plan.tile, plan.chunk, plan.route, name, activity, plan.schedule.collective
         ).total
 
     def flops(self, name):

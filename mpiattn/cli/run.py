@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import backends
-from ..comm.agreement import agreement
+from ..comm.agreement import agreement, everywhere
 from ..comm.exchange import MAX_MESSAGE
 from ..console import options
 from ..console.json_file import check_json, write_json
@@ -277,8 +277,7 @@ def _verify(peers, plan, source, results, documents):
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:
         error = VerificationError(f"verification failed, OUT is not written: {'; '.join(failed)}")
-        error.everywhere = True  # every rank has the same reports
-        raise error
+        raise everywhere(error, peers)  # every rank has the same reports
     return reports
 
 
@@ -313,7 +312,7 @@ def _formulas(plan, activity, direction):
     layouts = activity.q_layout, activity.k_layout
     lengths = [layout.lengths for layout in layouts]
     ring = Activity(plan.problem.mask, *layouts, Tile(1, 1, plan.tile.ranks), activity.documents)
-    return {"formula_bytes": sent(activity, plan.schedule.name == "collective"), "ring_bytes": sent(ring, False)}
+    return {"formula_bytes": sent(activity, plan.schedule.collective), "ring_bytes": sent(ring, False)}
 
 
 def _chosen(plan, args):

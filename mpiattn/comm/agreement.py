@@ -2,6 +2,7 @@
 
 import hashlib
 from contextlib import contextmanager
+from numbers import Real
 
 from .. import errors
 from ..errors import ArgumentError, CallError, MpiattnError
@@ -58,7 +59,15 @@ def agree_on(peers, arguments):
 
 def _digest(call, arguments):
     """A hash of the call and its arguments, an integer of 56 bits."""
-    return int.from_bytes(hashlib.sha256(repr((call, sorted(arguments.items()))).encode()).digest()[:7], "big")
+    compared = call, sorted((name, _comparable(value)) for name, value in arguments.items())
+    return int.from_bytes(hashlib.sha256(repr(compared).encode()).digest()[:7], "big")
+
+
+def _comparable(value):
+    """The value; a number as Python's int or float, since 20, 20.0 and np.int64(20) are equal but print otherwise."""
+    if not isinstance(value, Real):
+        return value
+    return int(value) if value == value // 1 else float(value)
 
 
 def _raise_everywhere(peers, call, error, only, arguments):
@@ -84,7 +93,7 @@ def _different_calls(calls):
         return None
     ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in dict.fromkeys(calls)}
     makes = [
-        f"{which_ranks(where)} {'makes' if len(where) == 1 else 'make'} {call or 'another call'}"
+        f"{which_ranks(where)} {'is' if len(where) == 1 else 'are'} in {call or 'another call'}"
         for call, where in ranks.items()
     ]
     return CallError(
@@ -108,9 +117,10 @@ def _first_error(described, only):
 def _different_arguments(arguments):
     """ArgumentError about the first argument that some rank gave differently from rank 0, or not at all."""
     for name in dict.fromkeys(name for given in arguments for name in given):
-        values = [repr(given[name]) if name in given else "not given" for given in arguments]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        compared = [repr(_comparable(given[name])) if name in given else None for given in arguments]
+        other = next((rank for rank, value in enumerate(compared) if value != compared[0]), None)
         if other is not None:
+            values = [repr(given[name]) if name in given else "not given" for given in arguments]
             return ArgumentError(
                 f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
                 f"{other}; it must be the same on every rank"

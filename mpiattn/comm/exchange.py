@@ -22,7 +22,7 @@ PROGRESS = 3e-4  # seconds between two polls of MPI while a rank computes
 def check_max_message(value):
     """Raise ArgumentError unless `value` is valid as the bytes of the longest message."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        raise ArgumentError(f"max_message is {value!r}; it must be from 1 to 2^31 - 1 bytes")
+        raise ArgumentError(f"max_message is {value!r}; it must be an int, from 1 to 2^31 - 1 bytes")
 
 
 @dataclass(eq=False, slots=True)

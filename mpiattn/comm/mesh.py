@@ -1,4 +1,4 @@
-"""The mesh: a Cartesian communicator of heads x rows x columns with its row and column groups.
+"""The mesh: a Cartesian communicator of planes x rows x columns (one plane so far) with its row and column groups.
 
     tile a=4, b=2 on 8 ranks        rank = r*a + c
 
@@ -40,8 +40,7 @@ class Mesh:
     """The ranks of a communicator as the mesh of a tile.
 
     order: the ranks of the communicator in the order of the mesh; None: their own order.
-    cart: the communicator of dims (h, b, a).  row, column: this rank's groups; r, c: its row and column number, which
-    are its ranks in `column` and `row`.
+    cart: the communicator of dims (h, b, a).  row, column: the communicators of this rank's row and column.
     """
 
     def __init__(self, comm, tile, order=None):
@@ -53,7 +52,6 @@ class Mesh:
         self.row = self.cart.Sub((False, False, True))
         self.column = self.cart.Sub((False, True, False))
         self.rank, self.size = self.cart.rank, self.cart.size
-        self.r, self.c = self.column.rank, self.row.rank
         self.users = 0
 
     def free(self):

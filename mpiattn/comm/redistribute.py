@@ -229,7 +229,8 @@ def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
     if root not in (None, peers.rank):
         return None
     if root is None:
-        for start in range(0, len(whole), move.tokens):
-            piece = whole[start : start + move.tokens].reshape(-1).view(np.uint8)
+        step = max(1, min(move.tokens, max_message // max(move.row_bytes, 1)))
+        for start in range(0, len(whole), step):
+            piece = whole[start : start + step].reshape(-1).view(np.uint8)
             peers.wait([peers.comm.Ibcast([piece, MPI.BYTE], collector)])
     return as_given(given, np.ascontiguousarray(np.moveaxis(whole, 0, axis)))[0]

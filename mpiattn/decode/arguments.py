@@ -29,11 +29,18 @@ def sequence_numbers(sequences: Any, count: int) -> list[int]:
     return numbers
 
 
+def _listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(as_array(name, values))
+    except TypeError:
+        raise ArgumentError(f"{name} is {values!r}; it must be a sequence of whole numbers") from None
+
+
 def token_counts(counts: Any, sequences: int, tokens: int) -> list[int]:
     """Numbers of tokens from 0 to `tokens`, one for each of `sequences` sequences, as a list; None for all tokens."""
     if counts is None:
         return [tokens] * sequences
-    counts = list(as_array("counts", counts))
+    counts = _listed("counts", counts)
     if len(counts) != sequences or not all(isinstance(n, Integral) and 0 <= int(n) <= tokens for n in counts):
         raise ArgumentError(
             f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of {sequences} sequences"
@@ -43,11 +50,11 @@ def token_counts(counts: Any, sequences: int, tokens: int) -> list[int]:
 
 def kept_lengths(lengths: Any, held: list[int]) -> list[int]:
     """Numbers of tokens to keep of sequences that hold `held` tokens, as a list; a single number is for all."""
-    lengths = [lengths] * len(held) if isinstance(lengths, Integral) else list(as_array("lengths", lengths))
+    lengths = [lengths] * len(held) if isinstance(lengths, Integral) else _listed("lengths", lengths)
     if len(lengths) != len(held) or not all(
         isinstance(length, Integral) and 0 <= int(length) <= most for length, most in zip(lengths, held)
     ):
         raise ArgumentError(
             f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, which have {held}"
         )
-    return lengths
+    return list(map(int, lengths))

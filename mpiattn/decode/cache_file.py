@@ -59,8 +59,9 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
                 or cuts.max() > tokens
             ):
                 raise no(
-                    f"its cu_seqlens is {np.array2string(cuts, threshold=9)}; it must increase from 0 to "
-                    f"{tokens}, for all {batch} batch entries or each"
+                    f"its cu_seqlens is {np.array2string(cuts, threshold=9)}; it must be two or more "
+                    f"positions from 0 to {tokens} that never decrease, one row for all {batch} batch entries or "
+                    "one for each"
                 )
             spans = [
                 (entry, int(start), int(stop - start))

@@ -85,12 +85,10 @@ class Call:
                 "sequences": self.sequences,
                 "root": root,
                 "way": way,
-                "causal": causal,
-                "window": window,
-                "softcap": softcap,
-                "scale": scale,
                 "sinks": None if sinks is None else sinks.tolist(),
             }
+            for problem in self.problems[:1]:  # as checked: equal masks may be written in several ways
+                same |= {name: getattr(problem, name) for name in ("causal", "window", "softcap", "scale")}
         self.sinks = sinks
         positions = np.arange(self.queries)
         self._seen = [problem.mask.key_interval(positions) for problem in self.problems]  # (1, queries) each

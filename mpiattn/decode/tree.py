@@ -84,8 +84,8 @@ def tree_decode(
     ------
     ArgumentError
         The same on every rank.
-    PeerFailure
-        Another rank failed during the call, or did not call in time.
+    CallError, PeerFailure, MpiattnError
+        As in `KVCache`; with check=False no CallError.
 
     Examples
     --------

@@ -65,8 +65,7 @@ class Executor:
             if (order[1:] < order[:-1]).any():
                 kinds = ["KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS)]
                 self.sorting = (
-                    order,
-                    np.argsort(order),
+                    *(self.backend.contiguous(rows, rows.itemsize) for rows in (order, np.argsort(order))),
                     {
                         kind: tuple(self.backend.empty(array.shape, array.dtype) for array in self.buffers.arena[kind])
                         for kind in kinds
@@ -190,8 +189,7 @@ class Executor:
         def intervals():
             bounds = [self.activity.interval(chunk) for chunk in self.buffers.tokens("Q")]
             lo, hi = (np.concatenate([pair[side] for pair in bounds], axis=1) for side in (0, 1))
-            k_positions = self._arena_key_positions()
-            return local_interval(lo, hi, k_positions[self.sorting[0]] if self.sorting else k_positions)
+            return local_interval(lo, hi, np.sort(self._arena_key_positions()))  # as `sorting` sorts the keys
 
         keys = kv.arrays
         reduced = {kind: self.buffers.arena[kind] for kind in self.buffers.reduced}

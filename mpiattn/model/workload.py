@@ -112,7 +112,7 @@ def block_pairs(mask, q_layout, k_layout):
 class Load:
     """Work and transfers of every rank of a mesh.
 
-    pairs: the result of `block_pairs`.
+    pairs: the result of `block_pairs`, by numbers of chunks.  The attribute `pairs` has them by hops: (a, b, ranks).
     q_lengths, k_lengths: tokens of every chunk.
     """
 

@@ -185,6 +185,8 @@ class Described:
         if groups is None:
             return self._activity
         if not _same_cuts(self._latest.documents, groups):
+            if self._latest is not self._activity:
+                self._latest.kept.clear()  # an Activity is part of a reference cycle: it may live on for a while
             self._latest = Activity(self.problem.mask, *self._layouts, self.tile, groups)
         return self._latest
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..backends.base import Array
 
-# Options of `MeshAttention.forward`.
+# The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
 OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "sinks")
 
 

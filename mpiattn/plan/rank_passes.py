@@ -78,7 +78,7 @@ class RankPasses:
         out: Array,
         lse: Array,
     ) -> None:
-        """Run the forward pass into out and lse.  chunks: q, k and v from `fold`.  sinks: of a NumPy array, or None."""
+        """Run the forward pass into out and lse.  chunks: q, k and v from `fold`.  sinks: a NumPy array or None."""
         executor = self.executors["forward"]
         with self._running(executor):
             partial_out, partial_lse = executor.run([chunks["q"]], [chunks["k"], chunks["v"]], activity, progress)["O"]

@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choices for a plan, the same on every rank.
+    """The choices for a `MeshAttention`, which the docs call a plan; the same on every rank.
 
     order: ranks of the caller's communicator in mesh order, None for their own order.
     nodes: node of every rank of the mesh.
@@ -105,7 +105,7 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
     with agreement(peers, call="making a plan"):
         problem, asked = Problem(**shape), Options(**options)
         checked = asked.checked(problem, ranks)
-    agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options}, "backend": asked.backend})
+    agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options}})
     backend = make_backend(peers, home.nodes, asked.backend, asked.transport)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None
@@ -144,7 +144,7 @@ def _choose(
 
 
 def resized(plan: Plan, shape: dict[str, Any], options: dict[str, Any]) -> Plan:
-    """A Plan with the same choices for another `shape`, without a search; not collective.  Arguments as of `settle`.
+    """A Plan with the same choices for another `shape`, without a search; not collective.  Arguments as for `settle`.
 
     Raises ArgumentError.
     """

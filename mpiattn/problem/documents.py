@@ -118,7 +118,10 @@ def _of_documents(name: str, given: Any, pairs: Pairs, batch: int, packed: bool)
             raise ArgumentError(f"{name} is {_brief(row)}; it must hold whole numbers, at least 0")
         if name == "causal_documents" and not np.isin(row, (0, 1)).all():
             raise ArgumentError(f"{name} is {_brief(row)}; it must hold True or False")
-    return tuple(row.astype(np.int64 if name == "prefixes" else bool) for row in rows)
+    if name == "causal_documents":
+        return tuple(row.astype(bool) for row in rows)
+    # below 2^62, so that the sum with a document's first key is below 2^63
+    return tuple(np.minimum(row, min(np.iinfo(row.dtype).max, 2**62)).astype(np.int64) for row in rows)
 
 
 def _array(values: Any) -> NDArray[Any]:

@@ -86,8 +86,9 @@ class Layout:
         if self.kind not in KINDS:
             raise ArgumentError(f"layout is {self.kind!r}; it may be {', '.join(KINDS)}")
         for name, value, least in (("seqlen", self.seqlen, 0), ("chunks", self.chunks, 1)):
-            if not isinstance(value, Integral) or value < least:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+            object.__setattr__(self, name, int(value))  # ranks compare layouts by their repr
         if self.sizes is None:
             return
         if not (isinstance(self.sizes, Iterable) and all(isinstance(size, Integral) for size in self.sizes)):
@@ -111,6 +112,8 @@ class Layout:
         tuple of range
             In increasing order; ranges may be empty.
         """
+        if not 0 <= chunk < self.chunks:
+            raise ArgumentError(f"chunk is {chunk!r}; it must be from 0 to {self.chunks - 1}")
         chunk = chunk if self.order is None else self.order[chunk]
         if self.kind == "striped":
             return (range(chunk, max(chunk, self.seqlen), self.chunks),)

@@ -71,8 +71,9 @@ def bind(schedule: Schedule, rank: int, activity: Activity) -> tuple[BoundStep, 
     """
     tile, route = schedule.tile, schedule.route
 
-    def message(kind: str, distance: int, hop: int) -> Message:
-        return Message(tile.in_group(kind, rank, distance), tile.in_group(kind, rank, hop))
+    def message(kind: str, peer: int, chunk: int) -> Message:
+        """The message with a peer, of a chunk; both are given in hops back from this rank."""
+        return Message(tile.in_group(kind, rank, peer), tile.in_group(kind, rank, chunk))
 
     def bound_hop(kind: str, hop: int, slot: int, collective: bool) -> BoundHop:
         leg = leg_of(kind, hop, tile.extent(kind), route, collective)

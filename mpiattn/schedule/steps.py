@@ -75,7 +75,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Step:
-    """Transfers, and the blocks that run during them; `fused` blocks are one launch over whole arenas."""
+    """Transfers, and the blocks that run during them.
+
+    fused: `blocks` are all blocks of the tile, and run as one launch over whole arenas.
+    """
 
     transfers: tuple[Transfer, ...] = ()
     blocks: tuple[Block, ...] = ()

@@ -105,6 +105,8 @@ class _Play:
                 self.fail(i, f"{t} may be posted only after the step that needs it")
         for t in self.posts.get(i, ()):
             self.post(i, t)
+        if step.fused and len(step.blocks) != self.s.tile.a * self.s.tile.b:
+            self.fail(i, f"a fused step has {len(step.blocks)} blocks; it must have all of the tile")
         for block in step.blocks:
             if tuple(block) in self.done:
                 self.fail(i, f"block {tuple(block)} runs twice")

@@ -229,3 +229,11 @@ def test_agree_on_names_the_argument(comm, at_least):
     agree_on(Peers(comm), {"x": 1, "y": None})
     text = same_error(comm, lambda: agree_on(Peers(comm), {"x": 1, "y": comm.rank if comm.rank == 1 else None}))
     assert text.startswith("y is None on rank 0 but 1 on rank 1")
+
+
+def test_equal_numbers_of_different_types_agree(comm, at_least):
+    at_least(2)
+    agree_on(Peers(comm), {"x": [2, np.int64(2), 2.0, np.float32(2)][comm.rank % 4], "y": [True, 1][comm.rank % 2]})
+    for value in (2.5, float("inf"), True):
+        text = same_error(comm, lambda value=value: agree_on(Peers(comm), {"x": np.int64(2) if comm.rank else value}))
+        assert text.startswith(f"x is {value!r} on rank 0 but ")

@@ -51,8 +51,8 @@ def test_case_32_two_plans(group, two_plans, odd):
     expected = a.forward(*x), b.forward(*y)
     text = crossed(group, odd, lambda: a.forward(*x), lambda: b.forward(*y))
     others = [rank for rank in range(3) if rank != odd]
-    assert f"rank {odd} makes call 2 of {a._name}, forward" in text
-    assert f"ranks {others[0]}, {others[1]} make call 2 of {b._name}, forward" in text
+    assert f"rank {odd} is in call 2 of {a._name}, forward" in text
+    assert f"ranks {others[0]}, {others[1]} are in call 2 of {b._name}, forward" in text
     again = a.forward(*x), b.forward(*y)  # the plans are as good as before
     assert all((array == other).all() for pair in zip(expected, again) for array, other in zip(*pair))
 

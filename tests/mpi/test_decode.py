@@ -347,6 +347,8 @@ def test_errors_are_the_same_on_every_rank(group):
             (lambda: cache.append(token, token, sequences=[1]), r"sequences is \[1\]; it must be different numbers"),
             (lambda: cache.append(token, token, layout=Layout("striped", 1, 2)), "it must be a Layout of 3 chunks"),
             (lambda: cache.append(*np.zeros((2, 1, 40, 2, 4), np.float32)), "the cache is full: rank 0 would need 5 "),
+            (lambda: cache.append(token, token, counts=5), "counts is 5; it must be a sequence of whole numbers"),
+            (lambda: cache.truncate(2.0), "lengths is 2.0; it must be a sequence of whole numbers"),
             (lambda: cache.truncate(10), "lengths is .10.; .* which have .9."),
             (lambda: cache.truncate(3 + odd), "lengths is .3. on rank 0 but .4. on rank 1"),
             (lambda: tree_decode(q[..., :3], cache), r"q has shape \(1, 1, 4, 3\); it must be \(1, any, any, 4\)"),

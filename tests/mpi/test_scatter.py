@@ -86,6 +86,27 @@ def test_in_pieces(comm, monkeypatch):
                 assert (back is None and comm.rank) or np.array_equal(back, whole)
 
 
+def test_no_message_is_longer_than_allowed(comm, monkeypatch):
+    """The broadcast after a gather to all ranks, too."""
+    pieces = []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(own, name)
+
+        def Ibcast(self, message, root):
+            pieces.append(message[0].nbytes)
+            return own.Ibcast(message, root)
+
+    with MeshAttention(comm, seqlen=50, heads=1, head_dim=8, max_message=64) as plan:
+        own = plan._peers.comm
+        monkeypatch.setattr(plan._peers, "comm", Watched())
+        chunk = np.random.default_rng(comm.rank).standard_normal((1, len(plan.positions), 4))
+        whole = plan.gather(chunk, root=None)
+    assert np.array_equal(whole[:, plan.positions], chunk) and whole.shape == (1, 50, 4)
+    assert sum(pieces) == whole.nbytes and max(pieces) <= 64
+
+
 def test_transposed_and_read_only_arrays(comm):
     with plan_of(comm, "zigzag", 23) as plan:
         whole = np.asfortranarray(np.random.default_rng(1).standard_normal((2, 23, 4)))
