@@ -23,7 +23,10 @@ SETS = {"plain": []}
 # More sets, where the compiler knows them, which differ from avx512 in products of bfloat16 alone, pair by pair.
 OF_PAIRS = {}
 if platform.machine() in ("x86_64", "AMD64"):
-    SETS |= {"avx2": ["-mavx2", "-mfma"], "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]}
+    SETS |= {
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
+    }
     OF_PAIRS["avx512bf16"] = [*SETS["avx512"], "-mavx512bf16"]
     if platform.system() == "Linux":
         OF_PAIRS["amx"] = [*OF_PAIRS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]

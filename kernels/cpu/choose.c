@@ -1,8 +1,6 @@
 // The kernels by name of the instruction set, and which of them this processor has.
 
-#include <string.h>
-
-#ifdef WITH_avx512bf16
+#ifdef WITH_avx2
 #include <cpuid.h>
 #endif
 #ifdef WITH_amx
@@ -34,7 +32,11 @@ extern const struct kernels amx_pairs;
 
 static int always(void) { return 1; }
 #ifdef WITH_avx2
-static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+static int has_avx2(void) {
+    unsigned a, b, c = 0, d;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
+           c & bit_F16C;
+}
 #endif
 #ifdef WITH_avx512
 static int has_avx512(void) {
@@ -105,15 +107,17 @@ int best_set(void) {
     return number;
 }
 
-static const struct kernels* kernels_of(int number, const struct launch* of) { return sets[number].of[of->element]; }
-
-// Bytes of scratch memory of a launch, and the launch, on the set with that number.
-int64_t scratch_bytes(int number, const struct launch* of, int is_backward) {
-    const struct kernels* kernels = kernels_of(number, of);
-    return is_backward ? kernels->backward_bytes(of) : kernels->forward_bytes(of);
+// Products of pairs are there for some operations alone.
+static const struct kernels* kernels_of(int number, const struct launch* of, enum operation operation) {
+    const struct kernels* kernels = sets[number].of[of->element];
+    return kernels->of[operation].run ? kernels : sets[number].of[FLOAT32];
 }
 
-int32_t run(int number, const struct launch* of, int is_backward) {
-    const struct kernels* kernels = kernels_of(number, of);
-    return is_backward ? kernels->backward(of) : kernels->forward(of);
+// Bytes of scratch memory of a launch, and the launch, on the set with that number.
+int64_t scratch_bytes(int number, const struct launch* of, enum operation operation) {
+    return kernels_of(number, of, operation)->of[operation].bytes(of);
+}
+
+int32_t run(int number, const struct launch* of, enum operation operation) {
+    return kernels_of(number, of, operation)->of[operation].run(of);
 }

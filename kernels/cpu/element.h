@@ -28,6 +28,45 @@ INLINE float from_bfloat16(uint16_t half) {
     return wide.value;
 }
 
+// LANES numbers from any address as a vector.
+INLINE vec widened(int element, const char* from) {
+#if REAL_BYTES == 4
+    typedef uint16_t halves __attribute__((vector_size(VBYTES / 2), aligned(2), may_alias));
+    typedef uint32_t words __attribute__((vector_size(VBYTES)));
+#if VBYTES == 64
+    if (element == FLOAT16)
+        return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif VBYTES == 32
+    if (element == FLOAT16)
+        return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    if (element == FLOAT16) {                   // as from_float16
+        const words half = __builtin_convertvector(*(const halves*)from, words), rest = half & 0x7fff;
+        const vec wide = (vec)(rest << 13) * 0x1p112f;
+        return (vec)((words)wide | (half & 0x8000) << 16 | ((words)(rest >= 0x7c00) & 0x7f800000));
+    }
+#endif
+    if (element == BFLOAT16)
+        return (vec)(__builtin_convertvector(*(const halves*)from, words) << 16);
+#endif
+    (void)element;
+    return *(const loose_vec*)from;
+}
+
+// The last dim % LANES numbers of a row, in a vector's last lanes behind zeros; in its first ones if dim < LANES.
+INLINE vec widened_rest(int element, const char* row, int dim) {
+    const int bytes = element_bytes[element];
+    if (dim < LANES) {
+        char copy[VBYTES] __attribute__((aligned(64))) = {0};
+        memcpy(copy, row, dim * bytes);
+        return widened(element, copy);
+    }
+    ivec lane = (ivec)splat(0);
+    for (int i = 0; i < LANES; i++)
+        lane[i] = i;
+    return (vec)((ivec)widened(element, row + (dim - LANES) * bytes) & (lane >= LANES - dim % LANES));
+}
+
 // to[i] = from[i] * factor for the n numbers of a row.
 static void read_row(int element, const char* from, real* restrict to, int n, real factor) {
     if (element == FLOAT16)

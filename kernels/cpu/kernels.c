@@ -3,5 +3,18 @@
 
 #include "backward.h"
 #include "forward.h"
+#ifndef __AVX512BF16__
+#include "decode.h"
+#include "partials.h"
+#endif
 
-const struct kernels TABLE = {forward_bytes, backward_bytes, forward, backward};
+const struct kernels TABLE = {{
+    [FORWARD] = {forward_bytes, forward},
+    [BACKWARD] = {backward_bytes, backward},
+#ifndef __AVX512BF16__
+    [DECODE] = {decode_bytes, decode},
+    [MERGE] = {no_bytes, merge},
+    [SINK] = {no_bytes, sink},
+    [DELTA] = {no_bytes, delta},
+#endif
+}};

@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 enum element { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
+enum operation { FORWARD, BACKWARD, DECODE, MERGE, SINK, DELTA, OPERATIONS };
 
 struct array {
     char* data;
@@ -26,12 +27,22 @@ struct launch {
     const int32_t *begin, *end;                 // (groups, tokens)
     struct array q, k, v, out, lse;             // lse: read and written forward, only read backward
     struct array dout, delta, dq, dk, dv;       // backward only
+    struct array other, other_lse;              // merged into out and lse; other_lse: also sinks, and dlse of delta
+    int32_t sequences, page_size;               // of decoding: see below
+    const int32_t* pages;
+    const int64_t* tables;
     int32_t (*poll)(double share);              // called between pieces of work, unless NULL; not 0: give up
     char* scratch;                              // of at least the bytes that the kernel asks for
 };
 
+// Decoding: k and v are pools of slots; a page is page_size consecutive ones.  The tokens are the queries of each
+// sequence in turn, as many of each, and begin and end, (tokens), are keys of its sequence, whose pages are
+// pages[tables[s]] and those that follow.  out and lse are only written.
+
 // The kernels of one instruction set and one accumulation dtype.  They return 0, or 1 if `poll` said to give up.
 struct kernels {
-    int64_t (*forward_bytes)(const struct launch*), (*backward_bytes)(const struct launch*);
-    int32_t (*forward)(const struct launch*), (*backward)(const struct launch*);
+    struct {
+        int64_t (*bytes)(const struct launch*);         // of scratch memory
+        int32_t (*run)(const struct launch*);
+    } of[OPERATIONS];
 };

@@ -61,6 +61,12 @@ INLINE void store(real* to, vec x) { *(vec*)to = x; }
 // x where mask is set (all bits of a lane), else y
 INLINE vec choose(ivec mask, vec x, vec y) { return (vec)((mask & (ivec)x) | (~mask & (ivec)y)); }
 
+#if defined(__clang__)
+#define pick(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define pick(x, y, ...) __builtin_shuffle(x, y, (ivec){__VA_ARGS__})
+#endif
+
 // The larger and the smaller one; y where x is NaN, and NaN where y is.
 INLINE vec larger(vec x, vec y) {
 #if VBYTES == 64 && REAL_BYTES == 4
@@ -89,6 +95,43 @@ INLINE real sum_of(vec x) {
             lane[i] += lane[i + half];
     return lane[0];
 #endif
+}
+
+// FOLD(l, h) is lane l ^ h of x for lanes l of x, and lane l ^ h of y for those with bit h.
+#define FOLD(l, h) ((l) & (h) ? LANES + ((l) ^ (h)) : ((l) ^ (h)))
+#define KEEP(l, h) ((l) & (h) ? LANES + (l) : (l))
+#define LANES_2(of, l, h) of(l, h), of((l) + 1, h)
+#define LANES_4(of, l, h) LANES_2(of, l, h), LANES_2(of, (l) + 2, h)
+#define LANES_8(of, l, h) LANES_4(of, l, h), LANES_4(of, (l) + 4, h)
+#define LANES_16(of, l, h) LANES_8(of, l, h), LANES_8(of, (l) + 8, h)
+#if VBYTES / REAL_BYTES == 16
+#define ALL_LANES LANES_16
+#elif VBYTES / REAL_BYTES == 8
+#define ALL_LANES LANES_8
+#elif VBYTES / REAL_BYTES == 4
+#define ALL_LANES LANES_4
+#else
+#define ALL_LANES LANES_2
+#endif
+
+// Halves the vectors in x: lane l of what is left of x[i] and x[i + half] is of that one whose bit `half` is l's.
+#define HALVE(x, half)               \
+    for (int i = 0; i < (half); i++) \
+    x[i] = pick(x[i], x[i + (half)], ALL_LANES(KEEP, 0, half)) + pick(x[i], x[i + (half)], ALL_LANES(FOLD, 0, half))
+
+// The sums of LANES vectors' lanes: lane l is that of x[l].
+INLINE vec sums_of(vec* x) {
+#if VBYTES / REAL_BYTES >= 16
+    HALVE(x, 8);
+#endif
+#if VBYTES / REAL_BYTES >= 8
+    HALVE(x, 4);
+#endif
+#if VBYTES / REAL_BYTES >= 4
+    HALVE(x, 2);
+#endif
+    HALVE(x, 1);
+    return x[0];
 }
 
 // The largest lane, of which none is NaN.

@@ -1,6 +1,6 @@
-"""The back end `cpu`: blocks by compiled kernels (kernels/cpu), on NumPy arrays; a launch is complete when it returns.
+"""The back end `cpu`: compiled kernels (kernels/cpu) on NumPy arrays; a launch is complete when it returns.
 
-It accumulates in float32, or in float64 for float64.  Decoding and what is done to partials is NumPy's.
+It accumulates in float32, or in float64 for float64.  Launches that only move or add numbers are NumPy's.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
 
 
 class CpuBackend(NumpyBackend):
-    """The protocol of `mpiattn.backends.base`, with `attend` and `attend_backward` compiled."""
+    """The protocol of `mpiattn.backends.base`, with attention and what is done to its partials compiled."""
 
     name = "cpu"
 
@@ -44,60 +44,128 @@ class CpuBackend(NumpyBackend):
             keys=MANY,
         )
         return (
-            self._kernels.scratch_bytes(launch, backward)
+            self._kernels.scratch_bytes(launch, "backward" if backward else "forward")
             + LINE
             + super().scratch_bytes(head_dim, value_dim, dtype, backward)
         )
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
-        self._run({"q": q, "k": k, "v": v}, {"out": out, "lse": lse}, begin, end, scale, softcap, False, meanwhile)
+        self._attend(
+            "forward", {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}, begin, end, scale, softcap, meanwhile
+        )
 
     def attend_backward(
         self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
     ):
-        self._run(
+        self._attend(
+            "backward",
             {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta},
             {"dq": dq, "dk": dk, "dv": dv},
             begin,
             end,
             scale,
             softcap,
-            True,
             meanwhile,
         )
 
-    def _run(self, inputs, results, begin, end, scale, softcap, backward, meanwhile):
-        """Run a block: inputs and results by their names in `Launch`."""
-        q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        if not (len(q) and len(k)):
+    def _attend(self, operation, inputs, results, begin, end, scale, softcap, meanwhile):
+        """Run a block; the rest as of `_run`."""
+        q, k = inputs["q"], inputs["k"]
+        if len(q) and len(k):
+            begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))
+            self._run(
+                operation,
+                q,
+                inputs["v"],
+                inputs,
+                results,
+                meanwhile,
+                groups=len(begin),
+                kv_heads=k.shape[1],
+                keys=len(k),
+                scale=scale,
+                softcap=softcap or 0,
+                begin=begin.ctypes.data,
+                end=end.ctypes.data,
+            )
+
+    def attend_pages(
+        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
+    ):
+        if not len(q):
             return
-        inputs = {name: _rows(array) for name, array in inputs.items()}
-        into = {name: _rows(array) for name, array in results.items()}
+        pages = pages if isinstance(pages, list) else [pages]
+        tables = np.cumsum([0, *map(len, pages)])
+        pages = np.ascontiguousarray(pages[0] if len(pages) == 1 else np.concatenate(pages), np.int32)
         begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))
-        launch = Launch(
-            element=library.ELEMENTS[q.dtype.name],
-            groups=len(begin),
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            value_dim=v.shape[2],
-            threads=self.threads,
-            tokens=len(q),
-            keys=len(k),
+        self._run(
+            "decode",
+            q,
+            values,
+            {"q": q, "k": keys.swapaxes(0, 1), "v": values.swapaxes(0, 1)},
+            {"out": out, "lse": lse},
+            meanwhile,
+            kv_heads=len(keys),
+            sequences=len(tables) - 1,
+            page_size=page_size,
             scale=scale,
             softcap=softcap or 0,
             begin=begin.ctypes.data,
             end=end.ctypes.data,
+            pages=pages.ctypes.data,
+            tables=tables.ctypes.data,
+        )
+
+    def merge(self, out, lse, out_b, lse_b, after=()):
+        if not out.dtype == lse.dtype == out_b.dtype == lse_b.dtype:
+            super().merge(out, lse, out_b, lse_b)
+        else:
+            self._run("merge", out, out, {"other": out_b, "other_lse": lse_b}, {"out": out, "lse": lse})
+
+    def sink(self, out, lse, sinks):
+        if not out.dtype == lse.dtype == sinks.dtype:
+            super().sink(out, lse, sinks)
+        else:
+            self._run("sink", out, out, {"other_lse": np.broadcast_to(sinks, lse.shape)}, {"out": out, "lse": lse})
+
+    def delta(self, delta, dout, out, dlse):
+        partial = "float64" if dout.dtype == "float64" else "float32"
+        if dout.dtype != out.dtype or any(array.dtype != partial for array in (delta, dlse) if array is not None):
+            super().delta(delta, dout, out, dlse)
+        else:
+            self._run(
+                "delta",
+                dout,
+                dout,
+                {"dout": dout, "out": out} | ({} if dlse is None else {"other_lse": dlse}),
+                {"delta": delta},
+            )
+
+    def _run(self, operation, q, v, inputs, results, meanwhile=None, **numbers):
+        """Run a launch on arrays by their names in `Launch`.
+
+        q: has its inputs' dtype, its tokens, heads and head dim.  v: has its value dim.  numbers: what else it takes.
+        """
+        inputs = {name: _rows(array) for name, array in inputs.items()}
+        into = {name: _rows(array) for name, array in results.items()}
+        launch = Launch(
+            element=library.ELEMENTS[q.dtype.name],
+            tokens=len(q),
+            heads=q.shape[1],
+            head_dim=q.shape[2],
+            value_dim=v.shape[-1],
+            threads=self.threads,
+            **numbers,
             **{name: Array(array.ctypes.data, *array.strides[:2]) for name, array in {**inputs, **into}.items()},
         )
-        needed = self._kernels.scratch_bytes(launch, backward) + LINE
+        needed = self._kernels.scratch_bytes(launch, operation) + LINE
         scratch = self._scratch("scratch", (needed,), "uint8")
         launch.scratch = -(-scratch.ctypes.data // LINE) * LINE
         if meanwhile:
             meanwhile(0.0)
         polled = _Polled(meanwhile)
         launch.poll = Poll(polled) if meanwhile else Poll()
-        self._kernels.run(launch, backward)
+        self._kernels.run(launch, operation)
         polled.raise_failure()
         for name, array in results.items():
             if into[name] is not array:

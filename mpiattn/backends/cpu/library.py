@@ -18,6 +18,7 @@ VARIABLE = "MPIATTN_CPU_KERNELS"
 PATH = Path(__file__).parent / "_kernels.so"
 BUILD = "python setup.py build_ext --inplace"
 ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+OPERATIONS = {"forward": 0, "backward": 1, "decode": 2, "merge": 3, "sink": 4, "delta": 5}
 Poll = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_double)
 
 
@@ -49,7 +50,14 @@ class Launch(ctypes.Structure):
         ("softcap", ctypes.c_double),
         ("begin", ctypes.c_void_p),
         ("end", ctypes.c_void_p),
-        *((name, Array) for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv")),
+        *(
+            (name, Array)
+            for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "other", "other_lse")
+        ),
+        ("sequences", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+        ("pages", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
         ("poll", Poll),
         ("scratch", ctypes.c_void_p),
     ]
@@ -106,10 +114,10 @@ class Kernels:
         self.version = f"{self.name} {_digest()[:12]}"
         self._number = names.index(self.name)
 
-    def scratch_bytes(self, launch, backward):
+    def scratch_bytes(self, launch, operation):
         """Bytes of scratch memory that a launch needs."""
-        return self._library.scratch_bytes(self._number, launch, backward)
+        return self._library.scratch_bytes(self._number, launch, OPERATIONS[operation])
 
-    def run(self, launch, backward):
+    def run(self, launch, operation):
         """Run a launch; returns whether its `poll` stopped it."""
-        return bool(self._library.run(self._number, launch, backward))
+        return bool(self._library.run(self._number, launch, OPERATIONS[operation]))

@@ -1,0 +1,105 @@
+// What is done to partials row by row: two become one, sinks are added, and delta of the backward pass.
+
+#pragma once
+
+#include "element.h"
+#include "rows.h"
+#include "work.h"
+
+#define ROW_BYTES 65536         // of a piece of work, about
+#define MOVE_BYTE 5.0           // operations in the time in which a byte is read or written
+#define EMPTY -3.4028234663852886e38    // in place of an empty partial's lse: -inf - -inf would be NaN
+
+// log(e^x + e^y)
+INLINE double added(double x, double y) {
+    if (x == y)
+        return x + log(2);
+    const double apart = x - y;
+    return apart > 0 ? x + log1p(exp(-apart)) : apart <= 0 ? y + log1p(exp(apart)) : apart;
+}
+
+INLINE char* partial_row(const struct array* array, long token, long head) {
+    return array->data + token * array->token + head * array->head;
+}
+
+static void merge_row(const struct launch* of, long token, long head) {
+    real *out = (real*)partial_row(&of->out, token, head), *lse = (real*)partial_row(&of->lse, token, head);
+    const real* other = (const real*)partial_row(&of->other, token, head);
+    const double lse_b = *(const real*)partial_row(&of->other_lse, token, head);
+    const real weight = 1 / (1 + exp(*lse - (lse_b < EMPTY ? EMPTY : lse_b))), left = 1 - weight;
+    for (long c = 0; c < of->value_dim; c++)
+        out[c] = out[c] * left + weight * other[c];
+    *lse = added(*lse, lse_b);
+}
+
+static void sink_row(const struct launch* of, long token, long head) {
+    real *out = (real*)partial_row(&of->out, token, head), *lse = (real*)partial_row(&of->lse, token, head);
+    const double sink = *(const real*)partial_row(&of->other_lse, token, head);
+    if (*lse != -INFINITY) {                            // out of such a row is 0, whatever its weight
+        const real weight = 1 / (1 + exp(sink - *lse));
+        for (long c = 0; c < of->value_dim; c++)
+            out[c] *= weight;
+    }
+    *lse = added(*lse, sink);
+}
+
+static void delta_row(const struct launch* of, long token, long head) {
+    const char *dout = partial_row(&of->dout, token, head), *out = partial_row(&of->out, token, head);
+    const long dim = of->value_dim, bytes = element_bytes[of->element] * LANES;
+    vec sum = splat(0), sum2 = sum;
+    ivec any = (ivec)sum;
+    for (long c = 0; c < dim / LANES; c++) {
+        const vec x = widened(of->element, out + c * bytes), y = widened(of->element, dout + c * bytes);
+        any |= x != 0;
+        if (c % 2)
+            sum2 += x * y;
+        else
+            sum += x * y;
+    }
+    if (dim % LANES) {
+        const vec x = widened_rest(of->element, out, dim), y = widened_rest(of->element, dout, dim);
+        any |= x != 0;
+        sum += x * y;
+    }
+    real total = sum_of(sum + sum2);
+    if (total - total != 0) {
+        int seen = 0;
+        for (int l = 0; l < LANES; l++)
+            seen |= any[l] != 0;
+        total = seen ? total : 0;
+    }
+    if (of->other_lse.data)
+        total -= *(const real*)partial_row(&of->other_lse, token, head);
+    *(real*)partial_row(&of->delta, token, head) = total;
+}
+
+struct row_pieces {
+    void (*row)(const struct launch* of, long token, long head);
+    long size, count;
+};
+
+static void rows_worker(struct job* job, int thread, void* with) {
+    const struct row_pieces* pieces = with;
+    for (long piece; (piece = take_piece(job)) < pieces->count && !give_up(job, thread);)
+        for (long token = piece * pieces->size; token < least((piece + 1) * pieces->size, job->of->tokens); token++)
+            for (long head = 0; head < job->of->heads; head++)
+                pieces->row(job->of, token, head);
+}
+
+static int32_t by_rows(const struct launch* of, void (*row)(const struct launch* of, long token, long head)) {
+    struct job job;
+    const long bytes = (long)of->heads * of->value_dim * sizeof(real);
+    struct row_pieces pieces = {.row = row, .size = most(1, ROW_BYTES / most(bytes, 1))};
+    pieces.count = (of->tokens + pieces.size - 1) / pieces.size;
+    begin_job(&job, of, 1);
+    return in_threads(&job, threads_for(of, 3.0 * bytes * of->tokens * MOVE_BYTE, pieces.count), rows_worker, &pieces);
+}
+
+static int64_t no_bytes(const struct launch* of) {
+    (void)of;
+    return 0;
+}
+
+static int32_t merge(const struct launch* of) { return by_rows(of, merge_row); }
+static int32_t sink(const struct launch* of) { return by_rows(of, sink_row); }
+static int32_t delta(const struct launch* of) { return by_rows(of, delta_row); }
