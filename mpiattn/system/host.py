@@ -5,7 +5,6 @@ import os
 import platform
 import re
 from functools import cache
-from importlib import metadata
 
 # Variables from which BLAS libraries read their number of threads when they are loaded.
 BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -37,6 +36,8 @@ def _cpuinfo(field):
 
 def version(*packages):
     """Version of the first of these distributions that is installed, read without importing it; else None."""
+    from importlib import metadata  # every rank of every command imports this module; few ask for versions
+
     for package in packages:
         try:
             return metadata.version(package)
