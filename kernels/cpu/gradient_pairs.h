@@ -7,7 +7,7 @@
 #pragma once
 
 #include "packed_rows.h"
-#include "weigh.h"
+#include "weight_pairs.h"
 
 #define SPAN 128  // keys whose scores with a panel stay in the L1 cache
 
@@ -68,7 +68,7 @@ INLINE void differentiate(const struct launch* of, struct backward_work* work, c
                 const vec bent = hyperbolic_tangent(load(work->score + at) * inverse);
                 score = bent * cap, slope = 1 - bent * bent;
             }
-            p[r] = weight_of(limited(score - tile->base[row + r]));
+            p[r] = weight_of(score - tile->base[row + r]);
             ds[r] = p[r] * (load(work->dscore + at) - tile->delta[row + r]);
             if (cap)
                 ds[r] *= slope;

@@ -86,6 +86,9 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
     }
 }
 
+// What of the scale the packed rows leave to be multiplied.
+INLINE real scale_left(real scale) { return scale == 0 ? 1 : scale < 0 ? -scale : scale; }
+
 // The rows of a tile times the sign of factor, 0 too, which rounds nothing: in panels, and by dim if by_dim is given,
 // [DEPTH(dim)][pitch].  row: NR * DEPTH(dim).
 static void pack_rows(const struct launch* of, const struct array* array, int kv_head, int dim, const struct rows* rows,

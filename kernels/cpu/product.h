@@ -6,8 +6,6 @@
 
 typedef real operand;
 #define DEPTH(dim) (dim)                        // terms of a score
-#define PANEL_ROW(depth) 1                      // from a row of a panel to the next, and from a term to the next
-#define PANEL_STEP MR
 
 static void begin_products(void) {}
 static void end_products(void) {}

@@ -7,8 +7,6 @@
 
 typedef uint16_t operand;
 #define DEPTH(dim) rounded_up(dim, 32)          // terms of a score; those beyond dim are zeros
-#define PANEL_ROW(depth) (depth)                // from a row of a panel to the next, and from a term to the next
-#define PANEL_STEP 1
 
 #ifdef __AMX_BF16__
 // Tiles 0 to 3 hold the sums of 32 rows and 32 columns, 4 and 5 the rows, 6 and 7 the columns.  Between these two calls
@@ -30,7 +28,7 @@ static void end_products(void) { _tile_release(); }
 // and j < NR.  count is a multiple of 32; step is 1.
 INLINE void product(int add, const operand* a, long row, long step, const operand* b, long count, real* c, long pitch) {
     (void)step;
-    __asm__ volatile("" ::: "memory");          // compilers do not know that loading a tile reads memory
+    __asm__ volatile("" ::: "memory");  // compilers do not know that loading a tile reads memory
     if (add) {
         _tile_loadd(0, c, pitch * 4);
         _tile_loadd(1, c + 16, pitch * 4);
@@ -58,11 +56,12 @@ INLINE void product(int add, const operand* a, long row, long step, const operan
     _tile_stored(3, c + 16 * pitch + 16, pitch * 4);
     __asm__ volatile("" ::: "memory");
 }
+
 #else
 static void begin_products(void) {}
 static void end_products(void) {}
 
-#define FEW 8                                   // rows whose sums stay in registers
+#define FEW 8  // rows whose sums stay in registers
 
 INLINE void product(int add, const operand* a, long row, long step, const operand* b, long count, real* c, long pitch) {
     (void)step;

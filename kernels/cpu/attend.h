@@ -1,0 +1,69 @@
+// Attention of a tile of rows in REAL.
+
+#pragma once
+
+#include "forward_work.h"
+
+// Turns the scores of one row, of the columns [start, stop), into weights relative to the largest score so far; `top`
+// is that, `total` the sum of weights.  Returns by how much earlier weights have shrunk.
+INLINE real weigh(long start, long stop, real* score, real* top, real* total) {
+    vec high = splat(-INFINITY), high2 = high;
+    for (long j = start; j < stop; j += NR) {
+        high = larger(load(score + j), high);
+        high2 = larger(load(score + j + LANES), high2);
+    }
+    const real now = largest_of(larger(high, high2)), before = *top;
+    const real base = now > before ? now : before;                  // NaN stays NaN
+    const vec minus = splat(base == -INFINITY ? 0 : base);
+    vec sum = splat(0), sum2 = sum;
+    for (long j = start; j < stop; j += NR) {
+        const vec weight = exponential(load(score + j) - minus), weight2 = exponential(load(score + j + LANES) - minus);
+        store(score + j, weight);
+        store(score + j + LANES, weight2);
+        sum += weight, sum2 += weight2;
+    }
+    const real decay = now > before ? (before == -INFINITY ? 0 : exponential(splat(before - base))[0]) : 1;
+    *total = *total * decay + sum_of(sum + sum2);
+    *top = base;
+    return decay;
+}
+
+// The rows of a tile with the packed keys, of which key0 is the first: adds to work->acc, `top` and `total`.  Returns
+// whether to go on.
+static int attend_tile(struct job* job, int thread, struct forward_work* work, int kv_head, long key0,
+                       const struct rows* rows, real* top, real* total) {
+    const struct launch* of = job->of;
+    const long width = rounded_up(of->value_dim, NR), panels = (rows->count + MR - 1) / MR, head_dim = of->head_dim;
+    for (long block = rows->lowest / BLOCK * BLOCK; block < rows->highest; block += BLOCK) {
+        for (long panel = 0; panel < panels; panel++) {
+            const long from = most(rows->panel[panel].from - block, 0) / NR * NR;
+            const long to = least(rounded_up(rows->panel[panel].to - block, NR), BLOCK);
+            if (from >= to)
+                continue;
+            for (long j = from; j < to; j += NR)
+                product(0, work->q + panel * MR * head_dim, 1, MR, work->keys + (block + j) * head_dim, head_dim,
+                        work->score + j, BLOCK);
+            const int masked = rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to;
+            for (long i = panel * MR; i < least((panel + 1) * MR, rows->count); i++) {
+                const long at = (i - panel * MR) * BLOCK;
+                real* score = work->score + at;
+                if (of->softcap)
+                    bend(of->softcap, 1, from, to, score);
+                if (masked)
+                    hide(rows, i, block, from, to, score);
+                const real decay = weigh(from, to, score, top + i, total + i);
+                if (decay != 1)
+                    for (long c = 0; c < width; c += LANES)
+                        store(work->acc + i * width + c, load(work->acc + i * width + c) * decay);
+            }
+            for (long c = 0; c < width; c += NR)
+                product(1, work->score + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR,
+                        to - from, work->acc + panel * MR * width + c, width);
+            if (work->odd.count)
+                add_odd_values(of, work, kv_head, key0, rows, panel, block);
+        }
+        if (give_up(job, thread))
+            return 0;
+    }
+    return 1;
+}

@@ -1,0 +1,81 @@
+// Attention of a tile of rows of bfloat16 numbers.
+
+#pragma once
+
+#include "forward_work.h"
+#include "weight_pairs.h"
+
+// Turns the scores of the rows [first, first + count), of the columns [from, to), into weights relative to the largest
+// score so far; `top` is that, `total` the sum of weights.  Earlier weights in work->acc shrink accordingly.
+static void weigh(struct forward_work* work, real scale, long first, long count, long from, long to, long width,
+                  real* top, real* total) {
+    real minus[MR] __attribute__((aligned(VBYTES))), decay[MR] __attribute__((aligned(VBYTES)));
+    for (long i = 0; i < count; i++) {
+        const real* score = work->score + i * BLOCK;
+        vec high = splat(-INFINITY), high2 = high;
+        for (long j = from; j < to; j += NR) {
+            high = larger(load(score + j), high);
+            high2 = larger(load(score + j + LANES), high2);
+        }
+        minus[i] = largest_of(larger(high, high2)) * scale;
+    }
+    for (long i = 0; i < count; i += LANES) {
+        const vec now = load(minus + i), before = load(top + first + i);
+        const vec base = choose(now > before, now, before);                         // NaN stays NaN
+        const vec fall = choose(before == -INFINITY, before, before - base);        // not -inf - -inf
+        store(decay + i, choose(now > before, weight_of(fall), splat(1)));
+        store(minus + i, choose(base == -INFINITY, splat(0), base));
+        store(top + first + i, base);
+    }
+    for (long i = 0; i < count; i++) {
+        const real* score = work->score + i * BLOCK;
+        const vec base = splat(minus[i]);
+        vec sum = splat(0), sum2 = sum;
+        for (long j = from; j < to; j += NR) {
+            const vec left = weight_of(load(score + j) * scale - base);
+            const vec right = weight_of(load(score + j + LANES) * scale - base);
+            const __m512bh both = _mm512_cvtne2ps_pbh((__m512)right, (__m512)left);
+            _mm512_store_si512(work->weight + i * BLOCK + j, (__m512i)both);
+            sum += left, sum2 += right;
+        }
+        total[first + i] = total[first + i] * decay[i] + sum_of(sum + sum2);
+        if (decay[i] != 1)
+            for (real *each = work->acc + (first + i) * width, *end = each + width; each < end; each += LANES)
+                store(each, load(each) * decay[i]);
+    }
+}
+
+// The rows of a tile with the packed keys, of which key0 is the first: adds to work->acc, `top` and `total`.  Returns
+// whether to go on.
+static int attend_tile(struct job* job, int thread, struct forward_work* work, int kv_head, long key0,
+                       const struct rows* rows, real* top, real* total) {
+    const struct launch* of = job->of;
+    const long width = DEPTH(of->value_dim), depth = DEPTH(of->head_dim);
+    const real scale = scale_left(of->scale);
+    for (long block = rows->lowest / BLOCK * BLOCK; block < rows->highest; block += BLOCK) {
+        for (long panel = 0; panel * MR < rows->count; panel++) {
+            const long first = panel * MR, count = least(rows->count - first, MR);
+            const long from = most(rows->panel[panel].from - block, 0) / NR * NR;
+            const long to = least(rounded_up(rows->panel[panel].to - block, NR), BLOCK);
+            if (from >= to)
+                continue;
+            for (long j = from; j < to; j += NR)
+                product(0, work->q + first * depth, depth, 1, work->keys + (block + j) * depth, depth, work->score + j,
+                        BLOCK);
+            for (long i = 0; of->softcap && i < count; i++)
+                bend(of->softcap, scale, from, to, work->score + i * BLOCK);
+            if (rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to)
+                for (long i = 0; i < count; i++)
+                    hide(rows, first + i, block, from, to, work->score + i * BLOCK);
+            weigh(work, of->softcap ? 1 : scale, first, count, from, to, width, top, total);
+            for (long c = 0; c < width; c += NR)
+                product(1, work->weight + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR,
+                        to - from, work->acc + first * width + c, width);
+            if (work->odd.count)
+                add_odd_values(of, work, kv_head, key0, rows, panel, block);
+        }
+        if (give_up(job, thread))
+            return 0;
+    }
+    return 1;
+}

@@ -1,0 +1,57 @@
+// What a thread works on in the forward pass.
+
+#pragma once
+
+#ifdef __AVX512BF16__
+#include "pack_pairs.h"
+#define BLOCK 384
+#define WEIGHTS_APART 1         // from the scores
+#else
+#include "pack.h"
+#define BLOCK 256
+#define WEIGHTS_APART 0
+#endif
+#include "work.h"
+
+#define PANEL 2048
+
+struct forward_work {
+    operand *keys, *values;                             // packed, shared by the tiles of rows
+    long pitch;                                         // of the packed values: the most keys there are at a time
+    struct odd odd;                                     // of the values
+    operand *row, *q, *weight;                          // of one tile of rows
+    real *acc, *score;
+};
+
+static int64_t forward_work(const struct launch* of, char* scratch, struct forward_work* work) {
+    char* at = scratch;
+    const long keys = least(rounded_up(most(of->keys, 1), NR), PANEL), width = rounded_up(of->value_dim, NR);
+    work->pitch = keys;
+    work->keys = take(&at, keys * DEPTH(of->head_dim) * sizeof(operand));
+    work->values = take(&at, keys * width * sizeof(operand));
+    work->odd.row = take(&at, keys * sizeof(int32_t));
+    work->odd.count = 0;
+    work->row = take(&at, most(NR, MR) * DEPTH(most(of->head_dim, of->value_dim)) * sizeof(operand));
+    work->q = take(&at, MAX_ROWS * DEPTH(of->head_dim) * sizeof(operand));
+    work->acc = take(&at, MAX_ROWS * width * sizeof(real));
+    work->score = take(&at, MR * BLOCK * sizeof(real));
+    work->weight = WEIGHTS_APART ? take(&at, MR * BLOCK * sizeof(operand)) : (operand*)work->score;
+    return at - scratch;
+}
+
+// Adds the values that are not finite, which the packed ones leave out, to the rows that see them.
+static void add_odd_values(const struct launch* of, struct forward_work* work, int kv_head, long key0,
+                           const struct rows* rows, long panel, long block) {
+    const long width = rounded_up(of->value_dim, NR);
+    real* row = (real*)work->row;
+    for (long n = 0; n < work->odd.count; n++) {
+        const long key = work->odd.row[n];
+        if (key < block || key >= block + BLOCK)
+            continue;
+        read_row(of->element, of->v.data + (key0 + key) * of->v.token + kv_head * of->v.head, row, of->value_dim, 1);
+        for (long i = 0; i < MR; i++)
+            if (rows->from[panel * MR + i] <= key && key < rows->to[panel * MR + i])
+                for (int c = 0; c < of->value_dim; c++)
+                    work->acc[(panel * MR + i) * width + c] += real_of(work->weight[i * BLOCK + key - block]) * row[c];
+    }
+}
