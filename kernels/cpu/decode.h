@@ -116,11 +116,11 @@ static int decode_part(struct job* job, int thread, const struct decode_pieces* 
         const int tiles =
             begin_tiles(of, work, s, kv_head, first, least(first + DECODE_ROWS, pieces->rows), start, stop);
         if (start < stop)
-            place(of, work, s, kv_head, start, stop, work->block);
+            locate(of, work, s, kv_head, start, stop, work->block);
         for (long key = start; key < stop; key += BLOCK_KEYS) {
             const int more = key + BLOCK_KEYS < stop;
             if (more)
-                place(of, work, s, kv_head, key + BLOCK_KEYS, stop, work->next);
+                locate(of, work, s, kv_head, key + BLOCK_KEYS, stop, work->next);
             for (int t = 0; t < tiles; t++)
                 if (work->tile[t].lowest < key + BLOCK_KEYS && key < work->tile[t].highest)
                     decode_block(of, work, work->tile + t, more && t == 0 ? work->next : 0);
@@ -160,7 +160,7 @@ static void decode_worker(struct job* job, int thread, void* with) {
             s++;
         const long at = piece - pieces->sequence[s].before * of->kv_heads, parts = pieces->sequence[s].parts;
         if (give_up(job, thread) || !decode_part(job, thread, pieces, &work, s, at / parts, at % parts))
-            return;
+            break;
     }
 }
 

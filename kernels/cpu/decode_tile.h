@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "pack.h"
+#include "scratch.h"
 #include "stream.h"
 
 #define DECODE_ROWS 64                                  // share what is read
@@ -45,8 +45,8 @@ INLINE char* decode_row(const struct launch* of, const struct array* array, long
 }
 
 // The keys [first, stop) of a sequence, as many of them as a block has.
-static void place(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first, long stop,
-                  struct block* block) {
+static void locate(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first, long stop,
+                   struct block* block) {
     const int32_t* page = of->pages + of->tables[s] + first / of->page_size;
     const char *keys = of->k.data + kv_head * of->k.head, *values = of->v.data + kv_head * of->v.head;
     long at = first % of->page_size;
@@ -221,7 +221,7 @@ static void decode_block(const struct launch* of, const struct decode_work* work
     const long pitch = vectors_of(of->value_dim) * LANES, last = block->first + block->count;
     const int masked = tile->full_from > block->first || tile->full_to < last || block->count * tile->width % LANES;
     real decay[LANES];
-    SPECIALIZED(stream_scores, of->head_dim, of->value_dim * element_bytes[of->element], tile->q, block, work->score);
+    SPECIALIZED(stream_scores, of->head_dim, tile->q, block, work->score);
     decode_weigh(of, tile, block, masked, work->score, decay);
     const int odd = masked && leave_out_odd(of, work, tile, block);
     SPECIALIZED(stream_values, of->value_dim, odd ? work->finite : block, next,

@@ -31,23 +31,29 @@ INLINE float from_bfloat16(uint16_t half) {
 // LANES numbers from any address as a vector.
 INLINE vec widened(int element, const char* from) {
 #if REAL_BYTES == 4
-    typedef uint16_t halves __attribute__((vector_size(VBYTES / 2), aligned(2), may_alias));
+    typedef uint16_t halves __attribute__((vector_size(VBYTES / 2), aligned(2), may_alias, unused));
     typedef uint32_t words __attribute__((vector_size(VBYTES)));
-#if VBYTES == 64
+#if VBYTES == 64                                // GCC converts vectors of halves in two parts
+    const __m256i half = _mm256_loadu_si256((const __m256i*)from);
     if (element == FLOAT16)
-        return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+        return (vec)_mm512_cvtph_ps(half);
+    if (element == BFLOAT16)
+        return (vec)((words)_mm512_cvtepu16_epi32(half) << 16);
 #elif VBYTES == 32
+    const __m128i half = _mm_loadu_si128((const __m128i*)from);
     if (element == FLOAT16)
-        return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+        return (vec)_mm256_cvtph_ps(half);
+    if (element == BFLOAT16)
+        return (vec)((words)_mm256_cvtepu16_epi32(half) << 16);
 #else
-    if (element == FLOAT16) {                   // as from_float16
+    if (element != FLOAT32) {
         const words half = __builtin_convertvector(*(const halves*)from, words), rest = half & 0x7fff;
-        const vec wide = (vec)(rest << 13) * 0x1p112f;
+        if (element == BFLOAT16)
+            return (vec)(half << 16);
+        const vec wide = (vec)(rest << 13) * 0x1p112f;          // as from_float16
         return (vec)((words)wide | (half & 0x8000) << 16 | ((words)(rest >= 0x7c00) & 0x7f800000));
     }
 #endif
-    if (element == BFLOAT16)
-        return (vec)(__builtin_convertvector(*(const halves*)from, words) << 16);
 #endif
     (void)element;
     return *(const loose_vec*)from;
@@ -78,4 +84,12 @@ static void read_row(int element, const char* from, real* restrict to, int n, re
     else
         for (int i = 0; i < n; i++)
             to[i] = ((const real*)from)[i] * factor;
+}
+
+// Whether every number of a row is finite.
+INLINE int finite_row(const real* row, int n) {
+    int odd = 0;
+    for (int i = 0; i < n; i++)
+        odd |= !(row[i] - row[i] == 0);
+    return !odd;
 }

@@ -14,14 +14,6 @@
 
 INLINE real real_of(operand number) { return number; }
 
-// Whether every number of a row is finite.
-static int finite_row(const real* row, int n) {
-    int odd = 0;
-    for (int i = 0; i < n; i++)
-        odd |= !(row[i] - row[i] == 0);
-    return !odd;
-}
-
 // Rows in the order of their dims, [dim][width], of the `count` rows in `row`; the others are zeros.
 INLINE void turn(const real* row, long pitch, int count, int dim, real* to, int width) {
     for (int c = 0; c < dim; c++)

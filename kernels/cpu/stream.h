@@ -8,7 +8,8 @@
 #include "element.h"
 #include "rows.h"
 
-#define BLOCK_KEYS 64
+#define BLOCK_KEYS 32
+#define FEW 2                   // rows, whose scores take so little time that nothing is prefetched meanwhile
 
 #if VBYTES == 64
 #define SUMS 16                 // that stay in registers
@@ -23,7 +24,7 @@ struct block {                                          // of keys; beyond `coun
 
 INLINE void prefetch(const char* row, long bytes) {
     for (long at = 0; at < bytes; at += 64)
-        __builtin_prefetch(row + at, 0, 2);
+        __builtin_prefetch(row + at, 0, 3);
 }
 
 // Vectors of a row.
@@ -33,20 +34,19 @@ INLINE long vectors_of(long dim) { return (dim + LANES - 1) / LANES; }
 INLINE long streamed(long c, long dim) { return dim > LANES && c >= dim / LANES * LANES ? c + LANES - dim % LANES : c; }
 
 // The scores of the keys of a block.  q: [vector][row][LANES].
-INLINE void stream_scores(int element, int width, int dim, int value_bytes, const real* q, const struct block* block,
-                          real* score) {
+INLINE void stream_scores(int element, int width, int dim, const real* q, const struct block* block, real* score) {
     const int keys = LANES / width, bytes = element_bytes[element] * LANES, full = dim / LANES;
     for (long j = 0; j < block->count; j += keys) {
         const char* key[LANES];
         vec sum[LANES];
         UNROLLED for (int n = 0; n < keys; n++) key[n] = block->key[j + n];
         UNROLLED for (int i = 0; i < LANES; i++) sum[i] = splat(0);
-        for (int n = 0; n < keys; n++)
-            prefetch(block->value[j + n], value_bytes);
         const real* row = q;
         for (long at = 0; at < full * bytes; at += bytes, row += width * LANES)
             UNROLLED for (int n = 0; n < keys; n++) {
                 const vec numbers = widened(element, key[n] + at);
+                if (width > FEW && (bytes >= 64 || at % 64 == 0))
+                    __builtin_prefetch(block->value[j + n] + at, 0, 3);
                 UNROLLED for (int i = 0; i < width; i++) sum[n * width + i] += load(row + i * LANES) * numbers;
             }
         if (dim % LANES)
@@ -59,17 +59,19 @@ INLINE void stream_scores(int element, int width, int dim, int value_bytes, cons
 }
 
 // acc[i] = acc[i] * decay[i] + the sum of the values by their weights, of `vectors` vectors from number `from` on.
-// next: the block whose keys are prefetched; NULL for none.
+// next: the block to prefetch; NULL for none.
 INLINE void stream_columns(int element, int width, int vectors, int rest, int dim, int from, const struct block* block,
-                           const struct block* next, int key_bytes, const real* weight, const real* decay, real* acc,
-                           long pitch) {
+                           const struct block* next, long ahead, long ahead_bytes, const real* weight,
+                           const real* decay, real* acc, long pitch) {
     const int bytes = element_bytes[element] * LANES;
-    vec sum[SUMS];
+    vec sum[LANES * 8];
     UNROLLED for (int i = 0; i < width * vectors; i++) sum[i] = splat(0);
     for (long j = 0; j < block->count; j++, weight += width) {
-        vec numbers[SUMS];
+        vec numbers[8];
         if (next)
-            prefetch(next->key[j], key_bytes);
+            prefetch(next->key[j] + ahead, ahead_bytes);
+        if (next && width <= FEW)
+            prefetch(next->value[j] + ahead, ahead_bytes);
         UNROLLED for (int n = 0; n < vectors; n++) numbers[n] =
             rest ? widened_rest(element, block->value[j], dim) : widened(element, block->value[j] + (from + n) * bytes);
         UNROLLED for (int i = 0; i < width; i++) {
@@ -83,15 +85,21 @@ INLINE void stream_columns(int element, int width, int vectors, int rest, int di
     }
 }
 
+// A pass over a block for so many vectors of its values at a time, as often as there are so many.
+#define PASSES(vectors)                                                                              \
+    if (width * (vectors) <= SUMS)                                                                   \
+        for (; from + (vectors) <= full; from += (vectors))                                          \
+    stream_columns(element, width, vectors, 0, dim, from, block, next, (long)key_bytes* from / full, \
+                   (long)key_bytes * (vectors) / full, weight, decay, acc, pitch)
+
 INLINE void stream_values(int element, int width, int dim, const struct block* block, const struct block* next,
                           int key_bytes, const real* weight, const real* decay, real* acc, long pitch) {
-    const int most_vectors = SUMS / width < 8 ? SUMS / width : 8, full = dim / LANES;
+    const int full = dim / LANES;
     int from = 0;
-    for (; from + most_vectors <= full; from += most_vectors)
-        stream_columns(element, width, most_vectors, 0, dim, from, block, from ? 0 : next, key_bytes, weight, decay,
-                       acc, pitch);
-    for (; from < full; from++)
-        stream_columns(element, width, 1, 0, dim, from, block, 0, 0, weight, decay, acc, pitch);
+    PASSES(8);
+    PASSES(4);
+    PASSES(2);
+    PASSES(1);
     if (dim % LANES)
-        stream_columns(element, width, 1, 1, dim, from, block, 0, 0, weight, decay, acc, pitch);
+        stream_columns(element, width, 1, 1, dim, from, block, 0, 0, 0, weight, decay, acc, pitch);
 }
