@@ -74,7 +74,9 @@ def test_a_wrong_result_is_not_measured(broken, complaint):
         f"B.{broken} = wrong\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    outcome = mpirun(1, [sys.executable, "-c", code, *KERNEL[3:], "--direction", "both"], check=False)
+    outcome = mpirun(
+        1, [sys.executable, "-c", code, *KERNEL[3:], "--backend", "numpy", "--direction", "both"], check=False
+    )
     assert outcome.returncode == 1 and not outcome.stdout
     assert outcome.stderr.count(complaint) == 1 and "nothing is measured" in outcome.stderr
 

@@ -84,6 +84,7 @@ def instruction_sets():
     return sets
 
 
+@cache
 def _digest():
     """Of the kernels' sources, as setup.py makes it."""
     paths = sorted((kernel_dir() / "cpu").glob("*.[ch]"))
