@@ -30,7 +30,11 @@ def test_one_table_for_all_ranks():
     assert lines["ranks"] == "3 on 1 host"
     assert lines["GPU-aware MPI"].startswith("no: ") or lines["GPU-aware MPI"].startswith("yes: ")
     usable = [name for name, why in backends.missing().items() if not why]
-    assert lines["back ends"] == ", ".join(usable) and "numpy" in usable
+    tests = backends.usages(tests=True)
+    assert lines["back ends"] == ", ".join(name for name in usable if name not in tests) and "numpy" in usable
+    assert lines["for tests"] == ", ".join(name for name in usable if name in tests) and "deferred" in tests
+    best = backends.get("auto")
+    assert lines["auto takes"] == f"{best.name} {best.version}"
     assert lines["not cuda"].startswith("it needs")
     assert os.path.isfile(os.path.join(lines["kernel sources"], "README.md"))
     assert "WARNING" not in lines

@@ -68,6 +68,8 @@ def _run(job, args):
                 "processor": host.processor(),
                 "machine": _machine(nodes),
                 "backends": backends.missing(),
+                "backends_for_tests": backends.usages(tests=True),
+                "auto": _auto(),
                 "kernels": _kernels(),
             }
             if args.json:
@@ -160,6 +162,15 @@ def _kernels():
         return str(error)
 
 
+def _auto():
+    """What a plan's "auto" takes in this process, with its version: of compiled kernels, their instruction set."""
+    backend = backends.get()
+    try:
+        return f"{backend.name} {backend.version}"
+    finally:
+        backend.close()
+
+
 def _machine(nodes):
     """The machine that plans of this launch use with the default back end, and where it is from."""
     from ..model.tuned import key_of
@@ -205,7 +216,10 @@ def _lines(data):
         yield f"  {entry['host']}", (f"ranks: {entry['ranks']}, cores: {entry['cores']}, CUDA devices: {devices}")
     yield "processor", data["processor"]
     yield "machine", data["machine"]["from"]
-    yield "back ends", ", ".join(usage for usage, why in data["backends"].items() if not why)
+    usable = [usage for usage, why in data["backends"].items() if not why]
+    yield "back ends", ", ".join(usage for usage in usable if usage not in data["backends_for_tests"])
+    yield "  auto takes", data["auto"]
+    yield "  for tests", ", ".join(usage for usage in usable if usage in data["backends_for_tests"])
     for usage, why in data["backends"].items():
         if why:
             yield f"  not {usage}", why
