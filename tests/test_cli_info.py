@@ -11,6 +11,7 @@ import pytest
 import threadpoolctl
 
 from mpiattn import backends
+from mpiattn.console.threads import name_core_type
 from mpiattn.system import host
 from mpiattn.system.gpu_aware_mpi import verdict
 
@@ -219,6 +220,23 @@ def test_blas_advice(monkeypatch, core, flags, setting, advised):
     assert (advice is not None) == advised
     if advised:
         assert core in advice and "OPENBLAS_CORETYPE=SKYLAKEX" in advice
+
+
+@pytest.mark.parametrize(
+    "vendor, flags, setting, then",
+    [
+        ("AuthenticAMD", ALL, None, "SKYLAKEX"),
+        ("AuthenticAMD", ALL, "Zen", "Zen"),
+        ("AuthenticAMD", AVX2, None, None),
+        ("GenuineIntel", ALL, None, None),
+    ],
+)
+def test_commands_name_the_type_of_core(monkeypatch, vendor, flags, setting, then):
+    monkeypatch.setattr(host, "_cpuinfo", {"flags": flags, "vendor_id": vendor}.get)
+    monkeypatch.setattr(os, "environ", {"OPENBLAS_CORETYPE": setting} if setting else {})
+    name_core_type()
+    assert os.environ.get("OPENBLAS_CORETYPE") == then
+    assert ("your own program" in (host.blas_advice() or "")) == (then == "SKYLAKEX")
 
 
 @pytest.mark.workshop  # a cluster's OpenBLAS may have been built for one type of core

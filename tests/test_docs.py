@@ -56,7 +56,7 @@ def q():
 
 def cache():
     from mpiattn import KVCache, tree_decode
-    with KVCache(MPI.COMM_WORLD, capacity=40, kv_heads=2, head_dim=8) as held:
+    with KVCache(MPI.COMM_WORLD, capacity=40, kv_heads=2, head_dim=8, backend="numpy") as held:
         held.append(*np.ones((2, 1, 9, 2, 8), np.float32))
         tree_decode(np.ones((1, 1, 2, 8), np.float32), held)
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from .. import __version__
 from ..console import interrupts, startup, witness
 from ..console.parser import Parser
-from ..console.threads import limit_threads
+from ..console.threads import limit_threads, name_core_type
 from ..errors import MpiattnError
 from ..system.launch_variables import launch_rank
 
@@ -64,6 +64,7 @@ def main(argv=None):
     """Entry point of `mpiattn`: returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     limit_threads()  # before anything imports NumPy
+    name_core_type()
     command = next((word for word in argv if word in COMMANDS), None)
     if command in UNDER_MPI:
         if launch_rank(None) is not None:

@@ -1,8 +1,11 @@
-"""BLAS threads of a rank: its share of the host's cores, unless the user has set them."""
+"""What BLAS libraries read from the environment when NumPy loads them: threads and, of OpenBLAS, the type of core.
+
+What the user has set stays.
+"""
 
 import os
 
-from ..system.host import BLAS_VARIABLES
+from ..system.host import BLAS_VARIABLES, CORE_TYPE, mistaken_by_openblas
 from ..system.launch_variables import local_ranks
 
 
@@ -16,3 +19,9 @@ def limit_threads():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for name in BLAS_VARIABLES:
         os.environ[name] = str(max(1, cores // local_ranks()))
+
+
+def name_core_type():
+    """Tell OpenBLAS to use its kernels for AVX-512 on processors that it takes for older ones."""
+    if CORE_TYPE not in os.environ and mistaken_by_openblas():
+        os.environ[CORE_TYPE] = "SKYLAKEX"

@@ -9,6 +9,7 @@ from functools import cache
 # Variables from which BLAS libraries read their number of threads when they are loaded.
 BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}  # what OpenBLAS's kernels for SKYLAKEX need
+CORE_TYPE = "OPENBLAS_CORETYPE"  # the variable that names the type of core to OpenBLAS when it is loaded
 
 
 def cores():
@@ -78,14 +79,24 @@ def blas():
     return name or None, info.get("num_threads")
 
 
+def _has_avx512():
+    return AVX512.issubset(_cpuinfo("flags").split())
+
+
+def mistaken_by_openblas():
+    """Whether OpenBLAS may take this processor for one without AVX-512: it knows few of AMD's that have it."""
+    return _cpuinfo("vendor_id") == "AuthenticAMD" and _has_avx512()
+
+
 def blas_advice():
-    """What to set where OpenBLAS runs kernels for AVX2 on a processor that has AVX-512; None where nothing is amiss."""
-    core, asked = _blas().get("architecture"), "OPENBLAS_CORETYPE" in os.environ
-    if asked or core not in ("Haswell", "Zen") or not AVX512.issubset(_cpuinfo("flags").split()):
+    """What a program should set so that OpenBLAS uses AVX-512 on a processor that has it; None if nothing."""
+    core = _blas().get("architecture")
+    if os.environ.get(CORE_TYPE) == "SKYLAKEX" and mistaken_by_openblas():
+        return f"commands set {CORE_TYPE}=SKYLAKEX on this processor; do so in your own program before NumPy is loaded"
+    if CORE_TYPE in os.environ or core not in ("Haswell", "Zen") or not _has_avx512():
         return None
     return (
-        f"OpenBLAS takes this processor for {core}, but it has AVX-512: set OPENBLAS_CORETYPE=SKYLAKEX before "
-        "NumPy is loaded"
+        f"OpenBLAS takes this processor for {core}, but it has AVX-512: set {CORE_TYPE}=SKYLAKEX before NumPy is loaded"
     )
 
 
