@@ -68,15 +68,13 @@ def test_sections(tmp_path, backend, dtype):
 )
 def test_a_wrong_result_is_not_measured(broken, complaint):
     code = (
-        f"import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; right = B.{broken}\n"
+        f"import sys; from mpiattn import backends; B = type(backends.get()); right = B.{broken}\n"
         "def wrong(self, q, *rest, **more):\n"
         "    right(self, q * 1.1, *rest, **more)\n"
         f"B.{broken} = wrong\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    outcome = mpirun(
-        1, [sys.executable, "-c", code, *KERNEL[3:], "--backend", "numpy", "--direction", "both"], check=False
-    )
+    outcome = mpirun(1, [sys.executable, "-c", code, *KERNEL[3:], "--direction", "both"], check=False)
     assert outcome.returncode == 1 and not outcome.stdout
     assert outcome.stderr.count(complaint) == 1 and "nothing is measured" in outcome.stderr
 

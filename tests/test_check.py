@@ -125,12 +125,12 @@ def test_versions_that_differ():
 
 def test_wrong_results():
     spoil = (
-        "from mpiattn.backends.numpy.backend import NumpyBackend\nhonest = NumpyBackend.merge\n"
+        "from mpiattn import backends\nbest = type(backends.get())\nhonest = best.merge\n"
         "def merge(self, out, lse, *others, **how):\n"
         "    event = honest(self, out, lse, *others, **how)\n"
         "    out *= 1 + 1e-3 * (rank == 1)\n"
         "    return event\n"
-        "NumpyBackend.merge = merge"
+        "best.merge = merge"
     )
     items, *_ = check(2, spoil=spoil, code=1)
     assert items["results"]["status"] == "FAIL"

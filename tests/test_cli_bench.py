@@ -80,7 +80,7 @@ def test_emulated_compute_is_called_so():
 def test_a_wrong_result_is_not_measured(tmp_path):
     """A back end that is wrong with two blocks or more: the case is named, and nothing is written."""
     code = (
-        "import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; merge = B.merge\n"
+        "import sys; from mpiattn import backends; B = type(backends.get()); merge = B.merge\n"
         "def wrong(self, out, lse, *rest, **more):\n"
         "    merge(self, out, lse, *rest, **more)\n"
         "    out += 0.01\n"
@@ -158,7 +158,7 @@ def test_decode(ranks, options):
 def test_wrong_decoding_is_not_measured():
     """All ways agree, and all are wrong."""
     code = (
-        "import sys; from mpiattn.backends.numpy.backend import NumpyBackend as B; attend = B.attend_pages\n"
+        "import sys; from mpiattn import backends; B = type(backends.get()); attend = B.attend_pages\n"
         "def wrong(self, q, keys, values, *rest, **more):\n"
         "    attend(self, 1.01 * q, keys, values, *rest, **more)\n"
         "B.attend_pages = wrong\n"

@@ -21,6 +21,8 @@ MOST = 0.05
 ROUNDING = {"float32": (6e-8, 0), "bfloat16": (4e-3, 0), "float16": (5e-4, 2.0**-25)}
 # Factor for partial results that are sent in a narrower dtype: they may be larger than the result.
 OF_WIRE = 2
+# Kernels for half types round weights before they multiply values by them, and then the result.
+OF_RESULT = 2
 
 
 def accumulation_error(problem, largest_lse):
@@ -28,10 +30,10 @@ def accumulation_error(problem, largest_lse):
     return ACCUMULATION[problem.dtype] * max(1, largest_lse / USUAL_SCORE)
 
 
-def rounding_error(problem):
-    """Allowed relative and absolute error of rounding the result, and partial results that are sent."""
+def rounding_error(problem, of_dtype):
+    """Allowed relative and absolute error of rounding `of_dtype` times to the problem's dtype, and what is sent."""
     relative = absolute = 0
-    for dtype, times in ((problem.dtype, 1), (problem.wire_dtype, OF_WIRE)):
+    for dtype, times in ((problem.dtype, of_dtype), (problem.wire_dtype, OF_WIRE)):
         if dtype != problem.partial_dtype:
             relative += times * ROUNDING[dtype][0]
             absolute += times * ROUNDING[dtype][1]
@@ -201,7 +203,7 @@ def conclude(peers, problem, outs, lses, checked, rows):
     peers.reduce(maxima, MPI.MAX)
     peers.reduce(counts, MPI.SUM)
     out_error, out_size, lse_error, lse_size = maxima.tolist()
-    rounding, absolute = rounding_error(problem)
+    rounding, absolute = rounding_error(problem, OF_RESULT)
     tolerance = min(rounding + accumulation_error(problem, lse_size), MOST)
     return Report(
         *counts[:2].tolist(),

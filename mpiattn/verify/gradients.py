@@ -149,7 +149,7 @@ class _Check:
         errors, sizes, (q_size, k_size, change) = maxima
         # Where the terms of dq or dk cancel, the error of out, through delta, remains: its size replaces theirs.
         sizes = np.maximum(sizes, [p.scale * k_size * change, p.scale * q_size * change, 0])
-        rounding, absolute = rounding_error(p)
+        rounding, absolute = rounding_error(p, 1)
         tolerance = min(TIMES_ROUNDING * rounding + accumulation_error(p, lse_size), MOST)
         relative = np.maximum(0, errors - absolute) / np.where(sizes == 0, 1, sizes)
         counts = np.array(
