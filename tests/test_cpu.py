@@ -1,6 +1,7 @@
 """The compiled kernels of the back end cpu against float64, on every instruction set that this processor has."""
 
 import functools
+import signal
 import threading
 
 import numpy as np
@@ -325,6 +326,27 @@ def test_it_asks_meanwhile(backend, monkeypatch, threads):
             launch(fail)
         assert len(calls) == 2
         calls.clear()
+
+
+def test_a_signal_ends_a_launch(backend):
+    """What its handler raises is raised, as Ctrl-C's is, wherever in a launch the signal comes."""
+
+    def raised(*_):
+        raise KeyboardInterrupt("Ctrl-C")
+
+    arguments, before = large("float64"), signal.signal(signal.SIGALRM, raised)
+    try:
+        for launch in (
+            lambda: attend(backend, arguments[0], *arguments[4:], meanwhile=float),
+            lambda: gradients(backend, arguments, meanwhile=float),
+        ):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+                for _ in range(100):
+                    launch()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])

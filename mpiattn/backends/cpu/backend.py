@@ -163,10 +163,11 @@ class CpuBackend(NumpyBackend):
         launch.scratch = -(-scratch.ctypes.data // LINE) * LINE
         if meanwhile:
             meanwhile(0.0)
-        polled = _Polled(meanwhile)
-        launch.poll = Poll(polled) if meanwhile else Poll()
+        failures = []
+        launch.poll = Poll(_polled(meanwhile, failures)) if meanwhile else Poll()
         self._kernels.run(launch, operation)
-        polled.raise_failure()
+        if failures:
+            raise failures.pop()
         for name, array in results.items():
             if into[name] is not array:
                 array[...] = into[name]
@@ -176,22 +177,28 @@ class CpuBackend(NumpyBackend):
         self._scratch.clear()
 
 
-class _Polled:
-    """`meanwhile` as kernels call it.  What it raises cannot pass through them: it stops them, and is raised after."""
+def _polled(meanwhile, failures):
+    """`meanwhile` as kernels call it.  What it raises cannot pass through them: it stops them, and is in `failures`.
 
-    def __init__(self, meanwhile):
-        self._meanwhile, self._failure = meanwhile, None
+    So is what a signal's handler raises, Ctrl-C's above all.  Python runs handlers where a function begins, outside
+    any `try` of the function; where a generator goes on, it is inside one.
+    """
 
-    def __call__(self, share):
-        try:
-            self._meanwhile(share)
-        except BaseException as failure:
-            self._failure = failure
-        return self._failure is not None
+    def polled():
+        while True:
+            try:
+                while True:
+                    share = yield bool(failures)
+                    if not failures:
+                        meanwhile(share)
+            except GeneratorExit:  # no more calls
+                return
+            except BaseException as failure:
+                failures.append(failure)
 
-    def raise_failure(self):
-        if self._failure is not None:
-            raise self._failure
+    started = polled()
+    next(started)
+    return started.send
 
 
 def _rows(array):
