@@ -376,6 +376,21 @@ def test_large_scores(backend):
         assert error(out, ref) <= 8 * eps * largest(ref_lse) * largest(ref)
 
 
+@pytest.mark.parametrize(("scale", "softcap"), [(0.3, None), (0.3, 1e12)])
+def test_huge_scores(backend, scale, softcap):
+    """Of 1e10, where float32 has no digits below 1000: one key counts in a row, with a weight of 1."""
+    for dtype in ("float32", "bfloat16"):
+        q, k, v = chunks(140, 60, 1, 1, 64, 64, dtype, seed=1)
+        q, k = ((1e5 * array.astype(np.float32)).astype(dtype) for array in (q, k))
+        intervals = everything(140, 60)
+        ref, ref_lse = dense(q, k, v, *intervals, scale, softcap)
+        out, lse = attend(backend, q, k, v, *intervals, scale, softcap)
+        assert (out == ref).all() and error(lse, ref_lse) <= NOISE * largest(ref_lse)
+        dv = gradients(backend, [q, np.ones_like(q), lse, np.zeros_like(lse), k, v, *intervals], scale, softcap)[2]
+        score = q[:, 0].astype(np.float64) @ k[:, 0].astype(np.float64).T
+        assert (dv[:, 0, 0] == np.bincount(score.argmax(axis=1), minlength=60)).all()
+
+
 def test_scratch_memory_is_what_it_says(backend):
     """It does not grow with the tokens."""
     for dtype, dims in (("float32", (64, 64)), ("float64", (40, 300))):

@@ -32,8 +32,8 @@ static void weigh(struct forward_work* work, real scale, long first, long count,
         const vec base = splat(minus[i]);
         vec sum = splat(0), sum2 = sum;
         for (long j = from; j < to; j += NR) {
-            const vec left = weight_of(load(score + j) * scale - base);
-            const vec right = weight_of(load(score + j + LANES) * scale - base);
+            const vec left = weight_of(scaled(load(score + j), scale) - base);
+            const vec right = weight_of(scaled(load(score + j + LANES), scale) - base);
             const __m512bh both = _mm512_cvtne2ps_pbh((__m512)right, (__m512)left);
             _mm512_store_si512(work->weight + i * BLOCK + j, (__m512i)both);
             sum += left, sum2 += right;

@@ -40,7 +40,7 @@ static void differentiate(const struct launch* of, const struct rows* rows, long
         vec score = load(weight + j), slope = splat(1);
         if (cap) {
             const vec bent = hyperbolic_tangent(score * inverse);
-            score = bent * cap, slope = 1 - bent * bent;
+            score = rounded_now(bent * cap), slope = 1 - bent * bent;
         }
         vec p = exponential(limited(score - base)), ds = p * (load(dweight + j) - delta);
         if (cap)

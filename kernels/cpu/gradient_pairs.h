@@ -63,10 +63,10 @@ INLINE void differentiate(const struct launch* of, struct backward_work* work, c
         vec p[2], ds[2];
         UNROLLED for (int r = 0; r < 2; r++) {
             const long at = (row + r) % MR * SPAN + j - start;
-            vec score = load(work->score + at) * scale, slope = splat(1);
+            vec score = scaled(load(work->score + at), scale), slope = splat(1);
             if (cap) {
                 const vec bent = hyperbolic_tangent(load(work->score + at) * inverse);
-                score = bent * cap, slope = 1 - bent * bent;
+                score = rounded_now(bent * cap), slope = 1 - bent * bent;
             }
             p[r] = weight_of(score - tile->base[row + r]);
             ds[r] = p[r] * (load(work->dscore + at) - tile->delta[row + r]);

@@ -58,6 +58,17 @@ INLINE vec splat(real x) { return x - (vec){0}; }
 INLINE vec load(const real* from) { return *(const vec*)from; }
 INLINE void store(real* to, vec x) { *(vec*)to = x; }
 
+// A product, rounded here.  Compilers may fuse one with the subtraction of its largest value or of an lse: a score of
+// 2^32 would then be 256 more than itself, and its weight infinite.
+INLINE vec rounded_now(vec x) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#endif
+    return x;
+}
+
 // x where mask is set (all bits of a lane), else y
 INLINE vec choose(ivec mask, vec x, vec y) { return (vec)((mask & (ivec)x) | (~mask & (ivec)y)); }
 

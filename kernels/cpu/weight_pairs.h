@@ -4,6 +4,8 @@
 
 #include "vector.h"
 
+INLINE vec scaled(vec score, real scale) { return rounded_now(score * scale); }
+
 // e^x, off by 2e-7 of it at most where x is small; NaN for NaN.
 INLINE vec weight_of(vec x) {
     const vec y = x * 1.44269504088896341f;
