@@ -119,3 +119,17 @@ def test_every_set_computes_other_dtypes_alike(kernels, monkeypatch):
     for dtype in ("float32", "float64", "float16"):
         inputs = *chunks(50, 60, dtype=dtype), *windows(50, 60)
         assert bits(*attend(kernels, *inputs)) == bits(*attend(other, *inputs))
+
+
+def test_a_launch_while_another_asks(kernels):
+    """What is called meanwhile may multiply by the same instructions; both launches have the bits they have alone."""
+    arguments, inner, other = arguments_of(700, 1500), arguments_of(40, 50), backends.get("cpu")
+    within = []
+
+    def both(on, of, **options):
+        return bits(*attend(on, of[0], *of[4:], SCALE, **options), *gradients(on, of, SCALE, **options))
+
+    alone = both(kernels, arguments), both(other, inner)
+    assert both(kernels, arguments, meanwhile=lambda _: within.append(both(other, inner))) == alone[0]
+    assert len(within) > 2 and set(within) == {alone[1]}
+    other.close()

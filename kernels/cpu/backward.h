@@ -128,11 +128,9 @@ static void backward_worker(struct job* job, int thread, void* with) {
     const struct backward_pieces* pieces = with;
     struct backward_work work;
     backward_work(job->of, pieces->scratch + thread * pieces->bytes, &work);
-    begin_products();
     for (long block; (block = take_piece(job)) * KEYS < job->of->keys;)
         if (!backward_block(job, thread, pieces, &work, block))
             break;
-    end_products();
 }
 
 static int32_t backward(const struct launch* of) {

@@ -84,13 +84,11 @@ static void forward_worker(struct job* job, int thread, void* with) {
     const struct forward_pieces* pieces = with;
     struct forward_work work;
     forward_work(job->of, job->of->scratch + thread * pieces->bytes, &work);
-    begin_products();
     for (long piece; (piece = take_piece(job)) < pieces->of_head * job->of->kv_heads && !give_up(job, thread);) {
         const long at = pieces->of_head - 1 - piece % pieces->of_head;  // the last rows, often with most keys, first
         forward_rows(job, thread, &work, piece / pieces->of_head, at * pieces->size,
                      least((at + 1) * pieces->size, pieces->tiles));
     }
-    end_products();
 }
 
 static int32_t forward(const struct launch* of) {

@@ -11,6 +11,11 @@
 #include <time.h>
 
 #include "launch.h"
+#ifdef __AVX512BF16__
+#include "product_pairs.h"
+#else
+#include "product.h"
+#endif
 
 #define NANOSECONDS 500000
 #define LEAST_WORK 4e6                          // floating-point operations that are worth a thread
@@ -56,6 +61,7 @@ static int give_up(struct job* job, int thread) {
             const int answer = job->of->poll((double)__atomic_load_n(&job->done, __ATOMIC_RELAXED) / job->all);
             __atomic_store_n(&job->stopped, answer, __ATOMIC_RELAXED);
             job->asked = now();
+            begin_products();                   // what the caller runs may use tiles too; a call need not keep them
         }
     }
     return __atomic_load_n(&job->stopped, __ATOMIC_RELAXED);
@@ -63,7 +69,9 @@ static int give_up(struct job* job, int thread) {
 
 static void* run_thread(void* argument) {
     struct thread* thread = argument;
+    begin_products();
     thread->work(thread->job, thread->number, thread->with);
+    end_products();
     __atomic_fetch_sub(&thread->job->busy, 1, __ATOMIC_RELEASE);
     return 0;
 }
@@ -80,11 +88,13 @@ static int in_threads(struct job* job, int threads, worker work, void* with) {
             break;
         }
     }
+    begin_products();
     work(job, 0, with);
     while (job->of->poll && __atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
         give_up(job, 0);
         sched_yield();
     }
+    end_products();
     for (int i = 1; i < started; i++)
         pthread_join(thread[i].id, 0);
     return job->stopped;
