@@ -1,31 +1,23 @@
 """The compiled kernels of the back end cpu against float64, on every instruction set that this processor has."""
 
 import functools
-import signal
-import threading
 
 import numpy as np
 import pytest
 from blocks import EPSILON, MASKS, NOISE, assert_rounded, chunks, dense, dense_gradients, everything, partial, windows
+from cpu_kernels import PAIRS, SETS, WORK, compiled, kernels_of
 from dense import bits, error, largest
 
 from mpiattn import ArgumentError, backends
 from mpiattn.backends.cpu import library
 
-SETS = ("plain", "avx2", "avx512", "avx512bf16", "amx")
-PAIRS = ("avx512bf16", "amx")  # round the weights of bfloat16 inputs to it
-WORK = {"float64": "float64", "float32": "float32", "float16": "float32", "bfloat16": "float32"}
-pytestmark = pytest.mark.skipif(not library.PATH.is_file(), reason=f"not compiled: {library.BUILD}")
+pytestmark = compiled
 
 
 @pytest.fixture(params=SETS)
 def backend(request, monkeypatch):
-    monkeypatch.setenv(library.VARIABLE, request.param)
-    if why := backends.find("cpu").missing():
-        pytest.skip(why)
-    made = backends.get("cpu")
-    yield made
-    made.close()
+    with kernels_of(request.param, monkeypatch) as made:
+        yield made
 
 
 def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None, **options):
@@ -265,88 +257,6 @@ def test_any_strides(backend, dtype):
         gradients(backend, [*apart, *arguments[6:]], into=views[2:])
         assert bits(*views) == expected
         assert not results[0][between].any()
-
-
-def both_ways(backend, arguments, **options):
-    """Bits of a forward and of a backward launch."""
-    return bits(*attend(backend, arguments[0], *arguments[4:], **options), *gradients(backend, arguments, **options))
-
-
-def large(dtype, heads=8, kv_heads=4, mask=MASKS["causal"]):
-    """Arguments of attend_backward of launches that take some milliseconds, with an lse that is not theirs."""
-    q, k, v = chunks(1200, 900, heads, kv_heads, 40, 40, dtype)
-    rows = np.full((2, 1200, heads), 3, WORK[dtype])
-    return [q, q, *rows, k, v, *mask(1200, 900)]
-
-
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_threads_change_no_bit(backend, monkeypatch, kv_heads):
-    """Neither with more KV heads than threads nor with fewer; a single one has its rows and keys shared out."""
-    arguments, results = large("float32", 4, kv_heads), set()
-    for threads in (1, 2, 3, 5, 1):
-        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
-        made = backends.get("cpu")
-        assert made.threads == threads
-        results.add(both_ways(made, arguments))
-        made.close()
-    assert len(results) == 1
-
-
-def test_every_launch_asks(backend):
-    """Also one that takes no time, so that messages move."""
-    shares, q = [], np.ones((1, 1, 4), np.float32)
-    attend(backend, q, q, q, *everything(1, 1), meanwhile=shares.append)
-    assert shares and shares[0] == 0
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_it_asks_meanwhile(backend, monkeypatch, threads):
-    """With shares that grow, in the thread that called; it changes no bit, and what it raises ends the launch."""
-    monkeypatch.setattr(backend, "threads", threads)
-    arguments, shares, calls = large("float64"), [], []
-
-    def meanwhile(share):
-        assert threading.current_thread() is threading.main_thread()
-        shares.append(share)
-
-    for launch in (
-        lambda of: attend(backend, arguments[0], *arguments[4:], meanwhile=of),
-        lambda of: gradients(backend, arguments, meanwhile=of),
-    ):
-        assert bits(*launch(meanwhile)) == bits(*launch(None))
-        assert len(shares) > 2 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
-        shares.clear()
-
-        def fail(share):
-            calls.append(share)
-            if len(calls) > 1:
-                raise KeyboardInterrupt("enough")
-
-        with pytest.raises(KeyboardInterrupt, match="enough"):
-            launch(fail)
-        assert len(calls) == 2
-        calls.clear()
-
-
-def test_a_signal_ends_a_launch(backend):
-    """What its handler raises is raised, as Ctrl-C's is, wherever in a launch the signal comes."""
-
-    def raised(*_):
-        raise KeyboardInterrupt("Ctrl-C")
-
-    arguments, before = large("float64"), signal.signal(signal.SIGALRM, raised)
-    try:
-        for launch in (
-            lambda: attend(backend, arguments[0], *arguments[4:], meanwhile=float),
-            lambda: gradients(backend, arguments, meanwhile=float),
-        ):
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-            with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
-                for _ in range(100):
-                    launch()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])

@@ -3,23 +3,18 @@
 import numpy as np
 import pytest
 from blocks import MASKS, NOISE, dense, windows
+from cpu_kernels import WORK, compiled, kernels_of
 from dense import bits, error, largest
 
 from mpiattn import backends
-from mpiattn.backends.cpu import library
 
-WORK = {"float64": "float64", "float32": "float32", "float16": "float32", "bfloat16": "float32"}
-pytestmark = pytest.mark.skipif(not library.PATH.is_file(), reason=f"not compiled: {library.BUILD}")
+pytestmark = compiled
 
 
 @pytest.fixture(params=("plain", "avx2", "avx512"))
 def backend(request, monkeypatch):
-    monkeypatch.setenv(library.VARIABLE, request.param)
-    if why := backends.find("cpu").missing():
-        pytest.skip(why)
-    made = backends.get("cpu")
-    yield made
-    made.close()
+    with kernels_of(request.param, monkeypatch) as made:
+        yield made
 
 
 def pool(keys, page_size, kv_heads, dims, dtype, seed=0):

@@ -3,24 +3,21 @@
 import numpy as np
 import pytest
 from blocks import MASKS, NOISE, assert_rounded, chunks, dense, dense_gradients, everything, windows
+from cpu_kernels import PAIRS, compiled, kernels_of
 from dense import bits, error, largest
-from test_cpu import PAIRS, assert_gradients, attend, gradients
+from test_cpu import assert_gradients, attend, gradients
 
 from mpiattn import backends
 from mpiattn.backends.cpu import library
 
-pytestmark = pytest.mark.skipif(not library.PATH.is_file(), reason=f"not compiled: {library.BUILD}")
+pytestmark = compiled
 SCALE = 0.11
 
 
 @pytest.fixture(params=PAIRS)
 def kernels(request, monkeypatch):
-    monkeypatch.setenv(library.VARIABLE, request.param)
-    if why := backends.find("cpu").missing():
-        pytest.skip(why)
-    made = backends.get("cpu")
-    yield made
-    made.close()
+    with kernels_of(request.param, monkeypatch) as made:
+        yield made
 
 
 def arguments_of(queries, keys, heads=1, kv_heads=1, head_dim=64, value_dim=64, mask=everything):

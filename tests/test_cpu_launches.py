@@ -1,0 +1,103 @@
+"""Launches of the compiled kernels of the back end cpu: threads, and the callback while they compute."""
+
+import signal
+import threading
+
+import numpy as np
+import pytest
+from blocks import MASKS, chunks, everything
+from cpu_kernels import SETS, WORK, compiled, kernels_of
+from dense import bits
+from test_cpu import attend, gradients
+
+from mpiattn import backends
+
+pytestmark = compiled
+
+
+@pytest.fixture(params=SETS)
+def backend(request, monkeypatch):
+    with kernels_of(request.param, monkeypatch) as made:
+        yield made
+
+
+def both_ways(backend, arguments, **options):
+    """Bits of a forward and of a backward launch."""
+    return bits(*attend(backend, arguments[0], *arguments[4:], **options), *gradients(backend, arguments, **options))
+
+
+def large(dtype, heads=8, kv_heads=4, mask=MASKS["causal"]):
+    """Arguments of attend_backward of launches that take some milliseconds, with an lse that is not theirs."""
+    q, k, v = chunks(1200, 900, heads, kv_heads, 40, 40, dtype)
+    rows = np.full((2, 1200, heads), 3, WORK[dtype])
+    return [q, q, *rows, k, v, *mask(1200, 900)]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_threads_change_no_bit(backend, monkeypatch, kv_heads):
+    """Neither with more KV heads than threads nor with fewer; a single one has its rows and keys shared out."""
+    arguments, results = large("float32", 4, kv_heads), set()
+    for threads in (1, 2, 3, 5, 1):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        made = backends.get("cpu")
+        assert made.threads == threads
+        results.add(both_ways(made, arguments))
+        made.close()
+    assert len(results) == 1
+
+
+def test_every_launch_asks(backend):
+    """Also one that takes no time, so that messages move."""
+    shares, q = [], np.ones((1, 1, 4), np.float32)
+    attend(backend, q, q, q, *everything(1, 1), meanwhile=shares.append)
+    assert shares and shares[0] == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_it_asks_meanwhile(backend, monkeypatch, threads):
+    """With shares that grow, in the thread that called; it changes no bit, and what it raises ends the launch."""
+    monkeypatch.setattr(backend, "threads", threads)
+    arguments, shares, calls = large("float64"), [], []
+
+    def meanwhile(share):
+        assert threading.current_thread() is threading.main_thread()
+        shares.append(share)
+
+    for launch in (
+        lambda of: attend(backend, arguments[0], *arguments[4:], meanwhile=of),
+        lambda of: gradients(backend, arguments, meanwhile=of),
+    ):
+        assert bits(*launch(meanwhile)) == bits(*launch(None))
+        assert len(shares) > 2 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
+        shares.clear()
+
+        def fail(share):
+            calls.append(share)
+            if len(calls) > 1:
+                raise KeyboardInterrupt("enough")
+
+        with pytest.raises(KeyboardInterrupt, match="enough"):
+            launch(fail)
+        assert len(calls) == 2
+        calls.clear()
+
+
+def test_a_signal_ends_a_launch(backend):
+    """What its handler raises is raised, as Ctrl-C's is, wherever in a launch the signal comes."""
+
+    def raised(*_):
+        raise KeyboardInterrupt("Ctrl-C")
+
+    arguments, before = large("float64"), signal.signal(signal.SIGALRM, raised)
+    try:
+        for launch in (
+            lambda: attend(backend, arguments[0], *arguments[4:], meanwhile=float),
+            lambda: gradients(backend, arguments, meanwhile=float),
+        ):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+                for _ in range(100):
+                    launch()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
