@@ -64,7 +64,7 @@ static void look(const struct launch* of, int kv_head, long first, long count, l
 // Sets to -inf what a row does not see of its scores of the columns [start, stop), which are the keys from `key` on.
 INLINE void hide(const struct rows* rows, long i, long key, long start, long stop, real* score) {
     const integer from = rows->from[i] - key, to = rows->to[i] - key;
-    ivec column;
+    ivec column = {0};
     for (int lane = 0; lane < LANES; lane++)
         column[lane] = start + lane;
     for (long j = start; j < stop; j += LANES, column += LANES)
