@@ -30,9 +30,6 @@ MPI_TESTS = HERE / "mpi"
 CONFIG = tempfile.TemporaryDirectory(prefix="mpiattn-config-")
 os.environ["XDG_CONFIG_HOME"] = CONFIG.name
 os.environ.pop("MPIATTN_MACHINE", None)
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each rank of each launch compiles every module again
-    BYTECODE = tempfile.TemporaryDirectory(prefix="mpiattn-bytecode-")
-    os.environ["PYTHONPYCACHEPREFIX"] = BYTECODE.name
 LAUNCHED = launch.under_launcher()
 if LAUNCHED:
     from mpi4py import MPI
