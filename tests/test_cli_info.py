@@ -11,7 +11,7 @@ import pytest
 import threadpoolctl
 
 from mpiattn import backends
-from mpiattn.console.threads import name_core_type
+from mpiattn.console.blas_environment import name_core_type
 from mpiattn.system import host
 from mpiattn.system.gpu_aware_mpi import verdict
 

@@ -182,7 +182,7 @@ def test_verify_fails_on_a_wrong_result(tmp_path):
 def test_ranks_share_the_cores():
     """Without a word from the user, BLAS gets a rank's share of the cores, at least one."""
     code = (
-        "import os, sys; from mpiattn.console.threads import limit_threads; limit_threads()\n"
+        "import os, sys; from mpiattn.console.blas_environment import limit_threads; limit_threads()\n"
         "sys.stdout.write(os.environ['OPENBLAS_NUM_THREADS'] + ' ')"
     )
     unset = [f"-u{name}" for name in BLAS_VARIABLES]

@@ -7,8 +7,8 @@ from importlib import import_module
 
 from .. import __version__
 from ..console import interrupts, startup, witness
+from ..console.blas_environment import limit_threads, name_core_type
 from ..console.parser import Parser
-from ..console.threads import limit_threads, name_core_type
 from ..errors import MpiattnError
 from ..system.launch_variables import launch_rank
 

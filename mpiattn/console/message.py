@@ -5,7 +5,7 @@ import socket
 import sys
 import time
 
-from .threads import local_ranks
+from ..system.launch_variables import local_ranks
 
 PARTING = 10.0  # seconds that ranks wait for each other when they end together
 SILENT = 5.0  # seconds that the others give rank 0 to print: launchers end all ranks with the first

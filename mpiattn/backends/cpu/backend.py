@@ -69,7 +69,7 @@ class CpuBackend(NumpyBackend):
         )
 
     def _attend(self, operation, inputs, results, begin, end, scale, softcap, meanwhile):
-        """Run a block; the rest as of `_run`."""
+        """Run a block of queries and keys; arguments as for `_run`."""
         q, k = inputs["q"], inputs["k"]
         if len(q) and len(k):
             begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))

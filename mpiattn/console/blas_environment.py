@@ -5,7 +5,7 @@ What the user has set stays.
 
 import os
 
-from ..system.host import BLAS_VARIABLES, CORE_TYPE, mistaken_by_openblas
+from ..system.host import BLAS_VARIABLES, CORE_TYPE, cores, mistaken_by_openblas
 from ..system.launch_variables import local_ranks
 
 
@@ -16,9 +16,8 @@ def limit_threads():
     """
     if any(name in os.environ for name in BLAS_VARIABLES):
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for name in BLAS_VARIABLES:
-        os.environ[name] = str(max(1, cores // local_ranks()))
+        os.environ[name] = str(max(1, len(cores()) // local_ranks()))
 
 
 def name_core_type():
