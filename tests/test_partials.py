@@ -29,6 +29,17 @@ WAIT = (
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def heeded_signals():
+    """Children inherit what is ignored: SIGINT where a shell runs pytest in the background, SIGHUP under nohup."""
+    ignored = [number for number in SAID if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def start(*arguments, code=WAIT, command=()):
     """A command that has come to write."""
     process = subprocess.Popen(
