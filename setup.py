@@ -112,7 +112,7 @@ setup(
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13", "nvidia-cuda-nvdisasm>=13"],
         "convert": ["safetensors>=0.4", "torch>=2.5"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["pytest>=7.4", "hypothesis>=6.100"],
+        "test": ["pytest>=7.4", "pytest-xdist>=3.7", "hypothesis>=6.100"],
         "dev": ["pre-commit>=3.5", "mypy>=1.11"],
         "bench": ["torch>=2.5"],
         "torch": ["torch>=2.5"],

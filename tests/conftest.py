@@ -1,6 +1,7 @@
 """One suite, three ways to run it:
 
-    python -m pytest                              serial tests, and tests/mpi under mpiexec by test_launch.py
+    python -m pytest                              serial tests, and tests/mpi under mpiexec by test_launch.py;
+                                                  -n 2 runs two files at a time (pytest-xdist)
     mpiexec -n 4 python -m pytest tests           serial tests on rank 0, tests/mpi on all four ranks
     mpiexec -n 4 python -m pytest tests/mpi       multi-rank tests only
 
@@ -56,6 +57,17 @@ def pytest_configure(config):
         config.addinivalue_line("markers", line)
     if RANK:  # one rank speaks; the others' failures are printed by tests/mpi
         config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With -n: the tests of a file run in one process, since they share what they start, such as a Slurm."""
+    if config.option.dist != "load":  # the default; another --dist has the last word
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False  # the longest file is not the one with the most tests
+    return LoadFileScheduling(config, log)
 
 
 def pytest_report_header(config):

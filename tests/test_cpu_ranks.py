@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.workshop, pytest.mark.skipif(library.missing() != "", 
 
 @pytest.mark.parametrize(
     "selection",
-    [["test_kernels.py"], ["test_tiles.py", "test_masks.py"], ["test_decode.py"]],
+    [["test_kernels.py"], ["test_decode.py"], pytest.param(["test_tiles.py", "test_masks.py"], marks=pytest.mark.slow)],
     ids=lambda selection: selection[0],
 )
 def test_ranks(selection):
