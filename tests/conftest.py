@@ -61,13 +61,17 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n: the tests of a file run in one process, since they share what they start, such as a Slurm."""
+    """With -n: a file's tests run in one process, since they share what they start, such as a Slurm; launches apart."""
     if config.option.dist != "load":  # the default; another --dist has the last word
         return None
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if "test_launch.py" in nodeid else super()._split_scope(nodeid)
+
     config.option.loadscopereorder = False  # the longest file is not the one with the most tests
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)
 
 
 def pytest_report_header(config):
