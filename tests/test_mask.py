@@ -171,12 +171,12 @@ def test_a_kind_by_document(causal, kinds, prefixes, block, window):
         (21, 23),
         causal,
         window,
-        cuts,
-        cuts_k,
-        problem.prefix,
         problem.causal_block,
-        prefixes,
-        kinds,
+        cu_seqlens=cuts,
+        cu_seqlens_k=cuts_k,
+        prefix=problem.prefix,
+        prefixes=prefixes,
+        causal_documents=kinds,
     )
     assert list(map(tuple, np.argwhere(oracle))) == pairs
 

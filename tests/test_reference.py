@@ -91,3 +91,42 @@ def test_naive_runs_of_the_tests_are_right_too(shape, causal):
         assert error(grad, ref) < 1e-13
     half = error(naive(Inputs(q, k, v), np.float16, causal=causal, scale=0.5).out, expected)
     assert half < 1e-2 and (half > 1e-5 or not shape[1])
+
+
+def drawn(rng, seqlen, seqlen_k):
+    """Masks at random, of two batch entries."""
+    documents = rng.integers(1, 6)
+    masks = {
+        "cu_seqlens": np.sort(rng.integers(0, seqlen + 1, (2, documents + 1))),
+        "cu_seqlens_k": np.sort(rng.integers(0, seqlen_k + 1, (2, documents + 1))),
+        "window": tuple(rng.choice([None, 0, 3], 2)),
+    }
+    if rng.random() < 0.5:
+        masks["prefixes"] = rng.integers(0, 9, (2, documents))
+    if rng.random() < 0.5:
+        masks["causal_documents"] = rng.random((2, documents)) < 0.5
+    if rng.random() < 0.5:
+        masks["causal_block"] = rng.integers(1, 9)
+    return masks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_no_row_of_a_block_sees_is_left_out(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    q, k, v = inputs(29, 23, seed=seed)
+    masks, dout = drawn(rng, 29, 23), rng.standard_normal((2, 29, 4, 5))
+    begin, end = reference.hulls(np.arange(29), 2, (29, 23), True, **masks)
+    assert (end - begin < 23).any()
+
+    def everything():
+        return [*reference.attention(q, k, v, True, **masks), *reference.backward(dout, q, k, v, True, **masks)]
+
+    results = []
+    for rows in 1, 7, 64:
+        monkeypatch.setattr(reference, "BLOCK_ROWS", rows)
+        results.append(everything())
+    monkeypatch.setattr(reference, "_hulls", lambda rows, *_: (0 * rows.first, 0 * rows.first + 23))
+    whole = everything()
+    for result in results:
+        for got, ref in zip(result, whole):
+            assert (np.isneginf(got) == np.isneginf(ref)).all() and error(got, ref) < 1e-13

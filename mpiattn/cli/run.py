@@ -265,10 +265,10 @@ def _verify(peers, plan, source, results, documents):
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
     out, lse, *grads = results.values()
     how = {"read": source.tokens, "documents": documents}
-    with Progress("verify", len(compare.choose(p, layouts[0], peers.rank)), " rows") as progress:
+    with Progress("verify", len(compare.choose(p, layouts[0], peers.rank, documents)), " rows") as progress:
         reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
     if grads:
-        chosen = gradients.choose(p, *layouts, peers.rank)
+        chosen = gradients.choose(p, *layouts, peers.rank, documents)
         with Progress("verify gradients", sum(map(len, chosen)), " rows and keys") as progress:
             reports["verify_gradients"] = gradients.verify_gradients(
                 peers, p, *layouts, out, lse, grads, progress=progress, **how

@@ -71,20 +71,21 @@ class Report(NamedTuple):
         return f"{text}: {'passed' if self.passed else 'FAILED'}"
 
 
-def choose_rows(layout, rank, row_work, limit=WORK_LIMIT, seed=0):
+def choose_rows(layout, rank, work, limit=WORK_LIMIT, seed=0):
     """The rows to check on a rank: all or, if that is too much work, a sample that has the ends of every token range.
 
-    row_work: operations that one row takes.
+    work: operations that each of the rank's rows takes, at most.
     """
     count = layout.length(rank)
-    if count * row_work <= limit:
+    if work.sum() <= limit:
         return np.arange(count)
     edges, before = set(), 0
     for tokens in layout.ranges(rank):
         if tokens:
             edges |= {before, before + len(tokens) - 1}
         before += len(tokens)
-    sample = np.random.default_rng([seed, rank]).choice(count, min(count, int(limit // row_work)), replace=False)
+    sample = np.random.default_rng([seed, rank]).permutation(count)
+    sample = sample[: np.searchsorted(np.cumsum(work[sample]), limit, side="right")]
     return np.array(sorted(edges | set(sample.tolist())), np.int64)
 
 
@@ -102,18 +103,9 @@ class Source:
     """
 
     def __init__(self, problem, read, documents=None):
-        p = self.problem = problem
-        self.read = read
-        self.masks = {
-            "causal": p.causal,
-            "scale": p.scale,
-            "window": p.window,
-            "softcap": p.softcap,
-            "prefix": p.prefix,
-            "causal_block": p.causal_block,
-            "lengths": (p.seqlen, p.seqlen_k),
-            **(documents or {}),
-        }
+        self.problem, self.read = problem, read
+        self.masks = masks_of(problem, documents)
+        self.scores = {"scale": problem.scale, "softcap": problem.softcap}
 
     def _row(self, name):
         p = self.problem
@@ -124,10 +116,23 @@ class Source:
         elements = p.batch * sum(heads * dim for heads, dim in map(self._row, names))
         return steps(p.seqlen_k if names[0] in "kv" else p.seqlen, elements * p.itemsize, PIECE_BYTES)
 
-    def pieces(self, *names):
-        """The pieces of tensors of equal length: (positions, the tokens of each tensor)."""
+    def pieces(self, *names, within=None):
+        """The pieces of tensors of equal length: (positions, the tokens of each tensor).
+
+        within: (first, last) position of the tokens that matter, last excluded; by default all.
+        """
+        first, last = within or (0, np.inf)
         for tokens in self._steps(*names):
-            yield np.arange(tokens.start, tokens.stop), *(self.read(name, tokens.start, tokens.stop) for name in names)
+            start, stop = max(tokens.start, first), min(tokens.stop, last)
+            if start < stop:
+                yield np.arange(start, stop), *(self.read(name, start, stop) for name in names)
+
+    def keys_of(self, positions):
+        """The pieces of k and v that the queries at some positions may see: (positions, k, v)."""
+        begin, end = reference.hulls(positions, self.problem.batch, **self.masks)
+        some = begin < end
+        if some.any():
+            yield from self.pieces("k", "v", within=(begin[some].min(), end[some].max()))
 
     def rows(self, name, positions):
         """A tensor's tokens at increasing positions."""
@@ -144,8 +149,8 @@ class Source:
         p = self.problem
         out = np.zeros((p.batch, len(positions), p.heads, p.value_dim))
         lse = np.full((p.batch, p.heads, len(positions)), -np.inf)
-        for keys, k, v in self.pieces("k", "v"):
-            part = reference.attention(q, k, v, positions=positions, keys=keys, **self.masks)
+        for keys, k, v in self.keys_of(positions):
+            part = reference.attention(q, k, v, positions=positions, keys=keys, **self.scores, **self.masks)
             out, lse = reference.merge(out, lse, *part)
         return out, lse
 
@@ -173,9 +178,29 @@ class Errors:
         self.magnitude = max(self.magnitude, largest(expected))
 
 
-def choose(problem, layout, rank, limit=WORK_LIMIT, seed=0):
+def masks_of(problem, documents=None):
+    """The masks of a problem and of a call as arguments of `mpiattn.verify.reference.hulls`."""
+    p = problem
+    return {
+        "causal": p.causal,
+        "window": p.window,
+        "prefix": p.prefix,
+        "causal_block": p.causal_block,
+        "lengths": (p.seqlen, p.seqlen_k),
+        **(documents or {}),
+    }
+
+
+def keys_seen(problem, positions, documents=None):
+    """At most how many keys each query at some positions sees, the mean over the batch."""
+    begin, end = reference.hulls(positions, problem.batch, **masks_of(problem, documents))
+    return (end - begin).mean(axis=0)
+
+
+def choose(problem, layout, rank, documents=None, limit=WORK_LIMIT, seed=0):
     """The rows of out and lse that `verify` checks on a rank."""
-    return choose_rows(layout, rank, problem.flops_per_pair * problem.seqlen_k, limit, seed)
+    seen = keys_seen(problem, layout.positions(rank), documents)
+    return choose_rows(layout, rank, problem.flops_per_pair * seen, limit, seed)
 
 
 def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None):
@@ -185,7 +210,7 @@ def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LI
     same on every rank.
     """
     source = Source(problem, read, documents)
-    chosen, positions = choose(problem, layout, peers.rank, limit, seed), layout.positions(peers.rank)
+    chosen, positions = choose(problem, layout, peers.rank, documents, limit, seed), layout.positions(peers.rank)
     outs, lses = Errors(), Errors()
     for turn in steps(len(chosen), 8 * problem.batch * problem.heads * (problem.head_dim + 4 * problem.value_dim)):
         rows = chosen[turn]

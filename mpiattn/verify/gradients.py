@@ -11,7 +11,19 @@ import numpy as np
 from mpi4py import MPI
 
 from . import reference
-from .compare import MOST, WORK_LIMIT, Errors, Source, accumulation_error, choose_rows, largest, rounding_error, steps
+from .compare import (
+    MOST,
+    WORK_LIMIT,
+    Errors,
+    Source,
+    accumulation_error,
+    choose_rows,
+    keys_seen,
+    largest,
+    masks_of,
+    rounding_error,
+    steps,
+)
 
 # Gradients are rounded themselves, and are computed from delta, which comes from a rounded out.
 TIMES_ROUNDING = 3
@@ -55,13 +67,27 @@ class GradientReport(NamedTuple):
         return f"{text}: {'passed' if self.passed else 'FAILED'}"
 
 
-def choose(problem, q_layout, k_layout, rank, limit=WORK_LIMIT, seed=0):
+def choose(problem, q_layout, k_layout, rank, documents=None, limit=WORK_LIMIT, seed=0):
     """The rows of dq and the keys of dk and dv that `verify_gradients` checks on a rank."""
     products = problem.flops_per_pair / 2  # two for out, five for gradients
+    seen = keys_seen(problem, q_layout.positions(rank), documents)
+    seeing = _queries_that_see(problem, documents)[k_layout.positions(rank)]
     return (
-        choose_rows(q_layout, rank, 7 * products * problem.seqlen_k, limit, seed),
-        choose_rows(k_layout, rank, 5 * products * problem.seqlen, limit, seed),
+        choose_rows(q_layout, rank, 7 * products * seen, limit, seed),
+        choose_rows(k_layout, rank, 5 * products * seeing, limit, seed),
     )
+
+
+def _queries_that_see(problem, documents):
+    """At most how many queries see each key of the sequence, the mean over the batch."""
+    change = np.zeros(problem.seqlen_k + 1)
+    for tokens in steps(problem.seqlen, 8):
+        begin, end = reference.hulls(
+            np.arange(tokens.start, tokens.stop), problem.batch, **masks_of(problem, documents)
+        )
+        for places, sign in ((begin, 1), (end, -1)):
+            change += sign * np.bincount(places.ravel(), minlength=len(change))
+    return np.cumsum(change)[:-1] / problem.batch
 
 
 def _delta(dout, out):
@@ -91,9 +117,9 @@ class _Check:
             q, dout = source.rows("q", positions), source.rows("dout", positions)
             out, lse = source.attention(positions, q)
             delta, expected = _delta(dout, out), np.zeros(q.shape)
-            for keys, k, v in source.pieces("k", "v"):
+            for keys, k, v in source.keys_of(positions):
                 expected += reference.gradients(
-                    dout, q, k, v, lse, delta, positions=positions, keys=keys, **source.masks
+                    dout, q, k, v, lse, delta, positions=positions, keys=keys, **source.scores, **source.masks
                 )[0]
                 self._see("k", k)
             self.dq.add(dq[:, some], expected)
@@ -128,7 +154,15 @@ class _Check:
             expected_dk, expected_dv = np.zeros(k.shape), np.zeros(v.shape)
             for queries, q, dout in source.pieces("q", "dout"):
                 _, of_k, of_v = reference.gradients(
-                    dout, q, k, v, *self._of_all(queries, dout), positions=queries, keys=positions, **source.masks
+                    dout,
+                    q,
+                    k,
+                    v,
+                    *self._of_all(queries, dout),
+                    positions=queries,
+                    keys=positions,
+                    **source.scores,
+                    **source.masks,
                 )
                 expected_dk += of_k
                 expected_dv += of_v
@@ -178,7 +212,7 @@ def verify_gradients(
     out, lse: of the same run.  read, documents: as for `verify.compare.Source`, with dout.  progress: called with the
     number of rows or keys just checked.  Returns a GradientReport, the same on every rank.
     """
-    rows, keys = choose(problem, q_layout, k_layout, peers.rank, limit, seed)
+    rows, keys = choose(problem, q_layout, k_layout, peers.rank, documents, limit, seed)
     positions, key_positions = q_layout.positions(peers.rank), k_layout.positions(peers.rank)
     independent = all(peers.allgather(len(rows) == len(positions)))
     check = _Check(peers, Source(problem, read, documents), positions, lse, out, progress)

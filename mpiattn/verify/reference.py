@@ -3,84 +3,151 @@
 It shares no code with masks and back ends, and never has more than one block of scores in memory.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 BLOCK_PAIRS = 2**17  # scores in memory at a time, 1 MB
+BLOCK_ROWS = 64  # of a block, where each sees few keys
+FAR = 2**62  # further than any two tokens are apart; sums with it fit an int64
 OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_k", "prefixes", "causal_documents")
 
 
-def visible_keys(
-    positions,
-    keys,
-    lengths,
-    causal=False,
-    window=(None, None),
-    cu_seqlens=None,
-    cu_seqlens_k=None,
-    prefix=0,
-    causal_block=None,
-    prefixes=None,
-    causal_documents=None,
+class Rows(NamedTuple):
+    """What queries may see by their documents, an array over the queries each.
+
+    first, last: the keys first <= j < last of the document; none for a token in no document.  diagonal: the key that
+    the query is aligned with.  prefix: keys at the beginning of the document.  causal: whether the document is.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    diagonal: np.ndarray
+    prefix: np.ndarray
+    causal: np.ndarray
+
+
+def _rows(
+    positions, lengths, causal=False, cu_seqlens=None, cu_seqlens_k=None, prefix=0, prefixes=None, causal_documents=None
 ):
+    cuts = np.asarray((0, lengths[0]) if cu_seqlens is None else cu_seqlens, np.int64)
+    cuts_k = np.asarray(
+        (cuts if cu_seqlens is not None else (0, lengths[1])) if cu_seqlens_k is None else cu_seqlens_k, np.int64
+    )
+    documents = len(cuts) - 1
+    document = np.searchsorted(cuts, positions, side="right") - 1  # the last that begins there: others are empty
+    inside = (document >= 0) & (document < documents)
+    document = document.clip(0, documents - 1)
+    first, last = cuts_k[document], cuts_k[document + 1]
+    return Rows(
+        first,
+        np.where(inside, last, first),
+        positions + last - cuts[document + 1],
+        np.broadcast_to(np.minimum(prefix if prefixes is None else prefixes, lengths[1]), documents)[document],
+        np.broadcast_to(causal if causal_documents is None else causal_documents, documents).astype(bool)[document],
+    )
+
+
+def visible_keys(positions, keys, lengths, causal=False, window=(None, None), causal_block=None, **documents):
     """Which of the keys at positions `keys` the queries at `positions` see: bool (queries, keys).
 
-    lengths: (seqlen, seqlen_k).  cu_seqlens, cu_seqlens_k: where documents of queries and of keys begin and end; by
-    default the sequence is one document.  Tokens in no document see nothing and are not seen.
-    prefix: causal queries also see this many keys at the beginning of their document.  causal_block: causal queries see
-    up to the end of their block of this many keys of the document.  prefixes, causal_documents: one value per document,
-    instead of prefix and causal.
+    lengths: (seqlen, seqlen_k).  causal_block: causal queries see up to the end of their block of this many keys of the
+    document.
+    documents: cu_seqlens, cu_seqlens_k: where documents of queries and of keys begin and end; by default the sequence
+    is one document.  Tokens in no document see nothing and are not seen.  prefix: causal queries also see this many
+    keys at the beginning of their document.  prefixes, causal_documents: one value per document, instead of prefix and
+    causal.
     """
-    cuts = (0, lengths[0]) if cu_seqlens is None else cu_seqlens
-    cuts_k = (
-        cuts
-        if cu_seqlens_k is None and cu_seqlens is not None
-        else ((0, lengths[1]) if cu_seqlens_k is None else cu_seqlens_k)
-    )
-    i, j = np.asarray(positions)[:, None], np.asarray(keys)[None, :]
-    visible = np.zeros((len(positions), len(keys)), bool)
+    rows = _rows(np.asarray(positions), lengths, causal, **documents)
+    return _visible(rows, np.asarray(keys), window, causal_block or 1)
+
+
+def _visible(rows, keys, window, block):
+    first, last, diagonal, prefix, causal = (array[:, None] for array in rows)
+    visible = (first <= keys) & (keys < last)
+    visible &= ~causal | (keys < first + prefix) | ((keys - first) // block <= (diagonal - first) // block)
     left, right = window
-    for d, (start, stop, start_k, stop_k) in enumerate(zip(cuts, cuts[1:], cuts_k, cuts_k[1:])):
-        together = (i >= start) & (i < stop) & (j >= start_k) & (j < stop_k)
-        after = j - (i + stop_k - stop)  # of the key, after the query's diagonal
-        if causal if causal_documents is None else causal_documents[d]:
-            block = causal_block or 1
-            in_prefix = j < start_k + (prefix if prefixes is None else prefixes[d])
-            together &= in_prefix | ((j - start_k) // block <= (i + stop_k - stop - start_k) // block)
-        if left is not None:
-            together &= after >= -left
-        if right is not None:
-            together &= after <= right
-        visible |= together
+    if left is not None:
+        visible &= keys - diagonal >= -left
+    if right is not None:
+        visible &= keys - diagonal <= right
     return visible
 
 
-def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, masks):
+def _hulls(rows, window, block):
+    """Keys (begin, end) of every query: it sees none before `begin`, nor any from `end` on."""
+    begin, end, block = rows.first, rows.last, min(block, FAR)
+    of_block = rows.first + ((rows.diagonal - rows.first) // block + 1) * block
+    end = np.where(rows.causal, np.minimum(end, np.maximum(of_block, rows.first + rows.prefix)), end)
+    left, right = window
+    if left is not None:
+        begin = np.maximum(begin, rows.diagonal - min(left, FAR))
+    if right is not None:
+        end = np.minimum(end, rows.diagonal + min(right, FAR) + 1)
+    begin = np.minimum(begin, rows.last)
+    return begin, np.maximum(begin, end)
+
+
+def hulls(positions, batch, lengths, causal=False, window=(None, None), causal_block=None, **documents):
+    """Keys (begin, end) of every query: it sees none before `begin`, nor any from `end` on; int64 (2, batch, queries).
+
+    Arguments as for `attention`.
+    """
+    return np.stack(
+        [_hulls(_of_entry(positions, lengths, causal, documents, b), window, causal_block or 1) for b in range(batch)],
+        axis=1,
+    )
+
+
+def _of_entry(positions, lengths, causal, documents, b):
+    """`Rows` of a batch entry."""
+    of_entry = {
+        name: value[b] if name in OF_DOCUMENTS and value is not None and np.ndim(value[0]) else value
+        for name, value in documents.items()
+    }
+    return _rows(positions, lengths, causal, **of_entry)
+
+
+def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, window=(None, None), causal_block=None, **masks):
     """For every batch entry, head and block of rows that sees any key, yields
-    (b, rows, h, kv head, scores, visible, derivative of the softcap).
+    (b, rows, h, kv head, slice of the keys, scores, visible, derivative of the softcap).
     """
     batch, queries, heads, dim = q.shape
     positions = np.arange(queries) if positions is None else positions
     keys = np.arange(k.shape[1]) if keys is None else keys
     lengths = (queries, k.shape[1]) if lengths is None else lengths
     scale = dim**-0.5 if scale is None else scale
-    step = max(1, BLOCK_PAIRS // max(k.shape[1], 1))
 
     for b in range(batch):
-        of_entry = {
-            name: mask[b] if name in OF_DOCUMENTS and mask is not None and np.ndim(mask[0]) else mask
-            for name, mask in masks.items()
-        }
-        for start in range(0, queries if k.shape[1] else 0, step):
-            rows = slice(start, start + step)
-            visible = visible_keys(positions[rows], keys, lengths, causal, **of_entry)
+        of_rows = _of_entry(positions, lengths, causal, masks, b)
+        begin, end = (np.searchsorted(keys, side) for side in _hulls(of_rows, window, causal_block or 1))
+        start = 0
+        while start < queries:
+            rows, seen = _block(start, begin, end)
+            start = rows.stop
+            visible = _visible(Rows(*(array[rows] for array in of_rows)), keys[seen], window, causal_block or 1)
             for h in range(heads if visible.any() else 0):
                 kv = h // (heads // k.shape[2])
-                score = q[b, rows, h].astype(np.float64) @ k[b, :, kv].astype(np.float64).T * scale
+                score = q[b, rows, h].astype(np.float64) @ k[b, seen, kv].astype(np.float64).T * scale
                 slope = 1.0
                 if softcap is not None:
                     bent = np.tanh(score / softcap)
                     score, slope = softcap * bent, 1 - bent**2
-                yield b, rows, h, kv, np.where(visible, score, -np.inf), visible, slope
+                yield b, rows, h, kv, seen, np.where(visible, score, -np.inf), visible, slope
+
+
+def _block(start, begin, end):
+    """The next rows and the keys that some of them see, as slices: so few rows that each sees most of the keys."""
+    rows = slice(start, start + max(BLOCK_ROWS, (end[start] - begin[start]) // 4))
+    seen = _hull(begin[rows], end[rows])
+    rows = slice(start, min(rows.stop, len(begin), start + max(1, BLOCK_PAIRS // max(1, seen.stop - seen.start))))
+    return rows, _hull(begin[rows], end[rows])
+
+
+def _hull(begin, end):
+    """The slice of keys that holds all [begin, end)."""
+    some = begin < end
+    return slice(int(begin[some].min()), int(end[some].max())) if some.any() else slice(0, 0)
 
 
 def _product(weight, matrix, visible):
@@ -101,21 +168,21 @@ def attention(
     q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, masks: as for `visible_keys`,
     relative to a diagonal that is aligned bottom-right in every document; arguments of documents have one dimension for
     all batch entries, or a row per entry.  softcap: scores s become softcap * tanh(s / softcap).
-    positions, keys, lengths: if q, or k and v, are a selection of the sequence: the positions of the queries, those of
-    the keys, and the whole (seqlen, seqlen_k).  A row that sees no key gives out 0 and lse -inf.
+    positions, keys, lengths: if q, or k and v, are a selection of the sequence: the positions of the queries, the
+    increasing ones of the keys, and the whole (seqlen, seqlen_k).  A row that sees no key gives out 0 and lse -inf.
     sinks: (heads,) an additional score for every query of a head, with value 0.
     """
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, score, visible, _ in _blocks(
-            q, k, v, causal, scale, softcap, positions, keys, lengths, masks
+        for b, rows, h, kv, seen, score, visible, _ in _blocks(
+            q, k, v, causal, scale, softcap, positions, keys, lengths, **masks
         ):
             top = score.max(axis=1)
             base = np.where(top == -np.inf, 0, top)
             weight = np.exp(score - base[:, None])
             total = weight.sum(axis=1)
-            product = _product(weight, v[b, :, kv].astype(np.float64), visible)
+            product = _product(weight, v[b, seen, kv].astype(np.float64), visible)
             out[b, rows, h] = product / np.where(total == 0, 1, total)[:, None]
             lse[b, h, rows] = base + np.log(total)
     if sinks is not None:
@@ -163,18 +230,18 @@ def gradients(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dq, dk, dv = (np.zeros(array.shape) for array in (q, k, v))
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, score, visible, slope in _blocks(
-            q, k, v, causal, scale, softcap, positions, keys, lengths, masks
+        for b, rows, h, kv, seen, score, visible, slope in _blocks(
+            q, k, v, causal, scale, softcap, positions, keys, lengths, **masks
         ):
             row = lse[b, h, rows, None]
             weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
             grad, of_values, of_keys, queries = (
-                array.astype(np.float64) for array in (dout[b, rows, h], v[b, :, kv], k[b, :, kv], q[b, rows, h])
+                array.astype(np.float64) for array in (dout[b, rows, h], v[b, seen, kv], k[b, seen, kv], q[b, rows, h])
             )
             dscore = np.where(visible, weight * (grad @ of_values.T - delta[b, h, rows, None]) * slope * scale, 0)
             dq[b, rows, h] = _product(dscore, of_keys, visible)
-            dk[b, :, kv] += _product(dscore.T, queries, visible.T)
-            dv[b, :, kv] += _product(weight.T, grad, visible.T)
+            dk[b, seen, kv] += _product(dscore.T, queries, visible.T)
+            dv[b, seen, kv] += _product(weight.T, grad, visible.T)
     return dq, dk, dv
 
 

@@ -100,7 +100,7 @@ def test_sample(comm):
     """Where all is too much work: rows and keys with every edge, the keys by the run's own lse and out."""
     problem = Problem(seqlen=200, heads=1, head_dim=8)
     layout, limit = Layout("contiguous", 200, comm.size), 40 * 32 * 200 / comm.size
-    rows, keys = choose(problem, layout, layout, comm.rank, limit)
+    rows, keys = choose(problem, layout, layout, comm.rank, limit=limit)
     assert {0, layout.length(comm.rank) - 1} <= set(rows.tolist()) & set(keys.tolist())
     report = checked(comm, problem, limit=limit, kind="contiguous")
     assert report.passed and not report.independent
