@@ -39,7 +39,7 @@ def check(n, *arguments, spoil=None, code=0, command=CHECK, **options):
     return {item["name"]: item for item in data["items"]}, data, outcome
 
 
-@pytest.mark.parametrize("n", every(3, zip([4, 1, 2, 5])))
+@pytest.mark.parametrize("n", every(4, zip([4, 1, 2, 5])))
 def test_passes_here(tmp_path, n):
     text = launch.mpirun(n, [*CHECK, "--folder", tmp_path, "--json", tmp_path / "check.json"], timeout=120).stdout
     data = json.loads((tmp_path / "check.json").read_text())
@@ -157,10 +157,9 @@ def test_ranks_that_see_another_folder(tmp_path):
     "place",
     [
         "facts.inside",
-        None,
         *(
             pytest.param(place, marks=pytest.mark.slow)
-            for place in ("results._run", "links.take_turns", "folder.gather")
+            for place in (None, "results._run", "links.take_turns", "folder.gather")
         ),
     ],
 )
