@@ -115,7 +115,7 @@ def test_what_no_row_of_a_block_sees_is_left_out(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     q, k, v = inputs(29, 23, seed=seed)
     masks, dout = drawn(rng, 29, 23), rng.standard_normal((2, 29, 4, 5))
-    begin, end = reference.hulls(np.arange(29), 2, (29, 23), True, **masks)
+    begin, end = reference.bounds(np.arange(29), 2, (29, 23), True, **masks)
     assert (end - begin < 23).any()
 
     def everything():
@@ -125,7 +125,7 @@ def test_what_no_row_of_a_block_sees_is_left_out(seed, monkeypatch):
     for rows in 1, 7, 64:
         monkeypatch.setattr(reference, "BLOCK_ROWS", rows)
         results.append(everything())
-    monkeypatch.setattr(reference, "_hulls", lambda rows, *_: (0 * rows.first, 0 * rows.first + 23))
+    monkeypatch.setattr(reference, "_bounds", lambda rows, *_: (0 * rows.first, 0 * rows.first + 23))
     whole = everything()
     for result in results:
         for got, ref in zip(result, whole):

@@ -129,7 +129,7 @@ class Source:
 
     def keys_of(self, positions):
         """The pieces of k and v that the queries at some positions may see: (positions, k, v)."""
-        begin, end = reference.hulls(positions, self.problem.batch, **self.masks)
+        begin, end = reference.bounds(positions, self.problem.batch, **self.masks)
         some = begin < end
         if some.any():
             yield from self.pieces("k", "v", within=(begin[some].min(), end[some].max()))
@@ -179,7 +179,7 @@ class Errors:
 
 
 def masks_of(problem, documents=None):
-    """The masks of a problem and of a call as arguments of `mpiattn.verify.reference.hulls`."""
+    """The masks of a problem and of a call as arguments of `mpiattn.verify.reference.bounds`."""
     p = problem
     return {
         "causal": p.causal,
@@ -193,7 +193,7 @@ def masks_of(problem, documents=None):
 
 def keys_seen(problem, positions, documents=None):
     """At most how many keys each query at some positions sees, the mean over the batch."""
-    begin, end = reference.hulls(positions, problem.batch, **masks_of(problem, documents))
+    begin, end = reference.bounds(positions, problem.batch, **masks_of(problem, documents))
     return (end - begin).mean(axis=0)
 
 

@@ -20,7 +20,6 @@ from .compare import (
     choose_rows,
     keys_seen,
     largest,
-    masks_of,
     rounding_error,
     steps,
 )
@@ -71,23 +70,11 @@ def choose(problem, q_layout, k_layout, rank, documents=None, limit=WORK_LIMIT, 
     """The rows of dq and the keys of dk and dv that `verify_gradients` checks on a rank."""
     products = problem.flops_per_pair / 2  # two for out, five for gradients
     seen = keys_seen(problem, q_layout.positions(rank), documents)
-    seeing = _queries_that_see(problem, documents)[k_layout.positions(rank)]
+    every = np.full(k_layout.length(rank), problem.seqlen)  # whatever the masks are, keys go through all queries
     return (
         choose_rows(q_layout, rank, 7 * products * seen, limit, seed),
-        choose_rows(k_layout, rank, 5 * products * seeing, limit, seed),
+        choose_rows(k_layout, rank, 5 * products * every, limit, seed),
     )
-
-
-def _queries_that_see(problem, documents):
-    """At most how many queries see each key of the sequence, the mean over the batch."""
-    change = np.zeros(problem.seqlen_k + 1)
-    for tokens in steps(problem.seqlen, 8):
-        begin, end = reference.hulls(
-            np.arange(tokens.start, tokens.stop), problem.batch, **masks_of(problem, documents)
-        )
-        for places, sign in ((begin, 1), (end, -1)):
-            change += sign * np.bincount(places.ravel(), minlength=len(change))
-    return np.cumsum(change)[:-1] / problem.batch
 
 
 def _delta(dout, out):

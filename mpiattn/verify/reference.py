@@ -74,7 +74,7 @@ def _visible(rows, keys, window, block):
     return visible
 
 
-def _hulls(rows, window, block):
+def _bounds(rows, window, block):
     """Keys (begin, end) of every query: it sees none before `begin`, nor any from `end` on."""
     begin, end, block = rows.first, rows.last, min(block, FAR)
     of_block = rows.first + ((rows.diagonal - rows.first) // block + 1) * block
@@ -88,13 +88,13 @@ def _hulls(rows, window, block):
     return begin, np.maximum(begin, end)
 
 
-def hulls(positions, batch, lengths, causal=False, window=(None, None), causal_block=None, **documents):
+def bounds(positions, batch, lengths, causal=False, window=(None, None), causal_block=None, **documents):
     """Keys (begin, end) of every query: it sees none before `begin`, nor any from `end` on; int64 (2, batch, queries).
 
     Arguments as for `attention`.
     """
     return np.stack(
-        [_hulls(_of_entry(positions, lengths, causal, documents, b), window, causal_block or 1) for b in range(batch)],
+        [_bounds(_of_entry(positions, lengths, causal, documents, b), window, causal_block or 1) for b in range(batch)],
         axis=1,
     )
 
@@ -120,7 +120,7 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, window=(N
 
     for b in range(batch):
         of_rows = _of_entry(positions, lengths, causal, masks, b)
-        begin, end = (np.searchsorted(keys, side) for side in _hulls(of_rows, window, causal_block or 1))
+        begin, end = (np.searchsorted(keys, side) for side in _bounds(of_rows, window, causal_block or 1))
         start = 0
         while start < queries:
             rows, seen = _block(start, begin, end)
@@ -139,12 +139,12 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, window=(N
 def _block(start, begin, end):
     """The next rows and the keys that some of them see, as slices: so few rows that each sees most of the keys."""
     rows = slice(start, start + max(BLOCK_ROWS, (end[start] - begin[start]) // 4))
-    seen = _hull(begin[rows], end[rows])
+    seen = _span(begin[rows], end[rows])
     rows = slice(start, min(rows.stop, len(begin), start + max(1, BLOCK_PAIRS // max(1, seen.stop - seen.start))))
-    return rows, _hull(begin[rows], end[rows])
+    return rows, _span(begin[rows], end[rows])
 
 
-def _hull(begin, end):
+def _span(begin, end):
     """The slice of keys that holds all [begin, end)."""
     some = begin < end
     return slice(int(begin[some].min()), int(end[some].max())) if some.any() else slice(0, 0)
