@@ -1,7 +1,6 @@
 """Ranks agree: an error of one rank is raised on all ranks alike, so that no rank is left waiting."""
 
 import hashlib
-from contextlib import contextmanager
 from numbers import Real
 
 from .. import errors
@@ -27,9 +26,8 @@ def _describe(error):
     return "MpiattnError", f"{name}: {error}"
 
 
-@contextmanager
-def agreement(peers, only=None, call=""):
-    """Run the body on all `Peers`; if it raises on any rank, the same error is raised on all.
+class agreement:
+    """A context: run the body on all `Peers`; if it raises on any rank, the same error is raised on all.
 
     The body must not communicate, unless it fails on all ranks alike (as an h5py with MPI does).  Costs one small
     allreduce if no rank fails.
@@ -37,18 +35,25 @@ def agreement(peers, only=None, call=""):
     ranks it failed.
     call: the collective call that this is part of, in words; raises CallError on every rank if ranks differ in it.
 
-    Yields a dict, in which the body may put arguments that must be the same on every rank, as for `agree_on`: the same
-    allreduce compares them.
+    Its value is a dict, in which the body may put arguments that must be the same on every rank, as for `agree_on`: the
+    same allreduce compares them.
     """
-    error, same = None, {}
-    try:
-        yield same
-    except Exception as caught:
-        error = caught
-    digest = _digest(call, {} if error else same)
-    failed, high, low = peers.largest([error is not None, digest, -digest])
-    if failed or high != -low:
-        _raise_everywhere(peers, call, error, only, same)
+
+    __slots__ = ("call", "only", "peers", "same")  # a class, since every call passes here: generators take longer
+
+    def __init__(self, peers, only=None, call=""):
+        self.peers, self.only, self.call, self.same = peers, only, call, {}
+
+    def __enter__(self):
+        return self.same
+
+    def __exit__(self, kind, error, trace):
+        if error is not None and not isinstance(error, Exception):
+            return  # an interrupt: other ranks learn of it otherwise
+        digest = _digest(self.call, {} if error else self.same)
+        failed, high, low = self.peers.largest([error is not None, digest, -digest])
+        if failed or high != -low:
+            _raise_everywhere(self.peers, self.call, error, self.only, self.same)
 
 
 def agree_on(peers, arguments):
@@ -65,7 +70,7 @@ def _digest(call, arguments):
 
 def _comparable(value):
     """The value; a number as Python's int or float, since 20, 20.0 and np.int64(20) are equal but print otherwise."""
-    if not isinstance(value, Real):
+    if type(value) in (int, str, tuple, type(None)) or not isinstance(value, Real):  # isinstance of Real takes long
         return value
     return int(value) if value == value // 1 else float(value)
 

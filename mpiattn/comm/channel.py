@@ -20,14 +20,14 @@ _channels: list["Channel"] = []  # the open channels: a rank that waits on one o
 _calls: list[str] = []  # the collective calls that this process is in, innermost last
 
 
-@contextlib.contextmanager
-def during(call):
-    """In the body, answer ranks that ask what this process is doing with `call`."""
+def begin(call):
+    """From now on, answer ranks that ask what this process is doing with `call`."""
     _calls.append(call)
-    try:
-        yield
-    finally:
-        _calls.remove(call)
+
+
+def end(call):
+    """This process is not in `call` any more."""
+    _calls.remove(call)
 
 
 def listen():

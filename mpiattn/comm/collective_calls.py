@@ -22,15 +22,27 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """A collective call while it runs.
+    """A collective call of a plan or cache, the context in which it runs.
 
     name: in words, the same on all ranks that make the same call.  peers: the ranks.  kept: objects besides the plan or
     cache that hold buffers of the call's transfers.
     """
 
-    def __init__(self, name: str, peers: Peers) -> None:
-        self.name, self.peers = name, peers
+    def __init__(self, owner: Collective, method: str) -> None:
+        self._owner, self._home = owner, owner._check_open()
+        self.name, self.peers = f"call {owner._calls + 1} of {owner._name}, {method}", owner._peers
         self.kept: list[object] = []
+
+    def __enter__(self) -> Call:
+        self._home.begin(self.name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._owner._calls += 1
+        self._home.end(self.name, error, lambda: (vars(self._owner).copy(), self.kept))
 
     def agreement(self, check: bool = True) -> AbstractContextManager[dict[str, Any]]:
         """As `mpiattn.comm.agreement.agreement`, which also compares the call; without check only run the body."""
@@ -68,14 +80,9 @@ class Collective(ABC):
         self._unclosed = weakref.finalize(self, home.drop)
         self._unclosed.atexit = False
 
-    @contextmanager
-    def call(self, method: str) -> Iterator[Call]:
-        """Run a collective call; for the modules of this package."""
-        home = self._check_open()
-        call = Call(f"call {self._calls + 1} of {self._name}, {method}", self._peers)
-        with home.call(call.name, lambda: (vars(self).copy(), call.kept)):
-            yield call
-            self._calls += 1
+    def call(self, method: str) -> Call:
+        """The context of a collective call; for the modules of this package."""
+        return Call(self, method)
 
     def _check_open(self) -> Home:
         if self._home is None:

@@ -20,15 +20,15 @@ gets a new home.
 import os
 import socket
 import threading
-from contextlib import contextmanager
 
 from mpi4py import MPI
 
 from ..errors import ArgumentError, MpiattnError, PeerFailure
+from . import channel as channels
 from . import endings
 from .agreement import agreement, is_everywhere
 from .blocking import blocking
-from .channel import Channel, during
+from .channel import Channel
 from .peers import TIMEOUT, Peers, translate_ranks
 
 _KEY = None  # key of the MPI attribute in which a caller's communicator keeps its Home
@@ -74,6 +74,21 @@ def nodes_of(peers):
     everywhere = peers.allgather(lowest)
     number = {lowest: i for i, lowest in enumerate(sorted(set(everywhere)))}
     return [number[lowest] for lowest in everywhere]
+
+
+class _Turn:
+    """The context of `Home.call`; a class, since every call passes here: generators take longer."""
+
+    __slots__ = ("call", "home", "kept")
+
+    def __init__(self, home, call, kept):
+        self.home, self.call, self.kept = home, call, kept
+
+    def __enter__(self):
+        self.home.begin(self.call)
+
+    def __exit__(self, kind, error, trace):
+        self.home.end(self.call, error, self.kept)
 
 
 class Home:
@@ -137,38 +152,33 @@ class Home:
         order = sorted(range(len(self.nodes)), key=lambda rank: (self.nodes[rank], rank))
         return None if order == list(range(len(order))) else tuple(order)
 
-    @contextmanager
-    def turn(self, call):
-        """Allow only one collective call at a time on a communicator: messages of two calls could match each other.
+    def call(self, name, kept=list):
+        """A context: run a collective call.  If it fails on this rank only, tell the others and abandon the home.
 
-        call: in words.  Raises MpiattnError, on this rank only, inside another call or beside it in another thread.
+        name: in words.  kept: called on failure; returns the objects with the buffers that MPI may still use.
+        Raises MpiattnError, on this rank only, inside another call or beside it in another thread.
         """
+        return _Turn(self, name, kept)
+
+    def begin(self, call):
+        """Allow only one collective call at a time on a communicator: messages of two calls could match each other."""
         if not self._turn.acquire(blocking=False):
             raise MpiattnError(
                 f"{call} is refused: {self._running} is running on this communicator; it must end, on "
                 "every rank, before another begins (not from its progress callback, not from another "
                 "thread)"
             )
+        self._running = call
+        channels.begin(call)
+
+    def end(self, call, error, kept):
+        """The end of a call that has begun.  error: the exception that ends it, or None.  kept: as for `call`."""
         try:
-            self._running = call
-            with during(call):
-                yield
+            if error is not None and self.comm.size > 1 and not is_everywhere(error, self.comm):
+                self._fail(error, kept())
         finally:
+            channels.end(call)
             self._turn.release()
-
-    @contextmanager
-    def call(self, name, kept=list):
-        """Run a collective call.  If it fails on this rank only, tell the other ranks and abandon the home.
-
-        name: in words.  kept: called on failure; returns the objects with the buffers that MPI may still use.
-        """
-        with self.turn(name):
-            try:
-                yield
-            except BaseException as error:
-                if self.comm.size > 1 and not is_everywhere(error, self.comm):
-                    self._fail(error, kept())
-                raise
 
     def _fail(self, error, kept):
         where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))

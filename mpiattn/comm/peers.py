@@ -132,6 +132,8 @@ class Peers:
 
     def reduce(self, array: NDArray[Any], operation: MPI.Op) -> None:
         """Combine an array over the ranks, in place."""
+        if self.size == 1:
+            return
         result = np.empty_like(array)
         self.wait([self.comm.Iallreduce(array, result, operation)])
         array[...] = result

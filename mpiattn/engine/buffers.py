@@ -53,6 +53,7 @@ class Buffers:
                     for held, travelling in zip(shapes[kind], shapes[arena_of(kind)])
                 )
         self.occupant = {}  # (arena, slot) -> its latest chunk
+        self._of_accumulators = {}  # (reduced kind, chunk) -> arrays
 
     def tokens(self, kind):
         """{number of a chunk: its tokens} of the row or column that a kind moves in, in the order of its ranks."""
@@ -102,6 +103,12 @@ class Buffers:
 
     def accumulator(self, kind, chunk):
         """The arrays of the accumulator of a reduced kind for a chunk."""
+        arrays = self._of_accumulators.get((kind, chunk))
+        if arrays is None:
+            arrays = self._of_accumulators[kind, chunk] = self._accumulator(kind, chunk)
+        return arrays
+
+    def _accumulator(self, kind, chunk):
         tokens = self.tokens(kind)
         if self.packed:
             start = self.packed_start(kind, chunk)

@@ -19,14 +19,16 @@ def checked(backend, name, argument, shape, dtype, writable=False):
     writable: True if a result will be written into it.
     """
     array = (backend.writable if writable else backend.array)(name, as_array(name, argument))
-    if len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape)):
+    if array.shape != shape and (
+        len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape))
+    ):
         wanted = (
             f"on this rank it must be {shape}"
             if None not in shape
             else f"it must be ({', '.join('any' if n is None else str(n) for n in shape)})"
         )
         raise ArgumentError(f"{name} has shape {array.shape}; {wanted}")
-    if array.dtype.name != dtype or not array.dtype.isnative:
+    if array.dtype != dtype:  # another byte order is another dtype
         raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
     return array
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..engine.passes import Backward, Forward
 from ..model import memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from ..backends.base import Array, Backend
     from ..comm.exchange import Exchange
@@ -80,12 +79,13 @@ class RankPasses:
     ) -> None:
         """Run the forward pass into out and lse.  chunks: q, k and v from `fold`.  sinks: a NumPy array or None."""
         executor = self.executors["forward"]
-        with self._running(executor):
-            partial_out, partial_lse = executor.run([chunks["q"]], [chunks["k"], chunks["v"]], activity, progress)["O"]
-            if sinks is not None:
-                self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
-            self._folding.unfold(out, partial_out)
-            self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
+        self._backend.begin()
+        partial_out, partial_lse = executor.run([chunks["q"]], [chunks["k"], chunks["v"]], activity, progress)["O"]
+        if sinks is not None:
+            self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
+        self._folding.unfold(out, partial_out)
+        self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
+        self._finish(executor)
 
     def fold_backward(self, arrays: dict[str, Array], rows: dict[str, Array]) -> dict[str, Array]:
         """As `fold`, also of rows {name: (batch, heads, tokens)}; makes all memory that the backward pass needs."""
@@ -108,20 +108,18 @@ class RankPasses:
         """
         p, executor = self._plan.problem, self.backward_executor()
         q, dout, lse, delta = (chunks[name] for name in ("q", "dout", "lse", "delta"))
-        with self._running(executor):
-            ready = (self._backend.delta(delta, dout, chunks["out"], chunks.get("dlse")),)
-            partials = executor.run([q, dout, lse, delta], [chunks["k"], chunks["v"]], activity, progress, ready)
-            for grad, partial in zip(grads, (*partials["dQ"], *partials["dKV"])):
-                self._folding.unfold(grad, partial)
-            if sinks is not None:
-                dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
-                self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
+        self._backend.begin()
+        ready = (self._backend.delta(delta, dout, chunks["out"], chunks.get("dlse")),)
+        partials = executor.run([q, dout, lse, delta], [chunks["k"], chunks["v"]], activity, progress, ready)
+        for grad, partial in zip(grads, (*partials["dQ"], *partials["dKV"])):
+            self._folding.unfold(grad, partial)
+        if sinks is not None:
+            dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
+            self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
+        self._finish(executor)
         return None if sinks is None else on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
 
-    @contextmanager
-    def _running(self, executor: Executor) -> Iterator[None]:
-        self._backend.begin()
-        yield
+    def _finish(self, executor: Executor) -> None:
         self._backend.finish()
         executor.forget()
         for array in self._folding.kept.arrays():

@@ -10,6 +10,7 @@ import numpy as np
 
 # A score tile of 256 x 1024 float32 takes 1 MiB, so the passes over it stay in a core's L2 cache.
 ROWS, COLUMNS = 256, 1024
+MOST = np.iinfo(np.int32).max
 
 
 class Panel(NamedTuple):
@@ -24,13 +25,10 @@ class Panel(NamedTuple):
 class RowTile:
     """Consecutive rows with their intervals, and the hull [lo, hi) of the keys that any of them sees."""
 
-    def __init__(self, span, begin, end):
-        self.span, self.begin, self.end = span, begin[span], end[span]
+    def __init__(self, span, begin, end, lo, hi, full_from, full_to):
+        self.span, self.begin, self.end, self.lo, self.hi = span, begin[span], end[span], lo, hi
         self.count = span.stop - span.start
-        sees = self.begin < self.end
-        self.lo = int(self.begin[sees].min(initial=np.iinfo(np.int32).max))
-        self.hi = int(self.end[sees].max(initial=0))
-        self.full_from, self.full_to = int(self.begin.max()), int(self.end.min())
+        self.full_from, self.full_to = full_from, full_to  # the keys that every row sees
 
     def hidden(self, work, start, stop):
         """Mask (rows, keys) of those keys [start, stop) that a row does not see, a work array; None if it is empty."""
@@ -45,8 +43,22 @@ class RowTile:
 
 def row_tiles(begin, end):
     """The row tiles that see at least one key."""
-    tiles = (RowTile(slice(start, min(start + ROWS, len(begin))), begin, end) for start in range(0, len(begin), ROWS))
-    return [tile for tile in tiles if tile.lo < tile.hi]
+    if not len(begin):
+        return []
+    starts = np.arange(0, len(begin), ROWS)
+    sees = begin < end
+    least, most = np.minimum.reduceat, np.maximum.reduceat  # of all tiles at once
+    hulls = (
+        least(np.where(sees, begin, MOST), starts),
+        most(np.where(sees, end, 0), starts),
+        most(begin, starts),
+        least(end, starts),
+    )
+    return [
+        RowTile(slice(start, min(start + ROWS, len(begin))), begin, end, lo, *rest)
+        for start, lo, *rest in zip(*(numbers.tolist() for numbers in (starts, *hulls)))
+        if lo < rest[0]
+    ]
 
 
 def _add_product(work, acc, weight, matrix, hidden, product):
@@ -54,8 +66,7 @@ def _add_product(work, acc, weight, matrix, hidden, product):
 
     hidden: mask of weight's masked pairs, or None.  Their weight is 0, but 0 * NaN must not reach acc.
     """
-    finite = True if hidden is None else np.isfinite(matrix, out=work("finite", matrix.shape, "bool")).all(axis=1)
-    if np.all(finite):
+    if hidden is None or (finite := np.isfinite(matrix, out=work("finite", matrix.shape, "bool")).all(axis=1)).all():
         np.matmul(weight, matrix, out=product)
         acc += product
         return
@@ -102,13 +113,13 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
             score *= softcap
         if hidden is not None:
             np.copyto(score, -np.inf, where=hidden)
-        new_top = np.maximum(top, score.max(axis=1))
+        new_top = np.maximum(top, np.maximum.reduce(score, axis=1))  # methods of arrays take longer to call
         base = np.where(new_top == -np.inf, 0, new_top)
         np.subtract(score, base[:, None], out=score)
         np.exp(score, out=score)
         decay = np.exp(top - base)
         total *= decay
-        total += score.sum(axis=1)
+        total += np.add.reduce(score, axis=1)
         acc *= decay[:, None]
         _add_product(work, acc, score, panel.values[start - panel.first : stop - panel.first], hidden, product)
         top = new_top
