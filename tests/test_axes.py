@@ -38,7 +38,7 @@ def test_right(tmp_path, n, options, shape):
     natural = write_input(tmp_path / "natural.h5", **shape)
     source = turned(natural, tmp_path / "in.h5")
     code = (
-        "import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 5_000; "
+        "import mpiattn.comm.rounds as r; r.PIECE_BYTES = 5_000; "
         "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     outcome = mpirun(

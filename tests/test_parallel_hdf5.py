@@ -46,7 +46,7 @@ def test_right(tmp_path, n, shape):
     """Slabs of even and uneven length, and ranks whose slab is empty: they take part in every collective."""
     source = write_input(tmp_path / "in.h5", **shape)
     code = (
-        "import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 20_000; "
+        "import mpiattn.comm.rounds as r; r.PIECE_BYTES = 20_000; "
         "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     outcome = mpirun(n, "-c", code, "run", source, tmp_path / "out.h5", "--causal", "--verify")

@@ -53,7 +53,7 @@ def test_more_than_one_piece(tmp_path):
     """Slabs that are read and written in several pieces, and a slab that ends before the others."""
     source = write_input(tmp_path / "in.h5", seqlen=1501, heads=4, kv_heads=4)
     code = (
-        "import mpiattn.comm.redistribute as r; r.PIECE_BYTES = 30_000; "
+        "import mpiattn.comm.rounds as r; r.PIECE_BYTES = 30_000; "
         "import sys; from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     mpirun(3, [sys.executable, "-c", code, "run", source, tmp_path / "out.h5", "--causal"])

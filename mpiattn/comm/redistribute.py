@@ -5,18 +5,13 @@ receiver know from the layouts which tokens a message holds, so messages contain
 """
 
 import math
-from numbers import Integral
 
 import numpy as np
-from mpi4py import MPI
 
-from ..errors import ArgumentError
 from ..problem.layout import Layout
-from ..problem.tensors import as_array, as_given, as_tensor, is_tensor
-from .agreement import agree_on, agreement
+from . import rounds
+from .agreement import agreement
 from .exchange import MAX_MESSAGE, Exchange
-
-PIECE_BYTES = 4 * 2**20  # that a rank reads or writes at a time; about three pieces are in memory
 
 
 def _shared(layout, chunk, start, stop):
@@ -38,11 +33,6 @@ def _starts(counts):
     return [sum(counts[:i]) for i in range(len(counts))]
 
 
-def native(dtype):
-    """A dtype in this machine's byte order, in which ranks send; files and programs may use the other one."""
-    return np.dtype(dtype).newbyteorder("=")
-
-
 class Redistribution:
     """Moves rows of tokens between `slabs`, a contiguous layout, and `layout` among `Peers`.
 
@@ -51,9 +41,9 @@ class Redistribution:
 
     def __init__(self, peers, slabs, layout, shape, dtype, max_message=MAX_MESSAGE):
         self.peers, self.slabs, self.layout, self.max_message = peers, slabs, layout, max_message
-        self.shape, self.dtype = tuple(shape), native(dtype)
+        self.shape, self.dtype = tuple(shape), rounds.native(dtype)
         self.row_bytes = self.dtype.itemsize * math.prod(self.shape)
-        self.tokens = max(1, PIECE_BYTES // max(self.row_bytes, 1))
+        self.tokens = max(1, rounds.PIECE_BYTES // max(self.row_bytes, 1))
 
     def _rounds(self):
         """For every round: the bounds of this rank's piece of its slab, then two lists by rank.
@@ -143,94 +133,3 @@ def all_on(root, layout):
     """The slabs of a sequence that is whole on one rank."""
     sizes = tuple(layout.seqlen if rank == root else 0 for rank in range(layout.chunks))
     return Layout("contiguous", layout.seqlen, layout.chunks, sizes)
-
-
-def _check_tokens(array, axis, length):
-    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError(f"array is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU")
-    if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
-        raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
-    if not -array.ndim <= axis < array.ndim:
-        raise ArgumentError(
-            f"axis is {axis}; array has shape {array.shape}, so it may be from {-array.ndim} to {array.ndim - 1}"
-        )
-    if array.shape[axis] != length:
-        raise ArgumentError(f"array has shape {array.shape}; it must have {length} tokens along axis {axis}")
-
-
-def _check_root(peers, root):
-    if root is not None and (not isinstance(root, Integral) or not 0 <= root < peers.size):
-        raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {peers.size - 1}")
-
-
-def _checked_row(call, layout, array, root, axis, length):
-    """The array, the shape and dtype of one token's row, and whether the array was given as a tensor.
-
-    `root` must hold the array; for None, every rank.
-    """
-    given, peers = array, call.peers
-    with call.agreement():
-        _check_root(peers, root)
-        if not isinstance(axis, Integral):
-            raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
-        if length is not None:
-            array = as_array("array", array)
-            _check_tokens(array, axis, length)
-    agree_on(peers, {"root": root, "axis": axis, "tokens": layout.seqlen})
-    row = None if length is None else (np.delete(array.shape, axis).tolist(), native(array.dtype))
-    if root is None:
-        agree_on(peers, {"shape of a token and dtype of array": row})
-        return array, *row, is_tensor(given)
-    return array, *peers.allgather(row and (*row, is_tensor(given)))[root]
-
-
-def scatter(call, layout, array, root, axis, max_message=MAX_MESSAGE):
-    """A rank's chunk of the whole `array`; a tensor if the array is one.
-
-    root: the rank that has the array; None: every rank has it.  call: this collective call, a
-    `mpiattn.comm.collective_calls.Call`.
-    """
-    peers = call.peers
-    length = layout.seqlen if root in (None, peers.rank) else None
-    array, shape, dtype, tensor = _checked_row(call, layout, array, root, axis, length)
-    with agreement(peers):
-        whole = np.empty((0, *shape), dtype) if length is None else np.moveaxis(array, axis, 0)
-    if root is None:
-        with agreement(peers):
-            rows = np.concatenate([whole[t.start : t.stop : t.step] for t in layout.ranges(peers.rank)], dtype=dtype)
-    else:
-        move = Redistribution(peers, all_on(root, layout), layout, shape, dtype, max_message)
-        rows = move.to_chunk(lambda start, stop: whole[start:stop])
-    chunk = np.ascontiguousarray(np.moveaxis(rows, 0, axis))
-    with agreement(peers):  # a rank may lack torch
-        return as_tensor(chunk) if tensor else chunk
-
-
-def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
-    """The whole array of all chunks on `root`, and None on the others; a tensor if the chunks are tensors.
-
-    root: a rank; None: every rank gets the array.  call: as for `scatter`.
-    """
-    peers = call.peers
-    with call.agreement() as same:
-        _check_root(peers, root)
-        same |= {"root": root}
-    collector = 0 if root is None else root
-    given = chunk
-    chunk, shape, dtype, _ = _checked_row(call, layout, chunk, None, axis, layout.length(peers.rank))
-    with agreement(peers):
-        whole = np.empty((layout.seqlen if root in (None, peers.rank) else 0, *shape), dtype)
-
-    def keep(start, rows):
-        whole[start : start + len(rows)] = rows
-
-    move = Redistribution(peers, all_on(collector, layout), layout, shape, dtype, max_message)
-    move.from_chunk(np.moveaxis(chunk, axis, 0), keep)
-    if root not in (None, peers.rank):
-        return None
-    if root is None:
-        step = max(1, min(move.tokens, max_message // max(move.row_bytes, 1)))
-        for start in range(0, len(whole), step):
-            piece = whole[start : start + step].reshape(-1).view(np.uint8)
-            peers.wait([peers.comm.Ibcast([piece, MPI.BYTE], collector)])
-    return as_given(given, np.ascontiguousarray(np.moveaxis(whole, 0, axis)))[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..comm.collective_calls import Collective
-from ..comm.redistribute import gather, scatter
+from ..comm.whole_arrays import gather, scatter
 from ..engine.folding import on_host
 from ..problem.tensors import is_tensor
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from ..comm.redistribute import PIECE_BYTES
+from ..comm.rounds import PIECE_BYTES
 from . import reference
 
 WORK_LIMIT = 2e11  # operations of float64 attention per rank: tens of seconds on one core

@@ -5,7 +5,7 @@ import pytest
 from runs import agreed
 
 from mpiattn import ArgumentError, Layout, MeshAttention
-from mpiattn.comm import redistribute
+from mpiattn.comm import rounds, whole_arrays
 from mpiattn.problem.problem import dtype_name
 
 
@@ -75,7 +75,7 @@ def test_keys_have_their_own_positions(comm):
 
 def test_in_pieces(comm, monkeypatch):
     """Arrays above a piece's size, here of 64 bytes, go in rounds."""
-    monkeypatch.setattr(redistribute, "PIECE_BYTES", 64)
+    monkeypatch.setattr(rounds, "PIECE_BYTES", 64)
     for layout in ("contiguous", "striped", "zigzag"):
         with plan_of(comm, layout, 101) as plan:
             whole = np.random.default_rng(1).standard_normal((1, 101, 3))
@@ -86,25 +86,59 @@ def test_in_pieces(comm, monkeypatch):
                 assert (back is None and comm.rank) or np.array_equal(back, whole)
 
 
-def test_no_message_is_longer_than_allowed(comm, monkeypatch):
-    """The broadcast after a gather to all ranks, too."""
-    pieces = []
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_no_message_is_longer_than_allowed(comm, monkeypatch, layout):
+    """And own tokens are in none; those of a chunk for all ranks are in one, which MPI copies."""
+    sent = []
 
     class Watched:
         def __getattr__(self, name):
             return getattr(own, name)
 
-        def Ibcast(self, message, root):
-            pieces.append(message[0].nbytes)
-            return own.Ibcast(message, root)
+        def Isend(self, message, dest, tag):
+            assert dest != comm.rank
+            sent.append(message[0].nbytes)
+            return own.Isend(message, dest, tag)
 
-    with MeshAttention(comm, seqlen=50, heads=1, head_dim=8, max_message=64) as plan:
+        def Iallgatherv(self, message, gathered):
+            if len(message) == 3:  # tokens, not what ranks tell each other
+                sent.append(message[1] * message[2].Get_size())
+            return own.Iallgatherv(message, gathered)
+
+    with MeshAttention(comm, seqlen=50, heads=1, head_dim=8, max_message=64, layout=layout) as plan:
         own = plan._peers.comm
         monkeypatch.setattr(plan._peers, "comm", Watched())
-        chunk = np.random.default_rng(comm.rank).standard_normal((1, len(plan.positions), 4))
-        whole = plan.gather(chunk, root=None)
-    assert np.array_equal(whole[:, plan.positions], chunk) and whole.shape == (1, 50, 4)
-    assert sum(pieces) == whole.nbytes and max(pieces) <= 64
+        whole = np.random.default_rng(1).standard_normal((2, 50, 4))
+        chunk = plan.scatter(whole if comm.rank == 0 else None)
+        assert np.array_equal(chunk, whole[:, plan.positions])
+        others = whole.nbytes - chunk.nbytes
+        assert sum(sent) == (0 if comm.rank else others) and max(sent, default=0) <= 64
+        sent.clear()
+        back = plan.gather(chunk)
+        assert sum(sent) == (chunk.nbytes if comm.rank else 0) and max(sent, default=0) <= 64
+        assert comm.rank or np.array_equal(back, whole)
+        sent.clear()
+        assert np.array_equal(plan.gather(chunk, root=None), whole)
+        assert sum(sent) == chunk.nbytes and max(sent, default=0) <= 64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_boxes_of_places_and_of_all(comm, monkeypatch, layout, axis):
+    """Whether a message holds the tokens of one place before the axis or of all; more rounds than are under way."""
+    layout, shape = layout(comm, 53) if callable(layout) else layout, [3, 2, 4]
+    shape[axis] = 53
+    whole = np.random.default_rng(1).standard_normal(shape)
+    monkeypatch.setattr(rounds, "PIECE_BYTES", 200)
+    with plan_of(comm, layout, 53) as plan:
+        for run_bytes in (1, 2**20):
+            monkeypatch.setattr(whole_arrays, "RUN_BYTES", run_bytes)
+            for root in (0, comm.size - 1, None):
+                for given in (whole, np.asfortranarray(whole), whole[::-1]):
+                    chunk = plan.scatter(given if root in (None, comm.rank) else None, root=root, axis=axis)
+                    assert np.array_equal(chunk, np.take(given, plan.positions, axis))
+                    back = plan.gather(np.asfortranarray(chunk), root=root, axis=axis)
+                    assert (back is None and comm.rank != root) or np.array_equal(back, given)
 
 
 def test_transposed_and_read_only_arrays(comm):

@@ -1,0 +1,89 @@
+"""Parts of arrays, sent and received in rounds, a few of which are under way at a time.
+
+A part that is contiguous travels from and to where it is; another is packed, a round at a time.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from ..backends.base import WireBytes
+from .exchange import Exchange
+
+PIECE_BYTES = 4 * 2**20  # that a rank sends, receives, reads or writes in a round
+AHEAD = 2  # rounds that are under way while the next is posted
+TAG = 31000  # of these messages only, on a communicator that plans and caches do not use for theirs
+
+
+def native(dtype):
+    """A dtype in this machine's byte order, in which ranks send; files and programs may use the other one."""
+    return np.dtype(dtype).newbyteorder("=")
+
+
+def packed(array):
+    """The array, or a copy, contiguous and in this machine's byte order."""
+    return np.ascontiguousarray(array, native(array.dtype))
+
+
+def as_bytes(array):
+    """The memory of a contiguous array, flat uint8."""
+    return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+
+
+class Rounds:
+    """Posts the messages of rounds among `Peers`; every rank sends and receives in the same order.
+
+    max_message: as for `MeshAttention`.
+    """
+
+    def __init__(self, peers, max_message):
+        self._comm, self._exchange = peers.comm, Exchange(peers, max_message)
+        self._posted, self._unpack, self._under_way = [], [], deque()
+
+    def send(self, rank, array):
+        """Send an array, which stays as it is until the end."""
+        self._posted += self._exchange.send(self._comm, WireBytes(as_bytes(packed(array))), rank, TAG)
+
+    def receive(self, rank, array):
+        """Receive what `rank` sends into an array, in this machine's byte order."""
+        buffer = self._contiguous(array)
+        self._posted += self._exchange.receive(self._comm, WireBytes(as_bytes(buffer)), rank, TAG)
+
+    def allgather(self, array, arena, lengths, starts, row_bytes, unpack=()):
+        """Give every rank the arrays of all: lengths[r] rows of rank r, from row starts[r] of the contiguous `arena`.
+
+        unpack: (array, buffer) pairs of parts of the arena and the arrays they go to at the end of the round.
+        """
+        if row_bytes:
+            own, arena = as_bytes(packed(array)), as_bytes(arena)
+            self._posted += self._exchange.allgather(self._comm, own, arena, lengths, starts, row_bytes)
+        self._unpack += unpack
+
+    def _contiguous(self, array):
+        """The array or, if it is not contiguous, a buffer whose content goes there at the end of the round."""
+        if array.flags.c_contiguous:
+            return array
+        buffer = np.empty(array.shape, array.dtype)
+        self._unpack.append((array, buffer))
+        return buffer
+
+    def turn(self, then=None):
+        """End a round; then: called when it is complete, and all before it."""
+        self._under_way.append((self._posted, self._unpack, then))
+        self._posted, self._unpack = [], []
+        while len(self._under_way) > AHEAD:
+            self._complete()
+
+    def end(self):
+        """Complete all rounds."""
+        while self._under_way:
+            self._complete()
+        self._exchange.close()
+
+    def _complete(self):
+        posted, unpack, then = self._under_way.popleft()
+        self._exchange.wait(posted)
+        for array, buffer in unpack:
+            array[...] = buffer
+        if then:
+            then()
