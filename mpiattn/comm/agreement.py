@@ -62,6 +62,20 @@ def agree_on(peers, arguments):
         same |= arguments
 
 
+def from_rank_0(peers, make):
+    """The value of make() on rank 0, on every rank; what it raises there, all ranks raise.  Costs one broadcast."""
+    made, error, failure = None, None, None
+    if peers.rank == 0:
+        try:
+            made = make()
+        except Exception as caught:
+            error, failure = caught, _describe(caught)
+    failure, made = peers.broadcast((failure, made))
+    if failure is not None:
+        raise everywhere(getattr(errors, failure[0])(failure[1]), peers) from error
+    return made
+
+
 def _digest(call, arguments):
     """A hash of the call and its arguments, an integer of 56 bits."""
     compared = call, sorted((name, _comparable(value)) for name, value in arguments.items())

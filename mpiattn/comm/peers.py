@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = 600.0  # seconds; the work of ranks between two calls may differ by minutes
 SUSPENDED = 1.0  # seconds; a longer gap between polls means a suspended process: it is not counted as waiting
+HEAD = 8192  # bytes of a broadcast's first message
 _LOST: list[object] = []  # requests that were given up, kept because MPI may still write to their buffers
 
 Value = TypeVar("Value")
@@ -143,6 +144,21 @@ class Peers:
         result = np.array(numbers, np.int64)
         self.reduce(result, MPI.MAX)
         return result
+
+    def broadcast(self, value: Value) -> Value:
+        """Rank 0's value, anything that can be pickled, on every rank; one message where it is short."""
+        data = np.frombuffer(pickle.dumps(value) if self.rank == 0 else b"", np.uint8)
+        head = np.zeros(HEAD, np.uint8)
+        if self.rank == 0:
+            head[:8].view(np.int64)[0] = len(data)
+            head[8 : 8 + len(data)] = data[: HEAD - 8]
+        self.wait([self.comm.Ibcast([head, MPI.BYTE])])
+        length = int(head[:8].view(np.int64)[0])
+        if length <= HEAD - 8:
+            return pickle.loads(head[8 : 8 + length].tobytes())
+        whole = data.copy() if self.rank == 0 else np.empty(length, np.uint8)
+        self.wait([self.comm.Ibcast([whole, MPI.BYTE])])
+        return pickle.loads(whole.tobytes())
 
     def allgather(self, value: Value) -> list[Value]:
         """The value of every rank, anything that can be pickled, as a list by rank."""

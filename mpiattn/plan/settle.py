@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import pickle
+from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..comm.agreement import agree_on, agreement
+from ..comm.agreement import agreement, from_rank_0
 from ..comm.exchange import MAX_MESSAGE, check_max_message
 from ..comm.peers import check_timeout
 from ..comm.transport import check_transport, make_backend, one_of
@@ -17,6 +19,8 @@ from ..model.tuned import machine_for
 from ..model.workload import Load, block_pairs
 from ..problem.problem import Problem
 from ..schedule.tile import parse_tile
+
+REMEMBERED = 64  # choices of a process, and plans made from them
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
@@ -74,7 +78,16 @@ class Plan:
     overlap: bool
 
     def schedule(self, direction: str = "forward") -> Schedule:
-        """The schedule of a pass."""
+        """The schedule of a pass, made once."""
+        if direction not in self._schedules:
+            self._schedules[direction] = self._schedule(direction)
+        return self._schedules[direction]
+
+    @functools.cached_property
+    def _schedules(self) -> dict[str, Schedule]:
+        return {}
+
+    def _schedule(self, direction: str) -> Schedule:
         c = self.choice
         return cost.build(
             c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, c.ahead, self.overlap
@@ -102,22 +115,45 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
     Raises ArgumentError, the same on every rank.
     """
     ranks = peers.size
-    with agreement(peers, call="making a plan"):
+    with agreement(peers, call="making a plan") as same:
         problem, asked = Problem(**shape), Options(**options)
         checked = asked.checked(problem, ranks)
-    agree_on(peers, {**asdict(problem), **{name: getattr(checked, name) for name in options}})
+        same |= {**asdict(problem), **{name: getattr(checked, name) for name in options}}
     backend = make_backend(peers, home.nodes, asked.backend, asked.transport)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
-    plan: Any = None
-    with agreement(peers, only=0):  # on rank 0 only: time and memory grow with the square of the ranks
-        if peers.rank == 0:
-            machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
-            if backend.emulated_flops:
-                machine = machine.paced(backend.emulated_flops)
-            plan = _choose(problem, checked, machine, order, nodes)
-    return peers.allgather(plan)[0], backend
+
+    def choose() -> bytes:
+        machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
+        if backend.emulated_flops:
+            machine = machine.paced(backend.emulated_flops)
+        return _chosen(problem, checked, machine, order, nodes)
+
+    # on rank 0 only: time and memory grow with the square of the ranks
+    return _plan_of(from_rank_0(peers, choose)), backend
+
+
+_CHOSEN: OrderedDict[str, bytes] = OrderedDict()  # pickled plans by what they were chosen for, the oldest first
+
+
+def _chosen(
+    problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
+) -> bytes:
+    """The Plan of `_choose`, pickled; remembered, since programs make the same plan again."""
+    asked_for = repr((problem, replace(checked, timeout=None), machine, order, nodes))
+    chosen = _CHOSEN.get(asked_for)
+    if chosen is None:
+        chosen = _CHOSEN[asked_for] = pickle.dumps(_choose(problem, checked, machine, order, nodes))
+        if len(_CHOSEN) > REMEMBERED:
+            _CHOSEN.popitem(last=False)
+    return chosen
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan_of(pickled: bytes) -> Plan:
+    """The same Plan for the same bytes, so that its schedules are built once."""
+    return pickle.loads(pickled)
 
 
 def _choose(

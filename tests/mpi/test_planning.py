@@ -8,6 +8,9 @@ from dense import bits, draw_all
 from runs import attend, my_chunks
 
 from mpiattn import ArgumentError, KVCache, MeshAttention
+from mpiattn.comm.agreement import from_rank_0, is_everywhere
+from mpiattn.comm.peers import HEAD, Peers
+from mpiattn.model import search
 from mpiattn.model.machine import DEFAULT, H100
 
 SHAPE = {"seqlen": 203, "heads": 4, "head_dim": 8, "causal": True, "direction": "both"}
@@ -127,3 +130,33 @@ def test_what_a_cache_says_of_itself(comm):
     cache.close()
     assert repr(cache) == said.replace("open", "closed")
     assert repr(KVCache.__new__(KVCache)) == "KVCache(not made)"
+
+
+def test_a_choice_is_made_once(comm, monkeypatch):
+    """Rank 0 remembers what it chose, by all that the choice depends on."""
+    searched = []
+    evaluate = search.evaluate
+    monkeypatch.setattr(search, "evaluate", lambda *args, **how: searched.append(args) or evaluate(*args, **how))
+    slow = DEFAULT.with_ranks(1 + comm.size)
+    counts = []
+    for how in ({}, {}, {"timeout": 50}, {"machine": slow}, {"machine": slow}, {"seqlen": 207}, {}, {"overlap": False}):
+        with MeshAttention(comm, **{**SHAPE, "head_dim": 9, **how}) as plan:
+            assert plan.problem.seqlen == how.get("seqlen", 203) and plan._plan.overlap == how.get("overlap", True)
+            assert plan.machine == slow if "machine" in how else plan.machine != slow
+        counts.append(len(searched))
+    assert counts == ([1, 1, 1, 2, 2, 3, 3, 4] if comm.rank == 0 else [0] * 8)
+
+
+@pytest.mark.parametrize("length", [0, 1, HEAD, 3 * HEAD])
+def test_a_broadcast_of_any_length(comm, length):
+    assert Peers(comm).broadcast("x" * length if comm.rank == 0 else None) == "x" * length
+
+
+def test_what_rank_0_makes(comm):
+    def fail():
+        raise ArgumentError(f"rank {comm.rank} has none")
+
+    assert from_rank_0(Peers(comm), lambda: [comm.rank]) == [0]
+    with pytest.raises(ArgumentError, match=r"^rank 0 has none$") as caught:
+        from_rank_0(Peers(comm), fail)
+    assert is_everywhere(caught.value, comm)
