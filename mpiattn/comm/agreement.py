@@ -50,7 +50,7 @@ class agreement:
     def __exit__(self, kind, error, trace):
         if error is not None and not isinstance(error, Exception):
             return  # an interrupt: other ranks learn of it otherwise
-        digest = _digest(self.call, {} if error else self.same)
+        digest = digest_of(self.call, {} if error else self.same)
         failed, high, low = self.peers.largest([error is not None, digest, -digest])
         if failed or high != -low:
             _raise_everywhere(self.peers, self.call, error, self.only, self.same)
@@ -76,7 +76,7 @@ def from_rank_0(peers, make):
     return made
 
 
-def _digest(call, arguments):
+def digest_of(call, arguments):
     """A hash of the call and its arguments, an integer of 56 bits."""
     compared = call, sorted((name, _comparable(value)) for name, value in arguments.items())
     return int.from_bytes(hashlib.sha256(repr(compared).encode()).digest()[:7], "big")

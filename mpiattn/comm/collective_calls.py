@@ -84,6 +84,11 @@ class Collective(ABC):
         """The context of a collective call; for the modules of this package."""
         return Call(self, method)
 
+    def drop(self) -> None:
+        """Release what is this object's own, without the other ranks; for the modules of this package."""
+        self._home = None
+        self._unclosed()
+
     def _check_open(self) -> Home:
         if self._home is None:
             raise ArgumentError(f"the {self.KIND} is closed; make a new one")

@@ -63,6 +63,7 @@ class Mesh:
 def _forget_owner(comm, key, home):
     """Called by MPI when the caller frees the communicator, through any handle, or `leave` deletes the attribute."""
     home.owner = None
+    home.drop_plans()
     home.reap()
 
 
@@ -95,6 +96,7 @@ class Home:
     """What mpiattn keeps for one communicator of the caller: a duplicate of it, and the meshes in use.
 
     nodes: of every rank, see `nodes_of`.  hosts: the host name of every rank.  channel: for messages about failures.
+    plans: that `attention` keeps for its next call, by what they were made for, the oldest first.
     abandoned: why this home cannot be used any more; "" if it can.
     """
 
@@ -106,7 +108,7 @@ class Home:
         self.channel = Channel(self.comm, self.hosts, marks[0])
         self.nodes = nodes_of(self.peers(timeout))
         self.users = self.dropped = self.members = 0
-        self.meshes = {}
+        self.meshes, self.plans = {}, {}
         self._turn, self._running = threading.Lock(), ""
 
     @classmethod
@@ -193,6 +195,7 @@ class Home:
         self.abandoned = why or self.channel.failure or "a rank did not come"
         if self.owner is not None and self.owner.Get_attr(_KEY) is self:  # not yet set if making the home failed
             self.owner.Delete_attr(_KEY)
+        self.plans.clear()
         _ABANDONED.append(self)
         endings.abort_if_uncaught()
 
@@ -227,6 +230,11 @@ class Home:
                 self.owner.Delete_attr(_KEY)
             self._free()
         self.reap()
+
+    def drop_plans(self):
+        """Drop the plans that are kept, without `leave`: the caller has freed the communicator."""
+        while self.plans:
+            self.plans.popitem()[1].drop()
 
     def drop(self):
         """A user was dropped without `leave`: what it used stays until the caller frees the communicator."""

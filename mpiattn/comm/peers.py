@@ -145,6 +145,12 @@ class Peers:
         self.reduce(result, MPI.MAX)
         return result
 
+    def each(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        """The numbers of every rank, as many on each: int64 (ranks, numbers)."""
+        result = np.empty((self.size, len(numbers)), np.int64)
+        self.wait([self.comm.Iallgather(np.array(numbers, np.int64), result)])
+        return result
+
     def broadcast(self, value: Value) -> Value:
         """Rank 0's value, anything that can be pickled, on every rank; one message where it is short."""
         data = np.frombuffer(pickle.dumps(value) if self.rank == 0 else b"", np.uint8)

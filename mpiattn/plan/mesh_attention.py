@@ -383,3 +383,9 @@ class MeshAttention(Described, Distributed):
                 self._backend.close()
                 self._exchange.close()
             self._passes = self._passes.released()
+
+    def drop(self) -> None:
+        """Free what is this rank's own, for the modules of this package: `close` is collective, and frees all."""
+        self._backend.close()
+        self._exchange.close()
+        super().drop()

@@ -1,15 +1,16 @@
-"""`attention`: makes a plan for the given chunks, runs it once and closes it."""
+"""`attention`: makes a plan for the given chunks, or takes the one that it made for such chunks, and runs it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from .. import backends
-from ..comm.agreement import agreement
+from ..comm.agreement import agreement, digest_of
 from ..comm.available import agreed_backend
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
 from ..errors import ArgumentError
+from ..model.memory import chunk_bytes
 from ..problem.layout import Layout
 from ..problem.tensors import as_array, as_given
 from .mesh_attention import MeshAttention
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
 OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "sinks")
+# Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
+KEPT, KEPT_BYTES = 4, 2**24
 
 
 def attention(
@@ -34,9 +37,11 @@ def attention(
     layout: str | Layout | tuple[Layout, Layout] = "contiguous",
     **options: Any,
 ) -> tuple[Array, Array]:
-    """Attention in one call: makes a plan for these chunks, runs it and closes it; collective.
+    """Attention in one call: makes a plan for these chunks and runs it; collective.
 
-    For repeated calls, make a `MeshAttention` once.
+    The last 4 plans for small chunks, up to 16 MiB a rank, are kept for calls with the same shapes and options, until
+    the caller frees the communicator.  Others and those on a GPU are closed.  For repeated calls, make a
+    `MeshAttention` once.
 
     Parameters
     ----------
@@ -108,14 +113,21 @@ def attention(
                             f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)"
                         )
                 q, k, v = arrays.values()
-            lengths = peers.allgather((q.shape[1], k.shape[1]))
-        q_sizes, k_sizes = zip(*lengths)
+                asked = {"causal": causal, "scale": scale, "layout": layout, "backend": backend, **options}
+                asked |= {name: (len(array), *array.shape[2:], str(array.dtype)) for name, array in arrays.items()}
+            # ranks whose arguments differ have no plan in common: making one says what differs
+            of_ranks = peers.each([q.shape[1], k.shape[1], digest_of("attention", asked)])
+        plan = home.plans.pop(of_ranks.tobytes(), None)
+        if plan is not None:
+            home.plans[of_ranks.tobytes()] = plan  # now the newest
+            return as_given(given, *plan.forward(q, k, v, **call))
+        q_sizes, k_sizes, _ = map(tuple, of_ranks.T.tolist())
         if layout == "contiguous":
             layout = (
                 Layout("contiguous", sum(q_sizes), comm.size, q_sizes),
                 Layout("contiguous", sum(k_sizes), comm.size, k_sizes),
             )
-        with MeshAttention(
+        plan = MeshAttention(
             comm,
             batch=q.shape[0],
             seqlen=sum(q_sizes),
@@ -130,8 +142,14 @@ def attention(
             layout=layout,
             backend=backend,
             **options,
-        ) as plan:
-            return as_given(given, *plan.forward(q, k, v, **call))
+        )
+        if backends.find(backend).on_gpu or chunk_bytes(plan.problem, max(q_sizes), max(k_sizes)) > KEPT_BYTES:
+            with plan:
+                return as_given(given, *plan.forward(q, k, v, **call))
+        home.plans[of_ranks.tobytes()] = plan
+        if len(home.plans) > KEPT:
+            home.plans.pop(next(iter(home.plans))).close()
+        return as_given(given, *plan.forward(q, k, v, **call))
     finally:
         home.leave()
 

@@ -1,11 +1,15 @@
 """`attention`: one call, the ranks tell each other how long their pieces are."""
 
+import threading
+
 import numpy as np
 import pytest
 from dense import Inputs, Result, bits, draw, draw_all, expected, masks, wrong
+from mpi4py import MPI
 from runs import agreed
 
-from mpiattn import ArgumentError, MeshAttention, attention
+from mpiattn import ArgumentError, CallError, MeshAttention, PeerFailure, attention
+from mpiattn.comm import mesh
 from mpiattn.problem.problem import Problem
 
 BACKENDS = ("numpy", "deferred")
@@ -109,3 +113,145 @@ def test_wrong_arguments(comm):
     with pytest.raises(ArgumentError, match="cu_seqlens is"):
         attention(good, good, good, comm=comm, cu_seqlens=[0, 1, 99])
     attention(good, good, good, comm=comm)
+
+
+def made(monkeypatch):
+    """The plans that are made from now on."""
+    plans = []
+    make = MeshAttention.__init__
+
+    def noted(plan, *args, **how):
+        plans.append(plan)
+        make(plan, *args, **how)
+
+    monkeypatch.setattr(MeshAttention, "__init__", noted)
+    return plans
+
+
+def chunk_of(comm, tokens=4, heads=2, dtype="float32", seed=0):
+    return np.random.default_rng([seed, comm.rank]).standard_normal((1, tokens, heads, 8)).astype(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_next_call_takes_the_same_plan(comm, monkeypatch, backend):
+    fresh, plans = comm.Dup(), made(monkeypatch)
+    q = chunk_of(comm)
+    calls = [{}, {"causal": True}, {"causal": True, "cu_seqlens": [0, 3, 4 * comm.size]}, {}, {"causal": 1}]
+    results = [attention(q, q, q, comm=fresh, backend=backend, **call) for call in calls]
+    assert len(plans) == 2
+    assert bits(*results[0]) == bits(*results[3]) and bits(*results[1]) == bits(*results[4])
+    for call, result in zip(calls, results):
+        other = comm.Dup()
+        assert bits(*attention(q, q, q, comm=other, backend=backend, **call)) == bits(*result)
+        other.Free()
+    q = chunk_of(comm, seed=1)
+    assert not np.array_equal(attention(q, q, q, comm=fresh, backend=backend)[0], results[0][0])
+    assert np.array_equal(results[0][0], results[3][0]), "results are the caller's"
+    fresh.Free()
+
+
+def test_another_length_on_one_rank_is_another_plan(comm, monkeypatch):
+    plans = made(monkeypatch)
+    fresh = comm.Dup()
+    for longer in (0, 1, 0, 1):
+        q = chunk_of(comm, tokens=4 + (longer if comm.rank == comm.size - 1 else 0))
+        out, _ = attention(q, q, np.ones_like(q), comm=fresh)
+        assert out.shape == q.shape and np.allclose(out, 1)
+    assert len(plans) == 2
+    fresh.Free()
+
+
+def test_kept_plans_are_few_and_small(comm, monkeypatch):
+    fresh, plans = comm.Dup(), made(monkeypatch)
+    for heads in (1, 2, 3, 4, 5, 2, 1):
+        q = chunk_of(comm, heads=heads)
+        attention(q, q, q, comm=fresh)
+    assert [plan.problem.heads for plan in plans] == [1, 2, 3, 4, 5, 1]
+    assert [plan._home is None for plan in plans] == [True, False, True, False, False, False]
+    monkeypatch.setattr("mpiattn.plan.one_call.KEPT_BYTES", 1)
+    q = chunk_of(comm, heads=6)
+    attention(q, q, q, comm=fresh)
+    assert plans[-1]._home is None and plans[1]._home.users == 4
+    fresh.Free()
+
+
+def test_freed_communicators_leave_nothing(comm, monkeypatch):
+    """More of them than MPI libraries hold at once, slowly; here the next call frees what the last has left."""
+    q, homes = chunk_of(comm), []
+    for _ in range(20):
+        fresh = comm.Dup()
+        attention(q, q, q, comm=fresh)
+        homes.append(fresh.Get_attr(mesh._KEY))
+        assert homes[-1].comm != MPI.COMM_NULL and homes[-1].users == 1
+        fresh.Free()
+        assert not homes[-1].plans
+    assert all(home.comm == MPI.COMM_NULL and not home.meshes for home in homes[:-1])
+
+
+def test_a_communicator_freed_beside_an_open_plan(comm):
+    fresh, q = comm.Dup(), chunk_of(comm)
+    with MeshAttention(fresh, seqlen=4 * comm.size, heads=2, head_dim=8) as plan:
+        home = plan._home
+        attention(q, q, q, comm=fresh)
+        fresh.Free()
+        plan.forward(q, q, q)
+    assert home.comm != MPI.COMM_NULL
+    attention(q, q, q, comm=comm)
+    assert home.comm == MPI.COMM_NULL
+
+
+def test_ranks_that_differ_beside_a_kept_plan(comm, at_least):
+    """Some ranks have a plan for what they ask, others not: still one clear error on all, and the plan stays."""
+    at_least(2)
+    q = chunk_of(comm)
+    expected_bits = bits(*attention(q, q, q, comm=comm))
+    for name, different, text in (
+        ("causal", {"causal": comm.rank == 1}, "causal is False on rank 0 but True on rank 1"),
+        ("scale", {"scale": 1.0 + comm.rank}, r"scale is 1.0 on rank 0 but 2.0 on rank 1"),
+        ("tile", {"tile": "ring" if comm.rank else "auto"}, "tile is .* on rank 0 but .* on rank 1"),
+    ):
+        with pytest.raises(ArgumentError, match=text) as caught:
+            attention(q, q, q, comm=comm, **different)
+        assert len(set(comm.allgather(str(caught.value)))) == 1, name
+    other = q if comm.rank else chunk_of(comm, heads=1)
+    with pytest.raises(ArgumentError, match="heads is 1 on rank 0 but 2 on rank 1"):
+        attention(other, other, other, comm=comm)
+    with pytest.raises(CallError, match="rank 0 is in attention"):
+        attention(q, q, q, comm=comm) if comm.rank == 0 else MeshAttention(comm, seqlen=4, heads=1, head_dim=1)
+    assert bits(*attention(q, q, q, comm=comm)) == expected_bits
+
+
+def test_after_a_rank_has_failed(comm, at_least):
+    """What a kept plan shares with the failed call is not used again."""
+    at_least(2)
+    fresh, q = comm.Dup(), chunk_of(comm)
+    expected_bits = bits(*attention(q, q, q, comm=fresh))
+    home = fresh.Get_attr(mesh._KEY)
+    comm.Barrier()
+    with pytest.raises(ZeroDivisionError if comm.rank == 1 else PeerFailure), home.call("test"):
+        if comm.rank == 1:
+            raise ZeroDivisionError("on purpose")
+        home.peers(100).barrier()
+    comm.Barrier()
+    assert bits(*attention(q, q, q, comm=fresh)) == expected_bits
+    assert fresh.Get_attr(mesh._KEY) is not home and not home.plans
+    fresh.Free()
+
+
+def test_threads_with_a_communicator_each(comm):
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("needs MPI_THREAD_MULTIPLE")
+    comms, results = [comm.Dup() for _ in range(3)], {}
+    inputs = [chunk_of(comm, heads=1 + i, seed=i) for i in range(3)]
+
+    def work(i):
+        results[i] = [bits(*attention(*[inputs[i]] * 3, comm=comms[i])) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, q in enumerate(inputs):
+        assert results[i] == [bits(*attention(q, q, q, comm=comm))] * 5
+        comms[i].Free()

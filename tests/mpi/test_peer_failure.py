@@ -185,7 +185,8 @@ def test_a_rank_is_interrupted_in_the_making(comm, at_least, monkeypatch, make):
     comm.Barrier()
     with monkeypatch.context() as patch:
         if comm.rank == comm.size - 1:
-            patch.setattr(Peers, "allgather", interrupted)
+            for collective in ("allgather", "broadcast"):
+                patch.setattr(Peers, collective, interrupted)
         with pytest.raises((KeyboardInterrupt, PeerFailure)) as caught:
             make(fresh)
     if comm.rank < comm.size - 1:
