@@ -9,6 +9,7 @@ from calls import calls
 
 from mpiattn import ArgumentError, Layout
 from mpiattn.backends.pages import Pages, stretches
+from mpiattn.decode.ledgers import Ledgers
 from mpiattn.decode.token_owners import Ledger
 from mpiattn.model.machine import DEFAULT, Link
 from mpiattn.schedule import reduction
@@ -87,6 +88,50 @@ def test_ten_thousand_appends_and_truncates(ranks, page_size):
         assert all(b != a for (_, a), (b, _) in pairwise(spans)), "consecutive slots are one stretch"
         taken = np.concatenate([pages.table(sequence) for sequence in range(sequences)])
         assert len(set(taken.tolist())) == len(taken) == pages.count - pages.free, "a page belongs to one sequence"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_many_ledgers_at_once(ranks):
+    """Changes of some of five sequences at a time, and of all: each is as its own ledger is."""
+    rng, sequences = np.random.default_rng(ranks), 5
+    ledgers, plain = Ledgers(ranks, sequences), [Ledger(ranks, s) for s in range(sequences)]
+    for _ in range(600):
+        some = rng.permutation(sequences)[: rng.integers(1, sequences + 1)]
+        index = slice(None) if (every := rng.random() < 0.3) else some
+        some = np.arange(sequences) if every else some
+        action = rng.choice(["deal", "place", "truncate"], p=[0.75, 0.05, 0.2])
+        if action == "deal":
+            counts = rng.integers(0, rng.choice([2, 3, 40]), len(some))
+            before = ledgers.lengths[some]
+            ledgers.deal(index, counts)
+            for s, count in zip(some.tolist(), counts.tolist()):
+                plain[s].deal(count)
+            for rank in range(ranks):
+                turns = zip(some.tolist(), before.tolist(), *ledgers.next_turn(index, rank, before))
+                for s, length, first, apart in turns:
+                    new = [position for part in plain[s].ranges(rank, length) for position in part]
+                    assert first < 0 or new == (first + apart * np.arange(len(new))).tolist()
+        elif action == "place":
+            layout = Layout(rng.choice(["contiguous", "striped", "zigzag"]), int(rng.integers(0, 30)), ranks)
+            kept = int(rng.integers(0, layout.seqlen + 1))
+            for s in some.tolist():
+                ledgers.place(s, layout, kept)
+                length = plain[s].seqlen + kept
+                plain[s].place(layout)
+                plain[s].truncate(length)
+        else:
+            most = ledgers.lengths[some]
+            lengths = np.maximum(most - rng.integers(0, rng.choice([2, 30]), len(some)), 0)
+            lengths = lengths if rng.random() < 0.95 else lengths * 0
+            ledgers.truncate(index, lengths)
+            for s, length in zip(some.tolist(), lengths.tolist()):
+                plain[s].truncate(length)
+        assert ledgers.lengths.tolist() == [ledger.seqlen for ledger in plain]
+        assert ledgers.counts.tolist() == [ledger.counts.tolist() for ledger in plain]
+        rank, at = int(rng.integers(ranks)), rng.integers(0, ledgers.lengths[some].max() + 3, (len(some), 3))
+        below = [plain[s].below(rank, positions).tolist() for s, positions in zip(some.tolist(), at)]
+        assert ledgers.below(index, rank, at).tolist() == below
+        assert all(ledgers[s].ranges(rank) == plain[s].ranges(rank) for s in some.tolist())
 
 
 def test_work_does_not_grow_with_the_turns():

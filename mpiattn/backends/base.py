@@ -236,6 +236,13 @@ class Backend(Protocol):
     def copy(self, dst: Array, src: Array) -> Event:
         """dst = src, cast to the dtype of dst."""
 
+    def scatter(self, pool: Array, slots: Array, src: Array, entries: Array, tokens: Array) -> Event:
+        """pool[:, slots[i]] = src[entries[i], tokens[i]] for every i.
+
+        pool: (kv_heads, slots, dim).  src: (batch, tokens, kv_heads, dim), of the same dtype.  slots (different ones),
+        entries, tokens: NumPy's int64 (any,); tokens may be one number for all.
+        """
+
     # Wire.  Either every outgoing array has `ready` or none does; mixing would reorder messages.  The same holds for
     # incoming arrays.  collective: for an MPI collective, which takes the whole array at once.
 

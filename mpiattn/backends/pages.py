@@ -17,7 +17,9 @@ class Pages:
         self.count, self.size = count, size
         self._free = np.ones(count, bool)
         self._tables = [np.empty(0, np.int32) for _ in range(sequences)]
-        self._used = [0] * sequences
+        self._used = np.zeros(sequences, np.int64)  # number of pages
+        # Of every sequence the first token in its last page, and its slot less its number
+        self.in_last, self.shift = np.zeros((2, sequences), np.int64)
 
     def table(self, sequence):
         """The block table: the numbers of a sequence's pages in order, int32.  A view; do not modify it."""
@@ -26,7 +28,7 @@ class Pages:
     @property
     def free(self):
         """Number of free pages."""
-        return self.count - sum(self._used)
+        return self.count - int(self._used.sum())
 
     def needed(self, tokens):
         """Number of pages for `tokens` tokens of one sequence; elementwise for arrays."""
@@ -34,7 +36,7 @@ class Pages:
 
     def resize(self, sequence, tokens):
         """Give a sequence the pages for exactly `tokens` tokens; ArgumentError, and no change, if too few are free."""
-        used, wanted = self._used[sequence], self.needed(tokens)
+        used, wanted = self._used[sequence].item(), self.needed(tokens)
         if wanted - used > self.free:
             raise ArgumentError(f"the cache has {self.free} free pages on this rank; {wanted - used} more are needed")
         if wanted < used:
@@ -51,7 +53,18 @@ class Pages:
                 table[used : used + count] = np.arange(first, first + count)
                 self._free[first : first + count] = False
                 used += count
+        before, last = (wanted - 1, self._tables[sequence][wanted - 1].item()) if wanted else (0, 0)
         self._used[sequence] = wanted
+        self.in_last[sequence], self.shift[sequence] = before * self.size, (last - before) * self.size
+
+    def resize_each(self, sequences, tokens):
+        """`resize` of each of the sequences; both int64 (sequences,)."""
+        for i in np.flatnonzero(self.needed(tokens) != self._used[sequences]).tolist():
+            self.resize(sequences[i], tokens[i].item())
+
+    def tables(self, sequences):
+        """`table` of each of the sequences."""
+        return [self._tables[sequence][:used] for sequence, used in zip(sequences, self._used[sequences].tolist())]
 
     def _stretch(self, last, wanted):
         """(first page, count) of at most `wanted` consecutive free pages, directly after page `last` if possible."""

@@ -224,7 +224,7 @@ class KVCache(DescribedCache, Collective):
         with self.call("truncate") as call:
             with call.agreement(check) as same:
                 sequences = sequence_numbers(sequences, self.sequences)
-                lengths = kept_lengths(lengths, [self.storage.ledgers[sequence].seqlen for sequence in sequences])
+                lengths = kept_lengths(lengths, self.storage.ledgers.lengths[sequences].tolist())
                 same |= {"sequences": sequences, "lengths": lengths}
             self.storage.truncate(sequences, lengths)
 

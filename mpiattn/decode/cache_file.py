@@ -143,11 +143,11 @@ def _fill(make, comm, home, source, options, progress):
     try:
         with cache.call("load"):
             for sequence, (entry, first, length) in enumerate(spans):
-                with cache.storage.growing([sequence]) as before:
-                    ledger = cache.storage.ledgers[sequence]
-                    ledger.deal(length)
-                    chunks = [source.chunk(name, ledger, progress, entry, first) for name in ("k", "v")]
-                    cache.storage.store([sequence], before, *chunks, local=True)
+                some, ledgers = np.array([sequence]), cache.storage.ledgers
+                with cache.storage.growing(some) as before:
+                    ledgers.deal(some, np.array([length]))
+                    chunks = [source.chunk(name, ledgers[sequence], progress, entry, first) for name in ("k", "v")]
+                    cache.storage.store(some, before, *chunks, local=True)
         return cache
     except BaseException:
         cache.close()

@@ -8,6 +8,7 @@ import numpy as np
 from ..engine.folding import checked, on_host
 from ..engine.results import Results
 from ..errors import ArgumentError
+from ..problem.mask import Group
 from ..problem.problem import Problem
 from .arguments import sequence_numbers
 from .combine import Partial, partial_bytes
@@ -48,23 +49,21 @@ class Call:
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
             if way is not None and way not in ("auto", *ways):
                 raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
-            lengths = [cache.storage.ledgers[sequence].seqlen for sequence in self.sequences]
-            self.problems = [
-                Problem(
-                    seqlen=q.shape[1],
-                    heads=q.shape[2],
-                    head_dim=cache.head_dim,
-                    seqlen_k=length,
-                    kv_heads=cache.kv_heads,
-                    value_dim=cache.value_dim,
-                    dtype=cache.dtype,
-                    causal=causal,
-                    scale=scale,
-                    window=window,
-                    softcap=softcap,
-                )
-                for length in lengths
-            ]
+            self._some = cache.storage.some(self.sequences)
+            lengths = cache.storage.ledgers.lengths[self._some]
+            self.problem = problem = Problem(
+                seqlen=q.shape[1],
+                heads=q.shape[2],
+                head_dim=cache.head_dim,
+                seqlen_k=int(lengths.max(initial=0)),
+                kv_heads=cache.kv_heads,
+                value_dim=cache.value_dim,
+                dtype=cache.dtype,
+                causal=causal,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+            )
             self.queries, self.heads = q.shape[1:3]
             if sinks is not None:
                 sinks = on_host(checked(self.backend, "sinks", sinks, (self.heads,), cache.partial_dtype))
@@ -87,11 +86,14 @@ class Call:
                 "way": way,
                 "sinks": None if sinks is None else sinks.tolist(),
             }
-            for problem in self.problems[:1]:  # as checked: equal masks may be written in several ways
-                same |= {name: getattr(problem, name) for name in ("causal", "window", "softcap", "scale")}
+            # as checked: equal masks may be written in several ways
+            same |= {name: getattr(problem, name) for name in ("causal", "window", "softcap", "scale")}
         self.sinks = sinks
-        positions = np.arange(self.queries)
-        self._seen = [problem.mask.key_interval(positions) for problem in self.problems]  # (1, queries) each
+        # The sequences are documents packed in one; (sequences, queries) each
+        ends = np.cumsum(lengths)
+        cuts = [np.arange(len(lengths) + 1) * self.queries, np.concatenate([[0], ends])]
+        bounds = problem.mask.key_interval(np.arange(self.rows), [Group(*cuts)])
+        self._seen = [bound.reshape(len(lengths), -1) - (ends - lengths)[:, None] for bound in bounds]
 
     @property
     def partial_bytes(self) -> tuple[int, int]:
@@ -112,10 +114,10 @@ class Call:
             name and bind(self.cache.combiner.kept, name),
         )
 
-    def seen(self, i, rank):
-        """The range of a rank's keys that each query of the i-th sequence sees: begin and end, int32 (queries,)."""
-        ledger = self.cache.storage.ledgers[self.sequences[i]]
-        return tuple(ledger.below(rank, bound[0]).astype(np.int32) for bound in self._seen[i])
+    def seen(self, rank):
+        """The range of a rank's keys that each query of each sequence sees: begin and end, int32 (rows,)."""
+        ledgers = self.cache.storage.ledgers
+        return [ledgers.below(self._some, rank, bound).reshape(-1).astype(np.int32) for bound in self._seen]
 
     def attend(self, partial, q=None, rows=None, after=()):
         """Launch attention over this rank's keys; the result goes into a partial.
@@ -124,53 +126,56 @@ class Call:
         after: events to wait for before reading q.
         """
         cache = self.cache
-        keys = [(*cache.storage.pools, cache.storage.table(sequence), cache.page_size) for sequence in self.sequences]
+        keys = (*cache.storage.pools, cache.storage.tables(self.sequences), cache.page_size)
         q, rows = (self.q, range(self.rows)) if rows is None else (q, rows)
         self.attend_to(keys, cache.rank, partial, q, rows, after)
 
     def attend_to(self, keys, rank, partial, q, rows, after=(), meanwhile=None):
         """Launch attention of rows over the keys of a rank.
 
-        keys: for each sequence (keys, values, pages, page size).  q, rows, after: as of `attend`.
+        keys: (keys, values, table of pages of every sequence, page size).  q, rows, after: as of `attend`.
         meanwhile: as of `mpiattn.backends.base`.
         """
-        if rows == range(self.rows) and len(keys) > 1 and all(of[0] is keys[0][0] for of in keys):
-            bounds = [np.concatenate(bound) for bound in zip(*(self.seen(i, rank) for i in range(len(keys))))]
-            pools, tables, page_size = keys[0][:2], [of[2] for of in keys], keys[0][3]
-            problem = self.problems[0]
+        begin, end = self.seen(rank)
+        pool, values, tables, page_size = keys
+        if rows == range(self.rows) and len(tables) > 1:
             event = self.backend.attend_pages(
                 q,
-                *pools,
+                pool,
+                values,
                 tables,
                 page_size,
-                *bounds,
+                begin,
+                end,
                 partial.out,
                 partial.lse,
-                problem.scale,
-                problem.softcap,
+                self.problem.scale,
+                self.problem.softcap,
                 after=after,
                 meanwhile=meanwhile,
             )
             partial.ready = (event,)
             return
         event = None
-        for i, problem in enumerate(self.problems):
+        for i, table in enumerate(tables):
             first = i * self.queries
             start, stop = (min(max(bound, first), first + self.queries) for bound in (rows.start, rows.stop))
             if start == stop:
                 continue
-            part, queries = slice(start - rows.start, stop - rows.start), slice(start - first, stop - first)
-            begin, end = (bound[queries] for bound in self.seen(i, rank))
-            if (begin < end).any():
+            part, these = slice(start - rows.start, stop - rows.start), slice(start, stop)
+            if (begin[these] < end[these]).any():
                 event = self.backend.attend_pages(
                     q[part],
-                    *keys[i],
-                    begin,
-                    end,
+                    pool,
+                    values,
+                    table,
+                    page_size,
+                    begin[these],
+                    end[these],
                     partial.out[part],
                     partial.lse[part],
-                    problem.scale,
-                    problem.softcap,
+                    self.problem.scale,
+                    self.problem.softcap,
                     after=after,
                     meanwhile=meanwhile,
                 )

@@ -72,7 +72,7 @@ class DescribedCache:
     @property
     def local_lengths(self) -> tuple[int, ...]:
         """Number of tokens of every sequence on this rank."""
-        return tuple(ledger.length(self.rank) for ledger in self.storage.ledgers)
+        return tuple(self.storage.ledgers.counts[:, self.rank].tolist())
 
     def positions(self, sequence: int) -> NDArray[np.int64]:
         """Positions of this rank's tokens of a sequence.
@@ -121,7 +121,7 @@ class DescribedCache:
         ArgumentError
             On this rank only: there is no such sequence.
         """
-        return self.storage.table(self._number(sequence))
+        return self.storage.tables([self._number(sequence)])[0]
 
     def way(self, nbytes: int, lse_bytes: int, root: int | None = None) -> str:
         """The algorithm with the shortest predicted time on `machine` to combine the ranks' partial results.

@@ -6,6 +6,7 @@ The first is the baseline of Tree Attention (arXiv 2408.04093, section 6).  Resu
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class _Keys:
     def __init__(self, call: Call, rank: int, array: Array) -> None:
         cache = call.cache
         self.rank = rank
-        counts = [cache.storage.ledgers[sequence].length(rank) for sequence in call.sequences]
+        counts = cache.storage.ledgers.counts[call.sequences, rank]
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = int(self.starts[-1])
         cut = cache.kv_heads * tokens * cache.head_dim
@@ -38,12 +39,9 @@ class _Keys:
             self.packed[cut:].reshape(cache.kv_heads, tokens, cache.value_dim),
         )
 
-    def of_sequences(self) -> list[tuple[Any, ...]]:
-        """For each sequence (keys, values, pages, page size), as attention takes them; a page is one token."""
-        return [
-            (*self.parts, np.arange(start, stop, dtype=np.int32), 1)
-            for start, stop in zip(self.starts, self.starts[1:])
-        ]
+    def of_sequences(self) -> tuple[Any, ...]:
+        """Keys, values, tables of pages and page size, as attention takes them; a page is one token."""
+        return *self.parts, [np.arange(*ends, dtype=np.int32) for ends in pairwise(self.starts)], 1
 
 
 def ring_decode(
@@ -104,8 +102,7 @@ def _pass_keys(call: Call) -> tuple[Array, Array]:
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     row = cache.kv_heads * (cache.head_dim + cache.value_dim)
-    counts = (cache.storage.ledgers[sequence].counts for sequence in call.sequences)
-    most = int(np.max(sum(counts, np.zeros(ranks, np.int64))))
+    most = int(cache.storage.ledgers.counts[call.sequences].sum(axis=0).max())
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
     whole, part = call.partial(), call.partial()
     with call.transfers():

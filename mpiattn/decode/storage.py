@@ -10,7 +10,9 @@ import numpy as np
 from ..backends.pages import Pages, stretches
 from ..comm.agreement import everywhere
 from ..errors import ArgumentError
-from .token_owners import Ledger
+from .ledgers import Ledgers
+
+FEW = 16  # tokens of a sequence, of which each is copied by itself, together with those of other sequences
 
 
 def cache_pages(capacity, ranks, sequences, page_size):
@@ -22,16 +24,18 @@ class Storage:
     """Keys and values of sequences in a pool of pages on every rank.
 
     dims: elements of a key and of a value.
-    ledgers: which rank holds which token, of every sequence.
+    ledgers: `Ledgers`: which rank holds which token, of every sequence.
     pools: keys and values of this rank, both (kv_heads, slots, dim); None once the cache is closed.
     """
 
     def __init__(self, peers, backend, capacity, sequences, page_size, kv_heads, dims, dtype):
         self.pages, self.page_size = cache_pages(capacity, peers.size, sequences, page_size), page_size
-        self.ledgers = [Ledger(peers.size, first) for first in range(sequences)]
+        self.ledgers = Ledgers(peers.size, sequences)
         self._peers, self._backend, self._capacity = peers, backend, capacity
         self._pages = Pages(self.pages, page_size, sequences)
+        self._all, self._numbers = list(range(sequences)), np.arange(sequences)
         self._in_use = np.zeros(peers.size, np.int64)  # pages in use on every rank
+        self._room = np.zeros((sequences, peers.size), np.int64)  # tokens for which a sequence has pages on every rank
         self.pools = tuple(backend.empty((kv_heads, self.pages * page_size, dim), dtype) for dim in dims)
 
     @property
@@ -42,43 +46,42 @@ class Storage:
     @property
     def lengths(self):
         """Number of tokens of every sequence."""
-        return tuple(ledger.seqlen for ledger in self.ledgers)
+        return tuple(self.ledgers.lengths.tolist())
 
-    def table(self, sequence):
-        """This rank's block table of a sequence: its page numbers in order, int32."""
-        return self._pages.table(sequence)
+    def tables(self, sequences):
+        """This rank's block tables of sequences: their page numbers in order, int32."""
+        return self._pages.tables(sequences)
 
     def append(self, sequences, counts, k, v, layout):
         """Append tokens; arguments as of `KVCache.append`, checked.  Raises ArgumentError, and changes nothing then."""
-        with self.growing(sequences) as before:
-            for sequence, count in zip(sequences, counts):
-                ledger = self.ledgers[sequence]
-                if layout is None:
-                    ledger.deal(count)
-                else:
-                    start = ledger.seqlen
-                    ledger.place(layout)
-                    ledger.truncate(start + count)
-            self.store(sequences, before, k, v, layout is not None)
+        some = self.some(sequences)
+        with self.growing(some) as before:
+            if layout is None:
+                self.ledgers.deal(some, np.array(counts, np.int64))
+            else:
+                for sequence, count in zip(sequences, counts):
+                    self.ledgers.place(sequence, layout, count)
+            self.store(some, before, k, v, layout is not None)
+
+    def some(self, sequences):
+        """A list of sequences as an index of arrays: a slice, which costs less, if these are all."""
+        return slice(None) if sequences == self._all else np.array(sequences, np.int64)
 
     @contextmanager
-    def growing(self, sequences):
-        """Restore sequences if the body, which appends to them, raises; yields (length, tokens per rank) of each."""
-        before = [(self.ledgers[sequence].seqlen, self.ledgers[sequence].counts) for sequence in sequences]
+    def growing(self, some):
+        """Restore sequences if the body, which appends to them, raises; yields their lengths and tokens per rank."""
+        lengths, counts = before = self.ledgers.lengths[some].copy(), self.ledgers.counts[some].copy()
         try:
             yield before
         except BaseException:
-            for sequence, (length, counts) in zip(sequences, before):
-                self.ledgers[sequence].truncate(length)
-                self._pages.resize(sequence, int(counts[self._peers.rank]))
+            self.ledgers.truncate(some, lengths)
+            self._take_pages(some, counts)
             raise
 
-    def store(self, sequences, before, k, v, local):
-        """Store the tokens added to sequences since `before`; local: k and v hold only this rank's tokens."""
-        in_use = self._in_use + sum(
-            self._pages.needed(self.ledgers[sequence].counts) - self._pages.needed(counts)
-            for sequence, (_, counts) in zip(sequences, before)
-        )
+    def _take_pages(self, some, counts):
+        """Give sequences pages for so many tokens of every rank; ArgumentError, and no change, if one has too few."""
+        room = self._pages.needed(counts) * self.page_size
+        in_use = self._in_use + (room - self._room[some]).sum(axis=0) // self.page_size
         if (in_use > self.pages).any():
             full = int(np.argmax(in_use))
             error = ArgumentError(
@@ -86,16 +89,47 @@ class Storage:
                 f"tokens and has {self.pages}; capacity is {self._capacity} tokens in all"
             )
             raise everywhere(error, self._peers)  # every rank computes the same counts
+        self._pages.resize_each(self._numbers[some], counts[:, self._peers.rank])
+        self._room[some], self._in_use = room, in_use
+
+    def store(self, some, before, k, v, local):
+        """Store the tokens added to sequences since `before`; local: k and v hold only this rank's tokens."""
+        lengths, held = before
+        counts = self.ledgers.counts[some]
+        if (counts > self._room[some]).any():
+            self._take_pages(some, counts)
+        held = held[:, self._peers.rank]
+        new = counts[:, self._peers.rank] - held
         self._backend.begin()
-        for i, (sequence, (length, counts)) in enumerate(zip(sequences, before)):
-            self._write(sequence, length, int(counts[self._peers.rank]), k[i], v[i], local)
+        for i in np.flatnonzero(new).tolist() if local else self._scatter(some, lengths, held, new, k, v):
+            self._write(self._numbers[some][i].item(), lengths[i].item(), held[i].item(), k[i], v[i], local)
         self._backend.finish()  # the caller may change k and v after this
-        self._in_use = in_use
+
+    def _scatter(self, some, lengths, held, new, k, v):
+        """Launch copies of the new tokens of all sequences that have few, in their last pages; returns the others.
+
+        lengths: of the sequences before.  held, new: tokens of this rank before, and since.
+        """
+        at, rows, others = np.flatnonzero(new), 0, ()
+        slots = self._pages.shift[some] + held
+        if k.shape[1] > 1:
+            first, step = self.ledgers.next_turn(some, self._peers.rank, lengths)
+            few = (new <= FEW) & (held >= self._pages.in_last[some]) & (first >= 0)
+            at, others = np.flatnonzero(few), np.flatnonzero(~few & (new > 0)).tolist()
+            ends = np.cumsum(new[at])
+            number = np.arange(ends[-1] if len(at) else 0) - np.repeat(ends - new[at], new[at])
+            at = np.repeat(at, new[at])  # from here on an entry is a token
+            slots, rows = slots[at] + number, first[at] - lengths[at] + number * step[at]
+        else:
+            slots = slots[at]
+        if len(at):
+            for pool, source in zip(self.pools, (k, v)):
+                self._backend.scatter(pool, slots, source, at, rows)
+        return others
 
     def _write(self, sequence, length, held, k, v, local):
         """Launch copies into pages of the tokens from position `length` on; this rank held `held` tokens before."""
         ledger, rank = self.ledgers[sequence], self._peers.rank
-        self._pages.resize(sequence, ledger.length(rank))
         table = self._pages.table(sequence)
         done = 0
         for new in ledger.ranges(rank, length):
@@ -108,18 +142,15 @@ class Storage:
 
     def truncate(self, sequences, lengths):
         """Keep the first tokens of sequences and free the pages of the others."""
-        for sequence, length in zip(sequences, lengths):
-            ledger = self.ledgers[sequence]
-            self._in_use = self._in_use - self._pages.needed(ledger.counts)
-            ledger.truncate(length)
-            self._in_use = self._in_use + self._pages.needed(ledger.counts)
-            self._pages.resize(sequence, ledger.length(self._peers.rank))
+        some = self.some(sequences)
+        self.ledgers.truncate(some, np.array(lengths, np.int64))
+        self._take_pages(some, self.ledgers.counts[some])
 
     def copy_out(self, sequence, arrays):
         """Launch copies of this rank's keys and values into arrays (kv_heads, tokens, dim); returns the last event."""
         done, event = 0, None
         count = self.ledgers[sequence].length(self._peers.rank)
-        for first, last in stretches(self.table(sequence), self.page_size, 0, count):
+        for first, last in stretches(self._pages.table(sequence), self.page_size, 0, count):
             for array, pool in zip(arrays, self.pools):
                 event = self._backend.copy(array[:, done : done + last - first], pool[:, first:last])
             done += last - first

@@ -71,17 +71,22 @@ class _Dealt:
 class Ledger:
     """The tokens of one sequence on `ranks` ranks.  If all have equally many, rank `first` gets the next token.
 
-    seqlen: number of tokens.  counts: number of tokens on every rank, int64, read-only.
+    length (1,), counts (ranks,): int64 memory, all 0, for its length and the tokens of every rank; None for its own.
     """
 
-    def __init__(self, ranks, first=0):
+    def __init__(self, ranks, first=0, length=None, counts=None):
         self.chunks, self.first = ranks, first % ranks
-        self.seqlen = 0
-        self.counts = np.zeros(ranks, np.int64)
+        self._length = np.zeros(1, np.int64) if length is None else length
+        self.counts = np.zeros(ranks, np.int64) if counts is None else counts
         self._pieces, self._starts = [], []  # a piece ends where the next starts, the last at seqlen
         self._before = {}  # by rank: its number of tokens before each piece, cached
 
     # These members are also those of a layout, so that a ledger can be used as one.
+
+    @property
+    def seqlen(self):
+        """Number of tokens."""
+        return self._length.item()
 
     @property
     def lengths(self):
@@ -143,6 +148,11 @@ class Ledger:
             before.append(before[each] + sum(map(len, self._ranges(each, rank))))
         return before[number]
 
+    def turns(self):
+        """(start, limit, members) of the last piece if its tokens are dealt, as of `_Dealt`; else None."""
+        piece = self._pieces[-1] if self._pieces else None
+        return (piece.start, piece.limit, piece.members) if isinstance(piece, _Dealt) else None
+
     # Changes
 
     def place(self, layout):
@@ -182,8 +192,8 @@ class Ledger:
         """Move the end of the last piece, and of the sequence, to `seqlen`."""
         if seqlen != self.seqlen:
             piece = self._pieces[-1]
-            self.counts = self.counts + piece.counts(self.chunks, seqlen) - piece.counts(self.chunks, self.seqlen)
-            self.seqlen = seqlen
+            self.counts += piece.counts(self.chunks, seqlen) - piece.counts(self.chunks, self.seqlen)
+            self._length[0] = seqlen
 
     def _next_piece(self):
         """A piece for the ranks with the fewest tokens, until they have as many as the rank with the next fewest."""

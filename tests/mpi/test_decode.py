@@ -226,31 +226,6 @@ def test_large_scores_and_nan(group):
     mirror.cache.close()
 
 
-def test_random_appends_and_truncates(comm):
-    """Contents of the pages, whatever was done before: a token is its sequence and a number of its own."""
-    rng = np.random.default_rng(comm.size)
-    cache = KVCache(comm, capacity=600, sequences=3, kv_heads=2, head_dim=1, dtype="float64", page_size=4)
-    plain, number = [[] for _ in range(3)], 0
-    for step in range(2000):
-        sequence, count = int(rng.integers(3)), int(rng.choice([1, 1, 1, 7]))
-        if rng.random() < 0.55 and sum(map(len, plain)) + count <= cache.capacity:
-            new = np.arange(number, number + count, dtype=np.float64).reshape(1, count, 1, 1) * [[1], [-1]]
-            cache.append(new, 2 * new, sequences=[sequence], check=False)
-            plain[sequence] += range(number, number + count)
-            number += count
-        else:
-            length = max(0, len(plain[sequence]) - count) if rng.random() < 0.98 else 0
-            cache.truncate([length], sequences=[sequence], check=False)
-            del plain[sequence][length:]
-        if step % 50 == 0 or step == 1999:
-            assert cache.lengths == tuple(map(len, plain))
-            for s, tokens in enumerate(plain):
-                k, v = cache.local(s)
-                expected = np.array(tokens, np.float64)[cache.positions(s)].reshape(-1, 1, 1) * [[1], [-1]]
-                assert np.array_equal(k, expected) and np.array_equal(v, 2 * expected)
-    cache.close()
-
-
 @on(4)
 def test_sent_bytes_do_not_depend_on_the_context(group):
     """Counted where they are handed to MPI; memory is the cache, two partials, and tiles of a fixed size."""

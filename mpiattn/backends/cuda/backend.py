@@ -87,6 +87,10 @@ class _CupyLaunches(KernelLaunches):
     def copy(self, dst, src):
         super().copy(dst, self.contiguous(src) if isinstance(src, np.ndarray) else src)
 
+    def scatter(self, pool, slots, src, entries, tokens):
+        for slot, entry, token in zip(slots.tolist(), entries.tolist(), np.broadcast_to(tokens, slots.shape).tolist()):
+            _CupyLaunches.copy(self, pool[:, slot : slot + 1], src[entry, token : token + 1].swapaxes(0, 1))
+
 
 def _launched(method):
     """Order a launch as the protocol requires: on the stream of the launches, after the events; returns its event."""
@@ -251,6 +255,7 @@ class CudaBackend(_CupyLaunches):
     zero = _launched(_CupyLaunches.zero)
     take = _launched(_CupyLaunches.take)
     copy = _launched(_CupyLaunches.copy)
+    scatter = _launched(_CupyLaunches.scatter)
     attend = _launched(_CupyLaunches.attend)
     attend_pages = _launched(_CupyLaunches.attend_pages)
     unnormalize = _launched(_CupyLaunches.unnormalize)

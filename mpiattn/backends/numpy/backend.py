@@ -334,6 +334,11 @@ class NumpyBackend:
         with np.errstate(all="ignore"):  # a cast to a narrower dtype may overflow or underflow
             np.copyto(dst, src, casting="same_kind")
 
+    def scatter(self, pool, slots, src, entries, tokens):
+        if pool.dtype.isbuiltin != 1:  # NumPy copies bfloat16 faster as integers
+            pool, src = pool.view(np.int16), src.view(np.int16)
+        pool.swapaxes(0, 1)[slots] = src[entries, tokens]
+
     # Wire
 
     def outgoing(self, array, after=(), collective=False):

@@ -152,6 +152,9 @@ class DeferredBackend(NumpyBackend):
     def copy(self, dst, src):
         return self._launch((dst,), (), super().copy, dst, src)
 
+    def scatter(self, pool, slots, src, entries, tokens):
+        return self._launch((pool,), (), super().scatter, pool, slots, src, entries, tokens)
+
     def outgoing(self, array, after=(), collective=False):
         if array.size:
             self._sending.append(array)
