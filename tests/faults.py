@@ -42,7 +42,7 @@ FAULTS = {
     "leave": "it calls sys.exit",
     "exit": "it calls os._exit",
 }
-READING = {"read": "files.io.Input.chunk", "exchange": "comm.redistribute.Redistribution._trade"}
+READING = {"read": "files.io.Input.chunk", "exchange": "comm.rounds.Rounds.turn"}
 WRITING = {"write": "files.io.Output.write", "commit": "files.io.Output.commit"}
 FORWARD = {"planning": "comm.mesh.Mesh.__init__", "steps": "engine.executor.Executor._run_block"}
 CACHE = {"append": "decode.cache.KVCache.append", "decode": "decode.combine.Combiner.run"}
@@ -63,7 +63,7 @@ WITHOUT_A_WORD = {
     ("mpi4py program", "leave"),
 }
 COMMANDS = {
-    "run": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--tile", "2x2"],
+    "run": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--tile", "2x2", "--layout", "striped"],
     "backward": ["run", "in.h5", "out.h5", "--schedule", "greedy", "--backward", "--verify", "--tile", "2x2"],
     "decode": ["decode", "in.h5", "queries.h5", "out.h5", "--verify"],
 }

@@ -20,7 +20,7 @@ SOON = 30.0  # seconds within which a job must end, from its start
 FATES = "raise", "SIGKILL", "SIGSTOP"
 PHASES = {
     "read": "files.io.Input.chunk",
-    "exchange": "comm.redistribute.Redistribution._trade",
+    "exchange": "comm.rounds.Rounds.turn",
     "steps": "engine.executor.Executor._run_block",
     "write": "files.io.Output.write",
 }
@@ -72,6 +72,8 @@ def test_one_message_and_no_out(tmp_path, phase, victim_and_fate):
             "greedy",
             "--tile",
             "2x2",
+            "--layout",
+            "striped",  # whose tokens are exchanged when they are read
             "--timeout",
             timeout,
         ],

@@ -1,9 +1,10 @@
 """Compute exact attention of an HDF5 file on the ranks of this launch.
 
 IN holds q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) in natural token order; with
---axes bhsd, heads come before tokens. Every rank reads one contiguous slab; the ranks exchange tokens into the layout,
-compute, and exchange the result back. OUT holds out, shaped as q, and lse (batch, heads, seqlen). Its attributes hold
-the chosen plan, the command, the date and the versions. OUT appears whole or not at all; an existing file is replaced.
+--axes bhsd, heads come before tokens. Every rank reads its tokens; striped ones are read as slabs, which the ranks
+exchange. They compute, and send the result back. OUT holds out, shaped as q, and lse (batch, heads, seqlen). Its
+attributes hold the chosen plan, the command, the date and the versions. OUT appears whole or not at all; an existing
+file is replaced.
 
 With --backward IN also holds dout, shaped as out, and OUT gets dq, dk, dv: the gradients of sum(dout * out).
 

@@ -76,11 +76,18 @@ def _transfer(dataset, starts, array):
     return memory, stored, plain, kind if isinstance(kind, h5py.h5t.TypeOpaqueID) else _stored_type(array.dtype)
 
 
-def read(dataset, starts, shape, how=None):
-    """The elements of a dataset from the indices `starts` on, in native byte order.  how: transfer properties."""
-    array = np.empty(shape, dtype_of(dataset))
+def read(dataset, starts, shape, how=None, into=None):
+    """The elements of a dataset from the indices `starts` on, in native byte order.
+
+    how: transfer properties.  into: the array of this shape and dtype to read into; by default a new one.
+    """
+    there = into is not None and into.flags.c_contiguous
+    array = into if there else np.empty(shape, dtype_of(dataset))
     dataset.id.read(*_transfer(dataset, starts, array), dxpl=how)
-    return array
+    if into is None or there:
+        return array
+    into[...] = array
+    return into
 
 
 def write(dataset, starts, array, how=None):

@@ -1,8 +1,8 @@
 """HDF5 input and output: whole tensors (batch, seqlen, heads, dim) in natural token order, any number of ranks.
 
-Every rank reads one contiguous slab of tokens, and the ranks exchange tokens into the layout.  With an h5py that
-has MPI, all ranks read and write one file collectively.  Without, all ranks read it independently, and rank 0 writes
-what the others send, a piece at a time.  An output file appears whole, by a rename, or not at all.
+Every rank reads its own tokens or, where these are striped, a slab of consecutive ones, which the ranks exchange.  With
+an h5py that has MPI, all ranks read and write one file collectively.  Without, all ranks read it independently, and
+rank 0 writes what the others send, a piece at a time.  An output file appears whole, by a rename, or not at all.
 """
 
 import contextlib
@@ -109,26 +109,28 @@ class Input:
         shape = (batch if entry is None else 1, *row)
         slabs = Layout("contiguous", layout.seqlen, self.peers.size)
 
-        def read(start, stop):
-            rows = self.tokens(name, first + start, first + stop, entry, _collective())
+        def read(start, stop, rows):
+            self.tokens(name, first + start, first + stop, entry, _collective(), rows.swapaxes(0, 1))
             self._check_length()
             if progress:
                 progress(stop - start)
-            return np.moveaxis(rows, 1, 0)
 
         move = Redistribution(self.peers, slabs, layout, shape, dtype_of(data), self.max_message)
         return move.to_chunk(read).swapaxes(0, 1)
 
-    def tokens(self, name, start, stop, entry=None, how=None):
+    def tokens(self, name, start, stop, entry=None, how=None, into=None):
         """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective unless `how` is.
 
-        entry: read only this batch entry.  how: transfer properties.  `check` reports a file that was cut short.
+        entry: read only this batch entry.  how: transfer properties.  into: the array to read into; by default a new
+        one.  `check` reports a file that was cut short.
         """
         data = self.dataset(name)
         batch, _, *row = natural(data.shape, self.axes)
         place = (entry or 0, start, 0, 0), (1 if entry is not None else batch, stop - start, *row)
+        if into is not None and self.axes == "bhsd":
+            into = into.swapaxes(1, 2)
         with file_errors(self.argument, self.path, "read"):
-            array = hdf5.read(data, *(natural(numbers, self.axes) for numbers in place), how)
+            array = hdf5.read(data, *(natural(numbers, self.axes) for numbers in place), how, into)
         return array if self.axes == "bshd" else array.swapaxes(1, 2)
 
     def close(self):
