@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..problem.mask import local_interval
+from ..problem.layout import increasing
 from ..schedule.bound import BoundTransfer, bind
 from ..schedule.kinds import IN_COLUMNS, chunk_of
 from ..schedule.timeline import Moved, StepTimes, Timeline
@@ -39,7 +39,7 @@ class _Pending:
     arrived: float | None = None
 
 
-# Limit in bytes for the row intervals of an activity's blocks that are kept for the next call: 8 million rows.
+# Limit in bytes for the row intervals of blocks that are kept for calls to come: 8 million rows.
 KEPT_BYTES = 64 * 2**20
 
 
@@ -152,7 +152,7 @@ class Executor:
             return
         q, kv = self.held["Q", i], self.held["KV", j]
         reduced = {kind: self.held.accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
-        interval = self._kept((i, j), lambda: local_interval(*self.activity.interval(i), self.k_layout.positions(j)))
+        interval = self._kept((i, j), lambda: self.activity.columns(i, self.k_layout.ranges(j)))
         event = self.work.launch(
             q.arrays,
             kv.arrays,
@@ -171,7 +171,7 @@ class Executor:
         if key not in kept:
             made = make()
             held = tuple(self.backend.contiguous(bound, bound.itemsize) for bound in made)
-            if sum(bound.nbytes for pair in kept.values() for bound in pair) + 2 * made[0].nbytes > KEPT_BYTES:
+            if self.activity.kept_bytes + 2 * made[0].nbytes > KEPT_BYTES:
                 return held
             kept[key] = held
         return kept[key]
@@ -187,9 +187,9 @@ class Executor:
         ]
 
         def intervals():
-            bounds = [self.activity.interval(chunk) for chunk in self.buffers.tokens("Q")]
-            lo, hi = (np.concatenate([pair[side] for pair in bounds], axis=1) for side in (0, 1))
-            return local_interval(lo, hi, np.sort(self._arena_key_positions()))  # as `sorting` sorts the keys
+            keys = increasing(self.k_layout.ranges(chunk) for chunk in self.buffers.tokens("KV"))  # as `sorting` sorts
+            pairs = [self.activity.columns(chunk, keys) for chunk in self.buffers.tokens("Q")]
+            return tuple(np.concatenate(side, axis=1) for side in zip(*pairs))
 
         keys = kv.arrays
         reduced = {kind: self.buffers.arena[kind] for kind in self.buffers.reduced}

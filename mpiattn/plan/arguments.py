@@ -47,9 +47,7 @@ class Arguments:
 
 def compared(activity: Activity, sinks: Array | None) -> dict[str, Any]:
     """What must be the same on every rank: each end of a transfer decides from the documents whether it happens."""
-    groups = activity.documents
     return {
-        "documents (cu_seqlens, lengths, prefixes or causal_documents)": groups
-        and tuple(group.as_lists() for group in groups),
+        "documents (cu_seqlens, lengths, prefixes or causal_documents)": activity.as_lists,
         "sinks": None if sinks is None else sinks.tolist(),
     }

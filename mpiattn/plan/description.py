@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..engine.executor import KEPT_BYTES
 from ..model.search import times_as_long
 from ..problem.documents import documents
 from ..schedule.needed import Activity
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from .rank_passes import RankPasses
     from .settle import Plan
 
+RECENT = 8  # sets of documents whose activities a plan keeps
+
 
 class Described:
     """The choices made for a plan, and its counters so far."""
@@ -42,7 +45,7 @@ class Described:
     _backend: Backend
     _exchange: Exchange
     _activity: Activity
-    _latest: Activity
+    _recent: list[Activity]  # of calls with documents, the latest last
     _home: Home | None
     _peers: Peers
 
@@ -165,7 +168,7 @@ class Described:
         return self._activity
 
     def activity_of(self, **of_documents: PerDocument) -> Activity:
-        """The blocks and transfers that a call needs; reused while calls have the same documents.  Not collective.
+        """The blocks and transfers that a call needs; kept for calls with the same documents.  Not collective.
 
         Parameters
         ----------
@@ -184,17 +187,17 @@ class Described:
         groups = documents(self.problem, **of_documents)
         if groups is None:
             return self._activity
-        if not _same_cuts(self._latest.documents, groups):
-            if self._latest is not self._activity:
-                self._latest.kept.clear()  # an Activity is part of a reference cycle: it may live on for a while
-            self._latest = Activity(self.problem.mask, *self._layouts, self.tile, groups)
-        return self._latest
+        known = [activity for activity in self._recent if _same_cuts(activity.documents, groups)]
+        (activity,) = known or [Activity(self.problem.mask, *self._layouts, self.tile, groups)]
+        self._recent = [other for other in self._recent if other is not activity]
+        while len(self._recent) >= RECENT or sum(other.kept_bytes for other in self._recent) > KEPT_BYTES:
+            self._recent.pop(0).kept.clear()  # an Activity is part of a reference cycle: it may live on for a while
+        self._recent.append(activity)
+        return activity
 
 
-def _same_cuts(groups: Sequence[tuple[Any, ...]] | None, others: Sequence[tuple[Any, ...]]) -> bool:
+def _same_cuts(groups: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]) -> bool:
     """Whether two results of `mpiattn.problem.documents.documents` are equal."""
-    return (
-        groups is not None
-        and len(groups) == len(others)
-        and all(np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other))
+    return len(groups) == len(others) and all(
+        np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other)
     )

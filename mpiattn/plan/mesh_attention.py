@@ -170,7 +170,7 @@ class MeshAttention(Described, Distributed):
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options["max_message"])
         self._passes = RankPasses(self._plan, self.schedule, self._mesh, self._backend, self._exchange)
-        self._activity = self._latest = Activity(self.problem.mask, *self._layouts, chosen.tile)
+        self._activity, self._recent = Activity(self.problem.mask, *self._layouts, chosen.tile), []
         self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
 
     def like(self, *, seqlen: int | None = None, seqlen_k: int | None = None) -> MeshAttention:

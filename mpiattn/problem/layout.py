@@ -43,6 +43,19 @@ def within(tokens: range, start: int, stop: int) -> tuple[int, int]:
     return first_from(start), max(first_from(start), first_from(stop))
 
 
+def increasing(chunks: Iterable[Sequence[range]]) -> list[range] | NDArray[np.int64]:
+    """The tokens of some chunks of one layout, in increasing order: as few ranges or, of interleaved ones, an array."""
+    ranges = sorted((tokens for chunk in chunks for tokens in chunk if tokens), key=lambda tokens: tokens.start)
+    if len(ranges) > 1 and any(tokens.step > 1 for tokens in ranges):
+        return np.sort(np.concatenate([np.arange(t.start, t.stop, t.step) for t in ranges]))
+    joined: list[range] = []
+    for tokens in ranges:
+        if joined and joined[-1].stop == tokens.start:
+            tokens = range(joined.pop().start, tokens.stop)
+        joined.append(tokens)
+    return joined
+
+
 @dataclass(frozen=True)
 class Layout:
     """The division of `seqlen` tokens into `chunks` chunks, one per rank; lengths may differ or be zero.

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-PIECE = 2**20  # queries counted at a time
+PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
+FEW = 4  # ranges of keys up to which arithmetic is faster than a search
 
 IntArray: TypeAlias = "NDArray[np.integer]"
 Window: TypeAlias = tuple[int | None, int | None]
@@ -107,40 +108,69 @@ class Mask:
     def key_interval(self, positions: IntArray, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray]:
         """Keys [lo, hi) that the queries at `positions` see: two int64 arrays (groups, queries).
 
+        positions: increasing.
         documents: the `Group`s from `mpiattn.problem.documents.documents`; None for the sequence as one document.
         """
-        rows = [self._interval(positions, *group) for group in documents or self._whole]
-        return np.stack([lo for lo, _ in rows]), np.stack([hi for _, hi in rows])
+        groups = documents or self._whole
+        lo, hi = (np.zeros((len(groups), len(positions)), np.int64) for _ in range(2))
+        for row, group in enumerate(groups):
+            self._interval(positions, *group, lo[row], hi[row])
+        return lo, hi
+
+    def reach(self, tokens: range, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray]:
+        """Keys [lo, hi) that some query of each document sees, of the queries `tokens`, which are consecutive.
+
+        Both ends move on from query to query by no more than a query sees, so that no key between them is left out.
+        """
+        ends: list[tuple[IntArray, IntArray]] = []
+        for group in documents or self._whole:
+            cuts = np.clip(group.q_cuts, tokens.start, tokens.stop)
+            some = np.flatnonzero(cuts[:-1] < cuts[1:])
+            (lo,), _ = self.key_interval(cuts[some], (group,))
+            _, (hi,) = self.key_interval(cuts[some + 1] - 1, (group,))
+            ends.append((lo, np.minimum(hi, group.k_cuts[some + 1])))  # a query that sees nothing may begin later
+        return np.concatenate([lo for lo, _ in ends]), np.concatenate([hi for _, hi in ends])
 
     def _interval(
         self,
         positions: IntArray,
         q_cuts: IntArray,
         k_cuts: IntArray,
-        prefixes: IntArray | None = None,
-        causal: NDArray[np.bool_] | None = None,
-    ) -> tuple[IntArray, IntArray]:
-        document = np.searchsorted(q_cuts, positions, side="right")  # 0: before the first, len: padding
-        inside = (document > 0) & (document < len(q_cuts))
-        document = np.where(inside, document, 1)
-        lo, hi = k_cuts[document - 1], k_cuts[document]
-        diagonal = positions + hi - q_cuts[document]
-        left, right = self.window
-        if self.causal if causal is None else causal.any():
-            end = self._causal_end(diagonal, lo, self.prefix if prefixes is None else prefixes[document - 1])
-            hi = np.minimum(hi, end if causal is None else np.where(causal[document - 1], end, hi))
-        if left is not None:
-            lo = np.maximum(lo, diagonal - left)
-        if right is not None:
-            hi = np.minimum(hi, diagonal + right + 1)
-        return np.where(inside, lo, 0), np.where(inside, np.maximum(lo, hi), 0)
+        prefixes: IntArray | None,
+        causal: NDArray[np.bool_] | None,
+        lo: IntArray,
+        hi: IntArray,
+    ) -> None:
+        """Write the keys that queries see to `lo` and `hi`, which are 0; padding before and after documents stays 0."""
+        begins = np.searchsorted(positions, q_cuts)  # of the documents, among the queries
+        inside, counts = slice(begins[0], begins[-1]), np.diff(begins)
 
-    def _causal_end(self, diagonal: IntArray, first: IntArray, prefix: IntArray | int) -> IntArray:
-        """End of the keys that `causal` lets queries see; `first` is the first key of their document."""
-        end = diagonal + 1
-        if self.causal_block:
-            end = first - (first - end) // self.causal_block * self.causal_block  # round up to a block
-        return np.maximum(end, first + prefix)
+        def by_query(of_documents: IntArray) -> IntArray:
+            return np.repeat(of_documents, counts)
+
+        first, last = k_cuts[:-1], k_cuts[1:]
+        lo, hi = lo[inside], hi[inside]
+        lo[:], hi[:] = by_query(first), by_query(last)
+        left, right = self.window
+        some_causal = self.causal if causal is None else causal.any()
+        if not some_causal and left is None and right is None:
+            return
+        diagonal = by_query(last - q_cuts[1:])
+        diagonal += positions[inside]
+        if some_causal:
+            end = diagonal + 1
+            if self.causal_block:
+                end = lo - (lo - end) // self.causal_block * self.causal_block  # round up to a block
+            # what queries see all the same: a prefix or, where a document is not causal, all of it
+            least = first + (self.prefix if prefixes is None else prefixes)
+            if prefixes is not None or self.prefix or causal is not None:
+                np.maximum(end, by_query(least if causal is None else np.where(causal, least, last)), out=end)
+            np.minimum(hi, end, out=hi)
+        if left is not None:
+            np.maximum(lo, diagonal - left, out=lo)
+        if right is not None:
+            np.minimum(hi, diagonal + (right + 1), out=hi)
+        np.maximum(lo, hi, out=hi)
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:
         """Number of attended (query, key) pairs, summed over the groups of documents."""
@@ -151,11 +181,27 @@ class Mask:
         return total
 
 
-def local_interval(lo: IntArray, hi: IntArray, key_positions: IntArray) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def local_interval(
+    lo: IntArray, hi: IntArray, keys: Sequence[range] | IntArray
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The local columns [begin, end) of a chunk for key positions [lo, hi): two int32 arrays of the shape of lo.
 
-    key_positions: positions of the chunk's keys, increasing.
+    keys: positions of the chunk's keys, increasing: an array, or ranges one after another.
     """
-    begin = np.searchsorted(key_positions, lo).astype(np.int32)
-    end = np.searchsorted(key_positions, hi).astype(np.int32)
+    begin, end = (_before(keys, bound).astype(np.int32) for bound in (lo, hi))
     return begin, np.maximum(begin, end)
+
+
+def _before(keys: Sequence[range] | IntArray, positions: IntArray) -> IntArray:
+    """How many of the keys come before each position."""
+    if isinstance(keys, np.ndarray):
+        return np.searchsorted(keys, positions)
+    if len(keys) > FEW:
+        return _before(np.concatenate([np.arange(t.start, t.stop, t.step) for t in keys]), positions)
+    counts = []
+    for tokens in keys:
+        count = positions - tokens.start
+        if tokens.step > 1:
+            count = -(-count // tokens.step)
+        counts.append(np.clip(count, 0, len(tokens), out=count))
+    return sum(counts[1:], start=counts[0]) if counts else np.zeros_like(positions)

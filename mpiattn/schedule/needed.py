@@ -4,11 +4,11 @@ A chunk is not sent if no query of the receiver's tile sees it.  A partial is no
 These are pure functions of masks, layouts and documents, so both ends of a transfer come to the same answer.
 """
 
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
-from ..problem.mask import local_interval
+from ..problem.mask import PIECE, local_interval
 from .kinds import IN_COLUMNS
 from .route import leg_of
 
@@ -19,8 +19,10 @@ def _union(lo, hi):
     lo, hi = lo[kept], hi[kept]
     if not len(lo):
         return ()
-    order = np.argsort(lo, kind="stable")
-    lo, hi = lo[order], np.maximum.accumulate(hi[order])
+    if (lo[1:] < lo[:-1]).any():
+        order = np.argsort(lo, kind="stable")
+        lo, hi = lo[order], hi[order]
+    hi = np.maximum.accumulate(hi)
     starts = np.concatenate([[True], lo[1:] > hi[:-1]])
     return tuple(zip(lo[starts].tolist(), hi[np.concatenate([np.flatnonzero(starts)[1:] - 1, [-1]])].tolist()))
 
@@ -40,13 +42,40 @@ class Activity:
         self.needs = cache(self._needs)
         self.sends, self.receives = cache(self._sends), cache(self._receives)  # every call asks again
 
+    @cached_property
+    def as_lists(self):
+        """The documents as tuples of lists, which can be compared with ==; None without documents."""
+        return self.documents and tuple(group.as_lists() for group in self.documents)
+
+    @property
+    def kept_bytes(self):
+        """Bytes of the row intervals that are kept."""
+        return sum(bound.nbytes for pair in self.kept.values() for bound in pair)
+
     def interval(self, chunk):
         """Keys [lo, hi) that each query of a chunk sees: two int64 arrays (groups, tokens)."""
         return self.mask.key_interval(self.q_layout.positions(chunk), self.documents)
 
+    def columns(self, chunk, keys):
+        """The columns [begin, end) of `keys` that each query of a chunk sees: two int32 arrays (groups, tokens).
+
+        keys: as for `local_interval`.
+        """
+        positions, groups = self.q_layout.positions(chunk), len(self.documents or (None,))
+        begin, end = (np.empty((groups, len(positions)), np.int32) for _ in range(2))
+        for start in range(0, len(positions), PIECE):
+            part = slice(start, start + PIECE)
+            bounds = self.mask.key_interval(positions[part], self.documents)
+            begin[:, part], end[:, part] = local_interval(*bounds, keys)
+        return begin, end
+
     def _seen(self, chunk):
         """The union of the keys that the queries of a chunk see, as disjoint intervals."""
-        lo, hi = self.interval(chunk)
+        ranges = self.q_layout.ranges(chunk)
+        if any(tokens.step > 1 for tokens in ranges):
+            lo, hi = self.interval(chunk)
+        else:
+            lo, hi = (np.concatenate(ends) for ends in zip(*(self.mask.reach(t, self.documents) for t in ranges)))
         return _union(lo.ravel(), hi.ravel())
 
     def _block(self, i, j):
@@ -62,10 +91,9 @@ class Activity:
         """Number of attended (query, key) pairs in a rank's tile, summed over the groups of documents."""
         total = 0
         for chunk in self.tile.row(rank):
-            interval = self.interval(chunk)
             for other in self.tile.column(rank):
                 if self.block(chunk, other):
-                    begin, end = local_interval(*interval, self.k_layout.positions(other))
+                    begin, end = self.columns(chunk, self.k_layout.ranges(other))
                     total += int((end - begin).sum(dtype=np.int64))
         return total
 

@@ -4,11 +4,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from dense import Inputs, Result, draw_all, expected, masks, wrong
+from dense import Inputs, Result, bits, draw_all, expected, masks, wrong
 from runs import agreed, attend, check, my_chunks, on, problem_of
 from test_agreement import same_error
 
 from mpiattn import Layout, MeshAttention, attention
+from mpiattn.plan import description
+from mpiattn.plan.description import RECENT
+from mpiattn.problem.mask import Mask
 
 WAYS = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))  # schedule and route
 MASKS = [
@@ -163,3 +166,28 @@ def test_ranks_that_disagree(comm, at_least):
     for name, values in (("prefix", (3, 4)), ("causal_block", (3, None))):
         text = same_error(comm, lambda: MeshAttention(comm, seqlen=24, heads=2, head_dim=4, **{name: values[last]}))  # noqa: B023
         assert text.startswith(f"{name} is") or text.startswith("causal is")
+
+
+def test_documents_are_looked_at_once(comm, monkeypatch):
+    """A call with documents of one of the last calls decides nothing again; its bits are those of a new plan."""
+    looks = []
+    key_interval = Mask.key_interval
+    monkeypatch.setattr(Mask, "key_interval", lambda *args: looks.append(args) or key_interval(*args))
+    shape = {"seqlen": 24, "heads": 2, "head_dim": 4, "causal": True, "layout": "zigzag"}
+    cuts = [[0, 3 + i, 12 + i // 2, 24] for i in range(RECENT)]
+    with MeshAttention(comm, **shape) as plan:
+        q = np.random.default_rng(comm.rank).standard_normal((1, len(plan.positions), 2, 4)).astype(np.float32)
+        first = [bits(*plan.forward(q, q, q, cu_seqlens=cut)) for cut in cuts]
+        del looks[:]
+        assert [bits(*plan.forward(q, q, q, cu_seqlens=cut)) for cut in cuts] == first and not looks
+        assert bits(*plan.forward(q, q, q, cu_seqlens=np.array(cuts[3]))) == first[3] and not looks
+        plan.forward(q, q, q, cu_seqlens=[0, 24])  # one more than are kept: that of the oldest goes
+        del looks[:]
+        assert bits(*plan.forward(q, q, q, cu_seqlens=cuts[3])) == first[3] and not looks
+        assert bits(*plan.forward(q, q, q, cu_seqlens=cuts[0])) == first[0]
+        assert comm.allreduce(len(looks)) > 0
+        monkeypatch.setattr(description, "KEPT_BYTES", 0)
+        plan.forward(q, q, q, cu_seqlens=cuts[1])
+        assert len(plan._recent) <= 2
+    with MeshAttention(comm, **shape) as other:
+        assert [bits(*other.forward(q, q, q, cu_seqlens=cut)) for cut in cuts] == first
