@@ -60,7 +60,8 @@ INLINE vec widened(int element, const char* from) {
 }
 
 // The last dim % LANES numbers of a row, in a vector's last lanes behind zeros; in its first ones if dim < LANES.
-INLINE vec widened_rest(int element, const char* row, int dim) {
+// Not inlined: the copy is long to compile, and the many kernels of decoding need it.
+static __attribute__((noinline)) vec widened_rest(int element, const char* row, int dim) {
     const int bytes = element_bytes[element];
     if (dim < LANES) {
         char copy[VBYTES] __attribute__((aligned(64))) = {0};
