@@ -76,7 +76,7 @@ REGISTRY = {
     )
 }
 # The back ends that "auto" tries, best first.
-AUTO = ("numpy",)
+AUTO = ("cpu", "numpy")
 
 
 def usages(**properties: object) -> list[str]:

@@ -72,8 +72,9 @@ class MeshAttention(Described, Distributed):
     wire_dtype : str, default float32 (float64 for float64)
         Dtype of partials (out, dq, dk, dv, not lse) in messages; narrower: route "direct" only, rounded once.
     backend, transport : str, default "auto"
-        backend: "numpy", "auto" (is "numpy"), "cpu" (compiled kernels) or "cuda" (CuPy; no float64, dims to 256), which
-        takes NumPy arrays and, without a copy, GPU arrays of CuPy and other libraries, and returns CuPy arrays.
+        backend: "cpu" (compiled kernels), "numpy", "auto" ("cpu" where every rank has it, else "numpy") or "cuda"
+        (CuPy; no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy and other
+        libraries, and returns CuPy arrays.
         transport of "cuda": "staged" (pinned host memory), "device" (GPU memory) or "auto" (what works).
     max_message, max_memory : int, max_memory by default None
         max_message: bytes of the longest MPI message.  Collectives, scatter and gather split down to one token's row.
