@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import aarch64
 import pytest
 
 from mpiattn import backends
@@ -9,13 +10,25 @@ from mpiattn.backends.cpu import library
 
 compiled = pytest.mark.skipif(not library.PATH.is_file(), reason=f"not compiled: {library.BUILD}")
 SETS = ("plain", "avx2", "avx512", "avx512bf16", "amx")
+EMULATED = pytest.param("aarch64", marks=pytest.mark.slow)
 PAIRS = ("avx512bf16", "amx")  # round the weights of bfloat16 inputs to it
 WORK = {"float64": "float64", "float32": "float32", "float16": "float32", "bfloat16": "float32"}
 
 
 @contextmanager
 def kernels_of(instruction_set, monkeypatch):
-    """The back end on an instruction set; skips the test where this processor or the library lacks it."""
+    """The back end on an instruction set; skips the test where this processor or the library lacks it.
+
+    "aarch64" is plain C on an emulated processor.
+    """
+    if instruction_set == "aarch64":
+        kernels = aarch64.Kernels()
+        monkeypatch.setattr(library, "Kernels", lambda: kernels)
+        made = backends.get("cpu")
+        yield made
+        made.close()
+        kernels.close()
+        return
     monkeypatch.setenv(library.VARIABLE, instruction_set)
     if why := backends.find("cpu").missing():
         pytest.skip(why)

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from blocks import EPSILON, MASKS, NOISE, assert_rounded, chunks, dense, dense_gradients, everything, partial, windows
-from cpu_kernels import PAIRS, SETS, WORK, compiled, kernels_of
+from cpu_kernels import EMULATED, PAIRS, SETS, WORK, compiled, kernels_of
 from dense import bits, error, largest
 
 from mpiattn import ArgumentError, backends
@@ -14,7 +14,7 @@ from mpiattn.backends.cpu import library
 pytestmark = compiled
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture(params=(*SETS, EMULATED))
 def backend(request, monkeypatch):
     with kernels_of(request.param, monkeypatch) as made:
         yield made

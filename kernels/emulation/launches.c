@@ -1,0 +1,60 @@
+// Runs launches of kernels/cpu for another process, so that kernels of another processor run under an emulator of it:
+// reads them from standard input and writes their results to standard output, as tests/aarch64.py has them.
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "launch.h"
+
+#define POINTERS 16  // of struct launch, which the caller fills
+#define LINE 64
+
+int64_t scratch_bytes(int number, const struct launch* of, enum operation operation);
+int32_t run(int number, const struct launch* of, enum operation operation);
+
+static void read_all(void* to, size_t bytes) {
+    if (fread(to, 1, bytes, stdin) != bytes)
+        exit(feof(stdin) ? 0 : 1);
+}
+
+static void* memory(int64_t bytes) {
+    void* at = aligned_alloc(LINE, (bytes + LINE) / LINE * LINE);
+    if (!at)
+        exit(2);
+    return at;
+}
+
+int main(void) {
+    for (;;) {
+        int32_t operation, results;
+        int64_t bytes[POINTERS];
+        struct launch of;
+        read_all(&operation, sizeof operation);
+        read_all(&results, sizeof results);  // bit i: pointer i is one
+        read_all(bytes, sizeof bytes);
+        read_all(&of, sizeof of);
+        void* data[POINTERS];
+        for (int i = 0; i < POINTERS; i++) {
+            data[i] = bytes[i] ? memory(bytes[i]) : 0;
+            read_all(data[i], bytes[i]);
+        }
+        of.begin = data[0], of.end = data[1], of.pages = data[2], of.tables = data[3];
+        struct array* const array[] = {&of.q,     &of.k,  &of.v,  &of.out, &of.lse,   &of.dout,
+                                       &of.delta, &of.dq, &of.dk, &of.dv,  &of.other, &of.other_lse};
+        for (int i = 4; i < POINTERS; i++)
+            array[i - 4]->data = data[i];
+        of.poll = 0;
+        const int64_t needed = scratch_bytes(0, &of, operation);
+        of.scratch = memory(needed);
+        const int32_t stopped = run(0, &of, operation);
+        fwrite(&needed, sizeof needed, 1, stdout);
+        fwrite(&stopped, sizeof stopped, 1, stdout);
+        for (int i = 0; i < POINTERS; i++) {
+            if (results >> i & 1)
+                fwrite(data[i], 1, bytes[i], stdout);
+            free(data[i]);
+        }
+        free(of.scratch);
+        fflush(stdout);
+    }
+}

@@ -1,0 +1,137 @@
+"""The kernels of the back end cpu compiled for aarch64, which QEMU runs: plain C, whose vectors are NEON's.
+
+A launch is sent to a process that is emulated (kernels/emulation/launches.c), with copies of its arrays.
+"""
+
+import ctypes
+import functools
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpiattn.backends.cpu import library
+from mpiattn.system.sources import kernel_dir
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-static", "-pthread", "-Wall", "-Wno-psabi")
+LISTS = "begin", "end", "pages", "tables"
+ARRAYS = "q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "other", "other_lse"
+OF_KEYS = "k", "v", "dk", "dv"  # with rows of keys and KV heads, the others of tokens and heads
+OF_HEAD_DIM = "q", "k", "dq", "dk"
+NUMBERS = "lse", "delta", "other_lse"  # one a row
+INPUTS = "q", "k", "v", "dout"  # of the inputs' dtype
+RESULTS = {
+    "forward": ("out", "lse"),
+    "decode": ("out", "lse"),
+    "merge": ("out", "lse"),
+    "sink": ("out", "lse"),
+    "backward": ("dq", "dk", "dv"),
+    "delta": ("delta",),
+}
+BYTES = 4, 8, 2, 2  # of a number, by element
+
+
+@functools.cache
+def _program():
+    """The path of the compiled program; skips the test where it cannot be had."""
+    for name in (COMPILER, EMULATOR):
+        if not shutil.which(name):
+            pytest.skip(f"no {name} on this machine")
+    folder, sources = Path(tempfile.mkdtemp()), kernel_dir()
+    include = (f"-I{sources / 'cpu'}", "-DDIGEST=\"\"")
+    objects = []
+    for name, source, *macros in (
+        ("float", "cpu/kernels.c", "-DTABLE=plain_float", "-DREAL_BYTES=4"),
+        ("double", "cpu/kernels.c", "-DTABLE=plain_double", "-DREAL_BYTES=8"),
+        ("choose", "cpu/choose.c"),
+        ("launches", "emulation/launches.c"),
+    ):
+        objects.append(folder / f"{name}.o")
+        subprocess.run(
+            [COMPILER, *FLAGS, *include, *macros, "-c", sources / source, "-o", objects[-1]], check=True, timeout=300
+        )
+    subprocess.run([COMPILER, *FLAGS, *objects, "-lm", "-o", folder / "launches"], check=True, timeout=60)
+    return folder / "launches"
+
+
+class Kernels:
+    """As `mpiattn.backends.cpu.library.Kernels`, on the emulated processor; never asks its caller meanwhile."""
+
+    name = "plain"
+    version = "plain aarch64"
+
+    def __init__(self):
+        self._process = subprocess.Popen([EMULATOR, _program()], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def scratch_bytes(self, launch, operation):
+        return 0  # the other process has its own
+
+    def run(self, launch, operation):
+        arrays = {name: _rows(launch, operation, name) for name in ARRAYS if getattr(launch, name).data}
+        data = {name: _list(launch, operation, name) for name in LISTS if getattr(launch, name)}
+        sent = type(launch).from_buffer_copy(launch)
+        for name, array in arrays.items():
+            data[name] = array.tobytes()
+            setattr(sent, name, library.Array(0, array.itemsize * array.shape[1], array.itemsize))
+        names = (*LISTS, *ARRAYS)
+        header = struct.pack(
+            f"=ii{len(names)}q",
+            library.OPERATIONS[operation],
+            sum(1 << names.index(name) for name in RESULTS[operation]),
+            *(len(data.get(name, "")) for name in names),
+        )
+        self._process.stdin.write(b"".join([header, bytes(sent), *(data[name] for name in names if name in data)]))
+        self._process.stdin.flush()
+        _, stopped = struct.unpack("=qi", self._read(12))
+        for name in sorted(RESULTS[operation], key=names.index):
+            array = arrays[name]
+            array[...] = np.frombuffer(self._read(len(data[name])), array.dtype).reshape(array.shape)
+        return bool(stopped)
+
+    def close(self):
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+        self._process.stdout.close()
+
+    def _read(self, count):
+        data = self._process.stdout.read(count)
+        assert len(data) == count, f"the emulated process ended with {self._process.wait(60)}"
+        return data
+
+
+def _rows(launch, operation, name):
+    """A launch's array as one of rows, each of them one item."""
+    field, of_keys = getattr(launch, name), name in OF_KEYS
+    count, heads = (launch.keys, launch.kv_heads) if of_keys else (launch.tokens, launch.heads)
+    if operation == "decode" and of_keys:
+        pages = _numbers(launch.pages, _numbers(launch.tables, launch.sequences + 1, np.int64)[-1], np.int32)
+        count = (pages.max(initial=-1) + 1) * launch.page_size
+    dim = 1 if name in NUMBERS else launch.head_dim if name in OF_HEAD_DIM else launch.value_dim
+    element = library.ELEMENTS["float64" if launch.element == library.ELEMENTS["float64"] else "float32"]
+    if name in INPUTS or (name, operation) == ("out", "delta"):
+        element = launch.element
+    item = dim * BYTES[element]
+    extent = (count - 1) * field.token + (heads - 1) * field.head + item if count else 0
+    memory = (ctypes.c_char * extent).from_address(field.data)
+    return np.ndarray((count, heads), f"V{item}", memory, strides=(field.token, field.head))
+
+
+def _list(launch, operation, name):
+    if name == "tables":
+        numbers = _numbers(launch.tables, launch.sequences + 1, np.int64)
+    elif name == "pages":
+        numbers = _numbers(launch.pages, _numbers(launch.tables, launch.sequences + 1, np.int64)[-1], np.int32)
+    else:
+        groups = 1 if operation == "decode" else launch.groups
+        numbers = _numbers(getattr(launch, name), groups * launch.tokens, np.int32)
+    return numbers.tobytes()
+
+
+def _numbers(address, count, dtype):
+    memory = (ctypes.c_char * (int(count) * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype)
