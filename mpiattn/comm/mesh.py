@@ -102,13 +102,13 @@ class Home:
 
     def __init__(self, comm, timeout):
         self.owner, self.abandoned, self._kept = comm, "", []
+        self.meshes, self.plans = {}, {}  # before what may fail: `abandon` takes them
         self.comm, request = comm.Idup()
         Peers(comm, timeout).wait([request])
         self.hosts, marks = zip(*Peers(self.comm, timeout).allgather((socket.gethostname(), os.urandom(8))))
         self.channel = Channel(self.comm, self.hosts, marks[0])
         self.nodes = nodes_of(self.peers(timeout))
         self.users = self.dropped = self.members = 0
-        self.meshes, self.plans = {}, {}
         self._turn, self._running = threading.Lock(), ""
 
     @classmethod
