@@ -58,6 +58,11 @@ class Redistribution:
     def _rows(self, count):
         return np.empty((count, *self.shape), self.dtype)
 
+    def _buffers(self):
+        """For a piece each, of the rounds that are under way and of the next."""
+        longest = min(self.tokens, self.slabs.length(self.peers.rank))
+        return [self._rows(longest) for _ in range(rounds.AHEAD + 1)]
+
     def _attempt(self, call, *arguments):
         """Call `read` or `write` and keep its first error, so that no rank is left waiting for messages."""
         try:
@@ -71,8 +76,10 @@ class Redistribution:
             if self._error:
                 raise self._error
 
-    def to_chunk(self, read):
+    def to_chunk(self, read, chunk=None):
         """This rank's chunk (tokens, *shape); read(start, stop, rows) reads tokens into rows (stop - start, *shape).
+
+        chunk: the array to fill; by default a new one.
 
         Every rank reads its slab and sends what belongs to others, or its own tokens if they are consecutive.  Every
         rank calls `read` equally often, with start = stop at last, so it may be collective.
@@ -80,8 +87,8 @@ class Redistribution:
         me, others = self.peers.rank, [rank for rank in range(self.peers.size) if rank != self.peers.rank]
         straight = all(part.step == 1 for rank in range(self.peers.size) for part in self.layout.ranges(rank))
         with agreement(self.peers):
-            chunk = self._rows(self.layout.length(me))
-            buffers = [] if straight else [self._rows(self.tokens) for _ in range(rounds.AHEAD + 1)]
+            chunk = self._rows(self.layout.length(me)) if chunk is None else chunk
+            buffers = [] if straight else self._buffers()
         messages = rounds.Rounds(self.peers, self.max_message)
         for number, pieces in enumerate(self._rounds(self.layout if straight else self.slabs)):
             start, stop = pieces[me]
@@ -109,8 +116,7 @@ class Redistribution:
         """
         me = self.peers.rank
         with agreement(self.peers):
-            longest = min(self.tokens, self.slabs.length(me))
-            buffers = [self._rows(longest) for _ in range(rounds.AHEAD + 1)]
+            buffers = self._buffers()
         messages = rounds.Rounds(self.peers, self.max_message)
         for number, pieces in enumerate(self._rounds(self.slabs)):
             start, stop = pieces[me]

@@ -90,7 +90,7 @@ def save(cache, path, argument="path"):
     try:
         for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.storage.ledgers)):
             with agreement(peers):  # copying one sequence may run out of memory
-                chunks = cache.local(sequence)
+                chunks = cache.storage.places(sequence) or cache.local(sequence)
             for name, chunk in zip(("k", "v"), map(on_host, chunks)):
                 output.write(name, chunk[None], ledger, first=start)
         with agreement(peers), file_errors(argument, path, "written"):
@@ -146,8 +146,14 @@ def _fill(make, comm, home, source, options, progress):
                 some, ledgers = np.array([sequence]), cache.storage.ledgers
                 with cache.storage.growing(some) as before:
                     ledgers.deal(some, np.array([length]))
-                    chunks = [source.chunk(name, ledgers[sequence], progress, entry, first) for name in ("k", "v")]
-                    cache.storage.store(some, before, *chunks, local=True)
+                    cache.storage.take_pages(some, ledgers.counts[some])
+                    places = cache.storage.places(sequence)
+                    chunks = [
+                        source.chunk(name, ledgers[sequence], progress, entry, first, into)
+                        for name, into in zip(("k", "v"), [place[None] for place in places or ()] or (None, None))
+                    ]
+                    if not places:
+                        cache.storage.store(some, before, *chunks, local=True)
         return cache
     except BaseException:
         cache.close()

@@ -75,10 +75,10 @@ class Storage:
             yield before
         except BaseException:
             self.ledgers.truncate(some, lengths)
-            self._take_pages(some, counts)
+            self.take_pages(some, counts)
             raise
 
-    def _take_pages(self, some, counts):
+    def take_pages(self, some, counts):
         """Give sequences pages for so many tokens of every rank; ArgumentError, and no change, if one has too few."""
         room = self._pages.needed(counts) * self.page_size
         in_use = self._in_use + (room - self._room[some]).sum(axis=0) // self.page_size
@@ -97,7 +97,7 @@ class Storage:
         lengths, held = before
         counts = self.ledgers.counts[some]
         if (counts > self._room[some]).any():
-            self._take_pages(some, counts)
+            self.take_pages(some, counts)
         held = held[:, self._peers.rank]
         new = counts[:, self._peers.rank] - held
         self._backend.begin()
@@ -144,7 +144,19 @@ class Storage:
         """Keep the first tokens of sequences and free the pages of the others."""
         some = self.some(sequences)
         self.ledgers.truncate(some, np.array(lengths, np.int64))
-        self._take_pages(some, self.ledgers.counts[some])
+        self.take_pages(some, self.ledgers.counts[some])
+
+    def places(self, sequence):
+        """This rank's keys and values of a sequence where they are: NumPy arrays (tokens, kv_heads, dim).
+
+        None where they are on a GPU or not in consecutive slots.
+        """
+        count = self.ledgers[sequence].length(self._peers.rank)
+        slots = stretches(self._pages.table(sequence), self.page_size, 0, count) or [(0, 0)]
+        if len(slots) > 1 or not all(isinstance(pool, np.ndarray) for pool in self.pools):
+            return None
+        ((first, last),) = slots
+        return tuple(pool[:, first:last].swapaxes(0, 1) for pool in self.pools)
 
     def copy_out(self, sequence, arrays):
         """Launch copies of this rank's keys and values into arrays (kv_heads, tokens, dim); returns the last event."""

@@ -98,11 +98,11 @@ class Input:
         """The dataset of a role, "q" and so on."""
         return self.file[self.names.get(name, name)]
 
-    def chunk(self, name, layout, progress=None, entry=None, first=0):
+    def chunk(self, name, layout, progress=None, entry=None, first=0, into=None):
         """This rank's chunk of a dataset: (batch, tokens, heads, dim), with tokens outermost in memory.
 
         progress: called with the number of tokens that this rank has just read.  entry: read only this batch entry.
-        first: token of the dataset at which the layout begins.
+        first: token of the dataset at which the layout begins.  into: the array to fill; by default a new one.
         """
         data = self.dataset(name)
         batch, _, *row = natural(data.shape, self.axes)
@@ -116,7 +116,7 @@ class Input:
                 progress(stop - start)
 
         move = Redistribution(self.peers, slabs, layout, shape, dtype_of(data), self.max_message)
-        return move.to_chunk(read).swapaxes(0, 1)
+        return move.to_chunk(read, None if into is None else into.swapaxes(0, 1)).swapaxes(0, 1)
 
     def tokens(self, name, start, stop, entry=None, how=None, into=None):
         """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective unless `how` is.

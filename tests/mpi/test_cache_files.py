@@ -1,0 +1,67 @@
+"""A cache's file, written and read from where the tokens are."""
+
+import h5py
+import numpy as np
+import pytest
+
+from mpiattn import ArgumentError, KVCache
+from mpiattn.comm import rounds
+from mpiattn.files import hdf5
+from mpiattn.problem.problem import dtype_name
+
+
+@pytest.fixture
+def path(comm, tmp_path_factory):
+    yield comm.bcast(str(tmp_path_factory.mktemp("cache") / "x.h5") if comm.rank == 0 else None)
+    comm.Barrier()
+
+
+def filled(comm, kv, lengths, **how):
+    """A cache whose sequences grow in turns, by pages of two tokens, so that their slots are in several stretches."""
+    cache = KVCache(
+        comm, capacity=sum(lengths), kv_heads=3, head_dim=5, value_dim=4, page_size=2, sequences=len(lengths), **how
+    )
+    for start in range(0, max(lengths), 7):
+        for sequence, length in enumerate(lengths):
+            if start < length:
+                part = [tensor[sequence][None, start : min(start + 7, length)] for tensor in kv]
+                cache.append(*part, sequences=[sequence])
+    return cache
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("piece", [60, 2**20])
+@pytest.mark.parametrize("lengths", [(40,), (60, 0, 10), (1, 23)])
+def test_saved_and_loaded(comm, monkeypatch, path, dtype, piece, lengths):
+    monkeypatch.setattr(rounds, "PIECE_BYTES", piece)
+    rng = np.random.default_rng(1)
+    kv = [[rng.standard_normal((length, 3, dim)).astype(dtype_name(dtype)) for length in lengths] for dim in (5, 4)]
+    with filled(comm, kv, lengths, dtype=dtype) as cache:
+        places = [cache.storage.places(sequence) for sequence in range(len(lengths))]
+        if len(lengths) == 3 and comm.rank == 0 and comm.size <= 3:
+            assert None in places  # this too is tested
+        for sequence, place in enumerate(places):
+            for held, copied in zip(place or (), cache.local(sequence)):
+                assert np.array_equal(held, copied)
+        cache.save(path)
+    with h5py.File(path) as file:
+        for name, given in zip("kv", kv):
+            stored = hdf5.read(file[name], (0, 0, 0, 0), file[name].shape)
+            assert np.array_equal(stored[0], np.concatenate(given))
+    with KVCache.load(comm, path, page_size=2) as cache:
+        assert cache.lengths == lengths
+        for sequence in range(len(lengths)):
+            at = [position for part in cache.storage.ledgers[sequence].ranges(comm.rank) for position in part]
+            for given, held in zip(kv, cache.local(sequence)):
+                assert np.array_equal(held, given[sequence][at])
+
+
+def test_too_small_a_cache_is_refused(comm, path):
+    kv = [np.ones((1, 40, 3, dim), np.float32) for dim in (5, 4)]
+    with KVCache(comm, capacity=40, kv_heads=3, head_dim=5, value_dim=4) as cache:
+        cache.append(*kv)
+        cache.save(path)
+    with pytest.raises(ArgumentError, match="the cache is full"):
+        KVCache.load(comm, path, capacity=8, page_size=1)
+    KVCache.load(comm, path).close()
