@@ -9,6 +9,7 @@ sent, in the slots of "+X".  An array that is sent uncast has None there.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..schedule.bound import bound_accumulators
 from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
@@ -27,6 +28,11 @@ class Chunk:
     used: tuple = ()
 
 
+def _starts(tokens):
+    """{number of a chunk: tokens of the chunks before it}."""
+    return dict(zip(tokens, accumulate(tokens.values(), initial=0)))
+
+
 class Buffers:
     """The arenas for `schedule` on `mesh`, and the place of each chunk, given by its number, in them.
 
@@ -39,6 +45,7 @@ class Buffers:
         self.accumulators = bound_accumulators(schedule, mesh.rank)
         self._q_tokens = {chunk: q_layout.length(chunk) for chunk in sorted(mesh.tile.row(mesh.rank))}
         self._k_tokens = {chunk: k_layout.length(chunk) for chunk in sorted(mesh.tile.column(mesh.rank))}
+        self._q_starts, self._k_starts = _starts(self._q_tokens), _starts(self._k_tokens)
         self.reduced = REDUCED[schedule.direction]
         self.arena = {}
         for arena in (*GATHERED, *self.reduced, *map(arena_of, self.reduced)):
@@ -83,7 +90,7 @@ class Buffers:
 
     def packed_start(self, kind, chunk):
         """First row of a chunk in a packed arena."""
-        return sum(tokens for other, tokens in self.tokens(kind).items() if other < chunk)
+        return (self._k_starts if kind.lstrip("+") in IN_COLUMNS else self._q_starts)[chunk]
 
     def view(self, arena, start, count):
         """Rows [start, start + count) of every array of an arena."""
