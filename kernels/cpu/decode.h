@@ -69,10 +69,12 @@ static int64_t decode_bytes(const struct launch* of) {
 
 // Writes a row: out and lse of its acc, whose weights' sum is `total`, relative to `top`.
 static void write_row(const struct launch* of, long s, int kv_head, long row, const real* acc, real top, real total) {
-    const long dim = of->value_dim;
+    const long dim = of->value_dim, full = dim / LANES * LANES;
     real* out = (real*)decode_row(of, &of->out, s, kv_head, row);
     const real inverse = total == 0 ? 0 : 1 / total;
-    for (long c = 0; c < dim; c++)
+    for (long c = 0; c < full; c += LANES)
+        *(loose_vec*)(out + c) = load(acc + c) * inverse;
+    for (long c = full; c < dim; c++)
         out[c] = acc[streamed(c, dim)] * inverse;
     *(real*)decode_row(of, &of->lse, s, kv_head, row) = top + logarithm(total);
 }

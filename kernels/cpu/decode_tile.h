@@ -80,7 +80,9 @@ static void begin_tile(const struct launch* of, const struct decode_work* work, 
         if (i >= tile->count)
             continue;
         read_row(of->element, decode_row(of, &of->q, s, kv_head, row), work->row, dim, of->scale);
-        for (long c = 0; c < dim; c++) {
+        for (long c = 0; c < dim / LANES * LANES; c += LANES)
+            store(tile->q + c * tile->width + i * LANES, load(work->row + c));
+        for (long c = dim / LANES * LANES; c < dim; c++) {
             const long at = streamed(c, dim);
             tile->q[(at / LANES * tile->width + i) * LANES + at % LANES] = work->row[c];
         }
