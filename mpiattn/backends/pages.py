@@ -64,7 +64,8 @@ class Pages:
 
     def tables(self, sequences):
         """`table` of each of the sequences."""
-        return [self._tables[sequence][:used] for sequence, used in zip(sequences, self._used[sequences].tolist())]
+        used = self._used.tolist()
+        return [self._tables[sequence][: used[sequence]] for sequence in sequences]
 
     def _stretch(self, last, wanted):
         """(first page, count) of at most `wanted` consecutive free pages, directly after page `last` if possible."""

@@ -14,10 +14,10 @@ def check_sizes(**sizes: Any) -> None:
             raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
 
 
-def sequence_numbers(sequences: Any, count: int) -> list[int]:
-    """Different numbers of sequences below `count`, as a list; None for all."""
+def sequence_numbers(sequences: Any, count: int) -> list[int] | range:
+    """Different numbers below `count`, as a list, or as a range if these are all in order; None for all."""
     if sequences is None:
-        return list(range(count))
+        return range(count)
     sequences = as_array("sequences", sequences)
     try:
         numbers = [int(sequence) for sequence in sequences if isinstance(sequence, Integral)]
@@ -26,7 +26,7 @@ def sequence_numbers(sequences: Any, count: int) -> list[int]:
         wrong = True
     if wrong or len(set(numbers)) < len(numbers) or not all(0 <= n < count for n in numbers):
         raise ArgumentError(f"sequences is {sequences!r}; it must be different numbers from 0 to {count - 1}")
-    return numbers
+    return range(count) if numbers == list(range(count)) else numbers
 
 
 def _listed(name: str, values: Any) -> list[Any]:

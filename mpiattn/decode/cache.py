@@ -224,7 +224,7 @@ class KVCache(DescribedCache, Collective):
         with self.call("truncate") as call:
             with call.agreement(check) as same:
                 sequences = sequence_numbers(sequences, self.sequences)
-                lengths = kept_lengths(lengths, self.storage.ledgers.lengths[sequences].tolist())
+                lengths = kept_lengths(lengths, self.storage.ledgers.lengths[self.storage.some(sequences)].tolist())
                 same |= {"sequences": sequences, "lengths": lengths}
             self.storage.truncate(sequences, lengths)
 
@@ -326,7 +326,7 @@ class KVCache(DescribedCache, Collective):
         return load(cls, comm, path, options)
 
     def _check_tokens(
-        self, k: Array, v: Array, sequences: list[int], layout: Layout | None
+        self, k: Array, v: Array, sequences: list[int] | range, layout: Layout | None
     ) -> tuple[Array, Array, int]:
         """k and v as arrays of the back end, and the number of tokens over all ranks."""
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):

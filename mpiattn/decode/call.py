@@ -49,8 +49,8 @@ class Call:
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
             if way is not None and way not in ("auto", *ways):
                 raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
-            self._some = cache.storage.some(self.sequences)
-            lengths = cache.storage.ledgers.lengths[self._some]
+            self.some = cache.storage.some(self.sequences)
+            lengths = cache.storage.ledgers.lengths[self.some]
             self.problem = problem = Problem(
                 seqlen=q.shape[1],
                 heads=q.shape[2],
@@ -117,7 +117,7 @@ class Call:
     def seen(self, rank):
         """The range of a rank's keys that each query of each sequence sees: begin and end, int32 (rows,)."""
         ledgers = self.cache.storage.ledgers
-        return [ledgers.below(self._some, rank, bound).reshape(-1).astype(np.int32) for bound in self._seen]
+        return [ledgers.below(self.some, rank, bound).reshape(-1).astype(np.int32) for bound in self._seen]
 
     def attend(self, partial, q=None, rows=None, after=()):
         """Launch attention over this rank's keys; the result goes into a partial.

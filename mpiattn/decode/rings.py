@@ -29,7 +29,7 @@ class _Keys:
     def __init__(self, call: Call, rank: int, array: Array) -> None:
         cache = call.cache
         self.rank = rank
-        counts = cache.storage.ledgers.counts[call.sequences, rank]
+        counts = cache.storage.ledgers.counts[call.some][:, rank]
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = int(self.starts[-1])
         cut = cache.kv_heads * tokens * cache.head_dim
@@ -102,7 +102,7 @@ def _pass_keys(call: Call) -> tuple[Array, Array]:
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     row = cache.kv_heads * (cache.head_dim + cache.value_dim)
-    most = int(cache.storage.ledgers.counts[call.sequences].sum(axis=0).max())
+    most = int(cache.storage.ledgers.counts[call.some].sum(axis=0).max())
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
     whole, part = call.partial(), call.partial()
     with call.transfers():

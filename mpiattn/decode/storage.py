@@ -33,7 +33,7 @@ class Storage:
         self.ledgers = Ledgers(peers.size, sequences)
         self._peers, self._backend, self._capacity = peers, backend, capacity
         self._pages = Pages(self.pages, page_size, sequences)
-        self._all, self._numbers = list(range(sequences)), np.arange(sequences)
+        self._numbers = np.arange(sequences)
         self._in_use = np.zeros(peers.size, np.int64)  # pages in use on every rank
         self._room = np.zeros((sequences, peers.size), np.int64)  # tokens for which a sequence has pages on every rank
         self.pools = tuple(backend.empty((kv_heads, self.pages * page_size, dim), dtype) for dim in dims)
@@ -64,8 +64,8 @@ class Storage:
             self.store(some, before, k, v, layout is not None)
 
     def some(self, sequences):
-        """A list of sequences as an index of arrays: a slice, which costs less, if these are all."""
-        return slice(None) if sequences == self._all else np.array(sequences, np.int64)
+        """Sequences, as of `sequence_numbers`, as an index of arrays: a slice, which costs less, if these are all."""
+        return slice(None) if isinstance(sequences, range) else np.array(sequences, np.int64)
 
     @contextmanager
     def growing(self, some):
