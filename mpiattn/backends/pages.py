@@ -85,7 +85,10 @@ def stretches(pages, size, start, stop):
         return []
     first = start // size
     pages = pages[first : -(-stop // size)]
-    cuts = np.flatnonzero(np.diff(pages) != 1) + 1
+    cuts = np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1
+    if not len(cuts):  # most often, and at less cost
+        before = (pages[0].item() - first) * size
+        return [(before + start, before + stop)]
     begins, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(pages)]]) - 1
     slots = np.stack([pages[begins], pages[ends] + 1], axis=1).astype(np.int64) * size
     slots[0, 0] += start - first * size

@@ -198,7 +198,8 @@ class NumpyBackend:
     ):
         tables = pages if isinstance(pages, list) else [pages]
         with np.errstate(all="ignore"):
-            of_rows = zip(*(np.split(array, len(tables)) for array in (q, begin, end, out, lse)))
+            split = len(tables), len(q) // len(tables)
+            of_rows = zip(*(array.reshape(*split, *array.shape[1:]) for array in (q, begin, end, out, lse)))
             for number, (table, (queries, first, last, *partial)) in enumerate(zip(tables, of_rows)):
                 look = meanwhile and functools.partial(meanwhile, number / len(tables))
                 paged.attend(

@@ -153,17 +153,22 @@ def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale,
     """See `mpiattn.backends.base.Backend.attend_pages`; work(name, shape, dtype) returns a work array."""
     out.fill(0)
     lse.fill(-np.inf)
+    if not len(q):
+        return
+    begins, ends = begin.tolist(), end.tolist()
+    common_lo, common_hi = max(begins), min(ends)
+    if common_lo < common_hi:  # else windows do not overlap, or some query sees no key
+        key_slots = stretches(pages, page_size, common_lo, common_hi)
+        _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanwhile)
+        if (min(begins), max(ends)) == (common_lo, common_hi):
+            return
     per_kv = q.shape[1] // len(keys)
     rows = row_tiles(*(np.repeat(bound, per_kv) for bound in (begin, end)))
     if not rows:
         return
     lo, hi = min(tile.lo for tile in rows), max(tile.hi for tile in rows)
-    common_lo, common_hi = int(begin.max()), int(end.min())
-    if common_lo >= common_hi:  # windows do not overlap, or some query sees no key
+    if common_lo >= common_hi:
         common_lo = common_hi = lo
-    else:
-        key_slots = stretches(pages, page_size, common_lo, common_hi)
-        _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanwhile)
     for first, last in ((lo, common_lo), (common_hi, hi)):
         if first < last:
             _by_rows(
