@@ -1,5 +1,6 @@
 """Launches of the compiled kernels of the back end cpu: threads, and the callback while they compute."""
 
+import re
 import signal
 import threading
 
@@ -10,7 +11,7 @@ from cpu_kernels import SETS, WORK, compiled, kernels_of
 from dense import bits
 from test_cpu import attend, gradients
 
-from mpiattn import backends
+from mpiattn import ArgumentError, backends
 
 pytestmark = compiled
 
@@ -39,11 +40,19 @@ def test_threads_change_no_bit(backend, monkeypatch, kv_heads):
     arguments, results = large("float32", 4, kv_heads), set()
     for threads in (1, 2, 3, 5, 1):
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
-        made = backends.get("cpu")
-        assert made.threads == threads
-        results.add(both_ways(made, arguments))
-        made.close()
+        for name in ("cpu", f"cpu:{8 - threads}"):
+            made = backends.get(name)
+            assert made.name == name and made.threads == (8 - threads if ":" in name else threads)
+            results.add(both_ways(made, arguments))
+            made.close()
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("name", ["cpu:", "cpu:0", "cpu:257", "cpu:-1", "cpu:2.0", "cpu:²", "cpu:2:1", "cpu:all"])
+def test_threads_that_cannot_be(name):
+    message = f"backend is {name!r}; after cpu: it must have 1 to 256 threads"
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        backends.find(name)
 
 
 def test_every_launch_asks(backend):

@@ -25,7 +25,7 @@ class Entry:
     about: a few words for --help.
     device: the kind of memory of its arrays, in torch's terms.
     tests: whether it is for tests only, so that its timings do not describe this machine.
-    parameters: the syntax that follows the name, "" for none.
+    parameters: the syntax that follows the name, "" for none, in brackets if it may be left out.
     """
 
     name: str
@@ -62,7 +62,9 @@ REGISTRY = {
     entry.name: entry
     for entry in (
         Entry("numpy", "numpy.backend:NumpyBackend", "on the cores of each rank", tests=False),
-        Entry("cpu", "cpu.backend:CpuBackend", "compiled, on the cores of each rank", tests=False),
+        Entry(
+            "cpu", "cpu.backend:CpuBackend", "compiled, on the cores of each rank", tests=False, parameters="[:THREADS]"
+        ),
         Entry("cuda", "cuda.backend:CudaBackend", "on a GPU of each rank", device="cuda", tests=False),
         Entry("deferred", "testing.deferred:DeferredBackend", "late on purpose"),
         Entry("emulated", "testing.emulated:EmulatedBackend", "the CUDA kernels on the CPU"),
@@ -100,9 +102,9 @@ def find(name: str) -> Entry:
     """
     base, colon, _ = name.partition(":") if isinstance(name, str) else ("", "", "")
     entry = REGISTRY.get(base)
-    if entry is None or bool(colon) != bool(entry.parameters):
+    if entry is None or not (entry.parameters if colon else entry.parameters[:1] in ("", "[")):
         raise ArgumentError(f"backend is {name!r}; it may be auto, {', '.join(usages())}")
-    if entry.parameters:
+    if colon:
         entry.load().parse(name)
     return entry
 

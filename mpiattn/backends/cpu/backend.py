@@ -5,6 +5,7 @@ It accumulates in float32, or in float64 for float64.  Launches that only move o
 
 import numpy as np
 
+from ...errors import ArgumentError
 from ..kept import Kept
 from ..numpy.backend import NumpyBackend
 from . import library
@@ -18,14 +19,21 @@ MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
 class CpuBackend(NumpyBackend):
     """The protocol of `mpiattn.backends.base`, with attention and what is done to its partials compiled."""
 
-    name = "cpu"
-
-    def __init__(self):
+    def __init__(self, name="cpu"):
         super().__init__()
+        self.name = name
         self._kernels = library.Kernels()
         self._scratch = Kept(np.empty)
-        self.threads = min(library.threads(), MOST_THREADS)
+        self.threads = self.parse(name) if ":" in name else min(library.threads(), MOST_THREADS)
         self.version = self._kernels.version
+
+    @staticmethod
+    def parse(name):
+        """The threads of a rank in a name like "cpu:4"."""
+        threads = name.split(":", 1)[1]
+        if not (threads.isascii() and threads.isdigit() and 1 <= int(threads) <= MOST_THREADS):
+            raise ArgumentError(f"backend is {name!r}; after cpu: it must have 1 to {MOST_THREADS} threads")
+        return int(threads)
 
     @classmethod
     def missing(cls):
