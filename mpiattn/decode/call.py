@@ -93,7 +93,7 @@ class Call:
         ends = np.cumsum(lengths)
         cuts = [np.arange(len(lengths) + 1) * self.queries, np.concatenate([[0], ends])]
         bounds = problem.mask.key_interval(np.arange(self.rows), [Group(*cuts)])
-        self._seen = [bound.reshape(len(lengths), -1) - (ends - lengths)[:, None] for bound in bounds]
+        self._seen = [bound.reshape(len(lengths), self.queries) - (ends - lengths)[:, None] for bound in bounds]
 
     @property
     def partial_bytes(self) -> tuple[int, int]:
