@@ -18,7 +18,13 @@ needs_torch = pytest.mark.skipif(
 @needs_torch
 @pytest.mark.parametrize(
     "dtype, options, products",
-    [("float16", [], 2), ("float32", [], 2), ("float64", [], 2), ("float32", ["--backward"], 5)],
+    [
+        ("float16", [], 2),
+        ("float32", [], 2),
+        ("float64", [], 2),
+        ("float32", ["--backward"], 5),
+        ("bfloat16", ["--backward"], 5),
+    ],
 )
 def test_sdpa_every_tile(dtype, options, products):
     options = ["--causal", "--all-tiles", "--dtype", dtype, *options, "--json", "-"]

@@ -32,7 +32,7 @@ from ..problem.problem import ITEMSIZE
 from ..schedule.tile import parse_tile, tiles
 from ..system import host
 from ..system.installation import mpi_library
-from .baseline import TOLERANCE, load_torch
+from .baseline import TOLERANCE, from_torch, load_torch, to_torch
 
 POLL = 2e-3  # seconds between polls of a sleeping rank
 SETTLE = 0.05  # seconds for OpenMP threads to stop spinning after their last work
@@ -74,8 +74,7 @@ class _Torch:
         self.torch, self.cores, self.causal = torch, cores, causal
         with self.spread():
             torch.set_num_threads(threads)
-            # (batch, heads, tokens, dim), contiguous: the fastest order for torch
-            arrays = [torch.from_numpy(np.ascontiguousarray(array.transpose(0, 2, 1, 3))) for array in arrays]
+            arrays = [to_torch(torch, array[0], "cpu") for array in arrays]
             self.arrays, self.dout, self.out = arrays[:3], arrays[3], None
             if backward:
                 for array in self.arrays:
@@ -89,7 +88,7 @@ class _Torch:
         return self.torch.nn.functional.scaled_dot_product_attention(*self.arrays, is_causal=self.causal)
 
     def __call__(self):
-        """Run the pass; returns seconds, and out or dq, dk, dv as (batch, tokens, heads, dim)."""
+        """Run the pass; returns seconds, and out or dq, dk, dv as tensors."""
         with self.spread(), self.torch.inference_mode(self.out is None):
             start = time.perf_counter()
             if self.out is None:
@@ -97,7 +96,11 @@ class _Torch:
             else:
                 results = self.torch.autograd.grad(self.out, self.arrays, self.dout, retain_graph=True)
             seconds = time.perf_counter() - start
-        return seconds, [result.numpy().transpose(0, 2, 1, 3) for result in results]
+        return seconds, results
+
+    def results(self):
+        """Those of the pass in float64, as (1, tokens, heads, dim)."""
+        return [from_torch(self.torch, result).astype(np.float64)[None] for result in self()[1]]
 
 
 class _Affinity:
@@ -211,7 +214,7 @@ def _run(job, args):
 
 def _compare(peers, args, passes, torch):
     """Warm up; returns each plan's largest difference from torch's results, relative to torch's largest value."""
-    expected = asleep(peers.comm, lambda: [result.astype(np.float64) for result in torch()[1]])
+    expected = asleep(peers.comm, lambda: torch.results())
     differences = []
     for run in passes:
         wholes = [run.plan.gather(result) for result in run()[1]]
@@ -219,7 +222,7 @@ def _compare(peers, args, passes, torch):
             if peers.rank == 0:
                 differences.append(
                     max(
-                        float(np.abs(whole - result).max() / np.abs(result).max())
+                        float(np.abs(whole.astype(np.float64) - result).max() / np.abs(result).max())
                         for whole, result in zip(wholes, expected)
                     )
                 )
