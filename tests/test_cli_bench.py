@@ -140,7 +140,7 @@ def test_what_is_done_is_kept(tmp_path, place, options):
 
 @pytest.mark.parametrize("ranks, options", [(1, ["--kv-heads", "1"]), (3, ["--queries", "2", "--batch", "2"])])
 def test_decode(ranks, options):
-    """Two contexts, the shorter one shorter than a page: every way is there, and what it sends."""
+    """Two contexts, the shorter one shorter than a page: every algorithm is there, and what it sends."""
     sizes = ["--decode", "--seqlen", "50", "7", *options]
     data = json.loads(bench(ranks, *sizes, "--json", "-").stdout)
     few, fewer = data["results"]
@@ -149,14 +149,14 @@ def test_decode(ranks, options):
     assert max(few["difference"], few["error"], fewer["error"]) < 1e-5 and few["error"] > 0
     assert (ranks == 1) or few["sent_bytes"]["ring"] > 4 * fewer["sent_bytes"]["ring"] > 0
     assert all(len(timed) == 2 and min(timed) > 0 for timed in few["seconds"].values())
-    text = bench(ranks, *sizes, "--way", "auto", "ring").stdout
-    way = few["chosen"]
-    assert f"\ncombining {way} " in text and "of MPI_Allreduce" in text and "\nring " in text
-    assert "query-ring" not in text and (way == "allreduce" or "\nallreduce" not in text)
+    text = bench(ranks, *sizes, "--algorithm", "auto", "ring").stdout
+    algorithm = few["chosen"]
+    assert f"\ncombining {algorithm} " in text and "of MPI_Allreduce" in text and "\nring " in text
+    assert "query-ring" not in text and (algorithm == "allreduce" or "\nallreduce" not in text)
 
 
 def test_wrong_decoding_is_not_measured():
-    """All ways agree, and all are wrong."""
+    """All algorithms agree, and all are wrong."""
     code = (
         "import sys; from mpiattn import backends; B = type(backends.get()); attend = B.attend_pages\n"
         "def wrong(self, q, keys, values, *rest, **more):\n"

@@ -52,8 +52,8 @@ def assert_decoded(cache, queries, out, tolerance=1e-5, **masks):
     every(
         3,
         [
-            (3, 4, "float32", ["--way", "allreduce", "--page-size", "1"], {}),
-            (4, 2, "bfloat16", ["--window", "9,0", "--way", "levels"], {"window": (9, 0)}),
+            (3, 4, "float32", ["--algorithm", "allreduce", "--page-size", "1"], {}),
+            (4, 2, "bfloat16", ["--window", "9,0", "--algorithm", "levels"], {"window": (9, 0)}),
             (
                 1,
                 3,

@@ -35,7 +35,7 @@ def test_generation_shows_what_is_wrong(tmp_path):
     script = tmp_path / "sabotage.py"
     script.write_text(
         "import runpy, sys, mpiattn.decode.combine as c\n"
-        "c.Combiner.run = lambda self, way, own, spare, root=None: own\n"
+        "c.Combiner.run = lambda self, algorithm, own, spare, root=None: own\n"
         f"sys.exit(runpy.run_path({str(launch.DOCS / 'generate.py')!r})['main']())\n"
     )
     outcome = launch.mpirun(2, [sys.executable, script, "--check", "--tokens", "20"], timeout=120, check=False)

@@ -221,27 +221,27 @@ def test_trees(ranks):
     """Every rank's partial counts once, on all ranks in the same order, or on the root; in few rounds."""
     rng = random.Random(ranks)
     for nodes in ([0] * ranks, [rank // 4 for rank in range(ranks)], [rng.randrange(3) for _ in range(ranks)]):
-        for way in ("butterfly", "levels"):
-            have, rounds = play([reduction.moves(way, nodes, rank) for rank in range(ranks)])
+        for algorithm in ("butterfly", "levels"):
+            have, rounds = play([reduction.moves(algorithm, nodes, rank) for rank in range(ranks)])
             assert len(set(map(str, have))) == 1 and sorted(leaves(have[0])) == list(range(ranks))
             power = 1 << (ranks.bit_length() - 1)
-            assert way == "levels" or rounds == power.bit_length() - 1 + (2 if ranks > power else 0)
+            assert algorithm == "levels" or rounds == power.bit_length() - 1 + (2 if ranks > power else 0)
             root = rng.randrange(ranks)
-            plans = [reduction.moves(way, nodes, rank, root) for rank in range(ranks)]
+            plans = [reduction.moves(algorithm, nodes, rank, root) for rank in range(ranks)]
             have, rounds = play(plans)
             assert sorted(leaves(have[root])) == list(range(ranks))
             assert sum(move.sends for plan in plans for move in plan) == ranks - 1
-            assert way == "levels" or rounds <= (ranks - 1).bit_length()
+            assert algorithm == "levels" or rounds <= (ranks - 1).bit_length()
 
 
 def test_levels_send_once_between_nodes():
     """Of four ranks a node, one sends to other nodes."""
     nodes = [rank // 4 for rank in range(32)]
-    for way, most in (("levels", 1), ("butterfly", 4)):
+    for algorithm, most in (("levels", 1), ("butterfly", 4)):
         senders = {
             rank
             for rank in range(32)
-            for move in reduction.moves(way, nodes, rank)
+            for move in reduction.moves(algorithm, nodes, rank)
             if move.sends and nodes[move.peer] != nodes[rank]
         }
         assert all(sum(nodes[rank] == node for rank in senders) == most for node in range(8))
@@ -252,9 +252,9 @@ def test_choice():
     inside, between = DEFAULT.inside, DEFAULT.between
     apart, shared = list(range(64)), [rank // 8 for rank in range(64)]
 
-    def seconds(way, nbytes, nodes, **links):
+    def seconds(algorithm, nbytes, nodes, **links):
         links = {"inside": inside, "between": between, **links}
-        return reduction.predicted_seconds(way, nbytes, nbytes // 128, nodes, **links)
+        return reduction.predicted_seconds(algorithm, nbytes, nbytes // 128, nodes, **links)
 
     assert reduction.choose(4128, 32, apart, inside, between) == "butterfly"
     assert reduction.choose(64 * 2**20, 2**19, apart, inside, between) == "allreduce"
@@ -262,8 +262,8 @@ def test_choice():
     assert reduction.choose(4128, 32, [0] * 64, inside, between) == "butterfly"
     assert reduction.choose(4128, 32, [0], inside, between) == "butterfly"
     factors = {"butterfly": [(1000, 1.0), (16_000, 9.0)], "allreduce": [(1000, 1.5)]}  # 5 of 4000 bytes
-    for nbytes, way in ((500, "butterfly"), (1000, "butterfly"), (4000, "allreduce"), (10**5, "allreduce")):
-        assert reduction.choose(nbytes, 32, apart, inside, between, factors=factors) == way
+    for nbytes, algorithm in ((500, "butterfly"), (1000, "butterfly"), (4000, "allreduce"), (10**5, "allreduce")):
+        assert reduction.choose(nbytes, 32, apart, inside, between, factors=factors) == algorithm
     assert reduction.choose(4128, 32, shared, inside, between, factors={"levels": [(4000, 99.0)]}) == "butterfly"
     assert seconds("butterfly", 0, apart) == pytest.approx(6 * between.latency)
     assert seconds("allreduce", 0, apart) == pytest.approx(12 * between.latency)

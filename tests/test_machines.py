@@ -97,7 +97,7 @@ BROKEN = {
     "no flops": without("flops", "machine"),
     "head_dim": json.dumps(data()).replace('"head_dim": 128', '"head_dim": 0'),
     "a link that is none": json.dumps(data()).replace('"latency": 3e-06', '"latency": "fast"'),
-    "a way that is none": json.dumps(data()).replace('"butterfly"', '"flight"'),
+    "a algorithm that is none": json.dumps(data()).replace('"butterfly"', '"flight"'),
     "sizes that fall": json.dumps(data()).replace("4128", "70000"),
     "combining that is none": json.dumps(data()).replace("[4128, 1.5]", "1.5"),
     "combining without a factor": json.dumps(data()).replace("[4128, 1.5]", "[4128]"),

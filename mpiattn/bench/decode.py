@@ -31,7 +31,7 @@ from .clock import plain_sum
 from .decode_inputs import Inputs
 
 RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
-OWN = {"decode", "queries", "page_size", "way"}  # options that only --decode takes
+OWN = {"decode", "queries", "page_size", "algorithm"}  # options that only --decode takes
 SHARED = {
     "seqlen",
     "heads",
@@ -68,12 +68,12 @@ def add_arguments(parser):
         help="tokens of each sequence that a call decodes (default: %(default)s)",
     )
     group.add_argument(
-        "--way",
+        "--algorithm",
         nargs="+",
         default=["all"],
-        choices=("all", "auto", *reduction.WAYS, *RINGS),
+        choices=("all", "auto", *reduction.ALGORITHMS, *RINGS),
         metavar="NAME",
-        help=f"algorithms that combine partial results: {', '.join(reduction.WAYS)}, auto; for "
+        help=f"algorithms that combine partial results: {', '.join(reduction.ALGORITHMS)}, auto; for "
         f"comparison: {', '.join(RINGS)}, which are slow for long contexts (default: all)",
     )
     group.add_argument(
@@ -126,7 +126,7 @@ def _algorithms(asked, cache, chosen):
     """The names of the algorithms to measure, each once."""
     names = []
     for name in asked:
-        names += [*reduction.ways(cache.nodes), *RINGS] if name == "all" else [chosen if name == "auto" else name]
+        names += [*reduction.algorithms(cache.nodes), *RINGS] if name == "all" else [chosen if name == "auto" else name]
     return list(dict.fromkeys(names))
 
 
@@ -137,19 +137,19 @@ def _measure(peers, args, context):
         q = inputs.q
         with cache.call("bench") as turn:
             call = Call(turn, cache, q)
-        chosen = cache.way(*call.partial_bytes)
-        algorithms = _algorithms(args.way, cache, chosen)
+        chosen = cache.algorithm(*call.partial_bytes)
+        algorithms = _algorithms(args.algorithm, cache, chosen)
         calls = {
             name: (lambda ring=RINGS[name]: ring(q, cache, check=False))
             if name in RINGS
-            else (lambda name=name: tree_decode(q, cache, way=name, check=False))
+            else (lambda name=name: tree_decode(q, cache, algorithm=name, check=False))
             for name in algorithms
         }
         sent, difference, error = _check(inputs, cache, calls, call.partial_bytes)
         alone = {
             f"combining {name}": combining(cache.combiner, call.backend, name, call.partial(), call.partial())
             for name in algorithms
-            if name in reduction.WAYS
+            if name in reduction.ALGORITHMS
         }
         work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call), "sum": _sum(cache)}
         for _ in range(args.warmup):
@@ -187,7 +187,7 @@ def _check(inputs, cache, calls, partial_bytes):
         before = cache.sent[0]
         outs[name] = on_host(run()[0]).astype(np.float64)
         of_rank, formula = cache.sent[0] - before, None
-        if name in reduction.WAYS:
+        if name in reduction.ALGORITHMS:
             formula = combine.moved_bytes(name, *partial_bytes, cache.nodes, cache.rank)
         by_rank = peers.allgather((of_rank, formula))
         sent[name] = max(nbytes for nbytes, _ in by_rank)

@@ -25,7 +25,7 @@ examples:
   mpiexec -n 4 mpiattn bench --seqlen 4096 8192 --tile all --causal
   mpiexec -n 4 mpiattn bench --direction both --tile auto ring --schedule greedy collective --json bench.json
   srun mpiattn bench --seqlen 131072 --heads 32 --kv-heads 8 --dtype bfloat16 --no-overlap --hdf5 bench.h5
-  mpiexec -n 4 mpiattn bench --decode --seqlen 65536 1000000 --heads 32 --kv-heads 8 --way butterfly allreduce
+  mpiexec -n 4 mpiattn bench --decode --seqlen 65536 1000000 --heads 32 --kv-heads 8 --algorithm butterfly allreduce
 """
 
 import argparse

@@ -36,7 +36,7 @@ from ..files.hdf5 import dtype_of, file_errors, natural
 from ..files.io import Input, Output
 from ..problem.layout import Layout
 from ..problem.problem import Problem
-from ..schedule.reduction import WAYS
+from ..schedule.reduction import ALGORITHMS
 from ..verify.decode import choose, verify_decode
 from .opening import origin
 
@@ -54,9 +54,9 @@ def add_arguments(parser):
     parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
     parser.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(head_dim))")
     parser.add_argument(
-        "--way",
+        "--algorithm",
         default="auto",
-        choices=(*WAYS, "auto"),
+        choices=(*ALGORITHMS, "auto"),
         help="algorithm that combines partial results; allreduce: the paper's, two MPI_Allreduce; "
         "butterfly: messages between pairs of ranks, in half as many rounds; levels: inside "
         "nodes, then between them; auto: the shortest predicted time (default: %(default)s)",
@@ -171,11 +171,11 @@ def _run(job, args):
         queries.check()
         shape = queries.shapes["shape"]
         nbytes = combine.partial_bytes(math.prod(shape[:3]), cache.value_dim, cache.partial_dtype)
-        algorithm = args.way if args.way != "auto" else cache.way(*nbytes)
+        algorithm = args.algorithm if args.algorithm != "auto" else cache.algorithm(*nbytes)
         chosen = {
             **origin(peers, args.words),
             "axes": axes,
-            "way": algorithm,
+            "algorithm": algorithm,
             "ranks": comm.size,
             "nodes": len(set(cache.nodes)),
             "page_size": cache.page_size,
@@ -207,7 +207,7 @@ def _run(job, args):
                         window=args.window,
                         softcap=args.softcap,
                         scale=args.scale,
-                        way=algorithm,
+                        algorithm=algorithm,
                     ),
                 ),
             )
@@ -258,7 +258,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
             "nbytes": cache.nbytes,
             "sent_bytes": cache.sent[0],
             "sent_messages": cache.sent[1],
-            "formula_bytes": combine.moved_bytes(chosen["way"], *nbytes, cache.nodes, cache.rank),
+            "formula_bytes": combine.moved_bytes(chosen["algorithm"], *nbytes, cache.nodes, cache.rank),
         }
     )
     with agreement(job.peers, only=0):
@@ -303,7 +303,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                 ),
                 ("tokens per rank", span("tokens")),
                 ("memory per rank", f"{span('nbytes', size)} of pages"),
-                ("combined by", chosen["way"]),
+                ("combined by", chosen["algorithm"]),
                 ("time", ", ".join(f"{duration(seconds)} {phase}" for phase, seconds in job.seconds.items())),
                 (
                     "sent per rank",

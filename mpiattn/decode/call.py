@@ -18,7 +18,7 @@ class Call:
     """One decoding call with a cache; arguments as of `mpiattn.tree_decode`.
 
     turn: the collective call in progress, a `mpiattn.comm.collective_calls.Call`.
-    ways: values of `way` allowed besides "auto".
+    algorithms: values of `algorithm` allowed besides "auto".
     A row is one query of one sequence; there are `queries` rows per sequence.
     """
 
@@ -33,8 +33,8 @@ class Call:
         softcap=None,
         scale=None,
         sinks=None,
-        way=None,
-        ways=(),
+        algorithm=None,
+        algorithms=(),
         root=None,
         out=None,
         lse=None,
@@ -47,8 +47,8 @@ class Call:
             q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
             if root is not None and root not in range(cache.ranks):
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
-            if way is not None and way not in ("auto", *ways):
-                raise ArgumentError(f"way is {way!r}; it may be auto, {', '.join(ways)}")
+            if algorithm is not None and algorithm not in ("auto", *algorithms):
+                raise ArgumentError(f"algorithm is {algorithm!r}; it may be auto, {', '.join(algorithms)}")
             self.some = cache.storage.some(self.sequences)
             lengths = cache.storage.ledgers.lengths[self.some]
             self.problem = problem = Problem(
@@ -83,7 +83,7 @@ class Call:
                 "q's number of queries and heads": q.shape[1:3],
                 "sequences": self.sequences,
                 "root": root,
-                "way": way,
+                "algorithm": algorithm,
                 "sinks": None if sinks is None else sinks.tolist(),
             }
             # as checked: equal masks may be written in several ways

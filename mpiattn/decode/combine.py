@@ -43,18 +43,18 @@ class Combiner:
         self.kept = Kept(backend.empty)
         self.exchange, self.backend, self.nodes = exchange, backend, nodes
         self.peers, self.comm = exchange.peers, exchange.peers.comm
-        self._moves = {}  # by (way, root), cached: costs nearly a token's time
+        self._moves = {}  # by (algorithm, root), cached: costs nearly a token's time
 
-    def run(self, way, own, spare, root=None):
+    def run(self, algorithm, own, spare, root=None):
         """The combined partial, which is `own` or `spare`, on all ranks or on `root` only; undefined on other ranks.
 
-        way: one of `reduction.WAYS`.  spare: a partial of the same shape, which is overwritten.
+        algorithm: one of `reduction.ALGORITHMS`.  spare: a partial of the same shape, which is overwritten.
         """
-        if way == "allreduce":
+        if algorithm == "allreduce":
             return self._allreduce(own, spare, root)
-        if (way, root) not in self._moves:
-            self._moves[way, root] = reduction.moves(way, self.nodes, self.peers.rank, root)
-        for number, move in enumerate(self._moves[way, root]):
+        if (algorithm, root) not in self._moves:
+            self._moves[algorithm, root] = reduction.moves(algorithm, self.nodes, self.peers.rank, root)
+        for number, move in enumerate(self._moves[algorithm, root]):
             own, spare = self._make(move, own, spare, f"in round {number + 1} of combining partials")
         return own
 
@@ -135,7 +135,7 @@ def partial_bytes(rows, value_dim, dtype):
     return lse * (value_dim + 1), lse
 
 
-def moved_bytes(way, nbytes, lse_bytes, nodes, rank, root=None):
+def moved_bytes(algorithm, nbytes, lse_bytes, nodes, rank, root=None):
     """Bytes that a rank passes to MPI to combine one partial.
 
     nbytes: bytes of the partial, of which lse_bytes are its lse.  The two arrays for MPI's Allreduce count once each;
@@ -143,6 +143,6 @@ def moved_bytes(way, nbytes, lse_bytes, nodes, rank, root=None):
     """
     if len(nodes) == 1:
         return 0
-    if way == "allreduce":
+    if algorithm == "allreduce":
         return nbytes + lse_bytes
-    return nbytes * sum(move.sends for move in reduction.moves(way, nodes, rank, root))
+    return nbytes * sum(move.sends for move in reduction.moves(algorithm, nodes, rank, root))

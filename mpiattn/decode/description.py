@@ -123,7 +123,7 @@ class DescribedCache:
         """
         return self.storage.tables([self._number(sequence)])[0]
 
-    def way(self, nbytes: int, lse_bytes: int, root: int | None = None) -> str:
+    def algorithm(self, nbytes: int, lse_bytes: int, root: int | None = None) -> str:
         """The algorithm with the shortest predicted time on `machine` to combine the ranks' partial results.
 
         Parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..schedule.reduction import WAYS
+from ..schedule.reduction import ALGORITHMS
 from .call import Call
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def tree_decode(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Array | None = None,
-    way: str = "auto",
+    algorithm: str = "auto",
     root: int | None = None,
     out: Array | None = None,
     lse: Array | None = None,
@@ -56,7 +56,7 @@ def tree_decode(
     sinks : array, (heads,), default None
         Attention sinks in lse's dtype, the same on every rank: one more score for every query of a head, with
         value 0.
-    way : str, default "auto"
+    algorithm : str, default "auto"
         Algorithm that combines the partial results.  "allreduce": two MPI Allreduces, as in the paper.  "butterfly":
         messages between pairs of ranks, in half as many rounds; all ranks get the same bits.  "levels": first within
         nodes, then between nodes, then within nodes again.  "auto": the fastest by the times that the cache's machine
@@ -100,11 +100,12 @@ def tree_decode(
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("tree_decode") as turn:
-        call = Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, way, WAYS, root, out, lse, check)
-        if way == "auto":
-            way = cache.way(*call.partial_bytes, root)
+        mask = causal, window, softcap
+        call = Call(turn, cache, q, sequences, *mask, scale, sinks, algorithm, ALGORITHMS, root, out, lse, check)
+        if algorithm == "auto":
+            algorithm = cache.algorithm(*call.partial_bytes, root)
         partial, spare = call.partial(name="partial"), call.partial(name="spare")
         with call.transfers():
             call.attend(partial)
-            whole = cache.combiner.run(way, partial, spare, root)
+            whole = cache.combiner.run(algorithm, partial, spare, root)
             return call.result(whole) if root in (None, cache.rank) else (None, None)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import ArgumentError
-from ..schedule.reduction import WAYS
+from ..schedule.reduction import ALGORITHMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,10 +110,10 @@ class Machine:
         _check("launch", self.launch, self.launch >= 0, "at least 0")
         for algorithm, points in self.combining.items():
             sizes = [nbytes for nbytes, factor in points if nbytes > 0 and factor > 0]
-            if algorithm not in WAYS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
+            if algorithm not in ALGORITHMS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
                 raise ArgumentError(
                     f"combining of the machine has {algorithm!r}: {points!r}; it may have "
-                    f"{', '.join(WAYS)}, each with pairs of bytes, increasing, and a factor, both "
+                    f"{', '.join(ALGORITHMS)}, each with pairs of bytes, increasing, and a factor, both "
                     "positive"
                 )
         if not self.flops:

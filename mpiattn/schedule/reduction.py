@@ -15,7 +15,7 @@ from bisect import bisect
 from math import log
 from typing import NamedTuple
 
-WAYS = ("allreduce", "butterfly", "levels")
+ALGORITHMS = ("allreduce", "butterfly", "levels")
 
 
 class Move(NamedTuple):
@@ -97,13 +97,13 @@ def levels(nodes, rank, root=None):
     return moves + (spreading(on_node, rank, leader) if root is None else [])
 
 
-def moves(way, nodes, rank, root=None):
-    """Moves of a rank by the algorithm `way`: "butterfly" or "levels".
+def moves(algorithm, nodes, rank, root=None):
+    """Moves of a rank by an algorithm, "butterfly" or "levels".
 
     nodes: the node of every rank.
     root: the rank that gets the result, None for all.
     """
-    if way == "levels":
+    if algorithm == "levels":
         return levels(nodes, rank, root)
     everyone = range(len(nodes))
     return butterfly(everyone, rank) if root is None else reduction(everyone, rank, root)
@@ -139,8 +139,8 @@ def _seconds(plans, nbytes, nodes, inside, between):
     return max(clock)
 
 
-def predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root=None):
-    """Predicted seconds of the algorithm `way`, one of WAYS.
+def predicted_seconds(algorithm, nbytes, lse_bytes, nodes, inside, between, root=None):
+    """Predicted seconds of an algorithm, one of ALGORITHMS.
 
     nbytes: bytes of a partial, lse included.
     lse_bytes: bytes of its lse.
@@ -150,8 +150,8 @@ def predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root=None)
     MPI's Allreduce is assumed to take the rounds of a butterfly and to move at most 2 (p-1)/p times the bytes.
     """
     ranks = len(nodes)
-    if way != "allreduce":
-        return _seconds([moves(way, nodes, rank, root) for rank in range(ranks)], nbytes, nodes, inside, between)
+    if algorithm != "allreduce":
+        return _seconds([moves(algorithm, nodes, rank, root) for rank in range(ranks)], nbytes, nodes, inside, between)
     plans = [butterfly(range(ranks), rank) for rank in range(ranks)]
     latency = _seconds(plans, 0, nodes, inside, between)
     slowest = between if len(set(nodes)) > 1 else inside
@@ -161,9 +161,9 @@ def predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root=None)
     )
 
 
-def ways(nodes):
+def algorithms(nodes):
     """The algorithms that differ on these ranks: "levels" only with several nodes, one of which has several ranks."""
-    return [way for way in WAYS if way != "levels" or 1 < len(set(nodes)) < len(nodes)]
+    return [algorithm for algorithm in ALGORITHMS if algorithm != "levels" or 1 < len(set(nodes)) < len(nodes)]
 
 
 def _factor(points, nbytes):
@@ -183,11 +183,11 @@ def _factor(points, nbytes):
 def choose(nbytes, lse_bytes, nodes, inside, between, root=None, factors=None):
     """The algorithm with the shortest predicted time; arguments as in `predicted_seconds`.
 
-    factors: {way: [(bytes of a partial, measured seconds / predicted seconds), ...]}, which correct the predictions.
+    factors: {algorithm: [(bytes of a partial, measured seconds / predicted seconds), ...]}, to correct predictions.
     """
 
-    def seconds(way):
-        predicted = predicted_seconds(way, nbytes, lse_bytes, nodes, inside, between, root)
-        return predicted * _factor((factors or {}).get(way), nbytes)
+    def seconds(algorithm):
+        predicted = predicted_seconds(algorithm, nbytes, lse_bytes, nodes, inside, between, root)
+        return predicted * _factor((factors or {}).get(algorithm), nbytes)
 
-    return min(sorted(ways(nodes), key=lambda way: way != "butterfly"), key=seconds)  # equals: butterfly
+    return min(sorted(algorithms(nodes), key=lambda name: name != "butterfly"), key=seconds)  # equals: butterfly

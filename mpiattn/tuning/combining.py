@@ -32,7 +32,7 @@ def measure(peers, nodes, backend, head_dim, inside, between, seconds, progress)
     if peers.size == 1:
         progress(seconds)
         return None
-    exchange, algorithms = Exchange(peers), reduction.ways(nodes)
+    exchange, algorithms = Exchange(peers), reduction.algorithms(nodes)
     combiner = Combiner(exchange, backend, nodes)
     all_rows = [
         rows

@@ -61,5 +61,5 @@ def test_random_appends_to_some_sequences(comm, page_size, dtype):
                 for local, array in zip(map(on_host, cache.local(s)), whole)
             )
         if step % 40 == 0:
-            mirror.check(3, ways=("butterfly", *RINGS), window=(int(rng.integers(0, 60)), 0))
+            mirror.check(3, algorithms=("butterfly", *RINGS), window=(int(rng.integers(0, 60)), 0))
     cache.close()

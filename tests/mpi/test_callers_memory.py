@@ -261,11 +261,12 @@ def test_warm_decoding_allocates_nothing(group, dtype):
 
         cache.append(draw(2, 50, 4, 256), draw(2, 50, 4, 256))
         q = draw(2, 24, 16, 256)
-        for way in ("butterfly", "allreduce"):
-            out, lse = tree_decode(q, cache, way=way)
-            peak = taken(lambda way=way, out=out, lse=lse: tree_decode(q, cache, way=way, out=out, lse=lse))
+        for algorithm in ("butterfly", "allreduce"):
+            out, lse = tree_decode(q, cache, algorithm=algorithm)
+            options = {"algorithm": algorithm, "out": out, "lse": lse}
+            peak = taken(lambda options=options: tree_decode(q, cache, **options))
             assert out.nbytes > 2.9 * MOMENTARY
-            agreed(group, None if peak < MOMENTARY else f"{way}: {peak}")
+            agreed(group, None if peak < MOMENTARY else f"{algorithm}: {peak}")
 
 
 def test_memory_that_is_kept_is_counted(comm):
@@ -281,6 +282,6 @@ def test_memory_that_is_kept_is_counted(comm):
     mirror.append(31)
     before = mirror.cache.nbytes
     for _ in range(2):
-        tree_decode(mirror.draw(1, 1, 4, 8), mirror.cache, way="butterfly")
+        tree_decode(mirror.draw(1, 1, 4, 8), mirror.cache, algorithm="butterfly")
         assert mirror.cache.nbytes == before + 2 * 4 * (8 + 1) * 4
     mirror.cache.close()

@@ -27,7 +27,7 @@ from mpiattn import (
 from mpiattn.backends.testing.paced import PacedBackend
 from mpiattn.decode import call, combine
 from mpiattn.engine.folding import on_host
-from mpiattn.schedule.reduction import WAYS
+from mpiattn.schedule.reduction import ALGORITHMS
 from mpiattn.verify import reference
 
 RINGS = {"ring": ring_decode, "qring": query_ring_decode}
@@ -94,15 +94,16 @@ class Mirror:
                 return f"{name} is off by {off:.3g}, allowed {allowed:.3g}"
         return None
 
-    def check(self, queries=1, heads=None, ways=WAYS, **how):
-        """Every way against dense attention; of a tree every rank has the same bits."""
+    def check(self, queries=1, heads=None, algorithms=ALGORITHMS, **how):
+        """Every algorithm against dense attention; of a tree every rank has the same bits."""
         q = self.draw(len(how.get("sequences", self.whole)), queries, heads or 2 * self.shapes[0][0], self.shapes[0][1])
-        for way in ways:
-            call = {**how, "way": way} if way in WAYS else how
+        for algorithm in algorithms:
+            call = {**how, "algorithm": algorithm} if algorithm in ALGORITHMS else how
             with caller(self.cache.backend) as (give, take):
-                got = take(*RINGS.get(way, tree_decode)(give(q), self.cache, **call))
-            agreed(self.comm, self.wrong(got, q, **how), (way, how))
-            assert way in ("ring", "allreduce") or len(set(self.comm.allgather(bits(*got)))) == 1, (way, how)
+                got = take(*RINGS.get(algorithm, tree_decode)(give(q), self.cache, **call))
+            agreed(self.comm, self.wrong(got, q, **how), (algorithm, how))
+            alike = algorithm in ("ring", "allreduce") or len(set(self.comm.allgather(bits(*got)))) == 1
+            assert alike, (algorithm, how)
         return q
 
 
@@ -115,7 +116,7 @@ def test_case_17_tree_decode(group, batch):
         for tokens in (3, 28):
             mirror.append(tokens, "contiguous")
             assert tokens > 3 or 0 in group.allgather(mirror.cache.local_lengths[0]) or group.size < 4
-            mirror.check(heads=8, ways=(*WAYS, *RINGS))
+            mirror.check(heads=8, algorithms=(*ALGORITHMS, *RINGS))
         mirror.cache.close()
 
 
@@ -161,10 +162,10 @@ def test_case_28_the_same_bits_on_every_rank(group):
     mirror = Mirror(group, 2, 8, 5, sequences=3, capacity=300, page_size=3, dtype="float64")
     mirror.append(19, counts=[19, 0, 4])
     mirror.append(30, "zigzag", counts=[30, 2, 0])
-    q = mirror.check(3, ways=(*WAYS, *RINGS))
-    for way in WAYS:
+    q = mirror.check(3, algorithms=(*ALGORITHMS, *RINGS))
+    for algorithm in ALGORITHMS:
         root = group.size // 2
-        got = tree_decode(q, mirror.cache, way=way, root=root)
+        got = tree_decode(q, mirror.cache, algorithm=algorithm, root=root)
         assert (got == (None, None)) if group.rank != root else (mirror.wrong(got, q) is None)
     mirror.cache.close()
 
@@ -205,16 +206,16 @@ def test_masks_dtypes_and_pages(group, dtype, page_size):
             mirror.append(2, "striped", sequences=[2])
             mirror.truncate([max(0, length - 4 * (i == step % 3)) for i, length in enumerate(mirror.cache.lengths)])
         for how in masks:
-            mirror.check(4, ways=("allreduce", "butterfly", "levels", *RINGS) if how else ("auto",), **how)
+            mirror.check(4, algorithms=("allreduce", "butterfly", "levels", *RINGS) if how else ("auto",), **how)
         mirror.cache.free([1])
         mirror.whole[1] = tuple(array[:0] for array in mirror.whole[1])
-        mirror.check(2, ways=("butterfly", "allreduce", "qring"))
+        mirror.check(2, algorithms=("butterfly", "allreduce", "qring"))
         mirror.cache.close()
 
 
 @on(2)
 def test_large_scores_and_nan(group):
-    """No overflow; what a NaN reaches is the queries that see it, of any way."""
+    """No overflow; what a NaN reaches is the queries that see it, of any algorithm."""
     mirror = Mirror(group, 1, 4, capacity=64, page_size=4)
     mirror.append(20)
     k, v = 1e4 * np.ones((1, 1, 1, 4), np.float32), np.full((1, 1, 1, 4), np.nan, np.float32)
@@ -222,7 +223,7 @@ def test_large_scores_and_nan(group):
         mirror.cache.append(key, value)
         mirror.whole[0] = tuple(np.concatenate([held, new[0]]) for held, new in zip(mirror.whole[0], (key, value)))
     for how in ({}, {"window": (1, 0)}, {"window": (2, 0)}):
-        mirror.check(5, ways=(*WAYS, *RINGS), **how)
+        mirror.check(5, algorithms=(*ALGORITHMS, *RINGS), **how)
     mirror.cache.close()
 
 
@@ -240,18 +241,18 @@ def test_sent_bytes_do_not_depend_on_the_context(group):
             least = layout.length(group.rank) * 2 * 2 * dim * 4
             assert cache.pages - cache.free_pages == -(-layout.length(group.rank) // cache.page_size)
             assert least <= cache.nbytes <= least + 2 * 2 * cache.page_size * 2 * dim * 4
-            for way in WAYS:
+            for algorithm in ALGORITHMS:
                 counting = cache.combiner.comm = Reducing(cache.combiner.comm)
                 before = cache.sent
                 tracemalloc.start()
-                out, _ = tree_decode(q, cache, way=way)
+                out, _ = tree_decode(q, cache, algorithm=algorithm)
                 peaks.append(tracemalloc.get_traced_memory()[1])
                 tracemalloc.stop()
                 cache.combiner.comm = counting.comm
                 partial = heads * (dim + 1) * 4
-                formula = combine.moved_bytes(way, partial, heads * 4, cache.nodes, group.rank)
+                formula = combine.moved_bytes(algorithm, partial, heads * 4, cache.nodes, group.rank)
                 assert counting.bytes == formula == cache.sent[0] - before[0]
-                assert formula == {"butterfly": 2 * partial, "allreduce": partial + heads * 4}.get(way, formula)
+                assert formula == {"butterfly": 2 * partial, "allreduce": partial + heads * 4}.get(algorithm, formula)
                 assert np.allclose(out, 1)
     assert max(peaks) < 2**20 and max(peaks) < min(peaks) + 2**19, "no copy of keys, at 16 MB a rank"
 
@@ -297,14 +298,14 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
         if group.rank == 0:
             cache._peers.idle = interrupt
             with pytest.raises(KeyboardInterrupt):
-                tree_decode(q, cache, way="butterfly", check=False)
+                tree_decode(q, cache, algorithm="butterfly", check=False)
             gc.collect()
             assert all(memory() is not None for memory in made), "the other rank has not even sent yet"
             group.send(None, 1)
         else:
             group.recv()
             with contextlib.suppress(PeerFailure):  # it may look for news before it has what was sent
-                tree_decode(q, cache, way="butterfly", check=False)
+                tree_decode(q, cache, algorithm="butterfly", check=False)
         group.barrier()
 
 
@@ -328,7 +329,10 @@ def test_errors_are_the_same_on_every_rank(group):
             (lambda: cache.truncate(3 + odd), "lengths is .3. on rank 0 but .4. on rank 1"),
             (lambda: tree_decode(q[..., :3], cache), r"q has shape \(1, 1, 4, 3\); it must be \(1, any, any, 4\)"),
             (lambda: tree_decode(q[:, :, :3], cache), "kv_heads is 2; it must divide heads, which is 3"),
-            (lambda: tree_decode(q, cache, way="best"), "way is 'best'; it may be auto, allreduce, butterfly, levels"),
+            (
+                lambda: tree_decode(q, cache, algorithm="best"),
+                "algorithm is 'best'; it may be auto, allreduce, butterfly, levels",
+            ),
             (lambda: tree_decode(q, cache, root=3), "root is 3; it must be None or a rank from 0 to 2"),
             (lambda: tree_decode(q, cache, softcap=1.0 + odd), "softcap is 1.0 on rank 0 but 2.0 on rank 1"),
             (lambda: tree_decode(q, cache, sinks=np.zeros(2, np.float32)), r"sinks has shape \(2,\)"),

@@ -15,7 +15,7 @@ from test_numbers import check_padding
 
 from mpiattn import ArgumentError, KVCache, Layout, MeshAttention, tree_decode
 from mpiattn.backends.testing import emulated
-from mpiattn.schedule.reduction import WAYS
+from mpiattn.schedule.reduction import ALGORITHMS
 
 BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "emulated,deferred-emulated").split(","))
 pytestmark = [
@@ -107,30 +107,30 @@ def test_the_callers_memory(group, batch):
         mirror = Mirror(group, 2, 16, sequences=batch, capacity=200, backend=backend)
         mirror.append(31)
         q = mirror.draw(batch, 3, 4, 16)
-        for way in WAYS:
+        for algorithm in ALGORITHMS:
             with caller(backend) as (give, take):
-                expected = take(*tree_decode(give(q), mirror.cache, way=way))
+                expected = take(*tree_decode(give(q), mirror.cache, algorithm=algorithm))
                 into = [memory_like(backend, array) for array in expected]
-                tree_decode(give(q), mirror.cache, way=way, out=into[0], lse=into[1])
+                tree_decode(give(q), mirror.cache, algorithm=algorithm, out=into[0], lse=into[1])
                 same = bits(*take(*into)) == bits(*expected)
-            agreed(group, None if same else (backend, way))
+            agreed(group, None if same else (backend, algorithm))
         mirror.cache.close()
 
 
 @on(4)
 @pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 64)])
 def test_decode(group, dtype, page_size):
-    """Every way and both rings; sequences of which ranks hold nothing, several queries, masks."""
+    """Every algorithm and both rings; sequences of which ranks hold nothing, several queries, masks."""
     sinks = np.linspace(-1, 2, 4, dtype=np.float32)
     for backend in BACKENDS:
         mirror = Mirror(group, 2, 16, sequences=2, capacity=400, page_size=page_size, dtype=dtype, backend=backend)
         mirror.append(3, "contiguous")
         mirror.append(70, "striped", counts=[70, 0])
         mirror.append(20, counts=[1, 20])
-        mirror.check(1, ways=(*WAYS, *RINGS))
-        mirror.check(3, ways=("butterfly",), window=(5, 0), sinks=sinks)
+        mirror.check(1, algorithms=(*ALGORITHMS, *RINGS))
+        mirror.check(3, algorithms=("butterfly",), window=(5, 0), sinks=sinks)
         for _ in range(5):  # one row: most ranks have none of their own
-            mirror.check(1, ways=("qring",), sequences=[1])
+            mirror.check(1, algorithms=("qring",), sequences=[1])
         for ring in RINGS.values():
             assert ring(mirror.draw(0, 1, 4, 16), mirror.cache, sequences=[])[0].shape == (0, 1, 4, 16)
         mirror.cache.close()
@@ -148,9 +148,9 @@ def test_a_token_a_rank(group):
             agreed(group, None if all(map(np.array_equal, *arrays)) else f"not what was given, {backend}")
         mirror = Mirror(group, 1, 16, capacity=20, page_size=1, backend=backend)
         mirror.append(4, "contiguous")
-        mirror.check(1, 1, ways=(*WAYS, *RINGS))
+        mirror.check(1, 1, algorithms=(*ALGORITHMS, *RINGS))
         mirror.append(3)
-        mirror.check(2, 1, ways=(*WAYS, *RINGS), sinks=np.ones(1, np.float32))
+        mirror.check(2, 1, algorithms=(*ALGORITHMS, *RINGS), sinks=np.ones(1, np.float32))
         with caller(backend) as (_, take):
             own = [array[mirror.cache.positions(0)] for array in mirror.whole[0]]
             agreed(group, None if all(map(np.array_equal, take(*mirror.cache.local(0)), own)) else "local is wrong")
@@ -187,7 +187,7 @@ def test_a_cache_as_a_file(group, tmp_path_factory):
     mirror.cache.save(path)
     mirror.cache.close()
     mirror.cache = KVCache.load(group, path, backend=BACKENDS[-1])
-    mirror.check(1, ways=("butterfly",))
+    mirror.check(1, algorithms=("butterfly",))
     mirror.cache.close()
 
 

@@ -92,8 +92,8 @@ def test_a_rank_does_not_come(comm, at_least, timeout):
         again.forward(*chunks(again))
 
 
-@pytest.mark.parametrize("way", ["butterfly", "allreduce"])
-def test_a_rank_raises_while_decoding(comm, at_least, way):
+@pytest.mark.parametrize("algorithm", ["butterfly", "allreduce"])
+def test_a_rank_raises_while_decoding(comm, at_least, algorithm):
     at_least(2)
     guilty, fresh = comm.size - 1, comm.Dup()
     cache = KVCache(fresh, capacity=40, kv_heads=1, head_dim=4, timeout=500)
@@ -102,7 +102,7 @@ def test_a_rank_raises_while_decoding(comm, at_least, way):
         cache._backend.attend_pages = None  # not callable
     q, ending = np.ones((1, 1, 2, 4), np.float32), None
     try:
-        tree_decode(q, cache, way=way)
+        tree_decode(q, cache, algorithm=algorithm)
     except (TypeError, PeerFailure) as error:
         ending = error
     endings = comm.allgather(type(ending).__name__)

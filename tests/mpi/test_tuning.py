@@ -85,12 +85,12 @@ def test_measure(group, name):
         assert lacking or link == tuple(result.samples[f"{side} {field}"].typical for field in link._fields)
         assert (f"{side} of the default" in machine.assumes) == lacking
     assert machine.node_bandwidth is None or group.size == 4
-    assert set(machine.combining) == set(reduction.ways(nodes) if group.size > 1 else ())
-    for way, points in machine.combining.items():  # the factors make of the links' prediction what was measured
+    assert set(machine.combining) == set(reduction.algorithms(nodes) if group.size > 1 else ())
+    for algorithm, points in machine.combining.items():  # the factors make of the links' prediction what was measured
         for rows, (nbytes, factor) in zip(ROWS, points):
-            predicted = reduction.predicted_seconds(way, nbytes, 4 * rows, nodes, machine.inside, machine.between)
+            predicted = reduction.predicted_seconds(algorithm, nbytes, 4 * rows, nodes, machine.inside, machine.between)
             assert nbytes == 36 * rows
-            assert factor * predicted == pytest.approx(result.samples[f"combining {rows} {way}"].typical)
+            assert factor * predicted == pytest.approx(result.samples[f"combining {rows} {algorithm}"].typical)
     for sample in result.samples.values():
         assert 0 <= sample.low <= sample.typical <= sample.high < float("inf") and sample.samples >= 3
 
@@ -117,10 +117,10 @@ def test_machine_of_a_plan(comm, tmp_path_factory, monkeypatch):
     assert machine(backend="deferred") == default
     assert machine(machine="h100") == H100
     assert machine(machine=measured_here.with_ranks(5)) == measured_here.with_ranks(5)
-    for slow, way in (("butterfly", "allreduce"), ("allreduce", "butterfly")):
+    for slow, algorithm in (("butterfly", "allreduce"), ("allreduce", "butterfly")):
         measured = replace(measured_here, combining={slow: [[100, 50.0]], "levels": [[100, 99.0]]})
         with KVCache(comm, capacity=8, kv_heads=2, head_dim=8, machine=measured) as cache:
-            assert cache.way(72, 8) == (way if comm.size > 1 else "butterfly")
+            assert cache.algorithm(72, 8) == (algorithm if comm.size > 1 else "butterfly")
     if comm.rank == 0:
         monkeypatch.setenv("MPIATTN_MACHINE", "h100")
     assert machine() == H100
