@@ -62,7 +62,7 @@ def test_receiving_ahead_takes_slots():
     """Of a ring on the direct route: one more for every step ahead; from neighbors a chunk comes when it is there."""
     for ahead in range(5):
         assert greedy(Tile(1, 1, 8), ahead=ahead).slots["KV"] == min(2 + ahead, 7)
-        assert [t.after for step in greedy(Tile(1, 1, 8), ahead=ahead).steps for t in step.transfers] == [
+        assert [t.earliest for step in greedy(Tile(1, 1, 8), ahead=ahead).steps for t in step.transfers] == [
             max(0, i - ahead) for i in range(7)
         ]
         assert greedy(Tile(1, 1, 8), route="ring", ahead=ahead).slots["KV"] == 2
@@ -246,19 +246,19 @@ def no_such_accumulator(s):
 def sent_before_complete(s):
     at = index_of(s, "O", 2)
     rest = edit(s, at, transfers=())
-    return edit(rest, 0, transfers=(*rest.steps[0].transfers, replace(s.steps[at].transfers[0], after=0)))
+    return edit(rest, 0, transfers=(*rest.steps[0].transfers, replace(s.steps[at].transfers[0], earliest=0)))
 
 
 def posted_too_early(s):
     """A partial may go along with an earlier step's transfer, but not before its blocks are complete."""
     at = index_of(s, "O", 2)
     transfer = s.steps[at].transfers[0]
-    return edit(s, at, transfers=(replace(transfer, after=transfer.after - 1),))
+    return edit(s, at, transfers=(replace(transfer, earliest=transfer.earliest - 1),))
 
 
 def posted_too_late(s):
     at = index_of(s, "KV", 2)
-    return edit(s, at, transfers=(replace(s.steps[at].transfers[0], after=at + 1),))
+    return edit(s, at, transfers=(replace(s.steps[at].transfers[0], earliest=at + 1),))
 
 
 def slot_taken_too_early(s):
@@ -267,7 +267,9 @@ def slot_taken_too_early(s):
     return edit(
         s,
         at,
-        transfers=(replace(s.steps[at].transfers[0], after=0, slots=s.steps[index_of(s, "KV", 1)].transfers[0].slots),),
+        transfers=(
+            replace(s.steps[at].transfers[0], earliest=0, slots=s.steps[index_of(s, "KV", 1)].transfers[0].slots),
+        ),
     )
 
 

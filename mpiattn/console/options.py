@@ -9,7 +9,7 @@ from ..files.hdf5 import AXES
 from ..model.cost import SCHEDULES
 from ..model.machine import BUILT_IN
 from ..model.search import SAME_TIME
-from ..problem.layout import KINDS
+from ..problem.layout import LAYOUTS
 from ..problem.problem import ITEMSIZE
 from ..schedule.route import ROUTES
 
@@ -43,7 +43,7 @@ def add_layout(parser):
     parser.add_argument(
         "--layout",
         default="auto",
-        choices=(*KINDS, "auto"),
+        choices=(*LAYOUTS, "auto"),
         help="which tokens a rank holds; auto: the shortest predicted time, so contiguous where that "
         "balances the work, zigzag for causal attention (default: %(default)s)",
     )

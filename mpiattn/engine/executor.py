@@ -229,7 +229,7 @@ class Executor:
         """Prefetch: post the next transfers as far as the schedule and UNDER_WAY allow."""
         while (
             self.to_post
-            and self.to_post[0][1].after <= self.number
+            and self.to_post[0][1].earliest <= self.number
             and sum(pending.arrived is None for pending in self.under_way) < UNDER_WAY
         ):
             self._post_next()

@@ -6,7 +6,7 @@ This is the paper's loop over every factorisation of the number of ranks (Mesh-A
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from ..problem.layout import KINDS, Layout
+from ..problem.layout import LAYOUTS, Layout
 from ..schedule.route import ROUTES, passed_on
 from ..schedule.tile import Tile, tiles
 from ..schedule.travels import token_bytes
@@ -60,14 +60,14 @@ def layouts(argument, problem, ranks):
         kinds balance equally well then.
     """
     if isinstance(argument, str):
-        if argument not in (*KINDS, "auto"):
-            raise ArgumentError(f"layout is {argument!r}; it may be {', '.join(KINDS)}, auto")
+        if argument not in (*LAYOUTS, "auto"):
+            raise ArgumentError(f"layout is {argument!r}; it may be {', '.join(LAYOUTS)}, auto")
         masked = problem.causal or problem.window != (None, None)
         kinds = [argument] if argument != "auto" else AUTO_LAYOUTS if masked else AUTO_LAYOUTS[:1]
         return [(Layout(kind, problem.seqlen, ranks), Layout(kind, problem.seqlen_k, ranks)) for kind in kinds]
     pair = (argument, argument) if isinstance(argument, Layout) else argument
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(layout, Layout) for layout in pair)):
-        raise ArgumentError(f"layout is {argument!r}; it may be auto, {', '.join(KINDS)}, a Layout or a pair of them")
+        raise ArgumentError(f"layout is {argument!r}; it may be auto, {', '.join(LAYOUTS)}, a Layout or a pair of them")
     if [(layout.seqlen, layout.chunks) for layout in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
         raise ArgumentError(
             f"layout is {argument!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} "

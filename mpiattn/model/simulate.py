@@ -73,7 +73,7 @@ class _Run:
 
     def _post(self, transfer, begins):
         """When every rank posts a transfer: in order, in its step at the latest, ahead with at most one in flight."""
-        ahead = np.maximum(begins[transfer.after], self.last_two[0])
+        ahead = np.maximum(begins[transfer.earliest], self.last_two[0])
         self.posted = np.maximum(self.posted, np.minimum(begins[-1], ahead))
         return self.posted
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..schedule.tile import Tile
     from ..schedule.timeline import Timeline
     from .rank_passes import RankPasses
-    from .settle import Plan
+    from .settle import Decision
 
 RECENT = 8  # sets of documents whose activities a plan keeps
 
@@ -39,7 +39,7 @@ class Described:
     schedule: Schedule
     q_layout: Layout
     k_layout: Layout
-    _plan: Plan
+    _plan: Decision
     _layouts: tuple[Layout, Layout]  # by mesh rank
     _passes: RankPasses
     _backend: Backend

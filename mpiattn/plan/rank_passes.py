@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from ..comm.mesh import Mesh
     from ..schedule.needed import Activity
     from ..schedule.steps import Schedule
-    from .settle import Plan
+    from .settle import Decision
 
 
 class RankPasses:
     """The forward and the backward pass of a plan on this rank.
 
-    plan: the `settle.Plan`.  schedule: of its forward pass.
+    plan: the `settle.Decision`.  schedule: of its forward pass.
     executors: {direction: executor}; that of "backward" is made with the first backward pass.
     tokens: number of this rank's query tokens and of its key tokens.
     """
 
-    def __init__(self, plan: Plan, schedule: Schedule, mesh: Mesh, backend: Backend, exchange: Exchange) -> None:
+    def __init__(self, plan: Decision, schedule: Schedule, mesh: Mesh, backend: Backend, exchange: Exchange) -> None:
         p = plan.problem
         self._plan, self._mesh, self._backend, self._exchange = plan, mesh, backend, exchange
         self.tokens = tuple(layout.length(mesh.rank) for layout in plan.choice.layouts)

@@ -61,7 +61,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Decision:
     """The choices for a `MeshAttention`, which the docs call a plan; the same on every rank.
 
     order: ranks of the caller's communicator in mesh order, None for their own order.
@@ -108,8 +108,8 @@ class Plan:
         return tuple(replace(layout, order=place) for layout in self.choice.layouts)
 
 
-def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, Any]) -> tuple[Plan, Backend]:
-    """The Plan and the back end for a problem; collective.
+def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, Any]) -> tuple[Decision, Backend]:
+    """The Decision and the back end for a problem; collective.
 
     shape: keywords of `Problem`.  options: keywords of `Options`.
     Raises ArgumentError, the same on every rank.
@@ -131,7 +131,7 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
         return _chosen(problem, checked, machine, order, nodes)
 
     # on rank 0 only: time and memory grow with the square of the ranks
-    return _plan_of(from_rank_0(peers, choose)), backend
+    return _decision_of(from_rank_0(peers, choose)), backend
 
 
 _CHOSEN: OrderedDict[str, bytes] = OrderedDict()  # pickled plans by what they were chosen for, the oldest first
@@ -140,7 +140,7 @@ _CHOSEN: OrderedDict[str, bytes] = OrderedDict()  # pickled plans by what they w
 def _chosen(
     problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
 ) -> bytes:
-    """The Plan of `_choose`, pickled; remembered, since programs make the same plan again."""
+    """The Decision of `_choose`, pickled; remembered, since programs make the same plan again."""
     asked_for = repr((problem, replace(checked, timeout=None), machine, order, nodes))
     chosen = _CHOSEN.get(asked_for)
     if chosen is None:
@@ -151,15 +151,15 @@ def _chosen(
 
 
 @functools.lru_cache(REMEMBERED)
-def _plan_of(pickled: bytes) -> Plan:
-    """The same Plan for the same bytes, so that its schedules are built once."""
+def _decision_of(pickled: bytes) -> Decision:
+    """The same Decision for the same bytes, so that its schedules are built once."""
     return pickle.loads(pickled)
 
 
 def _choose(
     problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
-) -> Plan:
-    """The fastest Plan that the checked options allow."""
+) -> Decision:
+    """The fastest Decision that the checked options allow."""
     evaluate = functools.partial(
         search.evaluate,
         problem,
@@ -176,13 +176,13 @@ def _choose(
     free = evaluate()
     choices = free if checked.max_memory is None else evaluate(max_memory=checked.max_memory)
     search.check_memory(choices, checked.max_memory)
-    return Plan(problem, choices[0], machine, order, nodes, min(choice.seconds for choice in free), checked.overlap)
+    return Decision(problem, choices[0], machine, order, nodes, min(choice.seconds for choice in free), checked.overlap)
 
 
-def resized(plan: Plan, shape: dict[str, Any], options: dict[str, Any]) -> Plan:
-    """A Plan with the same choices for another `shape`, without a search; not collective.  Arguments as for `settle`.
+def resized(plan: Decision, shape: dict[str, Any], options: dict[str, Any]) -> Decision:
+    """A Decision with the same choices for another `shape`, without a search; not collective.
 
-    Raises ArgumentError.
+    Arguments as for `settle`.  Raises ArgumentError.
     """
     problem, chosen = Problem(**shape), plan.choice
     layouts = tuple(

@@ -24,7 +24,7 @@ from ..errors import ArgumentError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-KINDS = ("contiguous", "striped", "zigzag")
+LAYOUTS = ("contiguous", "striped", "zigzag")
 
 
 def even_part(total: int, parts: int, i: int) -> range:
@@ -96,8 +96,8 @@ class Layout:
     order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ArgumentError(f"layout is {self.kind!r}; it may be {', '.join(KINDS)}")
+        if self.kind not in LAYOUTS:
+            raise ArgumentError(f"layout is {self.kind!r}; it may be {', '.join(LAYOUTS)}")
         for name, value, least in (("seqlen", self.seqlen, 0), ("chunks", self.chunks, 1)):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")

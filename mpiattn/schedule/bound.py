@@ -53,7 +53,7 @@ class BoundTransfer(NamedTuple):
     kind: str
     hops: tuple[BoundHop, ...]
     collective: bool
-    after: int
+    earliest: int
 
 
 class BoundStep(NamedTuple):
@@ -88,7 +88,7 @@ def bind(schedule: Schedule, rank: int, activity: Activity) -> tuple[BoundStep, 
 
     def bound_transfer(t: Transfer) -> BoundTransfer:
         hops = tuple(bound_hop(t.kind, hop, slot, t.collective) for hop, slot in zip(t.hops, t.slots))
-        return BoundTransfer(t.kind, hops, t.collective, t.after)
+        return BoundTransfer(t.kind, hops, t.collective, t.earliest)
 
     queries, keys = tile.row(rank), tile.column(rank)
     return tuple(

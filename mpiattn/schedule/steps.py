@@ -56,21 +56,21 @@ class Transfer:
         of other ranks arrive and are merged.
     slots: the buffer slot of each arrival, in the arena `arena_of(kind)`.
     collective: True for one MPI collective over the group instead of messages between pairs.
-    after: the first step in which it may be posted, because its data are complete and its slots free by then.
+    earliest: the first step in which it may be posted, because its data are complete and its slots free by then.
     """
 
     kind: str
     hops: tuple[int, ...]
     slots: tuple[int, ...]
     collective: bool = False
-    after: int = 0
+    earliest: int = 0
 
     def __str__(self) -> str:
         verb = "recv" if self.kind in GATHERED else "send"
         moved = ", ".join(
             f"{self.kind}#{hop} -> {arena_of(self.kind)}[{slot}]" for hop, slot in zip(self.hops, self.slots)
         )
-        return f"{'all ' if self.collective else ''}{verb} {moved} from {self.after}"
+        return f"{'all ' if self.collective else ''}{verb} {moved} from {self.earliest}"
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequenc
     placed = []
     for step, first_of in zip(steps, first_steps):
         transfers = tuple(
-            replace(t, slots=tuple(slot[arena_of(t.kind), hop] for hop in t.hops), after=after)
+            replace(t, slots=tuple(slot[arena_of(t.kind), hop] for hop in t.hops), earliest=after)
             for t, after in zip(step.transfers, first_of)
         )
         placed.append(Step(transfers, step.blocks, step.fused))

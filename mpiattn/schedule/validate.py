@@ -25,7 +25,7 @@ class _Play:
         self.posts = {}  # step -> transfers that may be posted from it on
         for step in schedule.steps:
             for t in step.transfers:
-                self.posts.setdefault(t.after, []).append(t)
+                self.posts.setdefault(t.earliest, []).append(t)
 
     def fail(self, step, what):
         raise ScheduleError(f"{self.s.name} {self.s.tile} {self.s.direction}, step {step}: {what}")
@@ -101,7 +101,7 @@ class _Play:
 
     def step(self, i, step):
         for t in step.transfers:
-            if t.after > i:
+            if t.earliest > i:
                 self.fail(i, f"{t} may be posted only after the step that needs it")
         for t in self.posts.get(i, ()):
             self.post(i, t)
