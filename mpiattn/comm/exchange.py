@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 
 from mpi4py import MPI
 
@@ -21,7 +22,7 @@ PROGRESS = 3e-4  # seconds between two polls of MPI while a rank computes
 
 def check_max_message(value):
     """Raise ArgumentError unless `value` is valid as the bytes of the longest message."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 < value < 2**31:
         raise ArgumentError(f"max_message is {value!r}; it must be an int, from 1 to 2^31 - 1 bytes")
 
 
@@ -51,7 +52,7 @@ class Exchange:
     """
 
     def __init__(self, peers, max_message=MAX_MESSAGE):
-        self.peers, self.max_message = peers, max_message
+        self.peers, self.max_message = peers, int(max_message)
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0

@@ -245,7 +245,7 @@ class KVCache(DescribedCache, Collective):
         """
         self.truncate(0, sequences=sequences, check=check)
 
-    def local(self, sequence: int) -> list[Array]:
+    def local(self, sequence: int) -> tuple[Array, Array]:
         """Copies of this rank's keys and values of a sequence; not collective.
 
         Parameters
@@ -266,9 +266,9 @@ class KVCache(DescribedCache, Collective):
         self._check_open()
         sequence = self._number(sequence)
         count = self.storage.ledgers[sequence].length(self.rank)
-        copies = [
+        copies = tuple(
             self._backend.result((count, self.kv_heads, dim), self.dtype) for dim in (self.head_dim, self.value_dim)
-        ]
+        )
         self._backend.begin()
         self.storage.copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])
         self._backend.finish()

@@ -3,6 +3,7 @@
 This is the paper's loop over every factorisation of the number of ranks (Mesh-Attention, arXiv 2512.20968, section 3).
 """
 
+from numbers import Integral
 from typing import NamedTuple
 
 from ..errors import ArgumentError
@@ -120,8 +121,7 @@ def evaluate(
     The best choice has the least predicted time.  Times within SAME_TIME of the least are equal; then the fewest bytes
     sent decide, then the least memory, then the first layout.  Raises ArgumentError.
     """
-    if max_memory is not None and (isinstance(max_memory, bool) or not isinstance(max_memory, int) or max_memory <= 0):
-        raise ArgumentError(f"max_memory is {max_memory!r}; it must be a positive number of bytes, or None")
+    max_memory = memory_limit(max_memory)
 
     def schedules(tile, kind, chosen_route, ahead):
         return [
@@ -153,6 +153,15 @@ def evaluate(
     fits = [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
     least = (1 + SAME_TIME) * min(choice.seconds for choice in fits or choices)
     return sorted(choices, key=lambda c: (bool(fits) and c not in fits, max(c.seconds, least), c.sent_bytes, c.nbytes))
+
+
+def memory_limit(value):
+    """max_memory as an int, or None; raises ArgumentError."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral) or value <= 0:
+        raise ArgumentError(f"max_memory is {value!r}; it must be a positive number of bytes, or None")
+    return int(value)
 
 
 def check_memory(choices, max_memory):

@@ -57,7 +57,12 @@ class Options:
         check_transport(self.backend, self.transport)
         search.routes(self.route, problem, DEFAULT)
         check_max_message(self.max_message)
-        return replace(self, tile=parse_tile(self.tile, ranks), layout=search.layouts(self.layout, problem, ranks))
+        return replace(
+            self,
+            tile=parse_tile(self.tile, ranks),
+            layout=search.layouts(self.layout, problem, ranks),
+            max_memory=search.memory_limit(self.max_memory),
+        )
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,13 @@ def test_less_memory_takes_slots_but_no_bit(comm, at_least):
     assert comm.allreduce(fewer < nbytes)
 
 
+def test_limits_of_numpy(comm):
+    """Integers of NumPy are ints, whose products do not overflow."""
+    limits = {"max_message": np.int32(2**30), "max_memory": np.int32(2**31 - 1)}
+    with MeshAttention(comm, **SHAPE, **limits) as plan:
+        assert type(plan._exchange.max_message) is int and plan._plan.choice.nbytes < 2**31 - 1
+
+
 def test_memory_that_nothing_fits(comm):
     for wrong in (1000, 0, "1G"):
         with pytest.raises(ArgumentError, match="max_memory is"):
