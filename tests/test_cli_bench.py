@@ -182,6 +182,7 @@ def test_wrong_decoding_is_not_measured():
             (["--tile", "ring", "--route", "ring", "--wire-dtype", "float16"], "wire_dtype is 'float16'"),
             (["--queries", "3"], "--queries is 3; it has no meaning without --decode"),
             (["--decode", "--tile", "ring"], "--tile is ['ring']; it has no meaning with --decode"),
+            (["--limits"], "--head-dim is 16; it has no meaning with --limits"),
             (["--decode", "--queries", "0"], "--queries is 0"),
             (["--decode", "--seqlen", "9", "0"], "--seqlen is 0"),
             (["--decode", "--kv-heads", "3"], "kv_heads is 3"),
@@ -191,3 +192,17 @@ def test_wrong_decoding_is_not_measured():
 def test_errors(options, message):
     outcome = bench(2, *options, check=False)
     assert outcome.returncode and outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_limits(ranks, tmp_path):
+    """Every operation is there beside its bound."""
+    path = tmp_path / "limits.json"
+    text = mpirun(ranks, [*BENCH[:4], "--limits", "--runs", "1", "--json", path], timeout=200).stdout
+    data = json.loads(path.read_text())
+    assert data["ranks"] == ranks and data["limit"] == 2.5
+    assert len(data["results"]) == len({row["name"] for row in data["results"]}) == 16
+    for row in data["results"]:
+        assert row["median"] > 0 and row["bound"] > 0 and row["passes"] == (row["ratio"] <= 2.5)
+        assert row["ratio"] == pytest.approx(row["median"] / row["bound"])
+        assert f"\n{row['name']} " in text and row["bounded_by"] in text

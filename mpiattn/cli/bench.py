@@ -19,6 +19,7 @@ that are done. With --direction both a run is a forward pass followed by a backw
 the ranks' results, each checked too, beside rings and a plain MPI_Allreduce; see the options at the end.
 --kernel measures the back end of one rank, one block at a time without transfers, beside PyTorch's attention where
 that is installed: forward, backward, decoding over pages, adding to a partial result, and the cost of a launch.
+--limits measures the library's operations beside what bounds them on this machine.
 
 examples:
   mpiattn bench --kernel --seqlen 8192 16384 --heads 32 --dtype bfloat16 --causal --direction both
@@ -26,13 +27,14 @@ examples:
   mpiexec -n 4 mpiattn bench --direction both --tile auto ring --schedule greedy collective --json bench.json
   srun mpiattn bench --seqlen 131072 --heads 32 --kv-heads 8 --dtype bfloat16 --no-overlap --hdf5 bench.h5
   mpiexec -n 4 mpiattn bench --decode --seqlen 65536 1000000 --heads 32 --kv-heads 8 --algorithm butterfly allreduce
+  mpiexec -n 2 mpiattn bench --limits
 """
 
 import argparse
 from dataclasses import asdict
 
 from .. import __version__
-from ..bench import decode, measure, report
+from ..bench import decode, limits, measure, report
 from ..bench.cases import cases
 from ..bench.store import write_hdf5
 from ..bench.summary import passes_of
@@ -123,11 +125,12 @@ def add_arguments(parser):
     parser.add_argument("--hdf5", metavar="FILE", help="write every run of every rank as HDF5 too, whole or not at all")
     decode.add_arguments(parser)
     kernel.add_arguments(parser)
+    limits.add_arguments(parser)
 
 
 def run(args):
     """`mpiattn bench`."""
-    work = kernel.run if args.kernel else _decode if args.decode else _run
+    work = kernel.run if args.kernel else _decode if args.decode else _limits if args.limits else _run
     return on_all_ranks(lambda job: _checked(work, job, args), args.timeout)
 
 
@@ -150,6 +153,16 @@ def _decode(job, args):
                         sep="\n",
                         flush=True,
                     )
+    return 0
+
+
+def _limits(job, args):
+    data = limits.measure(job, args)
+    with agreement(job.peers, only=0):
+        if job.comm.rank == 0:
+            _keep(args, data, True)
+            if args.json != "-":
+                print(limits.as_text(data), flush=True)
     return 0
 
 
@@ -218,7 +231,7 @@ def _check(args):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = vars(parser.parse_args([]))
-    for kind, module in (("decode", decode), ("kernel", kernel)):
+    for kind, module in (("decode", decode), ("kernel", kernel), ("limits", limits)):
         asked = getattr(args, kind)
         unused = defaults.keys() - module.SHARED - module.OWN if asked else module.OWN
         for name in sorted(unused):
