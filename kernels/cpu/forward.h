@@ -32,9 +32,10 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
     memset(work->acc, 0, panels * MR * width * sizeof(real));
     for (long i = 0; i < panels * MR; i++) {
         top[i] = -INFINITY, total[i] = 0;
-        if (rows->from[i] < rows->to[i]) {
+        if (rows->from[i] < rows->to[i])
             top[i] = *(real*)row_at(of, &of->lse, kv_head, rows->first + i);
-            total[i] = top[i] != -INFINITY;             // out is normalised: its weights add up to 1, or to 0
+        if (top[i] != -INFINITY) {                      // out is normalised: its weights add up to 1, or it is 0
+            total[i] = 1;
             memcpy(work->acc + i * width, row_at(of, &of->out, kv_head, rows->first + i), of->value_dim * sizeof(real));
         }
     }

@@ -23,8 +23,11 @@ INLINE void turn(const real* row, long pitch, int count, int dim, real* to, int 
 
 // One row into its place by dim: place is that of its first NR dims, `pitch` rows before that of the next.
 INLINE void spread(const real* row, int dim, long pitch, int odd, real* place) {
-    for (int c = 0; c < dim; c += NR) {
-        const int count = odd ? 0 : least(dim - c, NR);
+    int c = 0;
+    for (; !odd && c + NR <= dim; c += NR)
+        memcpy(place + c * pitch, row + c, NR * sizeof(real));
+    for (; c < dim; c += NR) {
+        const int count = odd ? 0 : dim - c;
         memcpy(place + c * pitch, row + c, count * sizeof(real));
         memset(place + c * pitch + count, 0, (NR - count) * sizeof(real));
     }
