@@ -5,10 +5,10 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import launch
 import pytest
-import threadpoolctl
 
 from mpiattn import backends
 from mpiattn.console.blas_environment import name_core_type
@@ -189,7 +189,8 @@ def test_host():
 )
 def test_the_blas_is_that_of_numpy(monkeypatch, libraries, expected):
     fields = ("user_api", "internal_api", "filepath", "version", "num_threads")
-    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: [dict(zip(fields, library)) for library in libraries])
+    infos = [dict(zip(fields, library)) for library in libraries]
+    monkeypatch.setattr(host, "_libraries", lambda: [SimpleNamespace(info=info.copy) for info in infos])
     assert host.blas() == expected
 
 
@@ -211,7 +212,7 @@ AVX2, ALL = "fpu avx avx2", "fpu avx avx2 avx512f avx512cd avx512bw avx512dq avx
 def test_blas_advice(monkeypatch, core, flags, setting, advised):
     """Only where AVX-512 is left aside, and nobody asked for that."""
     info = {"user_api": "blas", "internal_api": "openblas", "filepath": "", "architecture": core}
-    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: [info])
+    monkeypatch.setattr(host, "_libraries", lambda: [SimpleNamespace(info=info.copy)])
     monkeypatch.setattr(host, "_cpuinfo", {"flags": flags}.get)
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     if setting:

@@ -102,8 +102,14 @@ def blas_advice():
 
 def _blas():
     """What threadpoolctl says of NumPy's BLAS; {} of one that it does not know."""
-    import numpy  # noqa: F401  (which loads it)
-    from threadpoolctl import threadpool_info
-
-    infos = [info for info in threadpool_info() if info["user_api"] == "blas"]
+    infos = [info for info in (library.info() for library in _libraries()) if info["user_api"] == "blas"]
     return min(infos, key=lambda info: "numpy.libs" not in info["filepath"], default={})  # SciPy may have its own
+
+
+@cache
+def _libraries():
+    """Controllers of the loaded libraries that have threads; looking for them takes longer than making a plan."""
+    import numpy  # noqa: F401  (which loads its BLAS)
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().lib_controllers
