@@ -10,7 +10,7 @@ from files import assert_right, write_input
 from launch import mpirun
 from thinning import every
 
-from mpiattn.problem.mask import Mask
+from mpiattn.problem.mask import Group, Mask
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2, "float64": 1e-10}
@@ -162,7 +162,7 @@ def test_json(tmp_path):
     )
     report = json.loads((tmp_path / "run.json").read_text())
     pairs = [rank["pairs"] for rank in report["per_rank"]]
-    assert sum(pairs) == 2 * (20**2 + 1 + 39**2) == 2 * Mask(67, 67).pairs(((np.array(CUTS), np.array(CUTS)),))
+    assert sum(pairs) == 2 * (20**2 + 1 + 39**2) == 2 * Mask(67, 67).pairs((Group(*2 * (np.array(CUTS),)),))
     assert pairs[0] == 2 * 17 * 20
     assert report["balance"] == max(pairs) * 4 / sum(pairs)
     assert report["flops"] == 2 * 4 * (16 + 16) * sum(pairs)
