@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError, Layout
-from mpiattn.problem.layout import KINDS, even_part, within
+from mpiattn.problem.layout import LAYOUTS, even_part, within
 
 
 def test_positions_by_hand():
@@ -24,7 +24,7 @@ def test_own_sizes():
     assert layout.lengths == (0, 5, 0, 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_every_token_once_in_increasing_order(kind):
     for seqlen in (*range(0, 20), 97, 1000):
         for chunks in (1, 2, 3, 7, 8, 16):
@@ -39,7 +39,7 @@ def test_every_token_once_in_increasing_order(kind):
 
 @pytest.mark.parametrize("order", [None, (2, 0, 1)])
 @pytest.mark.parametrize(
-    "layout", [*((kind, n) for kind in KINDS for n in (0, 1, 2, 17, 18, 100)), (0, 5, 4), (3, 0, 0)]
+    "layout", [*((kind, n) for kind in LAYOUTS for n in (0, 1, 2, 17, 18, 100)), (0, 5, 4), (3, 0, 0)]
 )
 def test_owner_of_positions(layout, order):
     kind, n = layout if isinstance(layout[0], str) else ("contiguous", sum(layout))
@@ -63,7 +63,7 @@ def test_ranges_are_the_positions_and_nothing_large_is_made():
     layout = Layout("striped", 10**15, 7)
     (tokens,) = layout.ranges(3)
     assert (tokens.start, tokens.step) == (3, 7) and layout.length(3) == len(tokens)
-    for kind in KINDS:
+    for kind in LAYOUTS:
         layout = Layout(kind, 31, 4)
         for chunk in range(4):
             assert [i for tokens in layout.ranges(chunk) for i in tokens] == layout.positions(chunk).tolist()

@@ -7,7 +7,7 @@ import pytest
 
 from mpiattn.model import workload
 from mpiattn.model.workload import Load, balance, block_pairs
-from mpiattn.problem.layout import KINDS, Layout
+from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.mask import local_interval
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
@@ -28,8 +28,8 @@ def draw(rng):
         prefix=rng.choice([0, 0, 1, 7, 20]),
         causal_block=rng.choice([None, None, 1, 2, 7, 30]),
     )
-    kind = rng.choice(KINDS)
-    return problem, Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *KINDS]), seqlen_k, ranks)
+    kind = rng.choice(LAYOUTS)
+    return problem, Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *LAYOUTS]), seqlen_k, ranks)
 
 
 @pytest.mark.parametrize("seed", range(120))

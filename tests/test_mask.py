@@ -5,7 +5,7 @@ import pytest
 
 from mpiattn import ArgumentError
 from mpiattn.problem.documents import documents
-from mpiattn.problem.layout import KINDS, Layout
+from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.mask import Mask, local_interval
 from mpiattn.problem.problem import Problem
 from mpiattn.verify.reference import visible_keys
@@ -34,7 +34,7 @@ def test_pairs_are_the_definition(shape, causal):
     assert [(i, j) for i in range(shape[0]) for j in range(lo[i], hi[i])] == pairs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_of_every_layout(shape, causal, kind):

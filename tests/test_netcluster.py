@@ -51,15 +51,18 @@ def test_bytes(hosts):
 
 @pytest.mark.slow
 def test_tune_finds_the_link(hosts, tmp_path):
-    """Two ranks a host share its card, whose rate is known; what is inside a host does not go through it."""
+    """Two ranks a host share its card, whose rate is known; what is inside a host does not go through it.
+
+    Where ranks wait for a core, messages that arrived meanwhile are read at once, faster than the rate.
+    """
     rate = 20e6 / 8
     hosts.set_rate("20mbit")
     command = [sys.executable, "-m", "mpiattn", "tune", "--quick", "--dtype", "float32", "--json", "-", "--no-store"]
     data = json.loads(hosts.mpirun(4, command, env={"MPIR_CVAR_NOLOCAL": "0"}).stdout)
     machine = data["machine"]
     assert data["key"]["ranks_per_node"] == 2 and data["key"]["several_nodes"]
-    assert 0 < machine["between"]["bandwidth"] < 1.1 * rate < machine["inside"]["bandwidth"]
-    assert 0 < machine["node_bandwidth"] < 1.1 * rate
+    assert 0 < machine["between"]["bandwidth"] < 2 * rate < machine["inside"]["bandwidth"]
+    assert 0 < machine["node_bandwidth"] < 2 * rate
 
 
 NEIGHBORS = """

@@ -10,7 +10,7 @@ from mpiattn import Layout
 from mpiattn.decode.token_owners import Ledger
 from mpiattn.files import hdf5
 from mpiattn.problem.documents import documents
-from mpiattn.problem.layout import KINDS
+from mpiattn.problem.layout import LAYOUTS
 from mpiattn.problem.mask import local_interval
 from mpiattn.problem.problem import Problem, dtype_name
 from mpiattn.schedule.collective import collective
@@ -119,7 +119,7 @@ def layouts(seqlen, chunks):
     order = st.none() | st.permutations(range(chunks)).map(tuple)
     cuts = st.lists(st.integers(0, seqlen), min_size=chunks - 1, max_size=chunks - 1).map(sorted)
     sizes = cuts.map(lambda cuts: tuple(end - start for start, end in pairwise([0, *cuts, seqlen])))
-    return st.builds(Layout, st.sampled_from(KINDS), st.just(seqlen), st.just(chunks), order=order) | st.builds(
+    return st.builds(Layout, st.sampled_from(LAYOUTS), st.just(seqlen), st.just(chunks), order=order) | st.builds(
         Layout, st.just("contiguous"), st.just(seqlen), st.just(chunks), sizes, order
     )
 
