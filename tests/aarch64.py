@@ -38,11 +38,12 @@ BYTES = 4, 8, 2, 2  # of a number, by element
 
 @functools.cache
 def _program():
-    """The path of the compiled program; skips the test where it cannot be had."""
+    """The compiled program: its folder, removed at exit, and path; skips the test where it cannot be had."""
     for name in (COMPILER, EMULATOR):
         if not shutil.which(name):
             pytest.skip(f"no {name} on this machine")
-    folder, sources = Path(tempfile.mkdtemp()), kernel_dir()
+    temporary, sources = tempfile.TemporaryDirectory(), kernel_dir()
+    folder = Path(temporary.name)
     include = (f"-I{sources / 'cpu'}", "-DDIGEST=\"\"")
     objects = []
     for name, source, *macros in (
@@ -56,7 +57,7 @@ def _program():
             [COMPILER, *FLAGS, *include, *macros, "-c", sources / source, "-o", objects[-1]], check=True, timeout=300
         )
     subprocess.run([COMPILER, *FLAGS, *objects, "-lm", "-o", folder / "launches"], check=True, timeout=60)
-    return folder / "launches"
+    return temporary, folder / "launches"
 
 
 class Kernels:
@@ -66,7 +67,7 @@ class Kernels:
     version = "plain aarch64"
 
     def __init__(self):
-        self._process = subprocess.Popen([EMULATOR, _program()], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen([EMULATOR, _program()[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def scratch_bytes(self, launch, operation):
         return 0  # the other process has its own

@@ -103,5 +103,5 @@ class Ledgers:
         in_turn = list(members)
         self._from[sequence, in_turn] = start + 1 - len(in_turn) + np.arange(len(in_turn))
         self._step[sequence, in_turn] = len(in_turn)
-        one = slice(sequence, sequence + 1)
-        self._before[sequence] = self.counts[sequence] - self._counts(one, self.lengths[one, None])[0]
+        entry = slice(sequence, sequence + 1)
+        self._before[sequence] = self.counts[sequence] - self._counts(entry, self.lengths[entry, None])[0]
