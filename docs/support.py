@@ -39,30 +39,35 @@ FILES = ("run", "decode")  # those whose files hold the shapes and the dtype
 class Feature(NamedTuple):
     """A row: a plan's arguments, a call's, and a decoding call's; the options of commands that mean the same.
 
-    decode: None where tree_decode and KVCache have no such argument.  file: whether the files of `run` and `decode` say
-    it.
+    decode: None where tree_decode and KVCache have no such argument.  files: commands to which their files say it.
     """
 
     plan: dict = {}
     call: dict = {}
     decode: dict | None = None
     options: tuple = ()
-    file: bool = False
+    files: tuple = ()
 
 
 FEATURES = {
-    "float16": Feature({"dtype": "float16"}, decode={"dtype": "float16"}, options=("dtype",), file=True),
-    "bfloat16": Feature({"dtype": "bfloat16"}, decode={"dtype": "bfloat16"}, options=("dtype",), file=True),
-    "float32": Feature({"dtype": "float32"}, decode={"dtype": "float32"}, options=("dtype",), file=True),
-    "float64": Feature({"dtype": "float64"}, decode={"dtype": "float64"}, options=("dtype",), file=True),
-    "head_dim to 256": Feature({"head_dim": 256}, decode={"head_dim": 256}, options=("head_dim",), file=True),
-    "head_dim above 256": Feature({"head_dim": 257}, decode={"head_dim": 257}, options=("head_dim",), file=True),
+    "float16": Feature({"dtype": "float16"}, decode={"dtype": "float16"}, options=("dtype",), files=FILES),
+    "bfloat16": Feature({"dtype": "bfloat16"}, decode={"dtype": "bfloat16"}, options=("dtype",), files=FILES),
+    "float32": Feature({"dtype": "float32"}, decode={"dtype": "float32"}, options=("dtype",), files=FILES),
+    "float64": Feature({"dtype": "float64"}, decode={"dtype": "float64"}, options=("dtype",), files=FILES),
+    "head_dim to 256": Feature({"head_dim": 256}, decode={"head_dim": 256}, options=("head_dim",), files=FILES),
+    "head_dim above 256": Feature({"head_dim": 257}, decode={"head_dim": 257}, options=("head_dim",), files=FILES),
     "value_dim other than head_dim": Feature(
-        {"value_dim": 24}, decode={"value_dim": 24}, options=("value_dim",), file=True
+        {"value_dim": 24}, decode={"value_dim": 24}, options=("value_dim",), files=FILES
     ),
-    "grouped heads: GQA, MQA": Feature({"kv_heads": 2}, decode={"kv_heads": 2}, options=("kv_heads",), file=True),
-    "several sequences: batch": Feature({"batch": 3}, decode={"sequences": 3}, options=("batch",), file=True),
-    "seqlen_k other than seqlen": Feature({"seqlen_k": 20}, decode={}, options=("seqlen_k",), file=True),
+    "shared_kv: values are the first columns of the keys": Feature(
+        {"value_dim": 8, "shared_kv": True},
+        decode={"value_dim": 8, "shared_kv": True},
+        options=("shared_kv",),
+        files=FILES,
+    ),
+    "grouped heads: GQA, MQA": Feature({"kv_heads": 2}, decode={"kv_heads": 2}, options=("kv_heads",), files=FILES),
+    "several sequences: batch": Feature({"batch": 3}, decode={"sequences": 3}, options=("batch",), files=FILES),
+    "seqlen_k other than seqlen": Feature({"seqlen_k": 20}, decode={}, options=("seqlen_k",), files=FILES),
     "causal": Feature({"causal": True}, decode={"causal": True}, options=("causal", "full")),
     "window": Feature({"window": (3, 1)}, decode={"window": (3, 1)}, options=("window",)),
     "prefix": Feature({"prefix": 5}, options=("prefix",)),
@@ -139,14 +144,14 @@ def tables():
             continue
         commands = [command for command in COMMANDS if options[command] & set(feature.options)]
         commands = [f"`{command}`" for command in commands]
-        commands += [f"`{command}` by its files" for command in FILES if feature.file]
+        commands += [f"`{command}` by its files" for command in feature.files]
         lines.append(f"| {name} | {', '.join(places(feature))} | {', '.join(commands) or '-'} |")
     return "\n".join(lines) + "\n\n"
 
 
-def make_backend(peers, nodes, name, wanted):
+def make_backend(peers, nodes, name, wanted, agreed):
     """In place of `mpiattn.comm.transport.make_backend`."""
-    return RefusesAsCuda() if name == "cuda" else transport.make_backend(peers, nodes, name, wanted)
+    return RefusesAsCuda() if name == "cuda" else transport.make_backend(peers, nodes, name, wanted, agreed)
 
 
 def places(feature):
@@ -187,7 +192,7 @@ def attend(feature, backend, what):
         p = plan.problem
         q = random((p.batch, p.seqlen, p.heads, p.head_dim), p.dtype)
         k = random((p.batch, p.seqlen_k, p.kv_heads, p.head_dim), p.dtype)
-        v = random((p.batch, p.seqlen_k, p.kv_heads, p.value_dim), p.dtype)
+        v = None if p.shared_kv else random((p.batch, p.seqlen_k, p.kv_heads, p.value_dim), p.dtype)
         call = dict(feature.call)
         if "sinks" in call:
             call["sinks"] = np.zeros(p.heads, p.partial_dtype)
@@ -207,7 +212,7 @@ def decode(feature, backend, what):
     shape = {"kv_heads": HEADS, "head_dim": DIM, "capacity": 10 * TOKENS, "backend": backend, **of_cache}
     with mpiattn.KVCache(MPI.COMM_SELF, **shape) as held:
         tokens = (held.sequences, TOKENS, held.kv_heads)
-        held.append(random((*tokens, held.head_dim), held.dtype), random((*tokens, held.value_dim), held.dtype))
+        held.append(*(random((*tokens, dim), held.dtype) for dim in held.dims))
         if "sinks" in arguments:
             arguments["sinks"] = np.zeros(HEADS, held.partial_dtype)
         mpiattn.tree_decode(random((held.sequences, 1, HEADS, held.head_dim), held.dtype), held, **arguments)

@@ -41,7 +41,7 @@ def attention(
     plan: MeshAttention,
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None = None,
     *,
     cu_seqlens: PerDocument = None,
     cu_seqlens_k: PerDocument = None,
@@ -73,7 +73,7 @@ def attention(
     k : torch.Tensor, (batch, tokens_k, kv_heads, head_dim)
         As q; tokens as in plan.positions_k.
     v : torch.Tensor, (batch, tokens_k, kv_heads, value_dim)
-        As k.
+        As k; None in a plan with shared_kv, where k's gradient is that of keys and values.
     cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents : default None
         As in `MeshAttention.forward`; the backward pass uses them too.
     sinks : torch.Tensor, (heads,), default None
@@ -100,7 +100,7 @@ def attention(
             _array(plan, name, tensor)
         # if this differed, only some ranks would run the backward pass
         same["requires_grad (of any of q, k, v and sinks)"] = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in tensors.values()
+            tensor is not None and tensor.requires_grad for tensor in tensors.values()
         )
     # copies, because the caller may change the originals before the backward pass
     documents = deepcopy(
@@ -143,7 +143,9 @@ class _Attention(torch.autograd.Function):
             arrays = _arrays(plan, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
             more = {"dlse": _array(plan, "dlse", dlse), "sinks": _array(plan, "sinks", sinks)}
         with _torch_stream(plan):
-            dq, dk, dv, *dsinks = map(_tensor, plan.backward(*arrays, **more, **ctx.options))
+            dq, dk, dv, *dsinks = (
+                None if array is None else _tensor(array) for array in plan.backward(*arrays, **more, **ctx.options)
+            )
         share = dsinks[0] / plan.q_layout.chunks if dsinks else None
         return None, None, dq, dk, dv, share
 
@@ -187,7 +189,7 @@ def _arrays(plan: MeshAttention, **tensors: Any) -> list[Any]:
 
 def _array(plan: MeshAttention, name: str, tensor: Any) -> Any:
     """A tensor's memory as a strided array; on a GPU the tensor itself, which the plan shares.  None for None."""
-    if tensor is None and name in ("sinks", "dlse"):
+    if tensor is None and name in ("sinks", "dlse", *["v"] * plan.problem.shared_kv):
         return None
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")

@@ -48,7 +48,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # here, not in pyproject.toml, which is not there where mpiattn is installed
     for line in (
-        "many: a multi-rank test that is also worth its time on 5, 6, 8, 12 and 16 ranks",
+        "many: a multi-rank test that is also worth its time on 5, 6, 7, 8 and 12 ranks",
         "group: a multi-rank test of a given number of ranks (set by itself)",
         "slow: takes long and adds cases of the same kind; runs with --slow",
         "workshop: of no use on a cluster, since it builds networks, emulates GPUs or tests developers' tools",

@@ -13,11 +13,14 @@ FORWARD, BACKWARD = 2, 3  # half types: how many times a naive run's error is al
 
 
 class Inputs(NamedTuple):
-    """Arrays of a whole problem or of one rank; dlse and sinks in lse's dtype, the others in the problem's."""
+    """Arrays of a whole problem or of one rank; dlse and sinks in lse's dtype, the others in the problem's.
+
+    v: None where a value is the first numbers of its key, as many as dout has.
+    """
 
     q: np.ndarray
     k: np.ndarray
-    v: np.ndarray
+    v: np.ndarray | None
     dout: np.ndarray = None
     dlse: np.ndarray = None
     sinks: np.ndarray = None
@@ -50,7 +53,22 @@ def draw_all(problem, seed=0, spread=1.0, sinks=False, dlse=True):
     q, k, v = ((spread * rng.standard_normal(shape)).astype(p.dtype) for shape in shapes)
     dout = rng.standard_normal((p.batch, p.seqlen, p.heads, p.value_dim)).astype(p.dtype)
     of_lse = (rng.standard_normal(shape).astype(p.partial_dtype) for shape in ((p.batch, p.heads, p.seqlen), p.heads))
+    v = None if p.shared_kv else v
     return Inputs(q, k, v, dout, *(array if wanted else None for array, wanted in zip(of_lse, (dlse, sinks))))
+
+
+def separate(inputs):
+    """Inputs with an array v."""
+    return inputs if inputs.v is not None else inputs._replace(v=inputs.k[..., : inputs.dout.shape[3]])
+
+
+def joined(inputs, result):
+    """A result of `separate(inputs)` as one of `inputs`: dk takes dv where keys hold the values."""
+    if inputs.v is not None or result.dv is None:
+        return result
+    dk = result.dk.copy()
+    dk[..., : result.dv.shape[-1]] += result.dv
+    return result._replace(dk=dk, dv=None)
 
 
 def masks(problem, call=None):
@@ -80,9 +98,10 @@ def masks(problem, call=None):
 
 def expected(inputs, backward=True, **options):
     """The reference's result; options as `masks` makes them."""
-    q, k, v, dout, dlse, sinks = inputs
+    q, k, v, dout, dlse, sinks = separate(inputs)
     forward = reference.attention(q, k, v, sinks=sinks, **options)
-    return Result(*forward, *(reference.backward(dout, q, k, v, dlse=dlse, sinks=sinks, **options) if backward else ()))
+    grads = reference.backward(dout, q, k, v, dlse=dlse, sinks=sinks, **options) if backward else ()
+    return joined(inputs, Result(*forward, *grads))
 
 
 def gradients_at(inputs, lse, delta, causal, rows, keys):
@@ -166,7 +185,7 @@ def naive(inputs, dtype, **options):
     def rounded(array):
         return np.asarray(array).astype(dtype).astype(work)
 
-    q, k, v, dout, dlse, _ = inputs
+    q, k, v, dout, dlse, _ = separate(inputs)
     shapes = (dout.shape, (q.shape[0], q.shape[2], q.shape[1]), q.shape, k.shape, v.shape, q.shape[2])
     computed = Result(*(np.zeros(shape, work) for shape in shapes))
     with np.errstate(all="ignore"):
@@ -182,8 +201,8 @@ def naive(inputs, dtype, **options):
             computed.dsinks[h] -= (sink * delta).sum()
         return Result(
             *(
-                rounded(array) if name in ("out", "dq", "dk", "dv") else array
-                for name, array in zip(Result._fields, computed)
+                rounded(array) if name in ("out", "dq", "dk", "dv") and array is not None else array
+                for name, array in zip(Result._fields, joined(inputs, computed))
             )
         )
 
@@ -191,7 +210,8 @@ def naive(inputs, dtype, **options):
 def sizes(inputs, **options):
     """The largest sum of the magnitudes of the terms of each result: rounding each term moves it by no more."""
     inputs = _complete(inputs)
-    q, k, v, dout, dlse, _ = (None if array is None else np.abs(np.asarray(array, np.float64)) for array in inputs)
+    arrays = separate(inputs)
+    q, k, v, dout, dlse, _ = (None if array is None else np.abs(np.asarray(array, np.float64)) for array in arrays)
     shapes = dout.shape, dout.shape[:3], q.shape, k.shape, v.shape, q.shape[2]
     computed = Result(*map(np.zeros, shapes))
     with np.errstate(all="ignore"):
@@ -204,7 +224,7 @@ def sizes(inputs, **options):
             computed.dk[b, :, kv] += dscore.T @ q[b, :, h]
             computed.dv[b, :, kv] += weight.T @ dout[b, :, h]
             computed.dsinks[h] += (sink * delta).sum()
-    return Result(*map(largest, computed))
+    return Result(*(None if array is None else largest(array) for array in joined(inputs, computed)))
 
 
 def epsilon(dtype):

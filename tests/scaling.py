@@ -1,18 +1,23 @@
 """What is claimed of speed, measured on hosts that this machine makes up: network namespaces with shaped cards.
 
     python tests/scaling.py mesh --hosts 16 64         # the chosen mesh against Ring where transfers bound the time
+    python tests/scaling.py planes --hosts 16 64       # the same with 8 heads, which planes can split
+    python tests/scaling.py balance                    # a causal mask on consecutive chunks, balanced inside the plan
+    python tests/scaling.py nodes                      # several ranks a host: the mesh in the order of the hosts
     python tests/scaling.py overlap                    # blocks and transfers that take equally long
     python tests/scaling.py auto --hosts 12 16 36 64   # what "auto" chooses against everything else, at three rates
+    python tests/scaling.py masks                      # the same for windows, a prefix and documents
     python tests/scaling.py predict                    # times for 32 and 64 hosts by what was measured on 4 and 16
     python tests/scaling.py bytes --hosts 16           # the counters of the cards against the formula
     python tests/scaling.py strong --hosts 4 16 64     # one problem on ever more hosts
     python tests/scaling.py decode                     # one token over spread keys: trees, rings, MPI's own Allreduce
+    python tests/scaling.py halo                       # a window beside an exchange of halos written by hand
     python tests/scaling.py all --folder results
 
 Each experiment launches `mpiattn bench` with a paced back end: blocks are really computed and then sleep until the time
-is over that they take at a given speed, for two cores cannot compute for 64 hosts at once.  All times are of emulated
-compute and real messages.  Every launch is kept as JSON in --folder; code 1 if a claim does not hold.  Nothing else may
-run meanwhile.  Takes what tests/netcluster.py takes.
+is over that they take at a given speed, for two cores cannot compute for 64 hosts at once.  `halo` alone computes at
+this machine's own speed.  All times are of such compute and real messages.  Every launch is kept as JSON in --folder;
+code 1 if a claim does not hold.  Nothing else may run meanwhile.  Takes what tests/netcluster.py takes.
 """
 
 import argparse
@@ -22,7 +27,23 @@ from itertools import product
 
 import netcluster
 import numpy as np
-from scaling_lab import GQA, MHA, PAYLOAD, TIMEOUT, Lab, Setting, bound, find, kilobits, seconds
+from scaling_lab import (
+    GQA,
+    MHA,
+    PAYLOAD,
+    RING_WAITS,
+    TIMEOUT,
+    Lab,
+    Setting,
+    bound,
+    bound_by_transfers,
+    find,
+    kilobits,
+    of_mask,
+    seconds,
+)
+from scaling_masks import document_sets
+from scaling_planes import balance, nodes, planes
 
 from mpiattn.model import search
 from mpiattn.model.machine import load
@@ -34,17 +55,13 @@ from mpiattn.schedule.travels import mean_sent
 MOST = 5  # times the bytes of the tile that sends least, of those that are measured in `auto`
 TOKENS = 16  # of a rank in `decode`
 NAP = 6  # milliseconds between two looks for messages there
-RING_WAITS, OFF = 0.91, 0.015  # the share of Ring's time that it waits in `mesh`, and how far it may be off
+OFF = 0.015  # how far the share of Ring's time that it waits in `mesh` may be off
 
 
 def mesh(lab, hosts):
     """Where transfers bound the time, the chosen mesh gains over Ring what it sends less."""
-    chunk = 32
     for n in hosts:
-        rate = 4e6 / 8 if n > 16 else 8e6 / 8
-        hop = MHA.hop_bytes(chunk) / (PAYLOAD * rate)
-        block = (1 - RING_WAITS) * hop / (1 + RING_WAITS / (n - 1))  # n - 1 hops, and a block after the last
-        setting = Setting(n, rate, MHA.block_flops(chunk) / block / 1e9, chunk)
+        setting = bound_by_transfers(n, MHA)
         data = lab.bench(f"mesh-{n}", setting, "--direction", "both", "--tile", "ring", "auto", "--schedule", "greedy")
         ring, chosen = find(data, f"1x{n}"), find(data, "auto")
         lab.claim("Ring's share of waiting", ring["forward"]["waiting"]["mean"], RING_WAITS - OFF, RING_WAITS + OFF)
@@ -107,6 +124,43 @@ def auto(lab, hosts):
                 seconds(find(tiles, "auto")) / np.median(best),
                 high=1 + max(0.10, spread),
             )
+
+
+WINDOWS = {
+    "64 keys, causal": {"causal": True, "window": (63, 0)},
+    "256, causal": {"causal": True, "window": (255, 0)},
+    "512, causal": {"causal": True, "window": (511, 0)},
+    "1024, causal": {"causal": True, "window": (1023, 0)},
+    "32 before, 32 after": {"window": (32, 32)},
+    "128, 128": {"window": (128, 128)},
+    "512, 512": {"window": (512, 512)},
+    "512, 64": {"window": (512, 64)},
+    "causal, a prefix of 256": {"causal": True, "prefix": 256},
+}
+
+
+def masks(lab, hosts):
+    """What "auto" takes of windows, prefixes and expected documents is as fast as the best of all."""
+    chunk, rate, tokens = 256, 32e6 / 8, 256 * 16
+    sets = document_sets(tokens)
+    cases = WINDOWS | {f"{len(cuts) - 1} documents": {"causal": True, "cu_seqlens": cuts} for cuts in sets}
+    for n in hosts:
+        gflops = MHA.block_flops(chunk) / (0.5 * MHA.hop_bytes(chunk) / (PAYLOAD * rate)) / 1e9
+        setting = Setting(n, rate, gflops, chunk)
+        print(f"masks-{n}: {setting}", flush=True)
+        for name, mask in cases.items():
+            auto, best, results = of_mask(lab, f"masks-{n}-{name}", setting, mask)
+            print(f"  {name}: {len(results)} plans; predicted over measured {auto['predicted'] / auto['median']:.2f}")
+            for kind, of in (("auto", auto), ("best", best)):
+                print(
+                    f"    {kind}: {of['median']:6.3f} s, {of['tile']} {of['layout']} {of['schedule']}, "
+                    f"{of['sent'] / n / 2**20:.3f} MiB a rank",
+                    flush=True,
+                )
+            for of in results:
+                if (of["layout"], of["schedule"]) == ("contiguous", "greedy"):
+                    lab.claim(f"{name}, {of['tile']}: bytes over those needed", of["sent"] / of["needed"], 1, 1)
+            lab.claim(f"{name}: auto over the best", auto["median"] / best["median"], high=1.10)
 
 
 def predict(lab, hosts):
@@ -253,14 +307,51 @@ def decode(lab, hosts):
             lab.claim(f"combining by butterfly over {name}", median["combining butterfly"] / median[name], high=1.5)
 
 
+def halo(lab, hosts):
+    """A causal window over long contiguous chunks beside an exchange of halos that is written by hand."""
+    rate, chunk, window = 100e6 / 8, 16384, 511
+    for n in hosts:
+        print(
+            f"halo-{n}: {n} hosts at 100 Mb/s, {chunk} tokens each, 1 head x 64, a window of {window + 1}", flush=True
+        )
+        for layout in ("contiguous", "auto"):
+            with netcluster.Hosts(n, kilobits(rate)) as up:
+                data = lab.launch(
+                    f"halo-{n}-{layout}",
+                    up,
+                    {"hosts": n, "rate": rate},
+                    "--seqlen",
+                    n * chunk,
+                    "--heads",
+                    1,
+                    "--window",
+                    window,
+                    "--layout",
+                    layout,
+                    "--runs",
+                    lab.runs,
+                    benchmark=("-m", "mpiattn.bench.halo"),
+                )
+            median, sent = data["median"], data["sent_bytes"]
+            for name, took in median.items():
+                print(f"  {name}: {took:.3f} s, {sent[name] / 2**20:.3f} MiB sent at most", flush=True)
+            lab.claim(f"{layout}: plan over the halo exchange", median["plan"] / median["halo"], high=1.1)
+            lab.claim(f"{layout}: bytes of the plan over those of the exchange", sent["plan"] / sent["halo"], 1, 1)
+
+
 EXPERIMENTS = {
     "mesh": (mesh, (16, 64)),
+    "planes": (planes, (16, 64)),
+    "balance": (balance, (16,)),
+    "nodes": (nodes, (16,)),
     "overlap": (overlap, (16,)),
     "auto": (auto, (12, 16, 36, 64)),
+    "masks": (masks, (16,)),
     "predict": (predict, (32, 64)),
     "bytes": (wire_bytes, (16,)),
     "strong": (strong, (4, 8, 16, 32, 64)),
     "decode": (decode, (16, 64)),
+    "halo": (halo, (16,)),
 }
 
 

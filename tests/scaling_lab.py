@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import netcluster
+import numpy as np
+
+from mpiattn.problem.layout import LAYOUTS
 
 PAYLOAD = 0.94  # share of a card's rate that is left for messages, as tests/netcluster.py says
 LATENCY = 1e-3  # seconds of a message between two of such hosts, which share two cores
 LAUNCH = 1e-3  # seconds of a block besides its work: waking up on a shared core
 TIMEOUT = 3600  # seconds of a launch
+RING_WAITS = 0.91  # the share of Ring's time that it waits in `bound_by_transfers`
 WIRE = 4  # bytes of an element that travels, float32
 
 
@@ -32,7 +36,7 @@ class Heads(NamedTuple):
         return 2 * self.kv * self.dim * WIRE * chunk
 
 
-MHA, GQA = Heads("MHA", 1, 1, 512), Heads("GQA 8:1", 8, 1, 64)
+MHA, GQA, EIGHT = Heads("MHA", 1, 1, 512), Heads("GQA 8:1", 8, 1, 64), Heads("8 heads", 8, 8, 64)
 
 
 class Setting(NamedTuple):
@@ -61,6 +65,14 @@ class Setting(NamedTuple):
             "launch": LAUNCH,
             "assumes": f"{PAYLOAD:.0%} of the rate of the cards",
         }
+
+
+def bound_by_transfers(n, heads, chunk=32):
+    """The setting in which Ring waits for nine tenths of its time."""
+    rate = 4e6 / 8 if n > 16 else 8e6 / 8
+    hop = heads.hop_bytes(chunk) / (PAYLOAD * rate)
+    block = (1 - RING_WAITS) * hop / (1 + RING_WAITS / (n - 1))  # n - 1 hops, and a block after the last
+    return Setting(n, rate, heads.block_flops(chunk) / block / 1e9, chunk, heads)
 
 
 def kilobits(rate):
@@ -111,9 +123,9 @@ class Lab:
             self._show(case, setting)
         return data
 
-    def launch(self, name, hosts, setting, *options):
-        """What `mpiattn bench --json` says on all ranks of hosts; kept in a file with the setting."""
-        command = [sys.executable, "-m", "mpiattn", "bench", *options, "--json", "-"]
+    def launch(self, name, hosts, setting, *options, benchmark=("-m", "mpiattn", "bench")):
+        """What a benchmark, arguments of Python, says on all ranks of hosts; kept in a file with the setting."""
+        command = [sys.executable, *benchmark, *options, "--json", "-"]
         try:
             outcome = hosts.mpirun(hosts.count * hosts.per_host, list(map(str, command)), timeout=TIMEOUT)
         except subprocess.CalledProcessError as error:
@@ -168,3 +180,28 @@ def find(data, tile=None, schedule=None, overlap=True):
 def seconds(passes, name="forward"):
     """Median seconds of a pass."""
     return passes[name]["seconds"]["median"]
+
+
+def of_mask(lab, name, setting, mask, layouts=LAYOUTS):
+    """What tests/scaling_masks.py says of a mask on hosts of a setting: results of `auto`, of the best, and of all.
+
+    A result has "median" seconds; only those that have run as often as `auto` may be the best.
+    """
+    machine = lab.folder / "machine.json"
+    machine.write_text(json.dumps(setting.machine()))
+    case = {
+        **mask, "tokens": setting.hosts * setting.chunk, "dim": setting.heads.dim, "rate": setting.rate,
+        "backend": f"paced:{setting.gflops:.6g}", "machine": str(machine), "layouts": layouts, "runs": lab.runs,
+    }  # fmt: skip
+    with netcluster.Hosts(setting.hosts, kilobits(setting.rate)) as hosts:
+        data = lab.launch(
+            name,
+            hosts,
+            setting._asdict(),
+            "--case",
+            json.dumps(case),
+            benchmark=(Path(__file__).parent / "scaling_masks.py",),
+        )
+    results = [{**of, "median": float(np.median(of["seconds"][1:] or of["seconds"]))} for of in data["results"]]
+    often = [of for of in results if len(of["seconds"]) == len(results[0]["seconds"])]
+    return results[0], min(often, key=lambda of: of["median"]), results

@@ -11,7 +11,6 @@ from dense import bits, error, largest
 from mpiattn import backends
 from mpiattn.backends.numpy import backend as numpy_backend
 from mpiattn.backends.numpy import tiles
-from mpiattn.backends.numpy.widen import widen
 
 NAMES = ("numpy", "deferred", "cpu")
 LIMIT = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-6}  # of max|reference|; float16 accumulates in float32
@@ -326,18 +325,3 @@ def test_a_failed_launch_is_told_by_every_later_wait():
                 backend.wait(event)
     finally:
         backend.close()
-
-
-def test_widen_every_float16():
-    """Also subnormal and infinite ones and every nan, in any shape; the same bits as NumPy's own cast gives."""
-    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    finite = halves[np.isfinite(halves)]
-    for src in (halves, finite, finite[:0], finite.reshape(2, 62, -1)[:, 3:, 1:], finite[::3], -finite[:5]):
-        for dtype in (np.float32, np.float64):
-            wide = np.full(src.shape, np.nan, dtype)
-            widen(wide, src)
-            assert wide.tobytes() == src.astype(dtype).tobytes()
-    for infinite in halves[[0x7C00, 0xFC00, 0x7C01, 0xFFFF]]:
-        wide = np.empty(3, np.float32)
-        widen(wide, np.array([1, infinite, -2], np.float16))
-        assert np.array_equal(wide, np.float32([1, infinite, -2]), equal_nan=True)

@@ -8,12 +8,15 @@ from mpiattn.model import cost
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
-from mpiattn.schedule.bound import BoundHop, Message, bind, bound_accumulators
+from mpiattn.schedule.bound import BoundHop, Message, bind
 from mpiattn.schedule.greedy import greedy
 from mpiattn.schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, chunk_of
 from mpiattn.schedule.needed import Activity
+from mpiattn.schedule.places import Places
+from mpiattn.schedule.ranges import total
 from mpiattn.schedule.tile import Tile, tiles
 
+ALL = ((0, 5),)
 FULL, CAUSAL, WINDOW = ({}, {"causal": True}, {"causal": True, "window": (9, None)})
 
 
@@ -33,24 +36,29 @@ def test_numbers_by_hand():
     _, _, activity = activity_of(tile, FULL)
     steps = bind(greedy(tile), 4, activity)
     assert dict(hops_of(steps[:3])) == {
-        "KV": BoundHop(1, 0, Message(1, 4), Message(1, 1)),
-        "Q": BoundHop(2, 1, Message(3, 4), Message(5, 5)),
+        "KV": BoundHop(1, 0, Message(1, 4, ALL), Message(1, 1, ALL)),
+        "Q": BoundHop(2, 1, Message(3, 4, ALL), Message(5, 5, ALL)),
     }
     assert [hop for kind, hop in hops_of(steps) if kind == "O"] == [
-        BoundHop(1, 0, Message(3, 3), Message(5, 4)),
-        BoundHop(2, 0, Message(5, 5), Message(3, 4)),
+        BoundHop(1, 0, Message(3, 3, ALL), Message(5, 4, ALL)),
+        BoundHop(2, 0, Message(5, 5, ALL), Message(3, 4, ALL)),
     ]
     ring = bind(greedy(tile, route="ring"), 4, activity)
     assert [(kind, hop.send, hop.receive) for kind, hop in hops_of(ring) if kind in "QO"] == [
-        ("Q", Message(5, 4), Message(3, 3)),
-        ("Q", Message(5, 3), Message(3, 5)),
-        ("O", Message(5, 3), Message(3, 5)),
-        ("O", Message(5, 5), Message(3, 4)),
+        ("Q", Message(5, 4, ALL), Message(3, 3, ALL)),
+        ("Q", Message(5, 3, ALL), Message(3, 5, ALL)),
+        ("O", Message(5, 3, ALL), Message(3, 5, ALL)),
+        ("O", Message(5, 5, ALL), Message(3, 4, ALL)),
     ]
     blocks = [block for step in steps for block in step.blocks]
     assert blocks[0] == (4, 4) and sorted(blocks) == [(q, kv) for q in (3, 4, 5) for kv in (1, 4)]
-    accumulators = bound_accumulators(greedy(tile), 4)
-    assert set(accumulators) == {"O"} and set(accumulators["O"]) == {3, 5}
+    places = Places(greedy(tile), 4, activity)
+    assert {kind: set(tokens) for kind, tokens in places.tokens.items()} == {
+        "Q": {3, 4, 5},
+        "KV": {1, 4},
+        "O": {3, 4, 5},
+    }
+    assert places.rows == {"Q": 10, "KV": 5, "O": 10, "+O": 5}
 
 
 def test_what_the_mask_leaves_out():
@@ -66,8 +74,8 @@ def test_what_the_mask_leaves_out():
 def play(schedule, activity):
     """Run the steps of all ranks by numbers alone.
 
-    Returns, by rank, {reduced kind: blocks in the result} and {kind: chunks sent}.  A chunk is its number, a partial
-    the set of its blocks; messages keep their order between two ranks.
+    Returns, by rank, {reduced kind: blocks in the result} and {kind: tokens of every message}.  A chunk is its number,
+    a partial the set of its blocks; messages keep their order between two ranks.
     """
     ranks = range(schedule.tile.ranks)
     steps = [bind(schedule, rank, activity) for rank in ranks]
@@ -85,7 +93,7 @@ def play(schedule, activity):
                     if transfer.kind not in GATHERED:
                         del held[rank][transfer.kind, hop.send.chunk]
                     under_way.setdefault((transfer.kind, rank, hop.send.peer), deque()).append(content)
-                    sent[rank].setdefault(transfer.kind, []).append(hop.send.chunk)
+                    sent[rank].setdefault(transfer.kind, []).append(hop.send.tokens)
         for rank in ranks:
             for q, kv in steps[rank][number].blocks:
                 if activity.block(q, kv):
@@ -128,7 +136,4 @@ def test_every_partial_reaches_its_owner(masks, layout, route, kind, direction):
             expected = travels.sent(
                 problem, lengths, lengths, tile, rank, route, direction, activity, schedule.collective
             )
-            assert (
-                sum(nbytes[name] * lengths[chunk] for name, chunks in sent[rank].items() for chunk in chunks)
-                == expected.total
-            )
+            assert sum(nbytes[name] * sum(map(total, tokens)) for name, tokens in sent[rank].items()) == expected.total

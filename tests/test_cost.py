@@ -6,7 +6,7 @@ from mpiattn import ArgumentError
 from mpiattn.model import cost, memory, search
 from mpiattn.model.machine import Link, Machine
 from mpiattn.model.simulate import simulate
-from mpiattn.model.workload import Load, block_pairs
+from mpiattn.model.workload import Load, Work
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule.tile import Tile, tiles
@@ -47,13 +47,37 @@ def test_a_slow_network_wants_little_traffic():
     assert ring.seconds > 3 * best.seconds
 
 
+@pytest.mark.parametrize(
+    ("mask", "second"),
+    [({"window": (4, 4)}, 7), ({"window": (None, 4)}, 7), ({"window": (4, None)}, 7)]
+    + [({}, 2), ({"causal": True, "window": (4, 4)}, 2), ({"window": (4, 0)}, 2)],
+    ids=str,
+)
+def test_a_window_that_opens_ahead_takes_chunks_of_both_sides(mask, second):
+    problem = Problem(seqlen=80, heads=1, head_dim=4, **mask)
+    schedule = cost.build("greedy", Tile(1, 1, 8), "direct", problem)
+    assert [t.hops[0] for step in schedule.steps for t in step.transfers][:2] == [1, second]
+
+
+def test_both_neighbours_come_while_a_rank_computes_its_own():
+    """A window of half a chunk to both sides: nothing waits for a block besides the rank's own."""
+    on = machine(flops=1e9, bandwidth=1e6)
+    problem = Problem(seqlen=16 * 64, heads=1, head_dim=64, window=(32, 32))
+    layout = Layout("contiguous", problem.seqlen, 16)
+    load = Load(Work(problem.mask, layout, layout), Tile(1, 1, 16))
+    schedule = cost.build("greedy", Tile(1, 1, 16), "direct", problem, on)
+    halo = 2 * 32 * 2 * 64 * 4 / 1e6
+    edges = problem.flops_per_pair * 2 * (32 * 33 / 2) / 1e9  # the blocks of the neighbours' keys
+    assert simulate(schedule, problem, load, on).seconds == pytest.approx(halo + edges, rel=0.05)
+
+
 def test_a_step_takes_the_longer_of_transfer_and_blocks():
     on = machine(flops=1e12, bandwidth=1e9, latency=1e-3, launch=1e-2)
     problem = Problem(seqlen=400, heads=2, head_dim=5)
     block = 1e-2 + problem.flops / 16 / 1e12
     hop = 2 * 1e-3 + 100 * 2 * 10 * 4 / 1e9
     layout = Layout("contiguous", 400, 4)
-    load = Load(block_pairs(problem.mask, layout, layout), layout.lengths, layout.lengths, Tile(1, 1, 4))
+    load = Load(Work(problem.mask, layout, layout), Tile(1, 1, 4))
     schedule = cost.build("greedy", Tile(1, 1, 4), "direct", problem, on)
     assert simulate(schedule, problem, load, on).seconds == pytest.approx(3 * max(block, hop) + block)
     fused = cost.build("collective", Tile(1, 1, 4), "direct", problem, on)
@@ -116,11 +140,12 @@ def test_costs_are_blocks_that_hide_a_hop():
 @pytest.mark.parametrize("wire_dtype", [None, "float16"])
 def test_memory_is_what_buffers_take(wire_dtype):
     """The predicted memory equals the arenas that a plan allocates, for even chunks."""
-    from types import SimpleNamespace
-
     from mpiattn.backends.numpy.backend import NumpyBackend
     from mpiattn.engine.buffers import Buffers
     from mpiattn.engine.passes import Forward
+    from mpiattn.engine.pool import Pool
+    from mpiattn.schedule.needed import Activity
+    from mpiattn.schedule.places import Places
 
     problem = Problem(
         seqlen=96, heads=4, kv_heads=2, head_dim=8, value_dim=6, batch=2, dtype="float16", wire_dtype=wire_dtype
@@ -129,18 +154,13 @@ def test_memory_is_what_buffers_take(wire_dtype):
     for tile in tiles(12):
         for kind in cost.SCHEDULES:
             schedule = cost.build(kind, tile, "direct", problem)
-            buffers = Buffers(
-                NumpyBackend(),
-                Forward(problem, None).shapes(),
-                schedule,
-                SimpleNamespace(tile=tile, rank=5),
-                layout,
-                layout,
-            )
-            assert memory.buffer_bytes(schedule, problem, 8, 8, "contiguous") == buffers.nbytes, (tile, kind)
+            buffers = Buffers(Pool(NumpyBackend()), Forward(problem, None).shapes(), schedule)
+            buffers.fit(Places(schedule, 5, Activity(problem.mask, layout, layout, tile)), {"O": (True, True)})
+            load = Load(Work(problem.mask, layout, layout), tile)
+            assert memory.buffer_bytes(schedule, problem, load, "contiguous")[5] == buffers.nbytes, (tile, kind)
             sorted_again = kind == "collective" and tile.b > 1  # keys by position
             ordered = tile.b * 8 * token_bytes(problem)["KV"] if sorted_again else 0
-            assert memory.buffer_bytes(schedule, problem, 8, 8, "striped") == buffers.nbytes + ordered, (tile, kind)
+            assert memory.buffer_bytes(schedule, problem, load, "striped")[5] == buffers.nbytes + ordered, (tile, kind)
 
 
 def test_wrong_arguments():

@@ -48,6 +48,30 @@ def test_threads_change_no_bit(backend, monkeypatch, kv_heads):
     assert len(results) == 1
 
 
+@pytest.mark.parametrize("dtype", WORK)
+def test_small_heads_are_read_ahead(backend, monkeypatch, dtype):
+    """Each KV head gives the bits that it gives alone, whatever the one before it had to do."""
+    monkeypatch.setattr(backend, "threads", 3)
+    for queries, keys, heads, head_dim, value_dim in ((9, 5, 10, 64, 64), (20, 33, 30, 40, 24), (70, 150, 20, 8, 33)):
+        q, k, v = chunks(queries, keys, heads, 10, head_dim, value_dim, dtype)
+        dout = np.resize(v[::-1], (queries, heads, value_dim))
+        rows = [q, dout, *np.random.default_rng(0).uniform(2, 3, (2, queries, heads)).astype(WORK[dtype])]
+        for mask in MASKS.values():
+            bounds = mask(queries, keys)
+            out, lse = into = attend(backend, q, k, v, *bounds)
+            attend(backend, q, k, v, *bounds, into=into)
+            dq, dk, dv = gradients(backend, [*rows, k, v, *bounds])
+            for head in range(10):
+                of, own = (np.s_[:, head * n : (head + 1) * n] for n in (heads // 10, 1))
+                inputs = q[of], k[own], v[own], *bounds
+                alone = attend(backend, *inputs)
+                attend(backend, *inputs, into=alone)
+                assert bits(out[of], lse[of]) == bits(*alone)
+                assert bits(dq[of], dk[own], dv[own]) == bits(
+                    *gradients(backend, [*(array[of] for array in rows), *inputs[1:]])
+                )
+
+
 @pytest.mark.parametrize("name", ["cpu:", "cpu:0", "cpu:257", "cpu:-1", "cpu:2.0", "cpu:²", "cpu:2:1", "cpu:all"])
 def test_threads_that_cannot_be(name):
     message = f"backend is {name!r}; after cpu: it must have 1 to 256 threads"
@@ -103,8 +127,8 @@ def test_a_signal_ends_a_launch(backend):
             lambda: attend(backend, arguments[0], *arguments[4:], meanwhile=float),
             lambda: gradients(backend, arguments, meanwhile=float),
         ):
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
             with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+                signal.setitimer(signal.ITIMER_REAL, 0.01)
                 for _ in range(100):
                     launch()
     finally:

@@ -81,6 +81,18 @@ def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, ma
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.h5", "out.h5", "q.h5", "report.json"]
 
 
+def test_decode_of_a_cache_of_keys_alone(tmp_path):
+    cache, out = tmp_path / "cache.h5", tmp_path / "out.h5"
+    save = SAVE.replace("value_dim=8,", "value_dim=8, shared_kv=True,").replace("v[:, own], ", "")
+    mpirun(2, [sys.executable, "-c", save, cache, "float32"])
+    queries = write_input(tmp_path / "q.h5", batch=3, seqlen=3, heads=4, dtype="float32", k=None, v=None)
+    outcome = mpirun(3, [*DECODE, cache, queries, out, "--verify"])
+    assert all(words in outcome.stdout for words in ("9 of 9 all rows", "passed", "equal on every rank"))
+    with h5py.File(cache, "r+") as file:
+        file["v"] = file["k"][..., :8]
+    assert_decoded(cache, queries, out)
+
+
 def test_decode_of_generated_files(tmp_path):
     """Batch entries are sequences; a wrong result is not written."""
     for name, options in (("cache", ["--seqlen", "900", "--batch", "2"]), ("q", ["--seqlen", "1", "--batch", "2"])):

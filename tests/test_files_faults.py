@@ -36,13 +36,22 @@ def left_in(folder):
 
 # IN is cut short
 
-CUT_AT_READ = (
-    "import os, mpiattn.files.hdf5 as h; read = h.read",
-    "def cut(*args):",
-    "    os.truncate(sys.argv[2], 40_000)        # as another process would",
-    "    return read(*args)",
-    "import sys; h.read = cut",
-)
+
+def cut_at_read(argument, length):
+    """Lines that cut a file short, as another process would, before it is read: by HDF5, or where it lies."""
+    return (
+        "import os, sys, mpiattn.files.hdf5 as h, mpiattn.files.mapped as m",
+        "def cut(read):",
+        "    def short(*args):",
+        f"        os.truncate(sys.argv[{argument}], {length})",
+        "        return read(*args)",
+        "    return short",
+        "h.read, m.MappedFile.read = cut(h.read), cut(m.MappedFile.read)",
+    )
+
+
+UNMAPPED = ("import mpiattn.files.io as io; io.mapped = lambda *_: None",)
+CUT_AT_READ = cut_at_read(2, 40_000)
 CUT_AT_VERIFY = (
     "import os, sys, mpiattn.verify.compare as v; verify = v.verify",
     "def cut(peers, *args, **how):",
@@ -53,7 +62,9 @@ CUT_AT_VERIFY = (
 )
 
 
-@pytest.mark.parametrize("lines", [CUT_AT_READ, CUT_AT_VERIFY], ids=["read", "verify"])
+@pytest.mark.parametrize(
+    "lines", [CUT_AT_READ, UNMAPPED + CUT_AT_READ, CUT_AT_VERIFY], ids=["read", "unmapped", "verify"]
+)
 def test_in_is_cut_short_while_it_is_read(tmp_path, lines):
     """HDF5 gives zeros for what is not there, and again to --verify."""
     source = write_input(tmp_path / "in.h5", seqlen=200)
@@ -66,14 +77,7 @@ def test_in_is_cut_short_while_it_is_read(tmp_path, lines):
 @pytest.mark.parametrize("argument, victim", [("CACHE", 0), ("QUERIES", 1)])
 def test_cache_and_queries_are_cut_short(tmp_path, argument, victim):
     files = [write_input(tmp_path / "cache.h5"), write_input(tmp_path / "q.h5", k=None, v=None, seqlen=30)]
-    cut = (
-        "import os, sys, mpiattn.files.hdf5 as h; read = h.read",
-        "def cut(*args):",
-        f"    os.truncate(sys.argv[{2 + victim}], 4000)",
-        "    return read(*args)",
-        "h.read = cut",
-    )
-    message = fails(2, driver(*cut), "decode", *files, tmp_path / "out.h5")
+    message = fails(2, driver(*cut_at_read(2 + victim, 4000)), "decode", *files, tmp_path / "out.h5")
     assert f"{argument} is {str(files[victim])!r}; it was cut short" in message
     assert left_in(tmp_path) == ["cache.h5", "q.h5"]
 
@@ -179,8 +183,27 @@ REFUSED = (
 def test_writing_is_refused(tmp_path, n):
     """One message and code 1, and no SIGSEGV when HDF5 exits with a file that it cannot close."""
     source = write_input(tmp_path / "in.h5")
-    message = fails(n, driver(*REFUSED), "run", source, tmp_path / "out.h5")
+    message = fails(n, driver(*UNMAPPED, *REFUSED), "run", source, tmp_path / "out.h5")
     assert "OUT is" in message and "cannot be written: Bad file descriptor" in message
+    assert left_in(tmp_path) == ["in.h5"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_writing_where_it_lies_is_refused(tmp_path, victim):
+    """On one rank, after the first tensor."""
+    refused = (
+        "import mpiattn.files.mapped as m; write, calls = m.MappedFile.write, []",
+        "from mpi4py import MPI",
+        "def refused(self, *args):",
+        "    calls.append(1)",
+        f"    if MPI.COMM_WORLD.rank == {victim} and len(calls) > 1:",
+        "        self._bring(2**40, 1)",
+        "    return write(self, *args)",
+        "m.MappedFile.write = refused",
+    )
+    source = write_input(tmp_path / "in.h5")
+    message = fails(2, driver(*refused), "run", source, tmp_path / "out.h5")
+    assert "OUT is" in message and "cannot be written: " in message
     assert left_in(tmp_path) == ["in.h5"]
 
 

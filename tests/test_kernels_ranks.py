@@ -24,6 +24,7 @@ RUN = [sys.executable, "-m", "mpiattn", "run"]
         [
             (4, ["--causal", "--tile", "2x2", "--schedule", "greedy", "--layout", "striped"]),
             (3, ["--tile", "3x1", "--schedule", "collective", "--window", "20,5"]),
+            (4, ["--causal", "--tile", "2x1x2", "--layout", "contiguous", "--mesh-layout", "zigzag"]),
         ],
     ),
 )

@@ -39,6 +39,18 @@ def test_every_token_once_in_increasing_order(kind):
 
 @pytest.mark.parametrize("order", [None, (2, 0, 1)])
 @pytest.mark.parametrize(
+    "kind, n, sizes", [*((kind, n, None) for kind in LAYOUTS for n in range(8)), ("contiguous", 9, (0, 5, 4))]
+)
+def test_ranges_of_all_chunks(kind, n, sizes, order):
+    layout = Layout(kind, n, 3, sizes, order)
+    starts, lengths, step = layout.all_ranges()
+    for chunk in range(3):
+        of_chunk = [(tokens.start, len(tokens), tokens.step) for tokens in layout.ranges(chunk)]
+        assert of_chunk == [(*ends, step) for ends in zip(starts[:, chunk], lengths[:, chunk])]
+
+
+@pytest.mark.parametrize("order", [None, (2, 0, 1)])
+@pytest.mark.parametrize(
     "layout", [*((kind, n) for kind in LAYOUTS for n in (0, 1, 2, 17, 18, 100)), (0, 5, 4), (3, 0, 0)]
 )
 def test_owner_of_positions(layout, order):

@@ -5,10 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from mpiattn.model import workload
-from mpiattn.model.workload import Load, balance, block_pairs
+from mpiattn.model import pairs as counting
+from mpiattn.model.pairs import Pairs
+from mpiattn.model.workload import Load, Work, balance
 from mpiattn.problem.layout import LAYOUTS, Layout
-from mpiattn.problem.mask import local_interval
+from mpiattn.problem.mask import columns_of
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels
 from mpiattn.schedule.needed import Activity
@@ -28,25 +29,28 @@ def draw(rng):
         prefix=rng.choice([0, 0, 1, 7, 20]),
         causal_block=rng.choice([None, None, 1, 2, 7, 30]),
     )
-    kind = rng.choice(LAYOUTS)
-    return problem, Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *LAYOUTS]), seqlen_k, ranks)
+    kind, mask = rng.choice(LAYOUTS), problem.mask
+    if seqlen == seqlen_k and rng.random() < 0.7:  # documents, and padding before and after them
+        cuts = sorted(rng.randint(0, seqlen) for _ in range(rng.randint(2, 7)))
+        mask = problem.mask_of(tuple(cuts))
+    return problem, mask, Layout(kind, seqlen, ranks), Layout(rng.choice([kind, *LAYOUTS]), seqlen_k, ranks)
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(240))
 def test_random(seed, monkeypatch):
-    monkeypatch.setattr(workload, "RUN_PIECE", 11)
-    problem, q_layout, k_layout = draw(random.Random(seed))
-    pairs, ranks = block_pairs(problem.mask, q_layout, k_layout), q_layout.chunks
+    monkeypatch.setattr(counting, "PIECE", 11)
+    problem, mask, q_layout, k_layout = draw(random.Random(seed))
+    work, ranks = Work(mask, q_layout, k_layout), q_layout.chunks
+    pairs = work.pairs
     for i in range(ranks):
-        interval = problem.mask.key_interval(q_layout.positions(i))
         for j in range(ranks):
-            begin, end = local_interval(*interval, k_layout.positions(j))
+            begin, end = mask.key_interval(q_layout.positions(i), None, columns_of(k_layout.positions(j)))
             assert pairs[i, j] == (end - begin).sum()
-    assert pairs.sum() == problem.pairs
+    assert pairs.sum() == mask.pairs()
     for tile in tiles(ranks):
-        of_mesh = Load(pairs, q_layout.lengths, k_layout.lengths, tile)
-        assert of_mesh.work.sum() == problem.pairs
-        activity = Activity(problem.mask, q_layout, k_layout, tile)
+        of_mesh = Load(work, tile)
+        assert of_mesh.work.sum() == mask.pairs()
+        activity = Activity(mask, q_layout, k_layout, tile)
         for direction in ("forward", "backward"):
             for route, collective in (("direct", False), ("direct", True), ("ring", False)):
                 sent = [
@@ -62,21 +66,61 @@ def test_random(seed, monkeypatch):
                 assert sum(sent) == sum(nbytes.sum() for nbytes in moved.values())
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_long_documents_are_estimated(kind, monkeypatch):
+    """From few queries, about the same."""
+    mask = Problem(30_000, 1, 1, causal=True).mask_of((100, 4000, 4000, 17_000, 29_000))
+    layout = Layout(kind, 30_000, 6)
+    exact = Pairs(mask, layout, layout).table
+    monkeypatch.setattr(counting, "SAMPLED", 1000)
+    estimated = Pairs(mask, layout, layout).table
+    assert exact.sum() == mask.pairs() and (exact != estimated).any()
+    assert np.abs(exact - estimated).max() < 0.05 * exact.max()
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 60, 64])
+def test_no_stripe_is_left_out(ranks, monkeypatch):
+    """However the number of stripes and the distance of what is looked at divide each other."""
+    monkeypatch.setattr(counting, "SAMPLED", 2**14)
+    for seqlen in (2**20, 960_000):
+        layout = Layout("striped", seqlen, ranks)
+        mask = Problem(seqlen, 1, 1, causal=True).mask_of(tuple(range(0, seqlen + 1, seqlen // 64)))
+        assert balance(Pairs(mask, layout, layout).table.sum(axis=1)) < 1.1
+
+
 def test_a_long_sequence_by_blocks_and_prefix():
     """Of a million tokens, in pieces; no array of queries times keys."""
     layout = Layout("striped", 2**20, 64)
     problem = Problem(2**20, 1, 1, causal_block=512, prefix=1000)
-    pairs = block_pairs(problem.mask, layout, layout)
+    pairs = Pairs(problem.mask, layout, layout).table
     assert pairs.sum() == problem.pairs == 512 * 512 * (2048 * 2049 // 2) + 512 * (1000 - 512)
 
 
 def test_work_of_a_rank_is_that_of_its_tile():
     layout = Layout("contiguous", 60, 6)
-    pairs = block_pairs(Problem(60, 1, 1, causal=True).mask, layout, layout)
-    of_mesh = Load(pairs, layout.lengths, layout.lengths, Tile(1, 2, 3))
+    work = Work(Problem(60, 1, 1, causal=True).mask, layout, layout)
+    of_mesh, pairs = Load(work, Tile(1, 2, 3)), work.pairs
     assert of_mesh.work[0] == pairs[np.ix_([0, 1], [0, 2, 4])].sum()
     assert of_mesh.work[5] == pairs[np.ix_([4, 5], [1, 3, 5])].sum()
     assert of_mesh.balance == of_mesh.work.max() / of_mesh.work.mean()
+
+
+def test_a_query_takes_time_for_keys_beside_those_it_sees():
+    """A row of a narrow window does, in the blocks where it sees any; no row for more keys than there are."""
+    n, tile = 6400, Tile(1, 1, 2)
+
+    def timed(edge, kind="contiguous", **mask):
+        problem, layout = Problem(n, 1, 1, **mask), Layout(kind, n, 2)
+        load = Load(Work(problem.mask, layout, layout), tile)
+        assert np.array_equal(load.timed_pairs(0), load.pairs)
+        return load.timed_pairs(edge).sum()
+
+    for mask in ({"causal": True, "window": (63, None)}, {"window": (32, 31)}, {"causal": True, "window": (63, 0)}):
+        assert timed(128, **mask) == pytest.approx(n * (64 + 128), rel=0.02)
+        assert timed(128, "striped", **mask) == pytest.approx(n * (64 + 2 * 128), rel=0.02)  # of both chunks
+    assert timed(128) == timed(0) == n * n
+    assert timed(128, causal=True) == pytest.approx(n * n / 2, rel=0.05)
+    assert timed(1e9, causal=True) == 0.75 * n * n
 
 
 def test_balance_of_nothing():

@@ -6,7 +6,7 @@ import pytest
 from mpiattn import ArgumentError
 from mpiattn.problem.documents import documents
 from mpiattn.problem.layout import LAYOUTS, Layout
-from mpiattn.problem.mask import Mask, local_interval
+from mpiattn.problem.mask import Mask, columns_of
 from mpiattn.problem.problem import Problem
 from mpiattn.verify.reference import visible_keys
 
@@ -45,7 +45,7 @@ def test_blocks_of_every_layout(shape, causal, kind):
     for q in range(chunks):
         for k in range(chunks):
             rows, keys = q_layout.positions(q), k_layout.positions(k)
-            (begin,), (end,) = local_interval(*mask.key_interval(rows), keys)
+            (begin,), (end,) = mask.key_interval(rows, None, columns_of(keys))
             assert begin.dtype == end.dtype == np.int32
             assert (begin <= end).all() and (begin >= 0).all() and (end <= len(keys)).all()
             seen += [(rows[x], keys[y]) for x in range(len(rows)) for y in range(begin[x], end[x])]
@@ -57,8 +57,7 @@ def test_striped_causal_blocks_are_half_full():
     layout = Layout("striped", 20, 4)
     for i in range(4):
         for j in range(4):
-            hi = Mask(20, 20, True).key_interval(layout.positions(i))
-            _, (end,) = local_interval(*hi, layout.positions(j))
+            _, (end,) = Mask(20, 20, True).key_interval(layout.positions(i), None, columns_of(layout.positions(j)))
             assert end.tolist() == [x + (j <= i) for x in range(5)]
 
 
@@ -66,7 +65,7 @@ def test_interval_of_windows():
     """Any interval, not only those from 0: empty, inside a gap of the chunk's keys, beyond its ends."""
     keys = np.array([2, 5, 6, 11])
     lo, hi = np.array([0, 3, 3, 7, 12, 6, 8]), np.array([3, 5, 12, 11, 40, 6, 4])
-    begin, end = local_interval(lo, hi, keys)
+    begin, end = map(columns_of(keys), (lo, np.maximum(lo, hi)))
     expected = [[x for x, key in enumerate(keys) if a <= key < b] for a, b in zip(lo, hi)]
     assert [list(range(a, b)) for a, b in zip(begin, end)] == expected
 

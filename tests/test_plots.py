@@ -12,7 +12,7 @@ from mpiattn.errors import ArgumentError
 from mpiattn.model import cost
 from mpiattn.model.machine import DEFAULT
 from mpiattn.model.simulate import simulate
-from mpiattn.model.workload import Load, block_pairs
+from mpiattn.model.workload import Load, Work
 from mpiattn.plots import style
 from mpiattn.plots.assignment import assignment
 from mpiattn.plots.scaling import Series, scaling
@@ -40,7 +40,7 @@ def texts(axes):
 
 def work_of(kind, n):
     layout = Layout(kind, 8 * n, n)
-    return layout, block_pairs(Problem(8 * n, 1, 1, causal=True).mask, layout, layout)
+    return Work(Problem(8 * n, 1, 1, causal=True).mask, layout, layout)
 
 
 def owner(i, j, a):
@@ -81,8 +81,8 @@ def test_assignment(a, b, rank):
 def test_assignment_under_a_mask(kind, direction):
     """What is drawn as moving is what the ranks move; blocks are as pale as the mask leaves them empty."""
     a, b, rank = 4, 2, 1
-    layout, work = work_of(kind, a * b)
-    load = Load(work, layout.lengths, layout.lengths, Tile(1, a, b))
+    work = work_of(kind, a * b)
+    load, work = Load(work, Tile(1, a, b)), work.pairs
     nbytes = {"Q": 2048, "KV": 0, "O": 3, "dQ": 4, "dKV": 5}
     matrix, tile = assignment(Tile(1, a, b), rank, work, direction, nbytes).axes
     reduced = {"forward": ["O"], "backward": ["dQ", "dKV"]}[direction]
@@ -103,7 +103,7 @@ def test_assignment_under_a_mask(kind, direction):
 
 
 def test_assignment_of_many_blocks_is_averaged():
-    _, work = work_of("contiguous", 600)
+    work = work_of("contiguous", 600).pairs
     matrix, _ = assignment(Tile(1, 20, 30), 7, work).axes
     (image,) = matrix.images
     assert image.get_array().shape == (200, 200)
@@ -286,14 +286,13 @@ def test_page(monkeypatch, capsys):
         4,
         "--head-dim",
         64,
-        *"--causal --layout contiguous --tile 3x4 --direction both --schedule greedy".split(),
+        *"--causal --layout contiguous --mesh-layout contiguous --tile 3x4 --direction both --schedule greedy".split(),
     )
     matrix, tile, sent, forward, backward = figure.axes
     assert "12 ranks, batch 1, 12000 tokens" in figure.get_suptitle() and "tile 3x4, greedy" in figure.get_suptitle()
     problem, layout = Problem(12000, 4, 64, causal=True), Layout("contiguous", 12000, 12)
-    work = block_pairs(problem.mask, layout, layout)
     shape = Tile(1, 3, 4)
-    load = Load(work, layout.lengths, layout.lengths, shape)
+    load = Load(Work(problem.mask, layout, layout), shape)
     runs = [
         simulate(cost.build("greedy", shape, "direct", problem, direction=direction), problem, load, DEFAULT)
         for direction in ("forward", "backward")

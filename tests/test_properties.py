@@ -11,7 +11,7 @@ from mpiattn.decode.token_owners import Ledger
 from mpiattn.files import hdf5
 from mpiattn.problem.documents import documents
 from mpiattn.problem.layout import LAYOUTS
-from mpiattn.problem.mask import local_interval
+from mpiattn.problem.mask import columns_of
 from mpiattn.problem.problem import Problem, dtype_name
 from mpiattn.schedule.collective import collective
 from mpiattn.schedule.greedy import greedy
@@ -65,12 +65,13 @@ def right(schedule):
     route=st.sampled_from(ROUTES),
     direction=st.sampled_from(["forward", "backward"]),
     ahead=st.integers(0, 100),
+    both_sides=st.booleans(),
 )
-def test_greedy_schedules(tile, costs, route, direction, ahead):
-    schedule = greedy(tile, costs, route, direction, ahead)
+def test_greedy_schedules(tile, costs, route, direction, ahead, both_sides):
+    schedule = greedy(tile, costs, route, direction, ahead, both_sides)
     right(schedule)
     right(apart(schedule))
-    late = greedy(tile, costs, route, direction)
+    late = greedy(tile, costs, route, direction, both_sides=both_sides)
     assert [step.blocks for step in schedule.steps] == [step.blocks for step in late.steps]
 
 
@@ -148,7 +149,7 @@ def test_intervals_are_a_dense_mask(masked, chunks, data):
     for q in range(chunks):
         at = rows.positions(q)
         for k in range(chunks):
-            (begin,), (end,) = local_interval(*problem.mask.key_interval(at, groups), columns.positions(k))
+            (begin,), (end,) = problem.mask.key_interval(at, groups, columns_of(columns.positions(k)))
             local = np.arange(columns.length(k))
             assert np.array_equal(
                 (local >= begin[:, None]) & (local < end[:, None]), dense[np.ix_(at, columns.positions(k))]

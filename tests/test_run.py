@@ -49,6 +49,30 @@ def test_right(tmp_path, n, options, shape):
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("in.h5", "out.h5")] == []
 
 
+def test_keys_that_hold_the_values(tmp_path):
+    """A file without v, in either order of its dimensions; dk takes both gradients."""
+    source, wide = tmp_path / "in.h5", tmp_path / "wide.h5"
+    made = ["--seqlen", "50", "--heads", "4", "--kv-heads", "2", "--head-dim", "24", "--value-dim", "16", "--dout"]
+    mpirun(1, [sys.executable, "-m", "mpiattn", "generate", source, *made, "--shared-kv"])
+    outcome = run(3, source, tmp_path / "out.h5", "--verify", "--backward", "--causal")
+    assert outcome.stdout.count("passed") == 2 and "dv" not in outcome.stdout
+    with h5py.File(source) as file, h5py.File(tmp_path / "out.h5") as out, h5py.File(wide, "w") as turned:
+        assert sorted(file) == ["dout", "k", "q"] and sorted(out) == ["dk", "dq", "lse", "out"]
+        q, k, dout = (file[name][:] for name in ("q", "k", "dout"))
+        dq, dk, dv = reference.backward(dout, q, k, k[..., :16], causal=True)
+        dk[..., :16] += dv
+        for name, ref in (("dq", dq), ("dk", dk)):
+            assert np.abs(out[name][:] - ref).max() < 1e-5 * np.abs(ref).max()
+        for name, array in (("q", q), ("k", k)):
+            turned[name] = array.swapaxes(1, 2)
+        turned.attrs["value_dim"] = 25
+    said = run(2, wide, tmp_path / "no.h5", "--axes", "bhsd", check=False).stderr
+    assert "value_dim is 25; with shared_kv" in said
+    with h5py.File(wide, "r+") as turned:
+        turned.attrs["value_dim"] = 16
+    assert "passed" in run(2, wide, tmp_path / "turned.h5", "--axes", "bhsd", "--causal", "--verify").stdout
+
+
 def test_more_than_one_piece(tmp_path):
     """Slabs that are read and written in several pieces, and a slab that ends before the others."""
     source = write_input(tmp_path / "in.h5", seqlen=1501, heads=4, kv_heads=4)

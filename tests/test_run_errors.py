@@ -67,7 +67,7 @@ def test_heads_not_divisible(tmp_path, out):
 
 
 def test_tile_that_does_not_divide(tmp_path, out):
-    assert "1x3, 3x1, ring, qring or auto" in fails(write_input(tmp_path / "in.h5"), out, "--tile", "2x2")
+    assert "ulysses, ring, qring or auto" in fails(write_input(tmp_path / "in.h5"), out, "--tile", "2x2")
 
 
 def test_unknown_option_value(tmp_path, out):
@@ -185,16 +185,18 @@ def test_disk_full_while_writing(tmp_path, small_disk):
 def test_disk_that_others_fill_meanwhile(tmp_path, small_disk, command):
     """All that a file takes is reserved before the work, so that no work is lost."""
     code = (
-        "import os, sys, mpiattn.files.hdf5 as h; write = h.write\n"
-        "def fill(dataset, *args):\n"
-        "    h.write = write\n"
+        "import os, sys, mpiattn.files.hdf5 as h, mpiattn.files.mapped as m\n"
+        "writes = h.write, m.MappedFile.write\n"
+        "def fill():\n"
+        "    h.write, m.MappedFile.write = writes\n"
         f"    with open({str(small_disk / 'theirs')!r}, 'wb', 0) as file:\n"
         "        try:\n"
         "            while True: file.write(bytes(4096))\n"
         "        except OSError as error:\n"
         "            print(error.strerror, flush=True)\n"
-        "    write(dataset, *args)\n"
-        "h.write = fill\n"
+        "def filled(write):\n"
+        "    return lambda *args: [fill(), write(*args)]\n"
+        "h.write, m.MappedFile.write = map(filled, writes)\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     source = write_input(tmp_path / "in.h5", seqlen=500)

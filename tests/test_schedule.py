@@ -48,6 +48,20 @@ def test_every_tile_is_valid(a, b, route):
     assert all(t.collective == (route == "direct") for step in schedule.steps for t in step.transfers)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("a", "b"), [(1, 8), (8, 1), (4, 5)])
+def test_chunks_of_both_sides_in_turn(a, b, direction):
+    """The neighbour ahead is as many hops back as there are others: it comes second, not last."""
+    schedule = greedy(Tile(1, a, b), direction=direction, ahead=2, both_sides=True)
+    assert validate(schedule) == schedule.slots
+    nearest = {1: [], 4: [1, 3, 2], 5: [1, 4, 2, 3], 8: [1, 7, 2, 6, 3, 5, 4]}
+    for kind in ("Q", "KV"):
+        hops = [t.hops[0] for step in schedule.steps for t in step.transfers if t.kind == kind]
+        assert hops == nearest[schedule.tile.extent(kind)]
+    passed = greedy(Tile(1, a, b), route="ring", direction=direction, both_sides=True)
+    assert passed == greedy(Tile(1, a, b), route="ring", direction=direction)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("n", [2, 3, 8, 64])
 def test_one_row_is_ring_attention(n, route):

@@ -1,5 +1,7 @@
 """Tiles: their names, and who is in a rank's row and column."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -78,8 +80,10 @@ def test_names():
         "",
         None,
         6,
-        (1, 2, 3),
-        "1x2x3",
+        (1, 2, 2),
+        "1x2x2",
+        "1x1x2x3",
+        "0x0x3",
         ("a", "b"),
         "6",
         "-2x-3",
@@ -87,10 +91,10 @@ def test_names():
         (2.7, 3),
         (float("inf"), 1),
         Tile(1, 2, 2),
-        Tile(3, 2, 1),
+        Tile(3, 2, 2),
     ],
 )
 def test_what_is_refused(wrong):
-    may_be = "for 6 ranks it may be 1x6, 2x3, 3x2, 6x1, ring, qring or auto"
-    with pytest.raises(ArgumentError, match=f"^tile is .*{may_be}$"):
+    may_be = "for 6 ranks it may be 1x6, 2x3, 3x2, 6x1, HxAxB with H * A * B = 6, ulysses, ring, qring or auto"
+    with pytest.raises(ArgumentError, match=f"^tile is .*{re.escape(may_be)}$"):
         parse_tile(wrong, 6)

@@ -58,7 +58,7 @@ def losses_of(text):
 @pytest.mark.parametrize(
     "ranks, options, says",
     [
-        (4, ["--tile", "2x2"], "tile 2x2, zigzag"),
+        (4, ["--tile", "2x2", "--layout", "zigzag"], "tile 2x2, zigzag"),
         (3, ["--tile", "qring", "--layout", "striped", "--seqlen", "101"], "tile 3x1, striped"),
         (4, ["--dtype", "float64", "--steps", "20"], "float64"),
     ],
@@ -101,6 +101,15 @@ def test_results_in_memory_of_the_callers():
     text = (launch.DOCS / "training.md").read_text()
     code = re.search(r"<!-- test: memory -->\n```python\n(.*?)```", text, re.DOTALL)[1]
     more = "assert all(np.isfinite(array).all() and array.any() for array in (out, lse, gradients)); print('right')"
+    assert launch.mpirun(2, [sys.executable, "-c", code + more], timeout=120).stdout.count("right") == 2
+
+
+@pytest.mark.skipif(not launch.DOCS.is_dir(), reason="takes the docs of a checkout")
+def test_one_array_for_keys_and_values():
+    """What the documentation shows."""
+    text = (launch.DOCS / "concepts.md").read_text()
+    code = re.search(r"<!-- test: shared -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    more = "assert out.shape == (1, tokens, 16, 512) and dk.shape == (1, tokens, 1, 576) and dk.any(); print('right')"
     assert launch.mpirun(2, [sys.executable, "-c", code + more], timeout=120).stdout.count("right") == 2
 
 

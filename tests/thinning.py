@@ -5,15 +5,15 @@ from itertools import product
 import pytest
 
 
-def thinned(*lists):
+def thinned(*lists, default=()):
     """All combinations of the lists' entries; with each combination of the first ones, one of the last runs by default.
 
-    It is another one from combination to combination; the others are marked slow.
+    It is another one from combination to combination and has the marks `default`; the others are marked slow.
     """
     return [
         pytest.param(
             *(entries[i] for entries, i in zip(lists, places)),
-            marks=[pytest.mark.slow] if sum(places) % len(lists[-1]) else [],
+            marks=[pytest.mark.slow] if sum(places) % len(lists[-1]) else default,
         )
         for places in product(*(range(len(entries)) for entries in lists))
     ]

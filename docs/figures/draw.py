@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mpiattn.model import cost, machine
 from mpiattn.model.simulate import simulate
-from mpiattn.model.workload import Load, block_pairs
+from mpiattn.model.pairs import Pairs
+from mpiattn.model.workload import Load, Work
 from mpiattn.plots.assignment import assignment
 from mpiattn.plots.scaling import Series, scaling
 from mpiattn.plots.style import save
@@ -23,7 +24,7 @@ ON = machine.H100
 def predicted(problem, tile, layout="zigzag"):
     """The timeline of a tile's forward pass on ON, greedy schedule."""
     cut = Layout(layout, problem.seqlen, tile.ranks)
-    load = Load(block_pairs(problem.mask, cut, cut), cut.lengths, cut.lengths, tile)
+    load = Load(Work(problem.mask, cut, cut), tile)
     return simulate(cost.build("greedy", tile, "direct", problem, ON), problem, load, ON)
 
 
@@ -39,7 +40,7 @@ def strong_scaling():
 def figures():
     """Every picture by its file's name."""
     layout = Layout("contiguous", 12 * 64, 12)
-    work = block_pairs(Problem(layout.seqlen, 1, 1, causal=True).mask, layout, layout)
+    work = Pairs(Problem(layout.seqlen, 1, 1, causal=True).mask, layout, layout).table
     return {
         "assignment.svg": assignment(Tile(1, 3, 4), 7),
         "assignment-causal.svg": assignment(Tile(1, 3, 4), 7, work),

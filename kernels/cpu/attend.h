@@ -8,19 +8,27 @@
 // is that, `total` the sum of weights.  Returns by how much earlier weights have shrunk.
 INLINE real weigh(long start, long stop, real* score, real* top, real* total) {
     vec high = splat(-INFINITY), high2 = high;
-    for (long j = start; j < stop; j += NR) {
+    const long pairs = start + (stop - start) / NR * NR;
+    for (long j = start; j < pairs; j += NR) {
         high = larger(load(score + j), high);
         high2 = larger(load(score + j + LANES), high2);
     }
+    if (pairs < stop)
+        high = larger(load(score + pairs), high);
     const real now = largest_of(larger(high, high2)), before = *top;
     const real base = now > before ? now : before;                  // NaN stays NaN
     const vec minus = splat(base == -INFINITY ? 0 : base);
     vec sum = splat(0), sum2 = sum;
-    for (long j = start; j < stop; j += NR) {
+    for (long j = start; j < pairs; j += NR) {
         const vec weight = exponential(load(score + j) - minus), weight2 = exponential(load(score + j + LANES) - minus);
         store(score + j, weight);
         store(score + j + LANES, weight2);
         sum += weight, sum2 += weight2;
+    }
+    if (pairs < stop) {
+        const vec weight = exponential(load(score + pairs) - minus);
+        store(score + pairs, weight);
+        sum += weight;
     }
     const real decay = now > before ? (before == -INFINITY ? 0 : exponential(splat(before - base))[0]) : 1;
     *total = *total * decay + sum_of(sum + sum2);
@@ -37,12 +45,17 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
     for (long block = rows->lowest / BLOCK * BLOCK; block < rows->highest; block += BLOCK) {
         for (long panel = 0; panel < panels; panel++) {
             const long from = most(rows->panel[panel].from - block, 0) / NR * NR;
-            const long to = least(rounded_up(rows->panel[panel].to - block, NR), BLOCK);
-            if (from >= to)
+            const long stop = least(rows->panel[panel].to - block, BLOCK), to = rounded_up(stop, LANES);
+            if (from >= stop)
                 continue;
-            for (long j = from; j < to; j += NR)
-                product(0, work->q + panel * MR * head_dim, 1, MR, work->keys + (block + j) * head_dim, head_dim,
-                        work->score + j, BLOCK);
+            const real* q = work->q + panel * MR * head_dim;
+            long j = from;
+            for (; j + NR <= to; j += NR) {
+                product(0, q, 1, MR, work->keys + (block + j) * head_dim, head_dim, work->score + j, BLOCK);
+                step_ahead(&work->ahead);
+            }
+            if (j < to)
+                product_of(1, 0, q, 1, MR, work->keys + (block + j) * head_dim, head_dim, work->score + j, BLOCK);
             const int masked = rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to;
             for (long i = panel * MR; i < least((panel + 1) * MR, rows->count); i++) {
                 const long at = (i - panel * MR) * BLOCK;
@@ -51,18 +64,21 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
                     bend(of->softcap, 1, from, to, score);
                 if (masked)
                     hide(rows, i, block, from, to, score);
+                step_ahead(&work->ahead);
                 const real decay = weigh(from, to, score, top + i, total + i);
                 if (decay != 1)
                     for (long c = 0; c < width; c += LANES)
                         store(work->acc + i * width + c, load(work->acc + i * width + c) * decay);
             }
-            for (long c = 0; c < width; c += NR)
+            for (long c = 0; c < width; c += NR) {
+                step_ahead(&work->ahead);
                 product(1, work->score + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR,
-                        to - from, work->acc + panel * MR * width + c, width);
+                        stop - from, work->acc + panel * MR * width + c, width);
+            }
             if (work->odd.count)
                 add_odd_values(of, work, kv_head, key0, rows, panel, block);
         }
-        if (give_up(job, thread))
+        if (block + BLOCK < rows->highest && give_up(job, thread))
             return 0;
     }
     return 1;

@@ -31,6 +31,7 @@ static void weigh(struct forward_work* work, real scale, long first, long count,
         const real* score = work->score + i * BLOCK;
         const vec base = splat(minus[i]);
         vec sum = splat(0), sum2 = sum;
+        step_ahead(&work->ahead);
         for (long j = from; j < to; j += NR) {
             const vec left = weight_of(scaled(load(score + j), scale) - base);
             const vec right = weight_of(scaled(load(score + j + LANES), scale) - base);
@@ -59,18 +60,22 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
             const long to = least(rounded_up(rows->panel[panel].to - block, NR), BLOCK);
             if (from >= to)
                 continue;
-            for (long j = from; j < to; j += NR)
+            for (long j = from; j < to; j += NR) {
+                step_ahead(&work->ahead);
                 product(0, work->q + first * depth, depth, 1, work->keys + (block + j) * depth, depth, work->score + j,
                         BLOCK);
+            }
             for (long i = 0; of->softcap && i < count; i++)
                 bend(of->softcap, scale, from, to, work->score + i * BLOCK);
             if (rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to)
                 for (long i = 0; i < count; i++)
                     hide(rows, first + i, block, from, to, work->score + i * BLOCK);
             weigh(work, of->softcap ? 1 : scale, first, count, from, to, width, top, total);
-            for (long c = 0; c < width; c += NR)
+            for (long c = 0; c < width; c += NR) {
+                step_ahead(&work->ahead);
                 product(1, work->weight + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR,
                         to - from, work->acc + first * width + c, width);
+            }
             if (work->odd.count)
                 add_odd_values(of, work, kv_head, key0, rows, panel, block);
         }

@@ -5,20 +5,13 @@
 #include "launch.h"
 #include "vector.h"
 
-static const int element_bytes[] = {4, 8, 2, 2};
+#if REAL_BYTES == 8
+#define REAL FLOAT64
+#else
+#define REAL FLOAT32
+#endif
 
-// A float16's value by integer operations alone, so that a loop over it becomes vectors on any processor: exponent and
-// mantissa are shifted to where float32 has them, where the value is 2^112 times too small.
-INLINE float from_float16(uint16_t half) {
-    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    union {
-        uint32_t bits;
-        float value;
-    } wide = {rest << 13};
-    wide.value *= 0x1p112f;
-    wide.bits |= sign | (rest >= 0x7c00 ? 0x7f800000 : 0);
-    return wide.value;
-}
+static const int element_bytes[] = {4, 8, 2, 2};
 
 INLINE float from_bfloat16(uint16_t half) {
     union {
@@ -50,7 +43,8 @@ INLINE vec widened(int element, const char* from) {
         const words half = __builtin_convertvector(*(const halves*)from, words), rest = half & 0x7fff;
         if (element == BFLOAT16)
             return (vec)(half << 16);
-        const vec wide = (vec)(rest << 13) * 0x1p112f;          // as from_float16
+        // Exponent and mantissa are shifted to where float32 has them; the value is 2^112 times too small there.
+        const vec wide = (vec)(rest << 13) * 0x1p112f;
         return (vec)((words)wide | (half & 0x8000) << 16 | ((words)(rest >= 0x7c00) & 0x7f800000));
     }
 #endif
@@ -68,23 +62,19 @@ static __attribute__((noinline)) vec widened_rest(int element, const char* row, 
         memcpy(copy, row, dim * bytes);
         return widened(element, copy);
     }
-    ivec lane = (ivec)splat(0);
-    for (int i = 0; i < LANES; i++)
-        lane[i] = i;
-    return (vec)((ivec)widened(element, row + (dim - LANES) * bytes) & (lane >= LANES - dim % LANES));
+    return (vec)((ivec)widened(element, row + (dim - LANES) * bytes) & (lane_numbers() >= LANES - dim % LANES));
 }
 
 // to[i] = from[i] * factor for the n numbers of a row.
 static void read_row(int element, const char* from, real* restrict to, int n, real factor) {
-    if (element == FLOAT16)
-        for (int i = 0; i < n; i++)
-            to[i] = from_float16(((const uint16_t*)from)[i]) * factor;
-    else if (element == BFLOAT16)
-        for (int i = 0; i < n; i++)
-            to[i] = from_bfloat16(((const uint16_t*)from)[i]) * factor;
-    else
-        for (int i = 0; i < n; i++)
-            to[i] = ((const real*)from)[i] * factor;
+    if (n < LANES) {
+        const vec row = widened_rest(element, from, n) * factor;
+        memcpy(to, &row, n * sizeof(real));
+    }
+    for (int c = 0; c < n && n >= LANES; c += LANES) {
+        const int at = c + LANES <= n ? c : n - LANES;  // the last vector ends with the row
+        store_loose(to + at, widened(element, from + at * element_bytes[element]) * factor);
+    }
 }
 
 // Whether every number of a row is finite.

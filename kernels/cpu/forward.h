@@ -28,26 +28,29 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
     const struct launch* of = job->of;
     const long width = rounded_up(of->value_dim, NR), panels = (rows->count + MR - 1) / MR;
     real top[MAX_ROWS] __attribute__((aligned(VBYTES))), total[MAX_ROWS] __attribute__((aligned(VBYTES)));
-    pack_rows(of, &of->q, kv_head, of->head_dim, rows, (real)of->scale, work->row, work->q, 0, 0, 0);
+    pack_rows(of, &work->ahead.from->q, of->head_dim, rows, (real)of->scale, work->row, work->q, 0, 0, 0);
     memset(work->acc, 0, panels * MR * width * sizeof(real));
     for (long i = 0; i < panels * MR; i++) {
         top[i] = -INFINITY, total[i] = 0;
         if (rows->from[i] < rows->to[i])
-            top[i] = *(real*)row_at(of, &of->lse, kv_head, rows->first + i);
+            top[i] = *(real*)row_at(rows, &of->lse, i);
         if (top[i] != -INFINITY) {                      // out is normalised: its weights add up to 1, or it is 0
             total[i] = 1;
-            memcpy(work->acc + i * width, row_at(of, &of->out, kv_head, rows->first + i), of->value_dim * sizeof(real));
+            if (i + AHEAD_ROWS < rows->count)
+                prefetch_row(row_at(rows, &of->out, i + AHEAD_ROWS), of->value_dim * sizeof(real));
+            memcpy(work->acc + i * width, row_at(rows, &of->out, i), of->value_dim * sizeof(real));
         }
     }
     if (!attend_tile(job, thread, work, kv_head, key0, rows, top, total))
         return;
     for (long i = 0; i < rows->count; i++)
         if (rows->from[i] < rows->to[i]) {
-            real* out = (real*)row_at(of, &of->out, kv_head, rows->first + i);
+            real* out = (real*)row_at(rows, &of->out, i);
+            if (i + AHEAD_ROWS < rows->count)
+                prefetch_row(row_at(rows, &of->out, i + AHEAD_ROWS), of->value_dim * sizeof(real));
             const real inverse = total[i] == 0 ? 0 : 1 / total[i];
-            for (int c = 0; c < of->value_dim; c++)
-                out[c] = work->acc[i * width + c] * inverse;
-            *(real*)row_at(of, &of->lse, kv_head, rows->first + i) = top[i] + logarithm(total[i]);
+            read_row(REAL, (const char*)(work->acc + i * width), out, of->value_dim, inverse);
+            *(real*)row_at(rows, &of->lse, i) = top[i] + logarithm(total[i]);
         }
 }
 
@@ -62,9 +65,10 @@ static void forward_rows(struct job* job, int thread, struct forward_work* work,
             look(of, kv_head, tile * MAX_ROWS, least(rows_of(of) - tile * MAX_ROWS, MAX_ROWS), key, key + keys, &rows);
             if (rows.lowest < rows.highest) {
                 if (!packed) {
-                    pack_keys(of, &of->k, kv_head, of->head_dim, key, keys, work->row, work->keys, 0, 0, 0);
-                    pack_keys(of, &of->v, kv_head, of->value_dim, key, keys, work->row, 0, work->values, work->pitch,
-                              &work->odd);
+                    pack_keys(of, &work->ahead.from->k, kv_head, of->head_dim, key, keys, work->row, work->keys, 0, 0,
+                              0);
+                    pack_keys(of, &work->ahead.from->v, kv_head, of->value_dim, key, keys, work->row, 0, work->values,
+                              work->pitch, &work->odd);
                     packed = 1;
                 }
                 forward_tile(job, thread, work, kv_head, key, &rows);
@@ -85,10 +89,18 @@ static void forward_worker(struct job* job, int thread, void* with) {
     const struct forward_pieces* pieces = with;
     struct forward_work work;
     forward_work(job->of, job->of->scratch + thread * pieces->bytes, &work);
-    for (long piece; (piece = take_piece(job)) < pieces->of_head * job->of->kv_heads && !give_up(job, thread);) {
+    const long all = pieces->of_head * job->of->kv_heads, rows = rows_of(job->of);
+    const long products = (job->of->keys + NR - 1) / NR + (job->of->value_dim + NR - 1) / NR;   // of a panel
+    const long steps = rows + (rows + MR - 1) / MR * products;
+    for (long piece = take_piece(job); piece < all && !is_stopped(job);) {
         const long at = pieces->of_head - 1 - piece % pieces->of_head;  // the last rows, often with most keys, first
+        const long next = is_small(job->of) ? take_piece(job) : all;
+        if (next < all)
+            begin_ahead(&work.ahead, next, steps);
         forward_rows(job, thread, &work, piece / pieces->of_head, at * pieces->size,
                      least((at + 1) * pieces->size, pieces->tiles));
+        end_ahead(&work.ahead);
+        piece = is_small(job->of) ? next : take_piece(job);
     }
 }
 

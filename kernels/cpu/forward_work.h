@@ -11,6 +11,7 @@
 #define BLOCK 256
 #define WEIGHTS_APART 0
 #endif
+#include "ahead.h"
 #include "work.h"
 
 #define PANEL 2048
@@ -21,6 +22,7 @@ struct forward_work {
     struct odd odd;                                     // of the values
     operand *row, *q, *weight;                          // of one tile of rows
     real *acc, *score;
+    struct ahead ahead;
 };
 
 static int64_t forward_work(const struct launch* of, char* scratch, struct forward_work* work) {
@@ -31,11 +33,12 @@ static int64_t forward_work(const struct launch* of, char* scratch, struct forwa
     work->values = take(&at, keys * width * sizeof(operand));
     work->odd.row = take(&at, keys * sizeof(int32_t));
     work->odd.count = 0;
-    work->row = take(&at, most(NR, MR) * DEPTH(most(of->head_dim, of->value_dim)) * sizeof(operand));
-    work->q = take(&at, MAX_ROWS * DEPTH(of->head_dim) * sizeof(operand));
+    work->row = take(&at, (most(NR, MR) * DEPTH(most(of->head_dim, of->value_dim)) + SLACK) * sizeof(operand));
+    work->q = take(&at, (MAX_ROWS * DEPTH(of->head_dim) + SLACK) * sizeof(operand));
     work->acc = take(&at, MAX_ROWS * width * sizeof(real));
     work->score = take(&at, MR * BLOCK * sizeof(real));
     work->weight = WEIGHTS_APART ? take(&at, MR * BLOCK * sizeof(operand)) : (operand*)work->score;
+    no_ahead(&work->ahead, of, 0, &at);
     return at - scratch;
 }
 

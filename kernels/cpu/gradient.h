@@ -9,6 +9,7 @@ struct backward_work {                                 // of a thread
     struct odd odd_keys;
     real *weight, *dweight;                             // P and dS of a tile, [ROWS][KEYS]
     real *dq, *dk, *dv, *row;
+    struct ahead ahead;
 };
 
 static int64_t backward_work(const struct launch* of, char* scratch, struct backward_work* work) {
@@ -23,7 +24,8 @@ static int64_t backward_work(const struct launch* of, char* scratch, struct back
     work->dq = take(&at, ROWS * width * sizeof(real));
     work->dk = take(&at, KEYS * width * sizeof(real));
     work->dv = take(&at, KEYS * rounded_up(value_dim, NR) * sizeof(real));
-    work->row = take(&at, most(NR, MR) * most(dim, value_dim) * sizeof(real));
+    work->row = take(&at, (most(NR, MR) * most(dim, value_dim) + SLACK) * sizeof(real));
+    no_ahead(&work->ahead, of, 1, &at);
     return at - scratch;
 }
 
@@ -33,9 +35,7 @@ static void differentiate(const struct launch* of, const struct rows* rows, long
                           long block, long start, long stop, real* weight, real* dweight) {
     const integer from = rows->from[i] - block, to = rows->to[i] - block;
     const real inverse = of->softcap ? 1 / of->softcap : 0, cap = of->softcap;
-    ivec column;
-    for (int lane = 0; lane < LANES; lane++)
-        column[lane] = start + lane;
+    ivec column = lane_numbers() + (integer)start;
     for (long j = start; j < stop; j += LANES, column += LANES) {
         vec score = load(weight + j), slope = splat(1);
         if (cap) {
@@ -96,13 +96,14 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
         if (from[panel] >= to[panel])
             from[panel] = to[panel] = 0;
         for (long j = from[panel]; j < to[panel]; j += NR) {
+            step_ahead(&work->ahead);
             product(0, tile->q + panel * MR * dim, 1, MR, work->keys + j * dim, dim, weight + j, KEYS);
             product(0, tile->dout + panel * MR * value_dim, 1, MR, work->values + j * value_dim, value_dim, dweight + j,
                     KEYS);
         }
         const int masked =
             rows->panel[panel].full_from > block + from[panel] || rows->panel[panel].full_to < block + to[panel];
-        for (long i = 0; i < MR; i++) {
+        for (long i = 0; i < least(MR, rows->count - panel * MR); i++) {
             const long row = panel * MR + i;
             for (real* each = weight + i * KEYS;; each = dweight + i * KEYS) {  // zeros where no row of the panel sees
                 memset(each, 0, from[panel] * sizeof(real));
@@ -111,8 +112,9 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
                 if (each == dweight + i * KEYS)
                     break;
             }
-            differentiate(of, rows, row, tile->base[row], tile->delta[row], masked || row >= rows->count, block,
-                          from[panel], to[panel], weight + i * KEYS, dweight + i * KEYS);
+            step_ahead(&work->ahead);
+            differentiate(of, rows, row, tile->base[row], tile->delta[row], masked, block, from[panel], to[panel],
+                          weight + i * KEYS, dweight + i * KEYS);
         }
     }
     for (long j = 0; j < count; j += MR) {
@@ -123,7 +125,8 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
             last--;
         if (first == last)
             continue;
-        const long at = first * MR, deep = (last - first) * MR;
+        const long at = first * MR, deep = least(last * MR, rows->count) - at;
+        step_ahead(&work->ahead);
         for (long c = 0; c < value_width; c += NR)
             product(1, work->weight + at * KEYS + j, 1, KEYS, tile->dout_by_dim + c * ROWS + at * NR, deep,
                     work->dv + j * value_width + c, value_width);
@@ -131,22 +134,34 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
             product(1, work->dweight + at * KEYS + j, 1, KEYS, tile->q_by_dim + c * ROWS + at * NR, deep,
                     work->dk + j * width + c, width);
     }
-    for (long panel = 0; panel < panels; panel++)
+    for (long panel = 0; panel < panels; panel++) {
+        step_ahead(&work->ahead);
         for (long c = 0; c < width; c += NR)
             product(0, work->dweight + panel * MR * KEYS + from[panel], KEYS, 1,
-                    work->keys_by_dim + c * KEYS + from[panel] * NR, to[panel] - from[panel],
+                    work->keys_by_dim + c * KEYS + from[panel] * NR, least(to[panel], count) - from[panel],
                     work->dq + panel * MR * width + c, width);
+    }
     if (tile->odd_q.count || tile->odd_dout.count || work->odd_keys.count)
         add_odd(of, work, tile, block, width, value_width);
+}
+
+// Begins to gather dk and dv of a block of `count` keys.
+static void clear_keys(const struct launch* of, const struct backward_work* work, long count) {
+    memset(work->dk, 0, rounded_up(count, MR) * rounded_up(of->head_dim, NR) * sizeof(real));
+    memset(work->dv, 0, rounded_up(count, MR) * rounded_up(of->value_dim, NR) * sizeof(real));
 }
 
 // Adds what a block of `count` keys has gathered to dk and dv.
 static void add_keys(const struct launch* of, const struct backward_work* work, int kv_head, long block, long count) {
     const long width = rounded_up(of->head_dim, NR), value_width = rounded_up(of->value_dim, NR);
     for (long j = block; j < block + count; j++) {
-        add_scaled((real*)(of->dk.data + j * of->dk.token + kv_head * of->dk.head), 1, work->dk + (j - block) * width,
-                   1, of->head_dim);
-        add_scaled((real*)(of->dv.data + j * of->dv.token + kv_head * of->dv.head), 1,
-                   work->dv + (j - block) * value_width, 1, of->value_dim);
+        real* dk = (real*)(of->dk.data + j * of->dk.token + kv_head * of->dk.head);
+        real* dv = (real*)(of->dv.data + j * of->dv.token + kv_head * of->dv.head);
+        if (j + AHEAD_ROWS < block + count) {
+            prefetch_row((char*)dk + AHEAD_ROWS * of->dk.token, of->head_dim * sizeof(real));
+            prefetch_row((char*)dv + AHEAD_ROWS * of->dv.token, of->value_dim * sizeof(real));
+        }
+        add_scaled(dk, 1, work->dk + (j - block) * width, 1, of->head_dim);
+        add_scaled(dv, 1, work->dv + (j - block) * value_width, 1, of->value_dim);
     }
 }

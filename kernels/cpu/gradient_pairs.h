@@ -18,6 +18,7 @@ struct backward_work {  // of a thread
     operand *weight, *dweight, *dweight_rows;  // P and dS of a tile; dS as rows, [ROWS][KEYS]
     real *dq, *dk, *dv;
     operand* row;
+    struct ahead ahead;
 };
 
 static int64_t backward_work(const struct launch* of, char* scratch, struct backward_work* work) {
@@ -36,6 +37,7 @@ static int64_t backward_work(const struct launch* of, char* scratch, struct back
     work->dk = take(&at, KEYS * width * sizeof(real));
     work->dv = take(&at, KEYS * value_width * sizeof(real));
     work->row = take(&at, NR * most(width, value_width) * sizeof(operand));
+    no_ahead(&work->ahead, of, 1, &at);
     return at - scratch;
 }
 
@@ -125,6 +127,7 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
         for (long start = from[panel]; start < to[panel]; start += SPAN) {
             const long stop = least(start + SPAN, to[panel]);
             for (long j = start; j < stop; j += NR) {
+                step_ahead(&work->ahead);
                 product(0, tile->q + panel * MR * width, width, 1, work->keys + j * width, width,
                         work->score + j - start, SPAN);
                 product(0, tile->dout + panel * MR * value_width, value_width, 1, work->values + j * value_width,
@@ -132,11 +135,13 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
             }
             const int masked = rows->panel[panel].full_from > block + start ||
                                rows->panel[panel].full_to < block + stop || (panel + 1) * MR > rows->count;
-            for (long row = panel * MR; row < (panel + 1) * MR; row += 2)
+            for (long row = panel * MR; row < (panel + 1) * MR; row += 2) {
+                step_ahead(&work->ahead);
                 if (masked)
                     differentiate(of, work, tile, row, 1, block, start, stop);
                 else
                     differentiate(of, work, tile, row, 0, block, start, stop);
+            }
         }
     }
     for (long j = 0; j < count; j += NR) {
@@ -180,6 +185,13 @@ static void add_turned(const struct array* array, int kv_head, long block, long 
                 to[c + n] += factor * some[n];
         }
     }
+}
+
+// Begins to gather dk and dv of a block of keys.
+static void clear_keys(const struct launch* of, const struct backward_work* work, long count) {
+    (void)count;
+    memset(work->dk, 0, KEYS * DEPTH(of->head_dim) * sizeof(real));
+    memset(work->dv, 0, KEYS * DEPTH(of->value_dim) * sizeof(real));
 }
 
 // Adds what a block of `count` keys has gathered to dk and dv.

@@ -5,6 +5,7 @@
 #include "forward.h"
 #ifndef __AVX512BF16__
 #include "decode.h"
+#include "narrow.h"
 #include "partials.h"
 #endif
 
@@ -16,5 +17,8 @@ const struct kernels TABLE = {{
     [MERGE] = {no_bytes, merge},
     [SINK] = {no_bytes, sink},
     [DELTA] = {no_bytes, delta},
+#if REAL_BYTES == 4
+    [NARROW] = {no_bytes, narrow},
+#endif
 #endif
 }};

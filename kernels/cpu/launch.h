@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 enum element { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
-enum operation { FORWARD, BACKWARD, DECODE, MERGE, SINK, DELTA, OPERATIONS };
+enum operation { FORWARD, BACKWARD, DECODE, MERGE, SINK, DELTA, NARROW, OPERATIONS };
 
 struct array {
     char* data;
@@ -38,6 +38,8 @@ struct launch {
 // Decoding: k and v are pools of slots; a page is page_size consecutive ones.  The tokens are the queries of each
 // sequence in turn, as many of each, and begin and end, (tokens), are keys of its sequence, whose pages are
 // pages[tables[s]] and those that follow.  out and lse are only written.
+//
+// Narrowing: out, of the element, becomes other, which is float32.
 
 // The kernels of one instruction set and one accumulation dtype.  They return 0, or 1 if `poll` said to give up.
 struct kernels {

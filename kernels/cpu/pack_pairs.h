@@ -86,21 +86,24 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
     }
 }
 
+#define SLACK 0
+
 // What of the scale the packed rows leave to be multiplied.
 INLINE real scale_left(real scale) { return scale == 0 ? 1 : scale < 0 ? -scale : scale; }
 
 // The rows of a tile times the sign of factor, 0 too, which rounds nothing: in panels, and by dim if by_dim is given,
 // [DEPTH(dim)][pitch].  row: NR * DEPTH(dim).
-static void pack_rows(const struct launch* of, const struct array* array, int kv_head, int dim, const struct rows* rows,
-                      real factor, operand* row, operand* panels, operand* by_dim, long pitch, struct odd* odd) {
+static void pack_rows(const struct launch* of, const struct array* array, int dim, const struct rows* rows, real factor,
+                      operand* row, operand* panels, operand* by_dim, long pitch, struct odd* odd) {
     const long depth = DEPTH(dim);
+    (void)of;
     if (odd)
         odd->count = 0;
     for (long first = 0; first < rows->count; first += MR) {
         const int count = least(rows->count - first, MR);
         operand* panel = panels + first * depth;
         for (int i = 0; i < count; i++)
-            copy_row(row_at(of, array, kv_head, rows->first + first + i), dim, depth, panel + i * depth);
+            copy_row(row_at(rows, array, first + i), dim, depth, panel + i * depth);
         memset(panel + count * depth, 0, (MR - count) * depth * sizeof(operand));
         if (factor < 0)
             for (long n = 0; n < count * depth; n++)

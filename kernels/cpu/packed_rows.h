@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "ahead.h"
+
 #ifdef __AVX512BF16__
 #include "pack_pairs.h"
 #define ROWS 256

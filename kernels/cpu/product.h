@@ -10,22 +10,27 @@ typedef real operand;
 static void begin_products(void) {}
 static void end_products(void) {}
 
-// c[i][j] = (add ? c[i][j] : 0) + sum over p < count of a[i * row + p * step] * b[p * NR + j], for i < MR and j < NR.
-// b and c are aligned to a vector.  row and step are constants wherever this is called.  What is in c is added last, so
-// that a long sum is one of short ones and rounds less.
-INLINE void product(int add, const real* a, long row, long step, const real* b, long count, real* c, long pitch) {
+// c[i][j] = (add ? c[i][j] : 0) + sum over p < count of a[i * row + p * step] * b[p * NR + j], for i < MR and
+// j < vectors * LANES, of which there are one or two.  b and c are aligned to a vector.  row and step are constants
+// wherever this is called.  What is in c is added last, so that a long sum is one of short ones and rounds less.
+INLINE void product_of(int vectors, int add, const real* a, long row, long step, const real* b, long count, real* c,
+                       long pitch) {
     vec sum[MR][2];
-    UNROLLED for (int i = 0; i < MR; i++) for (int n = 0; n < 2; n++) sum[i][n] = (vec){0};
+    UNROLLED for (int i = 0; i < MR; i++) for (int n = 0; n < vectors; n++) sum[i][n] = (vec){0};
     for (long p = 0; p < count; p++) {
-        const vec left = load(b), right = load(b + LANES);
+        vec column[2];
+        UNROLLED for (int n = 0; n < vectors; n++) column[n] = load(b + n * LANES);
         UNROLLED for (int i = 0; i < MR; i++) {
             const real factor = a[i * row];
-            sum[i][0] += factor * left;
-            sum[i][1] += factor * right;
+            UNROLLED for (int n = 0; n < vectors; n++) sum[i][n] += factor * column[n];
         }
         a += step;
         b += NR;
     }
-    UNROLLED for (int i = 0; i < MR; i++) for (int n = 0; n < 2; n++)
+    UNROLLED for (int i = 0; i < MR; i++) for (int n = 0; n < vectors; n++)
         store(c + i * pitch + n * LANES, add ? load(c + i * pitch + n * LANES) + sum[i][n] : sum[i][n]);
+}
+
+INLINE void product(int add, const real* a, long row, long step, const real* b, long count, real* c, long pitch) {
+    product_of(2, add, a, row, step, b, count, c, pitch);
 }

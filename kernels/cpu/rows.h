@@ -13,6 +13,9 @@
 
 struct rows {
     long first, count;  // of the rows of a KV head
+    struct {
+        long token, head;
+    } place[MAX_ROWS];
     long from[MAX_ROWS], to[MAX_ROWS];  // keys [from, to) that a row sees, relative to the keys in work; 0, 0: none
     struct {
         long from, to, full_from, full_to;
@@ -27,15 +30,23 @@ INLINE long rounded_up(long x, long step) { return (x + step - 1) / step * step;
 // The rows of a KV head.
 INLINE long rows_of(const struct launch* of) { return of->tokens * (of->heads / of->kv_heads); }
 
-// The address of row `row` of a KV head in an array.
-INLINE char* row_at(const struct launch* of, const struct array* array, int kv_head, long row) {
-    const long head = (long)kv_head * (of->heads / of->kv_heads) + row / of->tokens;
-    return array->data + row % of->tokens * array->token + head * array->head;
+// Into the L2 cache.
+INLINE void prefetch_row(const char* row, long bytes) {
+    for (long at = 0; at < bytes; at += 64)
+        __builtin_prefetch(row + at, 0, 2);
+    __builtin_prefetch(row + bytes - 1, 0, 2);
+}
+
+// The address of row i of a tile in an array.
+INLINE char* row_at(const struct rows* rows, const struct array* array, long i) {
+    return array->data + rows->place[i].token * array->token + rows->place[i].head * array->head;
 }
 
 // The rows from `first` on, and what they see of the keys [start, stop).
 static void look(const struct launch* of, int kv_head, long first, long count, long start, long stop,
                  struct rows* rows) {
+    long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
+    long bounds = head * of->groups / of->heads * of->tokens;
     rows->first = first, rows->count = count;
     rows->lowest = stop, rows->highest = 0;
     for (long panel = 0; panel * MR < count; panel++) {
@@ -43,12 +54,16 @@ static void look(const struct launch* of, int kv_head, long first, long count, l
         for (long i = panel * MR; i < (panel + 1) * MR; i++) {
             long a = 0, b = 0;
             if (i < count) {
-                const long head = (long)kv_head * (of->heads / of->kv_heads) + (first + i) / of->tokens;
-                const long at = head * of->groups / of->heads * of->tokens + (first + i) % of->tokens;
-                a = most(of->begin[at], start) - start, b = least(of->end[at], stop) - start;
+                if (token == of->tokens) {
+                    token = 0, head++;
+                    bounds = head * of->groups / of->heads * of->tokens;
+                }
+                rows->place[i].token = token, rows->place[i].head = head;
+                a = most(of->begin[bounds + token], start) - start, b = least(of->end[bounds + token], stop) - start;
                 if (a >= b)
                     a = b = 0;
                 full_from = most(full_from, a), full_to = least(full_to, b);
+                token++;
             }
             rows->from[i] = a, rows->to[i] = b;
             if (a < b)
@@ -63,12 +78,12 @@ static void look(const struct launch* of, int kv_head, long first, long count, l
 
 // Sets to -inf what a row does not see of its scores of the columns [start, stop), which are the keys from `key` on.
 INLINE void hide(const struct rows* rows, long i, long key, long start, long stop, real* score) {
+    const long full_from = rows->panel[i / MR].full_from - key, full_to = rows->panel[i / MR].full_to - key;
     const integer from = rows->from[i] - key, to = rows->to[i] - key;
-    ivec column = {0};
-    for (int lane = 0; lane < LANES; lane++)
-        column[lane] = start + lane;
+    ivec column = lane_numbers() + (integer)start;
     for (long j = start; j < stop; j += LANES, column += LANES)
-        store(score + j, choose((column >= from) & (column < to), load(score + j), splat(-INFINITY)));
+        if (j < full_from || j + LANES > full_to)
+            store(score + j, choose((column >= from) & (column < to), load(score + j), splat(-INFINITY)));
 }
 
 // score = softcap * tanh(score * scale / softcap)

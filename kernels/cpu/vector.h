@@ -57,6 +57,15 @@ typedef integer ivec __attribute__((vector_size(VBYTES)));
 INLINE vec splat(real x) { return x - (vec){0}; }
 INLINE vec load(const real* from) { return *(const vec*)from; }
 INLINE void store(real* to, vec x) { *(vec*)to = x; }
+INLINE vec load_loose(const real* from) { return *(const loose_vec*)from; }
+INLINE void store_loose(real* to, vec x) { *(loose_vec*)to = x; }
+
+// 0, 1, 2 and so on.
+INLINE ivec lane_numbers(void) {
+    ivec lane = {0};
+    UNROLLED for (int i = 0; i < LANES; i++) lane[i] = i;
+    return lane;
+}
 
 // A product, rounded here.  Compilers may fuse one with the subtraction of its largest value or of an lse: a score of
 // 2^32 would then be 256 more than itself, and its weight infinite.
@@ -143,6 +152,33 @@ INLINE vec sums_of(vec* x) {
 #endif
     HALVE(x, 1);
     return x[0];
+}
+
+// LOW(l, h) is lane l of x for lanes l without bit h, and lane l ^ h of y for the others; HIGH(l, h) is lane l ^ h of x
+// for lanes without bit h, and lane l of y.
+#define LOW(l, h) ((l) & (h) ? LANES + ((l) ^ (h)) : (l))
+#define HIGH(l, h) ((l) & (h) ? LANES + (l) : (l) ^ (h))
+
+// Exchanges the lanes with bit `half` of each vector x[i] with those without it of x[i + half].
+#define EXCHANGE(x, half)                                                    \
+    UNROLLED for (int i = 0; i < LANES; i++) if (!(i & (half))) {            \
+        const vec low = pick(x[i], x[i + (half)], ALL_LANES(LOW, 0, half));  \
+        x[i + (half)] = pick(x[i], x[i + (half)], ALL_LANES(HIGH, 0, half)); \
+        x[i] = low;                                                          \
+    }
+
+// A matrix of LANES vectors transposed: lane l of x[i] becomes lane i of x[l].
+INLINE void transpose(vec* x) {
+#if VBYTES / REAL_BYTES >= 16
+    EXCHANGE(x, 8);
+#endif
+#if VBYTES / REAL_BYTES >= 8
+    EXCHANGE(x, 4);
+#endif
+#if VBYTES / REAL_BYTES >= 4
+    EXCHANGE(x, 2);
+#endif
+    EXCHANGE(x, 1);
 }
 
 // The largest lane, of which none is NaN.

@@ -53,6 +53,8 @@ static long take_piece(struct job* job) { return __atomic_fetch_add(&job->next, 
 
 static void count_done(struct job* job, int64_t share) { __atomic_fetch_add(&job->done, share, __ATOMIC_RELAXED); }
 
+static int is_stopped(const struct job* job) { return __atomic_load_n(&job->stopped, __ATOMIC_RELAXED); }
+
 // Asks the caller, if this is its thread and it is time; returns whether it wants no more.
 static int give_up(struct job* job, int thread) {
     if (thread == 0 && job->of->poll && !job->stopped) {
@@ -64,7 +66,7 @@ static int give_up(struct job* job, int thread) {
             begin_products();                   // what the caller runs may use tiles too; a call need not keep them
         }
     }
-    return __atomic_load_n(&job->stopped, __ATOMIC_RELAXED);
+    return is_stopped(job);
 }
 
 static void* run_thread(void* argument) {

@@ -1,13 +1,17 @@
 // Attention of query rows to a block of keys, added to the rows' partial (out, lse).
 //
+// With -DSHARED_KV=1 a value is the first VALUE_DIM numbers of its key: there is no v, and the product with V reads the
+// tile of K.  Rows of 576 numbers leave room for few rows and much of a thread's registers to sums.  So PARTS groups of
+// warps divide the columns of out: each computes the scores of the block's rows again, but tiles are copied once.
+//
 // The algorithm is FlashAttention-2 with row intervals.  A thread block owns TILE_ROWS packed rows of one KV head
 // (rows.cuh).  It loops over the tiles of TILE_COLUMNS keys that any of its rows sees.  Scores and sums stay in
 // registers.  K of a later tile is copied during the softmax and the product with V, and V during the product with K.
 //
 // grid: (row tiles * KV heads * sequences, splits).
-// block: 32 * WARPS threads; each warp owns TILE_ROWS / WARPS rows.
+// block: 32 * WARPS threads; each warp of a group owns as many of the TILE_ROWS rows.
 // shared memory: SHARED_BYTES, dynamic.  It holds Q and the rows' intervals for the whole loop, and STAGES buffers each
-// for tiles of K and V.
+// for tiles of K and V, or of K alone.
 // tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS and STAGES are constants from mpiattn/backends/cuda/tile_table.py.  For
 // bfloat16 and head dim 128 they are 128 x 64, 4 warps, 1 stage, and for decoding 16 x 32, 1 warp, 2 stages.
 //
@@ -26,14 +30,18 @@
 
 using T = ELEMENT;
 constexpr int THREADS = 32 * WARPS;
-constexpr int M = TILE_ROWS / (16 * WARPS), N = TILE_COLUMNS / 8, D = padded(VALUE_DIM) / 8;
-using QTile = Tile<T, TILE_ROWS, padded(HEAD_DIM)>;
-using KTile = Tile<T, TILE_COLUMNS, padded(HEAD_DIM)>;
-using VTile = Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>;
+constexpr int ROW_WARPS = WARPS / PARTS;
+constexpr int M = TILE_ROWS / (16 * ROW_WARPS), N = TILE_COLUMNS / 8;
+constexpr int D = padded(VALUE_DIM, SHARED_KV ? 16 * PARTS : 32) / 8 / PARTS;
+constexpr int DEPTH = padded(HEAD_DIM, SHARED_KV ? 64 : 32);
+using QTile = Tile<T, TILE_ROWS, DEPTH>;
+using KTile = Tile<T, TILE_COLUMNS, DEPTH>;
+using VTile = Choice<SHARED_KV, KTile, Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>>::Type;
 constexpr unsigned Q_AT = 0, K_AT = QTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
-constexpr unsigned SEEN_AT = V_AT + STAGES * VTile::BYTES;
+constexpr unsigned SEEN_AT = V_AT + (SHARED_KV ? 0 : STAGES * VTile::BYTES);
 static_assert(SEEN_AT + TILE_ROWS * sizeof(int2) == SHARED_BYTES, "what mpiattn/backends/cuda/tile_table.py says");
-static_assert(TILE_ROWS % (16 * WARPS) == 0 && TILE_COLUMNS % 16 == 0, "tiles are made of 16 rows and 16 keys");
+static_assert(TILE_ROWS % (16 * ROW_WARPS) == 0 && TILE_COLUMNS % 16 == 0, "tiles are made of 16 rows and 16 keys");
+static_assert(PARTS == 1 || (SHARED_KV && PARTS * D * 8 <= KTile::COLUMNS), "parts are columns of the keys' tile");
 
 // Sets the scores outside the rows' intervals to -inf; `first` is the first key of the tile.
 template <class Seen>
@@ -54,8 +62,9 @@ __device__ __forceinline__ void hide_unseen(float (&score)[M][N][4], Seen seen, 
 }
 
 // Normalizes acc by the sums and merges the result into the rows' partial; with `fresh` it replaces that partial.
+// acc holds the columns of out from first_column on.
 __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax<M>& softmax, const Rows& rows,
-                                      int first_row, float* out, float* lse, bool fresh) {
+                                      int first_row, int first_column, float* out, float* lse, bool fresh) {
     float sum[M][2], held[M][2];
 #pragma unroll
     for (int m = 0; m < M; ++m)
@@ -65,7 +74,10 @@ __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax
             sum[m][h] = quad_sum(softmax.sum[m][h]);
             held[m][h] = fresh || row >= rows.count ? minus_infinity() : lse[rows.index(row)];
         }
-    __syncwarp();  // one lane of a quad writes what all four read
+    if (PARTS == 1)
+        __syncwarp();  // one lane of a quad writes what all four read
+    else
+        __syncthreads();  // and what all parts read
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -78,8 +90,8 @@ __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax
             const float mine = empty ? minus_infinity() : softmax.top[m][h] * LN_2 + logf(sum[m][h]);
             const float weight = merge_weight(held[m][h], mine), factor = empty ? 0 : weight / sum[m][h];
             add_columns<VALUE_DIM>(out + at * VALUE_DIM, acc[m], h, held[m][h] != minus_infinity(), 1 - weight, factor,
-                                   0);
-            if (lane_index() % 4 == 0)
+                                   first_column);
+            if (lane_index() % 4 == 0 && first_column == 0)
                 lse[at] = merge_lse(held[m][h], mine);
         }
 }
@@ -123,7 +135,9 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         commit_copies();
     };
 
-    const int warp_row = warp_index() * 16 * M, my_row = first_row + warp_row + lane_index() / 4;
+    const int row_warp = PARTS == 1 ? warp_index() : warp_index() % ROW_WARPS;
+    const int first_column = PARTS == 1 ? 0 : warp_index() / ROW_WARPS * 8 * D;
+    const int warp_row = row_warp * 16 * M, my_row = first_row + warp_row + lane_index() / 4;
     for (int i = threadIdx.x; i < TILE_ROWS; i += THREADS) {
         const Interval of = intervals.of(Rows::token(min(first_row + i, rows.count - 1)));
         shared_at<int2>(SEEN_AT + i * sizeof(int2)) = make_int2(of.begin, of.end);
@@ -140,22 +154,25 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         load_k(0);
 #pragma unroll
         for (int stage = 1; stage < STAGES; ++stage) {
-            load_v(stage - 1);
+            if (!SHARED_KV)
+                load_v(stage - 1);
             load_k(stage);
         }
     }
-    // At the top of the loop 2 * STAGES - 1 copy groups are committed: K and V of the tiles up to `tile` + STAGES - 1,
+    // At the top of the loop, with a V, 2 * STAGES - 1 copy groups are committed: K and V of the tiles up to `tile` + STAGES - 1,
     // except the last V.
     for (int tile = 0; tile < tiles; ++tile) {
         const int first = first_key + tile * TILE_COLUMNS;
         const bool masked = !hull.covers(first, first + TILE_COLUMNS);
-        wait_copies<2 * STAGES - 2>();
+        const unsigned keys_at = K_AT + tile % STAGES * KTile::BYTES;
+        wait_copies<SHARED_KV ? STAGES - 1 : 2 * STAGES - 2>();
         __syncthreads();                                             // K has arrived; V of the previous tile is free
-        load_v(tile + STAGES - 1);
+        if (!SHARED_KV)
+            load_v(tile + STAGES - 1);
 
         float score[M][N][4];
         set_zero(score);
-        Product<T>::template with_rows<QTile, KTile>(score, Q_AT, warp_row, K_AT + tile % STAGES * KTile::BYTES);
+        Product<T>::template with_rows<QTile, KTile>(score, Q_AT, warp_row, keys_at);
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -166,16 +183,23 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         if (masked)
             hide_unseen(score, seen, first);
 
-        const unsigned values = V_AT + tile % STAGES * VTile::BYTES;
-        wait_copies<2 * STAGES - 2>();
+        const unsigned values = SHARED_KV ? keys_at : V_AT + tile % STAGES * VTile::BYTES;
+        if (!SHARED_KV)
+            wait_copies<2 * STAGES - 2>();
         const bool careful = __syncthreads_or(masked && copied_not_finite<VTile, THREADS>(values));
-        load_k(tile + STAGES);                                       // V has arrived; K is free
+        if (!SHARED_KV)
+            load_k(tile + STAGES);                                   // V has arrived; K is free
         softmax.weigh(score, acc, factor);
         if (careful)
-            product_of_seen<VTile>(acc, score, values, 0, [&](int m, int h, int j) { return seen(m, h).sees(first + j); });
+            product_of_seen<VTile>(acc, score, values, first_column,
+                                    [&](int m, int h, int j) { return seen(m, h).sees(first + j); });
         else
-            Product<T>::template with_columns<VTile>(acc, score, values, 0);
+            Product<T>::template with_columns<VTile>(acc, score, values, first_column);
+        if (SHARED_KV) {
+            __syncthreads();                                         // K is free
+            load_k(tile + STAGES);
+        }
     }
     const long long partial = (long long)blockIdx.y * (PAGE_SIZE ? groups : 1) * tokens * rows.heads;
-    store(acc, softmax, rows, my_row, out + partial * VALUE_DIM, lse + partial, PAGE_SIZE || splits > 1);
+    store(acc, softmax, rows, my_row, first_column, out + partial * VALUE_DIM, lse + partial, PAGE_SIZE || splits > 1);
 }

@@ -9,6 +9,9 @@
 // queries.  That takes 7 products instead of 5, but results are the same bits in every run, and no block waits for
 // another.
 
+// With -DSHARED_KV=1 a value is the first VALUE_DIM numbers of its key: there is no v, and dk is the sum of both
+// gradients.
+
 #pragma once
 
 #include "columns.cuh"
@@ -18,6 +21,8 @@
 #include "softmax.cuh"
 
 constexpr float LOG2_E = 1.44269504088896341f;
+constexpr int DEPTH = padded(HEAD_DIM, SHARED_KV ? 64 * PARTS : 32),
+              VALUE_DEPTH = padded(VALUE_DIM, SHARED_KV ? 64 : 32);
 
 // The part of the results' columns that this block computes.  With one part it is a constant that the compiler can
 // fold.

@@ -8,23 +8,25 @@
 //
 // grid: (key tiles * KV heads, PARTS); each part computes its share of the columns of dk and dv.
 // block: 32 * WARPS threads; each warp owns TILE_ROWS / WARPS keys.
-// shared memory: SHARED_BYTES, dynamic.  It holds K and V for the whole loop, and STAGES buffers for tiles of Q and
-// dout and for lse, delta and interval of their rows.
-// tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS, STAGES and PARTS are constants from
-// mpiattn/backends/cuda/tile_table.py.  For bfloat16 and head dim 128 they are 64 x 32, 4 warps, 2 stages, 1 part.
+// shared memory: SHARED_BYTES, dynamic.  It holds K and V, or K alone, for the whole loop, and STAGES buffers for tiles
+// of Q and dout and for lse, delta and interval of their rows. tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS, STAGES and
+// PARTS are constants from mpiattn/backends/cuda/tile_table.py.  For bfloat16 and head dim 128 they are 64 x 32, 4
+// warps, 2 stages, 1 part.
 
 #include "gradient.cuh"
 
 using T = ELEMENT;
 constexpr int THREADS = 32 * WARPS;
 constexpr int M = TILE_ROWS / (16 * WARPS), N = TILE_COLUMNS / 8;
-constexpr int DK = padded(HEAD_DIM) / 8 / PARTS, DV = padded(VALUE_DIM) / 8 / PARTS;
-using KTile = Tile<T, TILE_ROWS, padded(HEAD_DIM)>;
-using VTile = Tile<T, TILE_ROWS, padded(VALUE_DIM)>;
-using QTile = Tile<T, TILE_COLUMNS, padded(HEAD_DIM)>;
-using GTile = Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>;              // of dout
+constexpr int DK = DEPTH / 8 / PARTS, DV = SHARED_KV ? 1 : VALUE_DEPTH / 8 / PARTS;
+using KTile = Tile<T, TILE_ROWS, DEPTH>;
+using VTile = Choice<SHARED_KV, KTile, Tile<T, TILE_ROWS, VALUE_DEPTH>>::Type;
+using QTile = Tile<T, TILE_COLUMNS, DEPTH>;
+using GTile =
+    Tile<T, TILE_COLUMNS, SHARED_KV ? DEPTH : VALUE_DEPTH>;  // of dout; all of dk's columns, since it is added there
 constexpr unsigned COLUMN_BYTES = TILE_COLUMNS * sizeof(float);
-constexpr unsigned K_AT = 0, V_AT = KTile::BYTES, Q_AT = V_AT + VTile::BYTES, G_AT = Q_AT + STAGES * QTile::BYTES;
+constexpr unsigned K_AT = 0, V_AT = SHARED_KV ? K_AT : KTile::BYTES, Q_AT = V_AT + VTile::BYTES;
+constexpr unsigned G_AT = Q_AT + STAGES * QTile::BYTES;
 constexpr unsigned LSE_AT = G_AT + STAGES * GTile::BYTES, DELTA_AT = LSE_AT + STAGES * COLUMN_BYTES;
 constexpr unsigned BEGIN_AT = DELTA_AT + STAGES * COLUMN_BYTES, END_AT = BEGIN_AT + STAGES * COLUMN_BYTES;
 static_assert(TILE_COLUMNS <= THREADS && STAGES <= 2,
@@ -38,8 +40,8 @@ struct RowTiles {
 
     const int4* hulls;
     int count, first, last;
-    int base = -32;                                // bit i of the masks stands for tile base + i
-    unsigned touching = 0, covered = 0;            // tiles still to do; tiles whose rows all see all of the keys
+    int base = -32;  // bit i of the masks stands for tile base + i
+    unsigned touching = 0, covered = 0;  // tiles still to do; tiles whose rows all see all of the keys
 
     __device__ __forceinline__ RowTiles(const int4* hulls_, int count_, int first_, int last_)
         : hulls(hulls_), count(count_), first(first_), last(last_) {
@@ -65,6 +67,15 @@ struct RowTiles {
     }
 };
 
+// The sum that dv is added up in: that of dk, if keys hold the values.
+template <class K, class V>
+__device__ __forceinline__ auto& sum_of_values(K& acc_k, V& acc_v) {
+    if constexpr (SHARED_KV)
+        return acc_k;
+    else
+        return acc_v;
+}
+
 extern "C" __global__ void
 __launch_bounds__(THREADS, 1)
 gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __restrict__ lse,
@@ -78,7 +89,7 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     const Intervals intervals(begin, end, group, tokens);
     const int first_key = mine.tile * TILE_ROWS, last_key = min(first_key + TILE_ROWS, keys);
     const int all = (rows.count + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const int part_k = part_index() * 8 * DK, part_v = part_index() * 8 * DV;
+    const int part_k = part_index() * 8 * DK, part_v = SHARED_KV ? part_k : part_index() * 8 * DV;
     RowTiles ahead(hulls + (long long)group * all, all, first_key, last_key);       // the next tile to load
     int loaded = 0, state = ahead.state();                           // state: of the current tile
     if (state == RowTiles::NONE)
@@ -109,7 +120,8 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     set_zero(acc_v);
     const Keys chunk = {nullptr, keys, 0, kv_heads, kv_head};
     chunk.copy<KTile, HEAD_DIM, THREADS>(K_AT, k, first_key);
-    chunk.copy<VTile, VALUE_DIM, THREADS>(V_AT, v, first_key);
+    if (!SHARED_KV)
+        chunk.copy<VTile, VALUE_DIM, THREADS>(V_AT, v, first_key);
 #pragma unroll
     for (int stage = 0; stage + 1 < STAGES; ++stage)
         load();
@@ -133,7 +145,7 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
         set_zero(score);
         set_zero(product);
         Product<T>::template with_rows<KTile, QTile>(score, K_AT, warp_row, queries_at);
-        Product<T>::template with_rows<VTile, GTile>(product, V_AT, warp_row, grads_at);
+        Product<T>::template with_rows<VTile, GTile, VALUE_DEPTH>(product, V_AT, warp_row, grads_at);
         const auto seen_by = [&](int j) {
             const unsigned at = slot * COLUMN_BYTES + j * sizeof(int);
             return Interval{shared_at<int>(BEGIN_AT + at), shared_at<int>(END_AT + at)};
@@ -163,19 +175,29 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
                 }
             }
         }
+        if constexpr (SHARED_KV)                                     // one sum: both have its factor
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        product[m][n][i] *= scale;
+        auto& sum_v = sum_of_values(acc_k, acc_v);
         if (careful) {
             const auto sees = [&](int m, int h, int j) { return seen_by(j).sees(my_key + 16 * m + 8 * h); };
-            product_of_seen<GTile>(acc_v, score, grads_at, part_v, sees);
+            product_of_seen<GTile>(sum_v, score, grads_at, part_v, sees);
             product_of_seen<QTile>(acc_k, product, queries_at, part_k, sees);
         } else {
-            Product<T>::template with_columns<GTile>(acc_v, score, grads_at, part_v);
+            Product<T>::template with_columns<GTile>(sum_v, score, grads_at, part_v);
             Product<T>::template with_columns<QTile>(acc_k, product, queries_at, part_k);
         }
     }
-    add_rows<HEAD_DIM>(dk, acc_k, scale, part_k, [&](int m, int h) {
+    add_rows<HEAD_DIM>(dk, acc_k, SHARED_KV ? 1 : scale, part_k, [&](int m, int h) {
         return key_start<HEAD_DIM>(my_key + 16 * m + 8 * h, keys, kv_heads, kv_head);
     });
-    add_rows<VALUE_DIM>(dv, acc_v, 1, part_v, [&](int m, int h) {
-        return key_start<VALUE_DIM>(my_key + 16 * m + 8 * h, keys, kv_heads, kv_head);
-    });
+    if constexpr (!SHARED_KV)
+        add_rows<VALUE_DIM>(dv, acc_v, 1, part_v, [&](int m, int h) {
+            return key_start<VALUE_DIM>(my_key + 16 * m + 8 * h, keys, kv_heads, kv_head);
+        });
 }

@@ -6,7 +6,7 @@
 // grid: (row tiles * KV heads, PARTS); each part computes its share of the columns of dq.
 // block: 32 * WARPS threads; each warp owns TILE_ROWS / WARPS rows.
 // shared memory: SHARED_BYTES, dynamic.  It holds Q, dout and a struct Row per row for the whole loop, and STAGES
-// buffers for tiles of K and V.
+// buffers for tiles of K and V, or of K alone.
 // tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS, STAGES and PARTS are constants from mpiattn/backends/cuda/tile_table.py.
 // For bfloat16 and head dim 128 they are 64 x 64, 4 warps, 1 stage, 1 part, and on sm_90 and sm_100 128 x 32, 4 warps,
 // 2 stages, 1 part.
@@ -15,13 +15,13 @@
 
 using T = ELEMENT;
 constexpr int THREADS = 32 * WARPS;
-constexpr int M = TILE_ROWS / (16 * WARPS), N = TILE_COLUMNS / 8, D = padded(HEAD_DIM) / 8 / PARTS;
-using QTile = Tile<T, TILE_ROWS, padded(HEAD_DIM)>;
-using GTile = Tile<T, TILE_ROWS, padded(VALUE_DIM)>;  // of dout
-using KTile = Tile<T, TILE_COLUMNS, padded(HEAD_DIM)>;
-using VTile = Tile<T, TILE_COLUMNS, padded(VALUE_DIM)>;
+constexpr int M = TILE_ROWS / (16 * WARPS), N = TILE_COLUMNS / 8, D = DEPTH / 8 / PARTS;
+using QTile = Tile<T, TILE_ROWS, DEPTH>;
+using GTile = Tile<T, TILE_ROWS, VALUE_DEPTH>;  // of dout
+using KTile = Tile<T, TILE_COLUMNS, DEPTH>;
+using VTile = Choice<SHARED_KV, KTile, Tile<T, TILE_COLUMNS, VALUE_DEPTH>>::Type;
 constexpr unsigned Q_AT = 0, G_AT = QTile::BYTES, K_AT = G_AT + GTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
-constexpr unsigned ROWS_AT = V_AT + STAGES * VTile::BYTES;
+constexpr unsigned ROWS_AT = V_AT + (SHARED_KV ? 0 : STAGES * VTile::BYTES);
 static_assert(ROWS_AT + TILE_ROWS * sizeof(float4) == SHARED_BYTES, "what mpiattn/backends/cuda/tile_table.py says");
 
 // Interval, lse in base 2 and delta of a row, in 16 bytes.
@@ -52,7 +52,8 @@ gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __r
         if (tile < tiles) {
             const int first = hull.lo + tile * TILE_COLUMNS, slot = tile % STAGES;
             chunk.copy<KTile, HEAD_DIM, THREADS>(K_AT + slot * KTile::BYTES, k, first);
-            chunk.copy<VTile, VALUE_DIM, THREADS>(V_AT + slot * VTile::BYTES, v, first);
+            if (!SHARED_KV)
+                chunk.copy<VTile, VALUE_DIM, THREADS>(V_AT + slot * VTile::BYTES, v, first);
         }
         commit_copies();
     };
@@ -77,7 +78,8 @@ gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __r
     for (int tile = 0; tile < tiles; ++tile) {
         const int first = hull.lo + tile * TILE_COLUMNS;
         const bool masked = !hull.covers(first, first + TILE_COLUMNS);
-        const unsigned keys_at = K_AT + tile % STAGES * KTile::BYTES, values_at = V_AT + tile % STAGES * VTile::BYTES;
+        const unsigned keys_at = K_AT + tile % STAGES * KTile::BYTES;
+        const unsigned values_at = SHARED_KV ? keys_at : V_AT + tile % STAGES * VTile::BYTES;
         if constexpr (STAGES == 1) {
             __syncthreads();                                         // the previous tile's buffers are free
             load(tile);

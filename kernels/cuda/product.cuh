@@ -4,7 +4,8 @@
 //     Product<T>::with_columns    c += W B       W in registers, rounded to T where T is 16 bits wide: outputs
 //     product_of_seen             c += W B       leaving out pairs that are not seen, for a B that is not finite
 //
-// A warp has 16 * M rows.  with_rows uses all rows of B; with_columns uses the columns of B from `first` on.
+// A warp has 16 * M rows.  with_rows uses all rows of B, and the first DEPTH columns of both; with_columns uses the
+// columns of B from `first` on.
 
 #pragma once
 
@@ -24,13 +25,13 @@ __device__ __forceinline__ void set_zero(float (&c)[M][N][4]) {
 // T is f16 or bf16: tensor cores.
 template <class T>
 struct Product {
-    template <class A, class B, int M, int N>
+    template <class A, class B, int DEPTH = A::COLUMNS, int M, int N>
     static __device__ __forceinline__ void with_rows(float (&c)[M][N][4], unsigned a, int a_row, unsigned b) {
         const int lane = lane_index();
         const unsigned a_at = A::at(a, a_row + lane % 16, lane / 16 * 8);
         const unsigned b_at = B::at(b, lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
 #pragma unroll 2                                     // more would spend the results' registers on addresses
-        for (int k = 0; k < A::COLUMNS; k += 16) {
+        for (int k = 0; k < DEPTH; k += 16) {
             unsigned left[M][4];
 #pragma unroll
             for (int m = 0; m < M; ++m)
@@ -79,11 +80,11 @@ struct Product {
 // float: FMAs, because tensor cores would round the operands to 11 bits.
 template <>
 struct Product<float> {
-    template <class A, class B, int M, int N>
+    template <class A, class B, int DEPTH = A::COLUMNS, int M, int N>
     static __device__ __forceinline__ void with_rows(float (&c)[M][N][4], unsigned a, int a_row, unsigned b) {
         const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll 2
-        for (int k = 0; k < A::COLUMNS; k += 4) {
+        for (int k = 0; k < DEPTH; k += 4) {
             float4 left[M][2];
 #pragma unroll
             for (int m = 0; m < M; ++m)

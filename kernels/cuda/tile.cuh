@@ -8,7 +8,16 @@
 #include "element.cuh"
 #include "warp.cuh"
 
-__device__ constexpr int padded(int dim) { return (dim + 31) / 32 * 32; }  // a tile's columns
+__device__ constexpr int padded(int dim, int to = 32) { return (dim + to - 1) / to * to; }  // a tile's columns
+
+template <bool FIRST, class A, class B>
+struct Choice {
+    using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+    using Type = B;
+};
 
 template <class T, int ROWS_, int COLUMNS_>
 struct Tile {

@@ -43,6 +43,8 @@ int main(void) {
                                        &of.delta, &of.dq, &of.dk, &of.dv,  &of.other, &of.other_lse};
         for (int i = 4; i < POINTERS; i++)
             array[i - 4]->data = data[i];
+        if (!of.dv.data)
+            of.dv.data = of.dk.data;  // shared keys and values: both gradients are added to one array
         of.poll = 0;
         const int64_t needed = scratch_bytes(0, &of, operation);
         of.scratch = memory(needed);

@@ -7,6 +7,8 @@ executor orders copies by events alone.
 Shapes: the batch is folded into the heads, so a chunk is (tokens, heads, dim).  The number of KV heads divides the
 number of heads.  Consecutive chunks of a buffer form one longer chunk.  A partial is out (tokens, heads, value_dim) and
 lse (tokens, heads), in float32, or float64 for float64 inputs; the identity partial is (0, -inf).
+
+v is None where values are the first value_dim numbers of the keys.  dv is None then: dk takes both gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,9 +109,15 @@ class Backend(Protocol):
         empty: empty(shape, dtype) returns memory for a copy of an array of this back end; None for new memory.
         """
 
-    def scratch_bytes(self, head_dim: int, value_dim: int, dtype: str, backward: bool = False) -> int:
+    def accumulates(self, array: Array) -> bool:
+        """Whether launches can add partials to an array of `result` or `writable` as it lies in memory."""
+
+    def scratch_bytes(
+        self, head_dim: int, value_dim: int, dtype: str, backward: bool = False, shared_kv: bool = False
+    ) -> int:
         """Bytes of working memory that launches on such inputs need, besides their arguments.
 
+        shared_kv: whether v is None.
         Raises ArgumentError if launches cannot take such inputs.
         """
 
@@ -134,7 +142,7 @@ class Backend(Protocol):
         self,
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None,
         begin: Array,
         end: Array,
         out: Array,
@@ -154,7 +162,7 @@ class Backend(Protocol):
         self,
         q: Array,
         keys: Array,
-        values: Array,
+        values: Array | None,
         pages: Array | list[Array],
         page_size: int,
         begin: Array,
@@ -169,7 +177,7 @@ class Backend(Protocol):
         """Set (out, lse) to the partial of the queries of one or more sequences over their keys in a pool of pages.
 
         q: (queries, heads, head_dim).
-        keys, values: the pool, (kv_heads, slots, head_dim) and (kv_heads, slots, value_dim).
+        keys, values: the pool, (kv_heads, slots, head_dim) and (kv_heads, slots, value_dim); values as v of `attend`.
         pages: int32, the numbers of the sequence's pages in order.  A page is page_size consecutive slots.
         begin, end: int32 (queries,).  Query i sees the sequence's keys [begin[i], end[i]).
 
@@ -193,12 +201,12 @@ class Backend(Protocol):
         lse: Array,
         delta: Array,
         k: Array,
-        v: Array,
+        v: Array | None,
         begin: Array,
         end: Array,
         dq: Array,
         dk: Array,
-        dv: Array,
+        dv: Array | None,
         scale: float,
         softcap: float | None = None,
         after: Sequence[Event] = (),

@@ -20,6 +20,10 @@ class Kept:
             held = self._memory[name, dtype] = self._empty((size,), dtype)
         return held[:size].reshape(shape)
 
+    def names(self):
+        """The names that have memory."""
+        return {name for name, _ in self._memory}
+
     def arrays(self, names=None):
         """The memory held, one flat array per name and dtype.  names: which names; None for all."""
         return [held for (name, _), held in self._memory.items() if names is None or name in names]

@@ -4,7 +4,8 @@ from itertools import product
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from ..schedule.tile import parse_tile, tiles
+from ..schedule.regroup import every_tile
+from ..schedule.tile import parse_tile
 
 
 class Case(NamedTuple):
@@ -22,24 +23,24 @@ class Case(NamedTuple):
         )
 
 
-def tile_names(asked, ranks):
-    """Tiles as "AxB" or "auto", each once, in the given order; "all" means every tile of the ranks."""
+def tile_names(asked, ranks, heads=1, kv_heads=1):
+    """Tiles as "AxB", "HxAxB" or "auto", each once, in the given order; "all" means every tile of the ranks."""
     names = []
     for text in asked:
-        shapes = tiles(ranks) if text == "all" else [parse_tile(text, ranks)]
+        shapes = every_tile(ranks, heads, kv_heads) if text == "all" else [parse_tile(text, ranks)]
         names += ["auto" if shape is None else str(shape) for shape in shapes]
     return list(dict.fromkeys(names))
 
 
-def cases(ranks, seqlens, tile, schedule, route, no_overlap=False):
+def cases(ranks, seqlens, tile, schedule, route, no_overlap=False, heads=1, kv_heads=None):
     """The cases of every size, a list of lists.  Raises ArgumentError.
 
     seqlens, tile, schedule, route: lists.  no_overlap: add every case without overlap, except those with a collective
-    schedule, which has none.
+    schedule, which has none.  heads, kv_heads: which planes "all" has tiles of; kv_heads by default heads.
     """
     if min(seqlens) < 1:
         raise ArgumentError(f"seqlen is {min(seqlens)}; it must be at least 1")
-    names = tile_names(tile, ranks)
+    names = tile_names(tile, ranks, heads, kv_heads or heads)
     schedules, routes, seqlens = (list(dict.fromkeys(asked)) for asked in (schedule, route, seqlens))
     return [
         [

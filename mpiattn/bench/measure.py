@@ -16,7 +16,6 @@ from ..engine.folding import on_host
 from ..errors import VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
-from ..schedule import travels
 from ..verify import compare, gradients
 from .summary import EMULATED
 from .tensors import NAMES, Tensors
@@ -101,6 +100,7 @@ class Subject:
             "schedule": schedule.name,
             "route": plan.route,
             "layout": plan.q_layout.kind,
+            "mesh_layout": plan.mesh_layout,
             "ahead": schedule.ahead,
             "balance": plan.balance,
             "predicted_seconds": plan.predicted_seconds,
@@ -109,15 +109,11 @@ class Subject:
 
     def formula(self, name):
         """Bytes that this rank should send in a pass, by the formula."""
-        plan, activity = self.plan, self.plan.activity
-        lengths = [layout.lengths for layout in (activity.q_layout, activity.k_layout)]
-        return travels.sent(
-            plan.problem, *lengths, plan.tile, plan.chunk, plan.route, name, activity, plan.schedule.collective
-        ).total
+        return self.plan.formula(name)
 
     def flops(self, name):
         """Floating-point operations of this rank's blocks in a pass, attended pairs only."""
-        return PRODUCTS[name] * self.plan.problem.flops_per_pair * self.plan.activity.work(self.plan.chunk)
+        return PRODUCTS[name] * self.plan.problem.flops_per_pair * self.plan.pairs()
 
 
 class OneRank:
@@ -197,6 +193,7 @@ def _chosen(case, plan):
         plan.route,
         plan.q_layout,
         plan.k_layout,
+        plan.mesh_layout,
         schedule.ahead,
         case.overlap or schedule.name == "collective",
     )

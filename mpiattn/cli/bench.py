@@ -76,8 +76,8 @@ def add_arguments(parser):
         "--tile",
         nargs="+",
         default=["auto", "ring"],
-        metavar="AxB",
-        help="tiles, as for `mpiattn run`; all: every tile of these ranks (default: auto ring)",
+        metavar="TILE",
+        help="tiles, as for `mpiattn run`; all: every tile of these ranks and heads (default: auto ring)",
     )
     parser.add_argument(
         "--schedule",
@@ -101,6 +101,7 @@ def add_arguments(parser):
         help="measure every case without overlap too (except collective schedules, which have none)",
     )
     options.add_layout(parser)
+    options.add_mesh_layout(parser)
     options.add_wire_dtype(parser)
     options.add_backend(parser)
     options.add_transport(parser)
@@ -169,7 +170,8 @@ def _limits(job, args):
 def _run(job, args):
     comm, peers = job.comm, job.peers
     with agreement(peers):
-        asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap)
+        which = args.tile, args.schedule, args.route, args.no_overlap, args.heads, args.kv_heads
+        asked = cases(comm.size, args.seqlen, *which)
     how = {
         name: getattr(args, name)
         for name in (
@@ -184,6 +186,7 @@ def _run(job, args):
             "window",
             "direction",
             "layout",
+            "mesh_layout",
             "wire_dtype",
             "backend",
             "transport",

@@ -123,6 +123,7 @@ def _problems(args, cache, asked):
             kv_heads=cache.kv_heads,
             head_dim=head_dim,
             value_dim=cache.value_dim,
+            shared_kv=cache.shared_kv,
             dtype=cache.dtype,
             causal=not args.full,
             window=args.window,

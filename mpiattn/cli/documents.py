@@ -1,5 +1,6 @@
 """The boundaries of packed documents, read from the dataset or file that --documents names."""
 
+import io
 import re
 
 import h5py
@@ -22,15 +23,21 @@ def read_documents(peers, file, specs):
     return peers.allgather(arguments)[0]
 
 
+def read_file(option, path):
+    """Documents from a .npy or text file; raises FileError.  option: what is named where that fails."""
+    return _read(None, option, path)
+
+
 def _read(file, option, spec):
     try:
-        if isinstance(file.get(spec), h5py.Dataset):
+        if file is not None and isinstance(file.get(spec), h5py.Dataset):
             return _checked(file[spec])
         with open(spec, "rb") as stream:
-            is_array = stream.read(6) == b"\x93NUMPY"
-        return _checked(np.load(spec)) if is_array else _of_text(spec)
+            data = stream.read()  # once, because it may be a pipe
+        return _checked(np.load(io.BytesIO(data))) if data.startswith(b"\x93NUMPY") else _of_text(data.decode())
     except FileNotFoundError:
-        raise FileError(f"{option} is {spec!r}; it must be a dataset of IN or a file, and there is neither") from None
+        may_be = "a file" if file is None else "a dataset of IN or a file"
+        raise FileError(f"{option} is {spec!r}; it must be {may_be}, and there is none of that name") from None
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{option} is {spec!r}; it cannot be read: {why}") from None
@@ -44,10 +51,11 @@ def _checked(array):
     return array[...].astype(np.int64)
 
 
-def _of_text(path):
+def _of_text(text):
     """Numbers of a text file: a line per batch entry; for a single entry also one number per line."""
-    with open(path) as file:
-        lines = [[int(word) for word in re.split(r"[,\s]+", line.strip())] for line in file if line.strip()]
+    lines = [[int(word) for word in re.split(r"[,\s]+", line.strip())] for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError("it holds no numbers")
     if all(len(line) == 1 for line in lines):
         return [number for line in lines for number in line]
     return lines[0] if len(lines) == 1 else lines

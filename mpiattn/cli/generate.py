@@ -31,6 +31,11 @@ def add_arguments(parser):
     )
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="elements of a head (default: 64)")
     parser.add_argument("--value-dim", type=int, metavar="D", help="elements of a value head (default: --head-dim)")
+    parser.add_argument(
+        "--shared-kv",
+        action="store_true",
+        help="no v: a value is the first --value-dim elements of its key (absorbed MLA)",
+    )
     parser.add_argument("--seqlen-k", type=int, metavar="N", help="tokens of keys and values (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
     parser.add_argument(
@@ -58,6 +63,7 @@ def run(args):
         kv_heads=args.kv_heads,
         head_dim=args.head_dim,
         value_dim=args.value_dim,
+        shared_kv=args.shared_kv,
         seqlen_k=args.seqlen_k,
         dtype=args.dtype,
     )
@@ -69,6 +75,8 @@ def run(args):
         "k": (p.batch, p.seqlen_k, p.kv_heads, p.head_dim),
         "v": (p.batch, p.seqlen_k, p.kv_heads, p.value_dim),
     }
+    if p.shared_kv:
+        del shapes["v"]
     if args.dout:
         shapes["dout"] = (p.batch, p.seqlen, p.heads, p.value_dim)
     cuts = _documents(args)
@@ -82,6 +90,8 @@ def run(args):
                     | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
                 )
                 file.attrs["seed"] = args.seed
+                if p.shared_kv:
+                    file.attrs["value_dim"] = p.value_dim
             hdf5.reserve(new.partial)
             total = sum(math.prod(shape) for shape in shapes.values())
             with hdf5.writing(new.partial) as file, Progress("generate", total, " elements") as progress:

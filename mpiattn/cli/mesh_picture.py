@@ -9,15 +9,16 @@ def _some(count, most):
 
 
 def picture(tile):
-    """The mesh of a tile, ranks in rows and columns, and the blocks that rank 0 computes."""
-    a, b = tile.a, tile.b
-    columns, width = _some(a, MOST_COLUMNS), len(str(tile.ranks - 1)) + 4
+    """The mesh of a tile, or a plane of it: ranks in rows and columns, and the blocks that rank 0 computes."""
+    a, b, h = tile.a, tile.b, tile.h
+    columns, width = _some(a, MOST_COLUMNS), len(str(tile.chunks - 1)) + 4
 
     def line(label, cells):
         return f"  {label:<{len(str(b - 1)) + 4}}|" + "".join(f"{cell:>{width}}" for cell in cells)
 
     lines = [
-        f"mesh of tile {tile}: {b} row{'s' * (b > 1)} x {a} column{'s' * (a > 1)}, rank = {a} * row + column",
+        (f"each of the {h} planes" if h > 1 else "mesh")
+        + f" of tile {tile}: {b} row{'s' * (b > 1)} x {a} column{'s' * (a > 1)}, rank = {a} * row + column",
         line("", ["..." if c is None else f"c={c}" for c in columns]),
     ]
     for r in _some(b, MOST_ROWS):

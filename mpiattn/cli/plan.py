@@ -1,7 +1,8 @@
-"""List every tile of n ranks with its traffic, memory, balance and predicted time; starts no MPI.
+"""List the tiles of n ranks with their traffic, memory, balance and predicted time; starts no MPI.
 
 A tile AxB gives every rank A query chunks x B KV chunks: a mesh of B rows x A columns, A*B = ranks. 1xN is
-Ring-Attention. Sizes are in tokens, heads and elements; output is in binary units (1 KiB = 1024 B) and seconds.
+Ring-Attention. HxAxB splits the heads over H planes, each of which is a mesh AxB, H*A*B = ranks. Sizes are in tokens,
+heads and elements; output is in binary units (1 KiB = 1024 B) and seconds.
 """
 
 from dataclasses import asdict, replace
@@ -10,20 +11,21 @@ from functools import partial
 from .. import __version__
 from ..console import options
 from ..console.json_file import write_json
-from ..console.table import duration, percent, size, table
 from ..errors import ArgumentError
-from ..model import cost, machine, search
-from ..model.simulate import simulate
-from ..model.workload import Load, block_pairs
+from ..model import cost, machine, planes, search
+from ..model.simulate import nodes_of, simulate
+from ..model.workload import Load, Work
+from ..plan.decision import Decision
 from ..plots import style
 from ..plots.page import page
+from ..problem.documents import expected_cuts
 from ..problem.problem import ITEMSIZE, Problem
 from ..schedule import travels
-from ..schedule.route import passed_on
-from ..schedule.tile import Tile, parse_tile, tiles
+from ..schedule.tile import Tile, parse_tile
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
-from .mesh_picture import picture
+from .documents import read_file
+from .plan_text import as_text, counts, head
 
 EXAMPLES = """\
 examples:
@@ -32,6 +34,9 @@ examples:
   mpiattn plan --ranks 6 --seqlen 6000 --heads 8 --head-dim 64 --tile 3x2 --schedule greedy --steps
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --json - | python -m json.tool
 """
+
+# Up to so many ranks, the time of every tile is predicted; with more, of those that may be the best, and of --tile.
+EVERY_TILE = 256
 
 
 def add_arguments(parser):
@@ -43,9 +48,20 @@ def add_arguments(parser):
     parser.add_argument("--head-dim", type=int, required=True, help="elements of a query and of a key, per head")
     parser.add_argument("--kv-heads", type=int, help="key-value heads; divides --heads (default: --heads)")
     parser.add_argument("--value-dim", type=int, help="elements of a value, per head (default: --head-dim)")
+    parser.add_argument(
+        "--shared-kv",
+        action="store_true",
+        help="a value is the first --value-dim elements of its key: only keys are held and travel (absorbed MLA)",
+    )
     parser.add_argument("--seqlen-k", type=int, help="key-value tokens (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     options.add_masks(parser)
+    parser.add_argument(
+        "--documents",
+        metavar="FILE",
+        help="documents like those that calls will have, packed in the sequence: a .npy or text file of the positions "
+        "where they begin, and the end of the last (cu_seqlens)",
+    )
     parser.add_argument(
         "--dtype", default="float32", choices=tuple(ITEMSIZE), help="of q, k, v and the result (default: %(default)s)"
     )
@@ -57,6 +73,7 @@ def add_arguments(parser):
         help="which passes to plan for (default: %(default)s)",
     )
     options.add_layout(parser)
+    options.add_mesh_layout(parser)
     options.add_route(parser)
     options.add_schedule(parser)
     options.add_tile(parser)
@@ -92,6 +109,7 @@ def run(args):
         batch=args.batch,
         kv_heads=args.kv_heads,
         value_dim=args.value_dim,
+        shared_kv=args.shared_kv,
         seqlen_k=args.seqlen_k,
         dtype=args.dtype,
         causal=args.causal,
@@ -100,29 +118,40 @@ def run(args):
         window=args.window,
         wire_dtype=args.wire_dtype,
     )
+    given = None if args.documents is None else read_file("--documents", args.documents)
+    cuts = expected_cuts(problem, given, "--documents")
+    mask = problem.mask_of(cuts)
     asked = parse_tile(args.tile, args.ranks)
     kinds = cost.SCHEDULES if args.schedule == "auto" else (args.schedule,)
     on = _machine(args)
-    evaluate = partial(
-        search.evaluate,
+    survey = partial(
+        planes.survey,
         problem,
         args.ranks,
         args.route,
         kinds,
         direction=args.direction,
         machine=on,
-        pairs=search.layouts(args.layout, problem, args.ranks),
+        pairs=search.layouts(args.layout, problem, args.ranks, mask),
+        mesh_layout=args.mesh_layout,
+        mask=mask,
     )
-    choices = evaluate(max_memory=args.max_memory)
+    planes.check_heads(asked, problem)
+    every = "tile" if args.ranks <= EVERY_TILE else None
+    choices, bounds = survey(max_memory=args.max_memory, every=every)
     search.check_memory(choices, args.max_memory)
     auto = choices[0]
-    fastest = auto.seconds if args.max_memory is None else min(choice.seconds for choice in evaluate())
+    free = [auto] if args.max_memory is None else survey(every=None)[0]
+    fastest = min(auto.seconds, free[0].seconds)
+    if asked in bounds:
+        choices += survey(max_memory=args.max_memory, every=None, shapes=[asked])[0]
     best = {}
     for choice in choices:  # best first
         best.setdefault(choice.tile, choice)
+    best = {**bounds, **best}
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
-    rows = [_tile(problem, args, best[tile], ring) for tile in tiles(args.ranks)]
     shown = best[asked or auto.tile]
+    rows = [_tile(problem, args, best[tile], ring) for tile in _listed(best, auto.tile, shown.tile)]
     data = {
         "mpiattn": __version__,
         "ranks": args.ranks,
@@ -131,6 +160,7 @@ def run(args):
         "route": args.route,
         "schedule": args.schedule,
         "layout": args.layout,
+        "documents": None if cuts is None else len(cuts) - 1,
         "machine": on.as_dict(),
         "max_memory": args.max_memory,
         "memory_cost": search.times_as_long(auto.seconds, fastest),
@@ -139,21 +169,20 @@ def run(args):
         "tiles": rows,
         "others": _others(problem, args, ring),
     }
-    schedules = [
-        cost.build(shown.schedule, shown.tile, shown.route, problem, on, direction, ahead=shown.ahead)
-        for direction in search.DIRECTIONS[args.direction]
-    ]
+    nodes = nodes_of(args.ranks, on).tolist()
+    decision = Decision(problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest=shown.seconds)
+    schedules = [decision.schedule(direction) for direction in search.DIRECTIONS[args.direction]]
     if args.steps:
         data["steps"] = {schedule.direction: _steps(schedule) for schedule in schedules}
     if args.plot is not None:
-        _plot(args.plot, problem, data, shown, schedules, on)
+        _plot(args.plot, data, decision, schedules)
     if args.json:
         write_json(args.json, data)
     if args.json != "-":
-        text = _text(problem, shown.tile, data, on)
+        text = as_text(problem, shown.tile, data, on)
         for schedule in schedules if args.steps else ():
             slots = data["steps"][schedule.direction]["validated_slots"]
-            text += f"\n\n{schedule}\nvalidated; slots ever in use: {_counts(slots)}"
+            text += f"\n\n{schedule}\nvalidated; slots ever in use: {counts(slots)}"
         print(text, flush=True)
     return 0
 
@@ -168,16 +197,31 @@ def _machine(args):
     return replace(on, ranks_per_node=args.ranks_per_node)
 
 
-def _plot(path, problem, data, shown, schedules, on):
-    """Draw the page of the shown tile."""
-    work = block_pairs(problem.mask, *shown.layouts)
-    load = Load(work, *(layout.lengths for layout in shown.layouts), shown.tile)
+def _plot(path, data, decision, schedules):
+    """Draw the page of the shown tile: of one plane of it."""
+    of_mesh, shown = decision.of_mesh, decision.choice
+    work = Work(decision.mask, *shown.mesh_layouts)
+    load = Load(work, of_mesh.choice.tile)
     title = (
-        f"{_head(problem, data)}\ntile {shown.tile}, {shown.schedule} schedule, {shown.route} route, "
-        f"{shown.layouts[0].kind} layout"
+        f"{head(decision.problem, data)}\ntile {shown.tile}, {shown.schedule} schedule, {shown.route} route, "
+        f"{shown.mesh_layouts[0].kind} layout" + (", one plane" if shown.tile.h > 1 else "")
     )
-    timelines = [simulate(schedule, problem, load, on) for schedule in schedules]
-    style.save(page(problem, work, load, schedules, timelines, title, f"machine {on.name}"), path, "--plot")
+    timelines = [simulate(schedule, of_mesh.problem, load, of_mesh.machine, of_mesh.nodes) for schedule in schedules]
+    machine = f"machine {decision.machine.name}"
+    style.save(page(of_mesh.problem, work.pairs, load, schedules, timelines, title, machine), path, "--plot")
+
+
+def _listed(best, *named):
+    """The tiles that are listed: all of one plane, for every number of planes the best and the rings, and `named`.
+
+    best: {tile: `Choice` or `Bound`}.
+    """
+    flat = [tile for tile in best if tile.h == 1]
+    listed = [*flat, *named]
+    for h in sorted({tile.h for tile in best} - {1}):
+        of_h = [tile for tile in best if tile.h == h]
+        listed += [min(of_h, key=lambda tile: (best[tile].seconds, best[tile].sent_bytes)), Tile(h, 1, of_h[0].chunks)]
+    return sorted(set(listed), key=lambda tile: (tile.h, tile.a))
 
 
 # Figures
@@ -196,8 +240,12 @@ def _saving(value, ring):
 
 
 def _tile(problem, args, choice, ring):
-    """The JSON of one tile.  ring: bytes that tile 1xN sends."""
-    share = problem.kv_heads / problem.heads
+    """The JSON of one tile.  ring: bytes that tile 1xN sends.  What a `Bound` does not know is None."""
+    known = isinstance(choice, search.Choice)
+    volumes = [
+        travels.volume(tile, travels.kv_share_of(problem, tile.h), args.direction)
+        for tile in (choice.tile, Tile(1, 1, args.ranks))
+    ]
     sent = (
         choice.sent[args.direction]
         if args.direction in choice.sent
@@ -207,33 +255,33 @@ def _tile(problem, args, choice, ring):
         "tile": str(choice.tile),
         "sent_bytes": {**sent, "total": choice.sent_bytes},
         "saving": _saving(choice.sent_bytes, ring),
-        "saving_elements": _saving(
-            *(travels.volume(tile, share, args.direction) for tile in (choice.tile, Tile(1, 1, args.ranks)))
-        ),
-        "memory_bytes": choice.nbytes,
-        "balance": choice.balance,
-        "seconds": choice.seconds,
-        "waiting": choice.waiting,
-        "schedule": choice.schedule,
-        "route": choice.route,
-        "ahead": choice.ahead,
+        "saving_elements": _saving(*volumes),
+        "memory_bytes": choice.nbytes if known else None,
+        "balance": choice.balance if known else None,
+        "seconds": choice.seconds if known else None,
+        "least_seconds": choice.seconds,
+        "waiting": choice.waiting if known else None,
+        "schedule": choice.schedule if known else None,
+        "route": choice.route if known else None,
+        "ahead": choice.ahead if known else None,
         "layout": choice.layouts[0].kind,
+        "mesh_layout": choice.mesh_layouts[0].kind if known else None,
     }
 
 
 def _others(problem, args, ring):
-    """Ulysses and USP: the bytes they send, or why they are not possible."""
-    ranks, share = args.ranks, problem.kv_heads / problem.heads
+    """Ulysses, USP and, with a window, a halo exchange: the bytes they send, or why they are not possible."""
+    ranks, share = args.ranks, travels.kv_share_of(problem)
     ring_volume = travels.volume(Tile(1, 1, ranks), share, args.direction)
 
     def method(name, group, nbytes):
-        volume = travels.usp_volume(ranks, group, share, args.direction)
+        volume = group and travels.usp_volume(ranks, group, share, args.direction)
         return {
             "method": name,
             "group": group,
             "sent_bytes": nbytes,
             "saving": _saving(nbytes, ring),
-            "saving_elements": _saving(volume, ring_volume),
+            "saving_elements": group and _saving(volume, ring_volume),
         }
 
     methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
@@ -247,129 +295,5 @@ def _others(problem, args, ring):
         methods.append(method(f"USP {group}x{ranks // group}", group, nbytes))
     elif ranks > 1:
         methods.append({"method": "USP", "not_possible": f"no group of more than 1 of {ranks} ranks divides {heads}"})
-    return methods
-
-
-# Text
-
-LEGEND = """\
-sent/rank  bytes that a rank sends, mean over ranks: {what}
-saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
-elements   the same, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
-           {row}(a-1) + {column}(b-1){share} chunks
-memory     q, k, v, results and buffers of a rank, without the back end's scratch
-balance    attended pairs of the busiest rank / mean over ranks
-time       predicted, by simulating the schedule on the machine {machine}:
-           {facts}
-           assumes {assumes}
-waits      the share of that time that a rank waits, mean over ranks
-auto       the shortest time; among times within {same:.0%}, the least sent/rank{limit}"""
-
-WHAT = {
-    "forward": "Q, K and V in {dtype}, partials O in {partial}",
-    "backward": "Q is q and dout in {dtype}, lse and delta in\n"
-    "           {partial}; K and V in {dtype}; partials dQ and dKV in {partial}",
-    "both": "forward and backward",
-}
-
-
-def _percent(share):
-    return "-" if share is None else percent(share)
-
-
-def _head(p, data):
-    """The ranks and the problem, in a line."""
-    ranks = data["ranks"]
-    return (
-        f"{ranks} rank{'s' * (ranks > 1)}, {p}, {data['direction']}, {data['route']} route; chunks of "
-        f"{-(-p.seqlen // ranks)} tokens"
-    )
-
-
-def _text(problem, tile, data, on):
-    """Table, legend and picture as text."""
-    p, ranks = problem, data["ranks"]
-    row, column = travels.ELEMENTS[data["direction"]]
-    sent = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
-    legend = LEGEND.format(
-        what=sent,
-        ranks=ranks,
-        row=row,
-        column=column,
-        same=search.SAME_TIME,
-        share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
-        machine=on.name,
-        facts=on,
-        assumes=on.assumes,
-        limit=_limit(data),
-    )
-    kinds = [kind for kind in data["tiles"][0]["sent_bytes"] if kind != "total"]
-    header = (
-        "tile",
-        "sent/rank",
-        *kinds,
-        "saved",
-        "elements",
-        "memory/rank",
-        "balance",
-        "time",
-        "waits",
-        "schedule",
-        "layout",
-        "",
-    )
-    parts = [f"{_head(p, data)}\n", table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
-    if ranks > 1:
-        parts += ["", picture(tile)]
-    return "\n".join(parts)
-
-
-def _rows(data, kinds):
-    names = {f"1x{data['ranks']}": "Ring", f"{data['ranks']}x1": "Q-ring"}
-    for row in data["tiles"]:
-        tile, sent = row["tile"], row["sent_bytes"]
-        marks = [mark for mark, marked in (("auto", data["auto"]), ("--tile", data["tile"])) if marked == tile]
-        if data["auto"] == data["tile"]:
-            marks = marks[:1]
-        yield (
-            f"{tile} {names.get(tile, '')}",
-            size(sent["total"]),
-            *(size(sent[kind]) for kind in kinds),
-            _percent(row["saving"]),
-            _percent(row["saving_elements"]),
-            size(row["memory_bytes"]),
-            f"{row['balance']:.2f}",
-            duration(row["seconds"]),
-            percent(row["waiting"]),
-            row["schedule"] + (f", {row['route']} route" if passed_on(row["route"]) else ""),
-            row["layout"],
-            f"<- {', '.join(marks)}" if marks else "",
-        )
-    for row in data["others"]:
-        if "sent_bytes" in row:
-            yield (
-                row["method"],
-                size(row["sent_bytes"]),
-                *("" for _ in kinds),
-                _percent(row["saving"]),
-                _percent(row["saving_elements"]),
-                *[""] * 7,
-            )
-
-
-def _limit(data):
-    """What a memory limit costs, for the legend."""
-    if data["max_memory"] is None:
-        return ""
-    return (
-        f"; only tiles within {size(data['max_memory'])} a rank, which takes "
-        f"{data['memory_cost']:.3g} times as long as without that limit"
-    )
-
-
-def _impossible(others):
-    return [f"{row['method']}: not possible, {row['not_possible']}" for row in others if "not_possible" in row]
-
-
-def _counts(slots):
-    return ", ".join(f"{count} {kind}" for kind, count in slots.items())
+    nbytes = travels.halo(problem, ranks, args.direction)
+    return methods if nbytes is None else [*methods, method("halo exchange", None, nbytes)]

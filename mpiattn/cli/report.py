@@ -85,6 +85,11 @@ def problem_text(p, chosen):
     )
 
 
+def _layout(chosen):
+    inside = "" if chosen["mesh_layout"] == chosen["layout"] else f", {chosen['mesh_layout']} on the mesh"
+    return f"{chosen['layout']} layout{inside}"
+
+
 def as_text(args, plan, chosen, seconds, ranks, reports, odd):
     """The report as a table."""
     p, tile = plan.problem, plan.tile
@@ -94,12 +99,10 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
         ("problem", problem_text(p, chosen)),
         (
             "mesh",
-            f"{tile.b} rows x {tile.a} columns (tile {tile}): {len(ranks)} ranks on {hosts} host{'s' * (hosts > 1)}",
+            (f"{tile.h} planes of " if tile.h > 1 else "")
+            + f"{tile.b} rows x {tile.a} columns (tile {tile}): {len(ranks)} ranks on {hosts} host{'s' * (hosts > 1)}",
         ),
-        (
-            "schedule",
-            f"{chosen['schedule']}, {chosen['route']} route, {chosen['layout']} layout, {chosen['backend']} back end",
-        ),
+        ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {_layout(chosen)}, {chosen['backend']} back end"),
         ("tokens per rank", span([rank["tokens"] for rank in ranks])),
         (
             "pairs per rank",

@@ -1,10 +1,10 @@
 """Compute exact attention of an HDF5 file on the ranks of this launch.
 
 IN holds q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) in natural token order; with
---axes bhsd, heads come before tokens. Every rank reads its tokens; striped ones are read as slabs, which the ranks
-exchange. They compute, and send the result back. OUT holds out, shaped as q, and lse (batch, heads, seqlen). Its
-attributes hold the chosen plan, the command, the date and the versions. OUT appears whole or not at all; an existing
-file is replaced.
+--axes bhsd, heads come before tokens. Every rank reads its tokens; on several hosts, striped ones are read as slabs,
+which the ranks exchange. They compute, and send the result back. OUT holds out, shaped as q, and lse (batch, heads,
+seqlen). Its attributes hold the chosen plan, the command, the date and the versions. OUT appears whole or not at all;
+an existing file is replaced.
 
 With --backward IN also holds dout, shaped as out, and OUT gets dq, dk, dv: the gradients of sum(dout * out).
 
@@ -32,6 +32,8 @@ from ..errors import VerificationError
 from ..files import io
 from ..files.finite import nonfinite
 from ..plan.mesh_attention import MeshAttention
+from ..problem.documents import documents as check_documents
+from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.needed import Activity
 from ..schedule.tile import Tile
@@ -56,6 +58,7 @@ def add_arguments(parser):
     options.add_tile(parser)
     options.add_schedule(parser)
     options.add_layout(parser)
+    options.add_mesh_layout(parser)
     options.add_route(parser)
     options.add_wire_dtype(parser)
     options.add_backend(parser)
@@ -99,6 +102,13 @@ def _run(job, args):
     source = io.Input(peers, args.input, args.max_message, args.backward, names=args.names, axes=args.axes or "bshd")
     if comm.rank == 0 and args.axes is None:
         _warn_of_axes(source.shapes)
+    documents = read_documents(
+        peers,
+        source.file,
+        {"cu_seqlens": ("--documents", args.documents), "cu_seqlens_k": ("--documents-k", args.documents_k)},
+    )
+    with agreement(peers):
+        check_documents(Problem(**source.shapes), **documents)
     plan = MeshAttention(
         comm,
         **source.shapes,
@@ -110,6 +120,7 @@ def _run(job, args):
         scale=args.scale,
         tile=args.tile,
         layout=args.layout,
+        mesh_layout=args.mesh_layout,
         schedule=args.schedule,
         route=args.route,
         wire_dtype=args.wire_dtype,
@@ -120,15 +131,10 @@ def _run(job, args):
         max_memory=args.max_memory,
         machine=args.machine,
         timeout=args.timeout,
+        expected_cu_seqlens=None if "cu_seqlens_k" in documents else documents.get("cu_seqlens"),
     )
     peers.timeout = max(peers.timeout, plan.timeout)  # phases may take as long as a pass
-    documents = read_documents(
-        peers,
-        source.file,
-        {"cu_seqlens": ("--documents", args.documents), "cu_seqlens_k": ("--documents-k", args.documents_k)},
-    )
-    with agreement(peers):
-        activity = plan.activity_of(**documents)
+    activity = plan.activity_of(**documents)
     chosen = {**opening.origin(peers, args.words), **_chosen(plan, args)}
     _open(peers, args, plan, chosen)
     output = io.Output(
@@ -197,7 +203,7 @@ def _results(p, backward):
             "dk": ((p.batch, p.seqlen_k, p.kv_heads, p.head_dim), p.dtype),
             "dv": ((p.batch, p.seqlen_k, p.kv_heads, p.value_dim), p.dtype),
         }
-    return shapes
+    return {name: shape for name, shape in shapes.items() if not (name == "dv" and p.shared_kv)}
 
 
 def _compute(job, args, plan, source, documents, activity):
@@ -209,9 +215,12 @@ def _compute(job, args, plan, source, documents, activity):
     layouts = {"q": plan.q_layout, "k": plan.k_layout, "v": plan.k_layout}
     if args.backward:
         layouts["dout"] = plan.q_layout
-    q, k, v, *dout = job("read", lambda: _read(source, layouts, job.peers.size))
+    if plan.problem.shared_kv:
+        del layouts["v"]
+    chunks = dict(zip(layouts, job("read", lambda: _read(source, layouts, job.peers.size))))
     results, local = {}, _local(job.comm, plan, activity)
-    odd = {name: nonfinite(array) for name, array in zip(layouts, (q, k, v, *dout))}
+    odd = {name: nonfinite(array) for name, array in chunks.items()}
+    inputs = [chunks.get(name) for name in ("q", "k", "v")]
 
     def whole(call, how):
         results = call(**how)
@@ -228,14 +237,15 @@ def _compute(job, args, plan, source, documents, activity):
             "sent_messages": messages,
             "wait_seconds": waited,
             "steps": [step._asdict() for step in plan.trace(direction).steps],
-            **_formulas(plan, activity, direction),
+            **_formulas(plan, job.comm.rank, activity, direction),
         }
 
-    (out, lse), local["forward"] = measured("forward", lambda **how: plan.forward(q, k, v, **how))
+    (out, lse), local["forward"] = measured("forward", lambda **how: plan.forward(*inputs, **how))
     results |= {"out": on_host(out), "lse": on_host(lse)}
     if args.backward:
-        grads, local["backward"] = measured("backward", lambda **how: plan.backward(*dout, q, k, v, out, lse, **how))
-        results |= dict(zip(("dq", "dk", "dv"), map(on_host, grads)))
+        given = chunks["dout"], *inputs, out, lse
+        grads, local["backward"] = measured("backward", lambda **how: plan.backward(*given, **how))
+        results |= {name: on_host(grad) for name, grad in zip(("dq", "dk", "dv"), grads) if grad is not None}
     odd |= {
         name: nonfinite(array.swapaxes(1, 2), True) if name == "lse" else nonfinite(array)
         for name, array in results.items()
@@ -265,6 +275,8 @@ def _verify(peers, plan, source, results, documents):
     """Reports of the results and of the gradients; VerificationError if one is wrong."""
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
     out, lse, *grads = results.values()
+    if grads and p.shared_kv:
+        grads.append(None)  # dv
     how = {"read": source.tokens, "documents": documents}
     with Progress("verify", len(compare.choose(p, layouts[0], peers.rank, documents)), " rows") as progress:
         reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
@@ -298,22 +310,17 @@ def _local(comm, plan, activity):
         "host": socket.gethostname(),
         "tokens": len(plan.positions),
         "tokens_k": len(plan.positions_k),
-        "pairs": entries * activity.work(plan.chunk),
+        "pairs": entries * plan.pairs(activity),
     }
 
 
-def _formulas(plan, activity, direction):
+def _formulas(plan, rank, activity, direction):
     """Bytes that this rank should send in a pass by the formula, and would send on a ring."""
-
-    def sent(activity, collective):
-        return travels.sent(
-            plan.problem, *lengths, activity.tile, plan.chunk, plan.route, direction, activity, collective
-        ).total
-
-    layouts = activity.q_layout, activity.k_layout
-    lengths = [layout.lengths for layout in layouts]
+    layouts = plan.q_layout, plan.k_layout
     ring = Activity(plan.problem.mask, *layouts, Tile(1, 1, plan.tile.ranks), activity.documents)
-    return {"formula_bytes": sent(activity, plan.schedule.collective), "ring_bytes": sent(ring, False)}
+    lengths = [layout.lengths for layout in layouts]
+    ring_bytes = travels.sent(plan.problem, *lengths, ring.tile, rank, plan.route, direction, ring).total
+    return {"formula_bytes": plan.formula(direction, activity), "ring_bytes": ring_bytes}
 
 
 def _chosen(plan, args):
@@ -337,6 +344,7 @@ def _chosen(plan, args):
         "machine": plan.machine.name,
         "predicted_seconds": plan.predicted_seconds,
         "layout": plan.q_layout.kind,
+        "mesh_layout": plan.mesh_layout,
         "schedule": plan.schedule.name,
         "route": plan.route,
         "wire_dtype": p.wire_dtype,

@@ -51,7 +51,7 @@ class agreement:
         if error is not None and not isinstance(error, Exception):
             return  # an interrupt: other ranks learn of it otherwise
         digest = digest_of(self.call, {} if error else self.same)
-        failed, high, low = self.peers.largest([error is not None, digest, -digest])
+        failed, high, low = self.peers.largest([error is not None, digest, -digest]).tolist()
         if failed or high != -low:
             _raise_everywhere(self.peers, self.call, error, self.only, self.same)
 
@@ -78,13 +78,16 @@ def from_rank_0(peers, make):
 
 def digest_of(call, arguments):
     """A hash of the call and its arguments, an integer of 56 bits."""
-    compared = call, sorted((name, _comparable(value)) for name, value in arguments.items())
+    compared = call, [(name, _comparable(arguments[name])) for name in sorted(arguments)]
     return int.from_bytes(hashlib.sha256(repr(compared).encode()).digest()[:7], "big")
+
+
+_NO_NUMBERS = frozenset((int, str, tuple, list, range, type(None)))  # or numbers that print as they compare
 
 
 def _comparable(value):
     """The value; a number as Python's int or float, since 20, 20.0 and np.int64(20) are equal but print otherwise."""
-    if type(value) in (int, str, tuple, type(None)) or not isinstance(value, Real):  # isinstance of Real takes long
+    if type(value) in _NO_NUMBERS or not isinstance(value, Real):  # isinstance of Real takes long
         return value
     return int(value) if value == value // 1 else float(value)
 

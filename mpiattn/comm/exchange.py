@@ -26,6 +26,14 @@ def check_max_message(value):
         raise ArgumentError(f"max_message is {value!r}; it must be an int, from 1 to 2^31 - 1 bytes")
 
 
+def _part(lengths, offsets, first, step):
+    """Of chunks with these lengths and offsets, the lengths and offsets of the tokens [first, first + step)."""
+    if not first and max(lengths) <= step:  # all
+        return lengths, offsets
+    counts = [min(max(n - first, 0), step) for n in lengths]
+    return counts, [offset + min(first, n) for offset, n in zip(offsets, lengths)]
+
+
 @dataclass(eq=False, slots=True)
 class Posted:
     """A transfer: its request and, for error messages, its verb, its bytes and its peer's rank in `comm`.
@@ -129,8 +137,7 @@ class Exchange:
         """
         row_type, posted = self._row_type(row_bytes), []
         for first, step in self._rounds(max(lengths), row_bytes):
-            counts = [min(max(n - first, 0), step) for n in lengths]
-            starts = [offset + min(first, n) for offset, n in zip(offsets, lengths)]
+            counts, starts = _part(lengths, offsets, first, step)
             own_count = counts[comm.rank]
             piece = chunk[first * row_bytes : (first + own_count) * row_bytes]
             request = comm.Iallgatherv([piece, own_count, row_type], [arena, counts, starts, row_type])
@@ -146,16 +153,9 @@ class Exchange:
         number of rounds on all ranks.
         """
         row_type, posted = self._row_type(row_bytes), []
-
-        def part(lengths, offsets, first, step):
-            return (
-                [min(max(n - first, 0), step) for n in lengths],
-                [offset + min(first, n) for offset, n in zip(offsets, lengths)],
-            )
-
         for first, step in self._rounds(longest, row_bytes):
-            counts, starts = part(out_lengths, out_offsets, first, step)
-            in_counts, in_starts = part(in_lengths, in_offsets, first, step)
+            counts, starts = _part(out_lengths, out_offsets, first, step)
+            in_counts, in_starts = _part(in_lengths, in_offsets, first, step)
             request = comm.Ialltoallv([outgoing, counts, starts, row_type], [incoming, in_counts, in_starts, row_type])
             posted.append(Posted(request, "exchange", sum(counts + in_counts) * row_bytes, comm))
             for rank, count in enumerate(counts):

@@ -1,13 +1,13 @@
-"""The mesh: a Cartesian communicator of planes x rows x columns (one plane so far) with its row and column groups.
+"""The mesh: a Cartesian communicator of planes x rows x columns, with its plane, row and column groups.
 
-    tile a=4, b=2 on 8 ranks        rank = r*a + c
+    tile a=4, b=2 on 8 ranks        rank = r*a + c, one plane
 
              c=0  c=1  c=2  c=3     row group (a ranks): shares Q, reduces O
     r=0    |  0    1    2    3      column group (b ranks): shares K and V
     r=1    |  4    5    6    7
 
 Where consecutive ranks of the communicator are on different nodes, a plan may order them node by node, so that a row
-group sits inside a node if it fits.
+group sits inside a node if it fits.  With several planes the ranks that share tokens, one a plane, are closest.
 
 Each communicator that a caller passes is duplicated once; all plans on it share the duplicate and, tile by
 tile, one mesh, so thousands of plans may be alive.  Both are freed with their last user.
@@ -40,7 +40,8 @@ class Mesh:
     """The ranks of a communicator as the mesh of a tile.
 
     order: the ranks of the communicator in the order of the mesh; None: their own order.
-    cart: the communicator of dims (h, b, a).  row, column: the communicators of this rank's row and column.
+    cart: the communicator of dims (h, b, a).  plane, row, column: those of this rank's plane, row and column.
+    rank: in cart.  chunk: in plane, which is the number of the chunk that this rank computes with.
     """
 
     def __init__(self, comm, tile, order=None):
@@ -51,11 +52,14 @@ class Mesh:
             ordered.Free()
         self.row = self.cart.Sub((False, False, True))
         self.column = self.cart.Sub((False, True, False))
-        self.rank, self.size = self.cart.rank, self.cart.size
+        self.plane = self.cart if tile.h == 1 else self.cart.Sub((False, True, True))
+        self.rank, self.size, self.chunk = self.cart.rank, self.cart.size, self.plane.rank
         self.users = 0
 
     def free(self):
         """Free the communicators; collective."""
+        if self.plane is not self.cart:
+            self.plane.Free()
         for comm in (self.row, self.column, self.cart):
             comm.Free()
 
@@ -97,12 +101,13 @@ class Home:
 
     nodes: of every rank, see `nodes_of`.  hosts: the host name of every rank.  channel: for messages about failures.
     plans: that `attention` keeps for its next call, by what they were made for, the oldest first.
+    backends: the name of the back end that all ranks can run, by the name that was asked for.
     abandoned: why this home cannot be used any more; "" if it can.
     """
 
     def __init__(self, comm, timeout):
         self.owner, self.abandoned, self._kept = comm, "", []
-        self.meshes, self.plans = {}, {}  # before what may fail: `abandon` takes them
+        self.meshes, self.plans, self.backends = {}, {}, {}  # before what may fail: `abandon` takes them
         self.comm, request = comm.Idup()
         Peers(comm, timeout).wait([request])
         self.hosts, marks = zip(*Peers(self.comm, timeout).allgather((socket.gethostname(), os.urandom(8))))

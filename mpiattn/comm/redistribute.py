@@ -16,10 +16,11 @@ from .agreement import agreement
 from .exchange import MAX_MESSAGE
 
 
-def _shared(layout, chunk, start, stop):
-    """The tokens of a chunk in [start, stop), as pairs of slices: in the chunk, and relative to `start`."""
-    if start >= stop:
+def _shared(layout, chunk, piece):
+    """The tokens of a chunk in a range of step 1, as pairs of slices: in the chunk, and in the range."""
+    if not piece:
         return []
+    start, stop = piece.start, piece.stop
     pairs, (before, parts) = [], layout.between(chunk, start, stop)
     for tokens in parts:
         pairs.append(
@@ -43,17 +44,24 @@ class Redistribution:
         self.tokens = max(1, rounds.PIECE_BYTES // max(self.dtype.itemsize * math.prod(self.shape), 1))
         self._error = None
 
-    def _rounds(self, layout):
-        """For every round: first and one past the last token of every rank's piece of its tokens in `layout`."""
-        pieces = [
-            [
-                (part[first], part[min(first + self.tokens, len(part)) - 1] + 1)
-                for part in layout.ranges(rank)
-                for first in range(0, len(part), self.tokens)
-            ]
-            for rank in range(self.peers.size)
+    def _pieces(self, layout, rank):
+        """The pieces of a rank's tokens in `layout`, ranges."""
+        return [
+            part[first : first + self.tokens]
+            for part in layout.ranges(rank)
+            for first in range(0, len(part), self.tokens)
         ]
-        return zip_longest(*pieces, fillvalue=(0, 0))
+
+    def _rounds(self, layout):
+        """For every round: every rank's piece of its tokens in `layout`."""
+        return zip_longest(*(self._pieces(layout, rank) for rank in range(self.peers.size)), fillvalue=range(0))
+
+    def _own(self, chunk):
+        """The pieces of this rank's own tokens, and their rows of a chunk."""
+        done = 0
+        for piece in self._pieces(self.layout, self.peers.rank):
+            yield piece, chunk[done : done + len(piece)]
+            done += len(piece)
 
     def _rows(self, count):
         return np.empty((count, *self.shape), self.dtype)
@@ -76,63 +84,78 @@ class Redistribution:
             if self._error:
                 raise self._error
 
-    def to_chunk(self, read, chunk=None):
-        """This rank's chunk (tokens, *shape); read(start, stop, rows) reads tokens into rows (stop - start, *shape).
+    def to_chunk(self, read, chunk=None, apart=False):
+        """This rank's chunk (tokens, *shape); read(tokens, rows) reads a range of tokens into rows (tokens, *shape).
 
-        chunk: the array to fill; by default a new one.
+        chunk: the array to fill; by default a new one.  apart: `read` is not collective, and fast also where the tokens
+        are not consecutive: every rank reads its own.
 
-        Every rank reads its slab and sends what belongs to others, or its own tokens if they are consecutive.  Every
-        rank calls `read` equally often, with start = stop at last, so it may be collective.
+        Else every rank reads its slab and sends what belongs to others, or its own tokens if they are consecutive.
+        Every rank calls `read` equally often, with no tokens at last, so it may be collective.
         """
         me, others = self.peers.rank, [rank for rank in range(self.peers.size) if rank != self.peers.rank]
+        if apart:
+            with agreement(self.peers):
+                chunk = self._rows(self.layout.length(me)) if chunk is None else chunk
+                for piece, rows in self._own(chunk):
+                    read(piece, rows)
+            return chunk
         straight = all(part.step == 1 for rank in range(self.peers.size) for part in self.layout.ranges(rank))
         with agreement(self.peers):
             chunk = self._rows(self.layout.length(me)) if chunk is None else chunk
             buffers = [] if straight else self._buffers()
         messages = rounds.Rounds(self.peers, self.max_message)
+        done = 0
         for number, pieces in enumerate(self._rounds(self.layout if straight else self.slabs)):
-            start, stop = pieces[me]
-            own = _shared(self.layout, me, start, stop)
+            piece = pieces[me]
             if straight:
-                self._attempt(read, start, stop, chunk[own[0][0] if own else slice(0)])
+                self._attempt(read, piece, chunk[done : done + len(piece)])
+                done += len(piece)
                 continue
-            rows = buffers[number % len(buffers)][: stop - start]
-            self._attempt(read, start, stop, rows)
+            rows = buffers[number % len(buffers)][: len(piece)]
+            self._attempt(read, piece, rows)
             for rank in others:
-                for _, in_piece in _shared(self.layout, rank, start, stop):
+                for _, in_piece in _shared(self.layout, rank, piece):
                     messages.send(rank, rows[in_piece])
-                for in_chunk, _ in _shared(self.layout, me, *pieces[rank]):
+                for in_chunk, _ in _shared(self.layout, me, pieces[rank]):
                     messages.receive(rank, chunk[in_chunk])
-            for in_chunk, in_piece in own:
+            for in_chunk, in_piece in _shared(self.layout, me, piece):
                 chunk[in_chunk] = rows[in_piece]
             messages.turn()
         self._end(messages)
         return chunk
 
-    def from_chunk(self, chunk, write):
-        """Send this rank's chunk back; write(start, rows) takes the tokens of its slab in order.
+    def from_chunk(self, chunk, write, apart=False):
+        """Send this rank's chunk back; write(tokens, rows) takes a range of tokens, those of its slab in order.
 
-        Every rank calls `write` equally often, with no rows after the end of its slab.
+        apart: `write` is not collective, and every rank writes the tokens of its own chunk, consecutive or not.
+
+        Else every rank calls `write` equally often, with no tokens at last.
         """
         me = self.peers.rank
+        if apart:
+            with agreement(self.peers):
+                for piece, rows in self._own(chunk):
+                    write(piece, rows)
+            return
         with agreement(self.peers):
             buffers = self._buffers()
         messages = rounds.Rounds(self.peers, self.max_message)
         for number, pieces in enumerate(self._rounds(self.slabs)):
-            start, stop = pieces[me]
-            rows = buffers[number % len(buffers)][: stop - start]
+            own = pieces[me]
+            rows = buffers[number % len(buffers)][: len(own)]
             for rank, piece in enumerate(pieces):
                 if rank != me:
-                    for in_chunk, _ in _shared(self.layout, me, *piece):
+                    for in_chunk, _ in _shared(self.layout, me, piece):
                         messages.send(rank, chunk[in_chunk])
-                for in_chunk, in_piece in _shared(self.layout, rank, start, stop):
+                for in_chunk, in_piece in _shared(self.layout, rank, own):
                     if rank != me:
                         messages.receive(rank, rows[in_piece])
-                    elif in_piece == slice(0, stop - start, 1):
+                    elif in_piece == slice(0, len(own), 1):
                         rows = chunk[in_chunk]  # the whole piece, where it is
                     else:
                         rows[in_piece] = chunk[in_chunk]
-            messages.turn(partial(self._attempt, write, start, rows))
+            messages.turn(partial(self._attempt, write, own, rows))
         self._end(messages)
 
 

@@ -38,13 +38,17 @@ def check_transport(backend, transport):
             )
 
 
-def make_backend(peers, nodes, name, transport):
+def make_backend(peers, nodes, name, transport, agreed=None):
     """A new back end, on this rank's device if it has one; collective.
 
-    nodes: node number of every rank.  name, transport: checked, the same on every rank.  Raises ArgumentError on every
-    rank.
+    nodes: node number of every rank.  name, transport: checked, the same on every rank.
+    agreed: what `agreed_backend` has said of names to these ranks before; the answer is added.
+    Raises ArgumentError on every rank.
     """
-    name = agreed_backend(peers, name)
+    agreed = {} if agreed is None else agreed
+    if name not in agreed:
+        agreed[name] = agreed_backend(peers, name)
+    name = agreed[name]
     if backends.find(name).on_gpu and transport == "auto":
         transport = _chosen(peers)
     with agreement(peers):

@@ -19,10 +19,11 @@ def add_tile(parser):
     parser.add_argument(
         "--tile",
         default="auto",
-        metavar="AxB",
-        help="A query chunks x B KV chunks on every rank, A*B = ranks: a mesh of B rows x A columns; "
-        "ring is 1xN, qring is Nx1, auto the shortest predicted time and, of times within "
-        f"{100 * SAME_TIME:g} %%, the fewest bytes (default: %(default)s)",
+        metavar="TILE",
+        help="AxB: A query chunks x B KV chunks on every rank, A*B = ranks: a mesh of B rows x A columns; HxAxB: H "
+        "such meshes, each of which has 1/H of the heads, H*A*B = ranks; ring is 1xN, qring is Nx1, ulysses is Nx1x1, "
+        f"auto the shortest predicted time and, of times within {100 * SAME_TIME:g} %%, the fewest bytes (default: "
+        "%(default)s)",
     )
 
 
@@ -46,6 +47,17 @@ def add_layout(parser):
         choices=(*LAYOUTS, "auto"),
         help="which tokens a rank holds; auto: the shortest predicted time, so contiguous where that "
         "balances the work, zigzag for causal attention (default: %(default)s)",
+    )
+
+
+def add_mesh_layout(parser):
+    """--mesh-layout."""
+    parser.add_argument(
+        "--mesh-layout",
+        default="auto",
+        choices=(*LAYOUTS, "auto"),
+        help="the layout in which the mesh computes: where it is another one than --layout, an all-to-all before and "
+        "after moves the tokens; auto: the shorter predicted time (default: %(default)s)",
     )
 
 

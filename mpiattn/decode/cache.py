@@ -10,7 +10,7 @@ from ..comm.exchange import MAX_MESSAGE, Exchange, check_max_message
 from ..comm.mesh import Home
 from ..comm.peers import check_timeout, time_limit
 from ..comm.transport import check_transport, make_backend
-from ..engine.folding import checked
+from ..engine.folding import check_values, checked
 from ..errors import ArgumentError
 from ..model.tuned import machine_for
 from ..problem.layout import Layout
@@ -46,6 +46,8 @@ class KVCache(DescribedCache, Collective):
         Total tokens of all sequences on all ranks.  Their memory is allocated at once: `nbytes`.
     kv_heads, head_dim, value_dim : int, value_dim by default head_dim
         Heads of keys and values, elements of a key, elements of a value.
+    shared_kv : bool, default False
+        Whether a value is the first value_dim elements of its key (absorbed MLA): v is None, and only keys are held.
     sequences : int, default 1
         Number of sequences; each begins empty.
     dtype : str or dtype, default "float32"
@@ -91,6 +93,7 @@ class KVCache(DescribedCache, Collective):
         kv_heads: int,
         head_dim: int,
         value_dim: int | None = None,
+        shared_kv: bool = False,
         sequences: int = 1,
         dtype: Any = "float32",
         page_size: int = 64,
@@ -110,6 +113,7 @@ class KVCache(DescribedCache, Collective):
                     heads=kv_heads,
                     head_dim=head_dim,
                     value_dim=head_dim if value_dim is None else value_dim,
+                    shared_kv=shared_kv,
                     dtype=dtype,
                 )
                 check_sizes(capacity=capacity, sequences=sequences, page_size=page_size)
@@ -122,6 +126,7 @@ class KVCache(DescribedCache, Collective):
                     "kv_heads": problem.kv_heads,
                     "head_dim": problem.head_dim,
                     "value_dim": problem.value_dim,
+                    "shared_kv": problem.shared_kv,
                     "sequences": sequences,
                     "dtype": problem.dtype,
                     "page_size": page_size,
@@ -132,10 +137,11 @@ class KVCache(DescribedCache, Collective):
                     "timeout": timeout,
                 },
             )
-            self._backend = make_backend(peers, home.nodes, backend, transport)
+            self._backend = make_backend(peers, home.nodes, backend, transport, home.backends)
             peers.idle = self._backend.idle
             self.rank, self.ranks = peers.rank, peers.size
             self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim
+            self.shared_kv = problem.shared_kv
             self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
             self.capacity, self.sequences, self.page_size = capacity, sequences, page_size
             chosen = None
@@ -145,16 +151,9 @@ class KVCache(DescribedCache, Collective):
             self.machine = peers.allgather(chosen)[0]
             with agreement(peers):  # out of memory on one rank must not hang the others
                 # reject unsupported head dims now: ranks without keys never launch, and would wait for the others
-                self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype)
+                self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype, shared_kv=self.shared_kv)
                 self.storage = Storage(
-                    peers,
-                    self._backend,
-                    capacity,
-                    sequences,
-                    page_size,
-                    self.kv_heads,
-                    (self.head_dim, self.value_dim),
-                    self.dtype,
+                    peers, self._backend, capacity, sequences, page_size, self.kv_heads, self.dims, self.dtype
                 )
             self.pages = self.storage.pages
             self._exchange = Exchange(peers, max_message)
@@ -167,7 +166,7 @@ class KVCache(DescribedCache, Collective):
     def append(
         self,
         k: Array,
-        v: Array,
+        v: Array | None = None,
         *,
         sequences: ArrayLike | None = None,
         counts: ArrayLike | None = None,
@@ -180,7 +179,8 @@ class KVCache(DescribedCache, Collective):
         ----------
         k, v : array, (len(sequences), tokens, kv_heads, head_dim or value_dim)
             In the cache's dtype.  Without a layout, the same tokens on every rank: each token is stored on a rank that
-            then has the fewest of its sequence.  With a layout, this rank's chunk only, stored on this rank.
+            then has the fewest of its sequence.  With a layout, this rank's chunk only, stored on this rank.  v is None
+            in a cache with shared_kv.
         sequences, counts : sequence of int, default all and all tokens
             Numbers of sequences, and of tokens for each (of the whole if there is a layout); the rest are padding.
         layout : Layout, default None
@@ -199,10 +199,10 @@ class KVCache(DescribedCache, Collective):
         with self.call("append") as call:
             with call.agreement(check) as same:
                 sequences = sequence_numbers(sequences, self.sequences)
-                k, v, tokens = self._check_tokens(k, v, sequences, layout)
+                arrays, tokens = self._check_tokens(k, v, sequences, layout)
                 counts = token_counts(counts, len(sequences), tokens)
                 same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
-            self.storage.append(sequences, counts, k, v, layout)
+            self.storage.append(sequences, counts, arrays, layout)
 
     def truncate(self, lengths: ArrayLike, *, sequences: ArrayLike | None = None, check: bool = True) -> None:
         """Keep the first tokens of sequences and free the pages of the others; collective.
@@ -245,7 +245,7 @@ class KVCache(DescribedCache, Collective):
         """
         self.truncate(0, sequences=sequences, check=check)
 
-    def local(self, sequence: int) -> tuple[Array, Array]:
+    def local(self, sequence: int) -> tuple[Array, Array | None]:
         """Copies of this rank's keys and values of a sequence; not collective.
 
         Parameters
@@ -256,7 +256,8 @@ class KVCache(DescribedCache, Collective):
         Returns
         -------
         k, v : array, (tokens, kv_heads, head_dim or value_dim)
-            In the cache's dtype and the order of `positions`, of the back end (CuPy with "cuda").
+            In the cache's dtype and the order of `positions`, of the back end (CuPy with "cuda").  v is None with
+            shared_kv.
 
         Raises
         ------
@@ -266,13 +267,11 @@ class KVCache(DescribedCache, Collective):
         self._check_open()
         sequence = self._number(sequence)
         count = self.storage.ledgers[sequence].length(self.rank)
-        copies = tuple(
-            self._backend.result((count, self.kv_heads, dim), self.dtype) for dim in (self.head_dim, self.value_dim)
-        )
+        copies = [self._backend.result((count, self.kv_heads, dim), self.dtype) for dim in self.dims]
         self._backend.begin()
         self.storage.copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])
         self._backend.finish()
-        return copies
+        return copies[0], None if self.shared_kv else copies[1]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all sequences to an HDF5 file, which appears whole or not at all; collective.
@@ -327,14 +326,18 @@ class KVCache(DescribedCache, Collective):
 
     def _check_tokens(
         self, k: Array, v: Array, sequences: list[int] | range, layout: Layout | None
-    ) -> tuple[Array, Array, int]:
-        """k and v as arrays of the back end, and the number of tokens over all ranks."""
+    ) -> tuple[tuple[Array, ...], int]:
+        """k and v as arrays of the back end, one for each pool, and the number of tokens over all ranks."""
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
             raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, one a rank")
         tokens = None if layout is None else layout.length(self.rank)
         k = checked(self._backend, "k", k, (len(sequences), tokens, self.kv_heads, self.head_dim), self.dtype)
+        tokens = k.shape[1] if layout is None else layout.seqlen
+        check_values(self.shared_kv, v)
+        if self.shared_kv:
+            return (k,), tokens
         v = checked(self._backend, "v", v, (len(sequences), k.shape[1], self.kv_heads, self.value_dim), self.dtype)
-        return k, v, k.shape[1] if layout is None else layout.seqlen
+        return (k, v), tokens
 
     def close(self) -> None:
         """Free the memory and, with the communicator's last user, mpiattn's state for it; collective.

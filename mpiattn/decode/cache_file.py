@@ -1,8 +1,8 @@
 """KV caches as HDF5 files, which any number of ranks can load.
 
 A file holds k and v (1, tokens, kv_heads, dim), with the sequences one after another in natural token order, and
-cu_seqlens, the boundaries of the sequences.  `mpiattn run` reads such a file as packed documents.  In a file without
-cu_seqlens every batch entry is a sequence.
+cu_seqlens, the boundaries of the sequences.  Where keys hold the values it has no v, and an attribute value_dim.
+`mpiattn run` reads such a file as packed documents.  In a file without cu_seqlens every batch entry is a sequence.
 """
 
 import os
@@ -20,7 +20,7 @@ from ..problem.problem import ITEMSIZE, dtype_name
 
 
 def read_cache_shapes(path, argument="path", axes="bshd"):
-    """What a file fixes: a dict of kv_heads, head_dim, value_dim, dtype and spans.
+    """What a file fixes: a dict of kv_heads, head_dim, value_dim, shared_kv, dtype and spans.
 
     spans has (batch entry, first token, number of tokens) of every sequence.  axes: as of `mpiattn.files.io.Input`.
     Raises FileError if the file is not a valid cache.
@@ -32,14 +32,16 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
     if not os.path.isfile(path):
         raise no("there is no such file")
     with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
-        for name in ("k", "v"):
+        shared = "v" not in file and "value_dim" in file.attrs
+        for name in ("k",) if shared else ("k", "v"):
             if not isinstance(file.get(name), h5py.Dataset):
-                raise no(f"it has no dataset {name!r}, it must have k and v")
-        k, v = (natural(file[name].shape, axes) for name in ("k", "v"))
+                raise no(f"it has no dataset {name!r}, it must have k and v, or k and an attribute value_dim")
+        of_values = "k" if shared else "v"
+        k, v = (natural(file[name].shape, axes) for name in ("k", of_values))
         if not (len(k) == len(v) == 4 and k[:3] == v[:3]):
             sizes = ", ".join(natural(("batch", "tokens", "kv_heads", "dim"), axes))
-            raise no(f"its shapes do not fit: k {file['k'].shape}, v {file['v'].shape}; they must be ({sizes})")
-        names = [dtype_of(file[name]) for name in ("k", "v")]
+            raise no(f"its shapes do not fit: k {file['k'].shape}, v {file[of_values].shape}; they must be ({sizes})")
+        names = [dtype_of(file[name]) for name in ("k", of_values)]
         if len(set(names)) > 1 or names[0] not in ITEMSIZE:
             raise no(
                 f"its k and v have dtypes {', '.join(names)}; they must have one and the same of {', '.join(ITEMSIZE)}"
@@ -68,22 +70,26 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
                 for entry in range(batch)
                 for start, stop in zip(cuts[entry % len(cuts)], cuts[entry % len(cuts)][1:])
             ]
-        return {"kv_heads": k[2], "head_dim": k[3], "value_dim": v[3], "dtype": names[0], "spans": spans}
+        return {
+            "kv_heads": k[2],
+            "head_dim": k[3],
+            "value_dim": int(file.attrs["value_dim"]) if shared else v[3],
+            "shared_kv": shared,
+            "dtype": names[0],
+            "spans": spans,
+        }
 
 
 def save(cache, path, argument="path"):
     """Write a cache to a file, which appears whole or not at all; collective."""
     peers, total = cache.combiner.peers, sum(cache.lengths)
     starts = np.cumsum([0, *cache.lengths])
-    shapes = {
-        name: ((1, total, cache.kv_heads, dim), cache.dtype)
-        for name, dim in (("k", cache.head_dim), ("v", cache.value_dim))
-    }
+    shapes = {name: ((1, total, cache.kv_heads, dim), cache.dtype) for name, dim in zip("kv", cache.dims)}
     output = Output(
         peers,
         path,
         {**shapes, "cu_seqlens": ((len(starts),), "int64")},
-        {"page_size": cache.page_size},
+        {"page_size": cache.page_size} | ({"value_dim": cache.value_dim} if cache.shared_kv else {}),
         max_message=cache.combiner.exchange.max_message,
         argument=argument,
     )
@@ -91,7 +97,7 @@ def save(cache, path, argument="path"):
         for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.storage.ledgers)):
             with agreement(peers):  # copying one sequence may run out of memory
                 chunks = cache.storage.places(sequence) or cache.local(sequence)
-            for name, chunk in zip(("k", "v"), map(on_host, chunks)):
+            for name, chunk in zip(shapes, map(on_host, chunks)):
                 output.write(name, chunk[None], ledger, first=start)
         with agreement(peers), file_errors(argument, path, "written"):
             if output.file is not None:
@@ -150,10 +156,13 @@ def _fill(make, comm, home, source, options, progress):
                     places = cache.storage.places(sequence)
                     chunks = [
                         source.chunk(name, ledgers[sequence], progress, entry, first, into)
-                        for name, into in zip(("k", "v"), [place[None] for place in places or ()] or (None, None))
+                        for name, into in zip(
+                            ("k",) if fixed["shared_kv"] else ("k", "v"),
+                            [place[None] for place in places or ()] or (None, None),
+                        )
                     ]
                     if not places:
-                        cache.storage.store(some, before, *chunks, local=True)
+                        cache.storage.store(some, before, chunks, local=True)
         return cache
     except BaseException:
         cache.close()

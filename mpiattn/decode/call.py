@@ -58,6 +58,7 @@ class Call:
                 seqlen_k=int(lengths.max(initial=0)),
                 kv_heads=cache.kv_heads,
                 value_dim=cache.value_dim,
+                shared_kv=cache.shared_kv,
                 dtype=cache.dtype,
                 causal=causal,
                 scale=scale,
@@ -126,18 +127,19 @@ class Call:
         after: events to wait for before reading q.
         """
         cache = self.cache
-        keys = (*cache.storage.pools, cache.storage.tables(self.sequences), cache.page_size)
+        keys = (cache.storage.pools, cache.storage.tables(self.sequences), cache.page_size)
         q, rows = (self.q, range(self.rows)) if rows is None else (q, rows)
         self.attend_to(keys, cache.rank, partial, q, rows, after)
 
     def attend_to(self, keys, rank, partial, q, rows, after=(), meanwhile=None):
         """Launch attention of rows over the keys of a rank.
 
-        keys: (keys, values, table of pages of every sequence, page size).  q, rows, after: as of `attend`.
+        keys: (the pools, table of pages of every sequence, page size).  q, rows, after: as of `attend`.
         meanwhile: as of `mpiattn.backends.base`.
         """
         begin, end = self.seen(rank)
-        pool, values, tables, page_size = keys
+        pools, tables, page_size = keys
+        pool, values = (*pools, None) if self.cache.shared_kv else pools
         if rows == range(self.rows) and len(tables) > 1:
             event = self.backend.attend_pages(
                 q,

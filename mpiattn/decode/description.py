@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..problem.problem import dims_in_words
 from ..schedule import reduction
 from .arguments import sequence_numbers
 
@@ -28,6 +29,7 @@ class DescribedCache:
     kv_heads: int
     head_dim: int
     value_dim: int
+    shared_kv: bool
     dtype: str
     partial_dtype: str
     rank: int
@@ -45,12 +47,17 @@ class DescribedCache:
     def __repr__(self) -> str:
         if "combiner" not in self.__dict__:
             return f"{type(self).__name__}(not made)"
-        dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
+        dims = dims_in_words(self.head_dim, self.value_dim, self.shared_kv)
         return (
             f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
             f"{self.kv_heads} KV heads x {dims}, {self.dtype}; {self.ranks} ranks, pages of {self.page_size}, "
             f"{self.backend}; {'closed' if self._home is None else 'open'})"
         )
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Elements of a row of each array that is held: of a key and of a value, with shared_kv of a key alone."""
+        return (self.head_dim,) if self.shared_kv else (self.head_dim, self.value_dim)
 
     @property
     def backend(self) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Keys:
-    """Keys and values of one rank for the sequences of a call, both (kv_heads, tokens, dim), in one array."""
+    """Keys and values of one rank for the sequences of a call, each (kv_heads, tokens, dim), in one array."""
 
     def __init__(self, call: Call, rank: int, array: Array) -> None:
         cache = call.cache
@@ -32,16 +32,16 @@ class _Keys:
         counts = cache.storage.ledgers.counts[call.some][:, rank]
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = int(self.starts[-1])
-        cut = cache.kv_heads * tokens * cache.head_dim
-        self.packed = array[: cut + cache.kv_heads * tokens * cache.value_dim]
-        self.parts = (
-            self.packed[:cut].reshape(cache.kv_heads, tokens, cache.head_dim),
-            self.packed[cut:].reshape(cache.kv_heads, tokens, cache.value_dim),
+        cuts = np.cumsum([0, *(cache.kv_heads * tokens * dim for dim in cache.dims)]).tolist()
+        self.packed = array[: cuts[-1]]
+        self.parts = tuple(
+            self.packed[first:last].reshape(cache.kv_heads, tokens, dim)
+            for (first, last), dim in zip(pairwise(cuts), cache.dims)
         )
 
     def of_sequences(self) -> tuple[Any, ...]:
-        """Keys, values, tables of pages and page size, as attention takes them; a page is one token."""
-        return *self.parts, [np.arange(*ends, dtype=np.int32) for ends in pairwise(self.starts)], 1
+        """The pools, tables of pages and page size, as attention takes them; a page is one token."""
+        return self.parts, [np.arange(*ends, dtype=np.int32) for ends in pairwise(self.starts)], 1
 
 
 def ring_decode(
@@ -101,7 +101,7 @@ def ring_decode(
 def _pass_keys(call: Call) -> tuple[Array, Array]:
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
-    row = cache.kv_heads * (cache.head_dim + cache.value_dim)
+    row = cache.kv_heads * sum(cache.dims)
     most = int(cache.storage.ledgers.counts[call.some].sum(axis=0).max())
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
     whole, part = call.partial(), call.partial()

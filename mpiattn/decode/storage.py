@@ -23,9 +23,9 @@ def cache_pages(capacity, ranks, sequences, page_size):
 class Storage:
     """Keys and values of sequences in a pool of pages on every rank.
 
-    dims: elements of a key and of a value.
+    dims: elements of a row of each array: of a key and of a value, or of a key alone if it holds the value.
     ledgers: `Ledgers`: which rank holds which token, of every sequence.
-    pools: keys and values of this rank, both (kv_heads, slots, dim); None once the cache is closed.
+    pools: for each of dims an array (kv_heads, slots, dim) of this rank; None once the cache is closed.
     """
 
     def __init__(self, peers, backend, capacity, sequences, page_size, kv_heads, dims, dtype):
@@ -52,8 +52,11 @@ class Storage:
         """This rank's block tables of sequences: their page numbers in order, int32."""
         return self._pages.tables(sequences)
 
-    def append(self, sequences, counts, k, v, layout):
-        """Append tokens; arguments as of `KVCache.append`, checked.  Raises ArgumentError, and changes nothing then."""
+    def append(self, sequences, counts, arrays, layout):
+        """Append tokens; arguments as of `KVCache.append`, checked.  Raises ArgumentError, and changes nothing then.
+
+        arrays: k and v, or what there is of them, one for each pool.
+        """
         some = self.some(sequences)
         with self.growing(some) as before:
             if layout is None:
@@ -61,7 +64,7 @@ class Storage:
             else:
                 for sequence, count in zip(sequences, counts):
                     self.ledgers.place(sequence, layout, count)
-            self.store(some, before, k, v, layout is not None)
+            self.store(some, before, arrays, layout is not None)
 
     def some(self, sequences):
         """Sequences, as of `sequence_numbers`, as an index of arrays: a slice, which costs less, if these are all."""
@@ -92,8 +95,8 @@ class Storage:
         self._pages.resize_each(self._numbers[some], counts[:, self._peers.rank])
         self._room[some], self._in_use = room, in_use
 
-    def store(self, some, before, k, v, local):
-        """Store the tokens added to sequences since `before`; local: k and v hold only this rank's tokens."""
+    def store(self, some, before, arrays, local):
+        """Store the tokens added to sequences since `before`; local: the arrays hold only this rank's tokens."""
         lengths, held = before
         counts = self.ledgers.counts[some]
         if (counts > self._room[some]).any():
@@ -101,18 +104,19 @@ class Storage:
         held = held[:, self._peers.rank]
         new = counts[:, self._peers.rank] - held
         self._backend.begin()
-        for i in np.flatnonzero(new).tolist() if local else self._scatter(some, lengths, held, new, k, v):
-            self._write(self._numbers[some][i].item(), lengths[i].item(), held[i].item(), k[i], v[i], local)
-        self._backend.finish()  # the caller may change k and v after this
+        for i in new.nonzero()[0].tolist() if local else self._scatter(some, lengths, held, new, arrays):
+            of_sequence = [array[i] for array in arrays]
+            self._write(self._numbers[some][i].item(), lengths[i].item(), held[i].item(), of_sequence, local)
+        self._backend.finish()  # the caller may change the arrays after this
 
-    def _scatter(self, some, lengths, held, new, k, v):
+    def _scatter(self, some, lengths, held, new, arrays):
         """Launch copies of the new tokens of all sequences that have few, in their last pages; returns the others.
 
         lengths: of the sequences before.  held, new: tokens of this rank before, and since.
         """
-        at, rows, others = np.flatnonzero(new), 0, ()
+        at, rows, others = new.nonzero()[0], 0, ()
         slots = self._pages.shift[some] + held
-        if k.shape[1] > 1:
+        if arrays[0].shape[1] > 1:
             first, step = self.ledgers.next_turn(some, self._peers.rank, lengths)
             few = (new <= FEW) & (held >= self._pages.in_last[some]) & (first >= 0)
             at, others = np.flatnonzero(few), np.flatnonzero(~few & (new > 0)).tolist()
@@ -123,11 +127,11 @@ class Storage:
         else:
             slots = slots[at]
         if len(at):
-            for pool, source in zip(self.pools, (k, v)):
+            for pool, source in zip(self.pools, arrays):
                 self._backend.scatter(pool, slots, source, at, rows)
         return others
 
-    def _write(self, sequence, length, held, k, v, local):
+    def _write(self, sequence, length, held, arrays, local):
         """Launch copies into pages of the tokens from position `length` on; this rank held `held` tokens before."""
         ledger, rank = self.ledgers[sequence], self._peers.rank
         table = self._pages.table(sequence)
@@ -136,7 +140,7 @@ class Storage:
             rows = range(done, done + len(new)) if local else range(new.start - length, new.stop - length, new.step)
             for first, last in stretches(table, self.page_size, held + done, held + done + len(new)):
                 part, rows = rows[: last - first], rows[last - first :]
-                for pool, source in zip(self.pools, (k, v)):
+                for pool, source in zip(self.pools, arrays):
                     self._backend.copy(pool[:, first:last], source[part.start : part.stop : part.step].swapaxes(0, 1))
             done += len(new)
 
@@ -147,7 +151,7 @@ class Storage:
         self.take_pages(some, self.ledgers.counts[some])
 
     def places(self, sequence):
-        """This rank's keys and values of a sequence where they are: NumPy arrays (tokens, kv_heads, dim).
+        """This rank's tokens of a sequence where they are: for each pool a NumPy array (tokens, kv_heads, dim).
 
         None where they are on a GPU or not in consecutive slots.
         """
@@ -159,7 +163,10 @@ class Storage:
         return tuple(pool[:, first:last].swapaxes(0, 1) for pool in self.pools)
 
     def copy_out(self, sequence, arrays):
-        """Launch copies of this rank's keys and values into arrays (kv_heads, tokens, dim); returns the last event."""
+        """Launch copies of this rank's tokens of a sequence into arrays (kv_heads, tokens, dim), one for each pool.
+
+        Returns the last event.
+        """
         done, event = 0, None
         count = self.ledgers[sequence].length(self._peers.rank)
         for first, last in stretches(self._pages.table(sequence), self.page_size, 0, count):

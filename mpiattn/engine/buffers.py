@@ -1,126 +1,173 @@
-"""The buffers of a plan: one arena per kind, cut into the slots of its schedule.
+"""The buffers of a pass: one arena per kind, cut into the slots of its schedule, in memory that the passes share.
 
 The kinds are those of `mpiattn.schedule.kinds`.  Arenas "Q" and "KV" hold received chunks.  For a reduced kind X, arena
-"X" holds the accumulators, that of the rank's own chunk first, and "+X" the received partials.  A packed arena holds
-the chunks of a whole group in order of their numbers, as one long chunk for a fused launch.
+"X" holds the accumulators of other ranks' chunks, and "+X" the received partials.  A packed arena holds the chunks of a
+whole group in order of their numbers, as one long chunk for a fused launch.  Of each chunk a buffer holds only the
+tokens that travel (`mpiattn.schedule.places`).
+
+The accumulators of the rank's own chunk are, where it can be, the arrays of the results.  Kinds whose packed arena is
+not in order of position have a second one that is, `ordered`.
 
 If the dtype on the wire differs, `wire` holds by reduced kind the arrays into which partials are cast before they are
 sent, in the slots of "+X".  An array that is sent uncast has None there.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
 
-from ..schedule.bound import bound_accumulators
-from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
+from ..schedule.kinds import REDUCED, arena_of
+from ..schedule.ranges import places, total
 
 
 @dataclass
 class Chunk:
     """The arrays of a chunk or partial, each (tokens, heads, dim) or (tokens, heads).
 
+    tokens: which of the whole chunk's tokens they hold, as `Ranges`.
     ready: events after which the arrays may be read.
     used: events of the last launch that reads them.
     """
 
     arrays: tuple
+    tokens: tuple
     ready: tuple = ()
     used: tuple = ()
 
+    def together(self, ranges):
+        """The arrays of all of its tokens, or of one range of them."""
+        if ranges == self.tokens:
+            return self.arrays
+        (arrays,) = self.parts(ranges)
+        return arrays
 
-def _starts(tokens):
-    """{number of a chunk: tokens of the chunks before it}."""
-    return dict(zip(tokens, accumulate(tokens.values(), initial=0)))
+    def parts(self, ranges):
+        """The arrays of each of some ranges of its tokens."""
+        if len(ranges) == 1 and ranges == self.tokens:
+            return [self.arrays]  # themselves: a back end may know them from an earlier message
+        return [tuple(array[part] for array in self.arrays) for part in places(self.tokens, ranges)]
 
 
 class Buffers:
-    """The arenas for `schedule` on `mesh`, and the place of each chunk, given by its number, in them.
+    """The arenas for `schedule`, and the arrays of each chunk, given by its number, in them.
 
+    pool: the `Pool` that they lie in.
     shapes: by arena, (shape of a token, dtype) of every array.
+    The attribute `places` is the `Places` of the call.  `fit` sets it, and `accumulate_in` what the results are.
     """
 
-    def __init__(self, backend, shapes, schedule, mesh, q_layout, k_layout):
-        self.schedule, self.own = schedule, mesh.rank
+    def __init__(self, pool, shapes, schedule):
+        self.pool, self.shapes, self.schedule = pool, shapes, schedule
         self.packed = any(step.fused for step in schedule.steps)
-        self.accumulators = bound_accumulators(schedule, mesh.rank)
-        self._q_tokens = {chunk: q_layout.length(chunk) for chunk in sorted(mesh.tile.row(mesh.rank))}
-        self._k_tokens = {chunk: k_layout.length(chunk) for chunk in sorted(mesh.tile.column(mesh.rank))}
-        self._q_starts, self._k_starts = _starts(self._q_tokens), _starts(self._k_tokens)
         self.reduced = REDUCED[schedule.direction]
-        self.arena = {}
-        for arena in (*GATHERED, *self.reduced, *map(arena_of, self.reduced)):
-            rows = self._rows(arena)
-            self.arena[arena] = tuple(backend.empty((rows, *shape), dtype) for shape, dtype in shapes[arena])
-        self.wire = {}
-        for kind in self.reduced:
-            if shapes[kind] != shapes[arena_of(kind)] and schedule.slots[arena_of(kind)]:
-                rows = len(self.arena[kind][0]) if self.packed else self._rows(arena_of(kind))
-                self.wire[kind] = tuple(
-                    None if travelling == held else backend.empty((rows, *travelling[0]), travelling[1])
-                    for held, travelling in zip(shapes[kind], shapes[arena_of(kind)])
-                )
         self.occupant = {}  # (arena, slot) -> its latest chunk
+        self.drop()
+
+    def drop(self):
+        """Keep no array: the pool's memory is replaced."""
+        self.places, self.arena, self.wire, self.ordered = None, {}, {}, {}
         self._of_accumulators = {}  # (reduced kind, chunk) -> arrays
+        self._own, self._own_memory = {}, {}  # by reduced kind: own accumulators of the call, memory for them
+        self.occupant.clear()
+
+    def fit(self, places, own, ordered=()):
+        """Use the pool for a call with these `Places`.
+
+        own: {reduced kind: for each array, whether the rank's own accumulator needs memory}.  A packed arena has the
+            own accumulators too, and takes none.
+        ordered: the kinds of `ordered`.
+        """
+        self.drop()
+        parts = {"arena": {}, "wire": {}, "own": {}, "ordered": {}}
+        for arena, rows in places.rows.items():
+            parts["arena"][arena] = rows, self.shapes[arena]
+        for kind in self.reduced:
+            held, travelling = self.shapes[kind], self.shapes[arena_of(kind)]
+            if held != travelling and self.schedule.slots[arena_of(kind)]:
+                cast = [None if wire == kept else wire for kept, wire in zip(held, travelling)]
+                parts["wire"][kind] = places.rows[kind if self.packed else arena_of(kind)], cast
+            if not self.packed:
+                wanted = [shape if want else None for shape, want in zip(held, own[kind])]
+                parts["own"][kind] = total(places.tokens[kind][places.rank]), wanted
+        for kind in ordered:
+            parts["ordered"][kind] = places.rows[kind], self.shapes[kind]
+        arrays = self.pool.arrays(
+            self,
+            {
+                (part, kind): [shape and ((rows, *shape[0]), shape[1]) for shape in shapes]
+                for part, by_kind in parts.items()
+                for kind, (rows, shapes) in by_kind.items()
+            },
+        )
+        self.arena, self.wire, self._own_memory, self.ordered = (
+            {kind: arrays[part, kind] for kind in by_kind} for part, by_kind in parts.items()
+        )
+        self.places = places
+
+    def accumulate_in(self, results):
+        """Use these arrays as accumulators of the rank's own chunk, and memory of the buffers where one is None.
+
+        results: {reduced kind: arrays}.  A packed arena has the own accumulators too, and takes none.
+        """
+        for kind, arrays in {} if self.packed else results.items():
+            memory = self._own_memory[kind]
+            self._own[kind] = tuple([held if array is None else array for array, held in zip(arrays, memory)])
 
     def tokens(self, kind):
-        """{number of a chunk: its tokens} of the row or column that a kind moves in, in the order of its ranks."""
-        return self._k_tokens if kind.lstrip("+") in IN_COLUMNS else self._q_tokens
-
-    def _rows(self, arena):
-        slots, tokens = self.schedule.slots[arena], self.tokens(arena)
-        if arena in self.reduced:  # accumulator #0 comes first
-            return sum(tokens.values()) if self.packed else tokens[self.own] + slots * max(tokens.values())
-        if self.packed and arena in GATHERED:
-            return sum(tokens.values()) if slots else 0
-        return self.slot_start(arena, slots)
+        """{number of a chunk: `Ranges` of its tokens that this rank holds}, of the group that a kind moves in."""
+        return self.places.tokens[kind]
 
     def slot_start(self, arena, slot):
         """First row of a slot."""
-        return slot * max(self.tokens(arena).values())
+        return self.places.slot_start(arena, slot)
+
+    def arrays(self):
+        """All arrays that the buffers hold."""
+        held = self.arena, self.wire, self._own_memory, self.ordered
+        parts = [arrays for by_kind in held for arrays in by_kind.values()]
+        return [array for arrays in parts for array in arrays if array is not None]
 
     @property
     def nbytes(self):
-        """Bytes of all arenas and of the arrays that partials are cast into."""
-        return sum(
-            array.nbytes
-            for arrays in (*self.arena.values(), *self.wire.values())
-            for array in arrays
-            if array is not None
-        )
+        """Bytes of `arrays`."""
+        return sum(array.nbytes for array in self.arrays())
 
     def packed_start(self, kind, chunk):
         """First row of a chunk in a packed arena."""
-        return (self._k_starts if kind.lstrip("+") in IN_COLUMNS else self._q_starts)[chunk]
+        return self.places.start(kind, chunk)
 
     def view(self, arena, start, count):
         """Rows [start, start + count) of every array of an arena."""
-        return tuple(array[start : start + count] for array in self.arena[arena])
+        return tuple([array[start : start + count] for array in self.arena[arena]])
 
-    def take_slot(self, arena, slot, chunk):
+    def whole(self, arena):
+        """Every array of an arena."""
+        return self.arena[arena]
+
+    def take_slot(self, arena, slot, chunk, tokens):
         """A `Chunk` in a slot to receive into, and the events of the last launch that reads the slot's old contents.
 
-        chunk: its number, which determines its tokens and, in a packed arena of received chunks, its place.
+        chunk: its number.  tokens: those that are received; a packed arena has places for more.
         """
-        placed = self.packed and arena in GATHERED
-        start = self.packed_start(arena, chunk) if placed else self.slot_start(arena, slot)
-        received = Chunk(self.view(arena, start, self.tokens(arena)[chunk]))
+        if self.packed and arena in self.places.tokens:
+            tokens = self.tokens(arena)[chunk]
+            start = self.packed_start(arena, chunk)
+        else:
+            start = self.slot_start(arena, slot)
+        received = Chunk(self.view(arena, start, total(tokens)), tokens)
         before = self.occupant.get((arena, slot))
         self.occupant[arena, slot] = received
         return received, before.used if before else ()
 
     def accumulator(self, kind, chunk):
         """The arrays of the accumulator of a reduced kind for a chunk."""
+        if chunk == self.places.rank and not self.packed:
+            return self._own[kind]
         arrays = self._of_accumulators.get((kind, chunk))
         if arrays is None:
-            arrays = self._of_accumulators[kind, chunk] = self._accumulator(kind, chunk)
+            arrays = self.view(kind, self.places.start(kind, chunk), total(self.tokens(kind)[chunk]))
+            self._of_accumulators[kind, chunk] = arrays
         return arrays
 
-    def _accumulator(self, kind, chunk):
-        tokens = self.tokens(kind)
-        if self.packed:
-            start = self.packed_start(kind, chunk)
-        elif chunk == self.own:
-            start = 0
-        else:
-            start = tokens[self.own] + self.slot_start(kind, self.accumulators[kind][chunk])
-        return self.view(kind, start, tokens[chunk])
+    def let_go(self):
+        """Forget the arrays of the results, and which chunks the slots held."""
+        self._own.clear()
+        self.occupant.clear()

@@ -7,14 +7,17 @@ events, and neither hops nor routes.  The pass and the back end define what a bl
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain, product
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..problem.layout import increasing
 from ..schedule.bound import BoundTransfer, bind
-from ..schedule.kinds import IN_COLUMNS, chunk_of
+from ..schedule.kinds import IN_COLUMNS, KINDS, chunk_of
+from ..schedule.places import Places
+from ..schedule.ranges import positions
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers
 from .held import Held
@@ -23,6 +26,20 @@ from .transfers import Posted, Transfers
 
 # Prefetched transfers in flight: 2 keep the link busy without splitting its bandwidth.
 UNDER_WAY = 2
+
+
+@dataclass
+class _Bound:
+    """What a call does on this rank: its steps, and where chunks lie.
+
+    transfers: those of all steps, each with the number of its step.
+    launches: by block that has run, the queries and the keys of each of its launches, as `Ranges`.
+    """
+
+    steps: tuple
+    transfers: list
+    places: Places
+    launches: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -47,72 +64,95 @@ class Executor:
     """The buffers of one pass and the loop over its schedule.
 
     work: a pass of `mpiattn.engine.passes`.
-    q_layout, k_layout: the layouts of queries and keys.
+    activity: the `Activity` of calls without documents, for which memory is made at once.
+    pool: the `Pool` of its buffers.
+    bound: the attribute `bound` of an executor of the same schedule, rank and activity, to save making it; or None.
     """
 
-    def __init__(self, mesh, schedule, work, exchange, q_layout, k_layout):
+    def __init__(self, mesh, schedule, work, exchange, activity, pool, bound=None):
         self.mesh, self.schedule, self.work, self.exchange = mesh, schedule, work, exchange
-        self.backend, self.q_layout, self.k_layout = work.backend, q_layout, k_layout
-        self.buffers = Buffers(self.backend, work.shapes(), schedule, mesh, self.q_layout, self.k_layout)
-        self.held = Held(work, schedule, self.buffers, mesh.rank)
+        self.backend, self.k_layout = work.backend, activity.k_layout
+        self.buffers = Buffers(pool, work.shapes(), schedule)
+        self.held = Held(work, schedule, self.buffers, mesh.chunk)
         self.transfers = Transfers(mesh, self.backend, exchange, self.buffers, self.held)
+        count = len(schedule.steps)
+        self.steps_in_words = [f"in step {n + 1} of {count} of the {schedule.direction} pass" for n in range(count)]
         self.where = ""  # the current step, in words
+        self.activity = self.bound = None  # of the last pass, and its `_Bound`
+        self.own = {}  # of the last pass, as for `Buffers.fit`
         self.times, self.moves = [], []  # of the last pass: steps, transfers
-        self.bound = WeakKeyDictionary()  # the steps of this rank, by the activity of a call
-        self.sorting = None  # keys of a packed arena by position: order, its inverse, arrays
-        if self.buffers.packed and schedule.slots["KV"]:
-            order = np.argsort(self._arena_key_positions(), kind="stable")
-            if (order[1:] < order[:-1]).any():
-                kinds = ["KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS)]
-                self.sorting = (
-                    *(self.backend.contiguous(rows, rows.itemsize) for rows in (order, np.argsort(order))),
-                    {
-                        kind: tuple(self.backend.empty(array.shape, array.dtype) for array in self.buffers.arena[kind])
-                        for kind in kinds
-                    },
-                )
+        self._bounds = WeakKeyDictionary()  # `_Bound` of this rank, by the activity of a call
+        if bound is not None:
+            self._bounds[activity] = bound
+        arrays = {kind: KINDS[schedule.direction][kind].arrays_of(work.problem) for kind in self.buffers.reduced}
+        self._fit(activity, {kind: [not array.in_place(work.problem) for array in of] for kind, of in arrays.items()})
+
+    def prepare(self, activity, results):
+        """Make what a call with this activity needs; afterwards `run` allocates no buffers.
+
+        results: as for `run`.  Nothing keeps them if the call ends before it runs.
+        """
+        self._fit(activity, {kind: [array is None for array in arrays] for kind, arrays in results.items()})
+
+    def _fit(self, activity, own):
+        if activity is self.activity and own == self.own and self.buffers.places:
+            return
+        bound = self._bounds.get(activity)
+        if bound is None:
+            steps = bind(self.schedule, self.mesh.chunk, activity)
+            transfers = [(number, t) for number, step in enumerate(steps) for t in step.transfers]
+            bound = self._bounds[activity] = _Bound(steps, transfers, Places(self.schedule, self.mesh.chunk, activity))
+            activity.trim()
+        ordered = ()
+        if bound.places.packed and bound.places.rows["KV"] and self._kept_sorting(activity, bound.places):
+            ordered = ("KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS))
+        self.buffers.fit(bound.places, own, ordered)
+        self.activity, self.bound, self.own = activity, bound, own
+
+    def _kept_sorting(self, activity, places):
+        """The rows of packed keys in order of position, and the inverse; () if they lie in that order.
+
+        They are in the back end's memory, made once for all calls with the same activity.
+        """
+        if "sorting" in activity.kept:
+            return activity.kept["sorting"]
+        parts = [positions(self.k_layout, *chunk) for chunk in places.tokens["KV"].items()]
+        order = np.argsort(np.concatenate([np.array(tokens) for tokens in chain(*parts)]), kind="stable")
+        rows = (order, np.argsort(order)) if (order[1:] < order[:-1]).any() else ()
+        sorting = activity.kept["sorting"] = tuple(self.backend.contiguous(part, part.itemsize) for part in rows)
+        return sorting
 
     @property
-    def nbytes(self):
-        """Bytes of all buffers."""
-        if not self.sorting:
-            return self.buffers.nbytes
-        order, inverse, arrays = self.sorting
-        return (
-            self.buffers.nbytes
-            + order.nbytes
-            + inverse.nbytes
-            + sum(array.nbytes for kind in arrays.values() for array in kind)
-        )
+    def kept_bytes(self):
+        """Bytes of the rows by which packed keys are sorted, besides those of the buffers."""
+        return sum(array.nbytes for array in self.activity.kept.get("sorting", ()))
 
-    def run(self, q, kv, activity, progress=None, q_ready=()):
-        """Run one pass; collective.  Returns {reduced kind: arrays of this rank's own chunk}.
+    def run(self, q, kv, results, progress=None, q_ready=()):
+        """Run the pass that was prepared; collective.  Returns {reduced kind: arrays of this rank's own chunk}.
 
         q, kv: this rank's own chunks, tuples of arrays (tokens, heads, ...).
-        activity: the `Activity` of this call.
+        results: {reduced kind: the arrays of the results (tokens, heads, ...)}, in which their partials may be
+            accumulated; None in place of an array in which they may not.
         progress: called with the number of blocks just done, or a fraction of a block.
         q_ready: events of launches of this call that write q.
-        The returned arrays are buffers: the last launches may still write them, and the next call overwrites them.
+        The returned arrays are `results` or buffers: the last launches may still write them, and the next call
+        overwrites the buffers.
         """
         try:
-            return self._run(q, kv, activity, progress, q_ready)
+            return self._run(q, kv, results, progress, q_ready)
         except Exception as error:
             error.where = self.where  # for the message of the error
             raise
 
-    def _run(self, q, kv, activity, progress, q_ready):
-        self.activity = activity
-        steps = self.bound.get(activity)
-        if steps is None:
-            steps = self.bound[activity] = bind(self.schedule, self.mesh.rank, activity)
+    def _run(self, q, kv, results, progress, q_ready):
+        self.buffers.accumulate_in(results)
         self.held.begin(q, kv, q_ready)
         self.number, self.began = 0, time.perf_counter()
-        self.to_post = deque((number, t) for number, step in enumerate(steps) for t in step.transfers)
+        self.to_post = deque(self.bound.transfers)
         self.under_way = deque()  # in order of posting
         self.times, self.moves = [], []
-        for number, step in enumerate(steps):
-            self.number = number
-            self.where = f"in step {number + 1} of {len(steps)} of the {self.schedule.direction} pass"
+        for number, step in enumerate(self.bound.steps):
+            self.number, self.where = number, self.steps_in_words[number]
             posted = self._now()
             while self.to_post and self.to_post[0][0] == number:  # this step needs them
                 self._post_next()
@@ -138,63 +178,86 @@ class Executor:
             return None
         return Timeline(self.schedule.direction, tuple(self.times), tuple(self.moves), self.times[-1].ended)
 
-    def forget(self):
-        """Tell the back end that the contents of the buffers are no longer needed."""
-        for arrays in self.buffers.arena.values():
-            for array in arrays:
-                self.backend.forget(array)
-
     # Blocks
 
     def _run_block(self, i, j, meanwhile):
         """Launch the block of query chunk i and KV chunk j, unless none of its queries sees any of its keys."""
-        if not self.activity.block(i, j):
+        launches = self.bound.launches.get((i, j))
+        if launches is None:
+            launches = self.bound.launches[i, j] = self._launches(i, j)
+        if not launches:
             return
-        q, kv = self.held["Q", i], self.held["KV", j]
-        reduced = {kind: self.held.accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
-        interval = self._kept((i, j), lambda: self.activity.columns(i, self.k_layout.ranges(j)))
-        event = self.work.launch(
-            q.arrays,
-            kv.arrays,
-            interval,
-            {kind: c.arrays for kind, c in reduced.items()},
-            (*q.ready, *kv.ready),
-            meanwhile,
-        )
+        q, kv, reduced = self._chunks(i, j)
+        for rows, keys in launches:
+            event = self.work.launch(
+                q.together(rows),
+                kv.together(keys),
+                self._kept((i, j, rows, keys), self._columns, i, j, rows, keys),
+                {kind: c.together(keys if kind in IN_COLUMNS else rows) for kind, c in reduced.items()},
+                (*q.ready, *kv.ready),
+                meanwhile,
+            )
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
 
-    def _kept(self, key, make):
-        """Row intervals in the back end's memory, made once for all calls with the same activity."""
-        kept = self.activity.kept
-        if key not in kept:
-            made = make()
-            held = tuple(self.backend.contiguous(bound, bound.itemsize) for bound in made)
-            if self.activity.kept_bytes + 2 * made[0].nbytes > KEPT_BYTES:
-                return held
-            kept[key] = held
-        return kept[key]
+    def _chunks(self, i, j):
+        """The chunks of the block of query chunk i and KV chunk j, and {reduced kind: its accumulator}."""
+        reduced = {kind: self.held.accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
+        return self.held["Q", i], self.held["KV", j], reduced
 
-    def _arena_key_positions(self):
-        return np.concatenate([self.k_layout.positions(chunk) for chunk in self.buffers.tokens("KV")])
+    def _launches(self, i, j):
+        """Queries and keys of each launch of a block, as `Ranges`; none if no query sees any key."""
+        if not self.activity.block(i, j):
+            return ()
+        q, kv, reduced = self._chunks(i, j)
+        return tuple(product(self._together(q, reduced, False, i), self._together(kv, reduced, True, j)))
+
+    def _together(self, gathered, reduced, in_columns, chunk):
+        """The tokens of a chunk that this rank needs, as `Ranges` of which each is one launch.
+
+        All are one launch if the gathered chunk and its accumulators hold the same tokens.  On the ring route either
+        may hold more, for other ranks.
+        """
+        if all(c.tokens == gathered.tokens for kind, c in reduced.items() if (kind in IN_COLUMNS) == in_columns):
+            return [gathered.tokens]
+        return [(part,) for part in self.activity.needed(in_columns, chunk, self.mesh.chunk)]
+
+    def _columns(self, i, j, rows, keys):
+        """The columns [begin, end) of some keys of chunk j that some queries of chunk i see."""
+        return self.activity.columns(i, positions(self.k_layout, j, keys), rows)
+
+    def _kept(self, key, make, *arguments):
+        """Row intervals make(*arguments) in the back end's memory, made once for all calls with the same activity."""
+        held = self.activity.kept.get(key)
+        if held is None:
+            made = make(*arguments)
+            held = tuple(self.backend.contiguous(bound, bound.itemsize) for bound in made)
+            if self.activity.kept_bytes + 2 * made[0].nbytes <= KEPT_BYTES:
+                self.activity.kept[key] = held
+        return held
 
     def _run_tile(self, meanwhile):
         """Launch all blocks as one, over the packed arenas."""
-        q, kv = self.held.whole("Q"), self.held.whole("KV")
+        q, kv, places, sorting = (
+            self.held.whole("Q"),
+            self.held.whole("KV"),
+            self.bound.places,
+            self.activity.kept.get("sorting"),
+        )
         accumulators = [
-            self.held.accumulator(kind, chunk) for kind in self.buffers.reduced for chunk in self.buffers.tokens(kind)
+            self.held.accumulator(kind, chunk) for kind in self.buffers.reduced for chunk in places.tokens[kind]
         ]
 
         def intervals():
-            keys = increasing(self.k_layout.ranges(chunk) for chunk in self.buffers.tokens("KV"))  # as `sorting` sorts
-            pairs = [self.activity.columns(chunk, keys) for chunk in self.buffers.tokens("Q")]
+            keys = increasing(positions(self.k_layout, *chunk) for chunk in places.tokens["KV"].items())
+            pairs = [self.activity.columns(chunk, keys, rows) for chunk, rows in places.tokens["Q"].items()]
             return tuple(np.concatenate(side, axis=1) for side in zip(*pairs))
 
         keys = kv.arrays
-        reduced = {kind: self.buffers.arena[kind] for kind in self.buffers.reduced}
-        if self.sorting:
-            order, inverse, arrays = self.sorting
+        reduced = {kind: self.buffers.whole(kind) for kind in self.buffers.reduced}
+        if sorting:
+            (order, inverse), arrays = sorting, self.buffers.ordered
             keys = arrays["KV"]
             for dst, src in zip(keys, kv.arrays):
                 self.backend.take(dst, src, order, after=kv.ready)
@@ -203,14 +266,9 @@ class Executor:
                 reduced[kind] = arrays[kind]
                 self.work.clear(kind, arrays[kind])
         event = self.work.launch(
-            q.arrays,
-            keys,
-            self._kept(("tile", bool(self.sorting)), intervals),
-            reduced,
-            (*q.ready, *kv.ready),
-            meanwhile,
+            q.arrays, keys, self._kept("tile", intervals), reduced, (*q.ready, *kv.ready), meanwhile
         )
-        if self.sorting:
+        if sorting:
             for kind in unsorted:
                 for dst, src in zip(unsorted[kind], arrays[kind]):
                     event = self.backend.take(dst, src, inverse)
@@ -273,5 +331,5 @@ class Executor:
         for array in posted.leaving:
             self.backend.sent(array)
         if posted.arriving is not None:
-            posted.arriving.ready = tuple(self.backend.arrived(array) for array in posted.arriving.arrays)
+            posted.arriving.ready = tuple(map(self.backend.arrived, posted.landing))
             posted.then()

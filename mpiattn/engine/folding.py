@@ -33,6 +33,23 @@ def checked(backend, name, argument, shape, dtype, writable=False):
     return array
 
 
+def check_values(shared_kv, v, name="v"):
+    """Raise ArgumentError unless v is given where it is an array of its own, and None where keys hold the values.
+
+    name: "v", or "dv", which may be None in either case.
+    """
+    if shared_kv and v is not None:
+        given = f"of shape {tuple(v.shape)}" if hasattr(v, "shape") else f"a {type(v).__name__}"
+        raise ArgumentError(
+            f"{name} is {given}; with shared_kv it is the first columns of {name.replace('v', 'k')}, and must be None"
+        )
+    if not shared_kv and v is None and name == "v":
+        raise ArgumentError(
+            "v is None; it must be an array.  Only with shared_kv=True are values the first columns of the keys, "
+            "and v None"
+        )
+
+
 class Folding:
     """Converts the caller's arrays (batch, tokens, heads, ...) to (tokens, batch * heads, ...) and back.
 
@@ -47,6 +64,8 @@ class Folding:
 
         A copy is valid until the next call with the same name.
         """
+        if self.batch == 1:
+            return self.backend.contiguous(array[0], empty=partial(self.kept, name))
         batch, tokens, heads, *dim = array.shape
         whole = self.backend.contiguous(array.swapaxes(0, 1), empty=partial(self.kept, name))
         return whole.reshape(tokens, batch * heads, *dim)

@@ -1,5 +1,6 @@
 """The chunks that a rank holds during a pass: its own, those received, and the accumulators of partials."""
 
+from ..schedule.ranges import places, rest, total
 from .buffers import Chunk
 
 
@@ -17,36 +18,43 @@ class Held(dict):
     def begin(self, q, kv, q_ready):
         """Hold this rank's own chunks, tuples of arrays, and nothing else.  q_ready: events that complete q."""
         self.clear()
-        self["Q", self.own], self["KV", self.own] = Chunk(q, q_ready), Chunk(kv)
+        self["Q", self.own] = Chunk(q, self.buffers.tokens("Q")[self.own], q_ready)
+        self["KV", self.own] = Chunk(kv, self.buffers.tokens("KV")[self.own])
         self.buffers.occupant.clear()
 
     def end(self):
         """The arrays of this rank's own accumulator of each reduced kind; drops the caller's arrays."""
         results = {kind: self.accumulator(kind, self.own).arrays for kind in self.buffers.reduced}
         self.clear()
+        self.buffers.let_go()
         return results
 
     def accumulator(self, kind, chunk):
         """The accumulator of a reduced kind for a chunk, cleared at its first use in a pass."""
         if (kind, chunk) not in self:
             arrays = self.buffers.accumulator(kind, chunk)
-            self[kind, chunk] = Chunk(arrays, (self.work.clear(kind, arrays),))
+            self[kind, chunk] = Chunk(arrays, self.buffers.tokens(kind)[chunk], (self.work.clear(kind, arrays),))
         return self[kind, chunk]
 
     def merge(self, kind, chunk, received):
-        """Merge a received partial into the accumulator of its chunk."""
+        """Merge a received partial into the same rows of the accumulator of its chunk."""
         partial = self.accumulator(kind, chunk)
-        partial.ready = received.used = (self.work.merge(kind, partial.arrays, received.arrays, received.ready),)
+        parts = [(part,) for part in received.tokens]
+        if partial.tokens == received.tokens:
+            parts = [received.tokens]  # all at once
+        for part in parts:
+            event = self.work.merge(kind, partial.together(part), received.together(part), received.ready)
+            partial.ready = received.used = (event,)
 
     def whole(self, kind):
         """The chunks of the whole group, this rank's included, as one packed chunk."""
         own = self[kind, self.own]
-        if not self.schedule.slots[kind] or own.arrays is self.buffers.arena[kind]:
+        if not self.schedule.slots[kind] or own.tokens is None:
             return own  # group of one rank, or a collective has placed it
         self.place_own(kind, own)
         self.clear_places(kind, [chunk for chunk in self.buffers.tokens(kind) if (kind, chunk) not in self])
         ready = tuple(event for (k, _), chunk in self.items() if k == kind for event in chunk.ready)
-        return Chunk(self.buffers.arena[kind], ready)
+        return Chunk(self.buffers.whole(kind), None, ready)
 
     def place_own(self, kind, own):
         """Copy this rank's own chunk to its place in a packed arena."""
@@ -61,6 +69,11 @@ class Held(dict):
         for chunk in chunks:
             self.work.backend.zero(self._place(kind, chunk))
 
+    def clear_rest(self, chunk, tokens):
+        """Zero what a chunk holds besides `tokens`, for the same reason."""
+        for part in places(chunk.tokens, rest(chunk.tokens, tokens)):
+            self.work.backend.zero([array[part] for array in chunk.arrays])
+
     def _place(self, kind, chunk):
         """The place of a chunk in a packed arena."""
-        return self.buffers.view(kind, self.buffers.packed_start(kind, chunk), self.buffers.tokens(kind)[chunk])
+        return self.buffers.view(kind, self.buffers.packed_start(kind, chunk), total(self.buffers.tokens(kind)[chunk]))

@@ -10,6 +10,10 @@ class _Pass:
     def __init__(self, problem, backend):
         self.problem, self.backend = problem, backend
 
+    def _keys_and_values(self, arrays):
+        """(k, v) of the arrays of a KV chunk, or (dk, dv); None for what is a part of the first."""
+        return (*arrays, None) if self.problem.shared_kv else arrays
+
     def shapes(self):
         """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
         return kinds.shapes(self.problem, self.direction)
@@ -28,7 +32,14 @@ class Forward(_Pass):
         """Add a block to the accumulators; returns the event.  meanwhile: as in `mpiattn.backends.base`."""
         p = self.problem
         return self.backend.attend(
-            *q, *kv, *interval, *reduced["O"], p.scale, p.softcap, after=after, meanwhile=meanwhile
+            *q,
+            *self._keys_and_values(kv),
+            *interval,
+            *reduced["O"],
+            p.scale,
+            p.softcap,
+            after=after,
+            meanwhile=meanwhile,
         )
 
     def merge(self, kind, arrays, received, after):
@@ -49,7 +60,15 @@ class Backward(_Pass):
         """Add a block to the accumulators; returns the event.  meanwhile: as in `mpiattn.backends.base`."""
         p = self.problem
         return self.backend.attend_backward(
-            *q, *kv, *interval, *reduced["dQ"], *reduced["dKV"], p.scale, p.softcap, after=after, meanwhile=meanwhile
+            *q,
+            *self._keys_and_values(kv),
+            *interval,
+            *reduced["dQ"],
+            *self._keys_and_values(reduced["dKV"]),
+            p.scale,
+            p.softcap,
+            after=after,
+            meanwhile=meanwhile,
         )
 
     def merge(self, kind, arrays, received, after):

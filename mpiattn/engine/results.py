@@ -30,21 +30,30 @@ class Results:
 
     def arrays(self):
         """The arrays in the order of `asked`.  The first call makes those that the caller did not give."""
-        for name, (_, shape, dtype) in self._asked.items():
-            if name not in self._arrays:
+        for name, (memory, shape, dtype) in self._asked.items():
+            if memory is None and name not in self._arrays:
                 self._arrays[name] = self._backend.result(shape, dtype)
-        return tuple(self._arrays[name] for name in self._asked)
+        return tuple([self._arrays[name] for name in self._asked])
 
     def returned(self, given):
-        """The return values of the call: the caller's arrays, and new ones, as tensors if the input `given` is one."""
-        return tuple(
-            as_given(given, array)[0] if memory is None else memory
-            for array, (memory, *_) in zip(self.arrays(), self._asked.values())
-        )
+        """What the call returns, after `arrays`: the caller's arrays, and new ones, as tensors if `given` is one."""
+        asked = [(memory, self._arrays[name]) for name, (memory, _, _) in self._asked.items()]
+        return tuple([as_given(given, array)[0] if memory is None else memory for memory, array in asked])
 
 
 def _check_own_memory(name, array, others):
     """Raise ArgumentError if elements of an array share memory with each other or with `others`, {name: array}."""
+    if not array.flags.c_contiguous:
+        _check_strides(name, array)
+    for other, held in others.items():
+        if held is not None and _overlap(array, held):
+            raise ArgumentError(
+                f"{name} shares memory with {other}; it must be memory that nothing else of the call uses"
+            )
+
+
+def _check_strides(name, array):
+    """Raise ArgumentError if elements of an array share memory with each other."""
     if any(stride % array.itemsize for stride in array.strides):
         raise ArgumentError(
             f"{name} has strides {array.strides}; they must be multiples of its elements' {array.itemsize} bytes"
@@ -57,16 +66,14 @@ def _check_own_memory(name, array, others):
                 "each must have memory of its own"
             )
         extent += (count - 1) * stride
-    for other, held in others.items():
-        if held is not None and _overlap(array, held):
-            raise ArgumentError(
-                f"{name} shares memory with {other}; it must be memory that nothing else of the call uses"
-            )
 
 
 def _overlap(array, other):
     """Whether two arrays share a byte, on any device; True if the answer takes too long."""
-    first, second = map(_addresses, (array, other))
+    if isinstance(array, np.ndarray) and isinstance(other, np.ndarray):
+        first, second = array, other
+    else:
+        first, second = map(_addresses, (array, other))
     if not np.may_share_memory(first, second):
         return False
     try:

@@ -1,6 +1,7 @@
 """Posting of transfers: which arrays leave and arrive, between pairs of ranks or by one collective.
 
-Transfers are bound to the rank (`mpiattn.schedule.bound`).  The exchange defines how bytes travel.
+Transfers are bound to the rank (`mpiattn.schedule.bound`).  Each carries the tokens that the other end needs, by one
+message for every array and range of tokens.  The exchange defines how bytes travel.
 """
 
 import math
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of
+from ..schedule.ranges import places, total
 from .buffers import Chunk
 
 
@@ -16,12 +18,14 @@ class Posted(NamedTuple):
 
     requests: the requests of the exchange.
     leaving: the arrays being sent.
-    arriving: the chunk being received, None if there is none.
+    landing: the arrays being received.
+    arriving: the chunk that they belong to, None if nothing is received.
     then: called when that has arrived.
     """
 
     requests: list
-    leaving: tuple
+    leaving: list
+    landing: list
     arriving: Chunk | None
     then: Callable
 
@@ -29,6 +33,11 @@ class Posted(NamedTuple):
 def _row_bytes(array):
     """Bytes of one token of an array."""
     return array.dtype.itemsize * math.prod(array.shape[1:])
+
+
+def _by_array(parts):
+    """(number of the array, array) of some parts of a chunk, in the order of their messages."""
+    return [(i, array) for i, arrays in enumerate(zip(*parts)) for array in arrays]
 
 
 class Transfers:
@@ -46,102 +55,126 @@ class Transfers:
     def _pairs(self, transfer):
         """Post a transfer between pairs."""
         kind, ((_, slot, send, receive),) = transfer.kind, transfer.hops
-        requests, sending, arriving = [], (), None
+        requests, leaving, landing, arriving = [], [], [], None
         if receive:
-            arriving, before = self.buffers.take_slot(arena_of(kind), slot, receive.chunk)
-            for i, array in enumerate(arriving.arrays):
+            arriving, before = self.buffers.take_slot(arena_of(kind), slot, receive.chunk, receive.tokens)
+            self.held.clear_rest(arriving, receive.tokens)
+            for i, array in _by_array(arriving.parts(receive.tokens)):
+                landing.append(array)
                 requests += self.exchange.receive(
-                    self.mesh.cart, self.backend.incoming(array, before), receive.peer, TAG[kind] + i
+                    self.mesh.plane, self.backend.incoming(array, before), receive.peer, TAG[kind] + i
                 )
         if send:
-            leaving = self._travelling(kind, self.held[kind, send.chunk], self.buffers.slot_start(arena_of(kind), slot))
-            sending = leaving.arrays
-            for i, array in enumerate(sending):
+            chunk = self.held[kind, send.chunk]
+            parts, ready = chunk.parts(send.tokens), chunk.ready
+            if kind in self.buffers.wire:
+                parts, ready = self._cast(kind, parts, ready, self.buffers.slot_start(arena_of(kind), slot))
+            for i, array in _by_array(parts):
+                leaving.append(array)
                 requests += self.exchange.send(
-                    self.mesh.cart, self.backend.outgoing(array, leaving.ready), send.peer, TAG[kind] + i
+                    self.mesh.plane, self.backend.outgoing(array, ready), send.peer, TAG[kind] + i
                 )
         if kind in GATHERED:
-            return Posted(requests, sending, arriving, lambda: self.held.update({(kind, receive.chunk): arriving}))
+            return Posted(
+                requests, leaving, landing, arriving, lambda: self.held.update({(kind, receive.chunk): arriving})
+            )
         if send:
             del self.held[kind, send.chunk]
-        return Posted(requests, sending, arriving, lambda: self.held.merge(kind, receive.chunk, arriving))
+        return Posted(requests, leaving, landing, arriving, lambda: self.held.merge(kind, receive.chunk, arriving))
 
-    def _travelling(self, kind, chunk, start=0):
-        """The chunk itself, or a partial cast to the dtype of the wire, in the wire arrays from row `start` on."""
-        if kind not in self.buffers.wire:
-            return chunk
-        arrays, ready = [], list(chunk.ready)
-        for held, wire in zip(chunk.arrays, self.buffers.wire[kind]):
-            arrays.append(held if wire is None else wire[start : start + len(held)])
-            if wire is not None:
-                ready.append(self.backend.copy(arrays[-1], held))
-        return Chunk(tuple(arrays), tuple(ready))
+    def _cast(self, kind, parts, ready, start=0):
+        """Parts of a partial in the dtype of the wire, in the wire arrays from row `start` on, and their events."""
+        cast, ready = [], list(ready)
+        for part in parts:
+            rows = len(part[0])
+            arrays = [
+                held if wire is None else wire[start : start + rows]
+                for held, wire in zip(part, self.buffers.wire[kind])
+            ]
+            ready += [self.backend.copy(dst, src) for dst, src in zip(arrays, part) if dst is not src]
+            cast.append(tuple(arrays))
+            start += rows
+        return cast, tuple(ready)
 
     def _group(self, kind):
         """The communicator of the row or column that a kind moves in; its ranks are in the order of their chunks."""
         return self.mesh.column if kind in IN_COLUMNS else self.mesh.row
 
-    def _starts(self, kind):
-        """First row in a packed arena of each chunk of the group."""
-        return [self.buffers.packed_start(kind, chunk) for chunk in self.buffers.tokens(kind)]
-
     def _gather(self, transfer):
         """Post a transfer of all hops of a gathered kind by one allgather."""
-        kind, rank, tokens = transfer.kind, self.mesh.rank, self.buffers.tokens(transfer.kind)
-        own, gathered = self.held[kind, rank], Chunk(self.buffers.arena[kind])
-        sent = {hop.receive.chunk for hop in transfer.hops if hop.receive} | {
-            hop.send.chunk for hop in transfer.hops if hop.send
+        kind, rank, held = transfer.kind, self.mesh.chunk, self.buffers.tokens(transfer.kind)
+        own, gathered = self.held[kind, rank], Chunk(self.buffers.whole(kind), None)
+        sent = {
+            message.chunk: message.tokens for hop in transfer.hops for message in (hop.send, hop.receive) if message
         }
-        requests = []
-        for held, arena in zip(own.arrays, gathered.arrays):
-            leaving = self.exchange.whole(self.backend.outgoing(held, own.ready, collective=True))
+        leaving = own.arrays
+        if rank in sent:
+            (leaving,) = own.parts(sent[rank])
+        starts = {chunk: self.buffers.packed_start(kind, chunk) for chunk in held}
+        starts[rank] += sum(part.start for part in places(held[rank], sent.get(rank, ())))
+        counts, group, requests = [total(sent.get(chunk, ())) for chunk in held], self._group(kind), []
+        for array, arena in zip(leaving, gathered.arrays):
+            outgoing = self.exchange.whole(self.backend.outgoing(array, own.ready, collective=True))
             requests += self.exchange.allgather(
-                self._group(kind),
-                leaving if rank in sent else leaving[:0],
+                group,
+                outgoing if rank in sent else outgoing[:0],
                 self.exchange.whole(self.backend.incoming(arena, collective=True)),
-                [count * (chunk in sent) for chunk, count in tokens.items()],
-                self._starts(kind),
+                counts,
+                list(starts.values()),
                 _row_bytes(arena),
             )
 
         def place():
-            unsent = [chunk for chunk in tokens if chunk not in sent]
-            for event in gathered.ready if unsent else ():
+            unsent = [chunk for chunk in held if chunk not in sent and chunk != rank]
+            copied = sent.get(rank) != held[rank]  # the collective has not placed all of this rank's own
+            for event in gathered.ready if unsent or copied else ():
                 self.backend.wait(event)
-            self.held.clear_places(kind, [chunk for chunk in unsent if chunk != rank])
-            if rank in unsent:  # the collective has not placed this rank's own either
+            self.held.clear_places(kind, unsent)
+            if copied:
                 self.held.place_own(kind, own)
             self.held[kind, rank] = gathered
 
-        return Posted(requests, own.arrays, gathered, place)
+        return Posted(requests, list(leaving), list(gathered.arrays), gathered, place)
 
     def _exchange_partials(self, transfer):
         """Post a transfer of all hops of a reduced kind by one alltoall, and merge in order of the hops."""
-        kind, rank, tokens = transfer.kind, self.mesh.rank, self.buffers.tokens(transfer.kind)
+        kind, held = transfer.kind, self.buffers.tokens(transfer.kind)
         arriving = [hop for hop in transfer.hops if hop.receive]
-        leaving_to = {hop.send.peer for hop in transfer.hops if hop.send}
-        slot_of = {hop.receive.peer: hop.slot for hop in arriving}
-        ready = tuple(event for chunk in tokens for event in self.held[kind, chunk].ready)
-        leaving = self._travelling(kind, Chunk(self.buffers.arena[kind], ready))
-        received = Chunk(self.buffers.arena[arena_of(kind)])
+        to = {hop.send.peer: hop.send for hop in transfer.hops if hop.send}
+        of = {hop.receive.peer: hop for hop in arriving}
+        out_starts = [
+            self.buffers.packed_start(kind, peer) + sum(part.start for part in places(held[peer], to[peer].tokens))
+            if peer in to
+            else 0
+            for peer in held
+        ]
+        parts = [self.buffers.whole(kind)]
+        ready = tuple(event for chunk in held for event in self.held[kind, chunk].ready)
+        if kind in self.buffers.wire:
+            parts, ready = self._cast(kind, parts, ready)
+        (leaving,) = parts
+        received = Chunk(self.buffers.whole(arena_of(kind)), None)
+        out_counts = [total(to[peer].tokens) if peer in to else 0 for peer in held]
+        in_counts = [total(of[peer].receive.tokens) if peer in of else 0 for peer in held]
+        in_starts = [self.buffers.slot_start(arena_of(kind), of[peer].slot) if peer in of else 0 for peer in held]
         requests = []
-        for held, arena in zip(leaving.arrays, received.arrays):
+        for array, arena in zip(leaving, received.arrays):
             requests += self.exchange.alltoall(
                 self._group(kind),
-                self.exchange.whole(self.backend.outgoing(held, leaving.ready, collective=True)),
-                [count * (peer in leaving_to) for peer, count in tokens.items()],
-                self._starts(kind),
+                self.exchange.whole(self.backend.outgoing(array, ready, collective=True)),
+                out_counts,
+                out_starts,
                 self.exchange.whole(self.backend.incoming(arena, collective=True)),
-                [tokens[rank] * (peer in slot_of) for peer in tokens],
-                [self.buffers.slot_start(arena_of(kind), slot_of.get(peer, 0)) for peer in tokens],
+                in_counts,
+                in_starts,
                 _row_bytes(arena),
-                max(tokens.values()),
+                self.buffers.places.longest[kind],
             )
 
         def merge_in_order():
             for hop in arriving:
-                partial, _ = self.buffers.take_slot(arena_of(kind), hop.slot, hop.receive.chunk)
+                partial, _ = self.buffers.take_slot(arena_of(kind), hop.slot, hop.receive.chunk, hop.receive.tokens)
                 partial.ready = received.ready
                 self.held.merge(kind, hop.receive.chunk, partial)
 
-        return Posted(requests, leaving.arrays, received, merge_in_order)
+        return Posted(requests, list(leaving), list(received.arrays), received, merge_in_order)

@@ -38,7 +38,7 @@ def file_errors(name, path, doing):
         raise FileError(f"{name} is {str(path)!r}; it cannot be {doing}: {_reason(error)}") from error
 
 
-def _stored_type(dtype):
+def stored_type(dtype):
     """The HDF5 type in which a NumPy dtype is stored."""
     if dtype.name != "bfloat16":
         return h5py.h5t.py_create(dtype, logical=True)
@@ -73,7 +73,7 @@ def _transfer(dataset, starts, array):
         stored.select_none()
     plain = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
     kind = dataset.id.get_type()
-    return memory, stored, plain, kind if isinstance(kind, h5py.h5t.TypeOpaqueID) else _stored_type(array.dtype)
+    return memory, stored, plain, kind if isinstance(kind, h5py.h5t.TypeOpaqueID) else stored_type(array.dtype)
 
 
 def read(dataset, starts, shape, how=None, into=None):
@@ -129,14 +129,17 @@ def read_shapes(path, backward=False, names=None, axes="bshd"):
     """The keyword arguments of `Problem` that an input file determines; FileError where the file does not fit.
 
     backward: the file must hold dout too, the gradient of the result.  names: role ("q", ...) -> name of the dataset,
-    where they differ.  axes: the order of the datasets' dimensions, one of AXES.
+    where they differ.  axes: the order of the datasets' dimensions, one of AXES.  A file with an attribute value_dim
+    needs no v: a value is then as many numbers of its key.
     """
     if not os.path.isfile(path):
         raise FileError(f"IN is {str(path)!r}; there is no such file")
     names = names or {}
     with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
-        tensors = {}
-        for name in (*INPUTS, "dout") if backward else INPUTS:
+        tensors, value_dim = {}, None
+        if names.get("v", "v") not in file and "value_dim" in file.attrs:
+            value_dim = int(file.attrs["value_dim"])
+        for name in (*(INPUTS if value_dim is None else ("q", "k")), *["dout"] * backward):
             dataset = names.get(name, name)
             data = file.get(dataset)
             if not isinstance(data, h5py.Dataset):
@@ -146,14 +149,19 @@ def read_shapes(path, backward=False, names=None, axes="bshd"):
                     f"datasets that --names names; it has{listing(contents(file)) or ' none'}"
                 )
             tensors[name] = data.shape, dtype_of(data)
-    return problem_of("IN", path, tensors, axes)
+    return problem_of("IN", path, tensors, axes, value_dim)
 
 
-def problem_of(argument, path, tensors, axes="bshd"):
+def problem_of(argument, path, tensors, axes="bshd", value_dim=None):
     """The keyword arguments of `Problem` that tensors determine; FileError, naming the argument, where they do not fit.
 
     tensors: q, k, v and perhaps dout -> (shape, dtype name), with dimensions in the order `axes`.
+    value_dim: where keys hold the values, and there is no v; else None.
     """
+    shared = value_dim is not None
+    if shared:
+        (*sizes, _), dtype = tensors["k"]
+        tensors = {**tensors, "v": ((*sizes, value_dim), dtype)}
     (q, k, v), names = zip(*((natural(tensors[name][0], axes), tensors[name][1]) for name in INPUTS))
     shapes = ", ".join(f"{name} {tensors[name][0]}" for name in INPUTS)
     if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] and q[3] == k[3] and k[:3] == v[:3]):
@@ -185,6 +193,7 @@ def problem_of(argument, path, tensors, axes="bshd"):
         "seqlen_k": k[1],
         "kv_heads": k[2],
         "value_dim": v[3],
+        "shared_kv": shared,
         "dtype": names[0],
     }
 
@@ -242,4 +251,4 @@ def create_datasets(file, shapes):
         how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         how.set_obj_track_times(False)  # files with the same contents are the same bytes
-        h5py.h5d.create(file.id, name.encode(), _stored_type(np.dtype(dtype)), h5py.h5s.create_simple(shape), how)
+        h5py.h5d.create(file.id, name.encode(), stored_type(np.dtype(dtype)), h5py.h5s.create_simple(shape), how)

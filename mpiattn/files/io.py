@@ -1,8 +1,10 @@
 """HDF5 input and output: whole tensors (batch, seqlen, heads, dim) in natural token order, any number of ranks.
 
-Every rank reads its own tokens or, where these are striped, a slab of consecutive ones, which the ranks exchange.  With
-an h5py that has MPI, all ranks read and write one file collectively.  Without, all ranks read it independently, and
-rank 0 writes what the others send, a piece at a time.  An output file appears whole, by a rename, or not at all.
+Every rank reads its own tokens.  Where these are striped and the ranks are on several hosts, which would then read all
+of the file each, it reads a slab of consecutive tokens, which the ranks exchange.  With an h5py that has MPI, all ranks
+read and write one file collectively.  Without, all ranks read it independently.  On one host they write it so too; on
+several, rank 0 writes what the others send, a piece at a time.  An output file appears whole, by a rename, or not at
+all.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import numpy as np
 
 from ..comm.agreement import agree_on, agreement
 from ..comm.exchange import MAX_MESSAGE
+from ..comm.mesh import nodes_of
 from ..comm.redistribute import Redistribution, all_on
 from ..errors import FileError
 from ..problem.layout import Layout
@@ -20,6 +23,7 @@ from ..system import partial_files
 from ..system.atomic_file import NewFile
 from . import hdf5
 from .hdf5 import create_datasets, dtype_of, file_errors, natural, needed_bytes, read_shapes, reserve
+from .mapped import mapped
 
 
 def parallel():
@@ -39,6 +43,14 @@ def _collective():
     if parallel():
         how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
     return how
+
+
+def _mapped(peers, path, write=False):
+    """The file as a `mapped.MappedFile` if all ranks are on one host and can map it, else None; collective."""
+    file = None if parallel() else mapped(path, write)
+    all_can = all(peers.allgather(file is not None))
+    one_host = not any(nodes_of(peers))  # by shared memory: hosts may have the same name
+    return file if all_can and one_host else None
 
 
 def _write_tokens(dataset, start, rows, axis):
@@ -78,6 +90,7 @@ class Input:
         with agreement(peers), file_errors(argument, path, "read"):
             self._watched = open(path, "rb")  # noqa: SIM115  (keeps this file even if the name is replaced)
             self.needed = needed_bytes(self.file)
+        self._mapped = _mapped(peers, path)
         self.check()
 
     def check(self):
@@ -108,15 +121,30 @@ class Input:
         batch, _, *row = natural(data.shape, self.axes)
         shape = (batch if entry is None else 1, *row)
         slabs = Layout("contiguous", layout.seqlen, self.peers.size)
+        lies = self._mapped is not None and self._mapped.has(data)
 
-        def read(start, stop, rows):
-            self.tokens(name, first + start, first + stop, entry, _collective(), rows.swapaxes(0, 1))
+        def read(tokens, rows):
+            start, stop, rows = first + tokens.start, first + tokens.stop, rows.swapaxes(0, 1)
+            if lies:
+                self._copy(data, slice(start, stop, tokens.step), entry, rows)
+            else:
+                self.tokens(name, start, stop, entry, _collective(), rows)
             self._check_length()
             if progress:
-                progress(stop - start)
+                progress(len(tokens))
 
         move = Redistribution(self.peers, slabs, layout, shape, dtype_of(data), self.max_message)
-        return move.to_chunk(read, None if into is None else into.swapaxes(0, 1)).swapaxes(0, 1)
+        return move.to_chunk(read, None if into is None else into.swapaxes(0, 1), lies).swapaxes(0, 1)
+
+    def _copy(self, data, tokens, entry, into):
+        """Copy tokens, a slice, of a dataset from where they lie."""
+        part = slice(None) if entry is None else slice(entry, entry + 1), tokens, slice(None), slice(None)
+        with file_errors(self.argument, self.path, "read"):
+            try:
+                self._mapped.read(data, natural(part, self.axes), into if self.axes == "bshd" else into.swapaxes(1, 2))
+            except OSError:
+                self._check_length()  # says it better
+                raise
 
     def tokens(self, name, start, stop, entry=None, how=None, into=None):
         """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective unless `how` is.
@@ -135,6 +163,7 @@ class Input:
 
     def close(self):
         """Close the file; collective."""
+        self._mapped = None
         self._watched.close()
         self.file.close()
 
@@ -152,7 +181,7 @@ class Output:
         self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT", axes="bshd"
     ):
         self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
-        self.new = self.file = self.partial = None
+        self.new = self.file = self.partial = self._mapped = None
         try:
             with agreement(peers, only=0), file_errors(argument, path, "written"):
                 if peers.rank == 0:
@@ -168,6 +197,11 @@ class Output:
             with agreement(peers), file_errors(argument, path, "written"):
                 if parallel() or peers.rank == 0:
                     self.file = _open(self.partial, "r+", peers.comm)
+            self._mapped = _mapped(peers, self.partial, write=True)
+            places = peers.allgather(self.file and {name: self.file[name].id.get_offset() for name in shapes})[0]
+            self._places = {
+                name: (places[name], natural(shape, axes), np.dtype(dtype)) for name, (shape, dtype) in shapes.items()
+            }
         except BaseException:
             self.abandon()
             raise
@@ -177,21 +211,30 @@ class Output:
         if chunk.ndim == 4 and self.axes == "bhsd":
             chunk, axis = chunk.swapaxes(1, 2), 2
         slabs = Layout("contiguous", layout.seqlen, self.peers.size) if parallel() else all_on(0, layout)
+        offset, shape, dtype = self._places[name]
+        apart = self._mapped is not None and chunk.dtype == dtype
+        writers = self.peers.size if apart or parallel() else 1
 
-        def write(start, rows):
-            if self.file is None:
+        def write(tokens, rows):
+            if not apart and self.file is None:
                 return
             with file_errors(self.argument, self.path, "written"):
-                _write_tokens(self.file[name], first + start, rows, axis)
+                if apart:
+                    some = slice(first + tokens.start, first + tokens.stop, tokens.step)
+                    part = (*[slice(None)] * axis, some)
+                    self._mapped.write(offset, shape, part, np.moveaxis(rows, 0, axis))
+                else:
+                    _write_tokens(self.file[name], first + tokens.start, rows, axis)
             if progress:
-                progress(len(rows))
+                progress(len(tokens) * writers)
 
         rows = np.moveaxis(chunk, axis, 0)
         move = Redistribution(self.peers, slabs, layout, rows.shape[1:], rows.dtype, self.max_message)
-        move.from_chunk(rows, write)
+        move.from_chunk(rows, write, apart)
 
     def commit(self):
         """Close the file and give it its name."""
+        self._mapped = None
         with agreement(self.peers), file_errors(self.argument, self.path, "written"):
             if self.file is not None:
                 self.file.flush()  # fails while the file can still be dropped
@@ -209,6 +252,7 @@ class Output:
 
         Every rank tries to remove it, since rank 0 may be the rank that failed.
         """
+        self._mapped = None
         if self.file is not None:
             with contextlib.suppress(OSError, RuntimeError):
                 self.file.close() if parallel() else hdf5.drop(self.file)

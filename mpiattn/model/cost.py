@@ -31,7 +31,7 @@ def transfer_seconds(problem, tile, machine, direction="forward", nodes=None):
     for name, nbytes in token_bytes(problem, direction).items():
         kind = KINDS[direction][name]
         link = machine.between if spans[kind.column] else machine.inside
-        seconds[name] = link.seconds(tokens[kind.column] * nbytes, len(kind.arrays))
+        seconds[name] = link.seconds(tokens[kind.column] * nbytes, len(kind.arrays_of(problem)))
     return seconds
 
 
@@ -53,5 +53,6 @@ def build(kind, tile, route, problem, machine=DEFAULT, direction="forward", node
     if kind == "collective":
         return collective(tile, route, direction)
     costs = transfer_costs(problem, tile, machine, direction, nodes)
-    schedule = greedy(tile, costs, route, direction, ahead if overlap else 0)
+    window_ahead = not problem.causal and problem.window != (None, None) and problem.window[1] != 0
+    schedule = greedy(tile, costs, route, direction, ahead if overlap else 0, window_ahead)
     return schedule if overlap else apart(schedule)

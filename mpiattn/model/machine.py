@@ -61,6 +61,9 @@ class Machine:
         Speed of backward blocks in units of `flops`.
     launch : float, default 50e-6
         Seconds of a block in addition to its work.
+    edge : float, default 0.0
+        Keys that a query takes time for in a block beside those that it sees there, at most all: rows are computed in
+        tiles, and packed.
     merging : float, default 2e9
         Bytes a second of partials that a rank merges into its own.
     collective : float, default 1.0
@@ -85,6 +88,7 @@ class Machine:
     node_bandwidth: float | None = None
     backward: float = 1.0
     launch: float = 50e-6
+    edge: float = 0.0
     merging: float = 2e9
     collective: float = 1.0
     combining: dict[str, Sequence[tuple[float, float]]] = field(default_factory=dict, hash=False)
@@ -108,6 +112,7 @@ class Machine:
         for name, number in numbers.items():
             _check(name, number, number > 0, "positive")
         _check("launch", self.launch, self.launch >= 0, "at least 0")
+        _check("edge", self.edge, self.edge >= 0, "at least 0")
         for algorithm, points in self.combining.items():
             sizes = [nbytes for nbytes, factor in points if nbytes > 0 and factor > 0]
             if algorithm not in ALGORITHMS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
@@ -159,7 +164,9 @@ class Machine:
         -------
         Machine
         """
-        return replace(self, flops=dict.fromkeys(("float16", "bfloat16", "float32", "float64"), flops), backward=1.0)
+        return replace(
+            self, flops=dict.fromkeys(("float16", "bfloat16", "float32", "float64"), flops), backward=1.0, edge=0.0
+        )
 
     def __str__(self) -> str:
         speeds = ", ".join(f"{rate / 1e9:g} in {dtype}" for dtype, rate in self.flops.items())
@@ -232,12 +239,15 @@ def _check(name: str, value: float, right: bool, may_be: str) -> None:
         raise ArgumentError(f"{name} of the machine is {value!r}; it must be {may_be}")
 
 
+EDGE = 128.0  # a tile of keys; as measured of the back end cpu with windows of 16 to 1024 keys
+
 # One core, and its share of a 100 Gb/s link.
 DEFAULT = Machine(
     "default",
     inside=Link(2e-6, 5e9, overlap=0.0),
     between=Link(10e-6, 3e9),
     flops={"float32": 60e9, "float64": 30e9},
+    edge=EDGE,
     assumes="one core a rank and its share of a 100 Gb/s link; run `mpiattn tune` to measure yours",
 )
 
@@ -252,6 +262,7 @@ H100 = Machine(
     flops={"float16": 400e12, "bfloat16": 400e12, "float32": 120e12, "float64": 40e12},
     backward=0.8,
     launch=10e-6,
+    edge=EDGE,
     merging=1e12,
     assumes="nodes of 8 H100 joined by NVLink, one 400 Gb/s card a GPU, 80 % of the rates of the "
     "datasheets; blocks as fast as FlashAttention-2's published figures. Not measured here",

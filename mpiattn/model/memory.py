@@ -1,33 +1,54 @@
-"""Bytes of memory that a plan needs on a rank.  Pure arithmetic."""
+"""Bytes of memory that a plan needs on a rank, for calls without documents.  Pure arithmetic."""
+
+import numpy as np
 
 from ..schedule.kinds import DELTA, DOUT, GATHERED, IN_COLUMNS, KINDS, LSE, OUT, K, Q, V, arena_of, shapes
+from ..schedule.route import leg_of
 from ..schedule.travels import held_bytes, size_of
 
 
-def buffer_bytes(schedule, problem, q_tokens, k_tokens, layout):
-    """Bytes of a plan's buffers for a pass whose chunks hold up to q_tokens and k_tokens tokens.
+def buffer_bytes(schedule, problem, load, layout):
+    """Bytes of a plan's buffers for a pass, of every rank: int64 (ranks,).
 
-    Counted are the slots of the schedule, one accumulator #0 of each reduced kind, and the copies of partials that are
-    cast for the wire.  A fused launch adds the rank's own chunk to each arena of gathered chunks.  Unless the layout is
-    contiguous, it also holds the arrays that move in columns a second time, sorted by position.
+    load: the `Load` of the mesh.  layout: the kind of the layout of keys.
+    Counted are the slots of the schedule, each for the most tokens that come, the own accumulators that are not results
+    themselves, and the copies of partials that are cast for the wire.  A fused launch needs places for the chunks of
+    the whole group.  Unless the layout is contiguous, it also holds the arrays that move in columns a second time,
+    sorted by position.
     """
     slots, fused = schedule.slots, any(step.fused for step in schedule.steps)
     arrays, total = shapes(problem, schedule.direction), 0
     for kind in KINDS[schedule.direction]:
-        tokens, sorted_again = (
-            (k_tokens, fused and layout != "contiguous" and slots["KV"]) if kind in IN_COLUMNS else (q_tokens, False)
-        )
+        column, extent = kind in IN_COLUMNS, schedule.tile.extent(kind)
+        own = load.lengths[column]
+        held = load.held(kind, schedule.route, fused, schedule.collective)
+        slot = held.max(axis=0)
+        if kind not in GATHERED and not fused:  # own accumulators
+            total = total + own * size_of(
+                array.held(problem)
+                for array in KINDS[schedule.direction][kind].arrays_of(problem)
+                if not array.in_place(problem)
+            )
+        rows = own + held.sum(axis=0) if fused else slots[kind] * slot
         received = cast = 0
         if kind in GATHERED:
-            places = slots[kind] and slots[kind] + fused
+            rows = rows * bool(slots[kind])
         else:
-            places, arriving, travelling = 1 + slots[kind], slots[arena_of(kind)], arrays[arena_of(kind)]
-            received = arriving * size_of(travelling)
-            if arriving:
-                cast = (places if fused else arriving) * size_of(
-                    wire for wire, held in zip(travelling, arrays[kind]) if wire != held
-                )
-        total += tokens * (size_of(arrays[kind]) * places * (2 if sorted_again else 1) + received + cast)
+            moved = load.moved(kind, schedule.route, schedule.collective)
+            arriving, travelling = arena_of(kind), arrays[arena_of(kind)]
+            landing = [
+                moved[hop][
+                    load.chunks[column][leg_of(kind, hop, extent, schedule.route, schedule.collective).ahead % extent]
+                ]
+                for hop in range(1, extent)
+            ]
+            received = slots[arriving] * np.max([*moved, *landing], axis=0)
+            if slots[arriving]:
+                cast = size_of(wire for wire, kept in zip(travelling, arrays[kind]) if wire != kept)
+                cast = cast * (rows if fused else received)
+            received = received * size_of(travelling)
+        sorted_again = column and fused and layout != "contiguous" and slots["KV"]
+        total = total + size_of(arrays[kind]) * rows * (2 if sorted_again else 1) + received + cast
     return total
 
 
@@ -35,6 +56,22 @@ def chunk_bytes(problem, q_tokens, k_tokens):
     """Bytes of a rank's own q, k, v and its result; q, k, v count twice if a batch is folded into the heads."""
     inputs = q_tokens * held_bytes(problem, Q) + k_tokens * held_bytes(problem, K, V)
     return inputs * (1 if problem.batch == 1 else 2) + q_tokens * held_bytes(problem, OUT, LSE)
+
+
+def outer_bytes(problem, tokens, backward=False):
+    """Bytes of a caller's q, k, v, out and lse, and backward dout, dq, dk and dv, where the mesh has chunks of its own.
+
+    tokens: numbers of the caller's query tokens and key tokens.  Backward counts delta too and, with a batch above 1,
+    the folded copies of dout and out.
+    """
+    q_tokens, k_tokens = tokens
+    nbytes = q_tokens * held_bytes(problem, Q, OUT, LSE) + k_tokens * held_bytes(problem, K, V)
+    if backward:
+        folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 else 0
+        nbytes = (
+            nbytes + q_tokens * (held_bytes(problem, DOUT, Q, DELTA) + folded) + k_tokens * held_bytes(problem, K, V)
+        )
+    return nbytes
 
 
 def gradient_bytes(problem, q_tokens, k_tokens):

@@ -3,8 +3,11 @@
 This is the paper's loop over every factorisation of the number of ranks (Mesh-Attention, arXiv 2512.20968, section 3).
 """
 
+from functools import cache, lru_cache
 from numbers import Integral
 from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.layout import LAYOUTS, Layout
@@ -12,9 +15,10 @@ from ..schedule.route import ROUTES, passed_on
 from ..schedule.tile import Tile, tiles
 from ..schedule.travels import token_bytes
 from . import cost, memory
+from .least import Least
 from .machine import DEFAULT
 from .simulate import simulate
-from .workload import Load, block_pairs
+from .workload import Load, Work
 
 # The passes that a plan is optimised for.
 DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
@@ -23,12 +27,14 @@ AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
 # Predicted times within this share of the least count as equal, because the model is no more accurate.  Exact bytes
 # decide then.
 SAME_TIME = 0.05
+LOADS = 4  # kept at a time, because they take memory
 
 
 class Choice(NamedTuple):
     """A tile, a schedule kind, a route and layouts, with their predicted costs.
 
-    layouts: of queries and of keys.
+    layouts: of queries and of keys, as the caller's ranks hold them.
+    mesh_layouts: those with which a plane of the mesh computes; the same unless heads or tokens are regrouped.
     ahead: how many steps ahead transfers may be posted.
     balance: work of the busiest rank / mean work.
     seconds: predicted time of all passes of the direction.
@@ -40,7 +46,8 @@ class Choice(NamedTuple):
     tile: Tile
     schedule: str
     route: str
-    layouts: tuple
+    layouts: tuple[Layout, Layout]
+    mesh_layouts: tuple[Layout, Layout]
     ahead: int
     balance: float
     seconds: float
@@ -54,7 +61,12 @@ class Choice(NamedTuple):
         return sum(sum(kinds.values()) for kinds in self.sent.values())
 
 
-def layouts(argument, problem, ranks):
+def balancing(mask):
+    """The kinds of layout that "auto" considers; without a mask all balance equally well, so the simplest."""
+    return AUTO_LAYOUTS[:1] if mask.full else AUTO_LAYOUTS
+
+
+def layouts(argument, problem, ranks, mask=None):
     """The pairs of layouts, (of queries, of keys), that an argument allows.  Raises ArgumentError.
 
     argument: a kind, "auto", a `Layout` or a pair of them.  "auto" without a mask allows "contiguous" only, because all
@@ -63,8 +75,7 @@ def layouts(argument, problem, ranks):
     if isinstance(argument, str):
         if argument not in (*LAYOUTS, "auto"):
             raise ArgumentError(f"layout is {argument!r}; it may be {', '.join(LAYOUTS)}, auto")
-        masked = problem.causal or problem.window != (None, None)
-        kinds = [argument] if argument != "auto" else AUTO_LAYOUTS if masked else AUTO_LAYOUTS[:1]
+        kinds = [argument] if argument != "auto" else balancing(mask or problem.mask)
         return [(Layout(kind, problem.seqlen, ranks), Layout(kind, problem.seqlen_k, ranks)) for kind in kinds]
     pair = (argument, argument) if isinstance(argument, Layout) else argument
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(layout, Layout) for layout in pair)):
@@ -96,7 +107,29 @@ def routes(route, problem, machine):
     return [name for name in ROUTES if not passed_on(name) or not (lowered or machine.node_bandwidth is None)]
 
 
-def evaluate(
+class Bound(NamedTuple):
+    """What no choice of a tile is below.
+
+    layouts, seconds: of the case that may be the fastest.  sent: as of a `Choice`, of that case.
+    """
+
+    tile: Tile
+    layouts: tuple
+    seconds: float
+    sent: dict
+
+    @property
+    def sent_bytes(self):
+        """Bytes that a rank sends in all passes, mean over ranks."""
+        return sum(sum(kinds.values()) for kinds in self.sent.values())
+
+
+def evaluate(*arguments, **options):
+    """The choices of `survey`, best first; arguments as there."""
+    return survey(*arguments, **options)[0]
+
+
+def survey(
     problem,
     ranks,
     route="direct",
@@ -108,51 +141,164 @@ def evaluate(
     nodes=None,
     overlap=True,
     max_memory=None,
+    every="choice",
+    mask=None,
 ):
-    """A `Choice` for every combination of tile, schedule kind, route and pair of layouts, best first.
+    """A `Choice` for every combination of tile, schedule kind, route and pair of layouts, best first; and bounds.
 
+    The bounds are by tile, one `Bound` for each of which no choice was needed.
     shapes: the tiles to try, default all.
     pairs: pairs of layouts (of queries, of keys), default those that "auto" allows.
     direction: a key of DIRECTIONS.
     nodes: the node of every rank; default as in `model.simulate`.
     overlap: as in `model.cost.build`.
     max_memory: bytes a rank.  Choices that need more come last.  Transfers are posted ahead only as far as it allows.
+    every: "choice", or less for a quick search: "tile" returns the best of each tile at least, None the best at least.
+        What is left out cannot be better.
+    mask: that of the documents to expect, for times and bytes; memory goes by problem.mask, the default.
 
     The best choice has the least predicted time.  Times within SAME_TIME of the least are equal; then the fewest bytes
     sent decide, then the least memory, then the first layout.  Raises ArgumentError.
     """
     max_memory = memory_limit(max_memory)
-
-    def schedules(tile, kind, chosen_route, ahead):
-        return [
-            cost.build(kind, tile, chosen_route, problem, machine, of_pass, nodes, ahead, overlap)
-            for of_pass in DIRECTIONS[direction]
-        ]
-
-    made = {
-        (tile, kind, chosen_route): schedules(tile, kind, chosen_route, cost.AHEAD)
+    cases = [
+        Case(tile, kind, chosen_route, pair)
+        for pair in pairs or layouts("auto", problem, ranks, mask)
         for tile in shapes or tiles(ranks)
         for kind in kinds
         for chosen_route in routes(route, problem, machine)
-    }
-    choices = []
-    for pair in pairs or layouts("auto", problem, ranks):
-        work, lengths = block_pairs(problem.mask, *pair), [layout.lengths for layout in pair]
-        loads = {tile: Load(work, *lengths, tile) for tile in {tile for tile, *_ in made}}
-        for (tile, kind, chosen_route), built in made.items():
-            load, ahead, nbytes = loads[tile], built[0].ahead, _nbytes(built, problem, pair)
-            while ahead and max_memory is not None and nbytes > max_memory:
-                ahead -= 1
-                built = schedules(tile, kind, chosen_route, ahead)
-                nbytes = _nbytes(built, problem, pair)
-            runs = [simulate(schedule, problem, load, machine, nodes) for schedule in built]
-            seconds = sum(run.seconds for run in runs)
-            waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
-            sent = {schedule.direction: _sent(schedule, problem, load) for schedule in built}
-            choices.append(Choice(tile, kind, chosen_route, pair, ahead, load.balance, seconds, waiting, sent, nbytes))
-    fits = [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
+    ]
+    return find(Model(problem, machine, direction, nodes, overlap, max_memory, mask), cases, every)
+
+
+def find(model, cases, every):
+    """The choices and bounds of `survey` for some cases of a model."""
+    if every == "choice" or len(cases) == 1:
+        made = {number: model.choice(case) for number, case in enumerate(cases)}
+    else:
+        made = _needed(model, cases, every == "tile")
+    choices = [made[number] for number in sorted(made)]
+    missing = dict.fromkeys(case.tile for case in cases)
+    for choice in choices:
+        missing.pop(choice.tile, None)
+    bounds = {tile: model.bound([case for case in cases if case.tile == tile]) for tile in missing}
+    return sorted(choices, key=_order(choices, model.max_memory)), bounds
+
+
+class Case(NamedTuple):
+    """A choice that is not predicted yet."""
+
+    tile: Tile
+    kind: str
+    route: str
+    pair: tuple
+
+
+class Model:
+    """What the cases of a search have in common, made once."""
+
+    def __init__(self, problem, machine, direction, nodes, overlap, max_memory, mask=None):
+        self.problem, self.machine, self.nodes, self.overlap = problem, machine, nodes, overlap
+        self.mask = mask or problem.mask
+        self.directions, self.max_memory = DIRECTIONS[direction], max_memory
+        self._work = cache(lambda pair: Work(self.mask, *pair))
+        self._load = lru_cache(LOADS)(lambda pair, tile: Load(self._work(pair), tile))
+        self._load_without_documents = self._load  # a plan makes its memory for these calls
+        if self.mask != problem.mask:
+            without_documents = cache(lambda pair: Work(problem.mask, *pair))
+            self._load_without_documents = lru_cache(LOADS)(lambda pair, tile: Load(without_documents(pair), tile))
+        self._least = cache(lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes))
+        self._schedules = cache(self._build)
+
+    def _build(self, tile, kind, route, ahead):
+        return [
+            cost.build(kind, tile, route, self.problem, self.machine, of_pass, self.nodes, ahead, self.overlap)
+            for of_pass in self.directions
+        ]
+
+    def least(self, case):
+        """(seconds, bytes sent) that no choice of a case is below."""
+        least = self._least(case.pair, case.tile)
+        seconds = sum(least.seconds(case.kind, case.route, of_pass, self.overlap) for of_pass in self.directions)
+        return seconds, sum(sum(least.sent(of_pass).values()) for of_pass in self.directions)
+
+    def bound(self, cases):
+        """The `Bound` of the cases of a tile."""
+        case = min(cases, key=self.least)
+        least = self._least(case.pair, case.tile)
+        return Bound(
+            case.tile, case.pair, self.least(case)[0], {of_pass: least.sent(of_pass) for of_pass in self.directions}
+        )
+
+    def choice(self, case):
+        """The `Choice` of a case."""
+        problem, load = self.problem, self._load(case.pair, case.tile)
+        prepared = self._load_without_documents(case.pair, case.tile)
+        built = self._schedules(*case[:3], cost.AHEAD)
+        ahead, nbytes = built[0].ahead, _nbytes(built, problem, prepared, case.pair)
+        while ahead and self.max_memory is not None and nbytes > self.max_memory:
+            ahead -= 1
+            built = self._schedules(*case[:3], ahead)
+            nbytes = _nbytes(built, problem, prepared, case.pair)
+        runs = [simulate(schedule, problem, load, self.machine, self.nodes) for schedule in built]
+        seconds = sum(run.seconds for run in runs)
+        waiting = sum(float(run.waiting.mean()) for run in runs) / seconds if seconds else 0.0
+        sent = {schedule.direction: _sent(schedule, problem, load) for schedule in built}
+        return Choice(*case, case.pair, ahead, load.balance, seconds, waiting, sent, nbytes)
+
+
+def _fit(choices, max_memory):
+    """The choices that do with max_memory bytes a rank."""
+    return [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
+
+
+def _order(choices, max_memory):
+    """The key that sorts choices, best first."""
+    fits = _fit(choices, max_memory)
     least = (1 + SAME_TIME) * min(choice.seconds for choice in fits or choices)
-    return sorted(choices, key=lambda c: (bool(fits) and c not in fits, max(c.seconds, least), c.sent_bytes, c.nbytes))
+    return lambda c: (bool(fits) and not _fit([c], max_memory), *_merit(c, least))
+
+
+def _merit(choice, least):
+    return max(choice.seconds, least), choice.sent_bytes, choice.nbytes
+
+
+def _needed(model, cases, of_tiles):
+    """The choices by number of their case: enough to know the best of all, with `of_tiles` that of each tile too."""
+    made, left = {}, {number: model.least(case) for number, case in enumerate(cases)}
+
+    def predict(number):
+        made[number] = model.choice(cases[number])
+        del left[number]
+
+    def rival(numbers, least):
+        """The case to predict before the best of some numbers is known; None if it is.  least: end of equal times."""
+        unknown = [number for number in numbers if number in left]
+        fits = _fit([made[number] for number in numbers if number in made], model.max_memory)
+        if fits:
+            best = min(_merit(choice, least)[:2] for choice in fits)
+            unknown = [number for number in unknown if (max(left[number][0], least), left[number][1]) <= best]
+        return min(unknown, key=lambda number: (max(left[number][0], least), *left[number][::-1]), default=None)
+
+    def least():
+        """The shortest time so far; before any is known, the shortest that is possible."""
+        known = [choice.seconds for choice in _fit(made.values(), model.max_memory)]
+        return min(known or [seconds for seconds, _ in left.values()], default=0.0)
+
+    while left:
+        known, number = (1 + SAME_TIME) * least(), rival(range(len(cases)), (1 + SAME_TIME) * least())
+        if number is None:  # the best so far is the best, unless a shorter time ends equal times before it
+            best = min(_fit(made.values(), model.max_memory), key=lambda choice: _merit(choice, known))
+            number = min(left, key=lambda number: left[number][0])
+            shortest = left[number][0]
+            if shortest >= least() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * shortest):
+                break
+        predict(number)
+    for tile in dict.fromkeys(case.tile for case in cases) if of_tiles else ():
+        numbers = [number for number, case in enumerate(cases) if case.tile == tile]
+        while (number := rival(numbers, (1 + SAME_TIME) * least())) is not None:
+            predict(number)
+    return made
 
 
 def memory_limit(value):
@@ -187,11 +333,12 @@ def _sent(schedule, problem, load):
     }
 
 
-def _nbytes(schedules, problem, layouts):
-    q_tokens, k_tokens = (max(layout.lengths) for layout in layouts)
-    nbytes = memory.chunk_bytes(problem, q_tokens, k_tokens)
+def _nbytes(schedules, problem, load, layouts):
+    """Bytes of memory on the rank that needs the most."""
+    nbytes = memory.chunk_bytes(problem, *load.lengths)
+    buffers = [memory.buffer_bytes(schedule, problem, load, layouts[1].kind) for schedule in schedules]
+    nbytes = nbytes + np.max(buffers, axis=0)  # the passes share them
     for schedule in schedules:
-        nbytes += memory.buffer_bytes(schedule, problem, q_tokens, k_tokens, layouts[1].kind)
         if schedule.direction == "backward":
-            nbytes += memory.gradient_bytes(problem, q_tokens, k_tokens)
-    return nbytes
+            nbytes = nbytes + memory.gradient_bytes(problem, *load.lengths)
+    return int(nbytes.max())

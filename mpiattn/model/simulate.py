@@ -34,14 +34,17 @@ class _Run:
         self.ranks = load.pairs.shape[2]
         self.nodes = nodes_of(self.ranks, machine) if nodes is None else np.asarray(nodes)
         nbytes = token_bytes(problem, schedule.direction)
+        self.messages = {name: len(kind.arrays_of(problem)) for name, kind in KINDS[schedule.direction].items()}
         transfers = {(t.kind, t.collective) for step in schedule.steps for t in step.transfers}
         self.moved = {
             (kind, collective): load.moved(kind, schedule.route, collective) * nbytes[kind]
             for kind, collective in transfers
         }
-        seconds = machine.compute(problem.flops_per_pair * load.pairs, problem.dtype, schedule.direction)
-        self.launches = np.where(load.pairs > 0, machine.launch, 0)
-        self.blocks = seconds + self.launches
+        timed = load.timed_pairs(machine.edge)
+        self.blocks = np.empty(timed.shape)  # seconds
+        for to, counted, pairs in zip(self.blocks, timed, load.pairs):  # a part at a time stays in cache
+            seconds = machine.compute(problem.flops_per_pair * counted, problem.dtype, schedule.direction)
+            np.add(seconds, np.where(pairs > 0, machine.launch, 0), out=to)
         zero = np.zeros(self.ranks)
         self.free = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}  # links inside and between
         self.posted, self.last_two = zero, [zero, zero]  # so far: latest post, two latest ends
@@ -68,7 +71,8 @@ class _Run:
 
     def _computing(self, step):
         if step.fused:
-            return (self.blocks - self.launches).sum(axis=(0, 1)) + self.launches.max(axis=(0, 1))
+            launches = np.where(self.load.pairs > 0, self.machine.launch, 0)
+            return (self.blocks - launches).sum(axis=(0, 1)) + launches.max(axis=(0, 1))
         return sum((self.blocks[block] for block in step.blocks), np.zeros(self.ranks))
 
     def _post(self, transfer, begins):
@@ -115,14 +119,13 @@ class _Run:
             for side, at in (("out", sources), ("in", everyone))
         )
         moves, lasting = nbytes > 0, nbytes / rate
-        messages = len(KINDS[self.schedule.direction][transfer.kind].arrays)
         begun = np.maximum(np.maximum(posted, posted[sources]), np.maximum(out, into))
         leaves = begun + lasting
         for between in (False, True):
             busy = moves & (crossing == between)
             self.free["out"][between][sources[busy]] = leaves[busy]
             self.free["in"][between][busy] = leaves[busy]
-        arrived = leaves + messages * latency
+        arrived = leaves + self.messages[transfer.kind] * latency
         done, unhidden = (np.where(moves, times, 0) for times in (arrived, (1 - overlap) * lasting))
         sent, unhidden_sent = np.zeros(self.ranks), np.zeros(self.ranks)
         sent[sources], unhidden_sent[sources] = done, unhidden

@@ -1,151 +1,197 @@
 """Exact work and transfers of every rank of a mesh under a mask.  No MPI.
 
 The search for a layout, tile and schedule uses it for the whole mesh.  `schedule.needed` gives the same for one rank
-and one call, with documents.  Pairs are counted in closed form, independent of the sequence length, if the layouts of
-queries and keys have the same step, else query by query.  With `causal_block` they are counted by runs of queries.
+and one call, with documents.
 """
 
-from functools import cached_property
-from typing import NamedTuple
+from functools import cache, cached_property
 
 import numpy as np
 
 from ..schedule.kinds import IN_COLUMNS
-from ..schedule.route import leg_of
-
-RUN_PIECE = 2**16  # queries counted at a time with causal_block
-
-
-def _below(m, length):
-    """The sum of clip(x, 0, length) over all integers x < m."""
-    m = np.maximum(m, 0)
-    ramp = np.minimum(m, length + 1)
-    return ramp * (ramp - 1) // 2 + (m - ramp) * length
+from ..schedule.route import leg_of, passed_on
+from .pairs import TABLE_PIECE, Pairs
+from .spans import NONE, Spans
 
 
-class _Ranges(NamedTuple):
-    """One range of tokens of every chunk: int64 arrays (chunks,) and a common step."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    step: int
-
-    @classmethod
-    def of(cls, layout):
-        """A list of `_Ranges` of a layout, as many as a chunk has ranges."""
-        of_chunks = [layout.ranges(chunk) for chunk in range(layout.chunks)]
-        return [
-            cls(np.array([t.start for t in ranges]), np.array([len(t) for t in ranges]), ranges[0].step)
-            for ranges in zip(*of_chunks)
-        ]
-
-    def before(self, positions):
-        """Number of tokens of every chunk's range before each position: int64 (positions, chunks)."""
-        return (-(-(np.asarray(positions)[:, None] - self.starts) // self.step)).clip(0, self.lengths)
-
-    def between(self, start, stop):
-        """The ranges cut to [start, stop)."""
-        first, last = self.before([start, max(start, stop)])
-        return _Ranges(self.starts + self.step * first, last - first, self.step)
-
-    def positions(self, chunk):
-        """The positions of the tokens in a chunk's range."""
-        return self.starts[chunk] + self.step * np.arange(self.lengths[chunk])
+def widest(mask, k_layout):
+    """The most keys of a chunk that a query sees; None if all, or if the mask does not say."""
+    left, right = mask.window[0], (mask.causal_block or 1) - 1 if mask.causal else mask.window[1]
+    if left is None or right is None:
+        return None
+    return -(-(left + right + 1) // max(tokens.step for tokens in k_layout.ranges(0)))
 
 
-def _seen(queries, keys, shift):
-    """Number of keys before i + shift, summed over the queries i of a chunk: (query chunks, key chunks)."""
-    if queries.step == keys.step:  # each query sees one key more than the query before it
-        first = -(-(queries.starts[:, None] + shift - keys.starts) // keys.step)
-        return _below(first + queries.lengths[:, None], keys.lengths) - _below(first, keys.lengths)
-    seen = [
-        -(-(queries.positions(chunk)[:, None] + shift - keys.starts) // keys.step)
-        for chunk in range(len(queries.starts))
-    ]
-    return np.stack([before.clip(0, keys.lengths).sum(axis=0) for before in seen])
+def _all_see(mask, q_layout, k_layout):
+    """Whether the last query of every chunk surely sees a key of every chunk: in stripes, as many in a row."""
+    if k_layout.kind != "striped":
+        return False
+    last = np.sort([max(tokens[-1] for tokens in q_layout.ranges(chunk) if tokens) for chunk in range(q_layout.chunks)])
+    lo, hi = mask.key_interval(last)
+    return bool((hi - lo >= k_layout.chunks).all())
 
 
-def _seen_to_the_right(mask, queries, keys):
-    """Number of keys before the end of a query's interval, summed over the queries of a chunk; shape as `_seen`."""
-    diagonal, right = mask.seqlen_k - mask.seqlen, mask.window[1]
-    if mask.causal_block:
-        return _seen_by_steps(mask, queries, keys)
-    if not mask.causal:
-        return queries.lengths[:, None] * keys.lengths if right is None else _seen(queries, keys, diagonal + right + 1)
-    # Queries before `full` see the part of the prefix inside the window.  Those from `full` to `own` see the whole
-    # prefix.  Later ones see up to the diagonal.
-    own = mask.prefix - diagonal - 1
-    full = 0 if right is None else max(own - right, 0)
-    total = _seen(queries.between(max(own, 0), mask.seqlen), keys, diagonal + 1)
-    if own > 0:
-        total += queries.between(full, own).lengths[:, None] * keys.before([mask.prefix])
-    if full:
-        total += _seen(queries.between(0, full), keys, diagonal + right + 1)
-    return total
+class Work:
+    """What a mask asks of two layouts, on any mesh.
+
+    pairs: those of `Pairs`, of all chunks.  seen: the result of `widest`; with documents, the mean number of
+        keys that a query sees of all chunks.
+    lengths: tokens of every chunk of queries, and of keys.
+    spans: the `Spans` of the tokens that travel; None where all or nothing of a chunk does.
+    """
+
+    def __init__(self, mask, q_layout, k_layout):
+        self.counts, self.seen = Pairs(mask, q_layout, k_layout), widest(mask, k_layout)
+        if self.counts.packed:
+            self.seen = self.pairs.sum() / max(len(mask.unpadded), 1)
+        self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
+        striped = "striped" in (q_layout.kind, k_layout.kind)
+        self.spans = None if mask.full or striped or not self.counts.any() else Spans(mask, q_layout, k_layout)
+        self.whole = min(map(min, self.lengths)) > 0 and (mask.full or _all_see(mask, q_layout, k_layout))
+
+    @property
+    def pairs(self):
+        """By chunk of queries and chunk of keys: int64 (chunks, chunks)."""
+        return self.counts.table
+
+    @cached_property
+    def _any(self):
+        """Whether there is a pair: by chunk of keys and chunk of queries, and by chunk of queries and chunk of keys."""
+        some = self.pairs > 0
+        return np.ascontiguousarray(some.T), some
+
+    def moved(self, column, tile):
+        """Tokens of keys (with `column`) or queries that travel on the direct route, of all ranks of a mesh."""
+        chunks = np.arange(tile.ranks).reshape(tile.b, tile.a)
+        groups, own = (chunks, chunks.ravel() // tile.a) if column else (chunks.T, chunks.ravel() % tile.a)
+        if self.spans is not None:
+            return self.spans.moved(column, groups, own)
+        if self.whole:
+            return int(self.lengths[column].sum()) * (len(groups) - 1)
+        needed = self._any[column].reshape(tile.b, tile.a, -1).any(axis=1 if column else 0)  # (groups, chunks)
+        return int((self.lengths[column] * (needed.sum(axis=0) - needed[own, chunks.ravel()])).sum())
+
+    def tokens(self, column, chunks, others):
+        """Tokens of chunks that are needed together with any of `others`, chunks of the other side.
+
+        chunks: of keys with `column`, else of queries: (hops, ranks).
+        others: (hops, ranks).
+        """
+        if self.spans is not None:
+            first, last = self.spans.needed(column, chunks, others)
+            return np.where(first < last, last - first, 0).sum(axis=0)
+        if self.whole:
+            return self.lengths[column][chunks]
+        pairs = self.pairs.T if column else self.pairs
+        return self.lengths[column][chunks] * np.stack([pairs[of, others].any(axis=0) for of in chunks])
 
 
-def _seen_by_steps(mask, queries, keys):
-    """The same with causal_block, where runs of queries end at the same key: length of the run x keys before it."""
-    total = np.zeros((len(queries.starts), len(keys.starts)), np.int64)
-    for start in range(0, mask.seqlen, RUN_PIECE):
-        stop = min(start + RUN_PIECE, mask.seqlen)
-        (ends,) = mask.key_interval(np.arange(start, stop))[1]
-        first = np.flatnonzero(np.diff(ends, prepend=-1))  # starts of runs
-        members = np.diff(queries.before([*(start + first), stop]), axis=0)
-        # in float, because BLAS multiplies floats only; sums stay far below 2 ** 53, so they are exact
-        total += (members.T.astype(float) @ keys.before(ends[first]).astype(float)).astype(np.int64)
-    return total
-
-
-def block_pairs(mask, q_layout, k_layout):
-    """Number of attended (query, key) pairs, by chunk of queries and chunk of keys: int64 (chunks, chunks)."""
-    left, diagonal = mask.window[0], mask.seqlen_k - mask.seqlen
-    pairs = np.zeros((q_layout.chunks, k_layout.chunks), np.int64)
-    for queries in _Ranges.of(q_layout):
-        for keys in _Ranges.of(k_layout):
-            pairs += _seen_to_the_right(mask, queries, keys)
-            if left is not None:
-                pairs -= _seen(queries, keys, diagonal - left)
-    return pairs
+def chunks_of(tile, column, ranks):
+    """The chunks of keys (with `column`) or queries of the tiles of some ranks: (hops, ranks), as many hops back."""
+    hops = np.arange(tile.b if column else tile.a)[:, None]
+    return tile.in_column(ranks, hops) if column else tile.in_row(ranks, hops)
 
 
 class Load:
     """Work and transfers of every rank of a mesh.
 
-    pairs: the result of `block_pairs`, by numbers of chunks.  The attribute `pairs` has them by hops: (a, b, ranks).
-    q_lengths, k_lengths: tokens of every chunk.
+    work: the `Work` of its layouts.  The attribute `pairs` has its pairs by hops: (a, b, ranks).
+    some: the only ranks to count, for a part of the load: `chunks`, `pairs` and `timed_pairs`.
     """
 
-    def __init__(self, pairs, q_lengths, k_lengths, tile):
-        self.lengths = np.array(q_lengths), np.array(k_lengths)
-        ranks = np.arange(tile.ranks)
-        self.chunks = np.stack(tile.row(ranks)), np.stack(tile.column(ranks))  # (hops, ranks): so many hops back
-        self.pairs = pairs[self.chunks[0][:, None], self.chunks[1][None]]  # (a, b, ranks): of block (u, w)
+    def __init__(self, work, tile, some=None):
+        self.lengths, self.spans, self._seen = work.lengths, work.spans, work.seen
+        ranks = np.arange(tile.ranks) if some is None else some
+        self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
+        at = self.chunks[0][:, None], self.chunks[1][None]
+        self.pairs = work.pairs[at] if some is None else work.counts.at(*at)  # (a, b, ranks): of block (u, w)
+        self._needed, self._tokens = cache(self._by_owner), cache(self._moved)
+        self.timed_pairs = cache(self._timed_pairs)
 
     @cached_property
     def work(self):
         """Number of pairs that each rank computes: int64 (ranks,)."""
         return self.pairs.sum(axis=(0, 1))
 
+    def _timed_pairs(self, edge):
+        """Pairs of which blocks take the time, if queries take it for `edge` keys more than they see: as `pairs`."""
+        queries, keys = (lengths[chunks] for lengths, chunks in zip(self.lengths, self.chunks))
+        seen = np.maximum(keys if self._seen is None else np.minimum(keys, self._seen), 1)
+        timed = np.empty(self.pairs.shape)
+        piece = max(1, TABLE_PIECE // self.pairs[0].size)
+        for u in range(0, len(queries), piece):  # a part at a time stays in cache
+            pairs = self.pairs[u : u + piece]
+            rows = pairs / seen  # that see any key
+            np.minimum(pairs + edge * rows, queries[u : u + piece, None] * keys, out=timed[u : u + piece])
+        return timed
+
     @property
     def balance(self):
         """Maximum / mean of the ranks' work; 1 if there is none."""
         return balance(self.work)
 
+    def _by_owner(self, column):
+        """The tokens [first, last) of each run of a chunk that ranks need: two arrays (runs, hops, chunks).
+
+        Hops are those from the owner ahead to the rank.
+        """
+        chunks = self.chunks[column]
+        if self.spans is None:
+            needed = self.pairs.any(axis=0 if column else 1)[None]
+            ends = np.where(needed, 0, NONE), needed * self.lengths[column][chunks]
+        else:
+            ends = self.spans.needed(column, chunks, self.chunks[not column])
+        by_owner = tuple(np.empty_like(end) for end in ends)
+        for to, end in zip(by_owner, ends):
+            np.put_along_axis(to, np.broadcast_to(chunks, end.shape), end, axis=2)
+        return by_owner
+
     def moved(self, kind, route="direct", collective=False):
         """Tokens that every rank receives (of a reduced kind: sends) in each hop of a kind: (hops, ranks).
 
-        Hop 0 moves nothing, and chunks that no rank needs do not move, as in `mpiattn.schedule.needed`.
+        Hop 0 moves nothing, and tokens that no rank needs do not move, as in `mpiattn.schedule.needed`.
         """
         column = kind in IN_COLUMNS
-        chunks, lengths = self.chunks[column], self.lengths[column]
-        needed = np.zeros(chunks.shape, bool)  # (hops, chunks): by the rank so many hops ahead of the owner
-        np.put_along_axis(needed, chunks, self.pairs.any(axis=0 if column else 1), axis=1)
-        needed[0] = False
-        count, extent, moves = needed.cumsum(axis=0, dtype=np.int32), len(chunks), np.zeros_like(needed)
-        users = [leg_of(kind, hop, extent, route, collective).users for hop in range(1, extent)]
-        moves[1:] = count[[ahead[-1] for ahead in users]] > count[[ahead[0] - 1 for ahead in users]]
-        return np.take_along_axis(moves, chunks, axis=1) * lengths[chunks]
+        # whom hop 2 carries tokens for besides those of hop 1 tells the route: see `Leg.users`
+        first, second = (leg_of(kind, hop, len(self.chunks[column]), route, collective).users for hop in (1, 2))
+        return self._tokens(column, second.start < 2, first.stop > 2, collective and not passed_on(route))
+
+    def _moved(self, column, earlier, later, together):
+        """`moved`, of keys with `column`.
+
+        earlier, later: whether a hop carries what ranks of earlier hops need too, of later ones.
+        together: whether it carries one range of a chunk.
+        """
+        chunks, (first, last) = self.chunks[column], (ends[:, 1:] for ends in self._needed(column))
+        if together:
+            first, last = first.min(axis=0, keepdims=True), last.max(axis=0, keepdims=True)
+        if earlier:
+            first, last = np.minimum.accumulate(first, axis=1), np.maximum.accumulate(last, axis=1)
+        if later:
+            first, last = (
+                of.accumulate(ends[:, ::-1], axis=1)[:, ::-1] for of, ends in ((np.minimum, first), (np.maximum, last))
+            )
+        tokens = np.zeros(chunks.shape, np.int64)
+        tokens[1:] = np.where(first < last, last - first, 0).sum(axis=0)
+        return np.take_along_axis(tokens, chunks, axis=1)
+
+    def held(self, kind, route="direct", packed=False, collective=False):
+        """Tokens of each chunk or accumulator of others that every rank has room for: (hops, ranks).
+
+        packed: whether the arenas are, which have room for the tokens that any rank of the group needs.
+        """
+        if not packed:
+            return self.moved(kind, route, collective)
+        column, everyone = kind in IN_COLUMNS, "Q" if kind not in IN_COLUMNS else "KV"
+        if collective:
+            return self.moved(everyone, collective=True)
+        to_first = self.moved(everyone, "ring")[1:2]  # what passes by the first neighbour is for all
+        by_owner = np.zeros(self.chunks[column].shape, np.int64)
+        if len(by_owner) > 1:
+            np.put_along_axis(by_owner, np.broadcast_to(self.chunks[column][1], by_owner.shape), to_first, axis=1)
+        tokens = np.take_along_axis(by_owner, self.chunks[column], axis=1)
+        tokens[0] = 0
+        return tokens
 
 
 def balance(work):

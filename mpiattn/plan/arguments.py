@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..engine.folding import checked, on_host
+from ..engine.folding import check_values, checked, on_host
 from ..engine.results import Results
 
 if TYPE_CHECKING:
@@ -31,18 +31,35 @@ class Arguments:
         self._types: dict[str, tuple[tuple[int, ...], str]] = {name: (shape, p.dtype) for name, shape in shapes.items()}
         by_head = {"lse": (p.batch, p.heads, q_tokens), "dlse": (p.batch, p.heads, q_tokens), "sinks": (p.heads,)}
         self._types |= {name: (shape, p.partial_dtype) for name, shape in by_head.items()}
+        self._shared_kv = p.shared_kv
 
-    def checked(self, **arrays: Array) -> dict[str, Array]:
-        """Arguments by name as arrays of the back end.  Raises ArgumentError if shape or dtype differ."""
-        return {name: checked(self._backend, name, array, *self._types[name]) for name, array in arrays.items()}
+    def checked(self, **arrays: Array | None) -> dict[str, Array]:
+        """Arguments by name as arrays of the back end, without v if keys hold it.
+
+        Raises ArgumentError if shape or dtype differ.
+        """
+        return {
+            name: checked(self._backend, name, array, *self._types[name]) for name, array in self._own(arrays).items()
+        }
+
+    def _own(self, arrays: dict[str, Array | None]) -> dict[str, Array | None]:
+        """Arrays without v and dv if keys and dk hold them.  Raises ArgumentError if such a plan is given one."""
+        for name in ("v", "dv"):
+            if name in arrays:
+                check_values(self._shared_kv, arrays[name], name)
+        return {name: arrays[name] for name in arrays if name not in ("v", "dv")} if self._shared_kv else arrays
 
     def sinks(self, sinks: Array | None) -> Array | None:
         """The sinks as a NumPy array, since all ranks compare them; None if there are none.  Raises ArgumentError."""
         return None if sinks is None else on_host(self.checked(sinks=sinks)["sinks"])
 
     def results(self, memory: dict[str, Array | None], inputs: dict[str, Array | None]) -> Results:
-        """The `Results` of a call.  memory: {name: the caller's array or None}.  inputs: as of `Results`."""
-        return Results(self._backend, {name: (array, *self._types[name]) for name, array in memory.items()}, inputs)
+        """The `Results` of a call, without dv if dk takes it too.  Raises ArgumentError.
+
+        memory: {name: the caller's array or None}.  inputs: as of `Results`.
+        """
+        asked = {name: (array, *self._types[name]) for name, array in self._own(memory).items()}
+        return Results(self._backend, asked, inputs)
 
 
 def compared(activity: Activity, sinks: Array | None) -> dict[str, Any]:

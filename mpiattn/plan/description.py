@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from ..schedule.steps import Schedule
     from ..schedule.tile import Tile
     from ..schedule.timeline import Timeline
+    from .decision import Decision
     from .rank_passes import RankPasses
-    from .settle import Decision
+    from .regrouped_passes import RegroupedPasses
 
 RECENT = 8  # sets of documents whose activities a plan keeps
 
@@ -41,7 +42,7 @@ class Described:
     k_layout: Layout
     _plan: Decision
     _layouts: tuple[Layout, Layout]  # by mesh rank
-    _passes: RankPasses
+    _passes: RankPasses | RegroupedPasses
     _backend: Backend
     _exchange: Exchange
     _activity: Activity
@@ -61,8 +62,13 @@ class Described:
 
     @property
     def tile(self) -> Tile:
-        """The `Tile`: tile.a query chunks x tile.b KV chunks per rank.  str(tile) is "AxB"."""
-        return self.schedule.tile
+        """The `Tile`: tile.h planes, tile.a query chunks x tile.b KV chunks a rank.  str(tile) is "AxB" or "HxAxB"."""
+        return self._plan.choice.tile
+
+    @property
+    def mesh_layout(self) -> str:
+        """Kind of the layout in which the mesh computes, of queries; that of `q_layout` unless tokens are regrouped."""
+        return self._plan.choice.mesh_layouts[0].kind
 
     @property
     def route(self) -> str:
@@ -99,8 +105,9 @@ class Described:
         """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch.
 
         With batch > 1 a second q, k and v are included, because `forward` folds the batch into the heads.  With batch
-        = 1 these copies count from the first call with arrays that are not contiguous.  The memory of `backward` counts
-        from its first call.  With "cuda", the pinned memory allocated so far is included.
+        = 1 these copies count from the first call with arrays that are not contiguous.  `backward` uses the buffers of
+        `forward`; what it needs more counts from its first call, and what documents need that see more than the plan's
+        masks from theirs.  With "cuda", the pinned memory allocated so far is included.
         """
         return self._passes.nbytes + self._backend.staged_bytes
 
@@ -118,6 +125,44 @@ class Described:
     def wait_seconds(self) -> float:
         """Seconds that this rank has waited for transfers so far."""
         return self._exchange.wait_seconds
+
+    def formula(self, direction: str = "forward", activity: Activity | None = None) -> int:
+        """Bytes that this rank sends in a pass, by the formula of `mpiattn.schedule.travels`; not collective.
+
+        Parameters
+        ----------
+        direction : str, default "forward"
+            "forward" or "backward".
+        activity : mpiattn.schedule.needed.Activity, default that of a call without documents
+            From `activity_of`.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only: direction is another one.
+        """
+        one_of("direction", direction, ("forward", "backward"))
+        return self._plan.formula(self._passes.mesh.rank, direction, activity or self._activity)
+
+    def pairs(self, activity: Activity | None = None) -> float:
+        """Attended (query, key) pairs of this rank's blocks, as a mean over all heads of the problem; not collective.
+
+        Parameters
+        ----------
+        activity : mpiattn.schedule.needed.Activity, default that of a call without documents
+            From `activity_of`.
+
+        Returns
+        -------
+        float
+            One of h planes computes 1/h of the heads, so its pairs count 1/h; an int if that is whole.
+        """
+        pairs, planes = (activity or self._activity).work(self._passes.mesh.chunk), self.tile.h
+        return pairs / planes if pairs % planes else pairs // planes
 
     def trace(self, direction: str = "forward") -> Timeline | None:
         """Start and end times of the steps and transfers of the last forward or backward pass on this rank.
@@ -188,7 +233,7 @@ class Described:
         if groups is None:
             return self._activity
         known = [activity for activity in self._recent if _same_cuts(activity.documents, groups)]
-        (activity,) = known or [Activity(self.problem.mask, *self._layouts, self.tile, groups)]
+        (activity,) = known or [Activity(self.problem.mask, *self._plan.choice.mesh_layouts, self.tile.plane, groups)]
         self._recent = [other for other in self._recent if other is not activity]
         while len(self._recent) >= RECENT or sum(other.kept_bytes for other in self._recent) > KEPT_BYTES:
             self._recent.pop(0).kept.clear()  # an Activity is part of a reference cycle: it may live on for a while

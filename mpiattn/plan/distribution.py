@@ -127,6 +127,17 @@ class Distributed(Collective):
     def _layout(self, keys: bool) -> Layout:
         return self.k_layout if keys else self.q_layout
 
+    def drain(self) -> None:
+        """Wait until results are complete: with "cuda", calls return as soon as all work is launched.
+
+        Raises
+        ------
+        ArgumentError, MpiattnError
+            On this rank only: the plan is closed, or a call on its communicator did not end.
+        """
+        self._check_open()
+        self._backend.drain()
+
     def give(self, array: np.ndarray) -> Array:
         """A NumPy array as the back end's array, for `forward` and `backward`.
 

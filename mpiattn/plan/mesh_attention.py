@@ -17,6 +17,7 @@ from .arguments import Arguments, compared
 from .description import Described
 from .distribution import Distributed
 from .rank_passes import RankPasses
+from .regrouped_passes import RegroupedPasses
 from .settle import resized, settle
 
 if TYPE_CHECKING:
@@ -61,16 +62,22 @@ class MeshAttention(Described, Distributed):
         Scores are multiplied by scale.  Softcap then replaces s by softcap * tanh(s / softcap); None or 0 for none.
     seqlen_k, value_dim : int, default seqlen and head_dim
         Tokens of the keys and elements of a value.
-    tile : str, (int, int) or Tile, default "auto"
-        "AxB" (A query chunks x B KV chunks, A * B = ranks), a pair, "ring", "qring", or "auto".
+    shared_kv : bool, default False
+        Whether a value is the first value_dim elements of its key (absorbed MLA): v is None, dk has both gradients.
+    tile : str, tuple of int or Tile, default "auto"
+        "AxB" (A query chunks x B KV chunks, A * B = ranks); "HxAxB" (the same on each of H planes, which have 1/H of
+        the heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "auto".
     layout : str or Layout or pair of Layout, default "auto"
         "contiguous", "striped", "zigzag", "auto", or a `Layout` of uneven contiguous chunks, or two: (queries, keys).
+    mesh_layout : str, default "auto"
+        Kind of layout in which the mesh computes.  An all-to-all before and after makes it of `layout` where it is
+        another kind, or where there are planes.  "auto": what is predicted to be faster.
     schedule, route : str, default "auto"
         schedule: "greedy", "collective" or "auto".  route: "direct", "ring" or "auto".
     direction : str, default "forward"
         Passes whose predicted time "auto" minimizes: "forward", "backward" or "both".  The plan can run either pass.
     wire_dtype : str, default float32 (float64 for float64)
-        Dtype of partials (out, dq, dk, dv, not lse) in messages; narrower: route "direct" only, rounded once.
+        Dtype of partials (out, dq, dk, dv, not lse) in a plane's messages; narrower: route "direct" only, rounded once.
     backend, transport : str, default "auto"
         backend: "cpu" (compiled kernels), "numpy", "auto" ("cpu" where every rank has it, else "numpy") or "cuda"
         (CuPy; no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy and other
@@ -78,13 +85,16 @@ class MeshAttention(Described, Distributed):
         transport of "cuda": "staged" (pinned host memory), "device" (GPU memory) or "auto" (what works).
     max_message, max_memory : int, max_memory by default None
         max_message: bytes of the longest MPI message.  Collectives, scatter and gather split down to one token's row.
-        max_memory: bytes that a rank may need, without scratch; tiles, schedules and receiving ahead go by it.
+        max_memory: bytes that a rank may need, without scratch; tiles, schedules and receiving ahead go by it.  Calls
+        need more if their documents see more than the masks, at most what a plan without masks needs.
     machine : Machine or str, default None
         For "auto": a `Machine`, a built-in name, a file; None for the `mpiattn tune` of such a launch, else a default.
     overlap : bool, default True
         Whether transfers run while blocks are computed; False measures the gain of it.
     timeout : float, default 600 or ten times the predicted time of the passes, whichever is longer
         Seconds that this rank waits for others in a call or a transfer before it raises PeerFailure; inf for no limit.
+    expected_cu_seqlens : as cu_seqlens of `forward`, default None
+        For "auto" and predicted times: documents like those that calls will have.  Results do not depend on them.
 
     Raises
     ------
@@ -130,8 +140,10 @@ class MeshAttention(Described, Distributed):
         scale: float | None = None,
         seqlen_k: int | None = None,
         value_dim: int | None = None,
+        shared_kv: bool = False,
         tile: str | tuple[int, int] | Tile = "auto",
         layout: str | Layout | tuple[Layout, Layout] = "auto",
+        mesh_layout: str = "auto",
         schedule: str = "auto",
         route: str = "auto",
         direction: str = "forward",
@@ -143,6 +155,7 @@ class MeshAttention(Described, Distributed):
         machine: Machine | str | os.PathLike[str] | None = None,
         overlap: bool = True,
         timeout: float | None = None,
+        expected_cu_seqlens: PerDocument = None,
     ) -> None:
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
@@ -151,13 +164,14 @@ class MeshAttention(Described, Distributed):
             shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
                      "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
                      "window": window, "softcap": softcap, "wire_dtype": wire_dtype, "prefix": prefix,
-                     "causal_block": causal_block}  # fmt: skip
+                     "causal_block": causal_block, "shared_kv": shared_kv}  # fmt: skip
             self._asked = shape, {
-                "tile": tile, "layout": layout, "schedule": schedule, "route": route, "direction": direction,
-                "backend": backend, "transport": transport, "max_message": max_message, "max_memory": max_memory,
-                "machine": machine, "overlap": overlap, "timeout": timeout}  # fmt: skip
+                "tile": tile, "layout": layout, "mesh_layout": mesh_layout, "schedule": schedule, "route": route,
+                "direction": direction, "backend": backend, "transport": transport, "max_message": max_message,
+                "max_memory": max_memory, "machine": machine, "overlap": overlap, "timeout": timeout,
+                "expected_cu_seqlens": expected_cu_seqlens}  # fmt: skip
             self._plan, self._backend = settle(home, peers, *self._asked)
-            self._mesh = home.mesh(peers, self._plan.choice.tile, self._plan.order)
+            self._mesh = home.mesh(peers, self._plan.choice.tile, self._plan.mesh_order)
             with agreement(peers):  # out of memory on one rank must not hang the others
                 self._prepare(home)
             self._join(home, self._exchange.peers)
@@ -165,20 +179,21 @@ class MeshAttention(Described, Distributed):
     def _prepare(self, home: Home) -> None:
         chosen, (_, options) = self._plan.choice, self._asked
         self.problem, self.schedule = self._plan.problem, self._plan.schedule()
-        self._layouts = chosen.layouts  # by mesh rank
+        self._layouts = self._plan.layouts  # by mesh rank
         self.q_layout, self.k_layout = self._plan.layouts_by_rank()
-        peers = home.peers(time_limit(options["timeout"], chosen.seconds))
+        peers = home.peers(time_limit(options["timeout"], self._plan.longest))
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options["max_message"])
-        self._passes = RankPasses(self._plan, self.schedule, self._mesh, self._backend, self._exchange)
-        self._activity, self._recent = Activity(self.problem.mask, *self._layouts, chosen.tile), []
+        self._activity, self._recent = Activity(self.problem.mask, *chosen.mesh_layouts, chosen.tile.plane), []
+        passes: type[RankPasses | RegroupedPasses] = RegroupedPasses if self._plan.regrouping else RankPasses
+        self._passes = passes(self._plan, self.schedule, self._mesh, self._backend, self._exchange, self._activity)
         self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
 
     def like(self, *, seqlen: int | None = None, seqlen_k: int | None = None) -> MeshAttention:
         """A plan for other lengths with this plan's tile, schedule, route and kind of layout; collective.
 
-        All other options are this plan's; either plan may be closed first.  It searches nothing: a few milliseconds and
-        one small allreduce, for batches of changing length.  Where lengths differ much, another choice may be faster.
+        All other options are this plan's, without `expected_cu_seqlens`; either may be closed first.  No search:
+        a few milliseconds and one small allreduce.  Where lengths differ much, another choice may be faster.
 
         Parameters
         ----------
@@ -216,7 +231,7 @@ class MeshAttention(Described, Distributed):
         self,
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None = None,
         *,
         cu_seqlens: PerDocument = None,
         cu_seqlens_k: PerDocument = None,
@@ -240,7 +255,7 @@ class MeshAttention(Described, Distributed):
         q : array, (batch, tokens, heads, head_dim)
             In the plan's dtype; tokens as in `positions`.
         k, v : array, (batch, tokens_k, kv_heads, head_dim or value_dim)
-            In the plan's dtype; tokens as in `positions_k`.
+            In the plan's dtype; tokens as in `positions_k`.  v is None in a plan with shared_kv.
         cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents : default None
             Documents, padding and what documents see, the same on every rank: `mpiattn.problem.documents.documents`.
         sinks : array, (heads,), default None
@@ -250,7 +265,7 @@ class MeshAttention(Described, Distributed):
             GPU with "cuda".  They must be writable and share no memory with q, k, v, sinks or each other.  They are
             undefined if the call raises.  None for new arrays.
         check : bool, default True
-            Verify by an allreduce that ranks make the same valid call; without it, different plans give wrong numbers.
+            Verify by an allreduce that ranks make the same valid call; else calls that differ may give wrong numbers.
         progress : callable, default None
             Called with the number of blocks (of a * b), or the part of one, just computed.  It must not call mpiattn.
 
@@ -281,8 +296,9 @@ class MeshAttention(Described, Distributed):
                     causal_documents=causal_documents,
                 )
                 same |= compared(activity, sinks)
-                whole, chunks = results.arrays(), self._passes.fold(inputs)
-            self._passes.forward(chunks, sinks, activity, progress, *whole)
+                whole = results.arrays()
+                chunks = self._passes.fold_forward(inputs, activity, whole[0])
+            self._passes.forward(chunks, sinks, progress, *whole)
         return results.returned(q)
 
     def backward(
@@ -290,7 +306,7 @@ class MeshAttention(Described, Distributed):
         dout: Array,
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None,
         out: Array,
         lse: Array,
         *,
@@ -307,7 +323,7 @@ class MeshAttention(Described, Distributed):
         dv: Array | None = None,
         check: bool = True,
         progress: Callable[[float], object] | None = None,
-    ) -> tuple[Array, ...]:
+    ) -> tuple[Array | None, ...]:
         """Gradients of sum(dout * out) + sum(dlse * lse) with respect to q, k and v; collective.
 
         Mesh rows exchange q, dout, lse and delta = rowsum(dout * out) - dlse, which its owner computes.  dq is reduced
@@ -327,7 +343,7 @@ class MeshAttention(Described, Distributed):
         Returns
         -------
         dq, dk, dv : array
-            In the plan's dtype and the shapes of q, k and v; tensors if q is one.
+            In the plan's dtype and the shapes of q, k and v; tensors if q is one.  dv is None in a plan with shared_kv.
         dsinks : array, (heads,)
             With sinks only: the whole gradient on every rank, in lse's dtype, by an allgather not counted in `sent`.
 
@@ -351,23 +367,14 @@ class MeshAttention(Described, Distributed):
                     causal_documents=causal_documents,
                 )
                 same |= compared(activity, sinks)
-                grads, chunks = results.arrays(), self._passes.fold_backward(inputs, rows)
-            dsinks = self._passes.backward(chunks, sinks, activity, progress, grads)
+                grads = results.arrays()
+                chunks = self._passes.fold_backward(inputs, rows, activity, grads)
+            dsinks = self._passes.backward(chunks, sinks, progress, grads)
+            grads = *results.returned(q), *[None] * self.problem.shared_kv
             if dsinks is not None:
                 dsinks = np.sum(self._peers.allgather(dsinks), axis=0)  # in order of rank: the same bits on all ranks
-                return *results.returned(q), *as_given(q, self._backend.give(dsinks))
-        return results.returned(q)
-
-    def drain(self) -> None:
-        """Wait until results are complete: with "cuda", calls return as soon as all work is launched.
-
-        Raises
-        ------
-        ArgumentError, MpiattnError
-            On this rank only: the plan is closed, or a call on its communicator did not end.
-        """
-        self._check_open()
-        self._backend.drain()
+                return *grads, *as_given(q, self._backend.give(dsinks))
+        return grads
 
     def close(self) -> None:
         """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective.

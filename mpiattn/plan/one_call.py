@@ -9,9 +9,10 @@ from ..comm.agreement import agreement, digest_of
 from ..comm.available import agreed_backend
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
+from ..comm.transport import one_of
 from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
-from ..problem.layout import Layout
+from ..problem.layout import LAYOUTS, Layout
 from ..problem.tensors import as_array, as_given
 from .mesh_attention import MeshAttention
 
@@ -29,9 +30,10 @@ KEPT, KEPT_BYTES = 4, 2**24
 def attention(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None = None,
     *,
     comm: MPI.Intracomm,
+    value_dim: int | None = None,
     causal: bool = False,
     scale: float | None = None,
     layout: str | Layout | tuple[Layout, Layout] = "contiguous",
@@ -53,9 +55,11 @@ def attention(
     k : array, (batch, tokens_k, kv_heads, head_dim)
         This rank's chunk of the keys, in q's dtype.  kv_heads divides heads.
     v : array, (batch, tokens_k, kv_heads, value_dim)
-        This rank's chunk of the values, in q's dtype.
+        This rank's chunk of the values, in q's dtype.  None if a value is the first value_dim elements of its key.
     comm : mpi4py.MPI.Intracomm
         The ranks; it stays the caller's.
+    value_dim : int, default that of v
+        Elements of a value; needed where v is None.
     causal : bool, default False
         Whether query i sees only keys j <= i + seqlen_k - seqlen (bottom-right aligned).
     scale : float, default 1/sqrt(head_dim)
@@ -99,7 +103,14 @@ def attention(
     try:
         with home.call("attention"):
             with agreement(peers, call="attention") as same:
-                arrays = {name: as_array(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+                if v is None and value_dim is None:
+                    raise ArgumentError(
+                        "v is None; it must be an array, or value_dim must say how much of a key is its value"
+                    )
+                if isinstance(layout, str):  # the chunks are in place, so "auto" cannot be
+                    one_of("layout", layout, LAYOUTS)
+                arrays = {"q": q, "k": k} | ({} if v is None else {"v": v})
+                arrays = {name: as_array(name, array) for name, array in arrays.items()}
                 backend = options.pop("backend", "auto")
                 backend = backends.for_array(arrays["q"]) if backend == "auto" else backend
                 same["backend"] = backend
@@ -112,8 +123,15 @@ def attention(
                         raise ArgumentError(
                             f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)"
                         )
-                q, k, v = arrays.values()
-                asked = {"causal": causal, "scale": scale, "layout": layout, "backend": backend, **options}
+                q, k, v = (arrays.get(name) for name in ("q", "k", "v"))
+                asked = {
+                    "value_dim": value_dim,
+                    "causal": causal,
+                    "scale": scale,
+                    "layout": layout,
+                    "backend": backend,
+                    **options,
+                }
                 asked |= {name: (len(array), *array.shape[2:], str(array.dtype)) for name, array in arrays.items()}
             # ranks whose arguments differ have no plan in common: making one says what differs
             of_ranks = peers.each([q.shape[1], k.shape[1], digest_of("attention", asked)])
@@ -122,10 +140,11 @@ def attention(
             home.plans[of_ranks.tobytes()] = plan  # now the newest
             return as_given(given, *plan.forward(q, k, v, **call))
         q_sizes, k_sizes, _ = map(tuple, of_ranks.T.tolist())
-        if layout == "contiguous":
+        if isinstance(layout, str) and layout in LAYOUTS:  # the chunks are in place: a plan must not deal them out
+            uneven = layout == "contiguous"
             layout = (
-                Layout("contiguous", sum(q_sizes), comm.size, q_sizes),
-                Layout("contiguous", sum(k_sizes), comm.size, k_sizes),
+                Layout(layout, sum(q_sizes), comm.size, q_sizes if uneven else None),
+                Layout(layout, sum(k_sizes), comm.size, k_sizes if uneven else None),
             )
         plan = MeshAttention(
             comm,
@@ -135,7 +154,8 @@ def attention(
             heads=q.shape[2],
             kv_heads=k.shape[2],
             head_dim=q.shape[3],
-            value_dim=v.shape[3],
+            value_dim=v.shape[3] if value_dim is None else value_dim,
+            shared_kv=v is None,
             dtype=str(q.dtype),
             causal=causal,
             scale=scale,

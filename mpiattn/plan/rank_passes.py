@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..engine.executor import Executor
 from ..engine.folding import Folding, on_host
 from ..engine.passes import Backward, Forward
+from ..engine.pool import Pool
 from ..model import memory
+from ..schedule.kinds import OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,108 +22,161 @@ if TYPE_CHECKING:
     from ..comm.mesh import Mesh
     from ..schedule.needed import Activity
     from ..schedule.steps import Schedule
-    from .settle import Decision
+    from .decision import Decision
 
 
 class RankPasses:
     """The forward and the backward pass of a plan on this rank.
 
-    plan: the `settle.Decision`.  schedule: of its forward pass.
+    plan: the `decision.Decision`.  schedule: of its forward pass.  activity: that of calls without documents.
+    mesh: the `Mesh`; its plane runs the passes.
     executors: {direction: executor}; that of "backward" is made with the first backward pass.
+    pool: the memory of the buffers of both.
     tokens: number of this rank's query tokens and of its key tokens.
     """
 
-    def __init__(self, plan: Decision, schedule: Schedule, mesh: Mesh, backend: Backend, exchange: Exchange) -> None:
+    def __init__(
+        self, plan: Decision, schedule: Schedule, mesh: Mesh, backend: Backend, exchange: Exchange, activity: Activity
+    ) -> None:
         p = plan.problem
-        self._plan, self._mesh, self._backend, self._exchange = plan, mesh, backend, exchange
-        self.tokens = tuple(layout.length(mesh.rank) for layout in plan.choice.layouts)
+        self._plan, self.mesh, self._backend, self._exchange = plan, mesh, backend, exchange
+        self._activity = activity
+        q_layout, k_layout = plan.choice.layouts
+        self.tokens = q_layout.length(mesh.chunk), k_layout.length(mesh.chunk)
+        self.pool = Pool(backend)
         self.executors = {"forward": self._executor(schedule, Forward(p, backend))}
-        self._nbytes = (
-            memory.chunk_bytes(p, *self.tokens)
-            + self.executors["forward"].nbytes
-            + backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype)
-        )
+        self._nbytes = memory.chunk_bytes(p, *self.tokens) + self._scratch_bytes()
         self._folding = Folding(backend, p.batch)
+        self._partials_fit = OUT.in_place(p)  # shape and dtype of a result are those of its partials
+
+    def _scratch_bytes(self, backward: bool = False) -> int:
+        p = self._plan.problem
+        return self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward, p.shared_kv)
 
     def _executor(self, schedule: Schedule, work: Forward | Backward) -> Executor:
-        return Executor(self._mesh, schedule, work, self._exchange, *self._plan.choice.layouts)
+        bounds, of_pass = self._plan.bounds, (schedule.direction, self.mesh.chunk)
+        executor = Executor(self.mesh, schedule, work, self._exchange, self._activity, self.pool, bounds.get(of_pass))
+        bounds[of_pass] = executor.bound
+        return executor
 
     def backward_executor(self) -> Executor:
         """The executor of backward passes, made by the first call."""
         if "backward" not in self.executors:
             p = self._plan.problem
             executor = self._executor(self._plan.schedule("backward"), Backward(p, self._backend))
-            self._nbytes += (
-                executor.nbytes
-                + memory.gradient_bytes(p, *self.tokens)
-                + self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward=True)
-            )
+            self._nbytes += memory.gradient_bytes(p, *self.tokens) + self._scratch_bytes(backward=True)
             self.executors["backward"] = executor
         return self.executors["backward"]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of a call, of the executors and of scratch."""
-        return self._nbytes + self._folding.unplanned_bytes
+        """Bytes of the arrays of a call, of the buffers and of scratch."""
+        kept = max((executor.kept_bytes for executor in self.executors.values()), default=0)
+        return self._nbytes + self.pool.nbytes + kept + self._folding.unplanned_bytes
 
     def fold(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """Arguments {name: (batch, tokens, heads, ...)} as {name: (tokens, batch * heads, ...)}, copied if needed."""
         return {name: self._folding.fold(name, array) for name, array in arrays.items()}
 
+    def _in_place(self, result: Array) -> Array | None:
+        """A result (1, tokens, heads, dim) as an accumulator; None if it must be copied from one."""
+        return result[0] if self._partials_fit and self._backend.accumulates(result) else None
+
+    def _of_forward(self, out: Array) -> dict[str, tuple[Array | None, ...]]:
+        """The results of a forward pass as accumulators; lse, which has another layout, is none."""
+        return {"O": (self._in_place(out), None)}
+
+    def _of_backward(self, dq: Array, *dkv: Array) -> dict[str, tuple[Array | None, ...]]:
+        """The results of a backward pass as accumulators; dkv: dk, and dv where it is an array of its own."""
+        return {"dQ": (self._in_place(dq),), "dKV": tuple(map(self._in_place, dkv))}
+
+    def fold_forward(self, arrays: dict[str, Array], activity: Activity, out: Array) -> dict[str, Array]:
+        """As `fold`; makes all memory that the forward pass needs.  out: where `forward` will write it."""
+        self.executors["forward"].prepare(activity, self._of_forward(out))
+        return self.fold(arrays)
+
     def forward(
         self,
         chunks: dict[str, Array],
         sinks: Array | None,
-        activity: Activity,
         progress: Callable[[float], object] | None,
         out: Array,
         lse: Array,
     ) -> None:
-        """Run the forward pass into out and lse.  chunks: q, k and v from `fold`.  sinks: a NumPy array or None."""
+        """Run the forward pass into out and lse.
+
+        chunks: q, k and v from `fold`, without v if keys hold it.  sinks: a NumPy array or None.
+        """
         executor = self.executors["forward"]
         self._backend.begin()
-        partial_out, partial_lse = executor.run([chunks["q"]], [chunks["k"], chunks["v"]], activity, progress)["O"]
+        kv, results = _kv(chunks), self._of_forward(out)
+        partial_out, partial_lse = executor.run([chunks["q"]], kv, results, progress)["O"]
         if sinks is not None:
             self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
-        self._folding.unfold(out, partial_out)
+        self._copy(executor, out, partial_out)
         self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
-        self._finish(executor)
+        self._finish()
 
-    def fold_backward(self, arrays: dict[str, Array], rows: dict[str, Array]) -> dict[str, Array]:
-        """As `fold`, also of rows {name: (batch, heads, tokens)}; makes all memory that the backward pass needs."""
-        self.backward_executor()
+    def fold_backward(
+        self, arrays: dict[str, Array], rows: dict[str, Array], activity: Activity, grads: tuple[Array, ...]
+    ) -> dict[str, Array]:
+        """As `fold`, also of rows {name: (batch, heads, tokens)}; makes all memory that the backward pass needs.
+
+        grads: where `backward` will write dq, dk and dv, without dv if dk takes it too.
+        """
+        self.prepare_backward(activity, grads)
         chunks = self.fold({**arrays, **{name: array.transpose(0, 2, 1) for name, array in rows.items()}})
         chunks["delta"] = self._folding.kept("delta", chunks["lse"].shape, self._plan.problem.partial_dtype)
         return chunks
+
+    def prepare_backward(self, activity: Activity, grads: tuple[Array, ...]) -> None:
+        """Make the executor's memory for a backward pass into grads."""
+        self.backward_executor().prepare(activity, self._of_backward(*grads))
 
     def backward(
         self,
         chunks: dict[str, Array],
         sinks: Array | None,
-        activity: Activity,
         progress: Callable[[float], object] | None,
         grads: tuple[Array, ...],
     ) -> Array | None:
-        """Run the backward pass into grads, (dq, dk, dv); returns this rank's part of dsinks, None without sinks.
+        """Run the backward pass into grads; returns this rank's part of dsinks, None without sinks.
 
-        chunks: from `fold_backward`.
+        chunks, grads: of `fold_backward`.
         """
+        self._backend.begin()
+        ready = (self._backend.delta(chunks["delta"], chunks["dout"], chunks["out"], chunks.get("dlse")),)
+        return self.backward_with_delta(chunks, sinks, progress, grads, ready)
+
+    def backward_with_delta(
+        self,
+        chunks: dict[str, Array],
+        sinks: Array | None,
+        progress: Callable[[float], object] | None,
+        grads: tuple[Array, ...],
+        ready: tuple[Any, ...] = (),
+    ) -> Array | None:
+        """As `backward`, with delta computed already.  ready: events of its launches."""
         p, executor = self._plan.problem, self.backward_executor()
         q, dout, lse, delta = (chunks[name] for name in ("q", "dout", "lse", "delta"))
-        self._backend.begin()
-        ready = (self._backend.delta(delta, dout, chunks["out"], chunks.get("dlse")),)
-        partials = executor.run([q, dout, lse, delta], [chunks["k"], chunks["v"]], activity, progress, ready)
+        kv, results = _kv(chunks), self._of_backward(*grads)
+        partials = executor.run([q, dout, lse, delta], kv, results, progress, ready)
         for grad, partial in zip(grads, (*partials["dQ"], *partials["dKV"])):
-            self._folding.unfold(grad, partial)
+            self._copy(executor, grad, partial)
         if sinks is not None:
             dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
             self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
-        self._finish(executor)
+        self._finish()
         return None if sinks is None else on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
 
-    def _finish(self, executor: Executor) -> None:
+    def _copy(self, executor: Executor, result: Array, partial: Array) -> None:
+        """Copy a partial into its result, unless it was accumulated there."""
+        if executor.buffers.packed or self._in_place(result) is None:
+            self._folding.unfold(result, partial)
+
+    def _finish(self) -> None:
         self._backend.finish()
-        executor.forget()
+        self.pool.forget()
         for array in self._folding.kept.arrays():
             self._backend.forget(array)
 
@@ -131,5 +186,12 @@ class RankPasses:
     def released(self) -> RankPasses:
         """A copy without executors and copies of arguments; `self` stays whole, as MPI may use it after a failure."""
         rest = copy.copy(self)
-        rest.executors, rest._folding = {}, Folding(self._backend, self._plan.problem.batch)
+        rest._nbytes = self.nbytes
+        rest.executors, rest.pool = {}, Pool(self._backend)
+        rest._folding = Folding(self._backend, self._plan.problem.batch)
         return rest
+
+
+def _kv(chunks: dict[str, Array]) -> list[Array]:
+    """Keys and values from `fold`; the keys alone if they hold the values."""
+    return [chunks[name] for name in ("k", "v") if name in chunks]

@@ -5,30 +5,30 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..comm.agreement import agreement, from_rank_0
 from ..comm.exchange import MAX_MESSAGE, check_max_message
 from ..comm.peers import check_timeout
 from ..comm.transport import check_transport, make_backend, one_of
-from ..model import cost, search
+from ..model import cost, planes, search
 from ..model.machine import DEFAULT, Machine
-from ..model.simulate import simulate
 from ..model.tuned import machine_for
-from ..model.workload import Load, block_pairs
+from ..problem.documents import expected_cuts
+from ..problem.layout import LAYOUTS
 from ..problem.problem import Problem
 from ..schedule.tile import parse_tile
+from .decision import Decision
 
 REMEMBERED = 64  # choices of a process, and plans made from them
+OF_PROBLEM = tuple(field.name for field in fields(Problem))
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
     from ..comm.mesh import Home
     from ..comm.peers import Peers
     from ..problem.layout import Layout
-    from ..schedule.steps import Schedule
-    from ..schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Options:
 
     tile: Any = "auto"
     layout: Any = "auto"
+    mesh_layout: Any = "auto"
     schedule: str = "auto"
     route: str = "auto"
     direction: str = "forward"
@@ -47,6 +48,8 @@ class Options:
     machine: Machine | str | None = None
     overlap: bool = True
     timeout: float | None = None
+    expected_cu_seqlens: Any = None
+    fixed: bool = False  # whether the caller says which rank holds which chunk
 
     def checked(self, problem: Problem, ranks: int) -> Options:
         """A copy with tile and layout parsed into values; raises ArgumentError."""
@@ -57,60 +60,18 @@ class Options:
         check_transport(self.backend, self.transport)
         search.routes(self.route, problem, DEFAULT)
         check_max_message(self.max_message)
+        one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, "auto"))
+        tile = parse_tile(self.tile, ranks)
+        planes.check_heads(tile, problem)
+        cuts = expected_cuts(problem, self.expected_cu_seqlens)
         return replace(
             self,
-            tile=parse_tile(self.tile, ranks),
-            layout=search.layouts(self.layout, problem, ranks),
+            tile=tile,
+            expected_cu_seqlens=cuts,
+            layout=search.layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
+            fixed=not isinstance(self.layout, str),
             max_memory=search.memory_limit(self.max_memory),
         )
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The choices for a `MeshAttention`, which the docs call a plan; the same on every rank.
-
-    order: ranks of the caller's communicator in mesh order, None for their own order.
-    nodes: node of every rank of the mesh.
-    fastest: predicted seconds of the best choice without a memory limit.
-    """
-
-    problem: Problem
-    choice: search.Choice
-    machine: Machine
-    order: tuple[int, ...] | None
-    nodes: list[int]
-    fastest: float
-    overlap: bool
-
-    def schedule(self, direction: str = "forward") -> Schedule:
-        """The schedule of a pass, made once."""
-        if direction not in self._schedules:
-            self._schedules[direction] = self._schedule(direction)
-        return self._schedules[direction]
-
-    @functools.cached_property
-    def _schedules(self) -> dict[str, Schedule]:
-        return {}
-
-    def _schedule(self, direction: str) -> Schedule:
-        c = self.choice
-        return cost.build(
-            c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, c.ahead, self.overlap
-        )
-
-    def predicted(self, direction: str = "forward") -> Timeline:
-        """The predicted `mpiattn.schedule.timeline.Timeline` of a pass, for all ranks of the mesh."""
-        c = self.choice
-        q_layout, k_layout = c.layouts
-        load = Load(block_pairs(self.problem.mask, q_layout, k_layout), q_layout.lengths, k_layout.lengths, c.tile)
-        return simulate(self.schedule(direction), self.problem, load, self.machine, self.nodes)
-
-    def layouts_by_rank(self) -> tuple[Layout, Layout]:
-        """Layouts of queries and of keys, indexed by rank in the caller's communicator."""
-        if self.order is None:
-            return self.choice.layouts
-        place = tuple(self.order.index(rank) for rank in range(len(self.order)))
-        return tuple(replace(layout, order=place) for layout in self.choice.layouts)
 
 
 def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, Any]) -> tuple[Decision, Backend]:
@@ -123,8 +84,9 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
     with agreement(peers, call="making a plan") as same:
         problem, asked = Problem(**shape), Options(**options)
         checked = asked.checked(problem, ranks)
-        same |= {**asdict(problem), **{name: getattr(checked, name) for name in options}}
-    backend = make_backend(peers, home.nodes, asked.backend, asked.transport)
+        same |= {name: getattr(problem, name) for name in OF_PROBLEM}
+        same |= {name: getattr(checked, name) for name in options}
+    backend = make_backend(peers, home.nodes, asked.backend, asked.transport, home.backends)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
@@ -165,23 +127,35 @@ def _choose(
     problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
 ) -> Decision:
     """The fastest Decision that the checked options allow."""
-    evaluate = functools.partial(
-        search.evaluate,
+    mask = problem.mask_of(checked.expected_cu_seqlens)
+    survey = functools.partial(
+        planes.survey,
         problem,
         len(nodes),
         checked.route,
         pairs=checked.layout,
+        mesh_layout=checked.mesh_layout,
         direction=checked.direction,
         kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,),
         machine=machine,
         nodes=nodes,
         shapes=checked.tile and [checked.tile],
         overlap=checked.overlap,
+        fixed=checked.fixed,
+        every=None,
+        mask=mask,
     )
-    free = evaluate()
-    choices = free if checked.max_memory is None else evaluate(max_memory=checked.max_memory)
+    free, _ = survey()
+    choices = free if checked.max_memory is None else survey(max_memory=checked.max_memory)[0]
     search.check_memory(choices, checked.max_memory)
-    return Decision(problem, choices[0], machine, order, nodes, min(choice.seconds for choice in free), checked.overlap)
+    fastest = min(free[0].seconds, choices[0].seconds)
+    best = choices[0]
+    longest = best.seconds
+    if mask != problem.mask:  # any call may have other documents, or none
+        of_choice = {"shapes": [best.tile], "pairs": [best.layouts], "kinds": [best.schedule], "fixed": True}
+        (whole, *_), _ = survey(**{**of_choice, "mesh_layout": best.mesh_layouts, "mask": None})
+        longest = max(longest, whole.seconds)
+    return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
 
 
 def resized(plan: Decision, shape: dict[str, Any], options: dict[str, Any]) -> Decision:
@@ -190,10 +164,20 @@ def resized(plan: Decision, shape: dict[str, Any], options: dict[str, Any]) -> D
     Arguments as for `settle`.  Raises ArgumentError.
     """
     problem, chosen = Problem(**shape), plan.choice
-    layouts = tuple(
-        replace(layout, seqlen=tokens) for layout, tokens in zip(chosen.layouts, (problem.seqlen, problem.seqlen_k))
-    )
+
+    def longer(layouts: tuple[Layout, Layout]) -> tuple[Layout, ...]:
+        return tuple(
+            replace(layout, seqlen=tokens) for layout, tokens in zip(layouts, (problem.seqlen, problem.seqlen_k))
+        )
+
     checked = replace(
-        Options(**options), tile=chosen.tile, layout=[layouts], schedule=chosen.schedule, route=chosen.route
+        Options(**options),
+        tile=chosen.tile,
+        layout=[longer(chosen.layouts)],
+        mesh_layout=longer(chosen.mesh_layouts),
+        fixed=True,
+        schedule=chosen.schedule,
+        route=chosen.route,
+        expected_cu_seqlens=None,
     )
     return _choose(problem, checked, plan.machine, plan.order, plan.nodes)

@@ -38,7 +38,7 @@ def _color_of(rank, tile):
 def draw_assignment(axes, tile, rank=0, work=None):
     """Draw the n x n blocks of a mesh, the tile of `rank` with a frame around it.
 
-    work: attended pairs of every block, (n, n), from `model.workload.block_pairs`: blocks with less work are paler,
+    work: attended pairs of every block, (n, n), from `model.pairs.Pairs`: blocks with less work are paler,
     empty ones white.  Up to MOST_NUMBERED ranks every block has its rank's number and color; with more ranks only the
     blocks of `rank` are colored.
     """

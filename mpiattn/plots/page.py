@@ -13,7 +13,7 @@ WIDTH, TOP = 13.0, 4.4  # inches
 def page(problem, work, load, schedules, timelines, title, machine):
     """A figure of a plan for a `Problem`; it shows the slowest rank of the first pass.
 
-    work, load: `model.workload.block_pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: one per
+    work, load: `model.pairs.Pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: one per
     pass, with predicted timelines.  title: the plan in words.  machine: the machine of the prediction, in words.
     """
     rank, first = slowest(timelines[0]), schedules[0]

@@ -69,6 +69,21 @@ def documents(
     )
 
 
+def expected_cuts(problem: Problem, given: PerDocument, name: str = "expected_cu_seqlens") -> tuple[int, ...] | None:
+    """The argument of a plan as numbers, of batch entries those with the most work; None without it.
+
+    name: how errors name it.  Raises ArgumentError.
+    """
+    if given is None:
+        return None
+    if problem.seqlen != problem.seqlen_k:
+        raise ArgumentError(
+            f"{name} is given with seqlen {problem.seqlen} and seqlen_k {problem.seqlen_k}; these must be equal"
+        )
+    rows = _cuts(name, given, problem.batch, problem.seqlen)
+    return tuple(max(rows, key=lambda cuts: (np.diff(cuts).astype(float) ** 2).sum()).tolist())
+
+
 def _pairs(problem: Problem, cu_seqlens: Any, cu_seqlens_k: Any, lengths: Any, lengths_k: Any) -> Pairs | None:
     """(cuts of the queries, cuts of the keys) of every group; None without arguments."""
     if cu_seqlens is None and lengths is None:

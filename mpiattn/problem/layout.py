@@ -72,8 +72,8 @@ class Layout:
     sizes : sequence of int, default the even split
         Number of tokens in every chunk; for "contiguous" only.
     order : tuple of int, default (0, 1, ...)
-        For every rank, the number of its chunk in this division.  Plans set it to assign chunks node by node.  The
-        methods then take ranks as `chunk`.
+        For every rank, the number of its chunk in this division.  Plans set it to assign chunks node by node, and
+        stripes so that neighbours together hold a chunk of a plane.  The methods then take ranks as `chunk`.
 
     Raises
     ------
@@ -138,6 +138,38 @@ class Layout:
         start = sum(self.sizes[:chunk])
         return (range(start, start + self.sizes[chunk]),)
 
+    def all_ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """The ranges of all chunks at once.
+
+        Returns
+        -------
+        starts, lengths : ndarray of int64, shape (ranges of a chunk, chunks)
+            First token and number of tokens of every range, as in `ranges`.
+        step : int
+            The step of all of them.
+        """
+        chunks = np.arange(self.chunks) if self.order is None else np.array(self.order)
+        if self.kind == "striped":
+            return chunks[None], -(-(self.seqlen - chunks[None]).clip(0) // self.chunks), self.chunks
+        numbers, lengths = self.pieces()
+        return (np.cumsum(lengths) - lengths)[numbers], lengths[numbers], 1
+
+    def pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The consecutive pieces of the sequence of which chunks consist, unless they are striped.
+
+        Returns
+        -------
+        numbers : ndarray of int64, shape (pieces of a chunk, chunks)
+            The pieces of every chunk, counted in the sequence.
+        lengths : ndarray of int64, shape (pieces,)
+            Number of tokens of every piece.
+        """
+        chunks = np.arange(self.chunks) if self.order is None else np.array(self.order)
+        pieces = self.chunks * (1 + (self.kind == "zigzag"))
+        size, extra = divmod(self.seqlen, pieces)
+        lengths = size + (np.arange(pieces) < extra) if self.sizes is None else np.array(self.sizes)
+        return np.stack([chunks, pieces - 1 - chunks][: pieces // self.chunks]), lengths
+
     def between(self, chunk: int, start: int, stop: int) -> tuple[int, list[range]]:
         """The tokens of a chunk in [start, stop).
 
@@ -191,11 +223,10 @@ class Layout:
         if self.kind == "striped":
             chunk = positions % self.chunks
         else:
-            pieces = self.chunks * (1 + (self.kind == "zigzag"))
-            sizes = self.sizes or [len(even_part(self.seqlen, pieces, i)) for i in range(pieces)]
-            chunk = np.searchsorted(np.cumsum(sizes), positions, side="right")
+            _, lengths = self.pieces()
+            chunk = np.searchsorted(np.cumsum(lengths), positions, side="right")
             if self.kind == "zigzag":
-                chunk = np.minimum(chunk, pieces - 1 - chunk)
+                chunk = np.minimum(chunk, lengths.size - 1 - chunk)
         return chunk if self.order is None else np.argsort(self.order)[chunk]
 
     def length(self, chunk: int) -> int:
@@ -220,7 +251,8 @@ class Layout:
         -------
         tuple of int, length chunks
         """
-        return tuple(self.length(chunk) for chunk in range(self.chunks))
+        _, lengths, _ = self.all_ranges()
+        return tuple(lengths.sum(axis=0).tolist())
 
     def positions(self, chunk: int) -> NDArray[np.int64]:
         """The positions of a chunk's tokens in the sequence.

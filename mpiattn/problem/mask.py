@@ -29,8 +29,8 @@ prefix, and may be causal or not.  Tokens in no document are padding and see not
 of these masks allow, and any combination leaves one interval of keys.
 
 Positions inside a chunk increase under every layout.  The interval is therefore one interval [begin, end) of the
-chunk's local columns, found by searchsorted.  Kernels take only these two integers per row; they know neither masks
-nor layouts.
+chunk's local columns.  Kernels take only these two integers per row; they know neither masks nor layouts.  The more
+keys come before a position, the later it is, so the limits of a document become columns once for all of its queries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -51,6 +51,7 @@ FEW = 4  # ranges of keys up to which arithmetic is faster than a search
 
 IntArray: TypeAlias = "NDArray[np.integer]"
 Window: TypeAlias = tuple[int | None, int | None]
+Place: TypeAlias = "Callable[[IntArray], IntArray]"
 
 
 class Group(NamedTuple):
@@ -70,6 +71,10 @@ class Group(NamedTuple):
     def as_lists(self) -> tuple[list[int] | None, ...]:
         """The group as a tuple of lists, which can be compared with ==."""
         return tuple(None if array is None else array.tolist() for array in self)
+
+
+def _itself(positions: IntArray) -> IntArray:
+    return positions
 
 
 @dataclass(frozen=True)
@@ -105,16 +110,35 @@ class Mask:
         """The sequence as one document, the only group."""
         return (Group(np.array([0, self.seqlen]), np.array([0, self.seqlen_k])),)
 
-    def key_interval(self, positions: IntArray, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray]:
+    @property
+    def full(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.causal and self.window == (None, None)
+
+    @property
+    def nested(self) -> bool:
+        """Whether a query sees all that the queries before it see."""
+        return self.window[0] is None
+
+    @property
+    def unpadded(self) -> range:
+        """The queries that are not padding."""
+        return range(self.seqlen)
+
+    def key_interval(
+        self, positions: IntArray, documents: Sequence[Group] | None = None, place: Place | None = None
+    ) -> tuple[IntArray, IntArray]:
         """Keys [lo, hi) that the queries at `positions` see: two int64 arrays (groups, queries).
 
-        positions: increasing.
+        positions: increasing, or the same twice.
         documents: the `Group`s from `mpiattn.problem.documents.documents`; None for the sequence as one document.
+        place: from `columns_of`, to return columns, int32, in place of positions; None for positions.
         """
         groups = documents or self._whole
-        lo, hi = (np.zeros((len(groups), len(positions)), np.int64) for _ in range(2))
+        shape = len(groups), len(positions)
+        lo, hi = (np.zeros(shape, np.int32 if place else np.int64) for _ in range(2))
         for row, group in enumerate(groups):
-            self._interval(positions, *group, lo[row], hi[row])
+            self._interval(positions, *group, place or _itself, lo[row], hi[row])
         return lo, hi
 
     def reach(self, tokens: range, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray]:
@@ -126,9 +150,10 @@ class Mask:
         for group in documents or self._whole:
             cuts = np.clip(group.q_cuts, tokens.start, tokens.stop)
             some = np.flatnonzero(cuts[:-1] < cuts[1:])
-            (lo,), _ = self.key_interval(cuts[some], (group,))
-            _, (hi,) = self.key_interval(cuts[some + 1] - 1, (group,))
-            ends.append((lo, np.minimum(hi, group.k_cuts[some + 1])))  # a query that sees nothing may begin later
+            outermost = np.stack((cuts[some], cuts[some + 1] - 1), axis=1).ravel()  # queries of each document
+            (lo,), (hi,) = self.key_interval(outermost, (group,))
+            # a query that sees nothing may begin later
+            ends.append((lo[::2], np.minimum(hi[1::2], group.k_cuts[some + 1])))
         return np.concatenate([lo for lo, _ in ends]), np.concatenate([hi for _, hi in ends])
 
     def _interval(
@@ -138,11 +163,21 @@ class Mask:
         k_cuts: IntArray,
         prefixes: IntArray | None,
         causal: NDArray[np.bool_] | None,
+        place: Place,
         lo: IntArray,
         hi: IntArray,
     ) -> None:
-        """Write the keys that queries see to `lo` and `hi`, which are 0; padding before and after documents stays 0."""
-        begins = np.searchsorted(positions, q_cuts)  # of the documents, among the queries
+        """Write the keys that queries see to `lo` and `hi`, which are 0; padding before and after documents stays 0.
+
+        place: turns positions into what is written, in the same order.
+        """
+        if len(positions):  # leave out documents before and after these queries
+            begun, end = q_cuts.searchsorted([positions[0], positions[-1]], "right").tolist()
+            begun = max(begun - 1, 0)
+            q_cuts, k_cuts = q_cuts[begun : end + 1], k_cuts[begun : end + 1]
+            prefixes = None if prefixes is None else prefixes[begun:end]
+            causal = None if causal is None else causal[begun:end]
+        begins = positions.searchsorted(q_cuts)  # of the documents, among the queries
         inside, counts = slice(begins[0], begins[-1]), np.diff(begins)
 
         def by_query(of_documents: IntArray) -> IntArray:
@@ -150,7 +185,7 @@ class Mask:
 
         first, last = k_cuts[:-1], k_cuts[1:]
         lo, hi = lo[inside], hi[inside]
-        lo[:], hi[:] = by_query(first), by_query(last)
+        lo[:], hi[:] = by_query(place(first)), by_query(place(last))
         left, right = self.window
         some_causal = self.causal if causal is None else causal.any()
         if not some_causal and left is None and right is None:
@@ -160,16 +195,17 @@ class Mask:
         if some_causal:
             end = diagonal + 1
             if self.causal_block:
-                end = lo - (lo - end) // self.causal_block * self.causal_block  # round up to a block
+                start = by_query(first)
+                end = start - (start - end) // self.causal_block * self.causal_block  # round up to a block
             # what queries see all the same: a prefix or, where a document is not causal, all of it
             least = first + (self.prefix if prefixes is None else prefixes)
             if prefixes is not None or self.prefix or causal is not None:
                 np.maximum(end, by_query(least if causal is None else np.where(causal, least, last)), out=end)
-            np.minimum(hi, end, out=hi)
+            np.minimum(hi, place(end), out=hi)
         if left is not None:
-            np.maximum(lo, diagonal - left, out=lo)
+            np.maximum(lo, place(diagonal - left), out=lo)
         if right is not None:
-            np.minimum(hi, diagonal + (right + 1), out=hi)
+            np.minimum(hi, place(diagonal + (right + 1)), out=hi)
         np.maximum(lo, hi, out=hi)
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:
@@ -181,27 +217,54 @@ class Mask:
         return total
 
 
-def local_interval(
-    lo: IntArray, hi: IntArray, keys: Sequence[range] | IntArray
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The local columns [begin, end) of a chunk for key positions [lo, hi): two int32 arrays of the shape of lo.
+@dataclass(frozen=True)
+class PackedMask(Mask):
+    """What queries see where documents are packed in one sequence of as many queries as keys.
+
+    cuts: as `Group.q_cuts` and `Group.k_cuts`.
+    """
+
+    cuts: tuple[int, ...] = ()
+
+    @cached_property
+    def _whole(self) -> tuple[Group]:
+        return (Group(np.array(self.cuts), np.array(self.cuts)),)
+
+    @property
+    def full(self) -> bool:
+        """False, also where there is only one document."""
+        return False
+
+    @property
+    def nested(self) -> bool:
+        """False: a query does not see the documents before its own."""
+        return False
+
+    @property
+    def unpadded(self) -> range:
+        """The queries that are not padding."""
+        return range(self.cuts[0], self.cuts[-1])
+
+
+def columns_of(keys: Sequence[range] | IntArray) -> Place:
+    """The columns of a chunk as `place` of `Mask.key_interval`: how many of its keys come before each position, int32.
 
     keys: positions of the chunk's keys, increasing: an array, or ranges one after another.
     """
-    begin, end = (_before(keys, bound).astype(np.int32) for bound in (lo, hi))
-    return begin, np.maximum(begin, end)
+    if not isinstance(keys, np.ndarray) and len(keys) > FEW:
+        keys = np.concatenate([np.arange(t.start, t.stop, t.step) for t in keys])
 
+    def before(positions: IntArray) -> IntArray:
+        if isinstance(keys, np.ndarray):
+            return np.searchsorted(keys, positions).astype(np.int32)
+        total = np.zeros(positions.shape, np.int32)
+        for tokens in keys:
+            count = positions - tokens.start
+            if tokens.step > 1:
+                count = -(-count // tokens.step)
+            np.maximum(count, 0, out=count)
+            np.minimum(count, len(tokens), out=count)
+            total += count.astype(np.int32)
+        return total
 
-def _before(keys: Sequence[range] | IntArray, positions: IntArray) -> IntArray:
-    """How many of the keys come before each position."""
-    if isinstance(keys, np.ndarray):
-        return np.searchsorted(keys, positions)
-    if len(keys) > FEW:
-        return _before(np.concatenate([np.arange(t.start, t.stop, t.step) for t in keys]), positions)
-    counts = []
-    for tokens in keys:
-        count = positions - tokens.start
-        if tokens.step > 1:
-            count = -(-count // tokens.step)
-        counts.append(np.clip(count, 0, len(tokens), out=count))
-    return sum(counts[1:], start=counts[0]) if counts else np.zeros_like(positions)
+    return before

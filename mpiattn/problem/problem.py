@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from .mask import Mask, Window
+from .mask import Mask, PackedMask, Window
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TO_FILL_IN: Any = None  # the default of fields that depend on other fields
@@ -74,6 +74,12 @@ def dtype_name(dtype: Any, argument: str = "dtype", choices: Collection[str] = t
     return name
 
 
+def dims_in_words(head_dim: int, value_dim: int, shared_kv: bool) -> str:
+    """The dims of keys and values, such as "576 (512 of values, in the keys)"."""
+    values = ", ".join([f"{value_dim} of values"] * (shared_kv or value_dim != head_dim) + ["in the keys"] * shared_kv)
+    return f"{head_dim}" + (f" ({values})" if values else "")
+
+
 @dataclass(frozen=True)
 class Problem:
     """The parameters of one attention problem.  Raises ArgumentError.
@@ -83,6 +89,7 @@ class Problem:
 
     kv_heads: divides heads; query head h uses KV head h // (heads // kv_heads).  Default heads.
     value_dim: default head_dim.
+    shared_kv: whether there is no array v, because a value is the first value_dim numbers of its key.
     seqlen_k: default seqlen.
     scale: default 1/sqrt(head_dim).  It must be representable in partial_dtype.
     window: as in `mpiattn.problem.mask`.
@@ -107,6 +114,7 @@ class Problem:
     wire_dtype: str = TO_FILL_IN
     prefix: int = 0
     causal_block: int | None = None
+    shared_kv: bool = False
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -134,6 +142,14 @@ class Problem:
         put("scale", _finite("scale", self.scale))
         if not isinstance(self.causal, bool | np.bool_ | Integral) or self.causal not in (0, 1):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
+        if not isinstance(self.shared_kv, bool | np.bool_):
+            raise ArgumentError(f"shared_kv is {self.shared_kv!r}; it must be True or False")
+        put("shared_kv", bool(self.shared_kv))
+        if self.shared_kv and self.value_dim > self.head_dim:
+            raise ArgumentError(
+                f"value_dim is {self.value_dim}; with shared_kv, by which a value is the first numbers of its key, "
+                f"it may be at most head_dim, which is {self.head_dim}"
+            )
         everything = self.seqlen + self.seqlen_k  # a longer side of a window has no effect
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
         prefix = _count("prefix", self.prefix, 0)
@@ -162,13 +178,17 @@ class Problem:
         """The problem in one line."""
         tokens = f"{self.seqlen} tokens" if self.seqlen_k == self.seqlen else f"{self.seqlen} x {self.seqlen_k} tokens"
         heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
-        dims = f"{self.head_dim}" + (f" ({self.value_dim} of values)" if self.value_dim != self.head_dim else "")
+        dims = dims_in_words(self.head_dim, self.value_dim, self.shared_kv)
         return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.mask}"
 
     @cached_property
     def mask(self) -> Mask:
         """The `Mask`: the keys that each query sees."""
         return Mask(self.seqlen, self.seqlen_k, self.causal, self.window, self.prefix, self.causal_block)
+
+    def mask_of(self, cuts: tuple[int, ...] | None) -> Mask:
+        """The mask of a call with documents; without cuts, that of a call without.  cuts: as of `PackedMask`."""
+        return self.mask if cuts is None else PackedMask(**asdict(self.mask), cuts=cuts)
 
     @property
     def itemsize(self) -> int:

@@ -60,6 +60,6 @@ def as_tensor(array: np.ndarray) -> Any:
 
 def as_given(given: object, *results: Any) -> tuple[Any, ...]:
     """The results as a tuple; NumPy arrays become tensors if `given`, an argument of the call, is a tensor."""
-    return tuple(
-        as_tensor(result) if is_tensor(given) and isinstance(result, np.ndarray) else result for result in results
-    )
+    if not is_tensor(given):
+        return results
+    return tuple(as_tensor(result) if isinstance(result, np.ndarray) else result for result in results)

@@ -12,6 +12,7 @@ from .route import leg_of
 
 if TYPE_CHECKING:
     from .needed import Activity
+    from .ranges import Ranges
     from .steps import Schedule, Transfer
 
 
@@ -27,10 +28,12 @@ class Message(NamedTuple):
 
     peer: the rank of the mesh that it goes to or comes from.
     chunk: number of the chunk, or of the chunk whose partial it is.
+    tokens: those that travel, of the whole chunk's.
     """
 
     peer: int
     chunk: int
+    tokens: Ranges
 
 
 class BoundHop(NamedTuple):
@@ -71,19 +74,16 @@ def bind(schedule: Schedule, rank: int, activity: Activity) -> tuple[BoundStep, 
     """
     tile, route = schedule.tile, schedule.route
 
-    def message(kind: str, peer: int, chunk: int) -> Message:
-        """The message with a peer, of a chunk; both are given in hops back from this rank."""
-        return Message(tile.in_group(kind, rank, peer), tile.in_group(kind, rank, chunk))
+    def message(kind: str, peer: int, chunk: int, tokens: Ranges) -> Message | None:
+        """The message with a peer, of a chunk; both are given in hops back from this rank.  None without tokens."""
+        return Message(tile.in_group(kind, rank, peer), tile.in_group(kind, rank, chunk), tokens) if tokens else None
 
     def bound_hop(kind: str, hop: int, slot: int, collective: bool) -> BoundHop:
         leg = leg_of(kind, hop, tile.extent(kind), route, collective)
-        sends = activity.sends(kind, rank, hop, route, collective)
-        receives = activity.receives(kind, rank, hop, route, collective)
+        leaving = activity.travelling(kind, rank, hop, route, collective)
+        landing = activity.landing(kind, rank, hop, route, collective)
         return BoundHop(
-            hop,
-            slot,
-            message(kind, -leg.ahead, leg.leaves) if sends else None,
-            message(kind, leg.ahead, leg.lands) if receives else None,
+            hop, slot, message(kind, -leg.ahead, leg.leaves, leaving), message(kind, leg.ahead, leg.lands, landing)
         )
 
     def bound_transfer(t: Transfer) -> BoundTransfer:
@@ -99,11 +99,3 @@ def bind(schedule: Schedule, rank: int, activity: Activity) -> tuple[BoundStep, 
         )
         for step in schedule.steps
     )
-
-
-def bound_accumulators(schedule: Schedule, rank: int) -> dict[str, dict[int, int]]:
-    """{reduced kind: {number of a chunk: slot of its accumulator}}; the rank's own chunk has none."""
-    return {
-        kind: {schedule.tile.in_group(kind, rank, hop): slot for hop, slot in enumerate(slots, 1)}
-        for kind, slots in schedule.accumulators.items()
-    }

@@ -7,12 +7,17 @@ Backward, dQ of a row can be sent once the row is complete, and dKV of a column 
 blocks be missing from the next such row (column).  The next block is along the row if c_dQ / n_dQ > c_dKV / n_dKV, else
 along the column.  Rows and columns are thus finished one after another.  (The paper's listing, Algorithm 3, was not
 available to us.  Sending complete partials while chunks still arrive is our addition.)
+
+Where a window opens to both sides, the neighbour ahead is so many hops back as there are others, and would come last.
+So on the direct route, where any order of hops is right, chunks of both sides come in turn, the nearest first.
 """
 
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from ..errors import ArgumentError
 from .kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
+from .route import passed_on
 from .steps import Block, Costs, Step, Transfer, blocks_to_hide, with_slots
 
 
@@ -92,11 +97,32 @@ class _Blocks:
         return tuple(blocks)
 
 
-def greedy(tile, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=0):
+def _in_turn(extent):
+    """The hops 0, 1, extent - 1, 2, extent - 2, ..."""
+    return sorted(range(extent), key=lambda hop: min(2 * hop - 1, 2 * (extent - hop)) if hop else -1)
+
+
+def _renamed(tile, steps):
+    """The same steps with other chunks: those of both sides in turn in place of hops 1, 2, 3, ..."""
+    rows, columns = _in_turn(tile.a), _in_turn(tile.b)
+    return [
+        Step(
+            tuple(
+                replace(t, hops=tuple((columns if t.kind in IN_COLUMNS else rows)[hop] for hop in t.hops))
+                for t in step.transfers
+            ),
+            tuple(Block(rows[u], columns[w]) for u, w in step.blocks),
+        )
+        for step in steps
+    ]
+
+
+def greedy(tile, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=0, both_sides=False):
     """Schedule of a tile in which blocks hide every transfer.
 
     costs: c_Q, c_KV, c_O (or c_dQ) and c_dKV: number of blocks that hide one transfer of the kind, positive.
     ahead: how many steps before its own a transfer may be posted.
+    both_sides: whether chunks come from both sides in turn.  The ring route cannot do that.
     Raises ArgumentError.
     """
     costs = Costs(*costs)
@@ -124,4 +150,6 @@ def greedy(tile, costs=(1, 1, 1, 1), route="direct", direction="forward", ahead=
     rest = blocks.take(tile.a * tile.b)
     if rest:
         steps.append(Step((), rest))
+    if both_sides and not passed_on(route):
+        steps = _renamed(tile, steps)
     return with_slots("greedy", direction, tile, route, steps, ahead)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ..problem.problem import Problem
 
 # The shape of a token and its dtype.
@@ -20,6 +22,7 @@ class Array(NamedTuple):
     A token has the shape (batch * heads, dim), or (batch * heads,) without a dim.
     dtype: in memory.
     wire: dtype in messages.
+    in_keys: True if it is a part of the array of keys, or of their gradients, with `Problem.shared_kv`.
     """
 
     name: str
@@ -27,6 +30,7 @@ class Array(NamedTuple):
     dim: str | None
     dtype: str = "dtype"
     wire: str = "dtype"
+    in_keys: bool = False
 
     def shape(self, problem: Problem) -> tuple[int, ...]:
         """Shape of a token, with the batch folded into the heads."""
@@ -41,9 +45,18 @@ class Array(NamedTuple):
         """Shape of a token and dtype in messages."""
         return self.shape(problem), getattr(problem, self.wire)
 
+    def in_place(self, problem: Problem) -> bool:
+        """Whether partials of this array are accumulated in the result itself: it has their shape and their dtype."""
+        return bool(self.dim) and problem.batch == 1 and problem.partial_dtype == problem.dtype
+
     def partial(self, name: str) -> Array:
         """The partial results of this array: same shape, held in partial_dtype and sent in wire_dtype."""
         return self._replace(name=name, dtype="partial_dtype", wire="wire_dtype")
+
+
+def present(problem: Problem, arrays: Iterable[Array]) -> tuple[Array, ...]:
+    """Those of some arrays that a problem has."""
+    return tuple(array for array in arrays if not (array.in_keys and problem.shared_kv))
 
 
 class Kind(NamedTuple):
@@ -57,10 +70,14 @@ class Kind(NamedTuple):
     reduced: bool
     arrays: tuple[Array, ...]
 
+    def arrays_of(self, problem: Problem) -> tuple[Array, ...]:
+        """The arrays that a problem has."""
+        return present(problem, self.arrays)
+
 
 Q = Array("Q", "heads", "head_dim")
 K = Array("K", "kv_heads", "head_dim")
-V = Array("V", "kv_heads", "value_dim")
+V = Array("V", "kv_heads", "value_dim", in_keys=True)
 OUT = Array("O", "heads", "value_dim")
 DOUT = OUT._replace(name="dO")
 LSE = Array("lse", "heads", None, "partial_dtype", "partial_dtype")  # never rounded to wire_dtype
@@ -114,9 +131,9 @@ def chunk_of(kind: str, u: int, w: int) -> int:
 def shapes(problem: Problem, direction: str) -> dict[str, list[Held]]:
     """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
     kinds = KINDS[direction]
-    arenas = {name: [array.held(problem) for array in kind.arrays] for name, kind in kinds.items()}
+    arenas = {name: [array.held(problem) for array in kind.arrays_of(problem)] for name, kind in kinds.items()}
     for name in REDUCED[direction]:
-        arenas[arena_of(name)] = [array.travelling(problem) for array in kinds[name].arrays]
+        arenas[arena_of(name)] = [array.travelling(problem) for array in kinds[name].arrays_of(problem)]
     return arenas
 
 

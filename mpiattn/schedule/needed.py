@@ -1,30 +1,35 @@
-"""Which blocks have work under a mask, and therefore which chunks and partials have to travel.
+"""Which blocks have work under a mask, and therefore which tokens of chunks and partials have to travel.
 
-A chunk is not sent if no query of the receiver's tile sees it.  A partial is not sent if nothing was added to it.
-These are pure functions of masks, layouts and documents, so both ends of a transfer come to the same answer.
+A rank needs the keys of a chunk that some query of its tile sees, and the queries of a chunk that see some key of its
+tile.  It returns partials of the same rows.  What travels is, of each run of tokens that the layout gives the chunk
+(two in zigzag), the part from the first to the last token that is needed; nothing if none is.  If queries or keys are
+striped, a whole chunk travels, or nothing of it.  An MPI collective sends one range of a chunk to all of a group.
+These are pure functions of masks, layouts and documents, so both ends of a transfer agree.
 """
 
 from functools import cache, cached_property
+from itertools import chain
 
 import numpy as np
 
-from ..problem.mask import PIECE, local_interval
+from ..problem.mask import PIECE, columns_of
 from .kinds import IN_COLUMNS
-from .route import leg_of
+from .ranges import cover, runs_of, total, whole
+from .route import leg_of, passed_on
 
 
 def _union(lo, hi):
-    """Disjoint increasing intervals that cover the same keys as the intervals [lo, hi)."""
+    """Disjoint increasing intervals that cover the same keys as the intervals [lo, hi): their starts and their ends."""
     kept = lo < hi
     lo, hi = lo[kept], hi[kept]
-    if not len(lo):
-        return ()
+    if len(lo) < 2:
+        return lo, hi
     if (lo[1:] < lo[:-1]).any():
         order = np.argsort(lo, kind="stable")
         lo, hi = lo[order], hi[order]
     hi = np.maximum.accumulate(hi)
-    starts = np.concatenate([[True], lo[1:] > hi[:-1]])
-    return tuple(zip(lo[starts].tolist(), hi[np.concatenate([np.flatnonzero(starts)[1:] - 1, [-1]])].tolist()))
+    gaps = np.flatnonzero(lo[1:] > hi[:-1])
+    return lo[np.concatenate([[0], gaps + 1])], hi[np.concatenate([gaps, [-1]])]
 
 
 class Activity:
@@ -36,11 +41,12 @@ class Activity:
     def __init__(self, mask, q_layout, k_layout, tile, documents=None):
         self.mask, self.q_layout, self.k_layout = mask, q_layout, k_layout
         self.tile, self.documents = tile, documents
-        self.seen = cache(self._seen)
-        self.block = cache(self._block)
-        self.kept = {}  # row intervals of blocks on the device, filled by `mpiattn.engine.executor`
-        self.needs = cache(self._needs)
-        self.sends, self.receives = cache(self._sends), cache(self._receives)  # every call asks again
+        self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
+        self.full = documents is None and not mask.causal and mask.window == (None, None)
+        self.kept = {}  # row intervals and orders of keys on the device, filled by `mpiattn.engine.executor`
+        self.seen, self._rows = cache(self._seen), cache(self._rows_of)
+        self.keys, self.queries = cache(self._keys), cache(self._queries)
+        self.needed, self.travelling = cache(self._needed), cache(self._travelling)  # every call asks again
 
     @cached_property
     def as_lists(self):
@@ -49,28 +55,35 @@ class Activity:
 
     @property
     def kept_bytes(self):
-        """Bytes of the row intervals that are kept."""
+        """Bytes of the arrays that are kept."""
         return sum(bound.nbytes for pair in self.kept.values() for bound in pair)
+
+    def trim(self):
+        """Forget what is large and was only needed to find the tokens that travel."""
+        self._rows.cache_clear()
 
     def interval(self, chunk):
         """Keys [lo, hi) that each query of a chunk sees: two int64 arrays (groups, tokens)."""
         return self.mask.key_interval(self.q_layout.positions(chunk), self.documents)
 
-    def columns(self, chunk, keys):
+    def columns(self, chunk, keys, rows=None):
         """The columns [begin, end) of `keys` that each query of a chunk sees: two int32 arrays (groups, tokens).
 
-        keys: as for `local_interval`.
+        keys: as for `columns_of`.
+        rows: `Ranges` of the chunk's queries; None for all.
         """
+        place = columns_of(keys)
         positions, groups = self.q_layout.positions(chunk), len(self.documents or (None,))
+        if rows is not None and rows != whole(len(positions)):
+            positions = np.concatenate([positions[:0], *(positions[start:stop] for start, stop in rows)])
         begin, end = (np.empty((groups, len(positions)), np.int32) for _ in range(2))
         for start in range(0, len(positions), PIECE):
             part = slice(start, start + PIECE)
-            bounds = self.mask.key_interval(positions[part], self.documents)
-            begin[:, part], end[:, part] = local_interval(*bounds, keys)
+            begin[:, part], end[:, part] = self.mask.key_interval(positions[part], self.documents, place)
         return begin, end
 
     def _seen(self, chunk):
-        """The union of the keys that the queries of a chunk see, as disjoint intervals."""
+        """The union of the keys that the queries of a chunk see, as disjoint intervals: their starts and their ends."""
         ranges = self.q_layout.ranges(chunk)
         if any(tokens.step > 1 for tokens in ranges):
             lo, hi = self.interval(chunk)
@@ -78,14 +91,49 @@ class Activity:
             lo, hi = (np.concatenate(ends) for ends in zip(*(self.mask.reach(t, self.documents) for t in ranges)))
         return _union(lo.ravel(), hi.ravel())
 
-    def _block(self, i, j):
+    def block(self, i, j):
         """Whether any query of chunk i sees any key of chunk j."""
-        for tokens in self.k_layout.ranges(j):
-            for lo, hi in self.seen(i):
-                first = max(-(-(lo - tokens.start) // tokens.step), 0)  # index of the first token from lo on
-                if first < len(tokens) and tokens[first] < hi:
-                    return True
-        return False
+        return bool(self.keys(i, j))
+
+    def _keys(self, i, j):
+        """The keys of chunk j that queries of chunk i see, as `Ranges`."""
+        lo, hi = self.seen(i)
+        seen, runs = [], runs_of(self.k_layout, j)
+        for tokens, (before, _) in zip(self.k_layout.ranges(j), runs):
+            if tokens.step > 1:
+                first, last = (-(-(bound - tokens.start) // tokens.step) for bound in (lo, hi))
+                if (first.clip(0) < last.clip(None, len(tokens))).any():
+                    return whole(len(tokens))
+                continue
+            at, end = np.searchsorted(hi, tokens.start, "right"), np.searchsorted(lo, tokens.stop, "left")
+            if tokens and at < end:
+                first, last = max(int(lo[at]), tokens.start), min(int(hi[end - 1]), tokens.stop)
+                seen.append((before + first - tokens.start, before + last - tokens.start))
+        return whole(self.k_layout.length(j)) if self.striped and seen else cover(runs, seen)
+
+    def _rows_of(self, chunk):
+        """By group of documents: the queries of a chunk that see anything, and the keys [lo, hi) that they see.
+
+        These increase from query to query, also from one document to the next.
+        """
+        by_group = []
+        for lo, hi in zip(*self.interval(chunk)):
+            rows = np.flatnonzero(lo < hi)
+            by_group.append((rows, lo[rows], hi[rows]))
+        return by_group
+
+    def _queries(self, i, j):
+        """The queries of chunk i that see keys of chunk j, as `Ranges`."""
+        if self.striped or self.full:
+            return whole(self.q_layout.length(i)) if self.block(i, j) else ()
+        seeing, runs = [], runs_of(self.q_layout, i)
+        for rows, lo, hi in self._rows(i):
+            for tokens in filter(len, self.k_layout.ranges(j)):
+                begin, end = np.searchsorted(hi, tokens.start, "right"), np.searchsorted(lo, tokens.stop, "left")
+                for first, last in np.searchsorted(rows, runs).clip(begin, end).tolist():
+                    if first < last:
+                        seeing.append((int(rows[first]), int(rows[last - 1]) + 1))
+        return cover(runs, seeing)
 
     def work(self, rank):
         """Number of attended (query, key) pairs in a rank's tile, summed over the groups of documents."""
@@ -97,19 +145,25 @@ class Activity:
                     total += int((end - begin).sum(dtype=np.int64))
         return total
 
-    def _needs(self, in_columns, chunk, rank):
-        """Whether the tile of `rank` has work on a chunk of queries, or on a chunk of keys with `in_columns`."""
+    def _needed(self, in_columns, chunk, rank):
+        """The queries of a chunk, or its keys with `in_columns`, that the tile of `rank` has work on, as `Ranges`."""
         if in_columns:
-            return any(self.block(i, chunk) for i in self.tile.row(rank))
-        return any(self.block(chunk, j) for j in self.tile.column(rank))
+            parts, layout = (self.keys(i, chunk) for i in self.tile.row(rank)), self.k_layout
+        else:
+            parts, layout = (self.queries(chunk, j) for j in self.tile.column(rank)), self.q_layout
+        return cover(runs_of(layout, chunk), chain.from_iterable(parts))
 
-    def _sends(self, kind, rank, hop, route="direct", collective=False):
-        """Whether a rank sends in the transfer of one hop of a kind."""
+    def _travelling(self, kind, rank, hop, route="direct", collective=False):
+        """The tokens that a rank sends in the transfer of one hop of a kind, as `Ranges`; () if it sends nothing."""
+        in_columns = kind in IN_COLUMNS
         _, leaves, _, users = leg_of(kind, hop, self.tile.extent(kind), route, collective)
         owner = self.tile.in_group(kind, rank, leaves)
-        return any(self.needs(kind in IN_COLUMNS, owner, self.tile.in_group(kind, owner, -ahead)) for ahead in users)
+        runs = runs_of(self.k_layout if in_columns else self.q_layout, owner)
+        parts = (self.needed(in_columns, owner, self.tile.in_group(kind, owner, -ahead)) for ahead in users)
+        together = collective and not passed_on(route)
+        return cover(whole(total(runs)) if together else runs, chain.from_iterable(parts))
 
-    def _receives(self, kind, rank, hop, route="direct", collective=False):
-        """Whether a rank receives in the transfer of one hop of a kind: the answer of `sends` for its sender."""
+    def landing(self, kind, rank, hop, route="direct", collective=False):
+        """The tokens that a rank receives in the transfer of one hop of a kind: those that its sender sends."""
         ahead = leg_of(kind, hop, self.tile.extent(kind), route, collective).ahead
-        return self.sends(kind, self.tile.in_group(kind, rank, ahead), hop, route, collective)
+        return self.travelling(kind, self.tile.in_group(kind, rank, ahead), hop, route, collective)

@@ -11,6 +11,7 @@ has two arenas: "X" holds accumulators, "+X" received partials.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -109,7 +110,7 @@ class Schedule:
     slots: dict[str, int]
     ahead: int = 0
 
-    @property
+    @cached_property
     def collective(self) -> bool:
         """Whether any transfer is an MPI collective."""
         return any(t.collective for step in self.steps for t in step.transfers)

@@ -1,9 +1,13 @@
-"""Tiles: n ranks form a mesh of b rows x a columns, and each computes a query chunks x b KV chunks."""
+"""Tiles: n ranks form a mesh of h planes of b rows x a columns.
+
+Each plane computes 1/h of the heads, and each of its ranks a query chunks x b KV chunks.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from operator import index
 from typing import Any
 
@@ -15,13 +19,13 @@ from .kinds import IN_COLUMNS
 class Tile:
     """The shape of every rank's work, and of the mesh: h planes of b rows x a columns.
 
-    h: groups of heads, 1 so far.
+    h: groups of heads, each computed by a plane.
     a: query chunks of a rank, which is the number of columns and of ranks in a row.
     b: KV chunks of a rank, which is the number of rows and of ranks in a column.
 
-    Rank (plane * b + row) * a + column holds the query chunk and the KV chunk of its own number.  So the ranks of its
-    row are also the numbers of its query chunks, and the ranks of its column those of its KV chunks.  Methods take an
-    array of ranks too.
+    Rank (plane * b + row) * a + column of the mesh is rank row * a + column of its plane, and holds the query chunk and
+    the KV chunk of that number.  So in a plane the ranks of a row are also the numbers of its query chunks, and the
+    ranks of a column those of its KV chunks.  Methods take arrays of ranks and of hops too.
     """
 
     h: int
@@ -38,6 +42,16 @@ class Tile:
     def ranks(self) -> int:
         """Number of ranks."""
         return self.h * self.a * self.b
+
+    @property
+    def plane(self) -> Tile:
+        """The tile of one plane."""
+        return replace(self, h=1)
+
+    @property
+    def chunks(self) -> int:
+        """Number of ranks of a plane, which is the number of its chunks."""
+        return self.a * self.b
 
     def extent(self, kind: str) -> int:
         """Number of ranks in the row or column that a kind moves in, and so of its hops, #0 included."""
@@ -70,15 +84,19 @@ class Tile:
         return [self.in_column(rank, hop) for hop in range(self.b)]
 
 
-def tiles(ranks: int) -> list[Tile]:
-    """Every tile of that many ranks, from Ring, 1xN, to Q-ring, Nx1."""
-    return [Tile(1, a, ranks // a) for a in range(1, ranks + 1) if ranks % a == 0]
+def tiles(ranks: int, planes: int = 1) -> list[Tile]:
+    """Every tile of that many ranks with so many planes, from Ring, 1xN, to Q-ring, Nx1."""
+    chunks = ranks // planes
+    return [Tile(planes, a, chunks // a) for a in range(1, chunks + 1) if chunks % a == 0]
 
 
 def parse_tile(tile: Any, ranks: int) -> Tile | None:
-    """The Tile from "AxB", "ring", "qring", a pair or a Tile; None for "auto".  Raises ArgumentError."""
-    may_be = f"for {ranks} rank{'s' * (ranks > 1)} it may be {', '.join(map(str, tiles(ranks)))}, ring, qring or auto"
-    named = {"auto": None, "ring": Tile(1, 1, ranks), "qring": Tile(1, ranks, 1)}
+    """The Tile from "AxB", "HxAxB", a name, numbers or a Tile; None for "auto".  Raises ArgumentError."""
+    may_be = (
+        f"for {ranks} rank{'s' * (ranks > 1)} it may be {', '.join(map(str, tiles(ranks)))}, HxAxB with H * A * B = "
+        f"{ranks}, ulysses, ring, qring or auto"
+    )
+    named = {"auto": None, "ring": Tile(1, 1, ranks), "qring": Tile(1, ranks, 1), "ulysses": Tile(ranks, 1, 1)}
     if isinstance(tile, str | Tile):
         text = str(tile).strip()
         if text in named:
@@ -91,6 +109,6 @@ def parse_tile(tile: Any, ranks: int) -> Tile | None:
             sides = tuple(index(side) for side in tile)
         except (TypeError, ValueError):  # not numbers, or an array of more dimensions
             raise ArgumentError(f"tile is {tile!r}; {may_be}") from None
-    if len(sides) != 2 or Tile(1, *sides) not in tiles(ranks):
+    if len(sides) not in (2, 3) or min(sides) < 1 or prod(sides) != ranks:
         raise ArgumentError(f"tile is {'x'.join(map(str, sides))}; {may_be}")
-    return Tile(1, *sides)
+    return Tile(*(1,) * (3 - len(sides)), *sides)

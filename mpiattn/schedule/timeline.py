@@ -1,6 +1,11 @@
 """The timeline of a pass: predicted for every rank by `model.simulate`, measured on one rank by the executor."""
 
-from typing import Any, NamedTuple, TypeAlias
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Seconds: TypeAlias = Any  # a float if measured, a float64 array (ranks,) if predicted
 
@@ -68,3 +73,10 @@ class Timeline(NamedTuple):
         ndarray (ranks,) if predicted, float if measured
         """
         return sum(step.ended - step.computed for step in self.steps)
+
+    def repeated(self, repeat: Callable[[Seconds], Seconds]) -> Timeline:
+        """The timeline with `repeat` applied to the times of every step and transfer: those of more ranks."""
+        return self._replace(
+            steps=tuple(StepTimes(*map(repeat, step)) for step in self.steps),
+            moves=tuple(move._replace(begun=repeat(move.begun), arrived=repeat(move.arrived)) for move in self.moves),
+        )

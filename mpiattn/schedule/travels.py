@@ -7,8 +7,10 @@ kv_heads * w (D + Dv) in a column.  w is the itemsize of the inputs, p that of p
 
 from math import prod
 
+from ..problem.layout import even_part
 from ..problem.problem import ITEMSIZE
-from .kinds import IN_COLUMNS, KINDS, OUT, Q, matrices
+from .kinds import IN_COLUMNS, KINDS, OUT, Q, matrices, present
+from .ranges import total
 from .route import leg_of
 
 
@@ -24,7 +26,8 @@ class Sent(tuple):
 def token_bytes(problem, direction="forward"):
     """Bytes of one token on the wire, by kind."""
     return {
-        name: size_of(array.travelling(problem) for array in kind.arrays) for name, kind in KINDS[direction].items()
+        name: size_of(array.travelling(problem) for array in kind.arrays_of(problem))
+        for name, kind in KINDS[direction].items()
     }
 
 
@@ -34,8 +37,8 @@ def size_of(arrays):
 
 
 def held_bytes(problem, *arrays):
-    """Bytes of one token in memory of some arrays of `mpiattn.schedule.kinds`."""
-    return size_of(array.held(problem) for array in arrays)
+    """Bytes of one token in memory of some arrays of `mpiattn.schedule.kinds`, those that the problem has."""
+    return size_of(array.held(problem) for array in present(problem, arrays))
 
 
 def sent(
@@ -45,16 +48,17 @@ def sent(
 
     q_lengths, k_lengths: tokens of every rank's chunk.
     route: decides who sends which chunk; the sum over all ranks is the same for both routes.
-    activity: the `Activity` of the call, which leaves out transfers that the mask makes needless; None to count all.
-    collective: True if MPI's collectives gather the chunks, each to all of the group or to none.
+    activity: the `Activity` of the call, which leaves out the tokens that the mask makes needless; None to count all.
+    collective: True if MPI's collectives gather the chunks, the same tokens for all of the group.
     """
 
     def tokens(kind):
         lengths, extent = k_lengths if kind in IN_COLUMNS else q_lengths, tile.extent(kind)
+        if activity is not None:
+            return sum(total(activity.travelling(kind, rank, hop, route, collective)) for hop in range(1, extent))
         return sum(
             lengths[tile.in_group(kind, rank, leg_of(kind, hop, extent, route, collective).leaves)]
             for hop in range(1, extent)
-            if activity is None or activity.sends(kind, rank, hop, route, collective)
         )
 
     return Sent(tokens(kind) * nbytes for kind, nbytes in token_bytes(problem, direction).items())
@@ -72,18 +76,47 @@ def mean_sent(problem, tile, direction="forward"):
 # Number of arrays (of chunk size) that one hop moves in a row and in a column.
 ELEMENTS = {direction: tuple(len(matrices(direction, column)) for column in (False, True)) for direction in KINDS}
 ELEMENTS["both"] = tuple(map(sum, zip(*ELEMENTS.values())))
+# The same of what is regrouped, with the heads of queries (q and out, backward q, dout and dq) and of keys.
+REGROUPED = {"forward": (2, 2), "backward": (3, 4), "both": (5, 6)}
 
 
 def volume(tile, kv_share=1.0, direction="forward"):
-    """The paper's volume: elements per rank in units of seqlen * hidden, with kv_share = kv_heads / heads."""
+    """The paper's volume: elements per rank in units of seqlen * hidden, with kv_share from `kv_share_of`.
+
+    With planes, the elements that are regrouped before and after the passes too.
+    """
     row, column = ELEMENTS[direction]
-    return (row * (tile.a - 1) + column * kv_share * (tile.b - 1)) / tile.ranks
+    of_mesh = row * (tile.a - 1) + column * kv_share * (tile.b - 1)
+    queries, keys = REGROUPED[direction]
+    return (of_mesh + (queries + keys * kv_share) * (1 - 1 / tile.h)) / tile.ranks
+
+
+def kv_share_of(problem, planes=1):
+    """KV heads over heads; several planes that share a KV head each have it."""
+    return max(problem.kv_heads, planes) / problem.heads
 
 
 def usp_volume(ranks, group, kv_share=1.0, direction="forward"):
     """`volume` of USP: head all-to-all in groups of `group` ranks and Ring between them; group = ranks is Ulysses."""
     exchanged = (2 + 2 * kv_share) * (2 if direction == "both" else 1)  # q, k, v, out; dout, dq, dk, dv
     return (exchanged * (1 - 1 / group) + ELEMENTS[direction][1] * kv_share * (ranks // group - 1)) / ranks
+
+
+def halo(problem, ranks, direction="forward"):
+    """Mean bytes sent per rank by a halo exchange; None unless every query sees only keys in a window around it.
+
+    Ranks hold consecutive tokens.  Each gets the keys and values of the window before and after its own, and returns
+    their gradients in the backward pass.
+    """
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    if left is None or right is None or problem.prefix or problem.causal_block or problem.seqlen != problem.seqlen_k:
+        return None
+    if direction == "both":
+        return halo(problem, ranks) + halo(problem, ranks, "backward")
+    chunks = [even_part(problem.seqlen, ranks, rank) for rank in range(ranks)]
+    seen = sum(min(left, t.start) + min(right, problem.seqlen - t.stop) for t in chunks if t)
+    return seen / ranks * sum(nbytes for kind, nbytes in token_bytes(problem, direction).items() if kind in IN_COLUMNS)
 
 
 def ulysses(problem, ranks, direction="forward"):

@@ -103,6 +103,7 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
         flops={dtype: sample.typical for dtype, sample in computed.flops.items()},
         backward=computed.backward.typical,
         launch=computed.launch.typical,
+        edge=DEFAULT.edge,
         merging=samples["merging"].typical,
         collective=together.typical,
         combining=combining.factors(combined or {}, head_dim, nodes, *sides.values()),

@@ -99,13 +99,20 @@ class Source:
     """The inputs of the float64 attention, read in pieces, and its masks.
 
     read(name, start, stop): returns tokens of "q", "k", "v" or "dout" at those positions, (batch, tokens, heads, dim);
-    it must not communicate.  documents: their arguments of `mpiattn.verify.reference.attention`, or None.
+    it must not communicate.  It is not asked for a "v" that keys hold.
+    documents: their arguments of `mpiattn.verify.reference.attention`, or None.
     """
 
     def __init__(self, problem, read, documents=None):
-        self.problem, self.read = problem, read
+        self.problem, self._read = problem, read
         self.masks = masks_of(problem, documents)
         self.scores = {"scale": problem.scale, "softcap": problem.softcap}
+
+    def read(self, name, start, stop):
+        """The tokens of a tensor at positions [start, stop)."""
+        if name == "v" and self.problem.shared_kv:
+            return self._read("k", start, stop)[..., : self.problem.value_dim]
+        return self._read(name, start, stop)
 
     def _row(self, name):
         p = self.problem

@@ -37,7 +37,7 @@ class GradientReport(NamedTuple):
     of_keys: int
     dq_error: float
     dk_error: float
-    dv_error: float
+    dv_error: float | None  # None where dk takes dv
     tolerance: float
     differing: int  # elements that are finite on one side only
     nonfinite_rows: int  # rows of dq with elements that are NaN or infinite on both sides alike
@@ -47,13 +47,15 @@ class GradientReport(NamedTuple):
     @property
     def passed(self):
         """Whether every error is within its tolerance."""
-        return max(self.dq_error, self.dk_error, self.dv_error) <= self.tolerance and not self.differing
+        return max(self.dq_error, self.dk_error, self.dv_error or 0) <= self.tolerance and not self.differing
 
     def __str__(self):
         sampled = (self.rows, self.keys) != (self.of_rows, self.of_keys)
         text = (
             f"{self.rows} of {self.of_rows} rows: dq off by {self.dq_error:.1e}; {self.keys} of {self.of_keys} "
-            f"keys: dk by {self.dk_error:.1e}, dv by {self.dv_error:.1e} (may be {self.tolerance:.0e})"
+            f"keys: dk by {self.dk_error:.1e}"
+            + ("" if self.dv_error is None else f", dv by {self.dv_error:.1e}")
+            + f" (may be {self.tolerance:.0e})"
         )
         if sampled:
             text += ", a seeded sample with the first, last and edges"
@@ -131,7 +133,7 @@ class _Check:
         return lse_and_delta
 
     def keys(self, dk, dv, keys, key_positions):
-        """Check some keys of dk and dv; collective."""
+        """Check some keys of dk and dv; collective.  dv: None where dk takes both."""
         p, source = self.source.problem, self.source
         turns = steps(len(keys), 8 * p.batch * p.kv_heads * 3 * (p.head_dim + p.value_dim))
         for turn in range(self.peers.largest([len(turns)])[0]):
@@ -154,8 +156,11 @@ class _Check:
                 expected_dk += of_k
                 expected_dv += of_v
                 self._see("q", q)
+            if dv is None:
+                expected_dk[..., : p.value_dim] += expected_dv
+            else:
+                self.dv.add(dv[:, some], expected_dv)
             self.dk.add(dk[:, some], expected_dk)
-            self.dv.add(dv[:, some], expected_dv)
             self.progress(len(some))
 
     def errors(self):
@@ -177,7 +182,8 @@ class _Check:
             [sum(e.differing for e in errors_of), self.dq.nonfinite, max(self.dk.nonfinite, self.dv.nonfinite)]
         )
         self.peers.reduce(counts, MPI.SUM)
-        return *relative.tolist(), tolerance, *counts.tolist()
+        of_q, of_k, of_v = relative.tolist()
+        return of_q, of_k, None if p.shared_kv else of_v, tolerance, *counts.tolist()
 
 
 def verify_gradients(
@@ -196,6 +202,7 @@ def verify_gradients(
 ):
     """Compare this rank's gradients (dq, dk, dv) with float64 ones of the source; collective.
 
+    dv: None where keys hold the values.
     out, lse: of the same run.  read, documents: as for `verify.compare.Source`, with dout.  progress: called with the
     number of rows or keys just checked.  Returns a GradientReport, the same on every rank.
     """

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from runs import tiles
 
 from mpiattn import Layout
+from mpiattn.schedule.regroup import every_tile
 
 
 class Case(NamedTuple):
@@ -88,6 +89,7 @@ def draw_case(seed, index, size):
         "scale": rng.choice([None, None, 0.5, 2.0]),
         "tile": rng.choice(tiles(ranks)),
         "layout": layout,
+        "mesh_layout": rng.choice(["auto", "auto", "contiguous", "striped", "zigzag"]),
         "schedule": rng.choice(["greedy", "greedy", "collective"]),
         "route": route,
         "wire_dtype": wire,
@@ -95,6 +97,10 @@ def draw_case(seed, index, size):
         "prefix": rng.choice([0, 0, 0, 1, 4, 30]),
         "causal_block": rng.choice([None, None, None, 1, 3, 8, 50]),
     }
+    if rng.random() < 0.2:
+        plan |= {"shared_kv": True, "value_dim": min(plan["value_dim"], plan["head_dim"])}
+    if rng.random() < 0.4:
+        plan["tile"] = rng.choice(every_tile(ranks, plan["heads"], plan["kv_heads"]))
     causal = plan["causal"] or plan["prefix"] > 0 or plan["causal_block"] is not None
     return Case(
         rng.sample(range(size), ranks),

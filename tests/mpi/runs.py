@@ -44,7 +44,10 @@ def problem_of(arguments):
 def my_chunks(plan, q, k, v, *rest):
     """This rank's chunks of whole arrays, by the plan's positions alone; of all of `Inputs` where they are given."""
     at, at_k = plan.positions, plan.positions_k
-    chunks = tuple(np.ascontiguousarray(array[:, rows]) for array, rows in ((q, at), (k, at_k), (v, at_k)))
+    chunks = tuple(
+        None if array is None else np.ascontiguousarray(array[:, rows])
+        for array, rows in ((q, at), (k, at_k), (v, at_k))
+    )
     if not rest:
         return chunks
     dout, dlse, sinks = rest
@@ -193,5 +196,5 @@ def use_schedule(plan, schedule):
     else:
         plan.schedule = schedule
     executors[schedule.direction] = Executor(
-        plan._mesh, schedule, executors[schedule.direction].work, plan._exchange, plan.q_layout, plan.k_layout
+        plan._mesh, schedule, executors[schedule.direction].work, plan._exchange, plan.activity, plan._passes.pool
     )

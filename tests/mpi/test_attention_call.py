@@ -8,7 +8,7 @@ from dense import Inputs, Result, bits, draw, draw_all, expected, masks, wrong
 from mpi4py import MPI
 from runs import agreed
 
-from mpiattn import ArgumentError, CallError, MeshAttention, PeerFailure, attention
+from mpiattn import ArgumentError, CallError, Layout, MeshAttention, PeerFailure, attention
 from mpiattn.comm import mesh
 from mpiattn.problem.problem import Problem
 
@@ -55,13 +55,16 @@ def test_uneven_pieces(comm, causal, dtype, backend):
 def test_other_layouts(comm, layout):
     problem = Problem(seqlen=31, heads=2, head_dim=4, dtype="float64", causal=True)
     q, k, v = draw(problem)
-    with MeshAttention(comm, seqlen=31, heads=2, head_dim=4, dtype="float64", causal=True, layout=layout) as plan:
-        at = plan.positions
-        planned = plan.forward(q[:, at], k[:, at], v[:, at])
-    out, lse = attention(q[:, at], k[:, at], v[:, at], comm=comm, causal=True, layout=layout)
-    assert bits(out, lse) == bits(*planned)
-    inputs = Inputs(q, k, v)
-    agreed(comm, wrong(problem, Result(out, lse), expected(inputs, backward=False, **masks(problem)), inputs, at, at))
+    inputs, chunks = Inputs(q, k, v), Layout(layout, 31, comm.size)
+    ref, at = expected(inputs, backward=False, **masks(problem)), chunks.positions(comm.rank)
+    tiles = ["auto", (2, 1, comm.size // 2)] if comm.size % 2 == 0 else ["auto"]
+    for tile in tiles:  # planes deal out stripes otherwise, where a plan may
+        how = {"tile": tile, "causal": True}
+        with MeshAttention(comm, seqlen=31, heads=2, head_dim=4, dtype="float64", layout=chunks, **how) as plan:
+            planned = plan.forward(q[:, at], k[:, at], v[:, at])
+        out, lse = attention(q[:, at], k[:, at], v[:, at], comm=comm, layout=layout, **how)
+        assert bits(out, lse) == bits(*planned)
+        agreed(comm, wrong(problem, Result(out, lse), ref, inputs, at, at), tile)
 
 
 @pytest.mark.parametrize(

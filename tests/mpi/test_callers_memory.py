@@ -248,6 +248,33 @@ def test_a_warm_pass_allocates_nothing(group, options):
     agreed(group, None if max(peaks.values()) < MOMENTARY else peaks)
 
 
+@on(1, 2, 4)
+@pytest.mark.parametrize("schedule", ["greedy", "collective"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_passes_share_their_memory(group, batch, schedule):
+    """From the making of the plan to the second backward: no more at a time than `nbytes`."""
+    shape = {"batch": batch, "seqlen": 280 * group.size, "heads": 4, "kv_heads": 2, "head_dim": 256, "causal": True}
+    rng = np.random.default_rng(0)
+    tracemalloc.start()
+    try:
+        with MeshAttention(group, backend="numpy", **shape, schedule=schedule, layout="striped") as plan:
+            before, _ = tracemalloc.get_traced_memory()
+            q, k, v = rng.standard_normal((3, batch, 280, 4, 256), np.float32)
+            k, v = k[:, :, :2].copy(), v[:, :, :2].copy()
+            out, lse = plan.forward(q, k, v)
+            for _ in range(2):
+                grads = plan.backward(out.copy(), q, k, v, out, lse)
+                del grads
+            _, peak = tracemalloc.get_traced_memory()
+            buffers = [executor.buffers.nbytes for executor in plan._passes.executors.values()]
+            pool = plan._passes.pool.nbytes
+            needed = plan.nbytes
+    finally:
+        tracemalloc.stop()
+    agreed(group, None if peak - before < needed + 2**20 else f"{peak - before} bytes, {needed} said")
+    agreed(group, None if max(buffers) <= pool < max(buffers) + 2**14 else f"{pool} bytes for {buffers}")
+
+
 @on(1, 3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_warm_decoding_allocates_nothing(group, dtype):

@@ -184,6 +184,7 @@ def test_after_a_pass_that_did_not_end(comm):
     q, k, v = rng.standard_normal((3, 1, len(plan.positions), 2, 8), np.float32)
     with MeshAttention(comm, **arguments) as fresh:
         expected, _ = fresh.forward(q, k, v)
+    comm.Barrier()  # all have closed it
     with pytest.raises((KeyboardInterrupt, PeerFailure)):  # of another rank, who was quicker
         plan.forward(k, v, q, progress=stop)
     if comm.size > 1:

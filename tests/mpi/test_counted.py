@@ -49,13 +49,13 @@ class Counting:
 def count(plan, call):
     """(bytes, messages) of this rank in a call of the plan."""
     mesh = plan._mesh  # other plans may share it: it is put back
-    comms = mesh.cart, mesh.row, mesh.column
-    counting = mesh.cart, mesh.row, mesh.column = [Counting(comm) for comm in comms]
+    comms = mesh.cart, mesh.plane, mesh.row, mesh.column
+    counting = mesh.cart, mesh.plane, mesh.row, mesh.column = [Counting(comm) for comm in comms]
     try:
         call()
         return sum(comm.bytes for comm in counting), sum(comm.messages for comm in counting)
     finally:
-        mesh.cart, mesh.row, mesh.column = comms
+        mesh.cart, mesh.plane, mesh.row, mesh.column = comms
 
 
 def count_forward(plan):
@@ -190,8 +190,9 @@ MASKS = [{"causal": True}, {"window": (5, 0)}, {"causal": True, "window": (20, N
 def test_what_nobody_sees_is_not_sent(comm, mask, layout):
     """Forward and backward, every tile: bytes counted are those of the chunks and partials that masks leave."""
     shape = {"seqlen": 7 * comm.size + 2, "heads": 2, "kv_heads": 1, "head_dim": 6, "value_dim": 4}
+    shape |= {**mask, "layout": layout, "mesh_layout": layout}
     for (a, b), schedule, route in product(tiles(comm.size), ("greedy", "collective"), ("direct", "ring")):
-        with MeshAttention(comm, **shape, **mask, layout=layout, tile=(a, b), schedule=schedule, route=route) as plan:
+        with MeshAttention(comm, **shape, tile=(a, b), schedule=schedule, route=route) as plan:
             cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
             q, k, v = my_chunks(plan, *draw(plan.problem))
             out, lse = plan.forward(q, k, v)
@@ -257,8 +258,7 @@ def test_documents_change_with_every_call(comm):
     with MeshAttention(comm, **shape) as plan:
 
         def held():
-            arenas = [executor.buffers.arena for executor in plan._passes.executors.values()]
-            return [id(array) for arena in arenas for arrays in arena.values() for array in arrays], plan._mesh.cart
+            return id(plan._passes.pool._memory), plan._mesh.cart
 
         q, k, v = my_chunks(plan, *draw(plan.problem))
         before = None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from caller import caller
 from dense import TOLERANCE, Inputs, bits, largest, naive
-from runs import BACKENDS, agreed, narrow, on, once
+from runs import BACKENDS, agreed, narrow, on, once, settle
 from test_counted import Counting
 from thinning import every
 
@@ -47,9 +47,8 @@ class Mirror:
             **{"backend": BACKENDS[0], **narrow(options)},
         )
         self.shapes = (kv_heads, head_dim), (kv_heads, value_dim or head_dim)
-        self.whole = [
-            tuple(np.empty((0, *shape), self.cache.dtype) for shape in self.shapes) for _ in range(self.cache.sequences)
-        ]
+        empty = tuple(np.empty((0, *shape), self.cache.dtype) for shape in self.shapes)
+        self.whole = [empty] * self.cache.sequences
 
     def draw(self, *shape):
         return self.rng.standard_normal(shape).astype(self.cache.dtype)
@@ -58,6 +57,8 @@ class Mirror:
         """Random tokens, dealt or placed by a kind of layout."""
         sequences = how.get("sequences", range(self.cache.sequences))
         k, v = (self.draw(len(sequences), tokens, *shape) for shape in self.shapes)
+        shared = self.cache.shared_kv
+        v = k[..., : self.shapes[1][1]] if shared else v
         for sequence, count, *new in zip(sequences, how.get("counts", [tokens] * len(sequences)), k, v):
             self.whole[sequence] = tuple(
                 np.concatenate([held, more[:count]]) for held, more in zip(self.whole[sequence], new)
@@ -67,7 +68,7 @@ class Mirror:
             own = layout.positions(self.comm.rank)
             k, v = k[:, own], v[:, own]
         with caller(self.cache.backend) as (give, take):
-            self.cache.append(give(k), give(v), **how)
+            self.cache.append(give(k), *[give(v)] * (not shared), **how)
             take()
 
     def truncate(self, lengths):
@@ -295,6 +296,7 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
 
     monkeypatch.setattr(call, "Partial", Watched)
     with KVCache(group, capacity=10, kv_heads=1, head_dim=2) as cache:
+        settle(group)  # the other rank has made the cache, too
         if group.rank == 0:
             cache._peers.idle = interrupt
             with pytest.raises(KeyboardInterrupt):

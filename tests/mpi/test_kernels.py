@@ -35,6 +35,20 @@ def test_tiles(group, schedule, route):
         check(group, **SHAPE, causal=True, tile=tile, layout=layout, schedule=schedule, route=route)
 
 
+@on(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_that_hold_the_values(group, dtype):
+    """The dims of absorbed MLA, in both passes and in decoding."""
+    shape = {"heads": 4, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "shared_kv": True}
+    check(group, seqlen=43, dtype=dtype, causal=True, layout="zigzag", backends=BACKENDS, terms=True, **shape)
+    del shape["heads"]
+    for backend in BACKENDS:
+        mirror = Mirror(group, capacity=100, dtype=dtype, backend=backend, page_size=8, **shape)
+        with mirror.cache:
+            mirror.append(60)
+            mirror.check(queries=2, heads=4)
+
+
 CALLS = {
     "documents": {"cu_seqlens": [0, 7, 30, 43]},
     "documents of each": {"cu_seqlens": [[0, 7, 43], [5, 5, 40]]},

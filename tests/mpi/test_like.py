@@ -8,7 +8,7 @@ from test_agreement import same_error
 
 from mpiattn import ArgumentError, Layout, MeshAttention
 from mpiattn.comm.peers import Peers
-from mpiattn.model import search
+from mpiattn.model import planes
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 HOW = [
@@ -83,7 +83,7 @@ def test_like_a_plan_like_another(comm):
 
 def test_nothing_is_searched(comm, monkeypatch):
     """One small allreduce, and one tile of one schedule, route and layout looked at."""
-    waits, asked, evaluate = [], [], search.evaluate
+    waits, asked, survey = [], [], planes.survey
     wait = Peers.wait
 
     def counted(self, *arguments, **options):
@@ -92,11 +92,11 @@ def test_nothing_is_searched(comm, monkeypatch):
 
     def noted(*arguments, **options):
         asked.append((len(options["shapes"]), len(options["kinds"]), len(options["pairs"])))
-        return evaluate(*arguments, **options)
+        return survey(*arguments, **options)
 
     with MeshAttention(comm, seqlen=100, **SHAPE, causal=True) as first:
         monkeypatch.setattr(Peers, "wait", counted)
-        monkeypatch.setattr(search, "evaluate", noted)
+        monkeypatch.setattr(planes, "survey", noted)
         with first.like(seqlen=200):
             assert len(waits) == (comm.size > 1) and asked == [(1, 1, 1)]
 

@@ -106,7 +106,7 @@ def test_choice_minds_them(comm):
     """Work and bytes are those of the mask: what auto goes by, and what blocks without work there are."""
     with MeshAttention(comm, seqlen=64, heads=2, head_dim=4, causal_block=16, layout="zigzag") as plan:
         assert plan.problem.pairs == 16 * (16 + 32 + 48 + 64)
-        work = comm.allgather(plan.activity.work(plan.chunk))
+        work = comm.allgather(plan.pairs())
         assert sum(work) == plan.problem.pairs
         assert plan.balance == pytest.approx(max(work) * comm.size / sum(work))
 
@@ -114,7 +114,16 @@ def test_choice_minds_them(comm):
 def test_one_launch_a_block(comm):
     """A query still sees one interval of keys."""
     with MeshAttention(
-        comm, batch=2, seqlen=48, heads=2, head_dim=4, prefix=5, causal_block=7, layout="striped", schedule="greedy"
+        comm,
+        batch=2,
+        seqlen=48,
+        heads=2,
+        head_dim=4,
+        prefix=5,
+        causal_block=7,
+        layout="striped",
+        schedule="greedy",
+        tile="ring",
     ) as plan:
         launches, backend = Counter(), plan._backend
 

@@ -78,7 +78,7 @@ def poisoned(visible, where, token, head, dim):
 SIZES = SHAPE["heads"], SHAPE["head_dim"]
 
 
-@on(8)
+@on(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (9, 4)}], ids=str)
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 from dense import bits, draw_all
-from runs import attend, my_chunks
+from runs import attend, check, my_chunks
+from test_agreement import same_error
 
 from mpiattn import ArgumentError, KVCache, MeshAttention
 from mpiattn.comm.agreement import from_rank_0, is_everywhere
 from mpiattn.comm.peers import HEAD, Peers
-from mpiattn.model import search
+from mpiattn.model import planes
 from mpiattn.model.machine import DEFAULT, H100
 
 SHAPE = {"seqlen": 203, "heads": 4, "head_dim": 8, "causal": True, "direction": "both"}
@@ -35,6 +36,22 @@ def test_less_memory_takes_slots_but_no_bit(comm, at_least):
     assert chosen[3] < 2 and cost >= 1
     assert limited == free
     assert comm.allreduce(fewer < nbytes)
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "collective"])
+def test_a_plan_made_again_takes_what_is_known_of_its_passes(comm, schedule):
+    """Both are open, and called in turn, also with documents: the bits of a plan made alone."""
+    how = {**SHAPE, "schedule": schedule, "layout": "zigzag"}
+    documents = {"cu_seqlens": [0, 60, SHAPE["seqlen"]]}
+    with MeshAttention(comm, **how) as first, MeshAttention(comm, **how) as second:
+        chunks = my_chunks(first, *draw_all(first.problem))
+        made = [[bits(*attend(plan, chunks, call)) for plan in (first, second)] for call in ({}, documents, {})]
+        executors = [plan._passes.executors for plan in (first, second)]
+        for direction, executor in executors[0].items():
+            assert executors[1][direction].bound is executor.bound
+    assert all(bits_of_first == bits_of_second for bits_of_first, bits_of_second in made) and made[0] == made[2]
+    with MeshAttention(comm, **how, overlap=True, max_memory=2**40) as other:  # another choice, of the same passes
+        assert [bits(*attend(other, chunks, call)) for call in ({}, documents)] == [made[0][0], made[1][0]]
 
 
 def test_limits_of_numpy(comm):
@@ -139,11 +156,49 @@ def test_what_a_cache_says_of_itself(comm):
     assert repr(KVCache.__new__(KVCache)) == "KVCache(not made)"
 
 
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_expected_documents(comm, direction):
+    """Short ones: chunks stay consecutive, and what is sent is what the calls then send."""
+    seqlen = 256 * comm.size
+    how = {"seqlen": seqlen, "heads": 2, "head_dim": 16, "causal": True, "direction": direction}
+    cuts = [7, *range(40, seqlen - 20, 30)]  # padding before and after them
+    with MeshAttention(comm, **how) as other, MeshAttention(comm, **how, expected_cu_seqlens=cuts) as plan:
+        assert plan.q_layout.kind == plan._plan.choice.mesh_layouts[0].kind == "contiguous"
+        passes = ("forward", "backward")[: 1 + (direction == "both")]
+        sent = [
+            comm.allreduce(sum(of.formula(of_pass, of.activity_of(cu_seqlens=cuts)) for of_pass in passes))
+            for of in (plan, other)
+        ]
+        assert sent[0] == pytest.approx(comm.size * plan._plan.choice.sent_bytes)
+        assert sent[0] < sent[1] or comm.size == 1
+        assert (plan.predicted_seconds < other.predicted_seconds) and plan.timeout == other.timeout
+        with plan.like(seqlen=seqlen + 9) as longer:
+            assert longer.tile == plan.tile and longer.q_layout.kind == "contiguous"
+    check(comm, **how, call={"cu_seqlens": cuts}, expected_cu_seqlens=np.array(cuts, np.int32))
+    check(comm, **how, call={"cu_seqlens": [0, seqlen]}, expected_cu_seqlens=[cuts])  # and any others
+
+
+def test_expected_documents_that_cannot_be(comm):
+    how = {"seqlen": 30, "heads": 2, "head_dim": 8}
+    for wrong, said in (
+        ([0, 31], "positions from 0 to 30"),
+        (30, "a sequence of positions"),
+        ([[0, 3]] * 3, "3 entries"),
+    ):
+        error = same_error(comm, lambda wrong=wrong: MeshAttention(comm, **how, expected_cu_seqlens=wrong))
+        assert error.startswith("expected_cu_seqlens ") and said in error
+    error = same_error(comm, lambda: MeshAttention(comm, **how, seqlen_k=20, expected_cu_seqlens=[0, 20]))
+    assert "seqlen 30 and seqlen_k 20; these must be equal" in error
+    if comm.size > 1:
+        error = same_error(comm, lambda: MeshAttention(comm, **how, expected_cu_seqlens=[0, comm.rank, 30]))
+        assert "expected_cu_seqlens" in error
+
+
 def test_a_choice_is_made_once(comm, monkeypatch):
     """Rank 0 remembers what it chose, by all that the choice depends on."""
     searched = []
-    evaluate = search.evaluate
-    monkeypatch.setattr(search, "evaluate", lambda *args, **how: searched.append(args) or evaluate(*args, **how))
+    survey = planes.survey
+    monkeypatch.setattr(planes, "survey", lambda *args, **how: searched.append(args) or survey(*args, **how))
     slow = DEFAULT.with_ranks(1 + comm.size)
     counts = []
     for how in ({}, {}, {"timeout": 50}, {"machine": slow}, {"machine": slow}, {"seqlen": 207}, {}, {"overlap": False}):

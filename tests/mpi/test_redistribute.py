@@ -9,7 +9,7 @@ from mpiattn.comm import rounds
 from mpiattn.comm.peers import Peers
 from mpiattn.comm.redistribute import Redistribution, all_on
 from mpiattn.decode.token_owners import Ledger
-from mpiattn.files import hdf5, io
+from mpiattn.files import hdf5, io, mapped
 from mpiattn.problem.problem import dtype_name
 
 
@@ -43,20 +43,22 @@ def positions(layout, rank):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("seqlen", [0, 1, 7, 61])
 @pytest.mark.parametrize("piece", [1, 100, 2**20])
-def test_there_and_back(comm, monkeypatch, kind, seqlen, piece):
+@pytest.mark.parametrize("apart", [False, True])
+def test_there_and_back(comm, monkeypatch, kind, seqlen, piece, apart):
     monkeypatch.setattr(rounds, "PIECE_BYTES", piece)
     layout, whole = layout_of(kind, seqlen, comm.size), np.arange(seqlen * 6, dtype=np.int32).reshape(seqlen, 2, 3)
     at, calls = positions(layout, comm.rank), []
 
-    def read(start, stop, rows):
-        calls.append(stop - start)
-        rows[...] = whole[start:stop]
+    def read(tokens, rows):
+        calls.append(len(tokens))
+        rows[...] = whole[tokens.start : tokens.stop : tokens.step]
 
     slabs = Layout("contiguous", seqlen, comm.size)
-    chunk = Redistribution(Peers(comm), slabs, layout, (2, 3), whole.dtype).to_chunk(read)
+    chunk = Redistribution(Peers(comm), slabs, layout, (2, 3), whole.dtype).to_chunk(read, apart=apart)
     assert np.array_equal(chunk, whole[at])
-    assert len(set(comm.allgather(len(calls)))) == 1  # reading may be collective
+    assert apart or len(set(comm.allgather(len(calls)))) == 1  # reading may be collective
     assert comm.allreduce(sum(calls)) == seqlen
+    assert not apart or sum(calls) == len(at)
     for of_file in (slabs, all_on(comm.size - 1, layout)):
         written = []
 
@@ -64,23 +66,24 @@ def test_there_and_back(comm, monkeypatch, kind, seqlen, piece):
             written.append(rows.copy())
 
         strided = np.ascontiguousarray(chunk.swapaxes(0, 1)).swapaxes(0, 1)
-        Redistribution(Peers(comm), of_file, layout, (2, 3), whole.dtype).from_chunk(strided, write)
-        assert len(set(comm.allgather(len(written)))) == 1
+        Redistribution(Peers(comm), of_file, layout, (2, 3), whole.dtype).from_chunk(strided, write, apart)
+        assert apart or len(set(comm.allgather(len(written)))) == 1
         back = np.concatenate([*written, whole[:0]])
-        assert np.array_equal(back, whole[positions(of_file, comm.rank)])
+        assert np.array_equal(back, whole[at if apart else positions(of_file, comm.rank)])
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("failing", [0, -1])
-def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing):
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing, apart):
     """In the middle; the others go on, and no message is left over for the next call."""
     monkeypatch.setattr(rounds, "PIECE_BYTES", 16)
     layout, peers, victim = layout_of(kind, 61, comm.size), Peers(comm), failing % comm.size
     slabs, calls = Layout("contiguous", 61, comm.size), []
 
-    def broken(start, *_):
-        calls.append(start)
-        if comm.rank == victim and len(calls) == 3:
+    def broken(*_):
+        calls.append(1)
+        if comm.rank == victim and len(calls) == (1 if apart else 3):
             raise OSError("the disk is gone")
 
     def move():
@@ -88,15 +91,15 @@ def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing)
         return Redistribution(peers, slabs, layout, (), np.dtype(float))
 
     for call in (
-        lambda: move().to_chunk(broken),
-        lambda: move().from_chunk(np.zeros(layout.length(comm.rank)), broken),
+        lambda: move().to_chunk(broken, apart=apart),
+        lambda: move().from_chunk(np.zeros(layout.length(comm.rank)), broken, apart),
     ):
         with pytest.raises(errors.FileError, match="the disk is gone") as caught:
             call()
         assert len(set(comm.allgather(str(caught.value)))) == 1
 
-    def read(start, stop, rows):
-        rows[...] = np.arange(start, stop)
+    def read(tokens, rows):
+        rows[...] = tokens
 
     chunk = move().to_chunk(read)
     assert chunk.tolist() == positions(layout, comm.rank)
@@ -106,20 +109,29 @@ def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing)
 @pytest.mark.parametrize("axes", hdf5.AXES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch):
+@pytest.mark.parametrize("apart", [False, True])
+def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, apart):
+    """apart: each rank reads its own tokens, where they lie."""
     monkeypatch.setattr(rounds, "PIECE_BYTES", 300)
+    monkeypatch.setattr(mapped, "SPAN", 100)
+    if not apart:
+        monkeypatch.setattr(io, "mapped", lambda *_: None)
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     layout, peers = layout_of(kind, 29, comm.size), Peers(comm)
     whole = np.random.default_rng(1).standard_normal((batch, 29, 2, 5)).astype(dtype_name(dtype))
     at = positions(layout, comm.rank)
     shapes = {name: (whole.shape, dtype) for name in "qkv"} | {"lse": ((batch, 2, 29), "float32")}
     output = io.Output(peers, f"{folder}/x.h5", shapes, axes=axes)
+    if apart and not io.parallel():
+        monkeypatch.setattr(hdf5, "write", None)
     for name in "qkv":
         output.write(name, whole[:, at], layout)
     lse = whole[..., 0].swapaxes(1, 2).astype("float32")
     output.write("lse", lse[:, :, at], layout, axis=2)
     output.commit()
     source = io.Input(peers, f"{folder}/x.h5", axes=axes)
+    if apart and not io.parallel():
+        monkeypatch.setattr(hdf5, "read", None)
     for entry in (None, batch - 1):
         given = whole if entry is None else whole[entry : entry + 1]
         chunk = source.chunk("k", layout, entry=entry)

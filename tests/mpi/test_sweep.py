@@ -33,7 +33,7 @@ def complaint(comm, case):
         with MeshAttention(comm, **case.plan, backend=backend) as plan:
             if case.costs and plan.schedule.name == "greedy":
                 for direction in ("forward", "backward"):
-                    use_schedule(plan, greedy(plan.tile, case.costs, plan.route, direction))
+                    use_schedule(plan, greedy(plan.schedule.tile, case.costs, plan.route, direction))
             chunks = my_chunks(plan, *inputs)
             for _ in range(1 + case.seed % 2):  # what a call leaves in the buffers must not matter
                 result = attend(plan, chunks, case.call)

@@ -107,7 +107,7 @@ def test_costs_change_no_bit_where_the_order_of_blocks_is_given(comm):
         results = set()
         for costs in EXTREME_COSTS:
             with MeshAttention(comm, **SHAPE, tile=(a, b), layout="zigzag") as plan:
-                use_schedule(plan, greedy(plan.tile, costs))
+                use_schedule(plan, greedy(plan.schedule.tile, costs))
                 results.add(bits(*plan.forward(*my_chunks(plan, *draw(plan.problem)))))
         assert len(results) == 1
 

@@ -106,6 +106,20 @@ def test_values_and_gradients(comm, dtype, sinks, documents):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_keys_that_hold_the_values(comm, dtype):
+    """k's gradient is that of a plan with both arrays, where v is cut out of k."""
+    grads = []
+    for shared in (True, False):
+        with MeshAttention(comm, **SHAPE, dtype=dtype, tile=tiles(comm.size)[0], shared_kv=shared) as plan:
+            chunks = cut(plan, draw(plan))
+            k = chunks["k"]
+            out, lse = attention(plan, chunks["q"], k, *[k[..., :6]] * (not shared), sinks=chunks["sinks"])
+            loss_of(out, lse, chunks).backward()
+            grads.append([chunks[name].grad.to(torch.float64).numpy() for name in ("q", "k", "sinks")])
+    assert all(off(torch.from_numpy(got), ref) < TOLERANCE[dtype] for got, ref in zip(*grads))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_memory_is_shared(comm, dtype):
     """What the plan gets and gives is the tensors' own memory, both ways, in both passes."""
     with MeshAttention(comm, seqlen=40, heads=2, head_dim=4, dtype=dtype) as plan:

@@ -1,18 +1,22 @@
 """The back end `cpu`: compiled kernels (kernels/cpu) on NumPy arrays; a launch is complete when it returns.
 
-It accumulates in float32, or in float64 for float64.  Launches that only move or add numbers are NumPy's.
+It accumulates in float32, or in float64 for float64.  Launches that only move or add numbers are NumPy's, except those
+that make halves of them.
 """
+
+import ctypes
+from functools import cache
 
 import numpy as np
 
 from ...errors import ArgumentError
-from ..kept import Kept
 from ..numpy.backend import NumpyBackend
 from . import library
-from .library import Array, Launch, Poll
+from .library import Launch, Poll
 
 LINE = 64  # bytes of a cache line, by which scratch memory is aligned
 MOST_THREADS = 256  # of kernels/cpu/work.h
+HALVES = ("float16", "bfloat16")
 MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
 
 
@@ -23,7 +27,7 @@ class CpuBackend(NumpyBackend):
         super().__init__()
         self.name = name
         self._kernels = library.Kernels()
-        self._scratch = Kept(np.empty)
+        self._scratch, self._aligned = np.empty(0, np.uint8), 0  # memory, and its first address on a cache line
         self.threads = self.parse(name) if ":" in name else min(library.threads(), MOST_THREADS)
         self.version = self._kernels.version
 
@@ -39,7 +43,7 @@ class CpuBackend(NumpyBackend):
     def missing(cls):
         return library.missing()
 
-    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
         launch = Launch(
             element=library.ELEMENTS[str(dtype)],
             groups=1,
@@ -54,12 +58,19 @@ class CpuBackend(NumpyBackend):
         return (
             self._kernels.scratch_bytes(launch, "backward" if backward else "forward")
             + LINE
-            + super().scratch_bytes(head_dim, value_dim, dtype, backward)
+            + super().scratch_bytes(head_dim, value_dim, dtype, backward, shared_kv)
         )
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         self._attend(
-            "forward", {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}, begin, end, scale, softcap, meanwhile
+            "forward",
+            {"q": q, "k": k, "v": _values(v, k, out)},
+            {"out": out, "lse": lse},
+            begin,
+            end,
+            scale,
+            softcap,
+            meanwhile,
         )
 
     def attend_backward(
@@ -67,8 +78,8 @@ class CpuBackend(NumpyBackend):
     ):
         self._attend(
             "backward",
-            {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta},
-            {"dq": dq, "dk": dk, "dv": dv},
+            {"q": q, "k": k, "v": _values(v, k, dout), "dout": dout, "lse": lse, "delta": delta},
+            {"dq": dq, "dk": dk, "dv": _values(dv, dk, dout)},
             begin,
             end,
             scale,
@@ -80,7 +91,7 @@ class CpuBackend(NumpyBackend):
         """Run a block of queries and keys; arguments as for `_run`."""
         q, k = inputs["q"], inputs["k"]
         if len(q) and len(k):
-            begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))
+            begin, end = np.ascontiguousarray(begin, np.int32), np.ascontiguousarray(end, np.int32)
             self._run(
                 operation,
                 q,
@@ -93,8 +104,8 @@ class CpuBackend(NumpyBackend):
                 keys=len(k),
                 scale=scale,
                 softcap=softcap or 0,
-                begin=begin.ctypes.data,
-                end=end.ctypes.data,
+                begin=_address(begin),
+                end=_address(end),
             )
 
     def attend_pages(
@@ -106,6 +117,7 @@ class CpuBackend(NumpyBackend):
         tables = np.cumsum([0, *map(len, pages)])
         pages = np.ascontiguousarray(pages[0] if len(pages) == 1 else np.concatenate(pages), np.int32)
         begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))
+        values = _values(values, keys, out)
         self._run(
             "decode",
             q,
@@ -149,40 +161,81 @@ class CpuBackend(NumpyBackend):
                 {"delta": delta},
             )
 
+    def copy(self, dst, src):
+        halves = dst.itemsize == 2 and str(dst.dtype) in HALVES
+        if not halves or src.dtype != np.float32 or src.shape != dst.shape or dst.ndim < 3:
+            super().copy(dst, src)
+        elif dst.ndim == 3:
+            self._run("narrow", dst, dst, {"other": src}, {"out": dst})
+        elif dst.flags.c_contiguous and src.flags.c_contiguous:
+            self.copy(*(array.reshape(-1, *array.shape[-2:]) for array in (dst, src)))
+        else:
+            for entries in zip(dst, src):
+                self.copy(*entries)
+
     def _run(self, operation, q, v, inputs, results, meanwhile=None, **numbers):
         """Run a launch on arrays by their names in `Launch`.
 
         q: has its inputs' dtype, its tokens, heads and head dim.  v: has its value dim.  numbers: what else it takes.
         """
-        inputs = {name: _rows(array) for name, array in inputs.items()}
-        into = {name: _rows(array) for name, array in results.items()}
         launch = Launch(
-            element=library.ELEMENTS[q.dtype.name],
+            element=_element(q.dtype),
             tokens=len(q),
             heads=q.shape[1],
             head_dim=q.shape[2],
             value_dim=v.shape[-1],
             threads=self.threads,
             **numbers,
-            **{name: Array(array.ctypes.data, *array.strides[:2]) for name, array in {**inputs, **into}.items()},
         )
+        copies = {}
+        for name, array in (inputs | results).items():
+            strides = array.strides
+            if len(strides) > 2 and strides[2] != array.itemsize:  # a row's numbers do not lie one after another
+                array = copies[name] = np.ascontiguousarray(array)
+                strides = array.strides
+            place = getattr(launch, name)
+            place.data, (place.token, place.head, *_) = _address(array), strides
         needed = self._kernels.scratch_bytes(launch, operation) + LINE
-        scratch = self._scratch("scratch", (needed,), "uint8")
-        launch.scratch = -(-scratch.ctypes.data // LINE) * LINE
+        if needed > len(self._scratch):
+            self._scratch = np.empty(needed, np.uint8)
+            self._aligned = -(-_address(self._scratch) // LINE) * LINE
+        launch.scratch = self._aligned
+        failures = []
         if meanwhile:
             meanwhile(0.0)
-        failures = []
-        launch.poll = Poll(_polled(meanwhile, failures)) if meanwhile else Poll()
+            launch.poll = Poll(_polled(meanwhile, failures))
         self._kernels.run(launch, operation)
         if failures:
             raise failures.pop()
-        for name, array in results.items():
-            if into[name] is not array:
-                array[...] = into[name]
+        for name, copy in copies.items():
+            if name in results:
+                results[name][...] = copy
 
     def close(self):
         super().close()
-        self._scratch.clear()
+        self._scratch = np.empty(0, np.uint8)  # the next launch makes it again
+
+
+def _values(v, k, out):
+    """v, or where it is None the first columns of k, as many as out has.
+
+    Kernels read them like any values, and add dv to them like to any dv: it is added to a row after its dk.
+    """
+    return k[..., : out.shape[2]] if v is None else v
+
+
+def _address(array):
+    """Where an array lies in memory."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    except (TypeError, ValueError):  # read-only, strided, empty, or of a dtype that buffers do not know: takes longer
+        return array.ctypes.data
+
+
+@cache
+def _element(dtype):
+    """The element of launches whose inputs have a dtype."""
+    return library.ELEMENTS[dtype.name]
 
 
 def _polled(meanwhile, failures):
@@ -207,8 +260,3 @@ def _polled(meanwhile, failures):
     started = polled()
     next(started)
     return started.send
-
-
-def _rows(array):
-    """The array, or a contiguous copy if the numbers of a row do not lie one after another in memory."""
-    return array if array.ndim < 3 or array.strides[2] == array.itemsize else np.ascontiguousarray(array)

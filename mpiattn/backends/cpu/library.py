@@ -18,7 +18,7 @@ VARIABLE = "MPIATTN_CPU_KERNELS"
 PATH = Path(__file__).parent / "_kernels.so"
 BUILD = "python setup.py build_ext --inplace"
 ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
-OPERATIONS = {"forward": 0, "backward": 1, "decode": 2, "merge": 3, "sink": 4, "delta": 5}
+OPERATIONS = {"forward": 0, "backward": 1, "decode": 2, "merge": 3, "sink": 4, "delta": 5, "narrow": 6}
 Poll = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_double)
 
 
@@ -75,6 +75,7 @@ def _load():
     return library
 
 
+@cache
 def instruction_sets():
     """Whether the processor has each instruction set that kernels were compiled for: {name: bool}."""
     library, sets, number = _load(), {}, 0

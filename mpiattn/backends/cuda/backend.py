@@ -223,12 +223,18 @@ class CudaBackend(_CupyLaunches):
         if isinstance(array, np.ndarray):
             with self._on(self.stream):
                 return self.cupy.asarray(np.ascontiguousarray(array))
-        if array.flags.c_contiguous and array.data.ptr % alignment == 0:
+        if self._fits(array, alignment):
             return array
         _wait_for(self.stream, [self._event(self._caller())])
         copy = (empty or self.empty)(array.shape, array.dtype)
         self.copy(copy, array)
         return copy
+
+    def _fits(self, array, alignment=ALIGNMENT):
+        return array.flags.c_contiguous and array.data.ptr % alignment == 0
+
+    def accumulates(self, array):
+        return self._fits(array)
 
     # Begin and end of a library call
 

@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 from . import nvrtc
-from .tile_table import Tile, attention_kernel, blocks_per_processor, table
+from .tile_table import LARGEST_SHARED_DIM, Tile, attention_kernel, blocks_per_processor, shared_table, table
 
 ARCHITECTURES = "sm_80", "sm_89", "sm_90", "sm_100"
 HEADS_PER_KV = 7  # query heads per KV head: not a power of two, because that takes the most registers
+SHARED_VALUE_DIM = 512  # of absorbed MLA
 DTYPES = {2: "bfloat16", 4: "float32"}
 
 
@@ -35,6 +36,10 @@ def entries(architecture, heads_per_kv=HEADS_PER_KV):
                     dim,
                     *attention_kernel(work, DTYPES[size], dim, dim, heads_per_kv, 0, int(architecture[3:])),
                 )
+    for work, sizes in shared_table(int(architecture[3:])).items():
+        for size in sizes:
+            of = work, DTYPES[size], LARGEST_SHARED_DIM, SHARED_VALUE_DIM, heads_per_kv, 0, int(architecture[3:])
+            yield f"{work}, shared_kv", DTYPES[size], LARGEST_SHARED_DIM, *attention_kernel(*of, shared_kv=True)
 
 
 def rows(architecture, heads_per_kv=HEADS_PER_KV):

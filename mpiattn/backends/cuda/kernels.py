@@ -34,11 +34,10 @@ class KernelLaunches:
         super().__init__()
         self._work_array = Kept(self.empty)  # each reused by the next launches
 
-    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
-        rows = {
-            work: tile_table.tile(work, tile_table.itemsize(dtype), head_dim, value_dim, self.architecture).rows
-            for work in BLOCKS_PER_PROCESSOR
-        }  # of one tile; split keys need partials
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
+        dims = tile_table.itemsize(dtype), head_dim, value_dim, self.architecture, shared_kv
+        # rows of one tile; split keys need partials
+        rows = {work: tile_table.tile(work, *dims).rows for work in BLOCKS_PER_PROCESSOR}
         return (
             0
             if backward
@@ -73,7 +72,7 @@ class KernelLaunches:
         launch = forward_launch(
             q.shape,
             k.shape,
-            v.shape[2],
+            out.shape[2],
             len(begin),
             keys,
             q.dtype,
@@ -82,6 +81,7 @@ class KernelLaunches:
             page_size,
             self.architecture,
             self.processors,
+            v is None,
         )
         self._check_alignment("out", out, launch.alignment)
         splits = launch.grid[1]
@@ -93,10 +93,13 @@ class KernelLaunches:
                 self._work_array("lse", (splits, *lse.shape), "float32"),
             )
         )
+        q, k = self.contiguous(q), self.contiguous(k)
         self._run(
             launch.kernel,
             launch.grid,
-            *map(self.contiguous, (q, k, v)),
+            q,
+            k,
+            k if v is None else self.contiguous(v),
             *self._numbers(begin, end, pages if page_size else begin),
             *into,
             *launch.numbers,
@@ -109,7 +112,7 @@ class KernelLaunches:
                 lse,
                 *into,
                 np.int64(lse.size),
-                np.int32(v.shape[2]),
+                np.int32(out.shape[2]),
                 np.int32(splits),
                 np.int32(page_size > 0),
             )
@@ -121,12 +124,16 @@ class KernelLaunches:
         if not (len(q) and len(k)):
             return
         of_q, of_hulls, of_kv = backward_launches(
-            q.shape, v.shape, len(begin), q.dtype, scale, softcap, self.architecture
+            q.shape, k.shape, dout.shape[2], len(begin), q.dtype, scale, softcap, self.architecture, v is None
         )
         self._check_alignment("dq", dq, of_q.alignment)
         self._check_alignment("dk", dk, of_q.alignment)
-        self._check_alignment("dv", dv, of_kv.alignment)
-        q, dout, k, v = map(self.contiguous, (q, dout, k, v))
+        if v is None:
+            dv = dk  # not used
+        else:
+            self._check_alignment("dv", dv, of_kv.alignment)
+        q, dout, k = map(self.contiguous, (q, dout, k))
+        v = k if v is None else self.contiguous(v)
         lse, delta, begin, end = self._numbers(lse, delta, begin, end)
         inputs = q, dout, lse, delta, k, v, begin, end
         self._run(of_q.kernel, of_q.grid, *inputs, dq, *of_q.numbers)

@@ -32,11 +32,11 @@ def _alignment(dim):
 
 @lru_cache(KEPT)
 def forward_launch(
-    q_shape, k_shape, value_dim, groups, keys, dtype, scale, softcap, page_size, architecture, processors
+    q_shape, k_shape, value_dim, groups, keys, dtype, scale, softcap, page_size, architecture, processors, shared_kv
 ):
     """The `Launch` of attention of q to `keys` keys of a chunk or, if page_size is not 0, of a pool.
 
-    groups: groups of heads with their own intervals, or sequences of a pool.
+    groups: groups of heads with their own intervals, or sequences of a pool.  shared_kv: whether keys hold the values.
 
     The grid is (row tiles * KV heads * sequences, splits, 1).  If there would be fewer thread blocks than all
     multiprocessors hold at a time, each tile's keys are split.
@@ -47,7 +47,7 @@ def forward_launch(
     score, inner, factor = score_form(scale, softcap)
     work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
     kernel, cut = attention_kernel(
-        work, dtype.name, head_dim, value_dim, packed, score, architecture, page_size=page_size
+        work, dtype.name, head_dim, value_dim, packed, score, architecture, page_size=page_size, shared_kv=shared_kv
     )
     tiles = -(-tokens * packed // cut.rows) * kv_heads * sequences
     splits = max(1, min(-(-keys // cut.columns), BLOCKS_PER_PROCESSOR[work] * processors // tiles))
@@ -56,13 +56,13 @@ def forward_launch(
 
 
 @lru_cache(KEPT)
-def backward_launches(q_shape, v_shape, groups, dtype, scale, softcap, architecture):
+def backward_launches(q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, shared_kv):
     """The launches of a block's gradients: dq, then the hulls of gradient_kv's row tiles, then dk and dv."""
-    (tokens, heads, head_dim), (keys, kv_heads, value_dim) = q_shape, v_shape
+    (tokens, heads, head_dim), (keys, kv_heads, _) = q_shape, k_shape
     packed = heads // kv_heads
     score, inner, factor = score_form(scale, softcap)
     (of_q, q_cut), (of_kv, kv_cut) = (
-        attention_kernel(work, dtype.name, head_dim, value_dim, packed, score, architecture)
+        attention_kernel(work, dtype.name, head_dim, value_dim, packed, score, architecture, shared_kv=shared_kv)
         for work in ("gradient_q", "gradient_kv")
     )
     numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *map(np.float32, (inner, factor, scale))

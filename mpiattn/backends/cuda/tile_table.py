@@ -13,6 +13,7 @@ from ...errors import ArgumentError
 from .kernel_source import Kernel
 
 LARGEST_DIM = 256
+LARGEST_SHARED_DIM = 576  # of keys that hold the values
 ELEMENTS = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}
 DECODE_ROWS = 64  # KV heads with at most so many packed rows use the decode tiles
 
@@ -51,7 +52,8 @@ class Tile(NamedTuple):
     columns: columns of the tile: keys, but queries in gradient_kv.
     warps: warps of the thread block.
     stages: column tiles that shared memory holds at a time.
-    parts: number of thread blocks that divide the columns of the results; each recomputes the scores.
+    parts: number of thread blocks, or of groups of a block's warps where keys hold the values, that divide the columns
+    of the results; each recomputes the scores.
     """
 
     rows: int
@@ -124,7 +126,7 @@ TILES = {
             96: Tile(64, 32, 4, 2),
             128: Tile(64, 32, 4, 2),
             192: Tile(64, 32, 4, 2, 2),
-            256: Tile(64, 16, 4, 1, 2),
+            256: Tile(64, 16, 4, 1, 3),
         },
         4: {
             32: Tile(64, 32, 4, 2),
@@ -135,6 +137,20 @@ TILES = {
             256: Tile(32, 16, 2, 1, 2),
         },
     },
+}
+
+# Where keys hold the values, for all dims up to LARGEST_SHARED_DIM.
+SHARED = {
+    "forward": {2: Tile(32, 32, 4, 1, 2), 4: Tile(16, 16, 4, 1, 4)},
+    "decode": {2: Tile(16, 32, 4, 2, 4), 4: Tile(16, 16, 4, 1, 4)},
+    "gradient_q": {2: Tile(32, 16, 2, 1, 3), 4: Tile(16, 8, 1, 1, 3)},
+    "gradient_kv": {2: Tile(32, 16, 2, 1, 3), 4: Tile(16, 8, 1, 1, 3)},
+}
+# Entries that replace those where there is more shared memory: on 80, 87, 90 and 100.
+BETTER_SHARED = {
+    ("forward", 2): Tile(64, 32, 8, 2, 2),
+    ("gradient_q", 2): Tile(64, 16, 4, 1, 3),
+    ("gradient_kv", 2): Tile(64, 16, 4, 2, 3),
 }
 
 # Entries that replace those, by compute capability as in PROCESSORS, work and bytes of an element.  80, 87, 90 and 100
@@ -148,8 +164,8 @@ _HOPPER = {
 BETTER = {80: _WIDE_FORWARD, 87: _WIDE_FORWARD, 90: _HOPPER, 100: _HOPPER}
 
 
-def _padded(dim):
-    return -(-dim // 32) * 32
+def _padded(dim, to=32):
+    return -(-dim // to) * to
 
 
 def processor(architecture):
@@ -166,12 +182,27 @@ def table(architecture):
     }
 
 
+def shared_table(architecture):
+    """The tile table of a compute capability where keys hold the values, by work and bytes of an element."""
+    better = BETTER_SHARED if max(known for known in PROCESSORS if known <= architecture) in BETTER else {}
+    return {
+        work: {size: better.get((work, size), entry) for size, entry in sizes.items()} for work, sizes in SHARED.items()
+    }
+
+
 @cache
-def tile(work, itemsize, head_dim, value_dim, architecture):
+def tile(work, itemsize, head_dim, value_dim, architecture, shared_kv=False):
     """The table's `Tile` for `work`: "forward", "decode", "gradient_q" or "gradient_kv".
 
-    Raises ArgumentError if a dim is larger than `LARGEST_DIM`.
+    shared_kv: whether keys hold the values.
+    Raises ArgumentError if a dim is larger than `LARGEST_DIM`, or with shared_kv than `LARGEST_SHARED_DIM`.
     """
+    if shared_kv:
+        if head_dim > LARGEST_SHARED_DIM:
+            raise ArgumentError(
+                f"head_dim is {head_dim}; of keys that hold the values the GPU kernels take up to {LARGEST_SHARED_DIM}"
+            )
+        return shared_table(architecture)[work][itemsize]
     if max(head_dim, value_dim) > LARGEST_DIM:
         raise ArgumentError(f"head_dim is {head_dim}, value_dim {value_dim}; the GPU kernels take up to {LARGEST_DIM}")
     entries = table(architecture)[work][itemsize]
@@ -200,20 +231,29 @@ def score_form(scale, softcap):
 
 
 @cache
-def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, architecture, cut=None, page_size=0):
+def attention_kernel(
+    work, dtype, head_dim, value_dim, heads_per_kv, score, architecture, cut=None, page_size=0, shared_kv=False
+):
     """(Kernel, Tile) for `work`, as in `tile`.
 
     score: SCORE of `score_form`.  architecture: compute capability, such as 90.  cut: a Tile in place of the table's.
     page_size: slots of a page if the keys are in a pool, forward only; 0 if they are a chunk.
+    shared_kv: whether keys hold the values.
     """
     size = itemsize(dtype)
-    cut = cut or tile(work, size, head_dim, value_dim, architecture)
-    dims = _padded(head_dim) + _padded(value_dim)
+    cut = cut or tile(work, size, head_dim, value_dim, architecture, shared_kv)
+    depth, value_depth = (_padded(dim, 64 if shared_kv else 32) for dim in (head_dim, value_dim))
+    if shared_kv and work in ("gradient_q", "gradient_kv"):
+        depth = _padded(head_dim, 64 * cut.parts)
+    keys = depth + (0 if shared_kv else value_depth)
     if work in ("forward", "decode"):
-        name, shared = "forward", size * (cut.rows * _padded(head_dim) + cut.stages * cut.columns * dims) + 8 * cut.rows
+        name, shared = "forward", size * (cut.rows * depth + cut.stages * cut.columns * keys) + 8 * cut.rows
+    elif work == "gradient_q":
+        name, queries = work, depth + value_depth
+        shared = size * (cut.rows * queries + cut.stages * cut.columns * keys) + 16 * cut.rows  # interval, lse, delta
     else:
-        name, shared = work, size * dims * (cut.rows + cut.stages * cut.columns)
-        shared += 16 * (cut.rows if work == "gradient_q" else cut.stages * cut.columns)  # interval, lse, delta
+        name, queries = work, 2 * depth if shared_kv else depth + value_depth
+        shared = size * (cut.rows * keys + cut.stages * cut.columns * queries) + 16 * cut.stages * cut.columns
     defines = {
         "ELEMENT": element(dtype),
         "HEAD_DIM": head_dim,
@@ -226,6 +266,7 @@ def attention_kernel(work, dtype, head_dim, value_dim, heads_per_kv, score, arch
         "STAGES": cut.stages,
         "PARTS": cut.parts,
         "SHARED_BYTES": shared,
+        "SHARED_KV": int(shared_kv),
     }
     if name == "forward":
         defines["PAGE_SIZE"] = page_size

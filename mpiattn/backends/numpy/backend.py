@@ -10,12 +10,13 @@ from ...errors import ArgumentError
 from ..base import WireBytes
 from ..kept import Kept
 from . import paged, tiles
+from .casts import narrow, widen
 from .tiles import Panel, row_tiles
-from .widen import widen
 
 PANEL = 4096  # keys of one head that are converted or made contiguous at a time
 LOWEST = float(np.finfo(np.float32).min)
 MERGED = 2**16  # elements of a partial that are merged at a time, to bound the work arrays
+NARROWED = 2**12  # elements that are rounded at a time, in a few arrays of as many
 
 
 def flat(array):
@@ -59,9 +60,9 @@ def _unpack(array, packed, per_kv):
     target[...] = source
 
 
-def _some_tokens(array):
-    """Slices that cover the tokens of a partial's out, each of at most `MERGED` elements or one token."""
-    step = max(1, MERGED // max(1, array[:1].size))
+def _some_tokens(array, elements=MERGED):
+    """Slices that cover the tokens of a partial's out, each of at most so many elements or one token."""
+    step = max(1, elements // max(1, array[:1].size))
     return (slice(start, start + step) for start in range(0, len(array), step))
 
 
@@ -94,7 +95,7 @@ def _merge(work, out, lse, out_b, lse_b):
     np.reciprocal(weight, out=weight)  # the weight of out_b
     np.logaddexp(lse, lse_b, out=lse)
     out *= (1 - weight)[..., None]
-    out += np.multiply(weight[..., None], out_b, out=work("product of merge", out.shape, out.dtype))
+    out += np.multiply(weight[..., None], out_b, out=work("product", out.shape, out.dtype))
 
 
 class NumpyBackend:
@@ -125,6 +126,8 @@ class NumpyBackend:
         return np.empty(shape, dtype)
 
     def array(self, name, argument):
+        if type(argument) is np.ndarray:  # nearly always, and it costs least to see
+            return argument
         if not isinstance(argument, np.ndarray) or isinstance(argument, np.ma.MaskedArray):
             raise ArgumentError(f"{name} is a {type(argument).__name__}; it must be a NumPy array")
         return argument
@@ -149,6 +152,9 @@ class NumpyBackend:
         np.copyto(copy, array)
         return copy
 
+    def accumulates(self, array):
+        return array.flags.c_contiguous and array.flags.aligned
+
     def begin(self):
         pass
 
@@ -158,15 +164,15 @@ class NumpyBackend:
     def drain(self):
         pass
 
-    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False):
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
         work = np.dtype("float64" if dtype == "float64" else "float32").itemsize
-        panels = PANEL * (head_dim + value_dim)
+        panels = PANEL * (head_dim + (0 if shared_kv else value_dim))
         rows = tiles.ROWS * (tiles.COLUMNS + head_dim + 2 * value_dim)
         hidden = 2 * tiles.ROWS * tiles.COLUMNS + tiles.COLUMNS * max(head_dim, value_dim)  # bytes, of booleans
         if not backward:
-            return work * (panels + rows + MERGED) + hidden
+            return work * (panels + rows + 2 * MERGED) + hidden
         columns = tiles.COLUMNS * (2 * tiles.ROWS + head_dim + value_dim)
-        return work * (2 * panels + rows + columns + 2 * MERGED) + hidden
+        return work * (2 * panels + rows + columns + 3 * MERGED) + hidden
 
     # Launches
 
@@ -187,7 +193,7 @@ class NumpyBackend:
                 _unpack(array, packed, per_kv)
             return
         with np.errstate(all="ignore"):  # NaN from inf - inf and the like is a valid result here
-            for panel, work, look in self._panels(q, k, v, begin, end, out.dtype, meanwhile):
+            for panel, work, look in self._panels(q, k, v, out.shape[2], begin, end, out.dtype, meanwhile):
                 for rows, head, lo, hi in work:
                     tiles.forward(
                         self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap, panel, lo, hi, look
@@ -234,9 +240,11 @@ class NumpyBackend:
             _unpack(dq, packed, per_kv)
             return
         with np.errstate(all="ignore"):
-            for panel, work, look in self._panels(q, k, v, begin, end, dq.dtype, meanwhile):
+            value_dim = dout.shape[2]
+            for panel, work, look in self._panels(q, k, v, value_dim, begin, end, dq.dtype, meanwhile):
                 keys = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
-                dk_panel, dv_panel = self._panel("dk", dk[keys], dq.dtype), self._panel("dv", dv[keys], dq.dtype)
+                dk_panel = self._panel("dk", dk[keys], dq.dtype)
+                dv_panel = dk_panel[:, :value_dim] if dv is None else self._panel("dv", dv[keys], dq.dtype)
                 for rows, head, lo, hi in work:
                     tiles.backward(
                         self._work,
@@ -255,9 +263,11 @@ class NumpyBackend:
                         hi,
                         look,
                     )
-                dk[keys], dv[keys] = dk_panel, dv_panel
+                dk[keys] = dk_panel
+                if dv is not None:
+                    dv[keys] = dv_panel
 
-    def _panels(self, q, k, v, begin, end, dtype, meanwhile):
+    def _panels(self, q, k, v, value_dim, begin, end, dtype, meanwhile):
         """Yield (panel, work, callback) for every panel of a KV head that some row sees.
 
         work: [(row tile, query head, lo, hi)], where the row tile sees the panel's keys [lo, hi).
@@ -268,12 +278,9 @@ class NumpyBackend:
         look = meanwhile and _counted(meanwhile, all_rows, len(k), per_group)
         for first, last, seen in _seen(all_rows, len(k)):
             for kv_head in range(k.shape[1]):
-                panel = Panel(
-                    first,
-                    kv_head,
-                    self._panel("k", k[first:last, kv_head], dtype),
-                    self._panel("v", v[first:last, kv_head], dtype),
-                )
+                keys = self._panel("k", k[first:last, kv_head], dtype)
+                values = keys[:, :value_dim] if v is None else self._panel("v", v[first:last, kv_head], dtype)
+                panel = Panel(first, kv_head, keys, values)
                 heads = range(kv_head * per_kv, (kv_head + 1) * per_kv)
                 yield (
                     panel,
@@ -290,17 +297,23 @@ class NumpyBackend:
     def delta(self, delta, dout, out, dlse):
         with np.errstate(all="ignore"):
             for tokens in _some_tokens(out):
-                shape = out[tokens].shape
-                values, product = (self._work(name, shape, delta.dtype) for name in ("delta out", "delta dout"))
-                widen(values, out[tokens])
-                widen(product, dout[tokens])
-                product *= values
+                values = self._wide("values", out[tokens], delta.dtype)
+                product = self._work("product", out[tokens].shape, delta.dtype)
+                np.multiply(self._wide("other", dout[tokens], delta.dtype), values, out=product)
                 np.sum(product, axis=-1, out=delta[tokens])
                 odd = ~np.isfinite(delta[tokens])
                 if odd.any():
                     delta[tokens][odd & ~values.any(axis=-1)] = 0
             if dlse is not None:
                 delta -= dlse
+
+    def _wide(self, name, array, dtype):
+        """The array in `dtype`, as a work array if that is not its own."""
+        if array.dtype == dtype:
+            return array
+        wide = self._work(name, array.shape, dtype)
+        widen(wide, array)
+        return wide
 
     def zero(self, arrays):
         for array in arrays:
@@ -309,12 +322,14 @@ class NumpyBackend:
     def add(self, arrays, others, after=()):
         with np.errstate(all="ignore"):
             for array, other in zip(arrays, others):
-                array += other
+                for tokens in _some_tokens(array):
+                    array[tokens] += self._wide("other", other[tokens], array.dtype)
 
     def merge(self, out, lse, out_b, lse_b, after=()):
         with np.errstate(all="ignore"):
             for tokens in _some_tokens(out):
-                _merge(self._work, out[tokens], lse[tokens], out_b[tokens], lse_b[tokens])
+                other = self._wide("other", out_b[tokens], out.dtype)
+                _merge(self._work, out[tokens], lse[tokens], other, lse_b[tokens])
 
     def sink(self, out, lse, sinks):
         with np.errstate(all="ignore"):
@@ -332,13 +347,23 @@ class NumpyBackend:
         np.take(src, rows, axis=0, out=dst, mode="clip")  # mode "raise" would buffer the whole result
 
     def copy(self, dst, src):
+        if dst.dtype == src.dtype:
+            np.copyto(dst, src)
+            return
         with np.errstate(all="ignore"):  # a cast to a narrower dtype may overflow or underflow
-            np.copyto(dst, src, casting="same_kind")
+            if dst.dtype != np.float16 or src.dtype != np.float32 or dst.shape != src.shape or dst.ndim < 3:
+                np.copyto(dst, src, casting="same_kind")
+                return
+            if dst.flags.c_contiguous and src.flags.c_contiguous:
+                dst, src = (array.reshape(-1, *array.shape[-2:]) for array in (dst, src))
+            for entry in np.ndindex(dst.shape[:-3]):
+                for tokens in _some_tokens(dst[entry], NARROWED):
+                    narrow(dst[entry][tokens], src[entry][tokens])
 
     def scatter(self, pool, slots, src, entries, tokens):
         if pool.dtype.isbuiltin != 1:  # NumPy copies bfloat16 faster as integers
             pool, src = pool.view(np.int16), src.view(np.int16)
-        pool.swapaxes(0, 1)[slots] = src[entries, tokens]
+        pool[np.arange(len(pool)), slots[:, None]] = src[entries, tokens]  # faster than pool[:, slots]
 
     # Wire
 

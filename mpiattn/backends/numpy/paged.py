@@ -8,8 +8,8 @@ import numpy as np
 
 from ..pages import stretches
 from . import tiles
+from .casts import widen
 from .tiles import COLUMNS, ROWS, Panel, row_tiles
-from .widen import widen
 
 # Scattered keys, or keys of a narrower dtype, are copied so many at a time, counted over all KV heads: enough to
 # amortize the calls, few enough to stay in cache.
@@ -83,11 +83,11 @@ def _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanw
         """A view (kv_heads, queries, heads per KV head, ...) of an array (queries, heads, ...)."""
         return array.reshape(queries, kv_heads, -1, *array.shape[2:]).swapaxes(0, 1)
 
-    rows = queries * q.shape[1] // kv_heads
+    rows, value_dim = queries * q.shape[1] // kv_heads, out.shape[2]
     query = work("q", (kv_heads, rows, q.shape[2]), dtype)
     by_row = by_head(q)
     np.multiply(by_row, dtype.type(scale), out=query.reshape(by_row.shape), dtype=dtype)
-    acc, product = (work(name, (kv_heads, rows, values.shape[2]), dtype) for name in ("acc", "product"))
+    acc, product = (work(name, (kv_heads, rows, value_dim), dtype) for name in ("acc", "product"))
     acc.fill(0)
     total, top = np.zeros((kv_heads, rows, 1), dtype), np.full((kv_heads, rows, 1), -np.inf, dtype)
     columns = _columns(kv_heads * rows)
@@ -111,7 +111,8 @@ def _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanw
         total *= decay
         total += score.sum(axis=2, keepdims=True)
         acc *= decay
-        np.matmul(score, _matrix(work, "panel", values, slots, dtype), out=product)
+        of_values = panel[..., :value_dim] if values is None else _matrix(work, "panel", values, slots, dtype)
+        np.matmul(score, of_values, out=product)
         acc += product
         top = new_top
     acc *= np.divide(1, total, out=np.zeros_like(total), where=total != 0)
@@ -135,12 +136,11 @@ def _by_rows(work, rows, q, keys, values, key_slots, first, out, lse, scale, sof
         query, acc, top = (array.reshape(packed) for array in (query, acc, top))
         start = first
         for count, slots in _groups(key_slots, keys.dtype == out.dtype, GATHER):
-            panel = Panel(
-                start,
-                kv_head,
-                _matrix(work, "k", keys[head], slots, out.dtype)[0],
-                _matrix(work, "v", values[head], slots, out.dtype)[0],
+            of_keys = _matrix(work, "k", keys[head], slots, out.dtype)[0]
+            of_values = (
+                of_keys[:, : out.shape[2]] if values is None else _matrix(work, "v", values[head], slots, out.dtype)[0]
             )
+            panel = Panel(start, kv_head, of_keys, of_values)
             for tile in rows:
                 lo, hi = max(tile.lo, start), min(tile.hi, start + count)
                 if lo < hi:

@@ -14,7 +14,10 @@ MOST = np.iinfo(np.int32).max
 
 
 class Panel(NamedTuple):
-    """Consecutive keys of one KV head from `first` on, contiguous and in the accumulation dtype."""
+    """Consecutive keys of one KV head from `first` on, rows of numbers in the accumulation dtype.
+
+    values: maybe the keys' first numbers, of the same memory.
+    """
 
     first: int
     kv_head: int

@@ -37,7 +37,7 @@ class DeferredBackend(NumpyBackend):
 
     def empty(self, shape, dtype):
         array = super().empty(shape, dtype)
-        array.fill(np.nan)
+        array.reshape(-1).view(np.uint8).fill(NAN)
         return array
 
     def begin(self):
@@ -67,7 +67,8 @@ class DeferredBackend(NumpyBackend):
 
     def _launch(self, written, after, work, *args):
         for array in written:
-            self._check_not_sending(array)
+            if array is not None:
+                self._check_not_sending(array)
         return self._later(self._launches, after, work, *args)
 
     def _check_not_sending(self, array):
@@ -198,7 +199,7 @@ class DeferredBackend(NumpyBackend):
         return pieces[-1] if pieces else None
 
     def forget(self, array):
-        array.fill(np.nan)
+        array.reshape(-1).view(np.uint8).fill(NAN)
 
     def wait(self, event):
         if event is not None:

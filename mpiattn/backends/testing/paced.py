@@ -55,14 +55,14 @@ class PacedBackend(NumpyBackend):
         time.sleep(self.nap)  # a rank with its own machine would not take a core from the others while it waits
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
-        with self._paced(self._flops(q, v, begin, end), meanwhile):
+        with self._paced(self._flops(q, out, begin, end), meanwhile):
             super().attend(q, k, v, begin, end, out, lse, scale, softcap, after, meanwhile)
 
     def attend_pages(
         self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
     ):
         pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))
-        with self._paced(2 * (keys.shape[2] + values.shape[2]) * pairs * q.shape[1], meanwhile):
+        with self._paced(2 * (keys.shape[2] + out.shape[2]) * pairs * q.shape[1], meanwhile):
             super().attend_pages(
                 q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, after, meanwhile
             )
@@ -70,12 +70,12 @@ class PacedBackend(NumpyBackend):
     def attend_backward(
         self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
     ):
-        with self._paced(BACKWARD * self._flops(q, v, begin, end), meanwhile):
+        with self._paced(BACKWARD * self._flops(q, dout, begin, end), meanwhile):
             super().attend_backward(q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap, after, meanwhile)
 
-    def _flops(self, q, v, begin, end):
+    def _flops(self, q, out, begin, end):
         pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))  # over all groups of heads
-        return 2 * (q.shape[2] + v.shape[2]) * pairs * (q.shape[1] // len(begin))
+        return 2 * (q.shape[2] + out.shape[2]) * pairs * (q.shape[1] // len(begin))
 
     @contextmanager
     def _paced(self, flops, meanwhile):

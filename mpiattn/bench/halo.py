@@ -1,0 +1,190 @@
+"""Measure a plan with a causal window against a halo exchange that is written by hand around the same block kernel.
+
+  mpiexec -n 4 python -m mpiattn.bench.halo --seqlen 65536 --window 511
+  mpiexec -n 4 python -m mpiattn.bench.halo --seqlen 65536 --window 511 --layout auto --json halo.json
+
+By hand, ranks hold consecutive tokens. Each sends its last keys and values to the next rank, computes its own block
+meanwhile, and then the block of its first queries and the keys that came. Both are compared with each other and then
+measured in turn: plan, halo, plan, halo, ... A time is that of the slowest rank. Inputs are in place before.
+"""
+
+import argparse
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from .. import __version__, backends
+from ..comm.agreement import agreement
+from ..console import options
+from ..console.json_file import write_json
+from ..console.launch import on_all_ranks
+from ..console.parser import Parser
+from ..console.table import duration, size, table
+from ..errors import ArgumentError, VerificationError
+from ..plan.mesh_attention import MeshAttention
+from ..problem.layout import Layout
+from ..problem.problem import ITEMSIZE
+from .baseline import TOLERANCE
+
+TAG = 1
+
+
+def _arguments():
+    parser = Parser(
+        prog="python -m mpiattn.bench.halo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default, meaning in (
+        ("--seqlen", 65536, "tokens"),
+        ("--heads", 8, "heads"),
+        ("--head-dim", 64, "elements per head"),
+        ("--window", 511, "keys before its own that a query sees"),
+        ("--runs", 5, "measured runs of each"),
+    ):
+        parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
+    for add in (
+        options.add_tile, options.add_schedule, options.add_layout, options.add_route, options.add_backend,
+        options.add_json,
+    ):  # fmt: skip
+        add(parser)
+    return parser
+
+
+class Halo:
+    """Causal attention in a window over consecutive tokens, with messages between neighbours alone.
+
+    backend: has the block kernel.  layout: contiguous.  window: at most the tokens of any chunk.
+    """
+
+    def __init__(self, comm, backend, layout, problem):
+        self.comm, self.backend, self.problem = comm, backend, problem
+        p, rank, tokens = problem, comm.rank, layout.length(comm.rank)
+        window = p.window[0]
+        if window > min(layout.lengths):
+            raise ArgumentError(f"window is {window}; by hand it must be at most a rank's {min(layout.lengths)} tokens")
+        self.sends, self.receives = window * (rank + 1 < comm.size), window * (rank > 0)
+        self.came = [np.empty((self.receives, p.kv_heads, dim), p.dtype) for dim in (p.head_dim, p.value_dim)]
+        self.partial = (
+            np.empty((tokens, p.heads, p.value_dim), p.partial_dtype), np.empty((tokens, p.heads), p.partial_dtype),
+        )  # fmt: skip
+        query = np.arange(tokens, dtype=np.int32)[None]
+        self.own = np.maximum(query - window, 0), query + 1
+        self.before = query[:, : self.receives], np.full_like(query[:, : self.receives], self.receives)
+
+    def forward(self, q, k, v, out):
+        """Attention of this rank's chunks (tokens, heads, dim) into out."""
+        tokens, scale, requests = len(k), self.problem.scale, []
+        if self.receives:
+            requests += [self.comm.Irecv(array.view(np.uint8), self.comm.rank - 1, TAG) for array in self.came]
+        if self.sends:
+            requests += [
+                self.comm.Isend(array[tokens - self.sends :].view(np.uint8), self.comm.rank + 1, TAG)
+                for array in (k, v)
+            ]
+        self.backend.clear(*self.partial)
+        self.backend.attend(
+            q, k, v, *self.own, *self.partial, scale, meanwhile=lambda share: MPI.Request.Testall(requests)
+        )
+        while not MPI.Request.Testall(requests):
+            self.backend.idle()
+        if self.receives:
+            first = slice(0, self.receives)
+            self.backend.attend(q[first], *self.came, *self.before, *(part[first] for part in self.partial), scale)
+        self.backend.copy(out, self.partial[0])
+
+
+def _timed(comm, work):
+    """Seconds of the slowest rank."""
+    comm.Barrier()
+    start = time.perf_counter()
+    work()
+    return comm.allreduce(time.perf_counter() - start, MPI.MAX)
+
+
+def _measure(job, args):
+    comm, peers = job.comm, job.peers
+    with agreement(peers):
+        if args.runs < 1:
+            raise ArgumentError(f"--runs is {args.runs}; it must be at least 1")
+        if any(backends.find(name).on_gpu for name in backends.candidates(args.backend)):
+            raise ArgumentError(f"--backend is {args.backend!r}; the exchange by hand takes arrays on the host")
+    shape = {
+        "seqlen": args.seqlen, "heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype, "causal": True,
+        "window": (args.window, 0), "backend": args.backend,
+    }  # fmt: skip
+    chosen = {name: getattr(args, name) for name in ("tile", "schedule", "layout", "route")}
+    layout = Layout("contiguous", args.seqlen, comm.size)
+    with MeshAttention(comm, **shape, **chosen) as plan, MeshAttention(comm, **shape, layout=layout) as other:
+        with agreement(peers):
+            halo = Halo(comm, backends.get(plan.backend), layout, plan.problem)
+        whole = None
+        if comm.rank == 0:
+            size_of = (3, 1, args.seqlen, args.heads, args.head_dim)
+            whole = np.random.default_rng(0).standard_normal(size_of, np.float32).astype(plan.problem.dtype)
+        inputs, inputs_by_hand = (list(p.scatter(whole, axis=2)) for p in (plan, other))
+        out, lse = plan.forward(*inputs)
+        out_by_hand = np.empty_like(out, shape=inputs_by_hand[0].shape)
+        q, k, v = (array[0] for array in inputs_by_hand)
+        halo.forward(q, k, v, out_by_hand[0])
+        wholes = plan.gather(out), other.gather(out_by_hand)
+        with agreement(peers, only=0):
+            difference = 0.0
+            if comm.rank == 0:
+                first, second = (array.astype(np.float64) for array in wholes)
+                difference = float(np.abs(first - second).max() / np.abs(second).max())
+                if not difference <= TOLERANCE[args.dtype]:
+                    raise VerificationError(f"the plan and the halo exchange differ by {difference:.2g} of the largest")
+        before = plan.sent[0]
+        plan.forward(*inputs, out=out, lse=lse)
+        sent = comm.allreduce(plan.sent[0] - before, MPI.MAX)
+        seconds = {"plan": [], "halo": []}
+        for _ in range(args.runs):
+            seconds["plan"].append(_timed(comm, lambda: plan.forward(*inputs, out=out, lse=lse, check=False)))
+            seconds["halo"].append(_timed(comm, lambda: halo.forward(q, k, v, out_by_hand[0])))
+        by_hand = comm.allreduce(halo.sends * sum(array[:1].nbytes for array in (k, v)), MPI.MAX)
+        return {
+            "mpiattn": __version__, "ranks": comm.size, **shape, "window": args.window, "runs": args.runs,
+            "backend": plan.backend, "tile": str(plan.tile), "schedule": plan.schedule.name, "route": plan.route,
+            "layout": plan.q_layout.kind, "difference": difference,
+            "sent_bytes": {"plan": sent, "halo": by_hand}, "seconds": seconds,
+            "median": {name: float(np.median(times)) for name, times in seconds.items()},
+        }  # fmt: skip
+
+
+def _run(job, args):
+    data = _measure(job, args)
+    with agreement(job.peers, only=0):
+        if job.comm.rank == 0:
+            if args.json:
+                write_json(args.json, data)
+            if args.json != "-":
+                print(_text(data), flush=True)
+    return 0
+
+
+def _text(data):
+    names = {
+        "plan": f"plan, tile {data['tile']}, {data['schedule']}, {data['layout']} layout",
+        "halo": "halo exchange by hand",
+    }
+    rows = [
+        (names[name], duration(median), f"{median / data['median']['halo']:.3f}", size(data["sent_bytes"][name]))
+        for name, median in data["median"].items()
+    ]
+    head = (
+        f"{data['ranks']} ranks, {data['seqlen']} tokens, {data['heads']} heads x {data['head_dim']}, {data['dtype']}, "
+        f"causal in a window of {data['window'] + 1} keys, {data['backend']}, medians of {data['runs']} runs"
+    )
+    return f"{head}\n\n{table(rows, ('', 'time', 'over halo', 'most sent'))}"
+
+
+def main():
+    """Returns the exit code."""
+    args = _arguments().parse_args()
+    return on_all_ranks(lambda job: _run(job, args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The table, legend and picture of `mpiattn plan` as text."""
+
+from ..console.table import duration, percent, size, table
+from ..model import search
+from ..schedule import travels
+from ..schedule.route import passed_on
+from .mesh_picture import picture
+
+LEGEND = """\
+sent/rank  bytes that a rank sends, mean over ranks: {what}
+saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
+regrouped  sent before and after the passes, so that every plane of a tile HxAxB has its heads, or the mesh its layout
+elements   the same as saved, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
+           {row}(a-1) + {column}(b-1){share} chunks, and what is regrouped
+memory     q, k, v, results and buffers of a rank, without the back end's scratch{memory}
+balance    attended pairs of the busiest rank / mean over ranks
+time       predicted, by simulating the schedule on the machine {machine}:
+           {facts}
+           assumes {assumes}{bounds}
+waits      the share of that time that a rank waits, mean over ranks
+auto       the shortest time; among times within {same:.0%}, the least sent/rank{limit}"""
+
+BOUNDS = """
+           > is a bound, without a simulation: the tile cannot be the best"""
+
+WHAT = {
+    "forward": "Q, K and V in {dtype}, partials O in {partial}",
+    "backward": "Q is q and dout in {dtype}, lse and delta in\n"
+    "           {partial}; K and V in {dtype}; partials dQ and dKV in {partial}",
+    "both": "forward and backward",
+}
+
+
+def _percent(share):
+    return "-" if share is None else percent(share)
+
+
+def head(p, data):
+    """The ranks and the problem, in a line."""
+    ranks = data["ranks"]
+    documents = "" if data["documents"] is None else f" in {data['documents']} document{'s' * (data['documents'] != 1)}"
+    return (
+        f"{ranks} rank{'s' * (ranks > 1)}, {p}{documents}, {data['direction']}, {data['route']} route; chunks of "
+        f"{-(-p.seqlen // ranks)} tokens"
+    )
+
+
+def as_text(problem, tile, data, on):
+    """Table, legend and picture as text."""
+    p, ranks = problem, data["ranks"]
+    row, column = travels.ELEMENTS[data["direction"]]
+    sent = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
+    legend = LEGEND.format(
+        what=sent,
+        ranks=ranks,
+        row=row,
+        column=column,
+        same=search.SAME_TIME,
+        share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
+        machine=on.name,
+        memory="" if data["documents"] is None else "; enough for calls without documents",
+        facts=on,
+        assumes=on.assumes,
+        bounds=BOUNDS if any(row["seconds"] is None for row in data["tiles"]) else "",
+        limit=_limit(data),
+    )
+    kinds = dict.fromkeys(kind for row in data["tiles"] for kind in row["sent_bytes"] if kind != "total")
+    header = (
+        "tile",
+        "sent/rank",
+        *kinds,
+        "saved",
+        "elements",
+        "memory/rank",
+        "balance",
+        "time",
+        "waits",
+        "schedule",
+        "layout",
+        "",
+    )
+    parts = [f"{head(p, data)}\n", table(_rows(data, kinds), header), *_impossible(data["others"]), "", legend]
+    if ranks > 1:
+        parts += ["", picture(tile)]
+    return "\n".join(parts)
+
+
+def _rows(data, kinds):
+    n = data["ranks"]
+    names = {f"1x{n}": "Ring", f"{n}x1": "Q-ring", f"{n}x1x1": "Ulysses"}
+    names |= {f"{h}x1x{n // h}": "USP" for h in range(2, n) if n % h == 0}
+    for row in data["tiles"]:
+        tile, sent = row["tile"], row["sent_bytes"]
+        marks = [mark for mark, marked in (("auto", data["auto"]), ("--tile", data["tile"])) if marked == tile]
+        if data["auto"] == data["tile"]:
+            marks = marks[:1]
+        yield (
+            f"{tile} {names.get(tile, '')}",
+            size(sent["total"]),
+            *(size(sent[kind]) if kind in sent else "" for kind in kinds),
+            _percent(row["saving"]),
+            _percent(row["saving_elements"]),
+            *_predicted(row),
+            f"<- {', '.join(marks)}" if marks else "",
+        )
+    for row in data["others"]:
+        if "sent_bytes" in row:
+            yield (
+                row["method"],
+                size(row["sent_bytes"]),
+                *("" for _ in kinds),
+                _percent(row["saving"]),
+                _percent(row["saving_elements"]),
+                *[""] * 7,
+            )
+
+
+def _predicted(row):
+    """The cells that a simulation gives; without one, what the tile takes at least."""
+    if row["seconds"] is None:
+        return "-", "-", f"> {duration(row['least_seconds'])}", "-", "-", row["layout"]
+    return (
+        size(row["memory_bytes"]),
+        f"{row['balance']:.2f}",
+        duration(row["seconds"]),
+        percent(row["waiting"]),
+        row["schedule"] + (f", {row['route']} route" if passed_on(row["route"]) else ""),
+        row["layout"] if row["mesh_layout"] == row["layout"] else f"{row['layout']}, mesh {row['mesh_layout']}",
+    )
+
+
+def _limit(data):
+    """What a memory limit costs, for the legend."""
+    if data["max_memory"] is None:
+        return ""
+    return (
+        f"; only tiles within {size(data['max_memory'])} a rank, which takes "
+        f"{data['memory_cost']:.3g} times as long as without that limit"
+    )
+
+
+def _impossible(others):
+    return [f"{row['method']}: not possible, {row['not_possible']}" for row in others if "not_possible" in row]
+
+
+def counts(slots):
+    """Slots by arena, in a line."""
+    return ", ".join(f"{count} {kind}" for kind, count in slots.items())

@@ -1,0 +1,137 @@
+"""What was decided for a plan, and what follows from it: schedules, layouts, predicted times and bytes.  No MPI."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..model import cost, planes, search
+from ..model.machine import Machine
+from ..model.simulate import simulate
+from ..model.workload import Load, Work
+from ..problem.mask import Mask
+from ..problem.problem import Problem
+from ..schedule import travels
+from ..schedule.regroup import Regrouping, plane_problem
+
+if TYPE_CHECKING:
+    from ..problem.layout import Layout
+    from ..schedule.needed import Activity
+    from ..schedule.steps import Schedule
+    from ..schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The choices for a `MeshAttention`, which the docs call a plan; the same on every rank.
+
+    order: ranks of the caller's communicator, those of a node together; None for their own order.
+    nodes: node of every rank in that order.
+    fastest: predicted seconds of the best choice without a memory limit, or of this choice if that is shorter.
+    mask: what queries were expected to see.
+    longest: predicted seconds of a call without documents, or of one with those expected if that is longer.
+    """
+
+    problem: Problem
+    choice: search.Choice
+    machine: Machine
+    order: tuple[int, ...] | None
+    nodes: list[int]
+    fastest: float
+    overlap: bool
+    mask: Mask
+    longest: float
+
+    @functools.cached_property
+    def of_mesh(self) -> Decision:
+        """The decision for one plane of the mesh as a caller of it would make it; itself if there is no regrouping."""
+        if self.regrouping is None:
+            return self
+        tile = self.choice.tile
+        choice = self.choice._replace(tile=tile.plane, layouts=self.choice.mesh_layouts)
+        return replace(
+            self,
+            problem=plane_problem(self.problem, tile.h),
+            choice=choice,
+            machine=planes.of_plane(self.machine, self.nodes, tile.h),
+            nodes=self.nodes[:: tile.h],
+        )
+
+    @functools.cached_property
+    def regrouping(self) -> Regrouping | None:
+        """How heads and tokens change ranks; None if the mesh computes with the caller's chunks."""
+        c = self.choice
+        if c.tile.h == 1 and c.layouts == c.mesh_layouts:
+            return None
+        return Regrouping(self.problem, c.tile, self.layouts, c.mesh_layouts)
+
+    @property
+    def mesh_order(self) -> tuple[int, ...] | None:
+        """Ranks of the caller's communicator in mesh order; None for their own order."""
+        if self.choice.tile.h == 1:
+            return self.order
+        places = planes.places(self.choice.tile)
+        return tuple(places if self.order is None else [self.order[place] for place in places])
+
+    @functools.cached_property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """The caller's layouts of queries and of keys, indexed by rank of the mesh."""
+        c = self.choice
+        return c.layouts if c.tile.h == 1 else planes.reordered(c.layouts, planes.places(c.tile))
+
+    def layouts_by_rank(self) -> tuple[Layout, Layout]:
+        """The caller's layouts of queries and of keys, indexed by rank in the caller's communicator."""
+        if self.order is None:
+            return self.choice.layouts
+        places = [self.order.index(rank) for rank in range(len(self.order))]
+        return planes.reordered(self.choice.layouts, places)
+
+    def schedule(self, direction: str = "forward") -> Schedule:
+        """The schedule of a pass on a plane, made once."""
+        if direction not in self._schedules:
+            self._schedules[direction] = self.of_mesh._schedule(direction)
+        return self._schedules[direction]
+
+    @functools.cached_property
+    def _schedules(self) -> dict[str, Schedule]:
+        return {}
+
+    @functools.cached_property
+    def bounds(self) -> dict[tuple[str, int], Any]:
+        """By direction and chunk, what an executor has made of a pass, for other plans of the same Decision."""
+        return {}
+
+    def _schedule(self, direction: str) -> Schedule:
+        c = self.choice
+        return cost.build(
+            c.schedule, c.tile, c.route, self.problem, self.machine, direction, self.nodes, c.ahead, self.overlap
+        )
+
+    def predicted(self, direction: str = "forward") -> Timeline:
+        """The predicted `mpiattn.schedule.timeline.Timeline` of a pass on the mesh, for all of its ranks.
+
+        What comes before and after it, regrouping, is not part of it.
+        """
+        mesh, planes = self.of_mesh, self.choice.tile.h
+        load = Load(Work(mesh.mask, *mesh.choice.layouts), mesh.choice.tile)
+        of_plane = simulate(self.schedule(direction), mesh.problem, load, mesh.machine, mesh.nodes)
+        return of_plane if planes == 1 else of_plane.repeated(lambda times: np.tile(times, planes))
+
+    def formula(self, rank: int, direction: str, activity: Activity) -> int:
+        """Bytes that a rank of the mesh sends in a call."""
+        mesh = self.of_mesh
+        of_pass = travels.sent(
+            mesh.problem,
+            activity.q_layout.lengths,
+            activity.k_layout.lengths,
+            mesh.choice.tile,
+            rank % mesh.choice.tile.ranks,
+            mesh.choice.route,
+            direction,
+            activity,
+            self.schedule(direction).collective,
+        ).total
+        return of_pass + (self.regrouping.sent(rank, direction) if self.regrouping else 0)

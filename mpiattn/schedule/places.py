@@ -1,0 +1,85 @@
+"""Which tokens of each chunk a rank holds in a call, and where they lie in its buffers.  No MPI, no NumPy."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
+from .ranges import cover, runs_of, total, whole
+
+if TYPE_CHECKING:
+    from .needed import Activity
+    from .ranges import Ranges
+    from .steps import Schedule
+
+
+class Places:
+    """The tokens of each chunk and accumulator that a rank holds in a call, and where they lie in its arenas.
+
+    The tokens of a chunk lie one after another.  In a packed arena, which a fused launch needs, all chunks of the row
+    or column follow each other by number, each with the tokens that any rank of the group needs.  Else an arena
+    consists of slots of equal size, without the rank's own chunk and accumulator.
+
+    tokens: by kind and number of the chunk, what is held of it, as `Ranges` of the whole chunk.
+    rows: by arena, its number of tokens.
+    longest: by kind, the number of tokens of the longest whole chunk in the group.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, activity: Activity) -> None:
+        self.rank = rank
+        self.packed = any(step.fused for step in schedule.steps)
+        self.tokens: dict[str, dict[int, Ranges]] = {}
+        self.rows: dict[str, int] = {}
+        self.longest: dict[str, int] = {}
+        self._slot_rows: dict[str, int] = {}
+        self._starts: dict[str, dict[int, int]] = {}
+        for kind in (*GATHERED, *REDUCED[schedule.direction]):
+            layout = activity.k_layout if kind in IN_COLUMNS else activity.q_layout
+            hops = range(1, schedule.tile.extent(kind))
+            leaving, landing = (
+                [tokens_of(kind, rank, hop, schedule.route, schedule.collective) for hop in hops]
+                for tokens_of in (activity.travelling, activity.landing)
+            )
+            held = {rank: whole(layout.length(rank))}
+            for hop, travelling in zip(hops, landing if kind in GATHERED else leaving):
+                chunk = schedule.tile.in_group(kind, rank, hop)
+                held[chunk] = self._of_group(schedule, activity, kind, chunk) if self.packed else travelling
+            self.tokens[kind] = {chunk: held[chunk] for chunk in sorted(held)}
+            self.longest[kind] = max(map(layout.length, held))
+            if kind not in GATHERED:
+                arena = arena_of(kind)
+                self._slot_rows[arena] = max(map(total, (*leaving, *landing)), default=0)
+                self.rows[arena] = schedule.slots[arena] * self._slot_rows[arena]
+            self._lay_out(schedule, kind)
+
+    @staticmethod
+    def _of_group(schedule: Schedule, activity: Activity, kind: str, chunk: int) -> Ranges:
+        """The tokens of a chunk that any rank of its row or column needs, its owner apart."""
+        tile, in_columns = schedule.tile, kind in IN_COLUMNS
+        runs = runs_of(activity.k_layout if in_columns else activity.q_layout, chunk)
+        others = (tile.in_group(kind, chunk, -ahead) for ahead in range(1, tile.extent(kind)))
+        needed = (part for other in others for part in activity.needed(in_columns, chunk, other))
+        return cover(whole(total(runs)) if schedule.collective else runs, needed)
+
+    def _lay_out(self, schedule: Schedule, kind: str) -> None:
+        """Set the size of a kind's arena and the place of each chunk in it."""
+        tokens, reduced, slots = self.tokens[kind], kind not in GATHERED, schedule.slots[kind]
+        if self.packed:
+            self.rows[kind] = sum(map(total, tokens.values())) if reduced or slots else 0
+            self._starts[kind] = dict(zip(tokens, accumulate(map(total, tokens.values()), initial=0)))
+            return
+        size = max((total(held) for chunk, held in tokens.items() if chunk != self.rank), default=0)
+        self._slot_rows[kind], self.rows[kind] = size, slots * size
+        self._starts[kind] = {
+            schedule.tile.in_group(kind, self.rank, hop): slot * size
+            for hop, slot in enumerate(schedule.accumulators[kind] if reduced else (), 1)
+        }
+
+    def start(self, kind: str, chunk: int) -> int:
+        """First row of a chunk in a packed arena, or of an accumulator."""
+        return self._starts[kind][chunk]
+
+    def slot_start(self, arena: str, slot: int) -> int:
+        """First row of a slot of received chunks or partials."""
+        return slot * self._slot_rows[arena]

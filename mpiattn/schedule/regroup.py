@@ -1,0 +1,267 @@
+"""Regrouping: how heads and tokens change ranks before and after the passes of a mesh.  No MPI.
+
+A mesh of h planes gives every plane 1/h of the heads, and every rank of a plane a chunk of all tokens.  The caller's
+rank holds all heads of a chunk that is 1/h as long.  So an all-to-all takes q, k and v to the mesh, and the results
+back.  DeepSpeed-Ulysses (arXiv 2309.14509) is a mesh of one rank a plane, USP (arXiv 2405.07719) has rings for planes.
+The layout of the mesh may be another kind than the caller's, also with one plane.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import gcd, lcm
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..problem.layout import Layout
+from .kinds import DELTA, DOUT, LSE, OUT, Array, K, Q, V, present
+from .tile import Tile, tiles
+from .travels import size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ..problem.problem import Problem
+
+LOOKED_THROUGH = 64  # chunks; of more, those that hold tokens are found by their tokens
+
+TAKEN = {"forward": (Q, K, V), "backward": (Q, K, V, DOUT, LSE, DELTA)}
+GIVEN = {"forward": (OUT, LSE), "backward": tuple(array._replace(name=f"d{array.name}") for array in (Q, K, V))}
+
+
+def arrays_of(problem: Problem, direction: str, given: bool) -> tuple[Array, ...]:
+    """The arrays that a pass takes or, given, its results."""
+    return present(problem, (GIVEN if given else TAKEN)[direction])
+
+
+def of_keys(array: Array) -> bool:
+    """Whether an array has the tokens and the heads of keys."""
+    return array.heads == "kv_heads"
+
+
+def splits(heads: int, kv_heads: int, planes: int) -> bool:
+    """Whether heads can be split over so many planes; several planes may share a KV head."""
+    return heads % planes == 0 and (kv_heads % planes == 0 or planes % kv_heads == 0)
+
+
+def every_tile(ranks: int, heads: int, kv_heads: int) -> list[Tile]:
+    """Every tile of that many ranks whose planes can split the heads, those of one plane first."""
+    numbers = [h for h in range(1, ranks + 1) if ranks % h == 0 and splits(heads, kv_heads, h)]
+    return [tile for h in numbers for tile in tiles(ranks, h)]
+
+
+def heads_of(total: int, planes: int, plane: int) -> slice:
+    """The heads, of `total`, that a plane computes: a part of them or, of fewer heads than planes, one."""
+    count = max(1, total // planes)
+    first = plane * total // planes
+    return slice(first, first + count)
+
+
+def plane_problem(problem: Problem, planes: int) -> Problem:
+    """The problem of one plane, with the batch folded into the heads."""
+    heads, kv_heads = (len(range(total)[heads_of(total, planes, 0)]) for total in (problem.heads, problem.kv_heads))
+    return replace(problem, batch=1, heads=problem.batch * heads, kv_heads=problem.batch * kv_heads)
+
+
+def common(tokens: range, others: range) -> range:
+    """The members that two ranges of positive step have in common."""
+    step, divisor = lcm(tokens.step, others.step), gcd(tokens.step, others.step)
+    apart, odd = divmod(others.start - tokens.start, divisor)
+    if odd or not tokens or not others:
+        return range(0)
+    period = others.step // divisor
+    first = tokens.start + apart * pow(tokens.step // divisor, -1, period) % period * tokens.step
+    start = max(tokens.start, others.start)
+    first += -(-max(start - first, 0) // step) * step
+    return range(first, max(first, min(tokens.stop, others.stop)), step)
+
+
+class Shared(NamedTuple):
+    """Tokens that a rank of the caller and a rank of the mesh both hold, as slices of their chunks."""
+
+    outer: slice
+    inner: slice
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(range(self.outer.start, self.outer.stop, self.outer.step))
+
+
+def _runs(layout: Layout, chunk: int) -> Iterator[tuple[int, range]]:
+    """The runs of a chunk's tokens, each after the number of the chunk's tokens before it."""
+    before = 0
+    for tokens in layout.ranges(chunk):
+        yield before, tokens
+        before += len(tokens)
+
+
+def shared(outer: Layout, number: int, inner: Layout, chunk: int) -> list[Shared]:
+    """The tokens that chunk `number` of one layout and `chunk` of another have in common."""
+
+    def rows(both: range, run: range, before: int) -> slice:
+        first, step = before + (both.start - run.start) // run.step, both.step // run.step
+        return slice(first, first + (len(both) - 1) * step + 1, step)
+
+    parts = []
+    for before, tokens in _runs(outer, number):
+        for inner_before, inner_tokens in _runs(inner, chunk):
+            both = common(tokens, inner_tokens)
+            if both:
+                parts.append(Shared(rows(both, tokens, before), rows(both, inner_tokens, inner_before)))
+    return parts
+
+
+@lru_cache(64)
+def partners(layout: Layout, number: int, other: Layout) -> list[tuple[int, list[Shared]]]:
+    """(chunk of the other layout, tokens in common) of all with which a chunk has some, in order of their numbers.
+
+    Of what is shared, `outer` are rows of the chunk of `layout`.
+    """
+    chunks: Iterable[int] = range(other.chunks)
+    if other.chunks > LOOKED_THROUGH:
+        chunks = np.unique(other.owner(layout.positions(number))).tolist()
+    in_common = [(chunk, shared(layout, number, other, chunk)) for chunk in chunks]
+    return [(chunk, parts) for chunk, parts in in_common if parts]
+
+
+class Part(NamedTuple):
+    """Tokens and heads of an array that a rank exchanges with a peer.
+
+    heads: of all heads.  packed: rows of the memory in which they are packed, as the message has them; None if the
+    message lies in the chunk of the mesh, or if there is none since the rank is its own peer.
+    """
+
+    peer: int
+    shared: Shared
+    heads: slice
+    packed: slice | None
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """The exchange of a plan whose mesh has several planes, or another layout than its caller.
+
+    problem: the whole.  tile: of the mesh.  outer: layouts of queries and of keys by rank of the mesh.  inner: those of
+    a plane, by number of its chunk.
+    """
+
+    problem: Problem
+    tile: Tile
+    outer: tuple[Layout, Layout]
+    inner: tuple[Layout, Layout]
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The plane of a rank of the mesh, and its chunk in that plane."""
+        return divmod(rank, self.tile.chunks)
+
+    def to_mesh(self, rank: int, keys: bool) -> list[tuple[int, list[Shared]]]:
+        """(rank of the mesh, tokens for it) of all to which the caller's rank gives tokens."""
+        parts = partners(self.outer[keys], rank, self.inner[keys])
+        chunks = self.tile.chunks
+        return [(plane * chunks + chunk, some) for plane in range(self.tile.h) for chunk, some in parts]
+
+    def of_mesh(self, rank: int, keys: bool) -> list[tuple[int, list[Shared]]]:
+        """(caller's rank, tokens of it) of all from which a rank of the mesh takes tokens.
+
+        Both ends have the tokens in the order in which the caller holds them.
+        """
+        _, chunk = self.place(rank)
+        return [
+            (other, sorted((Shared(part.inner, part.outer) for part in some), key=lambda part: part.outer.start))
+            for other, some in partners(self.inner[keys], chunk, self.outer[keys])
+        ]
+
+    def heads(self, array: Array, rank: int) -> slice:
+        """The heads of an array that a rank of the mesh computes."""
+        return heads_of(getattr(self.problem, array.heads), self.tile.h, self.place(rank)[0])
+
+    def sharing(self, array: Array) -> int:
+        """Number of planes that compute each head of an array: 1 but for few KV heads."""
+        return max(1, self.tile.h // getattr(self.problem, array.heads))
+
+    def dtype(self, array: Array, given: bool) -> str:
+        """The dtype of an array in messages: partials that are still to be added keep theirs."""
+        p = self.problem
+        return p.partial_dtype if given and self.sharing(array) > 1 else getattr(p, array.dtype)
+
+    def parts(self, rank: int, array: Array, given: bool) -> tuple[list[Part], list[Part]]:
+        """The parts of an array that a rank exchanges as a rank of the caller, and those as a rank of the mesh.
+
+        given: whether the array is a result.
+        """
+        return self._outward(rank, array, given), self._inward(rank, array)
+
+    def _outward(self, rank: int, array: Array, given: bool) -> list[Part]:
+        """What travels is packed: of the caller's tokens only some heads go, the same to planes with the same heads."""
+        parts, packed, at = [], {}, 0
+        added = given and self.sharing(array) > 1
+        for peer, some in self.to_mesh(rank, of_keys(array)):
+            _, chunk = self.place(peer)
+            heads = self.heads(array, peer)
+            for number, shared in enumerate(some):
+                key, rows = (chunk, number, heads.start), None
+                if peer != rank or added:
+                    if key not in packed or given:
+                        packed[key] = slice(at, at + shared.tokens)
+                        at += shared.tokens
+                    rows = packed[key]
+                parts.append(Part(peer, shared, heads, rows))
+        return parts
+
+    def _inward(self, rank: int, array: Array) -> list[Part]:
+        """Consecutive tokens travel from and to where they are."""
+        parts, heads, at = [], self.heads(array, rank), 0
+        for peer, some in self.of_mesh(rank, of_keys(array)):
+            for shared in some:
+                rows = None
+                if shared.inner.step != 1 and peer != rank:
+                    rows = slice(at, at + shared.tokens)
+                    at += shared.tokens
+                parts.append(Part(peer, shared, heads, rows))
+        return parts
+
+    @cached_property
+    def of_plane(self) -> Problem:
+        """The problem of one plane."""
+        return plane_problem(self.problem, self.tile.h)
+
+    def token_bytes(self, array: Array, given: bool) -> int:
+        """Bytes of one token of an array in messages, between a rank of the caller and a rank of the mesh."""
+        return size_of([(array.shape(self.of_plane), self.dtype(array, given))])
+
+    def widened_bytes(self, array: Array) -> int:
+        """Bytes of one token of a result by which it is longer on the mesh than on the caller's ranks."""
+        shape = array.shape(self.of_plane)
+        return size_of([(shape, self.dtype(array, True))]) - size_of([(shape, getattr(self.problem, array.dtype))])
+
+    def messages(self, rank: int, direction: str) -> list[tuple[int, int]]:
+        """(peer, bytes) of all that a rank sends before and after a pass."""
+        return [
+            (part.peer, part.shared.tokens * nbytes)
+            for given in (False, True)
+            for array in arrays_of(self.problem, direction, given)
+            for nbytes in [self.token_bytes(array, given)]
+            for part in self.parts(rank, array, given)[given]
+            if part.peer != rank
+        ]
+
+    def sent(self, rank: int, direction: str) -> int:
+        """Bytes that a rank sends before and after a pass."""
+        return sum(nbytes for _, nbytes in self.messages(rank, direction))
+
+    def packed_bytes(self, rank: int, direction: str) -> int:
+        """Bytes of memory in which a rank packs messages of a pass."""
+        return sum(
+            rows_of(parts) * self.token_bytes(array, given)
+            for given in (False, True)
+            for array in arrays_of(self.problem, direction, given)
+            for parts in self.parts(rank, array, given)
+        )
+
+
+def rows_of(parts: list[Part]) -> int:
+    """Rows of memory in which parts are packed."""
+    return max((part.packed.stop for part in parts if part.packed), default=0)

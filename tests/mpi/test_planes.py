@@ -1,0 +1,137 @@
+"""Meshes of several planes, and meshes that compute in another layout than their caller's."""
+
+import os
+from itertools import product
+
+import numpy as np
+import pytest
+from dense import draw
+from runs import BACKENDS, check, my_chunks, narrow, on
+from test_counted import count
+from thinning import every
+
+from mpiattn import ArgumentError, Layout, MeshAttention
+from mpiattn.problem.layout import LAYOUTS
+
+MORE = int(os.environ.get("MPIATTN_MORE", "0"))  # the first of the cases that are looked at on more ranks
+PROBLEM = {"heads": 12, "kv_heads": 4, "head_dim": 8, "causal": True}
+
+
+def tiles(ranks):
+    """Every tile of planes, except those with more planes than heads can be split over."""
+    sides = product(range(1, ranks + 1), repeat=3)
+    return [(h, a, b) for h, a, b in sides if h * a * b == ranks and 12 % h == 0]
+
+
+def splits(h, kv_heads):
+    return kv_heads % h == 0 or h % kv_heads == 0
+
+
+def check_tiles_and_layouts(group, some):
+    """Some cases, a slice, of every tile and layout of a group."""
+    cases = [
+        (tile, layout, mesh_layout, kv_heads)
+        for tile, layout, mesh_layout in product(tiles(group.size), LAYOUTS, ("auto", *LAYOUTS))
+        for kv_heads in (4, 1, 12)
+        if splits(tile[0], kv_heads)
+    ]
+    for number, (tile, layout, mesh_layout, kv_heads) in enumerate(cases[some]):
+        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "kv_heads": kv_heads}
+        how["schedule"], how["route"] = ("greedy", "collective")[number % 2], "direct"
+        how |= {"seqlen": (37, 5, 64)[number % 3], "batch": 1 + number % 2, "sinks": number % 4 == 1}
+        check(group, seed=number, **{**PROBLEM, **how})
+
+
+@on(2, 3, 4)
+@pytest.mark.parametrize("first", every(18, zip(range(18))))
+def test_every_tile_and_layout(group, first):
+    check_tiles_and_layouts(group, slice(first, None, 18))
+
+
+@pytest.mark.slow
+@on(6, 8, 12)
+def test_some_tiles_and_layouts_of_more_ranks(group):
+    step = 3 * group.size + 1
+    check_tiles_and_layouts(group, slice(MORE % step, None, step))
+
+
+@on(2, 4)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_dtypes(group, dtype):
+    for h, kv_heads in ((group.size, 4), (group.size, 1)):
+        check(group, **{**PROBLEM, "kv_heads": kv_heads}, seqlen=41, dtype=dtype, tile=(h, 1, group.size // h))
+
+
+@on(4)
+def test_values_in_the_keys(group):
+    for tile, kv_heads in (((2, 2, 1), 2), ((4, 1, 1), 1)):
+        check(group, seqlen=31, heads=4, kv_heads=kv_heads, head_dim=9, value_dim=4, shared_kv=True, tile=tile)
+
+
+@on(4)
+def test_documents_and_padding(group):
+    for tile in ((2, 1, 2), (4, 1, 1)):
+        how = {**PROBLEM, "seqlen": 40, "tile": tile, "layout": "contiguous", "mesh_layout": "zigzag"}
+        check(group, call={"cu_seqlens": [0, 7, 7, 19, 40]}, **how)
+        check(group, call={"lengths": [33, 12]}, batch=2, **how)
+
+
+@on(3, 4)
+def test_chunks_that_the_caller_has(group):
+    """Uneven and empty chunks of the caller's; the mesh has even ones."""
+    n = group.size
+    sizes = tuple([20, 0, 3, 14][:n])
+    layout = Layout("contiguous", sum(sizes), n, sizes)
+    tile = (2, 1, 2) if n == 4 else (3, 1, 1)
+    arguments = {**PROBLEM, "kv_heads": 12, "seqlen": layout.seqlen, "layout": layout}
+    for mesh_layout in LAYOUTS:
+        check(group, tile=tile, mesh_layout=mesh_layout, **arguments)
+        check(group, tile=(1, 1, n), mesh_layout=mesh_layout, **arguments)
+    with MeshAttention(group, backend=BACKENDS[0], tile=tile, **narrow(arguments)) as plan:
+        assert plan.positions.tolist() == layout.positions(group.rank).tolist()
+
+
+@on(2, 4)
+@pytest.mark.parametrize("first", every(5, zip(range(5))))
+def test_bytes_are_those_of_the_formula(group, first):
+    cases = list(product(tiles(group.size), LAYOUTS, ("auto", *LAYOUTS)))
+    for tile, layout, mesh_layout in cases[first::5]:
+        if not splits(tile[0], 4):
+            continue
+        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "direction": "both"}
+        with MeshAttention(group, seqlen=37, backend=BACKENDS[0], **narrow({**PROBLEM, **how})) as plan:
+            chunks = my_chunks(plan, *draw(plan.problem))
+            before, results = plan.sent[0], []
+            counted, _ = count(plan, lambda: results.extend(plan.forward(*chunks)))  # noqa: B023
+            assert counted == plan.sent[0] - before == plan.formula("forward"), how
+            counted, _ = count(plan, lambda: plan.backward(results[0], *chunks, *results))  # noqa: B023
+            assert counted == plan.formula("backward"), how
+            total = group.allreduce(plan.formula("forward") + plan.formula("backward"))
+            assert total == pytest.approx(group.size * plan._plan.choice.sent_bytes), how
+
+
+@on(4)
+def test_memory_is_what_was_predicted(group):
+    for tile, layout, mesh_layout in (((4, 1, 1), "contiguous", "auto"), ((2, 1, 2), "striped", "striped")):
+        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "schedule": "greedy"}
+        with MeshAttention(group, seqlen=64, backend=BACKENDS[0], **narrow({**PROBLEM, **how})) as plan:
+            scratch = plan._backend.scratch_bytes(8, 8, plan.problem.dtype)
+            assert plan.nbytes - scratch - plan._backend.staged_bytes <= plan._plan.choice.nbytes
+
+
+@on(2, 4)
+def test_another_length(group):
+    how = {**PROBLEM, "tile": (2, 1, group.size // 2), "layout": "contiguous", "mesh_layout": "zigzag"}
+    with MeshAttention(group, seqlen=30, backend=BACKENDS[0], **narrow(how)) as plan, plan.like(seqlen=45) as other:
+        assert str(other.tile) == str(plan.tile) and other._plan.choice.mesh_layouts[0].kind == "zigzag"
+        with MeshAttention(group, seqlen=45, backend=BACKENDS[0], **narrow(how)) as fresh:
+            chunks = my_chunks(other, *draw(other.problem))
+            assert all(map(np.array_equal, other.forward(*chunks), fresh.forward(*chunks)))
+
+
+@on(4)
+def test_what_cannot_be_split(group):
+    with pytest.raises(ArgumentError, match=r"^tile is 4x1x1; 4 planes cannot split 6 heads and 6 KV heads"):
+        MeshAttention(group, seqlen=8, heads=6, head_dim=4, tile="ulysses")
+    with pytest.raises(ArgumentError, match=r"^mesh_layout is 'even'; it may be contiguous, striped, zigzag, auto"):
+        MeshAttention(group, seqlen=8, heads=6, head_dim=4, mesh_layout="even")

@@ -1,0 +1,151 @@
+"""The tokens that travel, counted over all pairs of a query and a key; every tile, layout, route and kind of mask."""
+
+import random
+
+import numpy as np
+import pytest
+
+from mpiattn.problem.layout import LAYOUTS, Layout
+from mpiattn.problem.mask import Group
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule import travels
+from mpiattn.schedule.kinds import IN_COLUMNS, KINDS
+from mpiattn.schedule.needed import Activity
+from mpiattn.schedule.ranges import cover, places, positions, rest, total
+from mpiattn.schedule.tile import Tile, tiles
+
+
+def visible(problem, documents):
+    """Whether any batch entry's query sees a key: bool (queries, keys), one pair after the other."""
+    seen = np.zeros((problem.seqlen, problem.seqlen_k), bool)
+    lo, hi = problem.mask.key_interval(np.arange(problem.seqlen), documents)
+    for of_entry in zip(lo, hi):
+        for query, (first, last) in enumerate(zip(*of_entry)):
+            seen[query, first:last] = True
+    return seen
+
+
+def runs_of(layout, chunk):
+    return [np.arange(t.start, t.stop, t.step) for t in layout.ranges(chunk)]
+
+
+class Counted:
+    """What each rank sends, by sets of tokens."""
+
+    def __init__(self, seen, layouts, tile):
+        self.seen, self.layouts, self.tile = seen, layouts, tile
+        self.striped = "striped" in [layout.kind for layout in layouts]
+
+    def needed(self, column, chunk, rank):
+        """The tokens of a chunk that the tile of a rank needs, as a bool for every token of the sequence."""
+        tile, (q_layout, k_layout) = self.tile, self.layouts
+        queries = np.concatenate([q_layout.positions(i) for i in (tile.row(rank) if column else [chunk])])
+        keys = np.concatenate([k_layout.positions(j) for j in ([chunk] if column else tile.column(rank))])
+        part, marks = self.seen[np.ix_(queries, keys)], np.zeros(self.seen.shape[column], bool)
+        marks[(keys if column else queries)[part.any(axis=0 if column else 1)]] = True
+        return marks
+
+    def filled(self, column, chunk, marks, collective):
+        """The same, with the gaps that travel too."""
+        layout, marks = self.layouts[column], marks.copy()
+        runs = runs_of(layout, chunk)
+        for run in [np.concatenate(runs)] if collective or self.striped else runs:
+            inside = np.flatnonzero(marks[run])
+            if len(inside):
+                marks[run[inside[0] : inside[-1] + 1]] = True
+                marks[run] |= self.striped
+        return marks
+
+    def sent(self, kind, rank, route, collective):
+        """Tokens that a rank sends of a kind."""
+        tile, column, reduced = self.tile, kind in IN_COLUMNS, kind not in ("Q", "KV")
+        group, count = tile.column(rank) if column else tile.row(rank), 0
+        extent = len(group)
+
+        def ahead(chunk, distance):
+            return tile.in_group(kind, chunk, -distance)
+
+        for hop in range(1, extent):
+            if route == "direct":
+                owner = ahead(rank, -hop) if reduced else rank
+                users = range(1, extent) if collective and not reduced else [hop]
+            elif reduced:
+                owner, users = ahead(rank, -hop), range(1, hop + 1)
+            else:
+                owner, users = ahead(rank, -(hop - 1)), range(hop, extent)
+            marks = np.any([self.needed(column, owner, ahead(owner, user)) for user in users], axis=0)
+            count += self.filled(column, owner, marks, collective).sum()
+        return count
+
+
+WINDOWS = [(0, 0), (2, None), (None, 3), (5, 1), (17, 4), (40, 40), (None, None)]
+
+
+def draw(rng):
+    ranks = rng.choice([4, 6, 8, 12])
+    seqlen = rng.randint(1, 60)
+    seqlen_k = rng.choice([seqlen, rng.randint(1, 60)])
+    problem = Problem(
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        heads=2,
+        head_dim=3,
+        value_dim=5,
+        causal=rng.random() < 0.5,
+        window=rng.choice(WINDOWS),
+        prefix=rng.choice([0, 0, 0, 9]),
+        causal_block=rng.choice([None, None, 4]),
+    )
+    kinds = rng.choice([(kind, kind) for kind in LAYOUTS] * 3 + [(kind, rng.choice(LAYOUTS)) for kind in LAYOUTS])
+    layouts = [Layout(kind, tokens, ranks) for kind, tokens in zip(kinds, (seqlen, seqlen_k))]
+    if kinds[0] == "contiguous" and rng.random() < 0.3:  # uneven and empty
+        cuts = sorted(rng.randint(0, seqlen) for _ in range(ranks - 1))
+        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, seqlen])]
+        layouts[0] = Layout("contiguous", seqlen, ranks, sizes)
+
+    def group():
+        cuts = [sorted(rng.randint(0, tokens) for _ in range(4)) for tokens in (seqlen, seqlen_k)]
+        return Group(*(np.array(cuts[0] if seqlen == seqlen_k and rng.random() < 0.7 else cut) for cut in cuts))
+
+    def padded():
+        return Group(np.array([0, rng.randint(0, seqlen)]), np.array([0, rng.randint(0, seqlen_k)]))
+
+    documents = rng.choice([None, None, lambda: (group(),), lambda: (group(), group()), lambda: (padded(), padded())])
+    return problem, layouts, documents and documents(), rng.choice(tiles(ranks))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_tokens_and_bytes_are_those_of_the_pairs(seed):
+    problem, layouts, documents, tile = draw(random.Random(seed))
+    activity = Activity(problem.mask, *layouts, tile, documents)
+    counted = Counted(visible(problem, documents), layouts, tile)
+    lengths = [layout.lengths for layout in layouts]
+    for route, collective in (("direct", False), ("direct", True), ("ring", False)):
+        for direction, kinds in KINDS.items():
+            nbytes = travels.token_bytes(problem, direction)
+            for rank in range(tile.ranks):
+                sent = travels.sent(problem, *lengths, tile, rank, route, direction, activity, collective)
+                assert sent == tuple(counted.sent(kind, rank, route, collective) * nbytes[kind] for kind in kinds)
+
+
+def test_a_window_sends_its_width():
+    """4 ranks of 16,384 tokens, 8 heads x 64, float32: 63 keys of the neighbour are seen, and so much travels."""
+    problem, layout = Problem(65536, 8, 64, causal=True, window=(63, 0)), Layout("contiguous", 65536, 4)
+    tile = Tile(1, 1, 4)
+    activity = Activity(problem.mask, layout, layout, tile)
+    sent = [travels.sent(problem, layout.lengths, layout.lengths, tile, rank, activity=activity) for rank in range(4)]
+    assert [each.total for each in sent] == [63 * 2 * 8 * 64 * 4] * 3 + [0]
+    assert travels.halo(problem, 4) == sum(each.total for each in sent) / 4
+    both = travels.sent(problem, layout.lengths, layout.lengths, tile, 3, "direct", "backward", activity)
+    assert both.total == 63 * 2 * 8 * 64 * 4, "the last rank returns gradients"
+
+
+def test_ranges():
+    runs = ((0, 4), (4, 10))
+    assert cover(runs, [(1, 2), (3, 4), (6, 7), (9, 10)]) == ((1, 4), (6, 10))
+    assert cover(runs, [(2, 5)]) == ((2, 5),), "neighbours are joined"
+    assert cover(runs, []) == cover(((0, 0),), [(0, 0)]) == ()
+    assert places(((1, 4), (6, 10)), ((2, 3), (6, 8), (9, 10))) == [slice(1, 2), slice(3, 5), slice(6, 7)]
+    assert rest(((1, 4), (6, 10)), ((2, 3), (6, 8))) == ((1, 2), (3, 4), (8, 10))
+    assert positions(Layout("zigzag", 20, 2), 1, ((1, 7),)) == [range(6, 10), range(10, 12)]
+    assert total(((1, 4), (6, 10))) == 7

@@ -1,0 +1,152 @@
+"""What goes where before and after the passes of a mesh with planes, or with another layout than its caller's."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from mpiattn.errors import ArgumentError
+from mpiattn.model import planes, search
+from mpiattn.model.machine import DEFAULT
+from mpiattn.problem.layout import LAYOUTS, Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule import regroup
+from mpiattn.schedule.kinds import K, Q
+from mpiattn.schedule.regroup import Regrouping, arrays_of, common, heads_of, of_keys, plane_problem, shared, splits
+from mpiattn.schedule.tile import Tile
+
+
+def test_common_members_of_two_ranges():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        tokens, others = (
+            range(start, start + length, step)
+            for start, length, step in zip(rng.integers(0, 30, 2), rng.integers(0, 60, 2), rng.integers(1, 13, 2))
+        )
+        assert list(common(tokens, others)) == sorted(set(tokens) & set(others)), (tokens, others)
+
+
+@pytest.mark.parametrize(("kind", "other"), list(product(LAYOUTS, LAYOUTS)))
+def test_shared_tokens_are_those_of_both_chunks(kind, other):
+    for seqlen, chunks, of_other in product((0, 1, 7, 24, 37), (1, 3, 4), (1, 2, 6)):
+        outer, inner = Layout(kind, seqlen, chunks), Layout(other, seqlen, of_other)
+        for number, chunk in product(range(chunks), range(of_other)):
+            here, there = outer.positions(number), inner.positions(chunk)
+            tokens = [(here[part.outer], there[part.inner]) for part in shared(outer, number, inner, chunk)]
+            assert all((of_outer == of_inner).all() for of_outer, of_inner in tokens)
+            both = np.concatenate([of_outer for of_outer, _ in tokens] or [here[:0]])
+            assert sorted(both) == sorted(set(here) & set(there))
+
+
+def test_heads_of_planes():
+    assert [heads_of(8, 4, plane) for plane in range(4)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
+    assert [heads_of(2, 4, plane).start for plane in range(4)] == [0, 0, 1, 1]
+    problem = Problem(10, 12, 4, kv_heads=4, batch=2)
+    assert [h for h in range(1, 13) if splits(12, 4, h)] == [1, 2, 4, 12]
+    for h in (1, 2, 4, 12):
+        of_plane = plane_problem(problem, h)
+        assert (of_plane.batch, of_plane.heads, of_plane.kv_heads) == (1, 24 // h, 2 * max(1, 4 // h))
+        for plane in range(h):  # a query head's KV head is the same in the plane as in the whole
+            heads, kv_heads = (range(total)[heads_of(total, h, plane)] for total in (12, 4))
+            assert [kv_heads[i * len(kv_heads) // len(heads)] for i in range(len(heads))] == [i // 3 for i in heads]
+
+
+def regroupings():
+    for h, a, b in ((1, 2, 2), (2, 2, 1), (2, 1, 3), (4, 1, 1), (4, 2, 1), (3, 1, 2)):
+        tile = Tile(h, a, b)
+        problem = Problem(37, 12, 5, kv_heads=2 if h == 4 else 6, batch=2, seqlen_k=41, causal=True, value_dim=3)
+        for kind, inner in product(LAYOUTS, LAYOUTS):
+            outer = tuple(Layout(kind, tokens, tile.ranks) for tokens in (37, 41))
+            yield Regrouping(
+                problem,
+                tile,
+                planes.reordered(planes.aligned(outer, h), planes.places(tile)),
+                tuple(Layout(inner, tokens, a * b) for tokens in (37, 41)),
+            )
+
+
+@pytest.mark.parametrize("most", [1, 64])
+def test_every_token_and_head_comes_once(monkeypatch, most):
+    """What all ranks of the caller give is what all ranks of the mesh hold, and both ends agree on every message."""
+    monkeypatch.setattr(regroup, "LOOKED_THROUGH", most)
+    regroup.partners.cache_clear()
+    for regrouping in regroupings():
+        problem, tile = regrouping.problem, regrouping.tile
+        for array in (Q, K):
+            keys, total = of_keys(array), getattr(problem, array.heads)
+            outer, inner = regrouping.outer[keys], regrouping.inner[keys]
+            parts = [regrouping.parts(rank, array, given=True) for rank in range(tile.ranks)]
+            sent = {}
+            for rank, (outward, _) in enumerate(parts):
+                for part in outward:
+                    sent.setdefault((rank, part.peer), []).append((part.shared, part.heads))
+            for rank, (_, inward) in enumerate(parts):
+                plane, chunk = regrouping.place(rank)
+                held = np.zeros((inner.length(chunk), total), int)
+                of_rank = {}
+                for part in inward:
+                    of_rank.setdefault(part.peer, []).append((part.shared, part.heads))
+                    held[part.shared.inner, part.heads] += 1
+                    tokens = outer.positions(part.peer)[part.shared.outer]
+                    assert (tokens == inner.positions(chunk)[part.shared.inner]).all()
+                assert of_rank == {peer: sent[peer, other] for peer, other in sent if other == rank}
+                assert (held[:, heads_of(total, tile.h, plane)] == 1).all()
+                assert held.sum() == len(held) * len(range(total)[heads_of(total, tile.h, plane)])
+
+
+def test_neighbours_share_the_tokens_of_a_chunk():
+    """Of equal chunks the ranks of a chunk exchange among themselves, and the bytes are those of the formula."""
+    problem = Problem(96, 8, 16, kv_heads=4, dtype="bfloat16", causal=True)
+    for kind, h in product(LAYOUTS, (2, 4)):
+        tile = Tile(h, 1, 8 // h)
+        pair = planes.aligned((Layout(kind, 96, 8), Layout(kind, 96, 8)), h)
+        inner = (Layout(kind, 96, tile.chunks),) * 2
+        regrouping = Regrouping(problem, tile, planes.reordered(pair, planes.places(tile)), inner)
+        place = planes.places(tile)
+        for rank in range(8):
+            peers = {place[peer] // h for peer, _ in regrouping.messages(rank, "forward")}
+            assert peers == {place[rank] // h}
+            head = 16 * 2
+            assert regrouping.sent(rank, "forward") == 12 * (1 - 1 / h) * ((8 + 4 + 4 + 8) * head + 8 * 4)
+
+
+def test_arrays_that_travel():
+    names = [array.name for array in arrays_of(Problem(4, 1, 8, shared_kv=True, value_dim=4), "backward", False)]
+    assert names == ["Q", "K", "dO", "lse", "delta"]
+
+
+def test_heads_that_planes_cannot_split():
+    with pytest.raises(ArgumentError, match=r"^tile is 3x1x2; 3 planes cannot split 8 heads and 4 KV heads: "):
+        planes.check_heads(Tile(3, 1, 2), Problem(10, 8, 4, kv_heads=4))
+
+
+@pytest.mark.parametrize("layout", ["auto", "contiguous"])
+def test_a_quick_survey_finds_the_best(layout):
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        heads, of_node = int(rng.choice([4, 6, 8])), int(rng.choice([1, 2, 4]))
+        problem = Problem(
+            int(rng.integers(64, 4096)),
+            heads,
+            32,
+            kv_heads=heads // int(rng.choice([1, 2])),
+            causal=bool(rng.integers(2)),
+        )
+        how = {
+            "pairs": search.layouts(layout, problem, 8),
+            "nodes": np.arange(8) // of_node,
+            "machine": DEFAULT,
+            "direction": str(rng.choice(["forward", "both"])),
+        }
+        (best, *_), _ = planes.survey(problem, 8, "auto", **how)
+        (quick, *_), _ = planes.survey(problem, 8, "auto", **how, every=None)
+        assert quick == best
+
+
+def test_heads_are_split_where_that_sends_least():
+    """256 ranks, 32 heads: at least 97 % less than Ring; of 8 KV heads 90 %, where two dimensions save 77 %."""
+    for kv_heads, saved in ((32, 0.97), (8, 0.90)):
+        problem = Problem(2**20, 32, 128, kv_heads=kv_heads, dtype="bfloat16")
+        (best, *_), _ = planes.survey(problem, 256, every=None)
+        ring = search.evaluate(problem, 256, shapes=[Tile(1, 1, 256)])[0]
+        assert best.tile.h > 1 and best.sent_bytes <= (1 - saved) * ring.sent_bytes

@@ -1,0 +1,94 @@
+"""The quick search against all choices, on random problems and machines."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from mpiattn.model import search
+from mpiattn.model.least import Least
+from mpiattn.model.machine import DEFAULT, H100
+from mpiattn.model.workload import Load, Work
+from mpiattn.problem.layout import LAYOUTS, Layout
+from mpiattn.problem.problem import Problem
+from mpiattn.schedule.tile import tiles
+
+
+def draw(rng):
+    ranks = rng.choice([1, 2, 4, 6, 7, 8, 12, 16])
+    seqlen = rng.choice([rng.randint(0, 60), rng.randint(100, 5000), 2**15])
+    seqlen_k = rng.choice([seqlen, seqlen, rng.randint(0, 5000)])
+    heads = rng.choice([1, 4, 8])
+    problem = Problem(
+        seqlen=seqlen,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        kv_heads=rng.choice([heads, 1]),
+        head_dim=rng.choice([8, 128]),
+        batch=rng.choice([1, 1, 3]),
+        dtype=rng.choice(["float32", "bfloat16"]),
+        causal=rng.random() < 0.6,
+        window=rng.choice([(None, None), (None, None), (3, None), (100, 0), (1000, 1000), (None, 5)]),
+        prefix=rng.choice([0, 0, 50]),
+        causal_block=rng.choice([None, None, 7]),
+    )
+    machine = rng.choice([DEFAULT, H100])
+    machine = replace(
+        machine,
+        flops={dtype: rate * 10.0 ** rng.randint(-3, 3) for dtype, rate in machine.flops.items()},
+        launch=rng.choice([0, machine.launch, 1e-3]),
+        collective=rng.choice([0.5, 1.0, 2.0]),
+        merging=rng.choice([1e9, 1e12]),
+        ranks_per_node=rng.choice([1, 2, 4, 8]),
+        node_bandwidth=rng.choice([None, None, 5e9]),
+        inside=machine.inside._replace(overlap=rng.choice([0.0, 0.5, 1.0])),
+        between=machine.between._replace(overlap=rng.choice([0.5, 1.0]), latency=rng.choice([1e-5, 1e-3])),
+    )
+    kind, other = rng.choice(LAYOUTS), rng.choice(LAYOUTS)
+    how = {
+        "route": rng.choice(["direct", "auto", "ring"]),
+        "machine": machine,
+        "direction": rng.choice(list(search.DIRECTIONS)),
+        "nodes": rng.choice([None, None, np.sort([rng.randrange(3) for _ in range(ranks)])]),
+        "overlap": rng.random() < 0.8,
+        "pairs": rng.choice([None, None, [(Layout(kind, seqlen, ranks), Layout(other, seqlen_k, ranks))]]),
+    }
+    return problem, ranks, how
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_same_best_choice(seed):
+    """Bit for bit; and no choice goes below its least."""
+    rng = random.Random(seed)
+    problem, ranks, how = draw(rng)
+    everything = search.evaluate(problem, ranks, **how)
+    sizes = sorted(choice.nbytes for choice in everything)
+    for limit in (None, max(1, rng.choice(sizes)), max(1, sizes[0] - 1)):
+        choices = search.evaluate(problem, ranks, **how, max_memory=limit)
+        assert search.evaluate(problem, ranks, **how, max_memory=limit, every=None)[0] == choices[0]
+        by_tile = search.evaluate(problem, ranks, **how, max_memory=limit, every="tile")
+        for tile in tiles(ranks):
+            first, expected = (next(c for c in of_search if c.tile == tile) for of_search in (by_tile, choices))
+            assert first == expected
+    work = cache(lambda pair: Work(problem.mask, *pair))
+    least_of = cache(lambda pair, tile: Least(problem, work(pair), tile, how["machine"], how["nodes"]))
+    passes = search.DIRECTIONS[how["direction"]]
+    for choice in everything:
+        least = least_of(choice.layouts, choice.tile)
+        seconds = sum(least.seconds(choice.schedule, choice.route, of, how["overlap"]) for of in passes)
+        assert seconds <= choice.seconds
+        assert sum(sum(least.sent(of).values()) for of in passes) <= choice.sent_bytes
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tokens_of_all_ranks_together(seed):
+    """On the direct route, counted from intervals, as rank by rank."""
+    problem, ranks, how = draw(random.Random(seed))
+    for pair in how["pairs"] or search.layouts("auto", problem, ranks):
+        work = Work(problem.mask, *pair)
+        for tile in tiles(ranks):
+            load = Load(work, tile)
+            assert work.moved(True, tile) == load.moved("KV").sum()
+            assert work.moved(False, tile) == load.moved("Q").sum()
