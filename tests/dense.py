@@ -207,8 +207,12 @@ def naive(inputs, dtype, **options):
         )
 
 
-def sizes(inputs, **options):
-    """The largest sum of the magnitudes of the terms of each result: rounding each term moves it by no more."""
+def sizes(inputs, slope_error=0, **options):
+    """The largest sum of the magnitudes of the terms of each result: rounding each term moves it by no more.
+
+    slope_error: what is added to the slope of softcap, 1 - tanh^2, whose rounding does not become smaller with it.
+    """
+    added = 0 if options["softcap"] is None else slope_error * options["scale"]
     inputs = _complete(inputs)
     arrays = separate(inputs)
     q, k, v, dout, dlse, _ = (None if array is None else np.abs(np.asarray(array, np.float64)) for array in arrays)
@@ -218,7 +222,7 @@ def sizes(inputs, **options):
         for (b, h, kv), lse, weight, sink, slope in _weights(inputs, lambda x: np.asarray(x, np.float64), **options):
             out = computed.out[b, :, h] = weight @ v[b, :, kv]
             delta = (dout[b, :, h] * out).sum(axis=1) + (0 if dlse is None else dlse[b, h])
-            dscore = weight * (dout[b, :, h] @ v[b, :, kv].T + delta[:, None]) * np.abs(slope)
+            dscore = weight * (dout[b, :, h] @ v[b, :, kv].T + delta[:, None]) * (np.abs(slope) + added)
             computed.lse[b, :, h] = np.abs(lse)
             computed.dq[b, :, h] = dscore @ k[b, :, kv]
             computed.dk[b, :, kv] += dscore.T @ q[b, :, h]
@@ -257,7 +261,8 @@ def wrong(problem, got, ref, inputs, at, at_k, call=None, terms=False):
         """More than TOLERANCE, computed where that is not enough."""
         if not allowance:
             options = masks(p, call)
-            allowance.update(low=naive(inputs, p.dtype, **options), sizes=sizes(inputs, **options))
+            slope_error = epsilon(p.partial_dtype) / epsilon(p.dtype)
+            allowance.update(low=naive(inputs, p.dtype, **options), sizes=sizes(inputs, slope_error, **options))
         times = FORWARD if name == "out" else BACKWARD
         off, size = error(getattr(allowance["low"], name), getattr(ref, name)), getattr(allowance["sizes"], name)
         half = epsilon(p.dtype) if p.itemsize == 2 else 0

@@ -8,7 +8,7 @@ events, and neither hops nor routes.  The pass and the back end define what a bl
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -116,9 +116,11 @@ class Executor:
         """
         if "sorting" in activity.kept:
             return activity.kept["sorting"]
-        parts = [positions(self.k_layout, *chunk) for chunk in places.tokens["KV"].items()]
-        order = np.argsort(np.concatenate([np.array(tokens) for tokens in chain(*parts)]), kind="stable")
-        rows = (order, np.argsort(order)) if (order[1:] < order[:-1]).any() else ()
+        chunks = (positions(self.k_layout, *chunk) for chunk in places.tokens["KV"].items())
+        parts, rows = list(filter(len, chain(*chunks))), ()
+        if any(tokens[-1] > others[0] for tokens, others in pairwise(parts)):
+            order = np.argsort(np.concatenate([np.arange(t.start, t.stop, t.step) for t in parts]), kind="stable")
+            rows = order, np.argsort(order)
         sorting = activity.kept["sorting"] = tuple(self.backend.contiguous(part, part.itemsize) for part in rows)
         return sorting
 

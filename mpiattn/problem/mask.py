@@ -141,20 +141,26 @@ class Mask:
             self._interval(positions, *group, place or _itself, lo[row], hi[row])
         return lo, hi
 
-    def reach(self, tokens: range, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray]:
-        """Keys [lo, hi) that some query of each document sees, of the queries `tokens`, which are consecutive.
+    def reach(self, cuts: IntArray, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray, IntArray]:
+        """Keys [lo, hi) that some query of a document and a piece of the sequence sees, and the number of the piece.
 
         Both ends move on from query to query by no more than a query sees, so that no key between them is left out.
+
+        cuts: where the pieces begin, which follow one another, and where the last ends.
+        Returns three arrays with an element for every document and piece that have queries in common.
         """
-        ends: list[tuple[IntArray, IntArray]] = []
+        ends: list[tuple[IntArray, IntArray, IntArray]] = []
         for group in documents or self._whole:
-            cuts = np.clip(group.q_cuts, tokens.start, tokens.stop)
-            some = np.flatnonzero(cuts[:-1] < cuts[1:])
-            outermost = np.stack((cuts[some], cuts[some + 1] - 1), axis=1).ravel()  # queries of each document
-            (lo,), (hi,) = self.key_interval(outermost, (group,))
+            both = np.sort(np.concatenate([cuts, group.q_cuts]))
+            document = group.q_cuts.searchsorted(both[:-1], "right") - 1
+            some = (both[:-1] < both[1:]) & (document >= 0) & (document < len(group.q_cuts) - 1)
+            first, last, document = both[:-1][some], both[1:][some] - 1, document[some]
+            (lo,), (hi,) = self.key_interval(np.stack((first, last), axis=1).ravel(), (group,))
             # a query that sees nothing may begin later
-            ends.append((lo[::2], np.minimum(hi[1::2], group.k_cuts[some + 1])))
-        return np.concatenate([lo for lo, _ in ends]), np.concatenate([hi for _, hi in ends])
+            end = np.minimum(hi[1::2], group.k_cuts[document + 1])
+            ends.append((lo[::2], end, cuts.searchsorted(first, "right") - 1))
+        lo, end, piece = ends[0] if len(ends) == 1 else (np.concatenate(arrays) for arrays in zip(*ends))
+        return lo, end, piece
 
     def _interval(
         self,

@@ -82,14 +82,24 @@ class Activity:
             begin[:, part], end[:, part] = self.mask.key_interval(positions[part], self.documents, place)
         return begin, end
 
+    @cached_property
+    def _reach(self):
+        """Keys [lo, hi) that queries of each document see, chunk after chunk, and where the chunks' begin and end."""
+        numbers, lengths = self.q_layout.pieces()
+        owners = np.empty(lengths.size, np.int64)
+        owners[numbers] = np.arange(self.q_layout.chunks)
+        lo, hi, piece = self.mask.reach(np.concatenate([[0], np.cumsum(lengths)]), self.documents)
+        owner = owners[piece]
+        order = np.argsort(owner, kind="stable")
+        return lo[order], hi[order], owner[order].searchsorted(np.arange(self.q_layout.chunks + 1)).tolist()
+
     def _seen(self, chunk):
         """The union of the keys that the queries of a chunk see, as disjoint intervals: their starts and their ends."""
-        ranges = self.q_layout.ranges(chunk)
-        if any(tokens.step > 1 for tokens in ranges):
+        if self.q_layout.kind == "striped":
             lo, hi = self.interval(chunk)
-        else:
-            lo, hi = (np.concatenate(ends) for ends in zip(*(self.mask.reach(t, self.documents) for t in ranges)))
-        return _union(lo.ravel(), hi.ravel())
+            return _union(lo.ravel(), hi.ravel())
+        lo, hi, ends = self._reach  # of all chunks at once: a call asks for those of most
+        return _union(lo[ends[chunk] : ends[chunk + 1]], hi[ends[chunk] : ends[chunk + 1]])
 
     def block(self, i, j):
         """Whether any query of chunk i sees any key of chunk j."""
