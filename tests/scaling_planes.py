@@ -8,7 +8,7 @@ from scaling_lab import EIGHT, MHA, Setting, bound, bound_by_transfers, find, ki
 
 
 def planes(lab, hosts):
-    """Heads split over planes send less than Ring, and than a flat mesh.  Regrouping hides behind no block."""
+    """Heads split over planes send less than Ring, and than a flat mesh."""
     for n in hosts:
         setting, side = bound_by_transfers(n, EIGHT), round(n**0.5)
         flat = f"{side}x{n // side}"

@@ -21,6 +21,7 @@ from mpiattn.plots.traffic import traffic
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import travels as formulas
+from mpiattn.schedule.regroup import mean_sent
 from mpiattn.schedule.tile import Tile
 from mpiattn.schedule.timeline import Moved, StepTimes, Timeline
 
@@ -187,12 +188,14 @@ def test_traffic():
     assert lines["USP"].tolist() == [[n, formulas.best_usp(problem, n)[1]] for n in ranks]
     assert lines["Ulysses"].tolist() == [[n, formulas.ulysses(problem, n)] for n in ranks[:5]]  # 32 heads
     assert lines["best mesh"][-1].tolist() == [256, formulas.mean_sent(problem, Tile(1, 16, 16))]
+    assert lines["planes"][-1].tolist() == [256, mean_sent(problem, Tile(32, 2, 4))]
     assert lines["tile"].tolist() == [[256, formulas.mean_sent(problem, Tile(1, 8, 32))]]
     assert {
         "Ring",
         "best mesh, 16x16:\n88.2 % less",
         "tile 8x32:\n85.1 % less",
         "USP, 32x8:\n96.5 % less",
+        "best with planes, 32x2x4:\n97.7 % less",
         "4x8",
         "diamonds: Ulysses, on no more ranks than the 32 KV heads",
     } <= set(texts(axes))
@@ -204,7 +207,7 @@ def test_traffic_of_few_ranks_and_both_directions():
     problem = Problem(1000, 6, 128, kv_heads=1)
     (axes,) = traffic(problem, 7, "both").axes
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
-    assert set(lines) == {"Ring", "best mesh"}  # one KV head allows neither Ulysses nor USP
+    assert set(lines) == {"Ring", "best mesh", "planes"}  # one KV head allows neither Ulysses nor USP
     assert lines["Ring"][:, 0].tolist() == [2, 4, 7]
     assert lines["Ring"][-1, 1] == pytest.approx(
         sum(formulas.mean_sent(problem, Tile(1, 1, 7), direction) for direction in ("forward", "backward"))

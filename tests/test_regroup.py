@@ -10,9 +10,20 @@ from mpiattn.model import planes, search
 from mpiattn.model.machine import DEFAULT
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.problem import Problem
-from mpiattn.schedule import regroup
+from mpiattn.schedule import regroup, travels
 from mpiattn.schedule.kinds import K, Q
-from mpiattn.schedule.regroup import Regrouping, arrays_of, common, heads_of, of_keys, plane_problem, shared, splits
+from mpiattn.schedule.regroup import (
+    Regrouping,
+    arrays_of,
+    common,
+    every_tile,
+    heads_of,
+    mean_sent,
+    of_keys,
+    plane_problem,
+    shared,
+    splits,
+)
 from mpiattn.schedule.tile import Tile
 
 
@@ -150,3 +161,17 @@ def test_heads_are_split_where_that_sends_least():
         (best, *_), _ = planes.survey(problem, 256, every=None)
         ring = search.evaluate(problem, 256, shapes=[Tile(1, 1, 256)])[0]
         assert best.tile.h > 1 and best.sent_bytes <= (1 - saved) * ring.sent_bytes
+
+
+@pytest.mark.parametrize("kv_heads", [12, 4, 1])
+def test_mean_of_what_is_sent(kv_heads):
+    """The formula of a mean is that of all ranks, where every rank has as many tokens."""
+    problem = Problem(48, 12, 5, kv_heads=kv_heads, batch=2, seqlen_k=96, value_dim=3)
+    for tile in every_tile(12, 12, kv_heads):
+        outer = tuple(Layout("contiguous", tokens, 12) for tokens in (48, 96))
+        inner = tuple(Layout("contiguous", tokens, tile.chunks) for tokens in (48, 96))
+        regrouping = Regrouping(problem, tile, planes.reordered(outer, planes.places(tile)), inner)
+        for direction in ("forward", "backward"):
+            sent = sum(regrouping.sent(rank, direction) for rank in range(12)) / 12
+            sent += travels.mean_sent(plane_problem(problem, tile.h), tile.plane, direction)
+            assert mean_sent(problem, tile, direction) == pytest.approx(sent), tile

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from mpiattn.model import cost, machine
-from mpiattn.model.simulate import simulate
 from mpiattn.model.pairs import Pairs
+from mpiattn.model.simulate import simulate
 from mpiattn.model.workload import Load, Work
 from mpiattn.plots.assignment import assignment
 from mpiattn.plots.scaling import Series, scaling

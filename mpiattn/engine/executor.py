@@ -17,7 +17,7 @@ from ..problem.layout import increasing
 from ..schedule.bound import BoundTransfer, bind
 from ..schedule.kinds import IN_COLUMNS, KINDS, chunk_of
 from ..schedule.places import Places
-from ..schedule.ranges import positions
+from ..schedule.ranges import overlap, positions
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers
 from .held import Held
@@ -79,6 +79,7 @@ class Executor:
         self.steps_in_words = [f"in step {n + 1} of {count} of the {schedule.direction} pass" for n in range(count)]
         self.where = ""  # the current step, in words
         self.activity = self.bound = None  # of the last pass, and its `_Bound`
+        self.coming = None  # what is `Coming`, or None
         self.own = {}  # of the last pass, as for `Buffers.fit`
         self.times, self.moves = [], []  # of the last pass: steps, transfers
         self._bounds = WeakKeyDictionary()  # `_Bound` of this rank, by the activity of a call
@@ -129,7 +130,7 @@ class Executor:
         """Bytes of the rows by which packed keys are sorted, besides those of the buffers."""
         return sum(array.nbytes for array in self.activity.kept.get("sorting", ()))
 
-    def run(self, q, kv, results, progress=None, q_ready=()):
+    def run(self, q, kv, results, progress=None, q_ready=(), coming=None):
         """Run the pass that was prepared; collective.  Returns {reduced kind: arrays of this rank's own chunk}.
 
         q, kv: this rank's own chunks, tuples of arrays (tokens, heads, ...).
@@ -137,10 +138,12 @@ class Executor:
             accumulated; None in place of an array in which they may not.
         progress: called with the number of blocks just done, or a fraction of a block.
         q_ready: events of launches of this call that write q.
+        coming: the `Coming` of q or kv; None if both are here.
         The returned arrays are `results` or buffers: the last launches may still write them, and the next call
         overwrites the buffers.
         """
         try:
+            self.coming = coming
             return self._run(q, kv, results, progress, q_ready)
         except Exception as error:
             error.where = self.where  # for the message of the error
@@ -169,6 +172,7 @@ class Executor:
             while self.under_way and self.under_way[0].step == number:
                 self._complete(self.under_way.popleft())
             self.times.append(StepTimes(posted, computed, self._now()))
+        self._wait_for_own()
         return self.held.end()
 
     def _now(self):
@@ -189,6 +193,10 @@ class Executor:
             launches = self.bound.launches[i, j] = self._launches(i, j)
         if not launches:
             return
+        if i == j == self.mesh.chunk and self.coming:
+            launches = self._as_they_come(launches)
+        else:
+            self._wait_for_own()
         q, kv, reduced = self._chunks(i, j)
         for rows, keys in launches:
             event = self.work.launch(
@@ -202,6 +210,20 @@ class Executor:
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
+
+    def _wait_for_own(self):
+        """Wait until this rank's own chunks are here."""
+        if self.coming:
+            self.held[self.coming.kind, self.mesh.chunk].ready += self.coming.wait()
+
+    def _as_they_come(self, launches):
+        """The launches of this rank's own block, cut into those of the pieces in which its tokens come."""
+        of_keys = self.coming.kind == "KV"
+        for piece, events in self.coming.pieces():
+            self.held[self.coming.kind, self.mesh.chunk].ready += events
+            for rows, keys in launches:
+                for part in overlap(piece, keys if of_keys else rows):
+                    yield (rows, (part,)) if of_keys else ((part,), keys)
 
     def _chunks(self, i, j):
         """The chunks of the block of query chunk i and KV chunk j, and {reduced kind: its accumulator}."""
@@ -241,6 +263,7 @@ class Executor:
 
     def _run_tile(self, meanwhile):
         """Launch all blocks as one, over the packed arenas."""
+        self._wait_for_own()
         q, kv, places, sorting = (
             self.held.whole("Q"),
             self.held.whole("KV"),
@@ -282,6 +305,8 @@ class Executor:
     def _post_next(self):
         """Post the next transfer."""
         step, transfer = self.to_post.popleft()
+        if self.coming and transfer.kind == self.coming.kind:
+            self._wait_for_own()
         posted = self.transfers.post(transfer)
         self.under_way.append(_Pending(step, transfer, self._now(), posted))
 
@@ -290,17 +315,20 @@ class Executor:
         while (
             self.to_post
             and self.to_post[0][1].earliest <= self.number
+            and not (self.coming and self.to_post[0][1].kind == self.coming.kind)
             and sum(pending.arrived is None for pending in self.under_way) < UNDER_WAY
         ):
             self._post_next()
 
     def _meanwhile(self, advance):
         """The callback of a launch while it computes: polls MPI and calls `advance`; None if neither is needed."""
-        if not (self.under_way or advance):
+        if not (self.under_way or advance or self.coming):
             return None
 
         def meanwhile(share):
-            if self.under_way and self.exchange.due():
+            if (self.under_way or self.coming) and self.exchange.due():
+                if self.coming:
+                    self.coming.poll()
                 self._look()
                 self._post_ahead()
             if advance:

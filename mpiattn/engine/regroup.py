@@ -9,6 +9,7 @@ import copy
 from ..backends.kept import Kept
 from ..schedule.kinds import TAG
 from ..schedule.regroup import GIVEN, TAKEN, arrays_of, of_keys, plane_problem, rows_of
+from .coming import Coming
 
 ARRAYS = tuple(array.name for arrays in (*TAKEN.values(), *GIVEN.values()) for array in arrays)
 TAGS = {name: max(TAG.values()) + 16 + i for i, name in enumerate(dict.fromkeys(ARRAYS))}
@@ -80,33 +81,45 @@ class Regroup:
         tokens, heads, *dim = rows.shape
         return rows.reshape(tokens, self._batch, heads // self._batch, *dim).swapaxes(0, 1)
 
-    def take(self, direction, outer, inner):
-        """Move arrays to the mesh; collective.
+    def take(self, direction, outer, inner, last):
+        """Move arrays to the mesh; collective.  Returns the `Coming` of those of one kind; the others are here.
 
         outer: {name: the caller's array (batch, tokens, heads, ...)}.  inner: {name: this rank's chunk of the mesh}.
+        last: the kind that may still be on its way, "Q" or "KV".
         """
+        coming = Coming(self.backend, self.exchange, last, f"regrouping for the {direction} pass")
+        early = Coming(self.backend, self.exchange, None, coming.where)
         sends, receives = [], []
         for array in self.arrays(direction, False):
             whole, chunk = outer[array.name], inner[array.name]
             outward, inward = self.parts(array, False)
+            group = coming if last == ("KV" if of_keys(array) else "Q") else early
             memory, done = self._memory(array, False, True), {}
             for part in outward:
                 if part.peer == self.mesh.rank:
                     self.backend.copy(self._by_batch(chunk[part.shared.inner]), whole[:, part.shared.outer, part.heads])
+                    group.add(part.shared.inner)
                     continue
                 if part.packed.start not in done:
                     done[part.packed.start] = rows = memory[part.packed]
                     self.backend.copy(self._by_batch(rows), whole[:, part.shared.outer, part.heads])
-                sends.append((array.name, part.peer, done[part.packed.start]))
+                sends.append((group, array.name, part.peer, done[part.packed.start]))
             memory = self._memory(array, False, False)
             for part in inward:
                 if part.peer != self.mesh.rank:
-                    rows = chunk[part.shared.inner] if part.packed is None else memory[part.packed]
-                    receives.append((array.name, part.peer, rows, chunk, part))
-        self._exchange(sends, [receive[:3] for receive in receives], f"regrouping for the {direction} pass")
-        for _, _, rows, chunk, part in receives:
-            if part.packed is not None:
-                self.backend.copy(chunk[part.shared.inner], rows)
+                    place = chunk[part.shared.inner]
+                    rows, place = (place, None) if part.packed is None else (memory[part.packed], place)
+                    receives.append((group, part.shared.inner, array.name, part.peer, rows, place))
+        self.backend.begin()
+        for group, tokens, name, peer, rows, place in receives:
+            group.add(tokens, self._receive(name, peer, rows), rows, place)
+        # Every rank sends to the one ahead of it first, so that tokens reach a rank piece by piece.
+        sends.sort(key=lambda send: (send[0] is coming, (send[2] - self.mesh.rank) % self.mesh.cart.size))
+        for _, name, peer, rows in sends:
+            coming.send(self._send(name, peer, rows), rows)
+        for event in early.wait():
+            self.backend.wait(event)
+        return coming
 
     def give(self, direction, inner, outer):
         """Move results back, and add those of planes that share a head, in the order of the planes; collective.
@@ -147,14 +160,19 @@ class Regroup:
         for rows, result in sums.values():
             self.backend.copy(result, self._by_batch(rows))
 
+    def _receive(self, name, peer, rows):
+        """Post a message of the array `name`; returns its requests."""
+        return self.exchange.receive(self.mesh.cart, self.backend.incoming(rows), peer, TAGS[name])
+
+    def _send(self, name, peer, rows):
+        """As `_receive`."""
+        return self.exchange.send(self.mesh.cart, self.backend.outgoing(rows), peer, TAGS[name])
+
     def _exchange(self, sends, receives, where):
         """Exchange messages, (name of the array, peer, rows), after all launches so far; wait until they are here."""
         self.backend.begin()
-        requests, comm = [], self.mesh.cart
-        for name, peer, rows in receives:
-            requests += self.exchange.receive(comm, self.backend.incoming(rows), peer, TAGS[name])
-        for name, peer, rows in sends:
-            requests += self.exchange.send(comm, self.backend.outgoing(rows), peer, TAGS[name])
+        requests = [request for message in receives for request in self._receive(*message)]
+        requests += [request for message in sends for request in self._send(*message)]
         self.exchange.wait(requests, where)
         for _, _, rows in sends:
             self.backend.sent(rows)

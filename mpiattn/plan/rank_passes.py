@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..backends.base import Array, Backend
     from ..comm.exchange import Exchange
     from ..comm.mesh import Mesh
+    from ..engine.coming import Coming
     from ..schedule.needed import Activity
     from ..schedule.steps import Schedule
     from .decision import Decision
@@ -102,15 +103,17 @@ class RankPasses:
         progress: Callable[[float], object] | None,
         out: Array,
         lse: Array,
+        coming: Coming | None = None,
     ) -> None:
         """Run the forward pass into out and lse.
 
         chunks: q, k and v from `fold`, without v if keys hold it.  sinks: a NumPy array or None.
+        coming: as for `Executor.run`.
         """
         executor = self.executors["forward"]
         self._backend.begin()
         kv, results = _kv(chunks), self._of_forward(out)
-        partial_out, partial_lse = executor.run([chunks["q"]], kv, results, progress)["O"]
+        partial_out, partial_lse = executor.run([chunks["q"]], kv, results, progress, coming=coming)["O"]
         if sinks is not None:
             self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
         self._copy(executor, out, partial_out)
@@ -155,12 +158,13 @@ class RankPasses:
         progress: Callable[[float], object] | None,
         grads: tuple[Array, ...],
         ready: tuple[Any, ...] = (),
+        coming: Coming | None = None,
     ) -> Array | None:
-        """As `backward`, with delta computed already.  ready: events of its launches."""
+        """As `backward`, with delta computed already.  ready: events of its launches.  coming: as for `forward`."""
         p, executor = self._plan.problem, self.backward_executor()
         q, dout, lse, delta = (chunks[name] for name in ("q", "dout", "lse", "delta"))
         kv, results = _kv(chunks), self._of_backward(*grads)
-        partials = executor.run([q, dout, lse, delta], kv, results, progress, ready)
+        partials = executor.run([q, dout, lse, delta], kv, results, progress, ready, coming)
         for grad, partial in zip(grads, (*partials["dQ"], *partials["dKV"])):
             self._copy(executor, grad, partial)
         if sinks is not None:

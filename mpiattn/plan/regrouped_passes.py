@@ -10,7 +10,7 @@ import numpy as np
 from ..engine.folding import Folding
 from ..engine.regroup import Regroup
 from ..model import memory
-from ..schedule.kinds import DELTA, DOUT, LSE, OUT, K, Q, V
+from ..schedule.kinds import DELTA, DOUT, GATHERED, LSE, OUT, K, Q, V
 from .rank_passes import RankPasses
 
 if TYPE_CHECKING:
@@ -108,11 +108,12 @@ class RegroupedPasses:
         """Run the forward pass into out and lse.  chunks: q, k and v from `fold_forward`."""
         inner, results = self._of_mesh("forward", given=False), self._of_mesh("forward", given=True)
         self._backend.begin()
-        self._regroup.take("forward", _by_name(chunks), inner)
+        coming = self._regroup.take("forward", _by_name(chunks), inner, self._last("forward"))
         inner_out, inner_lse = (array[np.newaxis] for array in results.values())
         self._passes.forward(
-            _by_argument(inner), self._of_plane(sinks), progress, inner_out, inner_lse.transpose(0, 2, 1)
+            _by_argument(inner), self._of_plane(sinks), progress, inner_out, inner_lse.transpose(0, 2, 1), coming
         )
+        coming.finish()
         self._backend.begin()
         self._regroup.give("forward", results, {OUT.name: out, LSE.name: lse.transpose(0, 2, 1)})
         self._finish()
@@ -150,10 +151,12 @@ class RegroupedPasses:
         delta = folded["delta"].reshape(-1, p.batch, p.heads).swapaxes(0, 1)
         outer = _by_name({**chunks, "lse": chunks["lse"].transpose(0, 2, 1), "delta": delta})
         inner, results = self._of_mesh("backward", given=False), self._of_mesh("backward", given=True)
-        self._regroup.take("backward", outer, inner)
+        coming = self._regroup.take("backward", outer, inner, self._last("backward"))
         partials = tuple(array[np.newaxis] for array in results.values())
-        self._backend.begin()
-        dsinks = self._passes.backward_with_delta(_by_argument(inner), self._of_plane(sinks), progress, partials)
+        dsinks = self._passes.backward_with_delta(
+            _by_argument(inner), self._of_plane(sinks), progress, partials, coming=coming
+        )
+        coming.finish()
         self._backend.begin()
         self._regroup.give("backward", results, dict(zip(results, grads)))
         self._finish()
@@ -162,6 +165,12 @@ class RegroupedPasses:
         whole = np.zeros(p.heads, dsinks.dtype)
         whole[self._heads()] = dsinks.reshape(p.batch, -1).sum(axis=0)
         return whole
+
+    def _last(self, direction: str) -> str:
+        """The kind of chunk that may come to this rank last: not that of the first transfer."""
+        steps = self._passes.executors[direction].schedule.steps
+        first = next((t.kind for step in steps for t in step.transfers if t.kind in GATHERED), "Q")
+        return "Q" if first == "KV" else "KV"
 
     def _heads(self) -> slice:
         """The query heads of this rank's plane."""

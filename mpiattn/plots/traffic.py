@@ -1,12 +1,14 @@
-"""Bytes that a rank sends against the number of ranks: Ring, the best tile of a mesh, Ulysses and USP.
+"""Bytes that a rank sends against the number of ranks: Ring, the best meshes of one and more planes, Ulysses and USP.
 
-Means over ranks without a mask, by the formulas of `mpiattn.schedule.travels`, which the tests compare with counts.
+Means over ranks without a mask, by the formulas of `mpiattn.schedule.travels` and `mpiattn.schedule.regroup`, which the
+tests compare with counts.
 """
 
 from ..console.table import percent
 from ..errors import ArgumentError
 from ..schedule import travels as formulas
 from ..schedule.kinds import KINDS
+from ..schedule.regroup import every_tile, mean_sent
 from ..schedule.tile import Tile, tiles
 from .style import GRAY, INK, label_ends, new_figure, rank_axis, size_axis, styled
 
@@ -23,18 +25,27 @@ def best_tile(problem, ranks, direction="forward"):
     return min(((tile, mesh(problem, tile, direction)) for tile in tiles(ranks)), key=lambda pair: pair[1])
 
 
+def best_of_planes(problem, ranks, direction="forward"):
+    """As `best_tile`, of the tiles of several planes; None if there are none."""
+    several = [tile for tile in every_tile(ranks, problem.heads, problem.kv_heads) if tile.h > 1]
+    return min(((tile, mesh(problem, tile, direction)) for tile in several), key=lambda pair: pair[1], default=None)
+
+
 def mesh(problem, tile, direction="forward"):
     """Mean bytes that a rank sends with a tile in a direction; "both": the sum of both directions."""
     directions = KINDS if direction == "both" else (direction,)
-    return sum(formulas.mean_sent(problem, tile, name) for name in directions)
+    return sum(mean_sent(problem, tile, name) for name in directions)
 
 
 def lines(problem, most, direction="forward"):
     """Pairs (ranks, bytes) to draw, by method; without the ranks for which a method is not possible."""
-    by_method = {"Ring": [], "best mesh": [], "USP": [], "Ulysses": []}
+    by_method = {"Ring": [], "best mesh": [], "planes": [], "USP": [], "Ulysses": []}
     for ranks in counts(most):
         by_method["Ring"].append((ranks, mesh(problem, Tile(1, 1, ranks), direction)))
         by_method["best mesh"].append((ranks, best_tile(problem, ranks, direction)[1]))
+        of_planes = best_of_planes(problem, ranks, direction)
+        if of_planes:
+            by_method["planes"].append((ranks, of_planes[1]))
         group, nbytes = formulas.best_usp(problem, ranks, direction)
         if group > 1:
             by_method["USP"].append((ranks, nbytes))
@@ -47,6 +58,7 @@ def lines(problem, most, direction="forward"):
 LOOK = {
     "Ring": {"color": INK, "marker": "o", "linestyle": "-"},
     "best mesh": {"color": "#0072b2", "marker": "s", "linestyle": "-", "linewidth": 2.2},
+    "planes": {"color": "#009e73", "marker": "v", "linestyle": "-"},
     "USP": {"color": "#d55e00", "marker": "^", "linestyle": "--"},
     "Ulysses": {
         "color": GRAY,
@@ -91,8 +103,10 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
         return f":\n{percent(1 - sent / ring)} less" if sent <= ring else ":\nmore than Ring"
 
     group = formulas.best_usp(problem, most, direction)[0]
+    of_planes = best_of_planes(problem, most, direction)
     names = {
         "best mesh": f"best mesh, {best}" if best.a > 1 else "best mesh: Ring",
+        "planes": f"best with planes, {of_planes[0]}" if of_planes else "",
         "USP": f"USP, {group}x{most // group}",
     }
     for name in [name for name in by_method if name != "Ulysses"]:

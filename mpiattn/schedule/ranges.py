@@ -58,6 +58,12 @@ def cover(runs: Ranges, ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(covered)
 
 
+def overlap(ranges: Ranges, others: Ranges) -> Ranges:
+    """The tokens that two `Ranges` have in common."""
+    both = ((max(start, first), min(stop, last)) for start, stop in ranges for first, last in others)
+    return tuple((start, stop) for start, stop in both if start < stop)
+
+
 def places(held: Ranges, ranges: Ranges) -> list[slice]:
     """Where each of `ranges` lies in an array of the tokens `held`, which include them."""
     slices, before, at = [], 0, 0

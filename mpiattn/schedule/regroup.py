@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..problem.layout import Layout
+from . import travels
 from .kinds import DELTA, DOUT, LSE, OUT, Array, K, Q, V, present
 from .tile import Tile, tiles
-from .travels import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -230,12 +230,12 @@ class Regrouping:
 
     def token_bytes(self, array: Array, given: bool) -> int:
         """Bytes of one token of an array in messages, between a rank of the caller and a rank of the mesh."""
-        return size_of([(array.shape(self.of_plane), self.dtype(array, given))])
+        return travels.size_of([(array.shape(self.of_plane), self.dtype(array, given))])
 
     def widened_bytes(self, array: Array) -> int:
         """Bytes of one token of a result by which it is longer on the mesh than on the caller's ranks."""
-        shape = array.shape(self.of_plane)
-        return size_of([(shape, self.dtype(array, True))]) - size_of([(shape, getattr(self.problem, array.dtype))])
+        returned = travels.size_of([(array.shape(self.of_plane), getattr(self.problem, array.dtype))])
+        return self.token_bytes(array, True) - returned
 
     def messages(self, rank: int, direction: str) -> list[tuple[int, int]]:
         """(peer, bytes) of all that a rank sends before and after a pass."""
@@ -265,3 +265,19 @@ class Regrouping:
 def rows_of(parts: list[Part]) -> int:
     """Rows of memory in which parts are packed."""
     return max((part.packed.stop for part in parts if part.packed), default=0)
+
+
+def mean_sent(problem: Problem, tile: Tile, direction: str = "forward") -> float:
+    """Mean bytes that a rank sends in a pass with a tile, without a mask.
+
+    The ranks that together hold a chunk of a plane exchange among themselves: every rank keeps its share of it.
+    """
+    layouts = Layout("contiguous", problem.seqlen, tile.ranks), Layout("contiguous", problem.seqlen_k, tile.ranks)
+    regrouping = Regrouping(problem, tile, layouts, layouts)
+    regrouped = sum(
+        (problem.seqlen_k if of_keys(array) else problem.seqlen) * regrouping.token_bytes(array, given)
+        for given in (False, True)
+        for array in arrays_of(problem, direction, given)
+    )
+    of_plane = travels.mean_sent(regrouping.of_plane, tile.plane, direction)
+    return of_plane + (tile.h - 1) * regrouped / tile.ranks

@@ -11,10 +11,17 @@ from test_counted import count
 from thinning import every
 
 from mpiattn import ArgumentError, Layout, MeshAttention
+from mpiattn.engine import coming
 from mpiattn.problem.layout import LAYOUTS
 
 MORE = int(os.environ.get("MPIATTN_MORE", "0"))  # the first of the cases that are looked at on more ranks
 PROBLEM = {"heads": 12, "kv_heads": 4, "head_dim": 8, "causal": True}
+
+
+@pytest.fixture(autouse=True)
+def pieces_of_a_token(monkeypatch):
+    """Chunks of these tests are short; they too are waited for in several pieces."""
+    monkeypatch.setattr(coming, "LEAST", 1)
 
 
 def tiles(ranks):

@@ -15,6 +15,7 @@ from random_cases import draw_case
 from runs import attend, my_chunks, problem_of, settle, subcomm, use_schedule
 
 from mpiattn import MeshAttention
+from mpiattn.engine import coming
 from mpiattn.schedule.greedy import greedy
 
 SEED = int(os.environ.get("MPIATTN_SEED", "1"))
@@ -42,6 +43,12 @@ def complaint(comm, case):
             if error:
                 return f"{backend}: {error}"
     return "back ends or repeats differ" if len(results) > 1 else None
+
+
+@pytest.fixture(autouse=True)
+def pieces_of_few_tokens(monkeypatch):
+    """Short chunks too are waited for in several pieces."""
+    monkeypatch.setattr(coming, "LEAST", 4)
 
 
 @pytest.mark.many
