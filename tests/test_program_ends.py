@@ -77,7 +77,7 @@ def test_a_program_that_catches_it_goes_on():
     cache.close()
     comm.Barrier()
     with mpiattn.MeshAttention(comm, seqlen=64, heads=2, head_dim=8, tile="2x2") as plan:
-        assert (plan.forward(*x)[0] == 1).all()
+        assert abs(plan.forward(*x)[0] - 1).max() < 1e-6
         os.write(1, b"and again\\n")
         sys.exit()
 ''',
