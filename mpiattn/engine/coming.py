@@ -17,40 +17,31 @@ class _Part(NamedTuple):
     messages: list
 
 
-def _joined(parts):
-    """The tokens of some parts, as `Ranges`."""
-    ranges = []
-    for part in parts:
-        start, stop = part.tokens.start, part.tokens.stop
-        if ranges and ranges[-1][1] == start:
-            start, _ = ranges.pop()
-        ranges.append((start, stop))
-    return tuple(ranges)
-
-
 class Coming:
-    """The own chunk of one kind in one pass; true as long as some of it has not been waited for.
+    """The arrays that a rank exchanges before a pass.  True as long as it has not waited for all that it receives.
 
-    kind: "Q" or "KV".
+    kind: "Q" or "KV", the kind of chunk that may come during the pass; `wait_for_other` waits for the other one.
     where: what the rank does, for error messages.
     """
 
     def __init__(self, backend, exchange, kind, where):
         self.backend, self.exchange, self.kind, self.where = backend, exchange, kind, where
-        self._parts = {}  # by tokens
+        self._parts, self._other = {}, _Part(range(0), [], [])  # parts by their tokens
         self._sends, self._sent = [], []
 
     def __bool__(self):
         return bool(self._parts)
 
-    def add(self, tokens, requests=(), rows=None, place=None):
+    def add(self, kind, tokens, requests=(), rows=None, place=None):
         """Note tokens of an array that come, or that are here.
 
-        tokens: slice of the chunk, the same for all of its arrays.  requests: of the messages with them.
+        tokens: slice of the chunk, the same for all arrays of a kind.  requests: of the messages with them.
         rows, place: as in `messages` of a part.
         """
-        tokens = range(tokens.start, tokens.stop, tokens.step or 1)
-        part = self._parts.setdefault(tokens, _Part(tokens, [], []))
+        part = self._other
+        if kind == self.kind:
+            tokens = range(tokens.start, tokens.stop, tokens.step or 1)
+            part = self._parts.setdefault(tokens, _Part(tokens, [], []))
         if requests:
             part.requests.extend(requests)
             part.messages.append((rows, place))
@@ -61,28 +52,33 @@ class Coming:
         self._sent.append(rows)
 
     def poll(self):
-        """Let MPI make progress."""
-        self.exchange.complete([request for part in self._parts.values() for request in part.requests])
+        """Let MPI make progress with all that has not been waited for."""
+        received = [request for part in self._parts.values() for request in part.requests]
+        self.exchange.complete(self._sends + received)
+
+    def wait_for_other(self):
+        """Wait for the chunk of the other kind."""
+        other, self._other = self._other, None
+        self._wait([other])
 
     def wait(self):
-        """Wait for all tokens that have not been waited for; returns the events after which they can be read."""
+        """Wait for all tokens that have not been waited for."""
         parts, self._parts = self._parts, {}
-        return self._wait(parts.values())
+        self._wait(parts.values())
 
     def pieces(self):
-        """Wait for the tokens piece by piece; yields the `Ranges` and events of each.
+        """Wait for the tokens piece by piece; yields the `Ranges` of each.
 
         The pieces and their order depend on no timing.  The first has what this rank itself had, the next ones come
         from ranks further and further behind it, as they send.
         """
         parts = sorted(self._parts.values(), key=lambda part: part.tokens.start)
-        if any(part.tokens.step > 1 for part in parts):  # the tokens of several ranks alternate
-            yield ((0, max(part.tokens.stop for part in parts)),), self.wait()
-            return
         total, before = sum(len(part.tokens) for part in parts), 0
         count = max(1, min(PIECES, total // LEAST))
+        if any(part.tokens.step > 1 for part in parts):  # the tokens of several ranks alternate
+            count = 1
         pieces = [[] for _ in range(count)]
-        for part in parts:
+        for part in parts:  # which follow one another
             pieces[before * count // total].append(part)
             before += len(part.tokens)
         pieces = list(filter(None, pieces))
@@ -90,18 +86,17 @@ class Coming:
         for piece in reversed(pieces[own + 1 :] + pieces[: own + 1]):
             for part in piece:
                 del self._parts[part.tokens]
-            yield _joined(piece), self._wait(piece)
+            self._wait(piece)
+            yield ((piece[0].tokens.start, max(part.tokens.stop for part in piece)),)
 
     def _wait(self, parts):
+        """Wait until parts can be read by anything: launches, copies and messages."""
         self.exchange.wait([request for part in parts for request in part.requests], self.where)
-        events = []
-        for rows, place in (message for part in parts for message in part.messages):
-            event = self.backend.arrived(rows)
-            if place is not None:
-                self.backend.wait(event)
-                event = self.backend.copy(place, rows)
-            events.append(event)
-        return tuple(events)
+        messages = [message for part in parts for message in part.messages]
+        for event in [self.backend.arrived(rows) for rows, _ in messages]:
+            self.backend.wait(event)
+        for event in [self.backend.copy(place, rows) for rows, place in messages if place is not None]:
+            self.backend.wait(event)
 
     def finish(self):
         """Wait for what leaves."""

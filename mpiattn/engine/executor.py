@@ -17,7 +17,7 @@ from ..problem.layout import increasing
 from ..schedule.bound import BoundTransfer, bind
 from ..schedule.kinds import IN_COLUMNS, KINDS, chunk_of
 from ..schedule.places import Places
-from ..schedule.ranges import overlap, positions
+from ..schedule.ranges import overlap, positions, total
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers
 from .held import Held
@@ -193,20 +193,23 @@ class Executor:
             launches = self.bound.launches[i, j] = self._launches(i, j)
         if not launches:
             return
+        area, before = sum(total(rows) * total(keys) for rows, keys in launches), 0
         if i == j == self.mesh.chunk and self.coming:
             launches = self._as_they_come(launches)
         else:
             self._wait_for_own()
         q, kv, reduced = self._chunks(i, j)
         for rows, keys in launches:
+            done, part = before / area, total(rows) * total(keys) / area
             event = self.work.launch(
                 q.together(rows),
                 kv.together(keys),
                 self._kept((i, j, rows, keys), self._columns, i, j, rows, keys),
                 {kind: c.together(keys if kind in IN_COLUMNS else rows) for kind, c in reduced.items()},
                 (*q.ready, *kv.ready),
-                meanwhile,
+                meanwhile and (lambda share, done=done, part=part: meanwhile(done + share * part)),
             )
+            before += total(rows) * total(keys)
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
@@ -214,13 +217,12 @@ class Executor:
     def _wait_for_own(self):
         """Wait until this rank's own chunks are here."""
         if self.coming:
-            self.held[self.coming.kind, self.mesh.chunk].ready += self.coming.wait()
+            self.coming.wait()
 
     def _as_they_come(self, launches):
         """The launches of this rank's own block, cut into those of the pieces in which its tokens come."""
         of_keys = self.coming.kind == "KV"
-        for piece, events in self.coming.pieces():
-            self.held[self.coming.kind, self.mesh.chunk].ready += events
+        for piece in self.coming.pieces():
             for rows, keys in launches:
                 for part in overlap(piece, keys if of_keys else rows):
                     yield (rows, (part,)) if of_keys else ((part,), keys)
@@ -322,12 +324,12 @@ class Executor:
 
     def _meanwhile(self, advance):
         """The callback of a launch while it computes: polls MPI and calls `advance`; None if neither is needed."""
-        if not (self.under_way or advance or self.coming):
+        if not (self.under_way or advance or self.coming is not None):
             return None
 
         def meanwhile(share):
-            if (self.under_way or self.coming) and self.exchange.due():
-                if self.coming:
+            if (self.under_way or self.coming is not None) and self.exchange.due():
+                if self.coming is not None:  # what it sends may still be under way when all that it receives is here
                     self.coming.poll()
                 self._look()
                 self._post_ahead()

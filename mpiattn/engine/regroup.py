@@ -27,6 +27,7 @@ class Regroup:
         self.kept, self.packed = Kept(backend.empty), Kept(backend.empty)
         self._batch, self._plane = regrouping.problem.batch, plane_problem(regrouping.problem, regrouping.tile.h)
         self._tokens = [layout.length(mesh.chunk) for layout in regrouping.inner]
+        self.coming = None  # what was taken to the mesh last
         self._parts = {}  # by name and whether it is given: the parts at the caller's end, and at the mesh's end
 
     def arrays(self, direction, given):
@@ -73,7 +74,7 @@ class Regroup:
     def released(self):
         """A copy without memory."""
         rest = copy.copy(self)
-        rest.kept, rest.packed = Kept(self.backend.empty), Kept(self.backend.empty)
+        rest.kept, rest.packed, rest.coming = Kept(self.backend.empty), Kept(self.backend.empty), None
         return rest
 
     def _by_batch(self, rows):
@@ -87,38 +88,37 @@ class Regroup:
         outer: {name: the caller's array (batch, tokens, heads, ...)}.  inner: {name: this rank's chunk of the mesh}.
         last: the kind that may still be on its way, "Q" or "KV".
         """
-        coming = Coming(self.backend, self.exchange, last, f"regrouping for the {direction} pass")
-        early = Coming(self.backend, self.exchange, None, coming.where)
+        # An attribute: if the call fails, MPI may still use what it holds.
+        coming = self.coming = Coming(self.backend, self.exchange, last, f"regrouping for the {direction} pass")
         sends, receives = [], []
         for array in self.arrays(direction, False):
             whole, chunk = outer[array.name], inner[array.name]
             outward, inward = self.parts(array, False)
-            group = coming if last == ("KV" if of_keys(array) else "Q") else early
+            kind = "KV" if of_keys(array) else "Q"
             memory, done = self._memory(array, False, True), {}
             for part in outward:
                 if part.peer == self.mesh.rank:
                     self.backend.copy(self._by_batch(chunk[part.shared.inner]), whole[:, part.shared.outer, part.heads])
-                    group.add(part.shared.inner)
+                    coming.add(kind, part.shared.inner)
                     continue
                 if part.packed.start not in done:
                     done[part.packed.start] = rows = memory[part.packed]
                     self.backend.copy(self._by_batch(rows), whole[:, part.shared.outer, part.heads])
-                sends.append((group, array.name, part.peer, done[part.packed.start]))
+                sends.append((kind == last, part.peer, array.name, done[part.packed.start]))
             memory = self._memory(array, False, False)
             for part in inward:
                 if part.peer != self.mesh.rank:
                     place = chunk[part.shared.inner]
                     rows, place = (place, None) if part.packed is None else (memory[part.packed], place)
-                    receives.append((group, part.shared.inner, array.name, part.peer, rows, place))
+                    receives.append((kind, part.shared.inner, array.name, part.peer, rows, place))
         self.backend.begin()
-        for group, tokens, name, peer, rows, place in receives:
-            group.add(tokens, self._receive(name, peer, rows), rows, place)
+        for kind, tokens, name, peer, rows, place in receives:
+            coming.add(kind, tokens, self._receive(name, peer, rows), rows, place)
         # Every rank sends to the one ahead of it first, so that tokens reach a rank piece by piece.
-        sends.sort(key=lambda send: (send[0] is coming, (send[2] - self.mesh.rank) % self.mesh.cart.size))
-        for _, name, peer, rows in sends:
+        sends.sort(key=lambda send: (send[0], (send[1] - self.mesh.rank) % self.mesh.cart.size))
+        for _, peer, name, rows in sends:
             coming.send(self._send(name, peer, rows), rows)
-        for event in early.wait():
-            self.backend.wait(event)
+        coming.wait_for_other()
         return coming
 
     def give(self, direction, inner, outer):

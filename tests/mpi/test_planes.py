@@ -1,6 +1,7 @@
 """Meshes of several planes, and meshes that compute in another layout than their caller's."""
 
 import os
+import time
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ from test_counted import count
 from thinning import every
 
 from mpiattn import ArgumentError, Layout, MeshAttention
+from mpiattn.backends.testing.deferred import DeferredBackend
 from mpiattn.engine import coming
 from mpiattn.problem.layout import LAYOUTS
 
@@ -60,6 +62,39 @@ def test_every_tile_and_layout(group, first):
 def test_some_tiles_and_layouts_of_more_ranks(group):
     step = 3 * group.size + 1
     check_tiles_and_layouts(group, slice(MORE % step, None, step))
+
+
+@on(4)
+def test_tokens_that_come_late(group, monkeypatch):
+    """A copy from the wire takes longer than all launches: nothing may read the tokens before."""
+    later = DeferredBackend._later
+
+    def slow(self, thread, after, work, *arguments, share=1):
+        def late(*arguments):
+            time.sleep(0.01)
+            work(*arguments)
+
+        return later(self, thread, after, late if thread is self._copies_in else work, *arguments, share=share)
+
+    monkeypatch.setattr(DeferredBackend, "_later", slow)
+    how = {"heads": 4, "kv_heads": 4, "mesh_layout": "contiguous", "seqlen": 64, "causal": True}
+    for layout in ("zigzag", "striped", "contiguous"):
+        # a fused launch, and a rank that sends none of its keys
+        check(group, **{**PROBLEM, **how}, tile=(1, 2, 2), layout=layout, schedule="collective", route="ring")
+        # gradients of sinks, on ranks whose queries see nothing
+        call = {"cu_seqlens": [32, 64]}
+        check(group, **{**PROBLEM, **how}, tile=(2, 1, 2), layout=layout, schedule="greedy", sinks=True, call=call)
+
+
+@on(2, 4)
+def test_progress_within_pieces(group):
+    """Shares of a block that runs in pieces are shares of the whole."""
+    parts = []
+    arguments = {**narrow(PROBLEM), "seqlen": 64, "tile": (2, 1, group.size // 2)}
+    with MeshAttention(group, backend=BACKENDS[0], **arguments) as plan:
+        plan.forward(*my_chunks(plan, *draw(plan.problem)), progress=parts.append)
+        assert sum(parts) == len([block for step in plan.schedule.steps for block in step.blocks])
+        assert all(0 < part <= 1 for part in parts)
 
 
 @on(2, 4)
