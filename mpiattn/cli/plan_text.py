@@ -7,7 +7,7 @@ from ..schedule.route import passed_on
 from .mesh_picture import picture
 
 LEGEND = """\
-sent/rank  bytes that a rank sends, mean over ranks: {what}
+sent/rank  bytes that a rank sends, mean over ranks: {sent}
 saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
 regrouped  sent before and after the passes, so that every plane of a tile HxAxB has its heads, or the mesh its layout
 elements   the same as saved, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
@@ -23,7 +23,7 @@ auto       the shortest time; among times within {same:.0%}, the least sent/rank
 BOUNDS = """
            > is a bound, without a simulation: the tile cannot be the best"""
 
-WHAT = {
+SENT = {
     "forward": "Q, K and V in {dtype}, partials O in {partial}",
     "backward": "Q is q and dout in {dtype}, lse and delta in\n"
     "           {partial}; K and V in {dtype}; partials dQ and dKV in {partial}",
@@ -49,9 +49,9 @@ def as_text(problem, tile, data, on):
     """Table, legend and picture as text."""
     p, ranks = problem, data["ranks"]
     row, column = travels.ELEMENTS[data["direction"]]
-    sent = WHAT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
+    sent = SENT[data["direction"]].format(dtype=p.dtype, partial=p.wire_dtype)
     legend = LEGEND.format(
-        what=sent,
+        sent=sent,
         ranks=ranks,
         row=row,
         column=column,
