@@ -64,6 +64,7 @@ class Buffers:
     def drop(self):
         """Keep no array: the pool's memory is replaced."""
         self.places, self.arena, self.wire, self.ordered = None, {}, {}, {}
+        self._held = {}, {}  # rows and shapes of all arrays
         self._of_accumulators = {}  # (reduced kind, chunk) -> arrays
         self._own, self._own_memory = {}, {}  # by reduced kind: own accumulators of the call, memory for them
         self.occupant.clear()
@@ -75,31 +76,43 @@ class Buffers:
             own accumulators too, and takes none.
         ordered: the kinds of `ordered`.
         """
-        self.drop()
-        parts = {"arena": {}, "wire": {}, "own": {}, "ordered": {}}
-        for arena, rows in places.rows.items():
-            parts["arena"][arena] = rows, self.shapes[arena]
+        rows = {("arena", arena): count for arena, count in places.rows.items()}
+        shapes = {("arena", arena): self.shapes[arena] for arena in places.rows}
         for kind in self.reduced:
             held, travelling = self.shapes[kind], self.shapes[arena_of(kind)]
             if held != travelling and self.schedule.slots[arena_of(kind)]:
-                cast = [None if wire == kept else wire for kept, wire in zip(held, travelling)]
-                parts["wire"][kind] = places.rows[kind if self.packed else arena_of(kind)], cast
+                rows["wire", kind] = places.rows[kind if self.packed else arena_of(kind)]
+                shapes["wire", kind] = [None if wire == kept else wire for kept, wire in zip(held, travelling)]
             if not self.packed:
-                wanted = [shape if want else None for shape, want in zip(held, own[kind])]
-                parts["own"][kind] = total(places.tokens[kind][places.rank]), wanted
+                rows["own", kind] = total(places.tokens[kind][places.rank])
+                shapes["own", kind] = [shape if want else None for shape, want in zip(held, own[kind])]
         for kind in ordered:
-            parts["ordered"][kind] = places.rows[kind], self.shapes[kind]
+            rows["ordered", kind], shapes["ordered", kind] = places.rows[kind], self.shapes[kind]
+        if self._large_enough(rows, shapes):
+            self._of_accumulators.clear()
+            self.occupant.clear()
+        else:
+            self._take(rows, shapes)
+        self.places = places
+
+    def _large_enough(self, rows, shapes):
+        """Whether the arrays of the call before serve this one.  Packed arenas are sent and launched whole."""
+        if self.places is None or self.packed or shapes != self._held[1]:
+            return False
+        return all(count <= self._held[0][name] for name, count in rows.items())
+
+    def _take(self, rows, shapes):
+        """Cut arrays of so many rows from the pool; both by part of the buffers and kind."""
+        self.drop()
         arrays = self.pool.arrays(
             self,
-            {
-                (part, kind): [shape and ((rows, *shape[0]), shape[1]) for shape in shapes]
-                for part, by_kind in parts.items()
-                for kind, (rows, shapes) in by_kind.items()
-            },
+            {name: [shape and ((rows[name], *shape[0]), shape[1]) for shape in of] for name, of in shapes.items()},
         )
         self.arena, self.wire, self._own_memory, self.ordered = (
-            {kind: arrays[part, kind] for kind in by_kind} for part, by_kind in parts.items()
+            {kind: taken for (of, kind), taken in arrays.items() if of == part}
+            for part in ("arena", "wire", "own", "ordered")
         )
+        self._held = rows, shapes
         self.places = places
 
     def accumulate_in(self, results):

@@ -168,7 +168,7 @@ class Transfers:
                 in_counts,
                 in_starts,
                 _row_bytes(arena),
-                self.buffers.places.longest[kind],
+                self.buffers.places.longest(kind),
             )
 
         def merge_in_order():

@@ -113,7 +113,7 @@ def _in_chunks(owners, lo, hi, rows, k_layout):
         whole = np.rint(np.bincount(owners, rounds, rows)).astype(np.int64)
         seen = twice.reshape(rows, 2, -1).sum(axis=1) + whole[:, None]
         return seen if k_layout.order is None else seen[:, k_layout.order]
-    numbers, lengths = k_layout.pieces()
+    numbers, lengths = k_layout.pieces
     stops = np.cumsum(lengths)
     first, last = np.searchsorted(stops, lo, "right"), np.searchsorted(stops, hi - 1, "right")
     seen = covered(first, last + 1, lengths.size) * lengths

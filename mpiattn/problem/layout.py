@@ -13,7 +13,8 @@ by slicing, without an index array of the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,7 @@ class Layout:
     chunks: int
     sizes: Sequence[int] | None = None
     order: tuple[int, ...] | None = None
+    _ranges: dict[int, tuple[range, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUTS:
@@ -125,9 +127,15 @@ class Layout:
         tuple of range
             In increasing order; ranges may be empty.
         """
-        if not 0 <= chunk < self.chunks:
-            raise ArgumentError(f"chunk is {chunk!r}; it must be from 0 to {self.chunks - 1}")
-        chunk = chunk if self.order is None else self.order[chunk]
+        ranges = self._ranges.get(chunk)  # every call asks for the same ones many times
+        if ranges is None:
+            if not 0 <= chunk < self.chunks:
+                raise ArgumentError(f"chunk is {chunk!r}; it must be from 0 to {self.chunks - 1}")
+            ranges = self._ranges[chunk] = self._of_number(chunk if self.order is None else self.order[chunk])
+        return ranges
+
+    def _of_number(self, chunk: int) -> tuple[range, ...]:
+        """The tokens of the chunk of this number, before `order`."""
         if self.kind == "striped":
             return (range(chunk, max(chunk, self.seqlen), self.chunks),)
         if self.kind == "zigzag":
@@ -151,9 +159,10 @@ class Layout:
         chunks = np.arange(self.chunks) if self.order is None else np.array(self.order)
         if self.kind == "striped":
             return chunks[None], -(-(self.seqlen - chunks[None]).clip(0) // self.chunks), self.chunks
-        numbers, lengths = self.pieces()
+        numbers, lengths = self.pieces
         return (np.cumsum(lengths) - lengths)[numbers], lengths[numbers], 1
 
+    @cached_property
     def pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The consecutive pieces of the sequence of which chunks consist, unless they are striped.
 
@@ -169,6 +178,21 @@ class Layout:
         size, extra = divmod(self.seqlen, pieces)
         lengths = size + (np.arange(pieces) < extra) if self.sizes is None else np.array(self.sizes)
         return np.stack([chunks, pieces - 1 - chunks][: pieces // self.chunks]), lengths
+
+    @cached_property
+    def owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the consecutive pieces begin and the last ends, and the chunk of each, unless they are striped.
+
+        Returns
+        -------
+        cuts : ndarray of int64, shape (pieces + 1,)
+            Positions in the sequence.
+        chunks : ndarray of int64, shape (pieces,)
+        """
+        numbers, lengths = self.pieces
+        chunks = np.empty(lengths.size, np.int64)
+        chunks[numbers] = np.arange(self.chunks)
+        return np.concatenate([[0], np.cumsum(lengths)]), chunks
 
     def between(self, chunk: int, start: int, stop: int) -> tuple[int, list[range]]:
         """The tokens of a chunk in [start, stop).
@@ -220,13 +244,10 @@ class Layout:
                 f"positions are from {positions.min()} to {positions.max()}; they must be from 0 to {self.seqlen - 1}"
             )
         positions = positions.astype(np.int64)
-        if self.kind == "striped":
-            chunk = positions % self.chunks
-        else:
-            _, lengths = self.pieces()
-            chunk = np.searchsorted(np.cumsum(lengths), positions, side="right")
-            if self.kind == "zigzag":
-                chunk = np.minimum(chunk, lengths.size - 1 - chunk)
+        if self.kind != "striped":
+            cuts, chunks = self.owners
+            return chunks[np.searchsorted(cuts[1:], positions, side="right")]
+        chunk = positions % self.chunks
         return chunk if self.order is None else np.argsort(self.order)[chunk]
 
     def length(self, chunk: int) -> int:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
 FEW = 4  # ranges of keys up to which arithmetic is faster than a search
+MANY = 64  # documents from which on it pays to leave out those of other queries first
 
 IntArray: TypeAlias = "NDArray[np.integer]"
 Window: TypeAlias = tuple[int | None, int | None]
@@ -155,7 +156,9 @@ class Mask:
             document = group.q_cuts.searchsorted(both[:-1], "right") - 1
             some = (both[:-1] < both[1:]) & (document >= 0) & (document < len(group.q_cuts) - 1)
             first, last, document = both[:-1][some], both[1:][some] - 1, document[some]
-            (lo,), (hi,) = self.key_interval(np.stack((first, last), axis=1).ravel(), (group,))
+            queries = np.empty(2 * len(first), np.int64)
+            queries[::2], queries[1::2] = first, last
+            (lo,), (hi,) = self.key_interval(queries, (group,))
             # a query that sees nothing may begin later
             end = np.minimum(hi[1::2], group.k_cuts[document + 1])
             ends.append((lo[::2], end, cuts.searchsorted(first, "right") - 1))
@@ -177,7 +180,7 @@ class Mask:
 
         place: turns positions into what is written, in the same order.
         """
-        if len(positions):  # leave out documents before and after these queries
+        if len(positions) and len(q_cuts) > MANY:  # leave out documents before and after these queries
             begun, end = q_cuts.searchsorted([positions[0], positions[-1]], "right").tolist()
             begun = max(begun - 1, 0)
             q_cuts, k_cuts = q_cuts[begun : end + 1], k_cuts[begun : end + 1]
@@ -263,14 +266,14 @@ def columns_of(keys: Sequence[range] | IntArray) -> Place:
     def before(positions: IntArray) -> IntArray:
         if isinstance(keys, np.ndarray):
             return np.searchsorted(keys, positions).astype(np.int32)
-        total = np.zeros(positions.shape, np.int32)
+        counts = []
         for tokens in keys:
             count = positions - tokens.start
             if tokens.step > 1:
                 count = -(-count // tokens.step)
             np.maximum(count, 0, out=count)
             np.minimum(count, len(tokens), out=count)
-            total += count.astype(np.int32)
-        return total
+            counts.append(count.astype(np.int32))
+        return sum(counts[1:], counts[0]) if counts else np.zeros(positions.shape, np.int32)
 
     return before

@@ -7,7 +7,7 @@ striped, a whole chunk travels, or nothing of it.  An MPI collective sends one r
 These are pure functions of masks, layouts and documents, so both ends of a transfer agree.
 """
 
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -32,6 +32,24 @@ def _union(lo, hi):
     return lo[np.concatenate([[0], gaps + 1])], hi[np.concatenate([gaps, [-1]])]
 
 
+class _Remembered(dict):
+    """A function of positional arguments that keeps its results.
+
+    It is quicker to make than functools.cache: a call with new documents makes several.
+    """
+
+    def __init__(self, function):
+        super().__init__()
+        self._function = function
+
+    def __call__(self, *arguments):
+        return self[arguments]
+
+    def __missing__(self, arguments):
+        result = self[arguments] = self._function(*arguments)
+        return result
+
+
 class Activity:
     """The blocks of one call that have work.
 
@@ -44,9 +62,9 @@ class Activity:
         self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
         self.full = documents is None and not mask.causal and mask.window == (None, None)
         self.kept = {}  # row intervals and orders of keys on the device, filled by `mpiattn.engine.executor`
-        self.seen, self._rows = cache(self._seen), cache(self._rows_of)
-        self.keys, self.queries = cache(self._keys), cache(self._queries)
-        self.needed, self.travelling = cache(self._needed), cache(self._travelling)  # every call asks again
+        self.seen, self._rows = _Remembered(self._seen), _Remembered(self._rows_of)
+        self.keys, self.queries = _Remembered(self._keys), _Remembered(self._queries)
+        self.needed, self.travelling = _Remembered(self._needed), _Remembered(self._travelling)
 
     @cached_property
     def as_lists(self):
@@ -60,7 +78,7 @@ class Activity:
 
     def trim(self):
         """Forget what is large and was only needed to find the tokens that travel."""
-        self._rows.cache_clear()
+        self._rows.clear()
 
     def interval(self, chunk):
         """Keys [lo, hi) that each query of a chunk sees: two int64 arrays (groups, tokens)."""
@@ -76,6 +94,8 @@ class Activity:
         positions, groups = self.q_layout.positions(chunk), len(self.documents or (None,))
         if rows is not None and rows != whole(len(positions)):
             positions = np.concatenate([positions[:0], *(positions[start:stop] for start, stop in rows)])
+        if len(positions) <= PIECE:
+            return self.mask.key_interval(positions, self.documents, place)
         begin, end = (np.empty((groups, len(positions)), np.int32) for _ in range(2))
         for start in range(0, len(positions), PIECE):
             part = slice(start, start + PIECE)
@@ -85,10 +105,8 @@ class Activity:
     @cached_property
     def _reach(self):
         """Keys [lo, hi) that queries of each document see, chunk after chunk, and where the chunks' begin and end."""
-        numbers, lengths = self.q_layout.pieces()
-        owners = np.empty(lengths.size, np.int64)
-        owners[numbers] = np.arange(self.q_layout.chunks)
-        lo, hi, piece = self.mask.reach(np.concatenate([[0], np.cumsum(lengths)]), self.documents)
+        cuts, owners = self.q_layout.owners
+        lo, hi, piece = self.mask.reach(cuts, self.documents)
         owner = owners[piece]
         order = np.argsort(owner, kind="stable")
         return lo[order], hi[order], owner[order].searchsorted(np.arange(self.q_layout.chunks + 1)).tolist()

@@ -9,6 +9,7 @@ from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
 from .ranges import cover, runs_of, total, whole
 
 if TYPE_CHECKING:
+    from ..problem.layout import Layout
     from .needed import Activity
     from .ranges import Ranges
     from .steps import Schedule
@@ -23,7 +24,6 @@ class Places:
 
     tokens: by kind and number of the chunk, what is held of it, as `Ranges` of the whole chunk.
     rows: by arena, its number of tokens.
-    longest: by kind, the number of tokens of the longest whole chunk in the group.
     """
 
     def __init__(self, schedule: Schedule, rank: int, activity: Activity) -> None:
@@ -31,27 +31,29 @@ class Places:
         self.packed = any(step.fused for step in schedule.steps)
         self.tokens: dict[str, dict[int, Ranges]] = {}
         self.rows: dict[str, int] = {}
-        self.longest: dict[str, int] = {}
         self._slot_rows: dict[str, int] = {}
         self._starts: dict[str, dict[int, int]] = {}
+        self._layouts: dict[str, Layout] = {}
         for kind in (*GATHERED, *REDUCED[schedule.direction]):
-            layout = activity.k_layout if kind in IN_COLUMNS else activity.q_layout
-            hops = range(1, schedule.tile.extent(kind))
-            leaving, landing = (
-                [tokens_of(kind, rank, hop, schedule.route, schedule.collective) for hop in hops]
-                for tokens_of in (activity.travelling, activity.landing)
-            )
-            held = {rank: whole(layout.length(rank))}
-            for hop, travelling in zip(hops, landing if kind in GATHERED else leaving):
+            layout = self._layouts[kind] = activity.k_layout if kind in IN_COLUMNS else activity.q_layout
+            held, moved = {rank: whole(layout.length(rank))}, 0
+            for hop in range(1, schedule.tile.extent(kind)):
+                leaving = activity.travelling(kind, rank, hop, schedule.route, schedule.collective)
+                landing = activity.landing(kind, rank, hop, schedule.route, schedule.collective)
+                moved = max(moved, total(leaving), total(landing))
                 chunk = schedule.tile.in_group(kind, rank, hop)
-                held[chunk] = self._of_group(schedule, activity, kind, chunk) if self.packed else travelling
+                held[chunk] = landing if kind in GATHERED else leaving
+                if self.packed:
+                    held[chunk] = self._of_group(schedule, activity, kind, chunk)
             self.tokens[kind] = {chunk: held[chunk] for chunk in sorted(held)}
-            self.longest[kind] = max(map(layout.length, held))
             if kind not in GATHERED:
                 arena = arena_of(kind)
-                self._slot_rows[arena] = max(map(total, (*leaving, *landing)), default=0)
-                self.rows[arena] = schedule.slots[arena] * self._slot_rows[arena]
+                self._slot_rows[arena], self.rows[arena] = moved, schedule.slots[arena] * moved
             self._lay_out(schedule, kind)
+
+    def longest(self, kind: str) -> int:
+        """The number of tokens of the longest whole chunk in the group that a kind moves in."""
+        return max(map(self._layouts[kind].length, self.tokens[kind]))
 
     @staticmethod
     def _of_group(schedule: Schedule, activity: Activity, kind: str, chunk: int) -> Ranges:
