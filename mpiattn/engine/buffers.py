@@ -105,8 +105,7 @@ class Buffers:
         """Cut arrays of so many rows from the pool; both by part of the buffers and kind."""
         self.drop()
         arrays = self.pool.arrays(
-            self,
-            {name: [shape and ((rows[name], *shape[0]), shape[1]) for shape in of] for name, of in shapes.items()},
+            self, {name: [shape and ((rows[name], *shape[0]), shape[1]) for shape in of] for name, of in shapes.items()}
         )
         self.arena, self.wire, self._own_memory, self.ordered = (
             {kind: taken for (of, kind), taken in arrays.items() if of == part}
