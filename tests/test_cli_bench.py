@@ -67,6 +67,25 @@ def test_sweep(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.h5", "b.json"]
 
 
+def test_keys_that_hold_the_values():
+    """Only keys are made, travel and are counted; forward and backward are checked."""
+    sent = {}
+    for shared in ([], ["--shared-kv"]):
+        outcome = bench(
+            2,
+            *"--kv-heads 1 --head-dim 24 --value-dim 16 --direction both --layout contiguous".split(),
+            *"--mesh-layout contiguous --tile ring 2x1x1 --schedule greedy --json -".split(),
+            *shared,
+        )
+        data = json.loads(outcome.stdout)
+        assert data["problem"]["value_dim"] == 16 and data["problem"]["shared_kv"] == bool(shared)
+        assert all(figures["counted"] for case in data["cases"] for figures in case["passes"].values())
+        ring = data["cases"][0]
+        assert ring["tile"] == "1x2" and ring["checked"]["backward"]["keys"] == 130
+        sent[bool(shared)] = ring["passes"]["forward"]["sent_bytes"]["max"]
+    assert sent == {False: 65 * (24 + 16) * 4, True: 65 * 24 * 4}
+
+
 def test_emulated_compute_is_called_so():
     outcome = bench(
         2, "--backend", "paced:0.05", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous", "--json", "-"

@@ -18,7 +18,7 @@ from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
 from ..verify import compare, gradients
 from .summary import EMULATED
-from .tensors import NAMES, Tensors
+from .tensors import Tensors
 
 CHECK_WORK = 2e9  # operations of float64 attention to check rows, over all ranks, without the edge rows
 PIECES = 16  # pieces of tensors that are cached during the check, 4 MiB each
@@ -35,12 +35,17 @@ class Taken(NamedTuple):
     sent: list
 
 
+def _given(plan, inputs):
+    """Inputs, of which some may be None, as arrays of the plan's back end."""
+    return [None if array is None else plan.give(array) for array in inputs]
+
+
 class Subject:
     """A plan with this rank's inputs.  taken: its measurements so far, by pass.  reports: of its check, by pass."""
 
     def __init__(self, case, plan, inputs, passes):
         self.case, self.plan, self.passes, self.reports = case, plan, passes, {}
-        *self.inputs, self.dout = map(plan.give, inputs)
+        *self.inputs, self.dout = _given(plan, inputs)
         self.forward = ()  # (out, lse), for the gradients
         self.taken = {name: Taken([], [], []) for name in passes}
 
@@ -54,7 +59,8 @@ class Subject:
         out, lse = map(on_host, self.forward)
         self.reports["forward"] = compare.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
         if "backward" in self.passes:
-            grads = list(map(on_host, plan.backward(self.dout, *self.inputs, *self.forward)))
+            grads = plan.backward(self.dout, *self.inputs, *self.forward)
+            grads = [None if grad is None else on_host(grad) for grad in grads]
             self.reports["backward"] = gradients.verify_gradients(
                 peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, grads, read, limit=limit
             )
@@ -136,12 +142,12 @@ class OneRank:
             head_dim=p.head_dim,
             batch=p.batch,
             kv_heads=p.kv_heads,
+            value_dim=p.value_dim,
+            shared_kv=p.shared_kv,
             dtype=p.dtype,
             backend=backend.name,
         )
-        tensors = Tensors(self.plan.problem)
-        q, k, v, self.dout = (self.plan.give(tensors.read(name, 0, tokens)) for name in NAMES)
-        self.inputs = q, k, v
+        *self.inputs, self.dout = _given(self.plan, Tensors(self.plan.problem).inputs(range(tokens), range(tokens)))
         self.forward = self.plan.forward(*self.inputs)
 
     def run(self, peers, keep):
@@ -219,12 +225,7 @@ def _subjects(job, cases, how, passes):
             job.peers.timeout = max(job.peers.timeout, plan.timeout)  # ranks wait between passes as inside them
             tensors, place = Tensors(plan.problem), (plan.q_layout, plan.k_layout)
             if place not in inputs:
-                inputs[place] = [
-                    tensors.tokens(name, plan.positions_k if name in "kv" else plan.positions)
-                    if name != "dout" or "backward" in passes
-                    else None
-                    for name in NAMES
-                ]
+                inputs[place] = tensors.inputs(plan.positions, plan.positions_k, "backward" in passes)
             subjects[chosen] = Subject(case, plan, inputs[place], passes)
         which.append(list(subjects).index(chosen))
     return list(subjects.values()), which

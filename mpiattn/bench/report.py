@@ -1,6 +1,7 @@
 """The report of a benchmark, as data for JSON and as a table."""
 
 from ..console.table import duration, facts, percent, size, table
+from ..problem.problem import dims_in_words
 from .summary import EMULATED
 
 
@@ -110,8 +111,9 @@ def _problem(data):
         if p["window"] == [None, None]
         else ", window " + ",".join("" if side is None else str(side) for side in p["window"])
     )
+    dims = dims_in_words(p["head_dim"], p["value_dim"], p["shared_kv"])
     return (
-        f"batch {p['batch']}, {heads} x {p['head_dim']}, {p['dtype']}, {'causal' if p['causal'] else 'full'}"
+        f"batch {p['batch']}, {heads} x {dims}, {p['dtype']}, {'causal' if p['causal'] else 'full'}"
         + "".join(f", {name} {p[name]}" for name in ("prefix", "causal_block") if p.get(name))
         + window
     )

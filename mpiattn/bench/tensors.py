@@ -51,3 +51,11 @@ class Tensors:
     def read(self, name, start, stop):
         """The tokens of a tensor at positions [start, stop), as `mpiattn.verify.compare.Source` reads them."""
         return self.tokens(name, np.arange(start, stop))
+
+    def inputs(self, positions, positions_k, dout=True):
+        """q, k, v and dout at some positions; None for the v that keys hold, and for dout if it is not wanted."""
+        unused = {"v"} if self.problem.shared_kv else set()
+        unused |= set() if dout else {"dout"}
+        return [
+            None if name in unused else self.tokens(name, positions_k if name in "kv" else positions) for name in NAMES
+        ]

@@ -25,6 +25,7 @@ examples:
   mpiattn bench --kernel --seqlen 8192 16384 --heads 32 --dtype bfloat16 --causal --direction both
   mpiexec -n 4 mpiattn bench --seqlen 4096 8192 --tile all --causal
   mpiexec -n 4 mpiattn bench --direction both --tile auto ring --schedule greedy collective --json bench.json
+  mpiexec -n 4 mpiattn bench --heads 16 --kv-heads 1 --head-dim 576 --value-dim 512 --shared-kv --causal
   srun mpiattn bench --seqlen 131072 --heads 32 --kv-heads 8 --dtype bfloat16 --no-overlap --hdf5 bench.h5
   mpiexec -n 4 mpiattn bench --decode --seqlen 65536 1000000 --heads 32 --kv-heads 8 --algorithm butterfly allreduce
   mpiexec -n 2 mpiattn bench --limits
@@ -63,6 +64,7 @@ def add_arguments(parser):
         "--kv-heads", type=int, metavar="H", help="key and value heads, a divisor of --heads (default: --heads)"
     )
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: 128)")
+    options.add_values(parser)
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
     options.add_masks(parser)
@@ -178,6 +180,8 @@ def _run(job, args):
             "heads",
             "kv_heads",
             "head_dim",
+            "value_dim",
+            "shared_kv",
             "batch",
             "dtype",
             "causal",

@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 
+from ..console import options
 from ..console.progress import Progress
 from ..console.table import size
 from ..errors import ArgumentError
@@ -30,12 +31,7 @@ def add_arguments(parser):
         "--kv-heads", type=int, metavar="H", help="key and value heads, a divisor of --heads (default: --heads)"
     )
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="elements of a head (default: 64)")
-    parser.add_argument("--value-dim", type=int, metavar="D", help="elements of a value head (default: --head-dim)")
-    parser.add_argument(
-        "--shared-kv",
-        action="store_true",
-        help="no v: a value is the first --value-dim elements of its key (absorbed MLA)",
-    )
+    options.add_values(parser)
     parser.add_argument("--seqlen-k", type=int, metavar="N", help="tokens of keys and values (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
     parser.add_argument(

@@ -47,12 +47,7 @@ def add_arguments(parser):
     parser.add_argument("--heads", type=int, required=True, help="query heads")
     parser.add_argument("--head-dim", type=int, required=True, help="elements of a query and of a key, per head")
     parser.add_argument("--kv-heads", type=int, help="key-value heads; divides --heads (default: --heads)")
-    parser.add_argument("--value-dim", type=int, help="elements of a value, per head (default: --head-dim)")
-    parser.add_argument(
-        "--shared-kv",
-        action="store_true",
-        help="a value is the first --value-dim elements of its key: only keys are held and travel (absorbed MLA)",
-    )
+    options.add_values(parser)
     parser.add_argument("--seqlen-k", type=int, help="key-value tokens (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     options.add_masks(parser)

@@ -39,6 +39,18 @@ def add_schedule(parser):
     )
 
 
+def add_values(parser):
+    """--value-dim and --shared-kv."""
+    parser.add_argument(
+        "--value-dim", type=int, metavar="D", help="elements of a value, per head (default: --head-dim)"
+    )
+    parser.add_argument(
+        "--shared-kv",
+        action="store_true",
+        help="a value is the first --value-dim elements of its key: only keys are held and travel (absorbed MLA)",
+    )
+
+
 def add_layout(parser):
     """--layout."""
     parser.add_argument(
