@@ -12,7 +12,6 @@
 #include "scratch.h"
 
 #define AHEAD_KEYS 256          // at most; a tile of more rows or keys computes for long
-#define AHEAD_ROWS 4            // are prefetched before they are copied
 
 struct rows_ahead {  // of q, and backward of dout, by head; then those of k and of v
     int array;

@@ -65,6 +65,8 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
                 if (masked)
                     hide(rows, i, block, from, to, score);
                 step_ahead(&work->ahead);
+                if (rows->panel[panel].from >= block)           // the first block that the panel sees
+                    prefetch_next_tile(of, rows, i);
                 const real decay = weigh(from, to, score, top + i, total + i);
                 if (decay != 1)
                     for (long c = 0; c < width; c += LANES)

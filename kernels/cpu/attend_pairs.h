@@ -60,6 +60,8 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
             const long to = least(rounded_up(rows->panel[panel].to - block, NR), BLOCK);
             if (from >= to)
                 continue;
+            for (long i = 0; i < count && rows->panel[panel].from >= block; i++)        // the panel's first block
+                prefetch_next_tile(of, rows, first + i);
             for (long j = from; j < to; j += NR) {
                 step_ahead(&work->ahead);
                 product(0, work->q + first * depth, depth, 1, work->keys + (block + j) * depth, depth, work->score + j,

@@ -51,8 +51,7 @@ static void add_dq(const struct launch* of, const struct backward_work* work, co
                    long count) {
     const long width = rounded_up(of->head_dim, NR);
     for (long i = 0; i < rows->count; i++) {
-        if (i + AHEAD_ROWS < rows->count)
-            prefetch_row(row_at(rows, &of->dq, i + AHEAD_ROWS), of->head_dim * sizeof(real));
+        prefetch_row_at(rows, &of->dq, i, of->head_dim * sizeof(real));
         if (most(rows->from[i], block) < least(rows->to[i], block + count))
             add_scaled((real*)row_at(rows, &of->dq, i), of->scale, work->dq + i * width, 1, of->head_dim);
     }

@@ -36,8 +36,7 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
             top[i] = *(real*)row_at(rows, &of->lse, i);
         if (top[i] != -INFINITY) {                      // out is normalised: its weights add up to 1, or it is 0
             total[i] = 1;
-            if (i + AHEAD_ROWS < rows->count)
-                prefetch_row(row_at(rows, &of->out, i + AHEAD_ROWS), of->value_dim * sizeof(real));
+            prefetch_row_at(rows, &of->out, i, of->value_dim * sizeof(real));
             memcpy(work->acc + i * width, row_at(rows, &of->out, i), of->value_dim * sizeof(real));
         }
     }
@@ -46,8 +45,7 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
     for (long i = 0; i < rows->count; i++)
         if (rows->from[i] < rows->to[i]) {
             real* out = (real*)row_at(rows, &of->out, i);
-            if (i + AHEAD_ROWS < rows->count)
-                prefetch_row(row_at(rows, &of->out, i + AHEAD_ROWS), of->value_dim * sizeof(real));
+            prefetch_row_at(rows, &of->out, i, of->value_dim * sizeof(real));
             const real inverse = total[i] == 0 ? 0 : 1 / total[i];
             read_row(REAL, (const char*)(work->acc + i * width), out, of->value_dim, inverse);
             *(real*)row_at(rows, &of->lse, i) = top[i] + logarithm(total[i]);
@@ -62,8 +60,9 @@ static void forward_rows(struct job* job, int thread, struct forward_work* work,
         const long keys = least(of->keys - key, PANEL);
         int packed = 0;
         for (long tile = first; tile < last; tile++) {
-            look(of, kv_head, tile * MAX_ROWS, least(rows_of(of) - tile * MAX_ROWS, MAX_ROWS), key, key + keys, &rows);
-            if (rows.lowest < rows.highest) {
+            const long row = tile * MAX_ROWS, count = least(rows_of(of) - row, MAX_ROWS);
+            if (see_any(of, kv_head, row, count, key, key + keys)) {
+                look(of, kv_head, row, count, key, key + keys, &rows);
                 if (!packed) {
                     pack_keys(of, &work->ahead.from->k, kv_head, of->head_dim, key, keys, work->row, work->keys, 0, 0,
                               0);

@@ -78,8 +78,11 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
     for (long tile = 0; tile < count; tile += NR, from += NR * array->token) {
         const int keys = least(count - tile, NR);
         const real* rows = side_by_side ? (const real*)from : row;
-        for (int i = 0; i < keys && !side_by_side; i++)
+        for (int i = 0; i < keys && !side_by_side; i++) {
+            if (tile + i + AHEAD_ROWS < count)
+                prefetch_row(from + (i + AHEAD_ROWS) * array->token, dim * element_bytes[of->element]);
             read_row(of->element, from + i * array->token, row + (long)i * dim, dim, 1);
+        }
         if (by_key)
             turn(rows, keys, dim, by_key + tile * dim, NR);
         if (by_dim)
@@ -94,8 +97,10 @@ static void pack_rows(const struct launch* of, const struct array* array, int di
         odd->count = 0;
     for (long first = 0; first < rows->count; first += MR) {
         const int count = least(rows->count - first, MR);
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < count; i++) {
+            prefetch_row_at(rows, array, first + i, dim * element_bytes[of->element]);
             read_row(of->element, row_at(rows, array, first + i), row + (long)i * dim, dim, factor);
+        }
         turn(row, count, dim, panels + first * dim, MR);
         if (by_dim)
             spread_rows(row, count, dim, first, by_dim, pitch, odd);

@@ -69,8 +69,11 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
         odd->count = 0;
     for (long tile = 0; tile < count; tile += NR) {
         const int keys = least(count - tile, NR);
-        for (int i = 0; i < keys; i++)
+        for (int i = 0; i < keys; i++) {
+            if (tile + i + AHEAD_ROWS < count)
+                prefetch_row(from + (tile + i + AHEAD_ROWS) * array->token, dim * sizeof(operand));
             copy_row(from + (tile + i) * array->token, dim, depth, row + i * depth);
+        }
         memset(row + keys * depth, 0, (NR - keys) * depth * sizeof(operand));
         if (by_key)
             turn(row, depth / 2, by_key + tile * depth);
@@ -102,8 +105,10 @@ static void pack_rows(const struct launch* of, const struct array* array, int di
     for (long first = 0; first < rows->count; first += MR) {
         const int count = least(rows->count - first, MR);
         operand* panel = panels + first * depth;
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < count; i++) {
+            prefetch_row_at(rows, array, first + i, dim * sizeof(operand));
             copy_row(row_at(rows, array, first + i), dim, depth, panel + i * depth);
+        }
         memset(panel + count * depth, 0, (MR - count) * depth * sizeof(operand));
         if (factor < 0)
             for (long n = 0; n < count * depth; n++)

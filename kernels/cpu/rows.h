@@ -11,6 +11,8 @@
 #define MAX_ROWS 192
 #endif
 
+#define AHEAD_ROWS 16  // are prefetched before they are read or written
+
 struct rows {
     long first, count;  // of the rows of a KV head
     struct {
@@ -40,6 +42,20 @@ INLINE void prefetch_row(const char* row, long bytes) {
 // The address of row i of a tile in an array.
 INLINE char* row_at(const struct rows* rows, const struct array* array, long i) {
     return array->data + rows->place[i].token * array->token + rows->place[i].head * array->head;
+}
+
+// Fetches what a loop over the rows of a tile gets to some rows after row i.
+INLINE void prefetch_row_at(const struct rows* rows, const struct array* array, long i, long bytes) {
+    if (i + AHEAD_ROWS < rows->count)
+        prefetch_row(row_at(rows, array, i + AHEAD_ROWS), bytes);
+}
+
+// Fetches what the tile after this one gets in place of row i.
+INLINE void prefetch_next_tile(const struct launch* of, const struct rows* rows, long i) {
+    if (rows->place[i].token + MAX_ROWS >= of->tokens)
+        return;
+    prefetch_row(row_at(rows, &of->q, i) + MAX_ROWS * of->q.token, of->head_dim * element_bytes[of->element]);
+    prefetch_row(row_at(rows, &of->out, i) + MAX_ROWS * of->out.token, of->value_dim * sizeof(real));
 }
 
 // The rows from `first` on, and what they see of the keys [start, stop).
@@ -74,6 +90,22 @@ static void look(const struct launch* of, int kv_head, long first, long count, l
         if (from < to)
             rows->lowest = least(rows->lowest, from), rows->highest = most(rows->highest, to);
     }
+}
+
+// Whether any of the rows from `first` on sees any of the keys [start, stop).  It is much quicker than to look.
+static int see_any(const struct launch* of, int kv_head, long first, long count, long start, long stop) {
+    long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
+    for (; count > 0; head++, token = 0) {  // rows of one head at a time
+        const long rows = least(of->tokens - token, count), bounds = head * of->groups / of->heads * of->tokens + token;
+        const int32_t *begin = of->begin + bounds, *end = of->end + bounds;
+        int any = 0;
+        for (long i = 0; i < rows; i++)
+            any |= (begin[i] < end[i]) & (begin[i] < stop) & (end[i] > start);
+        if (any)
+            return 1;
+        count -= rows;
+    }
+    return 0;
 }
 
 // Sets to -inf what a row does not see of its scores of the columns [start, stop), which are the keys from `key` on.

@@ -58,7 +58,7 @@ def test_every_tile_and_layout(group, first):
 
 
 @pytest.mark.slow
-@on(6, 8, 12)
+@on(6, 8, 12, 16)
 def test_some_tiles_and_layouts_of_more_ranks(group):
     step = 3 * group.size + 1
     check_tiles_and_layouts(group, slice(MORE % step, None, step))
