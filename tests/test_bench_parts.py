@@ -110,6 +110,8 @@ def test_bytes_that_differ_are_marked():
             "heads": 2,
             "kv_heads": 1,
             "head_dim": 3,
+            "value_dim": 3,
+            "shared_kv": False,
             "dtype": "float32",
             "causal": False,
             "window": [5, None],
