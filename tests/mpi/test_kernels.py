@@ -35,6 +35,14 @@ def test_tiles(group, schedule, route):
         check(group, **SHAPE, causal=True, tile=tile, layout=layout, schedule=schedule, route=route)
 
 
+@on(4)
+@pytest.mark.parametrize(("tile", "mesh_layout"), [((2, 1, 2), "zigzag"), ((2, 2, 1), "striped"), ((4, 1, 1), "auto")])
+def test_planes(group, tile, mesh_layout):
+    """With more planes than KV heads too, where KV heads are repeated."""
+    how = {"tile": tile, "layout": "contiguous", "mesh_layout": mesh_layout, "dtype": "bfloat16"}
+    check(group, **SHAPE, causal=True, **how)
+
+
 @on(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keys_that_hold_the_values(group, dtype):
