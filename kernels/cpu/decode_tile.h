@@ -44,13 +44,19 @@ INLINE char* decode_row(const struct launch* of, const struct array* array, long
     return array->data + token * array->token + (kv_head * per_kv + row % per_kv) * array->head;
 }
 
+// Keys of a block: half as many as BLOCK_KEYS where rows are long.
+INLINE long block_keys(const struct launch* of) {
+    const long bytes = (of->head_dim + of->value_dim) * element_bytes[of->element];
+    return BLOCK_KEYS * bytes > BLOCK_BYTES ? BLOCK_KEYS / 2 : BLOCK_KEYS;
+}
+
 // The keys [first, stop) of a sequence, as many of them as a block has.
 static void locate(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first, long stop,
                    struct block* block) {
     const int32_t* page = of->pages + of->tables[s] + first / of->page_size;
     const char *keys = of->k.data + kv_head * of->k.head, *values = of->v.data + kv_head * of->v.head;
     long at = first % of->page_size;
-    block->first = first, block->count = least(stop - first, BLOCK_KEYS);
+    block->first = first, block->count = least(stop - first, block_keys(of));
     for (long j = 0; j < block->count; j++, at++) {
         if (at == of->page_size)
             at = 0, page++;

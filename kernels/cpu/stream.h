@@ -8,7 +8,8 @@
 #include "element.h"
 #include "rows.h"
 
-#define BLOCK_KEYS 32
+#define BLOCK_KEYS 32           // at most
+#define BLOCK_BYTES 16384       // of keys and values, about, which are prefetched while as many are multiplied
 #define FEW 2                   // rows, whose scores take so little time that nothing is prefetched meanwhile
 
 #if VBYTES == 64
