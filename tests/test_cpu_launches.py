@@ -100,18 +100,24 @@ def test_it_asks_meanwhile(backend, monkeypatch, threads):
         lambda of: attend(backend, arguments[0], *arguments[4:], meanwhile=of),
         lambda of: gradients(backend, arguments, meanwhile=of),
     ):
-        assert bits(*launch(meanwhile)) == bits(*launch(None))
-        assert len(shares) > 2 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
-        shares.clear()
+        expected = bits(*launch(None))
+        for _ in range(100):  # on a busy machine the other threads can end a launch before this one runs again
+            shares.clear()
+            assert bits(*launch(meanwhile)) == expected
+            assert shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
+            if len(shares) > 2:
+                break
+        assert len(shares) > 2
 
         def fail(share):
             calls.append(share)
-            if len(calls) > 1:
+            if share > 0:
                 raise KeyboardInterrupt("enough")
 
         with pytest.raises(KeyboardInterrupt, match="enough"):
-            launch(fail)
-        assert len(calls) == 2
+            for _ in range(100):
+                launch(fail)
+        assert calls[-1] > 0 and not any(calls[:-1])
         calls.clear()
 
 
