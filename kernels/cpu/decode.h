@@ -113,21 +113,16 @@ static int decode_part(struct job* job, int thread, const struct decode_pieces* 
     const struct launch* of = job->of;
     const struct sequence* sequence = pieces->sequence + s;
     const long start = sequence->lo + part * sequence->part, stop = least(sequence->hi, start + sequence->part);
-    const long pitch = vectors_of(of->value_dim) * LANES, step = block_keys(of);
+    const long pitch = vectors_of(of->value_dim) * LANES;
     for (long first = 0; first < pieces->rows; first += DECODE_ROWS) {
         const int tiles =
             begin_tiles(of, work, s, kv_head, first, least(first + DECODE_ROWS, pieces->rows), start, stop);
-        if (start < stop)
-            locate(of, work, s, kv_head, start, stop, work->block);
-        for (long key = start; key < stop; key += step) {
-            const int more = key + step < stop;
-            if (more)
-                locate(of, work, s, kv_head, key + step, stop, work->next);
+        begin_block(of, work, s, kv_head, start, stop, work->block);
+        for (long key = start; key < stop; key += BLOCK_KEYS) {
+            next_block(of, work, s, kv_head, key, stop, work->block);
             for (int t = 0; t < tiles; t++)
-                if (work->tile[t].lowest < key + step && key < work->tile[t].highest)
-                    decode_block(of, work, work->tile + t, more && t == 0 ? work->next : 0);
-            struct block* done = work->block;
-            work->block = work->next, work->next = done;
+                if (work->tile[t].lowest < key + BLOCK_KEYS && key < work->tile[t].highest)
+                    decode_block(of, work, work->tile + t, t == 0);
             if (give_up(job, thread))
                 return 0;
         }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "scratch.h"
-#include "stream.h"
+#include "streams.h"
 
 #define DECODE_ROWS 64                                  // share what is read
 
@@ -18,7 +18,7 @@ struct decode_tile {
 
 struct decode_work {                                    // of a thread
     struct decode_tile* tile;
-    struct block *block, *next, *finite;
+    struct block *block, *finite;
     real *q, *acc, *score, *row;
     char* zeros;
 };
@@ -28,7 +28,6 @@ static int64_t decode_work(const struct launch* of, char* scratch, struct decode
     const long width = rounded_up(of->head_dim, LANES), value_width = rounded_up(of->value_dim, LANES);
     work->tile = take(&at, DECODE_ROWS * sizeof *work->tile);
     work->block = take(&at, sizeof(struct block));
-    work->next = take(&at, sizeof(struct block));
     work->finite = take(&at, sizeof(struct block));
     work->q = take(&at, 2 * DECODE_ROWS * width * sizeof(real));
     work->acc = take(&at, 2 * DECODE_ROWS * value_width * sizeof(real));
@@ -44,27 +43,42 @@ INLINE char* decode_row(const struct launch* of, const struct array* array, long
     return array->data + token * array->token + (kv_head * per_kv + row % per_kv) * array->head;
 }
 
-// Keys of a block: half as many as BLOCK_KEYS where rows are long.
-INLINE long block_keys(const struct launch* of) {
-    const long bytes = (of->head_dim + of->value_dim) * element_bytes[of->element];
-    return BLOCK_KEYS * bytes > BLOCK_BYTES ? BLOCK_KEYS / 2 : BLOCK_KEYS;
+// Finds the keys [first, stop) of a sequence for a block, from its number `from` on.  Behind `stop` are zeros.
+static void locate(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first, long stop,
+                   long from, struct block* block) {
+    const char *keys = of->k.data + kv_head * of->k.head, *values = of->v.data + kv_head * of->v.head;
+    const int32_t* page = of->pages + of->tables[s] + first / of->page_size;
+    const long end = BLOCK_KEYS + block->far;
+    const long found = least(end, from + stop - first);
+    long at = first % of->page_size, j = from;
+    for (; j < found; page++, at = 0) {
+        const char* key = keys + ((long)*page * of->page_size + at) * of->k.token;
+        const char* value = values + ((long)*page * of->page_size + at) * of->v.token;
+        const long count = least(of->page_size - at, found - j);
+        for (long n = 0; n < count; n++)
+            block->key[j + n] = key + n * of->k.token, block->value[j + n] = value + n * of->v.token;
+        j += count;
+    }
+    for (; j < end; j++)
+        block->key[j] = block->value[j] = work->zeros;
 }
 
-// The keys [first, stop) of a sequence, as many of them as a block has.
-static void locate(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first, long stop,
-                   struct block* block) {
-    const int32_t* page = of->pages + of->tables[s] + first / of->page_size;
-    const char *keys = of->k.data + kv_head * of->k.head, *values = of->v.data + kv_head * of->v.head;
-    long at = first % of->page_size;
-    block->first = first, block->count = least(stop - first, block_keys(of));
-    for (long j = 0; j < block->count; j++, at++) {
-        if (at == of->page_size)
-            at = 0, page++;
-        const long slot = (long)*page * of->page_size + at;
-        block->key[j] = keys + slot * of->k.token, block->value[j] = values + slot * of->v.token;
-    }
-    for (long j = block->count; j < BLOCK_KEYS; j++)
-        block->key[j] = block->value[j] = work->zeros;
+// Prepares for the first block of the keys [first, stop).
+static void begin_block(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first,
+                        long stop, struct block* block) {
+    const long bytes = most(of->head_dim, of->value_dim) * element_bytes[of->element];
+    block->near = least(most(NEAR_BYTES / bytes, 1), FAR_KEYS);
+    block->far = least(most(FAR_BYTES / bytes, 1), FAR_KEYS);
+    locate(of, work, s, kv_head, first, least(stop, first + block->far), BLOCK_KEYS, block);
+}
+
+// Turns a block into the next one, which begins with the key `first`.
+static void next_block(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first,
+                       long stop, struct block* block) {
+    memmove(block->key, block->key + BLOCK_KEYS, block->far * sizeof *block->key);
+    memmove(block->value, block->value + BLOCK_KEYS, block->far * sizeof *block->value);
+    block->first = first, block->count = least(stop - first, BLOCK_KEYS);
+    locate(of, work, s, kv_head, first + block->far, stop, block->far, block);
 }
 
 // Rows [first, first + count) of a KV head with the keys [start, stop), as a tile.
@@ -85,13 +99,8 @@ static void begin_tile(const struct launch* of, const struct decode_work* work, 
         tile->full_from = most(tile->full_from, tile->from[i]), tile->full_to = least(tile->full_to, tile->to[i]);
         if (i >= tile->count)
             continue;
-        read_row(of->element, decode_row(of, &of->q, s, kv_head, row), work->row, dim, of->scale);
-        for (long c = 0; c < dim / LANES * LANES; c += LANES)
-            store(tile->q + c * tile->width + i * LANES, load(work->row + c));
-        for (long c = dim / LANES * LANES; c < dim; c++) {
-            const long at = streamed(c, dim);
-            tile->q[(at / LANES * tile->width + i) * LANES + at % LANES] = work->row[c];
-        }
+        put_query(of->element, tile->width, decode_row(of, &of->q, s, kv_head, row), dim, of->scale, i, work->row,
+                  tile->q);
     }
 }
 
@@ -114,15 +123,23 @@ static int begin_tiles(const struct launch* of, const struct decode_work* work, 
 }
 
 // The sum, or the largest, of the lanes of each row, in all lanes of the row.
-static vec over_row(int largest, int width, vec x) {
-    real lane[LANES];
-    memcpy(lane, &x, sizeof x);
-    for (int half = LANES / 2; half >= width; half /= 2)
-        for (int i = 0; i < half; i++)
-            lane[i] = !largest ? lane[i] + lane[i + half] : lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-    for (int i = width; i < LANES; i++)
-        lane[i] = lane[i - width];
-    memcpy(&x, lane, sizeof x);
+INLINE vec over_row(int largest, int width, vec x) {
+#define FLIP(l, h) ((l) ^ (h))
+#define OVER_HALF(half)                                         \
+    if (width <= (half)) {                                      \
+        const vec other = pick(x, x, ALL_LANES(FLIP, 0, half)); \
+        x = largest ? larger(x, other) : x + other;             \
+    }
+#if VBYTES / REAL_BYTES >= 16
+    OVER_HALF(8)
+#endif
+#if VBYTES / REAL_BYTES >= 8
+    OVER_HALF(4)
+#endif
+#if VBYTES / REAL_BYTES >= 4
+    OVER_HALF(2)
+#endif
+    OVER_HALF(1)
     return x;
 }
 
@@ -132,10 +149,14 @@ static void decode_weigh(const struct launch* of, struct decode_tile* tile, cons
                          real* score, real* decay) {
     const int width = tile->width, keys = LANES / width;
     const long stop = rounded_up(block->count, keys) * width;
+    const real scale = scale_of_scores(of->scale);
     if (of->softcap)
-        bend(of->softcap, 1, 0, stop, score);
+        bend(of->softcap, scale, 0, stop, score);
+    else if (scale != 1)
+        for (long j = 0; j < stop; j += LANES)
+            store(score + j, rounded_now(load(score + j) * scale));
     if (masked) {
-        ivec key, from, to;
+        ivec key = {0}, from = {0}, to = {0};
         for (int l = 0; l < LANES; l++) {
             key[l] = l / width;
             from[l] = most(tile->from[l % width] - block->first, 0);
@@ -193,47 +214,21 @@ static void add_odd_rows(const struct launch* of, const struct decode_work* work
     }
 }
 
-#if REAL_BYTES == 8
-#define FOR_ELEMENT(call, ...) call(FLOAT64, __VA_ARGS__)
-#else
-#define FOR_ELEMENT(call, ...)       \
-    if (of->element == FLOAT32)      \
-        call(FLOAT32, __VA_ARGS__);  \
-    else if (of->element == FLOAT16) \
-        call(FLOAT16, __VA_ARGS__);  \
-    else                             \
-        call(BFLOAT16, __VA_ARGS__)
-#endif
-
-// The same for each element and width of a tile, each compiled by itself.
-#define SPECIALIZED(call, ...)                               \
-    do {                                                     \
-        if (tile->width == 1) {                              \
-            FOR_ELEMENT(call, 1, __VA_ARGS__);               \
-        } else if (tile->width == 2) {                       \
-            FOR_ELEMENT(call, 2, __VA_ARGS__);               \
-        } else if (LANES >= 4 && tile->width == 4) {         \
-            FOR_ELEMENT(call, least_lanes(4), __VA_ARGS__);  \
-        } else if (LANES >= 8 && tile->width == 8) {         \
-            FOR_ELEMENT(call, least_lanes(8), __VA_ARGS__);  \
-        } else if (LANES >= 16) {                            \
-            FOR_ELEMENT(call, least_lanes(16), __VA_ARGS__); \
-        }                                                    \
-    } while (0)
-#define least_lanes(width) (LANES < (width) ? LANES : (width))
-
-// A tile with the block in work.  next: the block to prefetch, or NULL.
-static void decode_block(const struct launch* of, const struct decode_work* work, struct decode_tile* tile,
-                         const struct block* next) {
+// A tile with the current block.  ahead: whether to prefetch.
+static void decode_block(const struct launch* of, const struct decode_work* work, struct decode_tile* tile, int ahead) {
     const struct block* block = work->block;
     const long pitch = vectors_of(of->value_dim) * LANES, last = block->first + block->count;
     const int masked = tile->full_from > block->first || tile->full_to < last || block->count * tile->width % LANES;
+    const struct streams* stream = &streams[of->element][__builtin_ctz(tile->width)];
     real decay[LANES];
-    SPECIALIZED(stream_scores, of->head_dim, tile->q, block, work->score);
+    stream->scores(of->head_dim, tile->q, block, ahead, work->score);
     decode_weigh(of, tile, block, masked, work->score, decay);
     const int odd = masked && leave_out_odd(of, work, tile, block);
-    SPECIALIZED(stream_values, of->value_dim, odd ? work->finite : block, next,
-                of->head_dim * element_bytes[of->element], work->score, decay, tile->acc, pitch);
+    for (long i = 0; i < tile->width; i++)
+        if (decay[i] != 1)
+            for (long c = 0; c < pitch; c += LANES)
+                store(tile->acc + i * pitch + c, load(tile->acc + i * pitch + c) * decay[i]);
+    stream->values(of->value_dim, odd ? work->finite : block, ahead, work->score, tile->acc, pitch);
     if (odd)
         add_odd_rows(of, work, tile, block, pitch);
 }

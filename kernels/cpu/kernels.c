@@ -3,8 +3,10 @@
 
 #include "backward.h"
 #include "forward.h"
-#ifndef __AVX512BF16__
+#ifndef __AMX_BF16__  // Intel's processors compute more without pairs where there are few rows
 #include "decode.h"
+#endif
+#ifndef __AVX512BF16__
 #include "narrow.h"
 #include "partials.h"
 #endif
@@ -12,8 +14,10 @@
 const struct kernels TABLE = {{
     [FORWARD] = {forward_bytes, forward},
     [BACKWARD] = {backward_bytes, backward},
-#ifndef __AVX512BF16__
+#ifndef __AMX_BF16__
     [DECODE] = {decode_bytes, decode},
+#endif
+#ifndef __AVX512BF16__
     [MERGE] = {no_bytes, merge},
     [SINK] = {no_bytes, sink},
     [DELTA] = {no_bytes, delta},

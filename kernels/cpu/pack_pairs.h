@@ -94,7 +94,17 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
 // What of the scale the packed rows leave to be multiplied.
 INLINE real scale_left(real scale) { return scale == 0 ? 1 : scale < 0 ? -scale : scale; }
 
-// The rows of a tile times the sign of factor, 0 too, which rounds nothing: in panels, and by dim if by_dim is given,
+// Multiplies numbers by the sign of factor, 0 too, which rounds nothing.
+INLINE void sign_row(operand* row, long n, real factor) {
+    if (factor < 0)
+        for (long i = 0; i < n; i++)
+            row[i] ^= 0x8000;
+    else if (factor == 0)
+        for (long i = 0; i < n; i++)
+            row[i] = (row[i] & 0x7f80) == 0x7f80 ? 0x7fc0 : 0;      // 0 times what is not finite is NaN
+}
+
+// The rows of a tile times the sign of factor: in panels, and by dim if by_dim is given,
 // [DEPTH(dim)][pitch].  row: NR * DEPTH(dim).
 static void pack_rows(const struct launch* of, const struct array* array, int dim, const struct rows* rows, real factor,
                       operand* row, operand* panels, operand* by_dim, long pitch, struct odd* odd) {
@@ -110,12 +120,7 @@ static void pack_rows(const struct launch* of, const struct array* array, int di
             copy_row(row_at(rows, array, first + i), dim, depth, panel + i * depth);
         }
         memset(panel + count * depth, 0, (MR - count) * depth * sizeof(operand));
-        if (factor < 0)
-            for (long n = 0; n < count * depth; n++)
-                panel[n] ^= 0x8000;
-        else if (factor == 0)
-            for (long n = 0; n < count * depth; n++)
-                panel[n] = (panel[n] & 0x7f80) == 0x7f80 ? 0x7fc0 : 0;      // 0 times what is not finite is NaN
+        sign_row(panel, count * depth, factor);
         if (by_dim) {
             memcpy(row, panel, MR * depth * sizeof(operand));
             for (int i = 0; i < count; i++)

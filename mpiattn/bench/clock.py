@@ -1,7 +1,9 @@
 """Times launches of a back end: with events on its stream if it has one, else with the host's clock."""
 
+import ctypes
 import math
 import time
+from functools import partial
 
 import numpy as np
 
@@ -52,9 +54,8 @@ class HostClock:
         return min(MOST, max(1, math.ceil(LEAST / max(self.seconds(launch, before), 1e-9))))
 
     def memory_bandwidth(self, nbytes, dtype):
-        """A plain sum over memory, as (its name, a function that does it once, the bytes that it moves)."""
-        data = np.zeros(max(1, nbytes // np.dtype(dtype).itemsize), dtype)
-        return "NumPy's sum", plain_sum([data]), data.nbytes
+        """A read of memory by one thread, as (its name, a function that does it once, the bytes that it moves)."""
+        return "C's memchr", reading(nbytes), nbytes
 
     def product(self):
         """A float32 matrix product by NumPy's BLAS, as (its name, a function that does it once, its operations)."""
@@ -118,6 +119,14 @@ class StreamClock(HostClock):
 def clock_of(backend):
     """The clock for a back end."""
     return StreamClock(backend) if hasattr(backend, "stream") else HostClock(backend)
+
+
+def reading(nbytes):
+    """A function that reads so many bytes once, as fast as C reads memory: it looks for a byte that is not there."""
+    data = np.full(nbytes, 2, np.uint8)
+    find = ctypes.CDLL(None).memchr
+    find.argtypes, find.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
+    return partial(find, data.ctypes.data_as(ctypes.c_void_p), 1, nbytes)
 
 
 def plain_sum(arrays):

@@ -23,6 +23,7 @@ from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
 from ..system import host
 from ..system.installation import mpi_library
+from .clock import reading
 
 OWN = {"limits"}  # options that only --limits takes
 SHARED = {"backend", "runs", "timeout", "json"}
@@ -201,7 +202,7 @@ def _decoding(peers, args) -> Iterator[list[Operation]]:
         k, v = rng.standard_normal((2, sequences, keys, KV_HEADS, HEAD_DIM), np.float32)
         cache.append(k, v)
         q = rng.standard_normal((sequences, 1, HEADS, HEAD_DIM), np.float32)
-        read = _reading(2 * k.nbytes // peers.size)
+        read = reading(2 * k.nbytes // peers.size)
         token, lengths = (k[:, :1], v[:, :1]), cache.lengths
         store = [np.empty_like(array) for array in token]
 
@@ -315,9 +316,3 @@ def _both(first, second):
         second()
 
     return run
-
-
-def _reading(nbytes):
-    """A function that reads so many bytes once, as fast as C reads memory: it looks for a byte that is not there."""
-    data = bytearray(b"\2") * nbytes
-    return lambda: data.find(1)

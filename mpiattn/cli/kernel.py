@@ -44,8 +44,8 @@ def add_arguments(parser):
         "--decode-keys",
         type=int,
         metavar="N",
-        help=f"keys that a decoded query sees, with 8 query heads per KV head (default: "
-        f"{KEYS['decode_keys']}; 0: do not measure decoding)",
+        help=f"keys that a decoded token sees, with as many query heads per KV head as --heads and --kv-heads give, "
+        f"and with {kernel.QUERIES} (default: {KEYS['decode_keys']}; 0: do not measure decoding)",
     )
     group.add_argument(
         "--carry-keys",
@@ -97,8 +97,11 @@ def _measured(backend, problems, args, decode_keys, carry_keys):
         for problem in problems
         for direction in DIRECTIONS[args.direction]
     ]
-    for keys, measure in ((decode_keys, kernel.measure_decode), (carry_keys, kernel.measure_carry)):
-        sections += [measure(backend, clock, first, keys, args.runs)] if keys else []
+    if decode_keys:
+        for queries in sorted({first.heads // first.kv_heads, kernel.QUERIES}):
+            sections.append(kernel.measure_decode(backend, clock, first, decode_keys, args.runs, queries))
+    if carry_keys:
+        sections.append(kernel.measure_carry(backend, clock, first, carry_keys, args.runs))
     sections.append(kernel.measure_launch(backend, clock, first, args.runs))
     torch, (blas, threads) = load_torch(), host.blas()
     return {

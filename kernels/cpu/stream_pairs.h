@@ -1,0 +1,121 @@
+// As stream_products.h, for bfloat16: products of pairs of numbers.
+//
+// Scores take pairs along a row, as they lie; sums of values take those of two keys, whose weights become bfloat16 too.
+
+#pragma once
+
+#include "pack_pairs.h"
+#include "stream.h"
+
+#define SUMS 16  // that stay in registers
+#define NUMBERS 32  // of a vector of pairs
+
+typedef int32_t factor;  // the weights of two keys
+
+// What of the scale `put_query` leaves to be multiplied.
+INLINE real scale_of_scores(real scale) { return scale_left(scale); }
+
+// Copies a row of queries, times the sign of scale, as row i of a tile.  q: [vector][row][NUMBERS]; row: memory for a
+// row.
+INLINE void put_query(int element, int width, const char* from, int dim, real scale, long i, real* row, real* q) {
+    operand* pairs = (operand*)row;
+    (void)element;
+    copy_row(from, dim, DEPTH(dim), pairs);
+    sign_row(pairs, dim, scale);
+    for (long c = 0; c < dim; c += NUMBERS)
+        memcpy((operand*)q + c * width + i * NUMBERS, pairs + c, NUMBERS * sizeof *pairs);
+}
+
+// The scores of the keys of a block.  ahead: whether to prefetch.
+INLINE void stream_scores(int element, int width, int dim, const real* q, const struct block* block, int ahead,
+                          real* score) {
+    const int keys = LANES / width;
+    const __mmask32 rest = (1u << dim % NUMBERS) - 1;
+    (void)element;
+    for (long j = 0; j < block->count; j += keys) {
+        const char *key[LANES], *near[LANES], *far[LANES];
+        __m512 sum[LANES];
+        UNROLLED for (int n = 0; n < keys; n++) {
+            key[n] = block->key[j + n];
+            near[n] = block->key[j + n + block->near], far[n] = block->key[j + n + block->far];
+        }
+        UNROLLED for (int i = 0; i < LANES; i++) sum[i] = (__m512){0};
+        const char* row = (const char*)q;
+        for (long at = 0; at < dim / NUMBERS * 64; at += 64, row += width * 64)
+            UNROLLED for (int n = 0; n < keys; n++) {
+                const __m512bh numbers = (__m512bh)_mm512_loadu_si512(key[n] + at);
+                if (ahead)
+                    prefetch(width, near[n], far[n], at, 64);
+                UNROLLED for (int i = 0; i < width; i++) sum[n * width + i] =
+                    _mm512_dpbf16_ps(sum[n * width + i], (__m512bh)_mm512_load_si512(row + i * 64), numbers);
+            }
+        if (rest)
+            UNROLLED for (int n = 0; n < keys; n++) {
+                const __m512bh numbers = (__m512bh)_mm512_maskz_loadu_epi16(rest, key[n] + dim / NUMBERS * 64);
+                UNROLLED for (int i = 0; i < width; i++) sum[n * width + i] =
+                    _mm512_dpbf16_ps(sum[n * width + i], (__m512bh)_mm512_load_si512(row + i * 64), numbers);
+            }
+        store(score + j * width, sums_of((vec*)sum));
+    }
+}
+
+// LANES values of two keys as pairs; of the last ones of a row as widened_rest has them.
+INLINE __m512bh paired(const char* even, const char* odd, long at, int dim, int rest) {
+    const __m512i lanes = (__m512i)(operand __attribute__((vector_size(64)))){
+        0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    __mmask16 mask = -1;
+    if (rest && dim < LANES)
+        mask = (1u << dim) - 1;
+    else if (rest)
+        mask <<= LANES - dim % LANES, at = (dim - LANES) * sizeof(operand);
+    const __m256i a =
+        rest ? _mm256_maskz_loadu_epi16(mask, even + at) : _mm256_loadu_si256((const __m256i*)(even + at));
+    const __m256i b = rest ? _mm256_maskz_loadu_epi16(mask, odd + at) : _mm256_loadu_si256((const __m256i*)(odd + at));
+    return (__m512bh)_mm512_permutex2var_epi16(_mm512_castsi256_si512(a), lanes, _mm512_castsi256_si512(b));
+}
+
+// The weights of a block as `stream_columns` takes them: [pair of keys][row], 0 beyond `count` keys.
+INLINE const factor* factors_of(int width, long count, const real* weight, factor* memory) {
+    const long vectors = (count * width + LANES - 1) / LANES;
+    operand from[NUMBERS] __attribute__((aligned(64)));
+    UNROLLED for (int lane = 0; lane < LANES; lane++) {
+        from[2 * lane] = lane / width * 2 * width + lane % width;
+        from[2 * lane + 1] = from[2 * lane] + width;
+    }
+    const __m512i lanes = _mm512_load_si512(from);
+    for (long n = 0; n < vectors; n += 2) {
+        const vec even = load(weight + n * LANES), odd = n + 1 < vectors ? load(weight + (n + 1) * LANES) : splat(0);
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+        _mm512_storeu_si512(memory + n / 2 * LANES, _mm512_permutexvar_epi16(lanes, both));
+    }
+    return memory;
+}
+
+// As in stream_products.h.
+INLINE void stream_columns(int element, int width, int vectors, int rest, int dim, int from, const struct block* block,
+                           int ahead, long first, long stop, const factor* weight, real* acc, long pitch) {
+    (void)element;
+    const int bytes = sizeof(operand) * LANES;
+    const char *const *near = block->value + block->near, *const *far = block->value + block->far;
+    __m512 sum[LANES * 8];
+    UNROLLED for (int i = 0; i < width * vectors; i++) sum[i] = (__m512){0};
+    for (long j = first; j < stop; j += 2) {
+        __m512bh numbers[8];
+        if (ahead) {
+            prefetch(width, near[j], far[j], from * bytes, vectors * bytes);
+            prefetch(width, near[j + 1], far[j + 1], from * bytes, vectors * bytes);
+        }
+        UNROLLED for (int n = 0; n < vectors; n++) numbers[n] =
+            paired(block->value[j], block->value[j + 1], (from + n) * bytes, dim, rest);
+        UNROLLED for (int i = 0; i < width; i++) {
+            const __m512bh each = (__m512bh)_mm512_set1_epi32(weight[j / 2 * width + i]);
+            UNROLLED for (int n = 0; n < vectors; n++) sum[i * vectors + n] =
+                _mm512_dpbf16_ps(sum[i * vectors + n], each, numbers[n]);
+        }
+    }
+    UNROLLED for (int i = 0; i < width; i++) UNROLLED for (int n = 0; n < vectors; n++) {
+        real* to = acc + i * pitch + (from + n) * LANES;
+        store(to, load(to) + (vec)sum[i * vectors + n]);
+    }
+}

@@ -1,0 +1,84 @@
+// The products of decoding, compiled for each element of the inputs and each width of a tile.
+
+#pragma once
+
+#ifdef __AVX512BF16__
+#include "stream_pairs.h"
+#else
+#include "stream_products.h"
+#endif
+
+// A pass over keys for so many vectors of their values at a time, as often as there are so many.
+#define PASSES(vectors)                                     \
+    if (width * (vectors) <= SUMS)                          \
+        for (; from + (vectors) <= full; from += (vectors)) \
+    stream_columns(element, width, vectors, 0, dim, from, block, ahead, first, stop, factors, acc, pitch)
+
+// Adds the values of a block by their weights to acc.  ahead: whether to prefetch.
+INLINE void stream_values(int element, int width, int dim, const struct block* block, int ahead, const real* weight,
+                          real* acc, long pitch) {
+    factor memory[BLOCK_KEYS * LANES];
+    const factor* factors = factors_of(width, block->count, weight, memory);
+    const int full = dim / LANES;
+    // Where there are several passes, they are over few keys, whose values stay in the L1 cache: pairs of them.
+    const long step = width * full <= SUMS || block->near < 2 ? BLOCK_KEYS : block->near / 2 * 2;
+    for (long first = 0; first < block->count; first += step) {
+        const long stop = first + step < block->count ? first + step : block->count;
+        int from = 0;
+        PASSES(8);
+        PASSES(4);
+        PASSES(2);
+        PASSES(1);
+        if (dim % LANES)
+            stream_columns(element, width, 1, 1, dim, from, block, 0, first, stop, factors, acc, pitch);
+    }
+}
+
+struct streams {
+    void (*scores)(int dim, const real* q, const struct block* block, int ahead, real* score);
+    void (*values)(int dim, const struct block* block, int ahead, const real* weight, real* acc, long pitch);
+};
+
+#define STREAMS(element, width)                                                                               \
+    static void scores_##element##_##width(int dim, const real* q, const struct block* block, int ahead,      \
+                                           real* score) {                                                     \
+        stream_scores(element, width, dim, q, block, ahead, score);                                           \
+    }                                                                                                         \
+    static void values_##element##_##width(int dim, const struct block* block, int ahead, const real* weight, \
+                                           real* acc, long pitch) {                                           \
+        stream_values(element, width, dim, block, ahead, weight, acc, pitch);                                 \
+    }
+#define NAMES(element, width) {scores_##element##_##width, values_##element##_##width},
+
+#if VBYTES / REAL_BYTES >= 16
+#define WIDTHS(each, element) each(element, 1) each(element, 2) each(element, 4) each(element, 8) each(element, 16)
+#elif VBYTES / REAL_BYTES >= 8
+#define WIDTHS(each, element) each(element, 1) each(element, 2) each(element, 4) each(element, 8)
+#elif VBYTES / REAL_BYTES >= 4
+#define WIDTHS(each, element) each(element, 1) each(element, 2) each(element, 4)
+#else
+#define WIDTHS(each, element) each(element, 1) each(element, 2)
+#endif
+
+#if REAL_BYTES == 8
+WIDTHS(STREAMS, FLOAT64)
+#elif defined(__AVX512BF16__)
+WIDTHS(STREAMS, BFLOAT16)
+#else
+WIDTHS(STREAMS, FLOAT32)
+WIDTHS(STREAMS, FLOAT16)
+WIDTHS(STREAMS, BFLOAT16)
+#endif
+
+// By element, and by the logarithm of the width.
+static const struct streams streams[][5] = {
+#if REAL_BYTES == 8
+    [FLOAT64] = {WIDTHS(NAMES, FLOAT64)},
+#elif defined(__AVX512BF16__)
+    [BFLOAT16] = {WIDTHS(NAMES, BFLOAT16)},
+#else
+    [FLOAT32] = {WIDTHS(NAMES, FLOAT32)},
+    [FLOAT16] = {WIDTHS(NAMES, FLOAT16)},
+    [BFLOAT16] = {WIDTHS(NAMES, BFLOAT16)},
+#endif
+};
