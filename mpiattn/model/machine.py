@@ -63,7 +63,7 @@ class Machine:
         Seconds of a block in addition to its work.
     edge : float, default 0.0
         Keys that a query takes time for in a block beside those that it sees there, at most all: rows are computed in
-        tiles, and packed.
+        tiles, and packed.  A quarter of it is the least that a query takes time for in a launch.
     merging : float, default 2e9
         Bytes a second of partials that a rank merges into its own.
     collective : float, default 1.0

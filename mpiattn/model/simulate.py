@@ -13,6 +13,8 @@ from ..schedule.route import leg_of
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..schedule.travels import token_bytes
 
+WHOLE = 0.25  # of a machine's edge: keys that a query takes time for in a launch, at least; kernels compute whole tiles
+
 
 def nodes_of(ranks, machine):
     """The node of every rank if each node is filled before the next: int64 (ranks,)."""
@@ -41,10 +43,17 @@ class _Run:
             for kind, collective in transfers
         }
         timed = load.timed_pairs(machine.edge)
-        self.blocks = np.empty(timed.shape)  # seconds
-        for to, counted, pairs in zip(self.blocks, timed, load.pairs):  # a part at a time stays in cache
-            seconds = machine.compute(problem.flops_per_pair * counted, problem.dtype, schedule.direction)
-            np.add(seconds, np.where(pairs > 0, machine.launch, 0), out=to)
+        self.blocks, self.fused = np.empty(timed.shape), np.zeros(self.ranks)  # seconds: one by one, in one launch
+
+        def seconds(pairs):
+            return machine.compute(problem.flops_per_pair * pairs, problem.dtype, schedule.direction)
+
+        for to, counted, pairs, chunks in zip(self.blocks, timed, load.pairs, load.chunks[0]):  # a part stays in cache
+            queries = np.minimum(pairs, load.lengths[0][chunks])  # that see any key
+            least = WHOLE * machine.edge * queries
+            np.add(seconds(np.maximum(counted, least)), np.where(pairs > 0, machine.launch, 0), out=to)
+            self.fused += seconds(np.maximum(counted.sum(axis=0), least.max(axis=0)))
+        self.fused += np.where(load.pairs.any(axis=(0, 1)), machine.launch, 0)
         zero = np.zeros(self.ranks)
         self.free = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}  # links inside and between
         self.posted, self.last_two = zero, [zero, zero]  # so far: latest post, two latest ends
@@ -71,8 +80,7 @@ class _Run:
 
     def _computing(self, step):
         if step.fused:
-            launches = np.where(self.load.pairs > 0, self.machine.launch, 0)
-            return (self.blocks - launches).sum(axis=(0, 1)) + launches.max(axis=(0, 1))
+            return self.fused
         return sum((self.blocks[block] for block in step.blocks), np.zeros(self.ranks))
 
     def _post(self, transfer, begins):
