@@ -44,12 +44,17 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
     const long width = rounded_up(of->value_dim, NR), panels = (rows->count + MR - 1) / MR, head_dim = of->head_dim;
     for (long block = rows->lowest / BLOCK * BLOCK; block < rows->highest; block += BLOCK) {
         for (long panel = 0; panel < panels; panel++) {
-            const long from = most(rows->panel[panel].from - block, 0) / NR * NR;
+            const long start = most(rows->panel[panel].from - block, 0), from = start / LANES * LANES;
             const long stop = least(rows->panel[panel].to - block, BLOCK), to = rounded_up(stop, LANES);
-            if (from >= stop)
+            if (start >= stop)
                 continue;
             const real* q = work->q + panel * MR * head_dim;
             long j = from;
+            if (j % NR) {                                           // the second half of packed columns
+                product_of(1, 0, q, 1, MR, work->keys + (block + j - LANES) * head_dim + LANES, head_dim,
+                           work->score + j, BLOCK);
+                j += LANES;
+            }
             for (; j + NR <= to; j += NR) {
                 product(0, q, 1, MR, work->keys + (block + j) * head_dim, head_dim, work->score + j, BLOCK);
                 step_ahead(&work->ahead);
@@ -74,8 +79,8 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
             }
             for (long c = 0; c < width; c += NR) {
                 step_ahead(&work->ahead);
-                product(1, work->score + from, BLOCK, 1, work->values + c * work->pitch + (block + from) * NR,
-                        stop - from, work->acc + panel * MR * width + c, width);
+                product(1, work->score + start, BLOCK, 1, work->values + c * work->pitch + (block + start) * NR,
+                        stop - start, work->acc + panel * MR * width + c, width);
             }
             if (work->odd.count)
                 add_odd_values(of, work, kv_head, key0, rows, panel, block);
