@@ -14,7 +14,7 @@ from numbers import Integral
 from mpi4py import MPI
 
 from ..errors import ArgumentError
-from .peers import translate_ranks
+from .peers import hold, translate_ranks
 
 MAX_MESSAGE = 2**30  # bytes; MPI counts end at 2^31 - 1
 PROGRESS = 3e-4  # seconds between two polls of MPI while a rank computes
@@ -141,7 +141,7 @@ class Exchange:
             own_count = counts[comm.rank]
             piece = chunk[first * row_bytes : (first + own_count) * row_bytes]
             request = comm.Iallgatherv([piece, own_count, row_type], [arena, counts, starts, row_type])
-            posted.append(Posted(request, "gather", sum(counts) * row_bytes, comm))
+            posted.append(Posted(hold(request, piece, arena), "gather", sum(counts) * row_bytes, comm))
             self._count(own_count * row_bytes, comm.size - 1)
         return posted
 

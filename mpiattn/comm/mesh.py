@@ -29,10 +29,9 @@ from . import endings
 from .agreement import agreement, is_everywhere
 from .blocking import blocking
 from .channel import Channel
-from .peers import TIMEOUT, Peers, translate_ranks
+from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 
 _KEY = None  # key of the MPI attribute in which a caller's communicator keeps its Home
-_ABANDONED: list["Home"] = []  # homes that failed, kept because MPI may still use their buffers
 _DROPPED: list["Home"] = []  # homes whose plans were dropped without close(), and whose owner has been freed
 
 
@@ -201,7 +200,7 @@ class Home:
         if self.owner is not None and self.owner.Get_attr(_KEY) is self:  # not yet set if making the home failed
             self.owner.Delete_attr(_KEY)
         self.plans.clear()
-        _ABANDONED.append(self)
+        keep_forever(self)  # MPI may still use its buffers
         endings.abort_if_uncaught()
 
     def mesh(self, peers, tile, order=None):

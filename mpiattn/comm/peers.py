@@ -6,6 +6,7 @@ is completed here and given up after a time limit.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import socket
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0  # seconds; the work of ranks between two calls may differ by minutes
 SUSPENDED = 1.0  # seconds; a longer gap between polls means a suspended process: it is not counted as waiting
 HEAD = 8192  # bytes of a broadcast's first message
-_LOST: list[object] = []  # requests that were given up, kept because MPI may still write to their buffers
 
 Value = TypeVar("Value")
 
@@ -53,6 +53,24 @@ def translate_ranks(comm: MPI.Intracomm, ranks: Iterable[int], other: MPI.Intrac
     return MPI.Group.Translate_ranks(comm.Get_group(), list(ranks), other.Get_group())
 
 
+class HeldRequest(MPI.Request):
+    """A request that holds its buffers; those of mpi4py do not for reductions and Iallgatherv (mpi4py 4.1)."""
+
+    buffers: tuple[object, ...]
+
+
+def hold(request: MPI.Request, *buffers: object) -> HeldRequest:
+    """The request, which holds these buffers as long as it lives."""
+    held = HeldRequest(request)
+    held.buffers = buffers
+    return held
+
+
+def keep_forever(kept: object) -> None:
+    """Never free an object: MPI may write to its buffers even in MPI_Finalize, which comes after the end of Python."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 class Peers:
     """The ranks of `comm`, waited for up to `timeout` seconds.
 
@@ -67,7 +85,7 @@ class Peers:
         self,
         comm: MPI.Intracomm,
         timeout: float = TIMEOUT,
-        lost: Callable[[object], object] = _LOST.append,
+        lost: Callable[[object], object] = keep_forever,
         idle: Callable[[], object] = os.sched_yield,
         channel: channels.Channel | None = None,
     ) -> None:
@@ -101,7 +119,7 @@ class Peers:
                     return self._give_up(done, tell, kept)
                 self.idle()
         except BaseException:  # an interrupt, a GPU that has failed
-            _LOST.append(kept)
+            keep_forever(kept)
             raise
 
     def _listen(self, kept: object) -> None:
@@ -136,7 +154,7 @@ class Peers:
         if self.size == 1:
             return
         result = np.empty_like(array)
-        self.wait([self.comm.Iallreduce(array, result, operation)])
+        self.wait([hold(self.comm.Iallreduce(array, result, operation), array, result)])
         array[...] = result
 
     def largest(self, numbers: Sequence[float]) -> NDArray[np.int64]:
@@ -173,5 +191,6 @@ class Peers:
         self.wait([self.comm.Iallgather(np.array([len(pickled)], np.int64), lengths)])
         starts = np.concatenate([[0], np.cumsum(lengths)])
         everything = np.empty(starts[-1], np.uint8)
-        self.wait([self.comm.Iallgatherv([pickled, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])])
+        gathered = self.comm.Iallgatherv([pickled, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])
+        self.wait([hold(gathered, pickled, everything)])
         return [pickle.loads(everything[start:stop].tobytes()) for start, stop in pairwise(starts)]
