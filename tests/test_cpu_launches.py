@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from blocks import MASKS, chunks, everything
+from blocks import MASKS, chunks, everything, windows
 from cpu_kernels import SETS, WORK, compiled, kernels_of
 from dense import bits
 from test_cpu import attend, gradients
@@ -70,6 +70,44 @@ def test_small_heads_are_read_ahead(backend, monkeypatch, dtype):
                 assert bits(dq[of], dk[own], dv[own]) == bits(
                     *gradients(backend, [*(array[of] for array in rows), *inputs[1:]])
                 )
+
+
+def as_a_batch(array, batch, apart):
+    """(tokens, batch * heads, dim) itself or, apart, as (tokens, batch, heads, dim) with one sequence after another."""
+    if not apart:
+        return array
+    return np.ascontiguousarray(array.reshape(len(array), batch, -1, array.shape[-1]).swapaxes(0, 1)).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("dtype", WORK)
+@pytest.mark.parametrize("of", ["queries", "keys", "both"])
+def test_a_batch_where_it_lies(backend, monkeypatch, dtype, of):
+    """Bits are those of a batch folded into the heads, whichever of the arrays are."""
+    monkeypatch.setattr(backend, "threads", 2)
+    queries, keys = of in ("queries", "both"), of in ("keys", "both")
+    for batch, tokens, heads, kv_heads, groups in (
+        (3, 9, 2, 1, 3),
+        (2, 150, 4, 2, 1),
+        (4, 33, 3, 3, 4),
+        (2, 70, 1, 1, 2),
+    ):
+        q, k, v = chunks(tokens, tokens + 5, batch * heads, batch * kv_heads, 40, 24, dtype)
+        dout = np.resize(v[::-1], (tokens, batch * heads, 24))
+        rows = np.random.default_rng(0).uniform(2, 3, (2, tokens, batch * heads)).astype(WORK[dtype])
+        bounds = windows(tokens, tokens + 5, groups)
+        results = []
+        for apart in (False, True):
+            own_q, own_dout = (as_a_batch(array, batch, apart and queries) for array in (q, dout))
+            own_kv = [as_a_batch(array, batch, apart and keys) for array in (k, v)]
+            out, *grads = (np.ones_like(array, WORK[dtype]) for array in (own_dout, own_q, *own_kv))
+            lse, delta = rows.copy()
+            attend(backend, own_q, *own_kv, *bounds, into=(out, lse))
+            if dtype == WORK[dtype]:
+                backend.delta(delta, own_dout, out, rows[1])
+                backend.sink(out, lse, rows[0, 0])
+            gradients(backend, [own_q, own_dout, lse, delta, *own_kv, *bounds], into=grads)
+            results.append(bits(lse, delta, *(array.reshape(len(array), -1) for array in (out, *grads))))
+        assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("name", ["cpu:", "cpu:0", "cpu:257", "cpu:-1", "cpu:2.0", "cpu:²", "cpu:2:1", "cpu:all"])

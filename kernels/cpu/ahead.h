@@ -53,7 +53,8 @@ INLINE int next_row(const struct ahead* ahead, struct rows_ahead* rows) {
     const int is_row = rows->array < of_rows, is_value = is_row ? rows->array >= queries : rows->array > of_rows;
     const struct array* array = is_row ? is_value ? &of->dout : &of->q : is_value ? &of->v : &of->k;
     const long head = is_row ? ahead->kv_head * queries + rows->array % queries : ahead->kv_head;
-    rows->row = array->data + head * array->head, rows->stride = array->token;
+    const long sequence = is_row ? sequence_of(of, head) : sequence_of_kv(of, head);
+    rows->row = array->data + head * array->head + sequence * array->sequence, rows->stride = array->token;
     rows->left = (is_row ? of->tokens : of->keys) - 1;
     rows->bytes = element_bytes[of->element] * (is_value ? of->value_dim : of->head_dim);
     rows->array++;
@@ -113,8 +114,8 @@ static void end_ahead(struct ahead* ahead) {
     copy_ahead(ahead, LONG_MAX);
     ahead->on = 0, ahead->from = &ahead->near;
     ahead->near = *of;
-    ahead->near.q = (struct array){ahead->copies - first * row, row, row * of->tokens};
-    ahead->near.dout = (struct array){dout - first * value, value, value * of->tokens};
-    ahead->near.k = (struct array){keys, row, 0};
-    ahead->near.v = (struct array){keys + row * of->keys, value, 0};
+    ahead->near.q = (struct array){ahead->copies - first * row, row, row * of->tokens, 0};
+    ahead->near.dout = (struct array){dout - first * value, value, value * of->tokens, 0};
+    ahead->near.k = (struct array){keys, row, 0, 0};
+    ahead->near.v = (struct array){keys + row * of->keys, value, 0, 0};
 }

@@ -51,7 +51,7 @@ static void add_odd_values(const struct launch* of, struct forward_work* work, i
         const long key = work->odd.row[n];
         if (key < block || key >= block + BLOCK)
             continue;
-        read_row(of->element, of->v.data + (key0 + key) * of->v.token + kv_head * of->v.head, row, of->value_dim, 1);
+        read_row(of->element, kv_rows(of, &of->v, kv_head) + (key0 + key) * of->v.token, row, of->value_dim, 1);
         for (long i = 0; i < MR; i++)
             if (rows->from[panel * MR + i] <= key && key < rows->to[panel * MR + i])
                 for (int c = 0; c < of->value_dim; c++)

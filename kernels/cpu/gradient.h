@@ -154,9 +154,10 @@ static void clear_keys(const struct launch* of, const struct backward_work* work
 // Adds what a block of `count` keys has gathered to dk and dv.
 static void add_keys(const struct launch* of, const struct backward_work* work, int kv_head, long block, long count) {
     const long width = rounded_up(of->head_dim, NR), value_width = rounded_up(of->value_dim, NR);
+    char *all_dk = kv_rows(of, &of->dk, kv_head), *all_dv = kv_rows(of, &of->dv, kv_head);
     for (long j = block; j < block + count; j++) {
-        real* dk = (real*)(of->dk.data + j * of->dk.token + kv_head * of->dk.head);
-        real* dv = (real*)(of->dv.data + j * of->dv.token + kv_head * of->dv.head);
+        real* dk = (real*)(all_dk + j * of->dk.token);
+        real* dv = (real*)(all_dv + j * of->dv.token);
         if (j + AHEAD_ROWS < block + count) {
             prefetch_row((char*)dk + AHEAD_ROWS * of->dk.token, of->head_dim * sizeof(real));
             prefetch_row((char*)dv + AHEAD_ROWS * of->dv.token, of->value_dim * sizeof(real));

@@ -175,10 +175,11 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
 }
 
 // to[c] += factor * turned[c][j] for the keys j of a block
-static void add_turned(const struct array* array, int kv_head, long block, long count, real factor, const real* turned,
-                       long dim) {
+static void add_turned(const struct launch* of, const struct array* array, int kv_head, long block, long count,
+                       real factor, const real* turned, long dim) {
+    char* rows = kv_rows(of, array, kv_head);
     for (long j = 0; j < count; j++) {
-        real* to = (real*)(array->data + (block + j) * array->token + kv_head * array->head);
+        real* to = (real*)(rows + (block + j) * array->token);
         for (long c = 0; c < dim; c += LANES) {
             const vec some = (vec)gathered((const int*)turned + c * KEYS + j, KEYS);
             for (long n = 0; n < least(dim - c, LANES); n++)
@@ -196,6 +197,6 @@ static void clear_keys(const struct launch* of, const struct backward_work* work
 
 // Adds what a block of `count` keys has gathered to dk and dv.
 static void add_keys(const struct launch* of, const struct backward_work* work, int kv_head, long block, long count) {
-    add_turned(&of->dk, kv_head, block, count, scale_left(of->scale), work->dk, of->head_dim);
-    add_turned(&of->dv, kv_head, block, count, 1, work->dv, of->value_dim);
+    add_turned(of, &of->dk, kv_head, block, count, scale_left(of->scale), work->dk, of->head_dim);
+    add_turned(of, &of->dv, kv_head, block, count, 1, work->dv, of->value_dim);
 }

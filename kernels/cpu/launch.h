@@ -1,9 +1,9 @@
 // What a launch of a block is, between Python (mpiattn/backends/cpu/library.py), choose.c and the kernels.
 //
 // The batch is folded into the heads: q, out, dout and dq are (tokens, heads, dim), k, v, dk and dv (keys, kv_heads,
-// dim), lse and delta (tokens, heads).  The numbers of a row lie one after another; tokens and heads have any stride.
-// Query head h reads KV head h / (heads / kv_heads), and row i of it sees the keys begin[g][i] <= j < end[g][i], where
-// g is the head's group.
+// dim), lse and delta (tokens, heads).  The numbers of a row lie one after another; tokens, heads and sequences, which
+// are heads / sequences consecutive heads each, have any stride.  Query head h reads KV head h / (heads / kv_heads),
+// and row i of it sees the keys begin[g][i] <= j < end[g][i], where g is the head's group.
 
 #pragma once
 
@@ -16,6 +16,7 @@ enum operation { FORWARD, BACKWARD, DECODE, MERGE, SINK, DELTA, NARROW, OPERATIO
 struct array {
     char* data;
     int64_t token, head;                        // strides in bytes
+    int64_t sequence;                           // and, beyond its heads' strides, from one sequence to the next
 };
 
 struct launch {
@@ -28,7 +29,7 @@ struct launch {
     struct array q, k, v, out, lse;             // lse: read and written forward, only read backward
     struct array dout, delta, dq, dk, dv;       // backward only
     struct array other, other_lse;              // merged into out and lse; other_lse: also sinks, and dlse of delta
-    int32_t sequences, page_size;               // of decoding: see below
+    int32_t sequences, page_size;               // the latter of decoding: see below
     const int32_t* pages;
     const int64_t* tables;
     int32_t (*poll)(double share);              // called between pieces of work, unless NULL; not 0: give up

@@ -59,9 +59,9 @@ INLINE void narrow_numbers(int element, const real* from, uint16_t* to, int n) {
     }
 }
 
-static void narrow_row(const struct launch* of, long token, long head) {
-    const real* from = (const real*)partial_row(&of->other, token, head);
-    uint16_t* to = (uint16_t*)partial_row(&of->out, token, head);
+static void narrow_row(const struct launch* of, struct place at) {
+    const real* from = (const real*)partial_row(&of->other, at);
+    uint16_t* to = (uint16_t*)partial_row(&of->out, at);
     if (of->element == FLOAT16)
         narrow_numbers(FLOAT16, from, to, of->value_dim);
     else

@@ -71,7 +71,7 @@ static void spread_rows(const real* row, int count, int dim, long first, real* b
 // SLACK.
 static void pack_keys(const struct launch* of, const struct array* array, int kv_head, int dim, long first, long count,
                       real* row, real* by_key, real* by_dim, long pitch, struct odd* odd) {
-    const char* from = array->data + first * array->token + kv_head * array->head;
+    const char* from = kv_rows(of, array, kv_head) + first * array->token;
     const int side_by_side = of->element == REAL && array->token == dim * (long)sizeof(real) && dim % NR == 0;
     if (odd)
         odd->count = 0;

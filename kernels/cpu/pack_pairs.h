@@ -62,9 +62,8 @@ INLINE void interleave(const operand* even, const operand* odd, long depth, long
 // Keys [first, first + count) of a KV head: by key if by_key is given, by dim if by_dim is.  row: NR * DEPTH(dim).
 static void pack_keys(const struct launch* of, const struct array* array, int kv_head, int dim, long first, long count,
                       operand* row, operand* by_key, operand* by_dim, long pitch, struct odd* odd) {
-    const char* from = array->data + first * array->token + kv_head * array->head;
+    const char* from = kv_rows(of, array, kv_head) + first * array->token;
     const long depth = DEPTH(dim);
-    (void)of;
     if (odd)
         odd->count = 0;
     for (long tile = 0; tile < count; tile += NR) {

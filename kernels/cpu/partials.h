@@ -18,23 +18,27 @@ INLINE double added(double x, double y) {
     return apart > 0 ? x + log1p(exp(-apart)) : apart <= 0 ? y + log1p(exp(apart)) : apart;
 }
 
-INLINE char* partial_row(const struct array* array, long token, long head) {
-    return array->data + token * array->token + head * array->head;
+struct place {
+    long token, head, sequence;
+};
+
+INLINE char* partial_row(const struct array* array, struct place at) {
+    return array->data + at.token * array->token + at.head * array->head + at.sequence * array->sequence;
 }
 
-static void merge_row(const struct launch* of, long token, long head) {
-    real *out = (real*)partial_row(&of->out, token, head), *lse = (real*)partial_row(&of->lse, token, head);
-    const real* other = (const real*)partial_row(&of->other, token, head);
-    const double lse_b = *(const real*)partial_row(&of->other_lse, token, head);
+static void merge_row(const struct launch* of, struct place at) {
+    real *out = (real*)partial_row(&of->out, at), *lse = (real*)partial_row(&of->lse, at);
+    const real* other = (const real*)partial_row(&of->other, at);
+    const double lse_b = *(const real*)partial_row(&of->other_lse, at);
     const real weight = 1 / (1 + exp(*lse - (lse_b < EMPTY ? EMPTY : lse_b))), left = 1 - weight;
     for (long c = 0; c < of->value_dim; c++)
         out[c] = out[c] * left + weight * other[c];
     *lse = added(*lse, lse_b);
 }
 
-static void sink_row(const struct launch* of, long token, long head) {
-    real *out = (real*)partial_row(&of->out, token, head), *lse = (real*)partial_row(&of->lse, token, head);
-    const double sink = *(const real*)partial_row(&of->other_lse, token, head);
+static void sink_row(const struct launch* of, struct place at) {
+    real *out = (real*)partial_row(&of->out, at), *lse = (real*)partial_row(&of->lse, at);
+    const double sink = *(const real*)partial_row(&of->other_lse, at);
     if (*lse != -INFINITY) {                            // out of such a row is 0, whatever its weight
         const real weight = 1 / (1 + exp(sink - *lse));
         for (long c = 0; c < of->value_dim; c++)
@@ -43,8 +47,8 @@ static void sink_row(const struct launch* of, long token, long head) {
     *lse = added(*lse, sink);
 }
 
-static void delta_row(const struct launch* of, long token, long head) {
-    const char *dout = partial_row(&of->dout, token, head), *out = partial_row(&of->out, token, head);
+static void delta_row(const struct launch* of, struct place at) {
+    const char *dout = partial_row(&of->dout, at), *out = partial_row(&of->out, at);
     const long dim = of->value_dim, bytes = element_bytes[of->element] * LANES;
     vec sum = splat(0), sum2 = sum;
     ivec any = (ivec)sum;
@@ -69,12 +73,12 @@ static void delta_row(const struct launch* of, long token, long head) {
         total = seen ? total : 0;
     }
     if (of->other_lse.data)
-        total -= *(const real*)partial_row(&of->other_lse, token, head);
-    *(real*)partial_row(&of->delta, token, head) = total;
+        total -= *(const real*)partial_row(&of->other_lse, at);
+    *(real*)partial_row(&of->delta, at) = total;
 }
 
 struct row_pieces {
-    void (*row)(const struct launch* of, long token, long head);
+    void (*row)(const struct launch* of, struct place at);
     long size, count;
 };
 
@@ -83,10 +87,10 @@ static void rows_worker(struct job* job, int thread, void* with) {
     for (long piece; (piece = take_piece(job)) < pieces->count && !give_up(job, thread);)
         for (long token = piece * pieces->size; token < least((piece + 1) * pieces->size, job->of->tokens); token++)
             for (long head = 0; head < job->of->heads; head++)
-                pieces->row(job->of, token, head);
+                pieces->row(job->of, (struct place){token, head, sequence_of(job->of, head)});
 }
 
-static int32_t by_rows(const struct launch* of, void (*row)(const struct launch* of, long token, long head)) {
+static int32_t by_rows(const struct launch* of, void (*row)(const struct launch* of, struct place at)) {
     struct job job;
     const long bytes = (long)of->heads * of->value_dim * sizeof(real);
     struct row_pieces pieces = {.row = row, .size = most(1, ROW_BYTES / most(bytes, 1))};

@@ -16,7 +16,7 @@
 struct rows {
     long first, count;  // of the rows of a KV head
     struct {
-        long token, head;
+        long token, head, sequence;
     } place[MAX_ROWS];
     long from[MAX_ROWS], to[MAX_ROWS];  // keys [from, to) that a row sees, relative to the keys in work; 0, 0: none
     struct {
@@ -32,6 +32,15 @@ INLINE long rounded_up(long x, long step) { return (x + step - 1) / step * step;
 // The rows of a KV head.
 INLINE long rows_of(const struct launch* of) { return of->tokens * (of->heads / of->kv_heads); }
 
+// The sequences before that of a query head, and of a KV head.
+INLINE long sequence_of(const struct launch* of, long head) { return head * of->sequences / of->heads; }
+INLINE long sequence_of_kv(const struct launch* of, long head) { return head * of->sequences / of->kv_heads; }
+
+// The first row of a KV head.
+INLINE char* kv_rows(const struct launch* of, const struct array* array, long kv_head) {
+    return array->data + kv_head * array->head + sequence_of_kv(of, kv_head) * array->sequence;
+}
+
 // Into the L2 cache.
 INLINE void prefetch_row(const char* row, long bytes) {
     for (long at = 0; at < bytes; at += 64)
@@ -41,7 +50,8 @@ INLINE void prefetch_row(const char* row, long bytes) {
 
 // The address of row i of a tile in an array.
 INLINE char* row_at(const struct rows* rows, const struct array* array, long i) {
-    return array->data + rows->place[i].token * array->token + rows->place[i].head * array->head;
+    return array->data + rows->place[i].token * array->token + rows->place[i].head * array->head +
+           rows->place[i].sequence * array->sequence;
 }
 
 // Fetches what a loop over the rows of a tile gets to some rows after row i.
@@ -62,7 +72,7 @@ INLINE void prefetch_next_tile(const struct launch* of, const struct rows* rows,
 static void look(const struct launch* of, int kv_head, long first, long count, long start, long stop,
                  struct rows* rows) {
     long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
-    long bounds = head * of->groups / of->heads * of->tokens;
+    long bounds = head * of->groups / of->heads * of->tokens, sequence = sequence_of(of, head);
     rows->first = first, rows->count = count;
     rows->lowest = stop, rows->highest = 0;
     for (long panel = 0; panel * MR < count; panel++) {
@@ -73,8 +83,9 @@ static void look(const struct launch* of, int kv_head, long first, long count, l
                 if (token == of->tokens) {
                     token = 0, head++;
                     bounds = head * of->groups / of->heads * of->tokens;
+                    sequence = sequence_of(of, head);
                 }
-                rows->place[i].token = token, rows->place[i].head = head;
+                rows->place[i].token = token, rows->place[i].head = head, rows->place[i].sequence = sequence;
                 a = most(of->begin[bounds + token], start) - start, b = least(of->end[bounds + token], stop) - start;
                 if (a >= b)
                     a = b = 0;

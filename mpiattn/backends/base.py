@@ -44,6 +44,14 @@ class Backend(Protocol):
     # Plain attributes will do for these.
 
     @property
+    def strided(self) -> bool:
+        """Whether `attend`, `attend_backward`, `clear`, `zero`, `sink` and `delta` take strided arrays of a batch.
+
+        These are (tokens, batch, heads, dim) in place of (tokens, batch * heads, dim), with any strides but that of
+        the last axis; lse and delta stay (tokens, batch * heads).
+        """
+
+    @property
     def name(self) -> str:
         """What users call it, with its parameters.  With `version` it is a key of what was measured on a machine."""
 

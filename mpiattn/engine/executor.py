@@ -85,8 +85,12 @@ class Executor:
         self._bounds = WeakKeyDictionary()  # `_Bound` of this rank, by the activity of a call
         if bound is not None:
             self._bounds[activity] = bound
-        arrays = {kind: KINDS[schedule.direction][kind].arrays_of(work.problem) for kind in self.buffers.reduced}
-        self._fit(activity, {kind: [not array.in_place(work.problem) for array in of] for kind, of in arrays.items()})
+        own = {}
+        for kind in self.buffers.reduced:
+            strided = self.backend.strided and schedule.tile.extent(kind) == 1
+            arrays = KINDS[schedule.direction][kind].arrays_of(work.problem)
+            own[kind] = [not array.in_place(work.problem, strided) for array in arrays]
+        self._fit(activity, own)
 
     def prepare(self, activity, results):
         """Make what a call with this activity needs; afterwards `run` allocates no buffers.

@@ -59,6 +59,15 @@ class Folding:
     def __init__(self, backend, batch):
         self.backend, self.batch, self.kept = backend, batch, Kept(backend.empty)
 
+    def view(self, array):
+        """View an array (batch, tokens, heads, dim) as launches take it where it lies; None if they do not.
+
+        It is (tokens, heads, dim) or, with a batch above 1, (tokens, batch, heads, dim).
+        """
+        if not self.backend.strided or array.strides[-1] != array.itemsize:
+            return None
+        return array[0] if self.batch == 1 else array.swapaxes(0, 1)
+
     def fold(self, name, array):
         """Convert (batch, tokens, heads, ...) to (tokens, batch * heads, ...), contiguous; copied only if needed.
 

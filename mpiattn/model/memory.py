@@ -52,10 +52,14 @@ def buffer_bytes(schedule, problem, load, layout):
     return total
 
 
-def chunk_bytes(problem, q_tokens, k_tokens):
-    """Bytes of a rank's own q, k, v and its result; q, k, v count twice if a batch is folded into the heads."""
-    inputs = q_tokens * held_bytes(problem, Q) + k_tokens * held_bytes(problem, K, V)
-    return inputs * (1 if problem.batch == 1 else 2) + q_tokens * held_bytes(problem, OUT, LSE)
+def chunk_bytes(problem, q_tokens, k_tokens, staying=()):
+    """Bytes of a rank's own q, k, v and its result; q, k, v count twice if a batch is folded into the heads.
+
+    staying: kinds of which a batch is read where it lies.
+    """
+    queries, keys = (1 if problem.batch == 1 or kind in staying else 2 for kind in GATHERED)
+    inputs = q_tokens * held_bytes(problem, Q) * queries + k_tokens * held_bytes(problem, K, V) * keys
+    return inputs + q_tokens * held_bytes(problem, OUT, LSE)
 
 
 def outer_bytes(problem, tokens, backward=False):
@@ -74,10 +78,11 @@ def outer_bytes(problem, tokens, backward=False):
     return nbytes
 
 
-def gradient_bytes(problem, q_tokens, k_tokens):
+def gradient_bytes(problem, q_tokens, k_tokens, staying=()):
     """Bytes that a backward pass needs besides its buffers: dout, dq, dk, dv, and the copies that the plan keeps.
 
     The copies are delta, lse and dlse with tokens first and, with a batch above 1, dout and out folded.
+    staying: as for `chunk_bytes`.
     """
-    folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 else 0
-    return q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + folded) + k_tokens * held_bytes(problem, K, V)
+    copies = held_bytes(problem, OUT, DOUT) if problem.batch > 1 and "Q" not in staying else 0
+    return q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + copies) + k_tokens * held_bytes(problem, K, V)

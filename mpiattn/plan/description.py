@@ -104,10 +104,11 @@ class Described:
     def nbytes(self) -> int:
         """Bytes of memory that this rank needs: its q, k, v, out and lse, the plan's buffers, and scratch.
 
-        With batch > 1 a second q, k and v are included, because `forward` folds the batch into the heads.  With batch
-        = 1 these copies count from the first call with arrays that are not contiguous.  `backward` uses the buffers of
-        `forward`; what it needs more counts from its first call, and what documents need that see more than the plan's
-        masks from theirs.  With "cuda", the pinned memory allocated so far is included.
+        With batch > 1 a second q, k and v are included, because `forward` folds the batch into the heads; "cpu" folds
+        only those that other ranks need too.  With batch = 1 these copies count from the first call with arrays that
+        are not contiguous.  `backward` uses the buffers of `forward`; what it needs more counts from its first call,
+        and what documents need that see more than the plan's masks from theirs.  With "cuda", the pinned memory
+        allocated so far is included.
         """
         return self._passes.nbytes + self._backend.staged_bytes
 

@@ -12,7 +12,7 @@ from ..engine.folding import Folding, on_host
 from ..engine.passes import Backward, Forward
 from ..engine.pool import Pool
 from ..model import memory
-from ..schedule.kinds import OUT
+from ..schedule.kinds import GATHERED, OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..schedule.needed import Activity
     from ..schedule.steps import Schedule
     from .decision import Decision
+
+# Arguments that launches may take where the caller has them, and the kind of chunks whose tokens they have.
+STRIDED = {"q": "Q", "dout": "Q", "out": "Q", "k": "KV", "v": "KV"}
 
 
 class RankPasses:
@@ -46,9 +49,12 @@ class RankPasses:
         self.tokens = q_layout.length(mesh.chunk), k_layout.length(mesh.chunk)
         self.pool = Pool(backend)
         self.executors = {"forward": self._executor(schedule, Forward(p, backend))}
-        self._nbytes = memory.chunk_bytes(p, *self.tokens) + self._scratch_bytes()
         self._folding = Folding(backend, p.batch)
-        self._partials_fit = OUT.in_place(p)  # shape and dtype of a result are those of its partials
+        # kinds of chunks that no other rank needs, and that launches read and write where the caller has them
+        self._staying = tuple(kind for kind in GATHERED if backend.strided and mesh.tile.extent(kind) == 1)
+        # kinds of whose results partials have shape and dtype
+        self._accumulating = tuple(kind for kind in GATHERED if OUT.in_place(p, kind in self._staying))
+        self._nbytes = memory.chunk_bytes(p, *self.tokens, self._staying) + self._scratch_bytes()
 
     def _scratch_bytes(self, backward: bool = False) -> int:
         p = self._plan.problem
@@ -65,7 +71,7 @@ class RankPasses:
         if "backward" not in self.executors:
             p = self._plan.problem
             executor = self._executor(self._plan.schedule("backward"), Backward(p, self._backend))
-            self._nbytes += memory.gradient_bytes(p, *self.tokens) + self._scratch_bytes(backward=True)
+            self._nbytes += memory.gradient_bytes(p, *self.tokens, self._staying) + self._scratch_bytes(backward=True)
             self.executors["backward"] = executor
         return self.executors["backward"]
 
@@ -76,20 +82,29 @@ class RankPasses:
         return self._nbytes + self.pool.nbytes + kept + self._folding.unplanned_bytes
 
     def fold(self, arrays: dict[str, Array]) -> dict[str, Array]:
-        """Arguments {name: (batch, tokens, heads, ...)} as {name: (tokens, batch * heads, ...)}, copied if needed."""
-        return {name: self._folding.fold(name, array) for name, array in arrays.items()}
+        """Arguments {name: (batch, tokens, heads, ...)} as launches take them, copied if needed."""
+        folded = {}
+        for name, array in arrays.items():
+            view = self._folding.view(array) if STRIDED.get(name) in self._staying else None
+            folded[name] = self._folding.fold(name, array) if view is None else view
+        return folded
 
-    def _in_place(self, result: Array) -> Array | None:
-        """A result (1, tokens, heads, dim) as an accumulator; None if it must be copied from one."""
-        return result[0] if self._partials_fit and self._backend.accumulates(result) else None
+    def _in_place(self, result: Array, kind: str) -> Array | None:
+        """A result (batch, tokens, heads, dim) as an accumulator; None if it must be copied from one.
+
+        kind: of the chunks of the same tokens.
+        """
+        if kind not in self._accumulating or not self._backend.accumulates(result):
+            return None
+        return result[0] if len(result) == 1 else self._folding.view(result)
 
     def _of_forward(self, out: Array) -> dict[str, tuple[Array | None, ...]]:
         """The results of a forward pass as accumulators; lse, which has another layout, is none."""
-        return {"O": (self._in_place(out), None)}
+        return {"O": (self._in_place(out, "Q"), None)}
 
     def _of_backward(self, dq: Array, *dkv: Array) -> dict[str, tuple[Array | None, ...]]:
         """The results of a backward pass as accumulators; dkv: dk, and dv where it is an array of its own."""
-        return {"dQ": (self._in_place(dq),), "dKV": tuple(map(self._in_place, dkv))}
+        return {"dQ": (self._in_place(dq, "Q"),), "dKV": tuple(self._in_place(array, "KV") for array in dkv)}
 
     def fold_forward(self, arrays: dict[str, Array], activity: Activity, out: Array) -> dict[str, Array]:
         """As `fold`; makes all memory that the forward pass needs.  out: where `forward` will write it."""
@@ -116,7 +131,7 @@ class RankPasses:
         partial_out, partial_lse = executor.run([chunks["q"]], kv, results, progress, coming=coming)["O"]
         if sinks is not None:
             self._backend.sink(partial_out, partial_lse, self._folded_sinks(sinks))
-        self._copy(executor, out, partial_out)
+        self._copy(out, partial_out, results["O"][0])
         self._backend.copy(lse, self._folding.by_batch(partial_lse).transpose(1, 2, 0))
         self._finish()
 
@@ -165,17 +180,18 @@ class RankPasses:
         q, dout, lse, delta = (chunks[name] for name in ("q", "dout", "lse", "delta"))
         kv, results = _kv(chunks), self._of_backward(*grads)
         partials = executor.run([q, dout, lse, delta], kv, results, progress, ready, coming)
-        for grad, partial in zip(grads, (*partials["dQ"], *partials["dKV"])):
-            self._copy(executor, grad, partial)
+        accumulators = (*results["dQ"], *results["dKV"])
+        for grad, partial, accumulator in zip(grads, (*partials["dQ"], *partials["dKV"]), accumulators):
+            self._copy(grad, partial, accumulator)
         if sinks is not None:
             dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
             self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
         self._finish()
         return None if sinks is None else on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
 
-    def _copy(self, executor: Executor, result: Array, partial: Array) -> None:
+    def _copy(self, result: Array, partial: Array, accumulator: Array | None) -> None:
         """Copy a partial into its result, unless it was accumulated there."""
-        if executor.buffers.packed or self._in_place(result) is None:
+        if partial is not accumulator:
             self._folding.unfold(result, partial)
 
     def _finish(self) -> None:

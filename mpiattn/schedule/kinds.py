@@ -45,9 +45,12 @@ class Array(NamedTuple):
         """Shape of a token and dtype in messages."""
         return self.shape(problem), getattr(problem, self.wire)
 
-    def in_place(self, problem: Problem) -> bool:
-        """Whether partials of this array are accumulated in the result itself: it has their shape and their dtype."""
-        return bool(self.dim) and problem.batch == 1 and problem.partial_dtype == problem.dtype
+    def in_place(self, problem: Problem, strided: bool = False) -> bool:
+        """Whether partials of this array are accumulated in the result itself: it has their shape and their dtype.
+
+        strided: whether they may lie in memory as a batch of results does.
+        """
+        return bool(self.dim) and (problem.batch == 1 or strided) and problem.partial_dtype == problem.dtype
 
     def partial(self, name: str) -> Array:
         """The partial results of this array: same shape, held in partial_dtype and sent in wire_dtype."""

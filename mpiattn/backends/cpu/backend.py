@@ -5,6 +5,7 @@ that make halves of them.
 """
 
 import ctypes
+import math
 from functools import cache
 
 import numpy as np
@@ -22,6 +23,8 @@ MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
 
 class CpuBackend(NumpyBackend):
     """The protocol of `mpiattn.backends.base`, with attention and what is done to its partials compiled."""
+
+    strided = True
 
     def __init__(self, name="cpu"):
         super().__init__()
@@ -100,7 +103,7 @@ class CpuBackend(NumpyBackend):
                 results,
                 meanwhile,
                 groups=len(begin),
-                kv_heads=k.shape[1],
+                kv_heads=_heads(k),
                 keys=len(k),
                 scale=scale,
                 softcap=softcap or 0,
@@ -144,14 +147,16 @@ class CpuBackend(NumpyBackend):
 
     def sink(self, out, lse, sinks):
         if not out.dtype == lse.dtype == sinks.dtype:
-            super().sink(out, lse, sinks)
+            rows = out.shape[:-1]
+            super().sink(out, lse.reshape(rows), sinks.reshape(rows[1:]))
         else:
             self._run("sink", out, out, {"other_lse": np.broadcast_to(sinks, lse.shape)}, {"out": out, "lse": lse})
 
     def delta(self, delta, dout, out, dlse):
         partial = "float64" if dout.dtype == "float64" else "float32"
         if dout.dtype != out.dtype or any(array.dtype != partial for array in (delta, dlse) if array is not None):
-            super().delta(delta, dout, out, dlse)
+            rows = out.shape[:-1]
+            super().delta(delta.reshape(rows), dout, out, dlse if dlse is None else dlse.reshape(rows))
         else:
             self._run(
                 "delta",
@@ -177,12 +182,13 @@ class CpuBackend(NumpyBackend):
         """Run a launch on arrays by their names in `Launch`.
 
         q: has its inputs' dtype, its tokens, heads and head dim.  v: has its value dim.  numbers: what else it takes.
+        An array may also be (tokens, batch, heads, dim) with any strides, see `strided`.
         """
         launch = Launch(
             element=_element(q.dtype),
             tokens=len(q),
-            heads=q.shape[1],
-            head_dim=q.shape[2],
+            heads=_heads(q),
+            head_dim=q.shape[-1],
             value_dim=v.shape[-1],
             threads=self.threads,
             **numbers,
@@ -190,11 +196,16 @@ class CpuBackend(NumpyBackend):
         copies = {}
         for name, array in (inputs | results).items():
             strides = array.strides
-            if len(strides) > 2 and strides[2] != array.itemsize:  # a row's numbers do not lie one after another
+            if len(strides) > 2 and strides[-1] != array.itemsize:  # a row's numbers do not lie one after another
                 array = copies[name] = np.ascontiguousarray(array)
                 strides = array.strides
             place = getattr(launch, name)
-            place.data, (place.token, place.head, *_) = _address(array), strides
+            place.data, place.token = _address(array), strides[0]
+            if len(strides) == 4:
+                launch.sequences = array.shape[1]
+                place.head, place.sequence = strides[2], strides[1] - array.shape[2] * strides[2]
+            else:
+                place.head = strides[1]
         needed = self._kernels.scratch_bytes(launch, operation) + LINE
         if needed > len(self._scratch):
             self._scratch = np.empty(needed, np.uint8)
@@ -221,7 +232,12 @@ def _values(v, k, out):
 
     Kernels read them like any values, and add dv to them like to any dv: it is added to a row after its dk.
     """
-    return k[..., : out.shape[2]] if v is None else v
+    return k[..., : out.shape[-1]] if v is None else v
+
+
+def _heads(array):
+    """Heads of (tokens, heads, dim), or of all sequences of (tokens, batch, heads, dim)."""
+    return math.prod(array.shape[1:-1])
 
 
 def _address(array):

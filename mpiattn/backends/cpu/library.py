@@ -33,7 +33,7 @@ def threads():
 class Array(ctypes.Structure):
     """`struct array` of kernels/cpu/launch.h."""
 
-    _fields_ = [("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
+    _fields_ = [("data", ctypes.c_void_p), *((stride, ctypes.c_int64) for stride in ("token", "head", "sequence"))]
 
 
 class Launch(ctypes.Structure):

@@ -233,6 +233,8 @@ class CudaBackend(_CupyLaunches):
     def _fits(self, array, alignment=ALIGNMENT):
         return array.flags.c_contiguous and array.data.ptr % alignment == 0
 
+    strided = False
+
     def accumulates(self, array):
         return self._fits(array)
 

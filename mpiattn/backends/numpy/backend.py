@@ -152,6 +152,8 @@ class NumpyBackend:
         np.copyto(copy, array)
         return copy
 
+    strided = False
+
     def accumulates(self, array):
         return array.flags.c_contiguous and array.flags.aligned
 
