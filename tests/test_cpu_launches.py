@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 import pytest
-from blocks import MASKS, chunks, everything, windows
+from blocks import MASKS, chunks, dense, everything, windows
 from cpu_kernels import SETS, WORK, compiled, kernels_of
 from dense import bits
-from test_cpu import attend, gradients
+from test_cpu import assert_right, attend, gradients
 
 from mpiattn import ArgumentError, backends
 
@@ -70,6 +70,40 @@ def test_small_heads_are_read_ahead(backend, monkeypatch, dtype):
                 assert bits(dq[of], dk[own], dv[own]) == bits(
                     *gradients(backend, [*(array[of] for array in rows), *inputs[1:]])
                 )
+
+
+def steady(queries, keys):
+    """Windows of up to 90 keys, some of none, that move on."""
+    rng = np.random.default_rng(2)
+    begin = np.sort(np.clip(np.arange(queries) + rng.integers(-30, 30, queries), 0, keys))
+    end = np.minimum(begin + rng.integers(0, 90, queries), keys)
+    return begin[None].astype(np.int32), end[None].astype(np.int32)
+
+
+def jumping(queries, keys):
+    """The same windows; some tiles of 192 or of 256 rows have those of others."""
+    order = np.concatenate([np.arange(768, 1536), np.arange(768), np.arange(1536, queries)])
+    return tuple(np.ascontiguousarray(side[:, order]) for side in steady(queries, keys))
+
+
+@pytest.mark.parametrize("mask", [steady, jumping])
+@pytest.mark.parametrize("dtype", WORK)
+def test_narrow_windows(backend, monkeypatch, dtype, mask):
+    """A piece of work packs only the keys that it sees; how many threads share the pieces changes no bit."""
+    q, k, v = chunks(2600, 2700, 2, 1, 16, 16, dtype)
+    begin, end = mask(2600, 2700)
+    seen = np.zeros(2700, bool)
+    for first, last in zip(begin[0], end[0]):
+        seen[first:last] = True
+    v[~seen] = v[np.flatnonzero(seen)[[700, 2300]], 0, 3] = np.nan
+    ref, results = dense(q, k, v, begin, end, 0.1), set()
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(backend, "threads", threads)
+        backend._scratch.fill(0xFF)  # NaN
+        out, lse = attend(backend, q, k, v, begin, end, 0.1)
+        assert_right(backend, (out, lse), ref, v)
+        results.add(bits(out, lse))
+    assert len(results) == 1
 
 
 def as_a_batch(array, batch, apart):

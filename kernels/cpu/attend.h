@@ -30,7 +30,7 @@ INLINE real weigh(long start, long stop, real* score, real* top, real* total) {
         store(score + pairs, weight);
         sum += weight;
     }
-    const real decay = now > before ? (before == -INFINITY ? 0 : exponential(splat(before - base))[0]) : 1;
+    const real decay = now > before ? (before == -INFINITY ? 1 : exponential(splat(before - base))[0]) : 1;
     *total = *total * decay + sum_of(sum + sum2);
     *top = base;
     return decay;

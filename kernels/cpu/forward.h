@@ -13,6 +13,9 @@
 #endif
 
 #define PIECES 4                // of work for a thread, at least, so that all are done at about the same time
+#define WINDOW 512              // keys, at most, that the rows of a tile see if windows are narrow
+#define WINDOW_TILES 8          // in a piece of work then
+#define ALIGNED 64              // keys of which each is packed with its neighbours
 
 // Bytes of scratch memory of a thread, and of a launch.
 static int64_t thread_bytes(const struct launch* of) {
@@ -52,8 +55,23 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
         }
 }
 
-// Tiles of rows [first, last) of a KV head with all its keys.
-static void forward_rows(struct job* job, int thread, struct forward_work* work, int kv_head, long first, long last) {
+// Packs the keys and values that are in [start, stop), of which `key` is the first of the panel.
+static void pack_panel(const struct launch* of, struct forward_work* work, int kv_head, long key, long start,
+                       long stop) {
+    const long skipped = most(start - key, 0) / ALIGNED * ALIGNED;
+    const long end = least(rounded_up(stop - key, ALIGNED), least(of->keys - key, PANEL)), width = DEPTH(of->head_dim);
+    const struct launch* from = work->ahead.from;
+    pack_keys(of, &from->k, kv_head, of->head_dim, key + skipped, end - skipped, work->row,
+              work->keys + skipped * width, 0, 0, 0);
+    pack_keys(of, &from->v, kv_head, of->value_dim, key + skipped, end - skipped, work->row, 0,
+              work->values + skipped * NR, work->pitch, &work->odd);
+    for (long n = 0; n < work->odd.count; n++)
+        work->odd.row[n] += skipped;
+}
+
+// Tiles of rows [first, last) of a KV head, which see no keys but [start, stop).
+static void forward_rows(struct job* job, int thread, struct forward_work* work, int kv_head, long first, long last,
+                         long start, long stop) {
     const struct launch* of = job->of;
     struct rows rows;
     for (long key = 0; key < of->keys; key += PANEL) {
@@ -61,15 +79,11 @@ static void forward_rows(struct job* job, int thread, struct forward_work* work,
         int packed = 0;
         for (long tile = first; tile < last; tile++) {
             const long row = tile * MAX_ROWS, count = least(rows_of(of) - row, MAX_ROWS);
-            if (see_any(of, kv_head, row, count, key, key + keys)) {
+            if (key < stop && key + keys > start && see_any(of, kv_head, row, count, key, key + keys)) {
                 look(of, kv_head, row, count, key, key + keys, &rows);
-                if (!packed) {
-                    pack_keys(of, &work->ahead.from->k, kv_head, of->head_dim, key, keys, work->row, work->keys, 0, 0,
-                              0);
-                    pack_keys(of, &work->ahead.from->v, kv_head, of->value_dim, key, keys, work->row, 0, work->values,
-                              work->pitch, &work->odd);
-                    packed = 1;
-                }
+                if (!packed)
+                    pack_panel(of, work, kv_head, key, start, stop);
+                packed = 1;
                 forward_tile(job, thread, work, kv_head, key, &rows);
             }
             if (give_up(job, thread))
@@ -81,6 +95,7 @@ static void forward_rows(struct job* job, int thread, struct forward_work* work,
 
 struct forward_pieces {
     long tiles, size, of_head;                  // of rows of a KV head; in a piece; pieces of a KV head
+    int narrow;                                 // whether windows are
     int64_t bytes;                              // of a thread's scratch memory
 };
 
@@ -92,15 +107,31 @@ static void forward_worker(struct job* job, int thread, void* with) {
     const long products = (job->of->keys + NR - 1) / NR + (job->of->value_dim + NR - 1) / NR;   // of a panel
     const long steps = rows + (rows + MR - 1) / MR * products;
     for (long piece = take_piece(job); piece < all && !is_stopped(job);) {
-        const long at = pieces->of_head - 1 - piece % pieces->of_head;  // the last rows, often with most keys, first
+        // The same rows of all heads, which lie close together; the last rows, often with most keys, first.
+        const long at = pieces->of_head - 1 - piece / job->of->kv_heads, kv_head = piece % job->of->kv_heads;
+        const long first = at * pieces->size, last = least(first + pieces->size, pieces->tiles);
+        long start = 0, stop = job->of->keys;
+        if (pieces->narrow)
+            seen_keys(job->of, kv_head, first * MAX_ROWS, least(last * MAX_ROWS, rows) - first * MAX_ROWS, &start,
+                      &stop);
         const long next = is_small(job->of) ? take_piece(job) : all;
         if (next < all)
             begin_ahead(&work.ahead, next, steps);
-        forward_rows(job, thread, &work, piece / pieces->of_head, at * pieces->size,
-                     least((at + 1) * pieces->size, pieces->tiles));
+        forward_rows(job, thread, &work, kv_head, first, last, start, stop);
         end_ahead(&work.ahead);
         piece = is_small(job->of) ? next : take_piece(job);
     }
+}
+
+// Whether the rows of a tile see few keys, close together.
+static int is_narrow(const struct launch* of) {
+    for (long row = 0; row < of->groups * of->tokens; row += MAX_ROWS) {
+        long from = of->keys, to = 0;
+        widen(of->begin + row, of->end + row, least(of->groups * of->tokens - row, MAX_ROWS), &from, &to);
+        if (to - from > WINDOW && row / of->tokens == (row + MAX_ROWS - 1) / of->tokens)
+            return 0;
+    }
+    return 1;
 }
 
 static int32_t forward(const struct launch* of) {
@@ -109,10 +140,11 @@ static int32_t forward(const struct launch* of) {
     const long tiles = (rows_of(of) + MAX_ROWS - 1) / MAX_ROWS;
     const double operations = 2.0 * (of->head_dim + of->value_dim) * rows_of(of) * of->keys * of->kv_heads;
     const int threads = threads_for(of, operations, tiles * of->kv_heads);
-    // Every piece packs its keys anew, so that one thread takes whole heads.
+    // Every piece packs its keys anew, so that one thread takes whole heads, unless they see few keys.
     pieces.tiles = tiles, pieces.bytes = thread_bytes(of);
+    pieces.narrow = tiles > WINDOW_TILES && is_narrow(of);
     pieces.size = threads == 1 ? tiles : most(1, tiles * of->kv_heads / (PIECES * threads));
-    pieces.size = least(pieces.size, tiles);
+    pieces.size = least(pieces.size, pieces.narrow ? WINDOW_TILES : tiles);
     pieces.of_head = (tiles + pieces.size - 1) / pieces.size;
     begin_job(&job, of, tiles * of->keys * of->kv_heads);
     return in_threads(&job, threads, forward_worker, &pieces);

@@ -103,6 +103,25 @@ static void look(const struct launch* of, int kv_head, long first, long count, l
     }
 }
 
+// Widens the keys [*from, *to) to what some rows of a head see.
+static void widen(const int32_t* begin, const int32_t* end, long count, long* from, long* to) {
+    for (long i = 0; i < count; i++)
+        if (begin[i] < end[i])
+            *from = least(*from, begin[i]), *to = most(*to, end[i]);
+}
+
+// The keys [*from, *to) hold all that any of the rows from `first` on sees; none if *from >= *to.
+static void seen_keys(const struct launch* of, int kv_head, long first, long count, long* from, long* to) {
+    long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
+    *from = of->keys, *to = 0;
+    for (; count > 0; head++, token = 0) {  // rows of one head at a time
+        const long rows = least(of->tokens - token, count), bounds = head * of->groups / of->heads * of->tokens + token;
+        widen(of->begin + bounds, of->end + bounds, rows, from, to);
+        count -= rows;
+    }
+    *from = most(*from, 0), *to = least(*to, of->keys);
+}
+
 // Whether any of the rows from `first` on sees any of the keys [start, stop).  It is much quicker than to look.
 static int see_any(const struct launch* of, int kv_head, long first, long count, long start, long stop) {
     long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
