@@ -53,8 +53,8 @@ INLINE int next_row(const struct ahead* ahead, struct rows_ahead* rows) {
     const int is_row = rows->array < of_rows, is_value = is_row ? rows->array >= queries : rows->array > of_rows;
     const struct array* array = is_row ? is_value ? &of->dout : &of->q : is_value ? &of->v : &of->k;
     const long head = is_row ? ahead->kv_head * queries + rows->array % queries : ahead->kv_head;
-    const long sequence = is_row ? sequence_of(of, head) : sequence_of_kv(of, head);
-    rows->row = array->data + head * array->head + sequence * array->sequence, rows->stride = array->token;
+    rows->row = head_rows(array, head, is_row ? sequence_of(of, head) : sequence_of_kv(of, head));
+    rows->stride = array->token;
     rows->left = (is_row ? of->tokens : of->keys) - 1;
     rows->bytes = element_bytes[of->element] * (is_value ? of->value_dim : of->head_dim);
     rows->array++;

@@ -5,7 +5,7 @@
 #include "forward_work.h"
 
 // Turns the scores of one row, of the columns [start, stop), into weights relative to the largest score so far; `top`
-// is that, `total` the sum of weights.  Returns by how much earlier weights have shrunk.
+// is that, `total` the sum of weights.  Returns by how much earlier weights have shrunk, 1 if there are none.
 INLINE real weigh(long start, long stop, real* score, real* top, real* total) {
     vec high = splat(-INFINITY), high2 = high;
     const long pairs = start + (stop - start) / NR * NR;
@@ -30,7 +30,7 @@ INLINE real weigh(long start, long stop, real* score, real* top, real* total) {
         store(score + pairs, weight);
         sum += weight;
     }
-    const real decay = now > before ? (before == -INFINITY ? 1 : exponential(splat(before - base))[0]) : 1;
+    const real decay = now > before && before != -INFINITY ? exponential(splat(before - base))[0] : 1;
     *total = *total * decay + sum_of(sum + sum2);
     *top = base;
     return decay;

@@ -3,6 +3,9 @@
 // The keys of a KV head are packed, PANEL at a time.  A tile of rows then goes over them in blocks of BLOCK keys: the
 // scores of MR rows with a block stay in the L1 cache between their product, their softmax and the product with the
 // values.  Keys that no row of a panel sees are skipped, and only those that some of them do not see are masked.
+//
+// A piece of work is tiles of one KV head, all of them if there is one thread.  Where windows are narrow it is a few
+// tiles, and only the keys that they see are packed.
 
 #pragma once
 
@@ -55,7 +58,7 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
         }
 }
 
-// Packs the keys and values that are in [start, stop), of which `key` is the first of the panel.
+// Packs those of the keys [start, stop) that are in the panel of which `key` is the first, each at its place in it.
 static void pack_panel(const struct launch* of, struct forward_work* work, int kv_head, long key, long start,
                        long stop) {
     const long skipped = most(start - key, 0) / ALIGNED * ALIGNED;
@@ -123,7 +126,7 @@ static void forward_worker(struct job* job, int thread, void* with) {
     }
 }
 
-// Whether the rows of a tile see few keys, close together.
+// Whether the rows of every tile see few keys, close together.  Tiles with rows of two heads do not count.
 static int is_narrow(const struct launch* of) {
     for (long row = 0; row < of->groups * of->tokens; row += MAX_ROWS) {
         long from = of->keys, to = 0;

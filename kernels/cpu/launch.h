@@ -29,7 +29,8 @@ struct launch {
     struct array q, k, v, out, lse;             // lse: read and written forward, only read backward
     struct array dout, delta, dq, dk, dv;       // backward only
     struct array other, other_lse;              // merged into out and lse; other_lse: also sinks, and dlse of delta
-    int32_t sequences, page_size;               // the latter of decoding: see below
+    int32_t sequences;                          // of the batch; 0 if no array has a stride of them
+    int32_t page_size;                          // of decoding: see below
     const int32_t* pages;
     const int64_t* tables;
     int32_t (*poll)(double share);              // called between pieces of work, unless NULL; not 0: give up

@@ -60,8 +60,8 @@ INLINE void narrow_numbers(int element, const real* from, uint16_t* to, int n) {
 }
 
 static void narrow_row(const struct launch* of, struct place at) {
-    const real* from = (const real*)partial_row(&of->other, at);
-    uint16_t* to = (uint16_t*)partial_row(&of->out, at);
+    const real* from = (const real*)row_of(&of->other, at);
+    uint16_t* to = (uint16_t*)row_of(&of->out, at);
     if (of->element == FLOAT16)
         narrow_numbers(FLOAT16, from, to, of->value_dim);
     else

@@ -18,18 +18,10 @@ INLINE double added(double x, double y) {
     return apart > 0 ? x + log1p(exp(-apart)) : apart <= 0 ? y + log1p(exp(apart)) : apart;
 }
 
-struct place {
-    long token, head, sequence;
-};
-
-INLINE char* partial_row(const struct array* array, struct place at) {
-    return array->data + at.token * array->token + at.head * array->head + at.sequence * array->sequence;
-}
-
 static void merge_row(const struct launch* of, struct place at) {
-    real *out = (real*)partial_row(&of->out, at), *lse = (real*)partial_row(&of->lse, at);
-    const real* other = (const real*)partial_row(&of->other, at);
-    const double lse_b = *(const real*)partial_row(&of->other_lse, at);
+    real *out = (real*)row_of(&of->out, at), *lse = (real*)row_of(&of->lse, at);
+    const real* other = (const real*)row_of(&of->other, at);
+    const double lse_b = *(const real*)row_of(&of->other_lse, at);
     const real weight = 1 / (1 + exp(*lse - (lse_b < EMPTY ? EMPTY : lse_b))), left = 1 - weight;
     for (long c = 0; c < of->value_dim; c++)
         out[c] = out[c] * left + weight * other[c];
@@ -37,8 +29,8 @@ static void merge_row(const struct launch* of, struct place at) {
 }
 
 static void sink_row(const struct launch* of, struct place at) {
-    real *out = (real*)partial_row(&of->out, at), *lse = (real*)partial_row(&of->lse, at);
-    const double sink = *(const real*)partial_row(&of->other_lse, at);
+    real *out = (real*)row_of(&of->out, at), *lse = (real*)row_of(&of->lse, at);
+    const double sink = *(const real*)row_of(&of->other_lse, at);
     if (*lse != -INFINITY) {                            // out of such a row is 0, whatever its weight
         const real weight = 1 / (1 + exp(sink - *lse));
         for (long c = 0; c < of->value_dim; c++)
@@ -48,7 +40,7 @@ static void sink_row(const struct launch* of, struct place at) {
 }
 
 static void delta_row(const struct launch* of, struct place at) {
-    const char *dout = partial_row(&of->dout, at), *out = partial_row(&of->out, at);
+    const char *dout = row_of(&of->dout, at), *out = row_of(&of->out, at);
     const long dim = of->value_dim, bytes = element_bytes[of->element] * LANES;
     vec sum = splat(0), sum2 = sum;
     ivec any = (ivec)sum;
@@ -73,8 +65,8 @@ static void delta_row(const struct launch* of, struct place at) {
         total = seen ? total : 0;
     }
     if (of->other_lse.data)
-        total -= *(const real*)partial_row(&of->other_lse, at);
-    *(real*)partial_row(&of->delta, at) = total;
+        total -= *(const real*)row_of(&of->other_lse, at);
+    *(real*)row_of(&of->delta, at) = total;
 }
 
 struct row_pieces {

@@ -13,11 +13,13 @@
 
 #define AHEAD_ROWS 16  // are prefetched before they are read or written
 
+struct place {
+    long token, head, sequence;
+};
+
 struct rows {
     long first, count;  // of the rows of a KV head
-    struct {
-        long token, head, sequence;
-    } place[MAX_ROWS];
+    struct place place[MAX_ROWS];
     long from[MAX_ROWS], to[MAX_ROWS];  // keys [from, to) that a row sees, relative to the keys in work; 0, 0: none
     struct {
         long from, to, full_from, full_to;
@@ -36,9 +38,18 @@ INLINE long rows_of(const struct launch* of) { return of->tokens * (of->heads / 
 INLINE long sequence_of(const struct launch* of, long head) { return head * of->sequences / of->heads; }
 INLINE long sequence_of_kv(const struct launch* of, long head) { return head * of->sequences / of->kv_heads; }
 
+// The first row of a head.
+INLINE char* head_rows(const struct array* array, long head, long sequence) {
+    return array->data + head * array->head + sequence * array->sequence;
+}
+
 // The first row of a KV head.
 INLINE char* kv_rows(const struct launch* of, const struct array* array, long kv_head) {
-    return array->data + kv_head * array->head + sequence_of_kv(of, kv_head) * array->sequence;
+    return head_rows(array, kv_head, sequence_of_kv(of, kv_head));
+}
+
+INLINE char* row_of(const struct array* array, struct place at) {
+    return head_rows(array, at.head, at.sequence) + at.token * array->token;
 }
 
 // Into the L2 cache.
@@ -50,8 +61,7 @@ INLINE void prefetch_row(const char* row, long bytes) {
 
 // The address of row i of a tile in an array.
 INLINE char* row_at(const struct rows* rows, const struct array* array, long i) {
-    return array->data + rows->place[i].token * array->token + rows->place[i].head * array->head +
-           rows->place[i].sequence * array->sequence;
+    return row_of(array, rows->place[i]);
 }
 
 // Fetches what a loop over the rows of a tile gets to some rows after row i.
@@ -85,7 +95,7 @@ static void look(const struct launch* of, int kv_head, long first, long count, l
                     bounds = head * of->groups / of->heads * of->tokens;
                     sequence = sequence_of(of, head);
                 }
-                rows->place[i].token = token, rows->place[i].head = head, rows->place[i].sequence = sequence;
+                rows->place[i] = (struct place){token, head, sequence};
                 a = most(of->begin[bounds + token], start) - start, b = least(of->end[bounds + token], stop) - start;
                 if (a >= b)
                     a = b = 0;

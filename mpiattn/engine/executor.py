@@ -20,6 +20,7 @@ from ..schedule.places import Places
 from ..schedule.ranges import overlap, positions, total
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers
+from .folding import stays
 from .held import Held
 from .progress import Advance
 from .transfers import Posted, Transfers
@@ -87,8 +88,10 @@ class Executor:
             self._bounds[activity] = bound
         own = {}
         for kind in self.buffers.reduced:
-            strided = self.backend.strided and schedule.tile.extent(kind) == 1
-            arrays = KINDS[schedule.direction][kind].arrays_of(work.problem)
+            arrays, strided = (
+                KINDS[schedule.direction][kind].arrays_of(work.problem),
+                stays(self.backend, schedule.tile, kind),
+            )
             own[kind] = [not array.in_place(work.problem, strided) for array in arrays]
         self._fit(activity, own)
 

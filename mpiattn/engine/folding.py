@@ -50,6 +50,11 @@ def check_values(shared_kv, v, name="v"):
         )
 
 
+def stays(backend, tile, kind):
+    """Whether launches take the arrays of a kind where the caller has them, because no other rank needs them."""
+    return backend.strided and tile.extent(kind) == 1
+
+
 class Folding:
     """Converts the caller's arrays (batch, tokens, heads, ...) to (tokens, batch * heads, ...) and back.
 

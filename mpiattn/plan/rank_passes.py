@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.executor import Executor
-from ..engine.folding import Folding, on_host
+from ..engine.folding import Folding, on_host, stays
 from ..engine.passes import Backward, Forward
 from ..engine.pool import Pool
 from ..model import memory
@@ -50,8 +50,7 @@ class RankPasses:
         self.pool = Pool(backend)
         self.executors = {"forward": self._executor(schedule, Forward(p, backend))}
         self._folding = Folding(backend, p.batch)
-        # kinds of chunks that no other rank needs, and that launches read and write where the caller has them
-        self._staying = tuple(kind for kind in GATHERED if backend.strided and mesh.tile.extent(kind) == 1)
+        self._staying = tuple(kind for kind in GATHERED if stays(backend, mesh.tile, kind))
         # kinds of whose results partials have shape and dtype
         self._accumulating = tuple(kind for kind in GATHERED if OUT.in_place(p, kind in self._staying))
         self._nbytes = memory.chunk_bytes(p, *self.tokens, self._staying) + self._scratch_bytes()

@@ -124,6 +124,7 @@ class CudaBackend(_CupyLaunches):
 
     name = "cuda"
     emulated_flops = None
+    strided = False
 
     @classmethod
     def missing(cls):
@@ -232,8 +233,6 @@ class CudaBackend(_CupyLaunches):
 
     def _fits(self, array, alignment=ALIGNMENT):
         return array.flags.c_contiguous and array.data.ptr % alignment == 0
-
-    strided = False
 
     def accumulates(self, array):
         return self._fits(array)

@@ -107,6 +107,7 @@ class NumpyBackend:
     transport = None
     emulated_flops = None
     staged_bytes = 0
+    strided = False
 
     def __init__(self):
         self._work = Kept(np.empty)  # contiguous work arrays
@@ -151,8 +152,6 @@ class NumpyBackend:
         copy = (empty or np.empty)(array.shape, array.dtype)
         np.copyto(copy, array)
         return copy
-
-    strided = False
 
     def accumulates(self, array):
         return array.flags.c_contiguous and array.flags.aligned
