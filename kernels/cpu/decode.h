@@ -107,19 +107,32 @@ static void merge_parts(const struct launch* of, const struct decode_pieces* pie
     }
 }
 
-// A part of a sequence with a KV head; returns whether to go on.
-static int decode_part(struct job* job, int thread, const struct decode_pieces* pieces, struct decode_work* work,
-                       long s, int kv_head, long part) {
-    const struct launch* of = job->of;
+// The keys of a piece, which is a part of a sequence with a KV head; none behind the last piece.  s: the sequence of
+// this piece, or of one before it.
+static struct keys keys_of(const struct launch* of, const struct decode_pieces* pieces, long piece, long s) {
+    if (piece >= pieces->count)
+        return (struct keys){0};
+    while (piece >= pieces->sequence[s + 1].before * of->kv_heads)
+        s++;
     const struct sequence* sequence = pieces->sequence + s;
-    const long start = sequence->lo + part * sequence->part, stop = least(sequence->hi, start + sequence->part);
-    const long pitch = vectors_of(of->value_dim) * LANES;
+    const long at = piece - sequence->before * of->kv_heads;
+    const long first = sequence->lo + at % sequence->parts * sequence->part;
+    return (struct keys){s, at / sequence->parts, first, least(sequence->hi, first + sequence->part)};
+}
+
+// A piece of work; returns whether to go on.  next: the keys of the piece behind it.
+static int decode_piece(struct job* job, int thread, const struct decode_pieces* pieces, struct decode_work* work,
+                        const struct keys* keys, const struct keys* next) {
+    const struct launch* of = job->of;
+    const long s = keys->s, start = keys->first, stop = keys->stop, pitch = vectors_of(of->value_dim) * LANES;
+    const int kv_head = keys->kv_head;
+    const struct sequence* sequence = pieces->sequence + s;
+    const long part = (start - sequence->lo) / sequence->part;
     for (long first = 0; first < pieces->rows; first += DECODE_ROWS) {
-        const int tiles =
-            begin_tiles(of, work, s, kv_head, first, least(first + DECODE_ROWS, pieces->rows), start, stop);
-        begin_block(of, work, s, kv_head, start, stop, work->block);
+        const long end = least(first + DECODE_ROWS, pieces->rows);
+        const int tiles = begin_tiles(of, work, s, kv_head, first, end, start, stop);
         for (long key = start; key < stop; key += BLOCK_KEYS) {
-            next_block(of, work, s, kv_head, key, stop, work->block);
+            make_block(of, work, keys, key, end < pieces->rows ? keys : next);
             for (int t = 0; t < tiles; t++)
                 if (work->tile[t].lowest < key + BLOCK_KEYS && key < work->tile[t].highest)
                     decode_block(of, work, work->tile + t, t == 0);
@@ -151,12 +164,13 @@ static void decode_worker(struct job* job, int thread, void* with) {
     const struct launch* of = job->of;
     struct decode_work work;
     decode_work(of, pieces->work + thread * pieces->bytes, &work);
+    set_ahead(of, work.block);
     memset(work.zeros, 0, rounded_up(most(of->head_dim, of->value_dim), LANES) * sizeof(double));
     for (long piece, s = 0; (piece = take_piece(job)) < pieces->count;) {
-        while (piece >= pieces->sequence[s + 1].before * of->kv_heads)  // pieces come in their order
-            s++;
-        const long at = piece - pieces->sequence[s].before * of->kv_heads, parts = pieces->sequence[s].parts;
-        if (give_up(job, thread) || !decode_part(job, thread, pieces, &work, s, at / parts, at % parts))
+        const struct keys keys = keys_of(of, pieces, piece, s);  // pieces come in their order
+        const struct keys next = keys_of(of, pieces, piece + 1, keys.s);
+        s = keys.s;
+        if (give_up(job, thread) || !decode_piece(job, thread, pieces, &work, &keys, &next))
             break;
     }
 }

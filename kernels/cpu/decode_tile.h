@@ -43,42 +43,45 @@ INLINE char* decode_row(const struct launch* of, const struct array* array, long
     return array->data + token * array->token + (kv_head * per_kv + row % per_kv) * array->head;
 }
 
-// Finds the keys [first, stop) of a sequence for a block, from its number `from` on.  Behind `stop` are zeros.
-static void locate(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first, long stop,
-                   long from, struct block* block) {
-    const char *keys = of->k.data + kv_head * of->k.head, *values = of->v.data + kv_head * of->v.head;
-    const int32_t* page = of->pages + of->tables[s] + first / of->page_size;
-    const long end = BLOCK_KEYS + block->far;
-    const long found = least(end, from + stop - first);
-    long at = first % of->page_size, j = from;
-    for (; j < found; page++, at = 0) {
-        const char* key = keys + ((long)*page * of->page_size + at) * of->k.token;
-        const char* value = values + ((long)*page * of->page_size + at) * of->v.token;
-        const long count = least(of->page_size - at, found - j);
-        for (long n = 0; n < count; n++)
-            block->key[j + n] = key + n * of->k.token, block->value[j + n] = value + n * of->v.token;
-        j += count;
+// The keys [first, stop) of a sequence and KV head.
+struct keys {
+    long s;
+    int kv_head;
+    long first, stop;
+};
+
+// Puts the rows of the keys [first, first + count) into `row`.  array: that of the keys, or of the values.  Returns
+// the place behind the last row.
+static const char** put_rows(const struct launch* of, const struct array* array, const struct keys* keys, long first,
+                             long count, const char** row) {
+    const char *rows = array->data + keys->kv_head * array->head, **end = row + count;
+    const int32_t* page = of->pages + of->tables[keys->s] + first / of->page_size;
+    for (long at = first % of->page_size; row < end; page++, at = 0) {
+        const char* from = rows + ((long)*page * of->page_size + at) * array->token;
+        for (const char** stop = row + least(of->page_size - at, end - row); row < stop; from += array->token)
+            *row++ = from;
     }
-    for (; j < end; j++)
-        block->key[j] = block->value[j] = work->zeros;
+    return row;
 }
 
-// Prepares for the first block of the keys [first, stop).
-static void begin_block(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first,
-                        long stop, struct block* block) {
-    const long bytes = most(of->head_dim, of->value_dim) * element_bytes[of->element];
-    block->near = least(most(NEAR_BYTES / bytes, 1), FAR_KEYS);
-    block->far = least(most(FAR_BYTES / bytes, 1), FAR_KEYS);
-    locate(of, work, s, kv_head, first, least(stop, first + block->far), BLOCK_KEYS, block);
-}
-
-// Turns a block into the next one, which begins with the key `first`.
-static void next_block(const struct launch* of, const struct decode_work* work, long s, int kv_head, long first,
-                       long stop, struct block* block) {
-    memmove(block->key, block->key + BLOCK_KEYS, block->far * sizeof *block->key);
-    memmove(block->value, block->value + BLOCK_KEYS, block->far * sizeof *block->value);
-    block->first = first, block->count = least(stop - first, BLOCK_KEYS);
-    locate(of, work, s, kv_head, first + block->far, stop, block->far, block);
+// Makes the block of the keys from `first` on.  next: the keys that are read after these.
+static void make_block(const struct launch* of, const struct decode_work* work, const struct keys* keys, long first,
+                       const struct keys* next) {
+    struct block* block = work->block;
+    const char** row = block->row;
+    block->first = first, block->count = least(keys->stop - first, BLOCK_KEYS);
+    block->behind = rounded_up(block->count, LANES);
+    for (int values = 0; values < 2; values++) {
+        row = put_rows(of, values ? &of->v : &of->k, keys, first, block->count, row);
+        while (row < block->row + (values + 1) * block->behind)
+            *row++ = work->zeros;
+    }
+    const char** end = row + block->near;
+    first += block->count;
+    row = put_rows(of, &of->k, keys, first, least(keys->stop - first, end - row), row);
+    row = put_rows(of, &of->k, next, next->first, least(next->stop - next->first, end - row), row);
+    while (row < end)
+        *row++ = work->zeros;
 }
 
 // Rows [first, first + count) of a KV head with the keys [start, stop), as a tile.
@@ -149,12 +152,10 @@ static void decode_weigh(const struct launch* of, struct decode_tile* tile, cons
                          real* score, real* decay) {
     const int width = tile->width, keys = LANES / width;
     const long stop = rounded_up(block->count, keys) * width;
-    const real scale = scale_of_scores(of->scale);
+    const real scale = of->softcap ? 1 : scale_of_scores(of->scale);
+    vec high = splat(-INFINITY);
     if (of->softcap)
-        bend(of->softcap, scale, 0, stop, score);
-    else if (scale != 1)
-        for (long j = 0; j < stop; j += LANES)
-            store(score + j, rounded_now(load(score + j) * scale));
+        bend(of->softcap, scale_of_scores(of->scale), 0, stop, score);
     if (masked) {
         ivec key = {0}, from = {0}, to = {0};
         for (int l = 0; l < LANES; l++) {
@@ -165,15 +166,17 @@ static void decode_weigh(const struct launch* of, struct decode_tile* tile, cons
         for (long j = 0; j < stop; j += LANES, key += keys)
             store(score + j, choose((key >= from) & (key < to), load(score + j), splat(-INFINITY)));
     }
-    vec high = splat(-INFINITY);
-    for (long j = 0; j < stop; j += LANES)
-        high = larger(load(score + j), high);
+    for (long j = 0; j < stop; j += LANES) {
+        const vec each = rounded_now(load(score + j) * scale);
+        store(score + j, each);
+        high = larger(each, high);
+    }
     const vec top = larger(over_row(1, width, high), tile->top);
     const vec base = choose(top == -INFINITY, splat(0), top);
     const vec shrunk = exponential(tile->top - base);
     vec sum = splat(0);
     for (long j = 0; j < stop; j += LANES) {
-        const vec weight = exponential(load(score + j) - base);
+        const vec weight = weight_of(load(score + j) - base);
         store(score + j, weight);
         sum += weight;
     }
@@ -188,13 +191,14 @@ static int leave_out_odd(const struct launch* of, const struct decode_work* work
                          const struct block* block) {
     int any = 0;
     *work->finite = *block;
+    const char** value = work->finite->row + block->behind;
     for (long j = 0; j < block->count; j++) {
         const long key = block->first + j;
         if (tile->full_from <= key && key < tile->full_to)
             continue;
-        read_row(of->element, block->value[j], work->row, of->value_dim, 1);
+        read_row(of->element, value[j], work->row, of->value_dim, 1);
         if (!finite_row(work->row, of->value_dim))
-            work->finite->value[j] = work->zeros, any = 1;
+            value[j] = work->zeros, any = 1;
     }
     return any;
 }
@@ -203,10 +207,11 @@ static int leave_out_odd(const struct launch* of, const struct decode_work* work
 static void add_odd_rows(const struct launch* of, const struct decode_work* work, const struct decode_tile* tile,
                          const struct block* block, long pitch) {
     const long dim = of->value_dim;
+    const char *const *value = block->row + block->behind, *const *finite = work->finite->row + block->behind;
     for (long j = 0; j < block->count; j++) {
-        if (work->finite->value[j] == block->value[j])
+        if (finite[j] == value[j])
             continue;
-        read_row(of->element, block->value[j], work->row, dim, 1);
+        read_row(of->element, value[j], work->row, dim, 1);
         for (long i = 0; i < tile->count; i++)
             if (tile->from[i] <= block->first + j && block->first + j < tile->to[i])
                 for (long c = 0; c < dim; c++)

@@ -1,4 +1,8 @@
 // Keys and values of decoding where they lie, a block at a time, and what is prefetched meanwhile.
+//
+// A block's keys are read, then its values, then the keys of the next block.  With each line that is read, the line is
+// prefetched that comes some KiB later in this order, line after line whatever the order of the products: memory sees
+// one stream.  Rows that do not lie side by side are prefetched in the order of the products.
 
 #pragma once
 
@@ -6,26 +10,36 @@
 #include "rows.h"
 
 #define BLOCK_KEYS 128          // whose scores become weights together
-#define FAR_KEYS 64             // behind a block, whose addresses are known, at most
-#define NEAR_BYTES 6144         // so far ahead rows are prefetched into the L1 cache
-#define FAR_BYTES 16384         // and into the L2 cache
-#define FEW_ROWS 2              // with so many the processor itself fills the L2 cache in time
+#define GROUP 4                 // keys that are multiplied at the same time, at most
+#define STEP_BYTES 4096         // of values that several passes read one after another: memory is idle meanwhile
+#define STEP_ROWS 16            // of them, at most
+#define NEAR_BYTES 6144         // so far ahead rows are prefetched, or up to a step more
+#define NEAR_ROWS 64            // at most
 
-struct block {                                          // of keys, and of those behind it
+struct block {  // of keys
     long first, count;
-    long near, far;                                     // so many keys ahead rows are prefetched
-    const char *key[BLOCK_KEYS + FAR_KEYS], *value[BLOCK_KEYS + FAR_KEYS];
+    long behind;  // count, rounded up to a vector: so many rows of each kind
+    long step;  // rows of values that several passes read one after another: a power of 2
+    long near;  // rows ahead that are prefetched
+    int side_by_side;  // whether so many rows mostly lie one behind the other
+    const char* row[2 * BLOCK_KEYS + NEAR_ROWS];  // keys, values, and the first keys of the next block
 };
 
-// Prefetches the lines of `bytes` bytes, from byte `at` on, of two rows: the near row's into the L1 cache, the far
-// row's into the L2 cache.  width: rows of the tile.
-INLINE void prefetch(int width, const char* near, const char* far, long at, long bytes) {
-    for (long to = at + bytes; at < to; at += 64)
-        if (bytes >= 64 || at % 64 == 0) {
-            __builtin_prefetch(near + at, 0, 3);
-            if (width > FEW_ROWS)
-                __builtin_prefetch(far + at, 0, 2);
-        }
+// Sets how far ahead rows are prefetched.
+INLINE void set_ahead(const struct launch* of, struct block* block) {
+    const int element = element_bytes[of->element];
+    const long key = of->head_dim * element, value = of->value_dim * element, row = most(key, value);
+    block->step = 2;
+    while (block->step < STEP_ROWS && 2 * block->step * value <= STEP_BYTES)
+        block->step *= 2;
+    block->near = least(rounded_up(most(NEAR_BYTES / row, 1), block->step), NEAR_ROWS);
+    block->side_by_side = of->k.token == key && of->v.token == value && of->page_size >= block->step;
+}
+
+// Prefetches the lines of `bytes` bytes.
+INLINE void prefetch(const char* line, long bytes) {
+    for (long at = 0; at < bytes; at += 64)
+        __builtin_prefetch(line + at, 0, 3);
 }
 
 // Vectors of a row.

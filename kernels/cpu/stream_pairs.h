@@ -6,6 +6,7 @@
 
 #include "pack_pairs.h"
 #include "stream.h"
+#include "weight_pairs.h"
 
 #define SUMS 16  // that stay in registers
 #define NUMBERS 32  // of a vector of pairs
@@ -29,32 +30,34 @@ INLINE void put_query(int element, int width, const char* from, int dim, real sc
 // The scores of the keys of a block.  ahead: whether to prefetch.
 INLINE void stream_scores(int element, int width, int dim, const real* q, const struct block* block, int ahead,
                           real* score) {
-    const int keys = LANES / width;
+    const int keys = LANES / width, few = keys < GROUP ? keys : GROUP;
+    const long stride = block->side_by_side ? few : 1;
     const __mmask32 rest = (1u << dim % NUMBERS) - 1;
     (void)element;
     for (long j = 0; j < block->count; j += keys) {
-        const char *key[LANES], *near[LANES], *far[LANES];
         __m512 sum[LANES];
-        UNROLLED for (int n = 0; n < keys; n++) {
-            key[n] = block->key[j + n];
-            near[n] = block->key[j + n + block->near], far[n] = block->key[j + n + block->far];
-        }
         UNROLLED for (int i = 0; i < LANES; i++) sum[i] = (__m512){0};
-        const char* row = (const char*)q;
-        for (long at = 0; at < dim / NUMBERS * 64; at += 64, row += width * 64)
-            UNROLLED for (int n = 0; n < keys; n++) {
-                const __m512bh numbers = (__m512bh)_mm512_loadu_si512(key[n] + at);
-                if (ahead)
-                    prefetch(width, near[n], far[n], at, 64);
-                UNROLLED for (int i = 0; i < width; i++) sum[n * width + i] =
-                    _mm512_dpbf16_ps(sum[n * width + i], (__m512bh)_mm512_load_si512(row + i * 64), numbers);
-            }
-        if (rest)
-            UNROLLED for (int n = 0; n < keys; n++) {
-                const __m512bh numbers = (__m512bh)_mm512_maskz_loadu_epi16(rest, key[n] + dim / NUMBERS * 64);
-                UNROLLED for (int i = 0; i < width; i++) sum[n * width + i] =
-                    _mm512_dpbf16_ps(sum[n * width + i], (__m512bh)_mm512_load_si512(row + i * 64), numbers);
-            }
+        UNROLLED for (int first = 0; first < keys; first += few) {
+            const char *const *key = block->row + j + first, *near[LANES];
+            UNROLLED for (int n = 0; n < few; n++) near[n] =
+                block->side_by_side ? key[block->near] + n * 64 : key[block->near + n];
+            const char* row = (const char*)q;
+            __m512* of_keys = sum + first * width;
+            for (long at = 0; at < dim / NUMBERS * 64; at += 64, row += width * 64)
+                UNROLLED for (int n = 0; n < few; n++) {
+                    const __m512bh numbers = (__m512bh)_mm512_loadu_si512(key[n] + at);
+                    if (ahead)
+                        prefetch(near[n] + at * stride, 64);
+                    UNROLLED for (int i = 0; i < width; i++) of_keys[n * width + i] =
+                        _mm512_dpbf16_ps(of_keys[n * width + i], (__m512bh)_mm512_load_si512(row + i * 64), numbers);
+                }
+            if (rest)
+                UNROLLED for (int n = 0; n < few; n++) {
+                    const __m512bh numbers = (__m512bh)_mm512_maskz_loadu_epi16(rest, key[n] + dim / NUMBERS * 64);
+                    UNROLLED for (int i = 0; i < width; i++) of_keys[n * width + i] =
+                        _mm512_dpbf16_ps(of_keys[n * width + i], (__m512bh)_mm512_load_si512(row + i * 64), numbers);
+                }
+        }
         store(score + j * width, sums_of((vec*)sum));
     }
 }
@@ -97,17 +100,21 @@ INLINE void stream_columns(int element, int width, int vectors, int rest, int di
                            int ahead, long first, long stop, const factor* weight, real* acc, long pitch) {
     (void)element;
     const int bytes = sizeof(operand) * LANES;
-    const char *const *near = block->value + block->near, *const *far = block->value + block->far;
+    const char* const* value = block->row + block->behind;
+    long near = from * bytes * (stop - first);  // bytes from the first row that is prefetched on
     __m512 sum[LANES * 8];
     UNROLLED for (int i = 0; i < width * vectors; i++) sum[i] = (__m512){0};
     for (long j = first; j < stop; j += 2) {
         __m512bh numbers[8];
-        if (ahead) {
-            prefetch(width, near[j], far[j], from * bytes, vectors * bytes);
-            prefetch(width, near[j + 1], far[j + 1], from * bytes, vectors * bytes);
+        if (ahead && block->side_by_side)
+            prefetch(value[first + block->near] + near, 2 * vectors * bytes);
+        else if (ahead) {
+            prefetch(value[j + block->near] + from * bytes, vectors * bytes);
+            prefetch(value[j + 1 + block->near] + from * bytes, vectors * bytes);
         }
+        near += 2 * vectors * bytes;
         UNROLLED for (int n = 0; n < vectors; n++) numbers[n] =
-            paired(block->value[j], block->value[j + 1], (from + n) * bytes, dim, rest);
+            paired(value[j], value[j + 1], (from + n) * bytes, dim, rest);
         UNROLLED for (int i = 0; i < width; i++) {
             const __m512bh each = (__m512bh)_mm512_set1_epi32(weight[j / 2 * width + i]);
             UNROLLED for (int n = 0; n < vectors; n++) sum[i * vectors + n] =

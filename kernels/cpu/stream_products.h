@@ -7,8 +7,6 @@
 
 #include "stream.h"
 
-#define GROUP 4                 // keys that are read at the same time
-
 #if VBYTES == 64
 #define SUMS 16                 // that stay in registers
 #else
@@ -16,6 +14,9 @@
 #endif
 
 typedef real factor;
+
+// From scores to weights.
+INLINE vec weight_of(vec x) { return exponential(x); }
 
 // What of the scale `put_query` leaves to be multiplied.
 INLINE real scale_of_scores(real scale) {
@@ -40,21 +41,20 @@ INLINE void stream_scores(int element, int width, int dim, const real* q, const 
                           real* score) {
     const int keys = LANES / width, bytes = element_bytes[element] * LANES, full = dim / LANES;
     const int few = keys < GROUP ? keys : GROUP;
+    const long stride = block->side_by_side ? few : 1;
     for (long j = 0; j < block->count; j += keys) {
         vec sum[LANES];
         UNROLLED for (int i = 0; i < LANES; i++) sum[i] = splat(0);
         UNROLLED for (int first = 0; first < keys; first += few) {
-            const char *key[LANES], *near[LANES], *far[LANES];
-            UNROLLED for (int n = 0; n < few; n++) {
-                key[n] = block->key[j + first + n];
-                near[n] = block->key[j + first + n + block->near], far[n] = block->key[j + first + n + block->far];
-            }
+            const char *const *key = block->row + j + first, *near[LANES];
+            UNROLLED for (int n = 0; n < few; n++) near[n] =
+                block->side_by_side ? key[block->near] + n * 64 : key[block->near + n];
             const real* row = q;
             for (long at = 0; at < full * bytes; at += bytes, row += width * LANES)
                 UNROLLED for (int n = 0; n < few; n++) {
                     const vec numbers = widened(element, key[n] + at);
-                    if (ahead)
-                        prefetch(width, near[n], far[n], at, bytes);
+                    if (ahead && at % 64 == 0)
+                        prefetch(near[n] + at * stride, 64);
                     UNROLLED for (int i = 0; i < width; i++) sum[(first + n) * width + i] +=
                         load(row + i * LANES) * numbers;
                 }
@@ -76,19 +76,23 @@ INLINE const factor* factors_of(int width, long count, const real* weight, facto
 }
 
 // Adds the values of the keys [first, stop) of a block by their weights to acc: `vectors` vectors from vector `from`
-// on. rest: whether these are the last numbers of rows, fewer than a vector.
+// on.  rest: whether these are the last numbers of rows, fewer than a vector.
 INLINE void stream_columns(int element, int width, int vectors, int rest, int dim, int from, const struct block* block,
                            int ahead, long first, long stop, const factor* weight, real* acc, long pitch) {
     const int bytes = element_bytes[element] * LANES;
-    const char *const *near = block->value + block->near, *const *far = block->value + block->far;
+    const char* const* value = block->row + block->behind;
+    long near = from * bytes * (stop - first);  // bytes from the first row that is prefetched on
     vec sum[LANES * 8];
     UNROLLED for (int i = 0; i < width * vectors; i++) sum[i] = splat(0);
     for (long j = first; j < stop; j++) {
         vec numbers[8];
-        if (ahead)
-            prefetch(width, near[j], far[j], from * bytes, vectors * bytes);
+        if (ahead && block->side_by_side && (vectors * bytes >= 64 || near % 64 == 0))
+            prefetch(value[first + block->near] + near, vectors * bytes);
+        else if (ahead && !block->side_by_side && (vectors * bytes >= 64 || from * bytes % 64 == 0))
+            prefetch(value[j + block->near] + from * bytes, vectors * bytes);
+        near += vectors * bytes;
         UNROLLED for (int n = 0; n < vectors; n++) numbers[n] =
-            rest ? widened_rest(element, block->value[j], dim) : widened(element, block->value[j] + (from + n) * bytes);
+            rest ? widened_rest(element, value[j], dim) : widened(element, value[j] + (from + n) * bytes);
         UNROLLED for (int i = 0; i < width; i++) {
             const real each = weight[j * width + i];
             UNROLLED for (int n = 0; n < vectors; n++) sum[i * vectors + n] += each * numbers[n];

@@ -20,10 +20,9 @@ INLINE void stream_values(int element, int width, int dim, const struct block* b
     factor memory[BLOCK_KEYS * LANES];
     const factor* factors = factors_of(width, block->count, weight, memory);
     const int full = dim / LANES;
-    // Where there are several passes, they are over few keys, whose values stay in the L1 cache: pairs of them.
-    const long step = width * full <= SUMS || block->near < 2 ? BLOCK_KEYS : block->near / 2 * 2;
+    const long step = width * full <= SUMS ? BLOCK_KEYS : block->step;
     for (long first = 0; first < block->count; first += step) {
-        const long stop = first + step < block->count ? first + step : block->count;
+        const long stop = least(first + step, block->count);
         int from = 0;
         PASSES(8);
         PASSES(4);

@@ -119,7 +119,7 @@ INLINE real sum_of(vec x) {
 
 // FOLD(l, h) is lane l ^ h of x for lanes l of x, and lane l ^ h of y for those with bit h.
 #define FOLD(l, h) ((l) & (h) ? LANES + ((l) ^ (h)) : ((l) ^ (h)))
-#define KEEP(l, h) ((l) & (h) ? LANES + (l) : (l))
+#define BIT(l, h) ((l) & (h))
 #define LANES_2(of, l, h) of(l, h), of((l) + 1, h)
 #define LANES_4(of, l, h) LANES_2(of, l, h), LANES_2(of, (l) + 2, h)
 #define LANES_8(of, l, h) LANES_4(of, l, h), LANES_4(of, (l) + 4, h)
@@ -135,9 +135,10 @@ INLINE real sum_of(vec x) {
 #endif
 
 // Halves the vectors in x: lane l of what is left of x[i] and x[i + half] is of that one whose bit `half` is l's.
-#define HALVE(x, half)               \
-    for (int i = 0; i < (half); i++) \
-    x[i] = pick(x[i], x[i + (half)], ALL_LANES(KEEP, 0, half)) + pick(x[i], x[i + (half)], ALL_LANES(FOLD, 0, half))
+#define HALVE(x, half)                                                         \
+    for (int i = 0; i < (half); i++)                                           \
+    x[i] = choose((ivec){ALL_LANES(BIT, 0, half)} != 0, x[i + (half)], x[i]) + \
+           pick(x[i], x[i + (half)], ALL_LANES(FOLD, 0, half))
 
 // The sums of LANES vectors' lanes: lane l is that of x[l].
 INLINE vec sums_of(vec* x) {
