@@ -7,7 +7,7 @@ Groups, in the order in which to run them, each in less than nine minutes: smoke
 Python's standard library and pip.  WHEELS and openmpi-cuda.tar.gz are made where there is a network:
 
   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
-      --platform manylinux_2_17_x86_64 --platform manylinux1_x86_64 -d WHEELS mpich mpi4py
+      --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d WHEELS mpich mpi4py
   tests/gpu/build_openmpi.sh openmpi-cuda.tar.gz
 
 and so is what else the machine lacks: numpy h5py ml_dtypes tqdm threadpoolctl pytest iniconfig pluggy packaging
