@@ -2,7 +2,7 @@
 
 `python tests/sass.py` prints that of the kernels of the ladder in kernels/README.md, on sm_90.  Nothing is run: counts
 are exact for the path that is named, cycles are ESTIMATES by the figures in LATENCY, of one warp that has its scheduler
-to itself.  Needs the extra cuda-compile: NVRTC and nvdisasm.
+to itself.  So are times, of an H100 by HERTZ and the rest.  Needs the extra cuda-compile: NVRTC and nvdisasm.
 """
 
 import importlib.util
@@ -19,6 +19,8 @@ if importlib.util.find_spec("mpiattn") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mpiattn.backends.cuda import nvrtc
+from mpiattn.backends.cuda.kernels import ELEMENTS_PER_THREAD, VECTOR
+from mpiattn.backends.cuda.launches import WARPS, cast_kernel, partials_kernel
 from mpiattn.backends.cuda.tile_table import attention_kernel
 
 PRODUCTS = {"forward": 2, "decode": 2, "gradient_q": 3, "gradient_kv": 4}  # of a tile
@@ -40,6 +42,9 @@ KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}  
 # microbenchmarks of recent GPUs have them, rounded.
 LATENCY = {"load": 700, "shared": 30, "ldmatrix": 33, "shuffle": 24, "special": 24, "mma": 33, "convert": 8}
 DEFAULT_LATENCY = 5
+# Of an H100 SXM: its clock under load, four schedulers on each of its multiprocessors, what its memory gives.
+HERTZ, SCHEDULERS, BYTES_PER_SECOND = 1.7e9, 4 * 132, 3.0e12
+PARTS_AHEAD = 8  # AHEAD of kernels/cuda/partials.cu
 
 
 class Instruction(NamedTuple):
@@ -120,11 +125,22 @@ def blocks_of(lines):
     return blocks
 
 
+def reached(blocks):
+    """The blocks that the first one leads to: not those of lanes that part, nor the trap behind the end."""
+    found, ahead = set(), [0]
+    while ahead:
+        i = ahead.pop()
+        if i not in found:
+            found.add(i)
+            ahead += blocks[i].after
+    return found
+
+
 def loops_of(blocks):
     """(first, last) blocks of the loops, the innermost first: those between a branch back and where it goes."""
     last_of = {}
-    for i, block in enumerate(blocks):
-        for to in block.after:
+    for i in sorted(reached(blocks)):
+        for to in blocks[i].after:
             if to <= i:
                 last_of[to] = max(i, last_of.get(to, i))
     return sorted(last_of.items(), key=lambda loop: loop[1] - loop[0])
@@ -135,10 +151,10 @@ def counts(code):
 
 
 def path(blocks, first, last, trips):
-    """The instructions from block `first` to the end of `last`.
+    """The instructions from block `first` to the end of `last`, or of an earlier one with which the kernel ends.
 
-    Of all ways it is the one with most products, then most copies, loads and stores, then fewest others.  trips(code):
-    how often a loop inside runs, of its code once through.
+    Of all ways it is the one with most products, then most copies, loads and stores, the wide ones for several, then
+    fewest others.  trips(code): how often a loop inside runs, of its code once through.
     """
     loops = [loop for loop in loops_of(blocks) if first <= loop[0] and loop[1] <= last and loop != (first, last)]
     inner = {}  # by first block: the outermost only
@@ -149,14 +165,14 @@ def path(blocks, first, last, trips):
 
     def value(code):
         of = counts(code)
-        return of["mma"], of["copy"], of["load"] + of["store"], -len(code)
+        return of["mma"], of["copy"], sum(width_of(each) for each in code if each.kind in ("load", "store")), -len(code)
 
     best = {}
     for i in range(last, first - 1, -1):
         stop, code = inner.get(i, (i, blocks[i].code))
         after = {to for j in range(i, stop + 1) for to in blocks[j].after if to > stop}
         ways = [code + best[to] for to in after if to in best]
-        if stop == last:
+        if stop == last or not blocks[stop].after:
             ways.append(code)
         if ways:
             best[i] = max(ways, key=value)
@@ -193,15 +209,16 @@ def epilogue(blocks):
     return code
 
 
+def width_of(instruction):
+    """How many registers next to each other an instruction writes or stores."""
+    if ".128" in instruction.name or instruction.kind in ("mma", "ldmatrix"):
+        return 4
+    return 2 if ".64" in instruction.name or ".WIDE" in instruction.name else 1
+
+
 def registers(instruction):
     """(written, read) registers; wide operands by the instruction's width."""
-    width = (
-        4
-        if ".128" in instruction.name or instruction.kind in ("mma", "ldmatrix")
-        else 2
-        if ".64" in instruction.name or ".WIDE" in instruction.name
-        else 1
-    )
+    width = width_of(instruction)
     operands = instruction.operands.split(",")
     first = re.match(r"\s*(U?R\d+)", operands[0])
     names = re.findall(r"U?R\d+(?:\.64)?", instruction.operands)
@@ -230,9 +247,8 @@ def cycles(code):
     return now
 
 
-def everything(blocks, trips):
-    """What a kernel without products executes, where each of its loops runs so often."""
-    return path(blocks, 0, len(blocks) - 1, lambda code: trips)
+def disassembled_blocks(kernel, architecture):
+    return blocks_of(disassembled(nvrtc.build(kernel, architecture).cubin)[kernel.name])
 
 
 def described(name, code):
@@ -243,20 +259,57 @@ def described(name, code):
     )
 
 
-def attention(work, dtype, dim, architecture):
+def attention(work, dtype, dim, architecture, page_size=0):
     """(what a warp executes for a tile, what it does at the end) of a kernel of half types; a query head a KV head."""
-    kernel, cut = attention_kernel(work, dtype, dim, dim, 1, 0, int(architecture[3:]))
-    lines = disassembled(nvrtc.build(kernel, architecture).cubin)[kernel.name]
-    blocks = blocks_of(lines)
+    kernel, cut = attention_kernel(work, dtype, dim, dim, 1, 0, int(architecture[3:]), page_size=page_size)
+    blocks = disassembled_blocks(kernel, architecture)
     products = PRODUCTS[work] * (cut.rows // cut.warps // 16) * (cut.columns // 8) * dim // 16
     return tile_loop(blocks, products, 2 * cut.columns * dim // 8 // kernel.threads), epilogue(blocks)
 
 
+def merge(parts, architecture):
+    """What a warp executes at most to merge up to 128 parts of a row of 128 columns.
+
+    It takes a fourth of the parts, PARTS_AHEAD at a time.  All other loops are unrolled, so once through is enough.
+    """
+    blocks = disassembled_blocks(partials_kernel("merge_parts", "float32"), architecture)
+    rounds = -(-parts // (WARPS * PARTS_AHEAD))
+
+    def trips(code):
+        of = counts(code)
+        return rounds if of["shuffle"] == of["load"] == PARTS_AHEAD else 1
+
+    return path(blocks, 0, len(blocks) - 1, trips)
+
+
+def cast(architecture):
+    """What a warp executes to cast float32 to bfloat16 where both arrays are contiguous."""
+    blocks = disassembled_blocks(cast_kernel("bfloat16", "float32", VECTOR), architecture)
+    return path(blocks, 0, len(blocks) - 1, lambda code: ELEMENTS_PER_THREAD // VECTOR)
+
+
+def merge_seconds(code):
+    """ESTIMATE for as many rows as the GPU has multiprocessors or fewer: a block each, a warp a scheduler."""
+    return cycles(code) / HERTZ
+
+
+def cast_seconds(code, elements):
+    """ESTIMATE for a cast of float32 to bfloat16: what takes longer, its instructions or its memory."""
+    warps = elements / (ELEMENTS_PER_THREAD * 32)
+    return max(warps / SCHEDULERS * len(code) / HERTZ, elements * (4 + 2) / BYTES_PER_SECOND)
+
+
 def main():
     """Prints the kernels of the README's ladder."""
-    for work in PRODUCTS:
-        for name, code in zip(("a tile", "the end"), attention(work, "bfloat16", 128, "sm_90")):
-            print(described(f"{work} bfloat16 128, {name}", code), flush=True)
+    for work, page_size in (*((work, 0) for work in PRODUCTS), ("decode", 64)):
+        of = f"{work} bfloat16 128" + (f", pages of {page_size}" if page_size else "")
+        for name, code in zip(("a tile", "the end"), attention(work, "bfloat16", 128, "sm_90", page_size)):
+            print(described(f"{of}, {name}", code), flush=True)
+    code = merge(99, "sm_90")
+    print(described("merge of 99 splits, head dim 128, at most", code), end=f"; {merge_seconds(code) * 1e6:.1f} us\n")
+    code, elements = cast("sm_90"), 8192 * 32 * 128
+    print(described("cast, 8 elements a thread", code), end="; 8192 x 32 x 128 elements: ")
+    print(f"{cast_seconds(code, elements) * 1e6:.0f} us (estimate)")
 
 
 if __name__ == "__main__":

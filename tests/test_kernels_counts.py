@@ -25,6 +25,25 @@ def test_instructions(work):
     assert sass.cycles(end) <= cycles, sass.described(work, end)
 
 
+@needs_compiler
+@pytest.mark.parametrize("page_size", [5, 64])
+def test_a_lane_reads_the_page_table_once(page_size):
+    """For the keys of a tile, and once more for the values."""
+    tile, _ = sass.attention("decode", "bfloat16", 128, "sm_90", page_size)
+    assert sass.counts(tile)["load"] == 2 and len(tile) <= 850, sass.described("decode", tile)
+
+
+@needs_compiler
+def test_merge_of_splits_and_cast():
+    """Estimates of seconds on an H100."""
+    code = sass.merge(99, "sm_90")
+    assert sass.counts(code)["shuffle"] >= 32, "all 25 parts of a warp"
+    assert 1e-6 < sass.merge_seconds(code) <= 10e-6, sass.described("merge", code)
+    code = sass.cast("sm_90")
+    assert sass.counts(code)["load"] == sass.counts(code)["store"] == 2, sass.described("cast", code)
+    assert sass.cast_seconds(code, 8192 * 32 * 128) <= 100e-6, sass.described("cast", code)
+
+
 def test_what_is_read_off():
     """A loop with a loop inside, a branch that is not taken in it, and what follows."""
     text = """
@@ -49,3 +68,28 @@ def test_what_is_read_off():
     end = sass.epilogue(blocks)
     assert sass.counts(end)["load"] == sass.counts(end)["store"] == 1
     assert sass.cycles(end) > sass.LATENCY["load"]
+
+
+def test_what_is_never_reached_is_no_loop():
+    """Lanes that part go on behind the end, and come back from there; so does the trap."""
+    text = """
+        /*0000*/                   BRA.DIV UR4, `(.L_x_8) ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/               @P0 BRA `(.L_x_1) ;
+        /*0030*/              @!P1 BRA `(.L_x_2) ;
+        /*0040*/                   LDG.E R20, desc[UR4][R2.64] ;
+        /*0050*/                   EXIT ;
+.L_x_2:
+        /*0060*/                   LDG.E.64 R20, desc[UR4][R2.64] ;
+        /*0070*/                   EXIT ;
+.L_x_8:
+        /*0080*/                   NOP ;
+        /*0090*/                   BRA `(.L_x_1) ;
+.L_x_9:
+        /*00a0*/                   BRA `(.L_x_9) ;
+"""
+    blocks = sass.blocks_of(text.splitlines())
+    assert sass.loops_of(blocks) == [(1, 1)]
+    whole = sass.path(blocks, 0, len(blocks) - 1, lambda code: 3)
+    assert [each.name for each in whole if each.kind == "load"] == ["LDG.E.128"] * 3 + ["LDG.E.64"]
