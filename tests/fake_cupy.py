@@ -17,7 +17,7 @@ import sys
 import types
 import weakref
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -162,7 +162,7 @@ class ndarray:
     def flags(self):
         return types.SimpleNamespace(c_contiguous=self.values.flags.c_contiguous)
 
-    @property
+    @cached_property
     def data(self):
         return types.SimpleNamespace(ptr=self.values.ctypes.data if self.size else 0)
 

@@ -94,13 +94,16 @@ class KernelLaunches:
             )
         )
         q, k = self.contiguous(q), self.contiguous(k)
+        begin, end = self._numbers(begin, end)
         self._run(
             launch.kernel,
             launch.grid,
             q,
             k,
             k if v is None else self.contiguous(v),
-            *self._numbers(begin, end, pages if page_size else begin),
+            begin,
+            end,
+            self.contiguous(pages, 4) if page_size else begin,  # not read there
             *into,
             *launch.numbers,
         )
