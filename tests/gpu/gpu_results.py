@@ -122,7 +122,7 @@ def figure(table, problem):
         mask = "causal" if problem["causal"] else "full"
         cells = [
             f"{row['name']} {row['flops_per_second'] / 1e12:.4g}"
-            + (f" (mpiattn is {row['median'] / own['median']:.2f} of it)" if row is not own else "")
+            + (f" (mpiattn is {own['flops_per_second'] / row['flops_per_second']:.2f} of it)" if row is not own else "")
             for row in rows
         ]
         cells += [f"{name} is missing ({why[:60]})" for name, why in table["missing"].items()]
