@@ -1,5 +1,6 @@
 """The CUDA back end without a GPU: its own code on a made-up CuPy that runs late, alone and on several ranks."""
 
+import importlib
 import os
 import sys
 from types import SimpleNamespace
@@ -29,17 +30,33 @@ needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emu
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["staged", "device"])
-def test_ranks(transport):
-    """Every row against float64: tiles, routes, documents, sinks, half types, decoding; forward and backward."""
+@pytest.mark.parametrize(
+    ("transport", "file"),
+    [
+        ("staged", "test_kernels.py"),
+        ("device", "test_kernels.py"),
+        ("staged", "test_cases.py"),
+        ("device", "test_decode.py"),
+    ],
+)
+def test_ranks(monkeypatch, transport, file):
+    """What four ranks are to run on a GPU, every row against float64: forward and backward, decoding."""
+    monkeypatch.syspath_prepend(TESTS / "gpu")
     outcome = mpirun(
         4,
-        [sys.executable, *"-m pytest -q --color=no -p no:cacheprovider".split(), TESTS / "mpi" / "test_kernels.py"],
+        [
+            sys.executable,
+            *"-m pytest -q --color=no -p no:cacheprovider".split(),
+            TESTS / "mpi" / file,
+            "-k",
+            importlib.import_module("rank_cases").CASES[file],
+        ],
         timeout=200,
         cwd=ROOT,
         env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_CUPY": "fake", "MPIATTN_TRANSPORT": transport},
     )
-    assert " passed" in outcome.stdout and " skipped" not in outcome.stdout, outcome.stdout
+    assert " passed" in outcome.stdout, outcome.stdout
+    assert file != "test_kernels.py" or " skipped" not in outcome.stdout, outcome.stdout
 
 
 @needs_compiler
