@@ -38,9 +38,10 @@ def test_tiles(group, schedule, route):
 @on(4)
 @pytest.mark.parametrize(("tile", "mesh_layout"), [((2, 1, 2), "zigzag"), ((2, 2, 1), "striped"), ((4, 1, 1), "auto")])
 def test_planes(group, tile, mesh_layout):
-    """With more planes than KV heads too, where KV heads are repeated."""
+    """With more planes than KV heads too, where KV heads are repeated; without dlse no argument is copied."""
     how = {"tile": tile, "layout": "contiguous", "mesh_layout": mesh_layout, "dtype": "bfloat16"}
-    check(group, **SHAPE, causal=True, **how)
+    for dlse in (True, False):
+        check(group, **SHAPE, causal=True, dlse=dlse, **how)
 
 
 @on(2)
