@@ -22,7 +22,7 @@ struct packed_rows {
     operand *q, *dout;                                  // in panels; q times scale
     operand *q_by_dim, *dout_by_dim;
     struct odd odd_q, odd_dout;
-    long turn;                                          // block of keys that may be added to dq next
+    long turn;                                          // of the block of keys that may be added to dq next
 };
 
 // to[c] += factor * from[c * step]
