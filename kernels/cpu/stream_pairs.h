@@ -101,12 +101,13 @@ INLINE void stream_columns(int element, int width, int vectors, int rest, int di
     (void)element;
     const int bytes = sizeof(operand) * LANES;
     const char* const* value = block->row + block->behind;
+    const int in_steps = block->side_by_side && vectors < dim / LANES;
     long near = from * bytes * (stop - first);  // bytes from the first row that is prefetched on
     __m512 sum[LANES * 8];
     UNROLLED for (int i = 0; i < width * vectors; i++) sum[i] = (__m512){0};
     for (long j = first; j < stop; j += 2) {
         __m512bh numbers[8];
-        if (ahead && block->side_by_side)
+        if (ahead && in_steps)
             prefetch(value[first + block->near] + near, 2 * vectors * bytes);
         else if (ahead) {
             prefetch(value[j + block->near] + from * bytes, vectors * bytes);

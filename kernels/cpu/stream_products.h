@@ -81,14 +81,15 @@ INLINE void stream_columns(int element, int width, int vectors, int rest, int di
                            int ahead, long first, long stop, const factor* weight, real* acc, long pitch) {
     const int bytes = element_bytes[element] * LANES;
     const char* const* value = block->row + block->behind;
+    const int in_steps = block->side_by_side && vectors < dim / LANES;
     long near = from * bytes * (stop - first);  // bytes from the first row that is prefetched on
     vec sum[LANES * 8];
     UNROLLED for (int i = 0; i < width * vectors; i++) sum[i] = splat(0);
     for (long j = first; j < stop; j++) {
         vec numbers[8];
-        if (ahead && block->side_by_side && (vectors * bytes >= 64 || near % 64 == 0))
+        if (ahead && in_steps && (vectors * bytes >= 64 || near % 64 == 0))
             prefetch(value[first + block->near] + near, vectors * bytes);
-        else if (ahead && !block->side_by_side && (vectors * bytes >= 64 || from * bytes % 64 == 0))
+        else if (ahead && !in_steps && (vectors * bytes >= 64 || from * bytes % 64 == 0))
             prefetch(value[j + block->near] + from * bytes, vectors * bytes);
         near += vectors * bytes;
         UNROLLED for (int n = 0; n < vectors; n++) numbers[n] =
