@@ -15,7 +15,8 @@ from ..numpy.backend import NumpyBackend
 from . import library
 from .library import Launch, Poll
 
-LINE = 64  # bytes of a cache line, by which scratch memory is aligned
+LINE = 64  # bytes of a cache line, by which memory is aligned: a vector that lies in two lines is read twice
+ALIGNED = 4096  # bytes of an array whose memory is
 MOST_THREADS = 256  # of kernels/cpu/work.h
 HALVES = ("float16", "bfloat16")
 MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
@@ -30,7 +31,7 @@ class CpuBackend(NumpyBackend):
         super().__init__()
         self.name = name
         self._kernels = library.Kernels()
-        self._scratch, self._aligned = np.empty(0, np.uint8), 0  # memory, and its first address on a cache line
+        self._scratch = np.empty(0, np.uint8)
         self.threads = self.parse(name) if ":" in name else min(library.threads(), MOST_THREADS)
         self.version = self._kernels.version
 
@@ -63,6 +64,14 @@ class CpuBackend(NumpyBackend):
             + LINE
             + super().scratch_bytes(head_dim, value_dim, dtype, backward, shared_kv)
         )
+
+    def empty(self, shape, dtype):
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if nbytes < ALIGNED:
+            return super().empty(shape, dtype)
+        memory = np.empty(nbytes + LINE, np.uint8)
+        start = -_address(memory) % LINE
+        return memory[start : start + nbytes].view(dtype).reshape(shape)
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         self._attend(
@@ -206,11 +215,10 @@ class CpuBackend(NumpyBackend):
                 place.head, place.sequence = strides[2], strides[1] - array.shape[2] * strides[2]
             else:
                 place.head = strides[1]
-        needed = self._kernels.scratch_bytes(launch, operation) + LINE
+        needed = self._kernels.scratch_bytes(launch, operation)
         if needed > len(self._scratch):
-            self._scratch = np.empty(needed, np.uint8)
-            self._aligned = -(-_address(self._scratch) // LINE) * LINE
-        launch.scratch = self._aligned
+            self._scratch = self.empty((max(needed, ALIGNED),), np.uint8)
+        launch.scratch = _address(self._scratch)
         failures = []
         if meanwhile:
             meanwhile(0.0)
