@@ -9,8 +9,8 @@
 
 #define GROUP 4                 // keys that are read at the same time
 
-#if VBYTES == 64
-#define SUMS 16                 // that stay in registers
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define SUMS 16                 // that stay in registers, of which there are 32
 #else
 #define SUMS 8
 #endif
