@@ -1,6 +1,8 @@
 """The back end cpu on a given instruction set, for the tests of its kernels."""
 
+import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import aarch64
 import pytest
@@ -8,6 +10,8 @@ import pytest
 from mpiattn import backends
 from mpiattn.backends.cpu import library
 
+if path := os.environ.get("MPIATTN_TEST_KERNELS"):  # those that tests/sanitize.py has compiled
+    library.PATH = Path(path)
 compiled = pytest.mark.skipif(not library.PATH.is_file(), reason=f"not compiled: {library.BUILD}")
 SETS = ("plain", "avx2", "avx512", "avx512bf16", "amx")
 EMULATED = [pytest.param(f"aarch64 {name}", marks=pytest.mark.slow, id=f"aarch64-{name}") for name in aarch64.SETS]

@@ -50,6 +50,7 @@ typedef int32_t integer;
 
 typedef real vec __attribute__((vector_size(VBYTES)));
 typedef real loose_vec __attribute__((vector_size(VBYTES), aligned(sizeof(real)), may_alias));     // at any address
+typedef char loose_bytes __attribute__((vector_size(VBYTES), aligned(1), may_alias));               // of any numbers
 typedef integer ivec __attribute__((vector_size(VBYTES)));
 
 #if __ARM_FEATURE_SVE_BITS && REAL_BYTES == 8       // what a vec is to SVE's intrinsics
