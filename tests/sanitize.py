@@ -25,11 +25,15 @@ SANITIZERS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Other arguments go to pytest, in place of the tests of the kernels.",
+        allow_abbrev=False,
+    )
     parser.add_argument("sanitizer", choices=SANITIZERS, help="thread: data races; address: also undefined behaviour")
     parser.add_argument("--threads", type=int, default=4, help="of each launch (default 4)")
-    parser.add_argument("pytest", nargs="*", help="arguments for pytest, behind --; else the kernels' tests run")
-    arguments = parser.parse_args()
+    arguments, others = parser.parse_known_args()
     flags, libraries, settings = SANITIZERS[arguments.sanitizer]
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "setup.py", "build_ext", "--build-temp", f"{folder}/temp", "--build-lib", folder]
@@ -46,7 +50,7 @@ def main():
             "OPENBLAS_NUM_THREADS": "1",
         }
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--capture=sys", *(arguments.pytest or FILES)], cwd=ROOT, env=env
+            [sys.executable, "-m", "pytest", "-q", "--capture=sys", *(others or FILES)], cwd=ROOT, env=env
         ).returncode
 
 
