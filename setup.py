@@ -20,8 +20,9 @@ DIGEST = hashlib.sha256(b"".join((here / path).read_bytes() for path in SOURCES)
 FLAGS = ["-g0", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"]
 # The compiler's options for every instruction set; each gets the same sources, once for float and once for double.
 # Compiling is most of an installation's time, so what few processors run is optimized less.
+# Sets that an older compiler or assembler does not know are left out; `plain` it must know.
 SETS = {"plain": ["-O2"]}
-# More sets, where the compiler knows them, which differ from avx512 in products of bfloat16 alone, pair by pair.
+# More sets, which differ from avx512 in products of bfloat16 alone, pair by pair.
 OF_PAIRS = {}
 if platform.machine() in ("x86_64", "AMD64"):
     SETS = {
@@ -32,6 +33,10 @@ if platform.machine() in ("x86_64", "AMD64"):
     OF_PAIRS["avx512bf16"] = [*SETS["avx512"], "-mavx512bf16"]
     if platform.system() == "Linux":
         OF_PAIRS["amx"] = [*OF_PAIRS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
+elif (platform.system(), platform.machine()) == ("Linux", "aarch64"):
+    SVE = ["-O3", "-march=armv8.2-a+sve"]
+    SETS["sve256"] = [*SVE, "-msve-vector-bits=256"]
+    SETS["sve512"] = [*SVE, "-msve-vector-bits=512"]
 REAL_BYTES = {"float": 4, "double": 8}
 
 
@@ -50,25 +55,26 @@ class BuildKernels(build_ext):
                 depends=SOURCES,
             )
 
-        def kernels(name, size, options):
-            return compiled("kernels.c", name, [("TABLE", name), ("REAL_BYTES", str(size))], options)
-
-        def kernels_of_pairs(name):
+        def kernels(name, table, size, options):
             try:
-                return name, kernels(f"{name}_pairs", 4, OF_PAIRS[name])
-            except CompileError:  # an older compiler or assembler
-                return name, None
+                return compiled("kernels.c", table, [("TABLE", table), ("REAL_BYTES", str(size))], options)
+            except CompileError:
+                if name == "plain":
+                    raise
+                return None
 
         parts = [
-            (f"{name}_{real}", size, options) for name, options in SETS.items() for real, size in REAL_BYTES.items()
+            (name, f"{name}_{real}", size, options)
+            for name, options in SETS.items()
+            for real, size in REAL_BYTES.items()
         ]
+        parts += [(name, f"{name}_pairs", 4, options) for name, options in OF_PAIRS.items()]
         with ThreadPoolExecutor() as pool:  # a compiler takes seconds for each
-            of_pairs = pool.map(kernels_of_pairs, OF_PAIRS)
-            objects = [made for some in pool.map(kernels, *zip(*parts)) for made in some]
-            of_pairs = {name: made for name, made in of_pairs if made}
-        macros = [(f"WITH_{name}", "1") for name in (*SETS, *of_pairs)]
-        objects += compiled("choose.c", "choose", [("DIGEST", f'"{DIGEST}"'), *macros])
-        objects += [made for some in of_pairs.values() for made in some]
+            made = list(zip(parts, pool.map(kernels, *zip(*parts))))
+        unknown = {name for (name, *_), objects in made if objects is None}
+        macros = [(f"WITH_{name}", "1") for name in (*SETS, *OF_PAIRS) if name not in unknown]
+        objects = compiled("choose.c", "choose", [("DIGEST", f'"{DIGEST}"'), *macros])
+        objects += [one for (name, *_), some in made if name not in unknown for one in some]
         self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), libraries=["m"])
 
     def get_ext_filename(self, fullname):

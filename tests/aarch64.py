@@ -1,4 +1,4 @@
-"""The kernels of the back end cpu compiled for aarch64, which QEMU runs: plain C, whose vectors are NEON's.
+"""The kernels of the back end cpu compiled for aarch64, which QEMU runs: NEON, and SVE of 256 and 512 bits.
 
 A launch is sent to a process that is emulated (kernels/emulation/launches.c), with copies of its arrays.
 """
@@ -20,6 +20,14 @@ from mpiattn.system.sources import kernel_dir
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-static", "-pthread", "-Wall", "-Wno-psabi")
+# Options of the compiler for each instruction set, and the emulated processor that takes it.
+SVE = ("-O3", "-march=armv8.2-a+sve")
+SETS = {
+    "plain": ((), "max,sve-default-vector-length=16"),
+    "sve256": ((*SVE, "-msve-vector-bits=256"), "max,sve-default-vector-length=32"),
+    "sve512": ((*SVE, "-msve-vector-bits=512"), "max,sve-default-vector-length=64"),
+}
+NAME = 16  # bytes
 LISTS = "begin", "end", "pages", "tables"
 ARRAYS = "q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "other", "other_lse"
 OF_KEYS = "k", "v", "dk", "dv"  # with rows of keys and KV heads, the others of tokens and heads
@@ -46,30 +54,36 @@ def _program():
             pytest.skip(f"no {name} on this machine")
     temporary, sources = tempfile.TemporaryDirectory(), kernel_dir()
     folder = Path(temporary.name)
-    include = (f"-I{sources / 'cpu'}", "-DDIGEST=\"\"")
+    parts = [
+        (f"{name}_{real}", "cpu/kernels.c", f"-DTABLE={name}_{real}", f"-DREAL_BYTES={size}", *options)
+        for name, (options, _) in SETS.items()
+        for real, size in (("float", 4), ("double", 8))
+    ]
+    parts.append(("choose", "cpu/choose.c", '-DDIGEST=""', *(f"-DWITH_{name}" for name in SETS)))
+    parts.append(("launches", "emulation/launches.c"))
     objects = []
-    for name, source, *macros in (
-        ("float", "cpu/kernels.c", "-DTABLE=plain_float", "-DREAL_BYTES=4"),
-        ("double", "cpu/kernels.c", "-DTABLE=plain_double", "-DREAL_BYTES=8"),
-        ("choose", "cpu/choose.c"),
-        ("launches", "emulation/launches.c"),
-    ):
+    for name, source, *options in parts:
         objects.append(folder / f"{name}.o")
         subprocess.run(
-            [COMPILER, *FLAGS, *include, *macros, "-c", sources / source, "-o", objects[-1]], check=True, timeout=300
+            [COMPILER, *FLAGS, f"-I{sources / 'cpu'}", *options, "-c", sources / source, "-o", objects[-1]],
+            check=True,
+            timeout=300,
         )
     subprocess.run([COMPILER, *FLAGS, *objects, "-lm", "-o", folder / "launches"], check=True, timeout=60)
     return temporary, folder / "launches"
 
 
 class Kernels:
-    """As `mpiattn.backends.cpu.library.Kernels`, on the emulated processor; never asks its caller meanwhile."""
+    """As `mpiattn.backends.cpu.library.Kernels`, on an emulated processor; never asks its caller meanwhile.
 
-    name = "plain"
-    version = "plain aarch64"
+    The processor is one whose best instruction set is that of the name.
+    """
 
-    def __init__(self):
-        self._process = subprocess.Popen([EMULATOR, _program()[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, name):
+        self.name, self.version = name, f"{name} aarch64"
+        command = [EMULATOR, "-cpu", SETS[name][1], _program()[1]]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._read(NAME).rstrip(b"\0").decode() == name
 
     def scratch_bytes(self, launch, operation):
         return 0  # the other process has its own

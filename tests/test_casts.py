@@ -12,7 +12,7 @@ from mpiattn.backends.numpy.casts import widen
 HALVES = np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.fixture(params=("numpy", *(pytest.param(name, marks=compiled) for name in SETS), EMULATED))
+@pytest.fixture(params=("numpy", *(pytest.param(name, marks=compiled) for name in SETS), *EMULATED))
 def backend(request, monkeypatch):
     if request.param == "numpy":
         yield backends.get("numpy")

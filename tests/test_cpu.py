@@ -14,7 +14,7 @@ from mpiattn.backends.cpu import library
 pytestmark = compiled
 
 
-@pytest.fixture(params=(*SETS, EMULATED))
+@pytest.fixture(params=(*SETS, *EMULATED))
 def backend(request, monkeypatch):
     with kernels_of(request.param, monkeypatch) as made:
         yield made

@@ -1,6 +1,5 @@
 """Decoding and partials on the compiled kernels of the back end cpu, on all instruction sets of this processor."""
 
-import aarch64
 import numpy as np
 import pytest
 from blocks import MASKS, NOISE, dense, windows
@@ -12,7 +11,7 @@ from mpiattn import backends
 pytestmark = compiled
 
 
-@pytest.fixture(params=("plain", "avx2", "avx512", EMULATED))
+@pytest.fixture(params=("plain", "avx2", "avx512", *EMULATED))
 def backend(request, monkeypatch):
     with kernels_of(request.param, monkeypatch) as made:
         yield made
@@ -214,7 +213,7 @@ def test_any_strides(backend):
 
 def test_it_asks_meanwhile(backend):
     """With shares that grow; it changes no bit, and what it raises ends the launch."""
-    if backend.version == aarch64.Kernels.version:
+    if "aarch64" in backend.version:
         pytest.skip("an emulated processor's launches do not ask")
     pools, pages, _ = pool(40000, 64, 4, (64, 64), "float64")
     arguments = queries(1, 32, 64, "float64"), pools, pages, 64, np.zeros(1, np.int32), np.full(1, 40000, np.int32)

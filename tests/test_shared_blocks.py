@@ -24,7 +24,7 @@ from mpiattn.schedule.tile import Tile
 from mpiattn.schedule.travels import token_bytes
 
 CPU = [pytest.param(name, marks=compiled) for name in SETS] + [
-    pytest.param(*EMULATED.values, marks=[compiled, *EMULATED.marks])
+    pytest.param(*each.values, marks=[compiled, *each.marks]) for each in EMULATED
 ]
 
 

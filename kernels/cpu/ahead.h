@@ -74,7 +74,7 @@ static __attribute__((noinline)) void copy_ahead(struct ahead* ahead, long count
         long at = 0;
         fetch_row(ahead);
         for (; at + VBYTES <= bytes; at += VBYTES)
-            store_loose((real*)(ahead->to + at), load_loose((const real*)(row + at)));
+            *(loose_bytes*)(ahead->to + at) = *(const loose_bytes*)(row + at);
         if (at < bytes)
             memcpy(ahead->to + at, row + at, bytes - at);
         ahead->to += bytes;

@@ -9,6 +9,10 @@
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 #endif
+#if defined(WITH_sve256) || defined(WITH_sve512)
+#include <sys/auxv.h>
+#include <sys/prctl.h>
+#endif
 
 #include "launch.h"
 
@@ -28,6 +32,12 @@ extern const struct kernels avx512bf16_pairs;
 #endif
 #ifdef WITH_amx
 extern const struct kernels amx_pairs;
+#endif
+#ifdef WITH_sve256
+DECLARE(sve256)
+#endif
+#ifdef WITH_sve512
+DECLARE(sve512)
 #endif
 
 static int always(void) { return 1; }
@@ -58,6 +68,18 @@ static int has_amx(void) {
            !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
 #endif
+#if defined(WITH_sve256) || defined(WITH_sve512)
+// Whether SVE's registers have so many bits, which may be fewer than the processor can have.
+static int has_sve(int bits) {
+    return getauxval(AT_HWCAP) & HWCAP_SVE && (prctl(PR_SVE_GET_VL) & PR_SVE_VL_LEN_MASK) == bits / 8;
+}
+#endif
+#ifdef WITH_sve256
+static int has_sve256(void) { return has_sve(256); }
+#endif
+#ifdef WITH_sve512
+static int has_sve512(void) { return has_sve(512); }
+#endif
 
 static const struct {
     const char* name;
@@ -76,7 +98,13 @@ static const struct {
 #ifdef WITH_avx2
                 ENTRY(avx2, has_avx2)
 #endif
-                    ENTRY(plain, always)};
+#ifdef WITH_sve512
+                    ENTRY(sve512, has_sve512)
+#endif
+#ifdef WITH_sve256
+                        ENTRY(sve256, has_sve256)
+#endif
+                            ENTRY(plain, always)};
 
 // Of the sources that this was compiled from: setup.py and library.py make it alike.
 const char* sources_digest(void) { return DIGEST; }

@@ -25,19 +25,25 @@ INLINE float from_bfloat16(uint16_t half) {
 INLINE vec widened(int element, const char* from) {
 #if REAL_BYTES == 4
     typedef uint16_t halves __attribute__((vector_size(VBYTES / 2), aligned(2), may_alias, unused));
-    typedef uint32_t words __attribute__((vector_size(VBYTES)));
-#if VBYTES == 64                                // GCC converts vectors of halves in two parts
+    typedef uint32_t words __attribute__((vector_size(VBYTES), unused));
+#if defined(__AVX512F__)                              // GCC converts vectors of halves in two parts
     const __m256i half = _mm256_loadu_si256((const __m256i*)from);
     if (element == FLOAT16)
         return (vec)_mm512_cvtph_ps(half);
     if (element == BFLOAT16)
         return (vec)((words)_mm512_cvtepu16_epi32(half) << 16);
-#elif VBYTES == 32
+#elif defined(__AVX2__)
     const __m128i half = _mm_loadu_si128((const __m128i*)from);
     if (element == FLOAT16)
         return (vec)_mm256_cvtph_ps(half);
     if (element == BFLOAT16)
         return (vec)((words)_mm256_cvtepu16_epi32(half) << 16);
+#elif __ARM_FEATURE_SVE_BITS                    // and these one by one
+    const svuint32_t half = svld1uh_u32(svptrue_b8(), (const uint16_t*)from);
+    if (element == FLOAT16)
+        return svcvt_f32_f16_x(svptrue_b8(), svreinterpret_f16(half));
+    if (element == BFLOAT16)
+        return svreinterpret_f32(svlsl_x(svptrue_b8(), half, 16));
 #else
     if (element != FLOAT32) {
         const words half = __builtin_convertvector(*(const halves*)from, words), rest = half & 0x7fff;

@@ -17,7 +17,7 @@ INLINE bits to_bfloat16(vec x) {
     return (bits)choose(x == x, (vec)rounded, (vec)nan);
 }
 
-#if VBYTES == 16
+#if !defined(__AVX2__) && !__ARM_FEATURE_SVE_BITS
 // Numbers below 2^-14 are rounded by a sum: 0.5 has what 2^-24, the step of float16 there, as its last bit.
 INLINE bits to_float16(vec x) {
     const bits sign = (bits)x & 0x80000000, size = (bits)x ^ sign;
@@ -30,32 +30,33 @@ INLINE bits to_float16(vec x) {
 }
 #endif
 
-INLINE halves narrowed(int element, vec x) {
-    if (element == BFLOAT16) {
-#if VBYTES == 64
-        return (halves)_mm512_cvtepi32_epi16((__m512i)to_bfloat16(x));
+// LANES numbers as halves, to any address.
+INLINE void put_halves(int element, vec x, uint16_t* to) {
+#if defined(__AVX512F__)
+    *(loose_halves*)to = element == BFLOAT16 ? (halves)_mm512_cvtepi32_epi16((__m512i)to_bfloat16(x))
+                                             : (halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+    *(loose_halves*)to = element == BFLOAT16 ? __builtin_convertvector(to_bfloat16(x), halves)
+                                             : (halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif __ARM_FEATURE_SVE_BITS
+    const svuint32_t rounded = to_bfloat16(x);
+    const svuint32_t cast = svreinterpret_u32(svcvt_f16_f32_x(svptrue_b8(), x));
+    svst1h(svptrue_b8(), to, element == BFLOAT16 ? rounded : cast);
 #else
-        return __builtin_convertvector(to_bfloat16(x), halves);
-#endif
-    }
-#if VBYTES == 64
-    return (halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
-#elif VBYTES == 32
-    return (halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-#else
-    return __builtin_convertvector(to_float16(x), halves);
+    *(loose_halves*)to = __builtin_convertvector(element == BFLOAT16 ? to_bfloat16(x) : to_float16(x), halves);
 #endif
 }
 
 INLINE void narrow_numbers(int element, const real* from, uint16_t* to, int n) {
     int i = 0;
     for (; i + LANES <= n; i += LANES)
-        *(loose_halves*)(to + i) = narrowed(element, *(const loose_vec*)(from + i));
+        put_halves(element, *(const loose_vec*)(from + i), to + i);
     if (i < n) {
         vec rest = splat(0);
+        uint16_t half[LANES];
         memcpy(&rest, from + i, (n - i) * sizeof(real));
-        const halves half = narrowed(element, rest);
-        memcpy(to + i, &half, (n - i) * sizeof(uint16_t));
+        put_halves(element, rest, half);
+        memcpy(to + i, half, (n - i) * sizeof(uint16_t));
     }
 }
 

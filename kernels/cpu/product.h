@@ -10,6 +10,17 @@ typedef real operand;
 static void begin_products(void) {}
 static void end_products(void) {}
 
+// SVE loads a number into all lanes from an address in a register, plus 252 bytes at most.  If a number is further off,
+// compilers rather load it into one lane and copy it from there, by the units that compute.
+INLINE const real* at_hand(const real* address, long offset) {
+#if __ARM_FEATURE_SVE_BITS
+    if (offset * sizeof(real) > 252)
+        __asm__("" : "+r"(address));
+#endif
+    (void)offset;
+    return address;
+}
+
 // c[i][j] = (add ? c[i][j] : 0) + sum over p < count of a[i * row + p * step] * b[p * NR + j], for i < MR and
 // j < vectors * LANES, of which there are one or two.  b and c are aligned to a vector.  row and step are constants
 // wherever this is called.  What is in c is added last, so that a long sum is one of short ones and rounds less.
@@ -21,7 +32,7 @@ INLINE void product_of(int vectors, int add, const real* a, long row, long step,
         vec column[2];
         UNROLLED for (int n = 0; n < vectors; n++) column[n] = load(b + n * LANES);
         UNROLLED for (int i = 0; i < MR; i++) {
-            const real factor = a[i * row];
+            const real factor = *at_hand(a + i * row, i * row);
             UNROLLED for (int n = 0; n < vectors; n++) sum[i][n] += factor * column[n];
         }
         a += step;

@@ -7,8 +7,8 @@
 
 #include "stream.h"
 
-#if VBYTES == 64
-#define SUMS 16                 // that stay in registers
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define SUMS 16                 // that stay in registers, of which there are 32
 #else
 #define SUMS 8
 #endif

@@ -1,6 +1,7 @@
 // Vectors of REAL, float or double, as wide as the instruction set has them, by the compilers' vector types.
 //
 // Only what those types have no operator for is written with intrinsics: maximum, sums over lanes, scaling by 2^n.
+// SVE's registers have no fixed size; these vectors are of the size that the compiler was told, which choose.c checks.
 
 #pragma once
 
@@ -10,6 +11,8 @@
 
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif __ARM_FEATURE_SVE_BITS
+#include <arm_sve.h>
 #endif
 
 #if defined(__AVX512BF16__)
@@ -21,6 +24,9 @@
 #elif defined(__AVX2__)
 #define VBYTES 32
 #define MR 6                    // 12 of 16 registers
+#elif __ARM_FEATURE_SVE_BITS
+#define VBYTES (__ARM_FEATURE_SVE_BITS / 8)
+#define MR 12
 #elif defined(__aarch64__)
 #define VBYTES 16
 #define MR 12
@@ -44,7 +50,14 @@ typedef int32_t integer;
 
 typedef real vec __attribute__((vector_size(VBYTES)));
 typedef real loose_vec __attribute__((vector_size(VBYTES), aligned(sizeof(real)), may_alias));     // at any address
+typedef char loose_bytes __attribute__((vector_size(VBYTES), aligned(1), may_alias));               // of any numbers
 typedef integer ivec __attribute__((vector_size(VBYTES)));
+
+#if __ARM_FEATURE_SVE_BITS && REAL_BYTES == 8       // what a vec is to SVE's intrinsics
+typedef svfloat64_t svreal;
+#elif __ARM_FEATURE_SVE_BITS
+typedef svfloat32_t svreal;
+#endif
 
 #if defined(__clang__)
 #define UNROLLED _Pragma("clang loop unroll(full)")
@@ -72,6 +85,10 @@ INLINE ivec lane_numbers(void) {
 INLINE vec rounded_now(vec x) {
 #if defined(__x86_64__)
     __asm__("" : "+v"(x));
+#elif __ARM_FEATURE_SVE_BITS
+    svreal lanes = x;
+    __asm__("" : "+w"(lanes));
+    x = lanes;
 #elif defined(__aarch64__)
     __asm__("" : "+w"(x));
 #endif
@@ -89,13 +106,13 @@ INLINE vec choose(ivec mask, vec x, vec y) { return (vec)((mask & (ivec)x) | (~m
 
 // The larger and the smaller one; y where x is NaN, and NaN where y is.
 INLINE vec larger(vec x, vec y) {
-#if VBYTES == 64 && REAL_BYTES == 4
+#if defined(__AVX512F__) && REAL_BYTES == 4
     return (vec)_mm512_max_ps((__m512)x, (__m512)y);
-#elif VBYTES == 64
+#elif defined(__AVX512F__)
     return (vec)_mm512_max_pd((__m512d)x, (__m512d)y);
-#elif VBYTES == 32 && REAL_BYTES == 4
+#elif defined(__AVX2__) && REAL_BYTES == 4
     return (vec)_mm256_max_ps((__m256)x, (__m256)y);
-#elif VBYTES == 32
+#elif defined(__AVX2__)
     return (vec)_mm256_max_pd((__m256d)x, (__m256d)y);
 #else
     return choose(x > y, x, y);
@@ -105,8 +122,11 @@ INLINE vec larger(vec x, vec y) {
 INLINE vec smaller(vec x, vec y) { return -larger(-x, -y); }
 
 INLINE real sum_of(vec x) {
-#if VBYTES == 64 && REAL_BYTES == 4
+#if defined(__AVX512F__) && REAL_BYTES == 4
     return _mm512_reduce_add_ps((__m512)x);
+#elif __ARM_FEATURE_SVE_BITS
+    const svreal lanes = x;
+    return svaddv(svptrue_b8(), lanes);
 #else
     real lane[LANES];
     memcpy(lane, &x, sizeof x);
@@ -184,8 +204,11 @@ INLINE void transpose(vec* x) {
 
 // The largest lane, of which none is NaN.
 INLINE real largest_of(vec x) {
-#if VBYTES == 64 && REAL_BYTES == 4
+#if defined(__AVX512F__) && REAL_BYTES == 4
     return _mm512_reduce_max_ps((__m512)x);
+#elif __ARM_FEATURE_SVE_BITS
+    const svreal lanes = x;
+    return svmaxv(svptrue_b8(), lanes);
 #else
     real lane[LANES], top = -INFINITY;
     memcpy(lane, &x, sizeof x);

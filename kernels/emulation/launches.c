@@ -1,14 +1,19 @@
 // Runs launches of kernels/cpu for another process, so that kernels of another processor run under an emulator of it:
-// reads them from standard input and writes their results to standard output, as tests/aarch64.py has them.
+// reads them from standard input and writes their results to standard output, as tests/aarch64.py has them.  First it
+// writes the name of the instruction set that it takes, the best of that processor.
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "launch.h"
 
 #define POINTERS 16  // of struct launch, which the caller fills
 #define LINE 64
+#define NAME 16
 
+int best_set(void);
+const char* instruction_set(int number);
 int64_t scratch_bytes(int number, const struct launch* of, enum operation operation);
 int32_t run(int number, const struct launch* of, enum operation operation);
 
@@ -25,6 +30,11 @@ static void* memory(int64_t bytes) {
 }
 
 int main(void) {
+    const int set = best_set();
+    char name[NAME] = {0};
+    strncpy(name, instruction_set(set), NAME - 1);
+    fwrite(name, 1, NAME, stdout);
+    fflush(stdout);
     for (;;) {
         int32_t operation, results;
         int64_t bytes[POINTERS];
@@ -46,9 +56,9 @@ int main(void) {
         if (!of.dv.data)
             of.dv.data = of.dk.data;  // shared keys and values: both gradients are added to one array
         of.poll = 0;
-        const int64_t needed = scratch_bytes(0, &of, operation);
+        const int64_t needed = scratch_bytes(set, &of, operation);
         of.scratch = memory(needed);
-        const int32_t stopped = run(0, &of, operation);
+        const int32_t stopped = run(set, &of, operation);
         fwrite(&needed, sizeof needed, 1, stdout);
         fwrite(&stopped, sizeof stopped, 1, stdout);
         for (int i = 0; i < POINTERS; i++) {

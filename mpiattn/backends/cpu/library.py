@@ -1,7 +1,7 @@
 """The library of CPU kernels (kernels/cpu), loaded once a process; ctypes gives up the interpreter lock in its calls.
 
-Environment: MPIATTN_CPU_KERNELS=amx, avx512bf16, avx512, avx2 or plain takes that instruction set in place of the best
-that the processor has.
+Environment: MPIATTN_CPU_KERNELS=amx, avx512bf16, avx512, avx2, sve512, sve256 or plain takes that instruction set in
+place of the best that the processor has.
 """
 
 import ctypes
