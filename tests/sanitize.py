@@ -40,11 +40,11 @@ def main():
         compiler = {"CC": "gcc", "CFLAGS": flags, "LDFLAGS": flags}
         subprocess.run(build, cwd=ROOT, env={**os.environ, **compiler}, check=True, stdout=subprocess.DEVNULL)
         print_path = [["gcc", f"-print-file-name={name}"] for name in libraries]
-        found = [subprocess.run(command, capture_output=True, text=True, check=True) for command in print_path]
+        paths = [subprocess.run(command, capture_output=True, text=True, check=True) for command in print_path]
         env = {
             **os.environ,
             **settings,
-            "LD_PRELOAD": ":".join(outcome.stdout.strip() for outcome in found),
+            "LD_PRELOAD": ":".join(path.stdout.strip() for path in paths),
             "MPIATTN_TEST_KERNELS": f"{folder}/mpiattn/backends/cpu/_kernels.so",
             "OMP_NUM_THREADS": str(arguments.threads),  # the kernels'
             "OPENBLAS_NUM_THREADS": "1",
