@@ -127,13 +127,13 @@ def blocks_of(lines):
 
 def reached(blocks):
     """The blocks that the first one leads to: not those of lanes that part, nor the trap behind the end."""
-    found, ahead = set(), [0]
+    visited, ahead = set(), [0]
     while ahead:
         i = ahead.pop()
-        if i not in found:
-            found.add(i)
+        if i not in visited:
+            visited.add(i)
             ahead += blocks[i].after
-    return found
+    return visited
 
 
 def loops_of(blocks):
