@@ -58,7 +58,7 @@ def test_numbers_by_hand():
         "KV": {1, 4},
         "O": {3, 4, 5},
     }
-    assert places.rows == {"Q": 10, "KV": 5, "O": 10, "+O": 5}
+    assert places.rows == {"Q": 5, "KV": 5, "O": 5, "+O": 5}
 
 
 def test_what_the_mask_leaves_out():

@@ -1,21 +1,24 @@
-"""The buffers of a pass: one arena per kind, cut into the slots of its schedule, in memory that the passes share.
+"""The buffers of a pass, in memory that the passes share: the slots of its schedule, by arena.
 
 The kinds are those of `mpiattn.schedule.kinds`.  Arenas "Q" and "KV" hold received chunks.  For a reduced kind X, arena
-"X" holds the accumulators of other ranks' chunks, and "+X" the received partials.  A packed arena holds the chunks of a
-whole group in order of their numbers, as one long chunk for a fused launch.  Of each chunk a buffer holds only the
-tokens that travel (`mpiattn.schedule.places`).
+"X" holds the accumulators of other ranks' chunks, and "+X" the received partials.  A packed arena is one buffer: it
+holds the chunks of a whole group in order of their numbers, as one long chunk for a fused launch.  Of each chunk a
+buffer holds only the tokens that travel (`mpiattn.schedule.places`).  Buffers that no step needs together lie in the
+same memory (`mpiattn.schedule.sharing`): partials land where chunks were that all blocks have read.
 
 The accumulators of the rank's own chunk are, where it can be, the arrays of the results.  Kinds whose packed arena is
 not in order of position have a second one that is, `ordered`.
 
-If the dtype on the wire differs, `wire` holds by reduced kind the arrays into which partials are cast before they are
-sent, in the slots of "+X".  An array that is sent uncast has None there.
+If the dtype on the wire differs, `wire` holds by reduced kind and slot of "+X" the arrays into which partials are cast
+before they are sent.  An array that is sent uncast has None there.
 """
 
 from dataclasses import dataclass
 
 from ..schedule.kinds import REDUCED, arena_of
 from ..schedule.ranges import places, total
+from ..schedule.sharing import below, stack
+from ..schedule.travels import size_of
 
 
 @dataclass
@@ -58,13 +61,22 @@ class Buffers:
         self.pool, self.shapes, self.schedule = pool, shapes, schedule
         self.packed = any(step.fused for step in schedule.steps)
         self.reduced = REDUCED[schedule.direction]
+        self._cast = {  # by kind, the arrays into which partials are cast
+            kind: [None if wire == kept else wire for kept, wire in zip(shapes[kind], shapes[arena_of(kind)])]
+            for kind in self.reduced
+            if shapes[kind] != shapes[arena_of(kind)] and schedule.slots[arena_of(kind)]
+        }
+        self._below = {}  # by the kinds of `ordered`, the order of the buffers in memory
         self.occupant = {}  # (arena, slot) -> its latest chunk
+        self.launched = ()  # events of the fused launch, which reads packed arenas
         self.drop()
 
     def drop(self):
         """Keep no array: the pool's memory is replaced."""
         self.places, self.arena, self.wire, self.ordered = None, {}, {}, {}
+        self.nbytes = 0  # that the buffers span, without gaps for alignment
         self._held = {}, {}  # rows and shapes of all arrays
+        self._beside = {}  # by name in `arena`, the names of others in the same memory
         self._of_accumulators = {}  # (reduced kind, chunk) -> arrays
         self._own, self._own_memory = {}, {}  # by reduced kind: own accumulators of the call, memory for them
         self.occupant.clear()
@@ -76,24 +88,31 @@ class Buffers:
             own accumulators too, and takes none.
         ordered: the kinds of `ordered`.
         """
-        rows = {("arena", arena): count for arena, count in places.rows.items()}
-        shapes = {("arena", arena): self.shapes[arena] for arena in places.rows}
-        for kind in self.reduced:
-            held, travelling = self.shapes[kind], self.shapes[arena_of(kind)]
-            if held != travelling and self.schedule.slots[arena_of(kind)]:
-                rows["wire", kind] = places.rows[kind if self.packed else arena_of(kind)]
-                shapes["wire", kind] = [None if wire == kept else wire for kept, wire in zip(held, travelling)]
-            if not self.packed:
-                rows["own", kind] = total(places.tokens[kind][places.rank])
-                shapes["own", kind] = [shape if want else None for shape, want in zip(held, own[kind])]
-        for kind in ordered:
-            rows["ordered", kind], shapes["ordered", kind] = places.rows[kind], self.shapes[kind]
+        rows, shapes, order = {}, {}, {}
+        for kind in () if self.packed else self.reduced:
+            order["own", kind, 0] = list(order)  # they live as long as the pass
+            rows["own", kind, 0] = total(places.tokens[kind][places.rank])
+            shapes["own", kind, 0] = [shape if want else None for shape, want in zip(self.shapes[kind], own[kind])]
+        lowest = list(order)
+        for name, others in self._in_order(tuple(ordered)).items():
+            part, kind, _ = name
+            order[name] = lowest + others
+            rows[name] = places.rows[arena_of(kind) if part == "wire" and not self.packed else kind]
+            shapes[name] = self._cast[kind] if part == "wire" else self.shapes[kind]
         if self._large_enough(rows, shapes):
             self._of_accumulators.clear()
             self.occupant.clear()
         else:
-            self._take(rows, shapes)
+            self._take(rows, shapes, order)
         self.places = places
+
+    def _in_order(self, ordered):
+        """`sharing.below` of the buffers."""
+        if ordered not in self._below:
+            token_bytes = {("arena", arena): size_of(arrays) for arena, arrays in self.shapes.items()}
+            token_bytes |= {("wire", kind): size_of(filter(None, arrays)) for kind, arrays in self._cast.items()}
+            self._below[ordered] = below(self.schedule, token_bytes, ordered)
+        return self._below[ordered]
 
     def _large_enough(self, rows, shapes):
         """Whether the arrays of the call before serve this one.  Packed arenas are sent and launched whole."""
@@ -101,18 +120,27 @@ class Buffers:
             return False
         return all(count <= self._held[0][name] for name, count in rows.items())
 
-    def _take(self, rows, shapes):
-        """Cut arrays of so many rows from the pool; both by part of the buffers and kind."""
+    def _take(self, rows, shapes, order):
+        """Cut arrays of so many rows from the pool; all by (part of the buffers, kind, slot)."""
         self.drop()
         arrays = self.pool.arrays(
-            self, {name: [shape and ((rows[name], *shape[0]), shape[1]) for shape in of] for name, of in shapes.items()}
+            self,
+            {name: [shape and ((rows[name], *shape[0]), shape[1]) for shape in of] for name, of in shapes.items()},
+            order,
         )
-        self.arena, self.wire, self._own_memory, self.ordered = (
-            {kind: taken for (of, kind), taken in arrays.items() if of == part}
-            for part in ("arena", "wire", "own", "ordered")
+        self.arena = {(kind, slot): taken for (part, kind, slot), taken in arrays.items() if part == "arena"}
+        self.wire = {(kind, slot): taken for (part, kind, slot), taken in arrays.items() if part == "wire"}
+        self._own_memory, self.ordered = (
+            {kind: taken for (of, kind, _), taken in arrays.items() if of == part} for part in ("own", "ordered")
         )
+        sizes = {name: rows[name] * size_of(filter(None, of)) for name, of in shapes.items()}
+        starts, self.nbytes = stack(order, sizes)
+        spans = {name[1:]: (start, start + sizes[name]) for name, start in starts.items() if name[0] == "arena"}
+        self._beside = {
+            one: {other for other, (begin, end) in spans.items() if other != one and begin < last and first < end}
+            for one, (first, last) in spans.items()
+        }
         self._held = rows, shapes
-        self.places = places
 
     def accumulate_in(self, results):
         """Use these arrays as accumulators of the rank's own chunk, and memory of the buffers where one is None.
@@ -128,46 +156,49 @@ class Buffers:
         return self.places.tokens[kind]
 
     def slot_start(self, arena, slot):
-        """First row of a slot."""
+        """First row of a slot of a packed arena of partials."""
         return self.places.slot_start(arena, slot)
-
-    def arrays(self):
-        """All arrays that the buffers hold."""
-        held = self.arena, self.wire, self._own_memory, self.ordered
-        parts = [arrays for by_kind in held for arrays in by_kind.values()]
-        return [array for arrays in parts for array in arrays if array is not None]
-
-    @property
-    def nbytes(self):
-        """Bytes of `arrays`."""
-        return sum(array.nbytes for array in self.arrays())
 
     def packed_start(self, kind, chunk):
         """First row of a chunk in a packed arena."""
         return self.places.start(kind, chunk)
 
     def view(self, arena, start, count):
-        """Rows [start, start + count) of every array of an arena."""
-        return tuple([array[start : start + count] for array in self.arena[arena]])
+        """Rows [start, start + count) of every array of a packed arena."""
+        return tuple([array[start : start + count] for array in self.arena[arena, 0]])
 
     def whole(self, arena):
-        """Every array of an arena."""
-        return self.arena[arena]
+        """Every array of a packed arena."""
+        return self.arena[arena, 0]
+
+    def casts(self, kind):
+        """Whether partials of a kind are cast before they are sent."""
+        return kind in self._cast
 
     def take_slot(self, arena, slot, chunk, tokens):
-        """A `Chunk` in a slot to receive into, and the events of the last launch that reads the slot's old contents.
+        """A `Chunk` in a slot to receive into, and the events of the last launches that read what was there.
 
         chunk: its number.  tokens: those that are received; a packed arena has places for more.
         """
-        if self.packed and arena in self.places.tokens:
+        if not self.packed:
+            count = total(tokens)
+            arrays = tuple([array[:count] for array in self.arena[arena, slot]])
+        elif arena in self.places.tokens:
             tokens = self.tokens(arena)[chunk]
-            start = self.packed_start(arena, chunk)
+            arrays = self.view(arena, self.packed_start(arena, chunk), total(tokens))
         else:
-            start = self.slot_start(arena, slot)
-        received = Chunk(self.view(arena, start, total(tokens)), tokens)
-        before = self.occupant.get((arena, slot))
+            arrays = self.view(arena, self.slot_start(arena, slot), total(tokens))
+        received = Chunk(arrays, tokens)
+        before, beside = list(self.launched), self._beside[self._buffer(arena, slot)]
+        for other, held in self.occupant.items():
+            if other == (arena, slot) or self._buffer(*other) in beside:
+                before += held.used
         self.occupant[arena, slot] = received
-        return received, before.used if before else ()
+        return received, tuple(before)
+
+    def _buffer(self, arena, slot):
+        """The name in `arena` of the buffer that has a slot."""
+        return arena, 0 if self.packed else slot
 
     def accumulator(self, kind, chunk):
         """The arrays of the accumulator of a reduced kind for a chunk."""
@@ -175,11 +206,20 @@ class Buffers:
             return self._own[kind]
         arrays = self._of_accumulators.get((kind, chunk))
         if arrays is None:
-            arrays = self.view(kind, self.places.start(kind, chunk), total(self.tokens(kind)[chunk]))
+            count = total(self.tokens(kind)[chunk])
+            if self.packed:
+                arrays = self.view(kind, self.packed_start(kind, chunk), count)
+            else:
+                arrays = tuple([array[:count] for array in self.arena[kind, self.places.slot(kind, chunk)]])
             self._of_accumulators[kind, chunk] = arrays
         return arrays
+
+    def begin(self):
+        """Forget what a call before has left."""
+        self.occupant.clear()
+        self.launched = ()
 
     def let_go(self):
         """Forget the arrays of the results, and which chunks the slots held."""
         self._own.clear()
-        self.occupant.clear()
+        self.begin()

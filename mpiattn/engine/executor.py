@@ -306,6 +306,7 @@ class Executor:
             for kind in unsorted:
                 for dst, src in zip(unsorted[kind], arrays[kind]):
                     event = self.backend.take(dst, src, inverse)
+        self.buffers.launched = (event,)
         for chunk in accumulators:
             chunk.ready = (event,)
 

@@ -20,7 +20,7 @@ class Held(dict):
         self.clear()
         self["Q", self.own] = Chunk(q, self.buffers.tokens("Q")[self.own], q_ready)
         self["KV", self.own] = Chunk(kv, self.buffers.tokens("KV")[self.own])
-        self.buffers.occupant.clear()
+        self.buffers.begin()
 
     def end(self):
         """The arrays of this rank's own accumulator of each reduced kind; drops the caller's arrays."""

@@ -1,10 +1,11 @@
 """Memory that the passes of a plan share: they never run at the same time."""
 
 import math
-from itertools import accumulate
 from weakref import WeakSet
 
 import numpy as np
+
+from ..schedule.sharing import stack
 
 ALIGNMENT = 256  # bytes; of every array, as of CUDA's own allocations
 
@@ -23,23 +24,33 @@ class Pool:
         """Bytes that the pool has."""
         return 0 if self._memory is None else self._memory.nbytes
 
-    def arrays(self, user, wanted):
+    def arrays(self, user, wanted, below):
         """Uninitialized arrays for `user`, which the other users' arrays overlap; {name: tuple of arrays}.
 
         wanted: {name: [(shape, dtype) of each array, or None for no array]}.
+        below: {name: the names whose arrays lie below those of this one}, every name after those below it.  Arrays of
+            other names may share memory.
         user: its method `drop` is called when the memory is replaced; it must keep no array then.
         """
-        each = [array and (array[0], np.dtype(array[1])) for arrays in wanted.values() for array in arrays]
-        sizes = [math.prod(array[0]) * array[1].itemsize if array else 0 for array in each]
-        starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-        if self._memory is None or self.nbytes < starts[-1]:
-            self._replace(starts[-1])
+        each = {
+            name: [array and (array[0], np.dtype(array[1]), _aligned(*array)) for array in arrays]
+            for name, arrays in wanted.items()
+        }
+        starts, end = stack(below, {name: sum(array[2] for array in of if array) for name, of in each.items()})
+        if self._memory is None or self.nbytes < end:
+            self._replace(int(end))
         self._users.add(user)
-        cut = iter(
-            array and self._memory[start : start + size].view(array[1]).reshape(array[0])
-            for array, start, size in zip(each, starts, sizes)
-        )
-        return {name: tuple([next(cut) for _ in arrays]) for name, arrays in wanted.items()}
+        return {name: tuple(self._cut(of, int(starts[name]))) for name, of in each.items()}
+
+    def _cut(self, arrays, start):
+        """Arrays one after another from a byte on."""
+        for array in arrays:
+            if array is None:
+                yield None
+                continue
+            shape, dtype, size = array
+            yield self._memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+            start += size
 
     def forget(self):
         """Tell the back end that no array's contents are needed any more."""
@@ -54,3 +65,8 @@ class Pool:
             user.drop()
         self._memory = None
         self._memory = self.backend.empty((nbytes,), np.uint8)
+
+
+def _aligned(shape, dtype):
+    """Bytes of an array and of the gap behind it."""
+    return -(-math.prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT

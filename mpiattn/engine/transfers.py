@@ -67,8 +67,8 @@ class Transfers:
         if send:
             chunk = self.held[kind, send.chunk]
             parts, ready = chunk.parts(send.tokens), chunk.ready
-            if kind in self.buffers.wire:
-                parts, ready = self._cast(kind, parts, ready, self.buffers.slot_start(arena_of(kind), slot))
+            if self.buffers.casts(kind):
+                parts, ready = self._cast(kind, parts, ready, slot)
             for i, array in _by_array(parts):
                 leaving.append(array)
                 requests += self.exchange.send(
@@ -82,14 +82,14 @@ class Transfers:
             del self.held[kind, send.chunk]
         return Posted(requests, leaving, landing, arriving, lambda: self.held.merge(kind, receive.chunk, arriving))
 
-    def _cast(self, kind, parts, ready, start=0):
-        """Parts of a partial in the dtype of the wire, in the wire arrays from row `start` on, and their events."""
-        cast, ready = [], list(ready)
+    def _cast(self, kind, parts, ready, slot=0):
+        """Parts of a partial in the dtype of the wire, in the wire arrays of a slot, and their events."""
+        cast, ready, start = [], list(ready), 0
         for part in parts:
             rows = len(part[0])
             arrays = [
                 held if wire is None else wire[start : start + rows]
-                for held, wire in zip(part, self.buffers.wire[kind])
+                for held, wire in zip(part, self.buffers.wire[kind, slot])
             ]
             ready += [self.backend.copy(dst, src) for dst, src in zip(arrays, part) if dst is not src]
             cast.append(tuple(arrays))
@@ -150,7 +150,7 @@ class Transfers:
         ]
         parts = [self.buffers.whole(kind)]
         ready = tuple(event for chunk in held for event in self.held[kind, chunk].ready)
-        if kind in self.buffers.wire:
+        if self.buffers.casts(kind):
             parts, ready = self._cast(kind, parts, ready)
         (leaving,) = parts
         received = Chunk(self.buffers.whole(arena_of(kind)), None)
@@ -164,7 +164,7 @@ class Transfers:
                 self.exchange.whole(self.backend.outgoing(array, ready, collective=True)),
                 out_counts,
                 out_starts,
-                self.exchange.whole(self.backend.incoming(arena, collective=True)),
+                self.exchange.whole(self.backend.incoming(arena, self.buffers.launched, collective=True)),
                 in_counts,
                 in_starts,
                 _row_bytes(arena),

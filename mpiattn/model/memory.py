@@ -4,6 +4,7 @@ import numpy as np
 
 from ..schedule.kinds import DELTA, DOUT, GATHERED, IN_COLUMNS, KINDS, LSE, OUT, K, Q, V, arena_of, shapes
 from ..schedule.route import leg_of
+from ..schedule.sharing import below, stack
 from ..schedule.travels import held_bytes, size_of
 
 
@@ -12,44 +13,51 @@ def buffer_bytes(schedule, problem, load, layout):
 
     load: the `Load` of the mesh.  layout: the kind of the layout of keys.
     Counted are the slots of the schedule, each for the most tokens that come, the own accumulators that are not results
-    themselves, and the copies of partials that are cast for the wire.  A fused launch needs places for the chunks of
-    the whole group.  Unless the layout is contiguous, it also holds the arrays that move in columns a second time,
-    sorted by position.
+    themselves, and the copies of partials that are cast for the wire.  What no step needs together lies in the same
+    memory (`mpiattn.schedule.sharing`).  A fused launch needs places for the chunks of the whole group.  Unless the
+    layout is contiguous, it also holds the arrays that move in columns a second time, sorted by position.
     """
-    slots, fused = schedule.slots, any(step.fused for step in schedule.steps)
-    arrays, total = shapes(problem, schedule.direction), 0
-    for kind in KINDS[schedule.direction]:
-        column, extent = kind in IN_COLUMNS, schedule.tile.extent(kind)
-        own = load.lengths[column]
+    kinds, fused = KINDS[schedule.direction], any(step.fused for step in schedule.steps)
+    arrays, own, rows, token_bytes = shapes(problem, schedule.direction), 0, {}, {}
+    for kind, of in kinds.items():
+        column = kind in IN_COLUMNS
         held = load.held(kind, schedule.route, fused, schedule.collective)
-        slot = held.max(axis=0)
-        if kind not in GATHERED and not fused:  # own accumulators
-            total = total + own * size_of(
-                array.held(problem)
-                for array in KINDS[schedule.direction][kind].arrays_of(problem)
-                if not array.in_place(problem)
-            )
-        rows = own + held.sum(axis=0) if fused else slots[kind] * slot
-        received = cast = 0
+        rows["arena", kind] = load.lengths[column] + held.sum(axis=0) if fused else held.max(axis=0)
         if kind in GATHERED:
-            rows = rows * bool(slots[kind])
-        else:
-            moved = load.moved(kind, schedule.route, schedule.collective)
-            arriving, travelling = arena_of(kind), arrays[arena_of(kind)]
-            landing = [
-                moved[hop][
-                    load.chunks[column][leg_of(kind, hop, extent, schedule.route, schedule.collective).ahead % extent]
-                ]
-                for hop in range(1, extent)
-            ]
-            received = slots[arriving] * np.max([*moved, *landing], axis=0)
-            if slots[arriving]:
-                cast = size_of(wire for wire, kept in zip(travelling, arrays[kind]) if wire != kept)
-                cast = cast * (rows if fused else received)
-            received = received * size_of(travelling)
-        sorted_again = column and fused and layout != "contiguous" and slots["KV"]
-        total = total + size_of(arrays[kind]) * rows * (2 if sorted_again else 1) + received + cast
-    return total
+            continue
+        arriving = arena_of(kind)
+        if not fused:
+            own = own + load.lengths[column] * size_of(
+                array.held(problem) for array in of.arrays_of(problem) if not array.in_place(problem)
+            )
+        rows["arena", arriving] = _most(schedule, load, kind) * (schedule.slots[arriving] if fused else 1)
+        cast = size_of(wire for wire, kept in zip(arrays[arriving], arrays[kind]) if wire != kept)
+        if cast and schedule.slots[arriving]:
+            token_bytes["wire", kind], rows["wire", kind] = cast, rows["arena", kind if fused else arriving]
+    token_bytes |= {("arena", arena): size_of(of) for arena, of in arrays.items()}
+    ordered = ()
+    if fused and layout != "contiguous" and schedule.slots["KV"]:
+        ordered = [kind for kind in kinds if kind in IN_COLUMNS]
+    order = below(schedule, token_bytes, ordered)
+    sizes = {}
+    for part, kind, slot in order:
+        of = ("arena" if part == "ordered" else part, kind)
+        sizes[part, kind, slot] = rows[of] * token_bytes[of]
+    return own + stack(order, sizes)[1]
+
+
+def _most(schedule, load, kind):
+    """The most tokens of a partial that every rank sends or receives: (ranks,)."""
+    moved, column, extent = (
+        load.moved(kind, schedule.route, schedule.collective),
+        kind in IN_COLUMNS,
+        schedule.tile.extent(kind),
+    )
+    landing = [
+        moved[hop][load.chunks[column][leg_of(kind, hop, extent, schedule.route, schedule.collective).ahead % extent]]
+        for hop in range(1, extent)
+    ]
+    return np.max([*moved, *landing], axis=0)
 
 
 def chunk_bytes(problem, q_tokens, k_tokens, staying=()):

@@ -20,10 +20,10 @@ class Places:
 
     The tokens of a chunk lie one after another.  In a packed arena, which a fused launch needs, all chunks of the row
     or column follow each other by number, each with the tokens that any rank of the group needs.  Else an arena
-    consists of slots of equal size, without the rank's own chunk and accumulator.
+    consists of slots of equal size, each in memory of its own, without the rank's own chunk and accumulator.
 
     tokens: by kind and number of the chunk, what is held of it, as `Ranges` of the whole chunk.
-    rows: by arena, its number of tokens.
+    rows: by arena, the number of tokens of each of its buffers: of the whole arena if it is packed, else of a slot.
     """
 
     def __init__(self, schedule: Schedule, rank: int, activity: Activity) -> None:
@@ -33,6 +33,7 @@ class Places:
         self.rows: dict[str, int] = {}
         self._slot_rows: dict[str, int] = {}
         self._starts: dict[str, dict[int, int]] = {}
+        self._slots: dict[str, dict[int, int]] = {}
         self._layouts: dict[str, Layout] = {}
         for kind in (*GATHERED, *REDUCED[schedule.direction]):
             layout = self._layouts[kind] = activity.k_layout if kind in IN_COLUMNS else activity.q_layout
@@ -48,7 +49,7 @@ class Places:
             self.tokens[kind] = {chunk: held[chunk] for chunk in sorted(held)}
             if kind not in GATHERED:
                 arena = arena_of(kind)
-                self._slot_rows[arena], self.rows[arena] = moved, schedule.slots[arena] * moved
+                self._slot_rows[arena], self.rows[arena] = moved, moved * (schedule.slots[arena] if self.packed else 1)
             self._lay_out(schedule, kind)
 
     def longest(self, kind: str) -> int:
@@ -71,17 +72,20 @@ class Places:
             self.rows[kind] = sum(map(total, tokens.values())) if reduced or slots else 0
             self._starts[kind] = dict(zip(tokens, accumulate(map(total, tokens.values()), initial=0)))
             return
-        size = max((total(held) for chunk, held in tokens.items() if chunk != self.rank), default=0)
-        self._slot_rows[kind], self.rows[kind] = size, slots * size
-        self._starts[kind] = {
-            schedule.tile.in_group(kind, self.rank, hop): slot * size
+        self.rows[kind] = max((total(held) for chunk, held in tokens.items() if chunk != self.rank), default=0)
+        self._slots[kind] = {
+            schedule.tile.in_group(kind, self.rank, hop): slot
             for hop, slot in enumerate(schedule.accumulators[kind] if reduced else (), 1)
         }
 
     def start(self, kind: str, chunk: int) -> int:
-        """First row of a chunk in a packed arena, or of an accumulator."""
+        """First row of a chunk in a packed arena."""
         return self._starts[kind][chunk]
 
     def slot_start(self, arena: str, slot: int) -> int:
-        """First row of a slot of received chunks or partials."""
+        """First row of a slot of received partials in a packed arena."""
         return slot * self._slot_rows[arena]
+
+    def slot(self, kind: str, chunk: int) -> int:
+        """The slot of an accumulator of another rank's chunk, in an arena that is not packed."""
+        return self._slots[kind][chunk]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .tile import Tile
 
 Buffer: TypeAlias = "tuple[str, int]"  # arena, hop
+Life: TypeAlias = "tuple[tuple[int, int], ...]"  # (first step, last step) of what lies in a slot, one after another
 
 
 class Block(NamedTuple):
@@ -98,6 +99,7 @@ class Schedule:
     direction: "forward" or "backward", which determines the reduced kinds.
     accumulators: by reduced kind, the slot of each accumulator #1, #2, ...; #0 is the result and has none.
     slots: number of slots of every arena.
+    lives: by arena, of each slot, (first step, last step) of all that lie there one after another.
     ahead: how many steps before its own a transfer may be posted, if its data and slots allow.
     """
 
@@ -108,6 +110,7 @@ class Schedule:
     steps: tuple[Step, ...]
     accumulators: dict[str, tuple[int, ...]]
     slots: dict[str, int]
+    lives: dict[str, tuple[Life, ...]]
     ahead: int = 0
 
     @cached_property
@@ -136,20 +139,22 @@ class _Lifetimes:
         self.first.setdefault(name, step)
         self.last[name] = step
 
-    def slots(self, arena: str) -> tuple[dict[Buffer, int], int]:
-        """The lowest slot that is free for the whole life of each buffer of an arena, and the number of slots."""
+    def slots(self, arena: str) -> tuple[dict[Buffer, int], tuple[Life, ...]]:
+        """The lowest slot that is free for the whole life of each buffer of an arena, and the lives in each slot."""
         free: list[int] = []  # a heap of slots
         busy: list[tuple[int, int]] = []  # a heap of (last use, slot)
-        slot, count = {}, 0
+        slot: dict[Buffer, int] = {}
+        lives: list[Life] = []
         for name in sorted((n for n in self.first if n[0] == arena), key=self.first.__getitem__):
             while busy and busy[0][0] < self.first[name]:
                 heappush(free, heappop(busy)[1])
             if not free:
-                heappush(free, count)
-                count += 1
+                heappush(free, len(lives))
+                lives.append(())
             slot[name] = heappop(free)
+            lives[slot[name]] += ((self.first[name], self.last[name]),)
             heappush(busy, (self.last[name], slot[name]))
-        return slot, count
+        return slot, tuple(lives)
 
 
 def _first_steps(
@@ -199,9 +204,9 @@ def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequenc
                 if chunk_of(kind, *block):
                     lives.use((kind, chunk_of(kind, *block)), i)
     slot: dict[Buffer, int] = {}
-    count: dict[str, int] = {}
+    lives_of: dict[str, tuple[Life, ...]] = {}
     for arena in (*GATHERED, *reduced, *map(arena_of, reduced)):
-        slots, count[arena] = lives.slots(arena)
+        slots, lives_of[arena] = lives.slots(arena)
         slot |= slots
     placed = []
     for step, first_of in zip(steps, first_steps):
@@ -211,7 +216,8 @@ def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequenc
         )
         placed.append(Step(transfers, step.blocks, step.fused))
     accumulators = {kind: tuple(slot[kind, hop] for hop in range(1, tile.extent(kind))) for kind in reduced}
-    return Schedule(name, direction, tile, route, tuple(placed), accumulators, count, ahead)
+    count = {arena: len(of_slots) for arena, of_slots in lives_of.items()}
+    return Schedule(name, direction, tile, route, tuple(placed), accumulators, count, lives_of, ahead)
 
 
 def apart(schedule: Schedule) -> Schedule:

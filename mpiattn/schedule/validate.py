@@ -17,6 +17,8 @@ class _Play:
         self.have = dict.fromkeys((kind, 0) for kind in GATHERED)  # chunk -> slot, once it has arrived
         self.coming = set()  # chunks whose transfer was posted
         self.arena = {}  # (arena, slot) -> what was last written there
+        self.lives = {}  # (arena, slot) -> the life in which it was
+        self.outlived = []  # (step, what is wrong) of uses outside of it
         self.done = set()  # blocks run
         # By reduced kind.  held: contributions in #0, #1, ..., as hops to the owner.  sent: hops.  alive: slot -> hop.
         self.held = {kind: [set() for _ in range(schedule.tile.extent(kind))] for kind in self.reduced}
@@ -33,12 +35,25 @@ class _Play:
     def check_slot(self, i, arena, slot):
         if not 0 <= slot < self.s.slots[arena]:
             self.fail(i, f"slot {arena}[{slot}] does not exist")
+        return self.life(i, arena, slot)
+
+    def life(self, i, arena, slot):
+        """The life of a slot, of those that the schedule gives, that has step i; None if none has."""
+        return next(((first, last) for first, last in self.s.lives[arena][slot] if first <= i <= last), None)
+
+    def check_life(self, i, arena, slot):
+        """Others may lie in the memory of a slot between two lives.  What is wrong is said if nothing else is."""
+        if self.lives[arena, slot] is None or self.life(i, arena, slot) != self.lives[arena, slot]:
+            lives = self.s.lives[arena][slot]
+            self.outlived.append((i, f"slot {arena}[{slot}] is not used in one life; it has {lives}"))
 
     def read(self, i, kind, hop):
         if (kind, hop) not in self.have:
             self.fail(i, f"{kind}#{hop} is used before it has arrived")
         if hop and self.arena[kind, self.have[kind, hop]] != hop:
             self.fail(i, f"{kind}#{hop} was overwritten while still in use")
+        if hop:
+            self.check_life(i, kind, self.have[kind, hop])
 
     def accumulate(self, i, kind, hop):
         if not hop:
@@ -46,9 +61,12 @@ class _Play:
         if hop in self.sent[kind]:
             self.fail(i, f"{kind}#{hop} changes after it was sent")
         slot = self.s.accumulators[kind][hop - 1]
-        self.check_slot(i, kind, slot)
+        life = self.check_slot(i, kind, slot)
+        if (kind, slot) not in self.alive:
+            self.lives[kind, slot] = life
         if self.alive.setdefault((kind, slot), hop) != hop:
             self.fail(i, f"accumulator {kind}[{slot}] of {kind}#{self.alive[kind, slot]} is taken by {kind}#{hop}")
+        self.check_life(i, kind, slot)
 
     def blocks_of(self, kind, hop):
         """The blocks whose sum a partial is."""
@@ -74,7 +92,7 @@ class _Play:
             else:
                 self.read(i, t.kind, self.leg(t, hop).leaves)
             self.coming.add((t.kind, hop))
-            self.check_slot(i, arena_of(t.kind), slot)
+            self.lives[arena_of(t.kind), slot] = self.check_slot(i, arena_of(t.kind), slot)
             self.arena[arena_of(t.kind), slot] = hop
 
     def leg(self, t, hop):
@@ -89,6 +107,7 @@ class _Play:
                 continue
             if self.arena[arena_of(t.kind), slot] != hop:
                 self.fail(i, f"the partial in {arena_of(t.kind)}[{slot}] was overwritten before it was merged")
+            self.check_life(i, arena_of(t.kind), slot)
             target = self.leg(t, hop).lands
             self.accumulate(i, t.kind, target)
             arrived.append((target, self.held[t.kind][hop] | {hop}))
@@ -126,6 +145,8 @@ class _Play:
             lacking = set(range(1, self.s.tile.extent(kind))) - self.held[kind][0]
             if lacking:
                 self.fail("end", f"{kind}#0 lacks the partials of hops {sorted(lacking)}")
+        for step, what in self.outlived:
+            self.fail(step, what)
 
 
 def validate(schedule):
