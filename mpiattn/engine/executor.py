@@ -279,33 +279,32 @@ class Executor:
             self.bound.places,
             self.activity.kept.get("sorting"),
         )
-        accumulators = [
-            self.held.accumulator(kind, chunk) for kind in self.buffers.reduced for chunk in places.tokens[kind]
-        ]
 
         def intervals():
             keys = increasing(positions(self.k_layout, *chunk) for chunk in places.tokens["KV"].items())
             pairs = [self.activity.columns(chunk, keys, rows) for chunk, rows in places.tokens["Q"].items()]
             return tuple(np.concatenate(side, axis=1) for side in zip(*pairs))
 
-        keys = kv.arrays
-        reduced = {kind: self.buffers.whole(kind) for kind in self.buffers.reduced}
-        if sorting:
-            (order, inverse), arrays = sorting, self.buffers.ordered
-            keys = arrays["KV"]
+        keys, ordered = kv.arrays, self.buffers.ordered if sorting else {}
+        if sorting:  # first of all: what follows may lie where the keys were
+            (order, inverse), keys = sorting, ordered["KV"]
             for dst, src in zip(keys, kv.arrays):
                 self.backend.take(dst, src, order, after=kv.ready)
-            unsorted = {kind: reduced[kind] for kind in arrays if kind in reduced}
-            for kind in unsorted:
-                reduced[kind] = arrays[kind]
-                self.work.clear(kind, arrays[kind])
+        accumulators = [
+            self.held.accumulator(kind, chunk, clear=kind not in ordered)
+            for kind in self.buffers.reduced
+            for chunk in places.tokens[kind]
+        ]
+        reduced = {kind: ordered.get(kind) or self.buffers.whole(kind) for kind in self.buffers.reduced}
+        unsorted = {kind: self.buffers.whole(kind) for kind in reduced if kind in ordered}
+        for kind in unsorted:
+            self.work.clear(kind, ordered[kind])
         event = self.work.launch(
             q.arrays, keys, self._kept("tile", intervals), reduced, (*q.ready, *kv.ready), meanwhile
         )
-        if sorting:
-            for kind in unsorted:
-                for dst, src in zip(unsorted[kind], arrays[kind]):
-                    event = self.backend.take(dst, src, inverse)
+        for kind, arrays in unsorted.items():
+            for dst, src in zip(arrays, ordered[kind]):
+                event = self.backend.take(dst, src, inverse)
         self.buffers.launched = (event,)
         for chunk in accumulators:
             chunk.ready = (event,)

@@ -29,11 +29,12 @@ class Held(dict):
         self.buffers.let_go()
         return results
 
-    def accumulator(self, kind, chunk):
-        """The accumulator of a reduced kind for a chunk, cleared at its first use in a pass."""
+    def accumulator(self, kind, chunk, clear=True):
+        """The accumulator of a reduced kind for a chunk.  clear: whether to clear it at its first use in a pass."""
         if (kind, chunk) not in self:
             arrays = self.buffers.accumulator(kind, chunk)
-            self[kind, chunk] = Chunk(arrays, self.buffers.tokens(kind)[chunk], (self.work.clear(kind, arrays),))
+            ready = (self.work.clear(kind, arrays),) if clear else ()
+            self[kind, chunk] = Chunk(arrays, self.buffers.tokens(kind)[chunk], ready)
         return self[kind, chunk]
 
     def merge(self, kind, chunk, received):

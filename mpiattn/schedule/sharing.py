@@ -24,23 +24,34 @@ if TYPE_CHECKING:
 BufferName: TypeAlias = "tuple[str, str, int]"
 
 
-def meet(life: Life, other: Life) -> bool:
-    """Whether a step belongs to both."""
-    return any(first <= end and begin <= last for first, last in life for begin, end in other)
+def _steps(life: Life) -> int:
+    """The steps of a life as bits."""
+    steps = 0
+    for first, last in life:
+        steps |= (1 << last + 1) - (1 << first)
+    return steps
 
 
 def lives_of(schedule: Schedule, wires: Iterable[str] = (), ordered: Iterable[str] = ()) -> dict[BufferName, Life]:
-    """The life of every buffer.  wires, ordered: kinds that have such arrays."""
+    """The life of every buffer.  wires, ordered: kinds that have such arrays.
+
+    With a fused launch it counts in thirds of a step.  Those of the launch's own step are: keys are put in order of
+    position, all blocks run, what was accumulated in that order is put back.
+    """
     fused = [number for number, step in enumerate(schedule.steps) if step.fused]
     lives = schedule.lives
     if fused:
-        (at,), end = fused, len(schedule.steps) - 1
-        lives = {arena: (sum(of_slots, ()),) for arena, of_slots in lives.items() if of_slots}
-        lives |= {kind: ((*lives[kind][0], (at, at)),) for kind in GATHERED if kind in lives}
-        lives |= {kind: (((at, end),),) for kind in REDUCED[schedule.direction]}
+        sort, run, restore, end = (3 * fused[0], 3 * fused[0] + 1, 3 * fused[0] + 2, 3 * len(schedule.steps) - 1)
+        lives = {
+            arena: (tuple((3 * first, 3 * last + 2) for life in of_slots for first, last in life),)
+            for arena, of_slots in lives.items()
+            if of_slots
+        }
+        lives |= {kind: (((0, sort if kind in ordered else run),),) for kind in GATHERED if kind in lives}
+        lives |= {kind: (((restore if kind in ordered else run, end),),) for kind in REDUCED[schedule.direction]}
     buffers = [("arena", arena, of_slots) for arena, of_slots in lives.items()]
     buffers += [("wire", kind, lives.get(arena_of(kind), ())) for kind in wires]
-    buffers += [("ordered", kind, (((at, at),),)) for kind in ordered]
+    buffers += [("ordered", kind, (((sort, run) if kind in GATHERED else (run, restore),),)) for kind in ordered]
     return {(part, kind, slot): life for part, kind, of_slots in buffers for slot, life in enumerate(of_slots)}
 
 
@@ -51,7 +62,7 @@ def below(
 
     token_bytes: by part, "arena" or "wire", and kind, for every arena and every kind with wire arrays.
 
-    The longest and largest are placed first, each in the lowest gap that is free for its whole life.
+    Placed in order of size and life, or in order of time, whichever takes less.
     """
     lives = lives_of(schedule, (kind for part, kind in token_bytes if part == "wire"), ordered)
     packed = any(step.fused for step in schedule.steps)
@@ -65,17 +76,28 @@ def below(
         (part, kind, slot): chunks(kind) * token_bytes["arena" if part == "ordered" else part, kind]
         for part, kind, slot in lives
     }
+    steps = {name: _steps(life) for name, life in lives.items()}
+    by_size = sorted(lives, key=lambda name: -sizes[name] * steps[name].bit_count())
+    by_time = sorted(lives, key=lambda name: (steps[name] & -steps[name], -sizes[name]))
+    placed = [_first_fit(names, sizes, steps) for names in (by_size, by_time)]
+    starts = min(placed, key=lambda starts: max((start + sizes[name] for name, start in starts.items()), default=0))
+    order = sorted(starts, key=starts.__getitem__)
+    return {name: [other for other in order[:i] if steps[name] & steps[other]] for i, name in enumerate(order)}
+
+
+def _first_fit(
+    names: list[BufferName], sizes: dict[BufferName, int], steps: dict[BufferName, int]
+) -> dict[BufferName, int]:
+    """Where buffers begin, each in the lowest gap that those before it leave free for its whole life."""
     starts: dict[BufferName, int] = {}
-    for name in sorted(lives, key=lambda name: -sizes[name] * sum(last - first + 1 for first, last in lives[name])):
-        start = 0
-        taken = ((starts[other], starts[other] + sizes[other]) for other in starts if meet(lives[name], lives[other]))
-        for begin, end in sorted(taken):
-            if begin - start >= sizes[name]:
+    for name in names:
+        start, size, own = 0, sizes[name], steps[name]
+        for begin, end in sorted((at, at + sizes[other]) for other, at in starts.items() if own & steps[other]):
+            if begin - start >= size:
                 break
             start = max(start, end)
         starts[name] = start
-    order = sorted(starts, key=lambda name: starts[name])
-    return {name: [other for other in order[:i] if meet(lives[name], lives[other])] for i, name in enumerate(order)}
+    return starts
 
 
 def stack(below: dict[Any, list[Any]], sizes: dict[Any, Any]) -> tuple[dict[Any, Any], Any]:
