@@ -309,7 +309,14 @@ def fused_in_part(s):
     return edit(s, at, fused=True)
 
 
+def outlived(s):
+    """A chunk is read after the memory of its slot may have gone to others."""
+    (first, last), *rest = s.lives["KV"][0]
+    return replace(s, lives={**s.lives, "KV": (((first, last - 1), *rest), *s.lives["KV"][1:])})
+
+
 CORRUPTIONS = [
+    (outlived, "is not used in one life"),
     (fused_in_part, "a fused step has . block.*; it must have all of the tile"),
     (drop_block, "never run"),
     (repeat_block, "runs twice"),

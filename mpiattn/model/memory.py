@@ -86,11 +86,12 @@ def outer_bytes(problem, tokens, backward=False):
     return nbytes
 
 
-def gradient_bytes(problem, q_tokens, k_tokens, staying=()):
+def gradient_bytes(problem, q_tokens, k_tokens, staying=(), out_stays=False):
     """Bytes that a backward pass needs besides its buffers: dout, dq, dk, dv, and the copies that the plan keeps.
 
     The copies are delta, lse and dlse with tokens first and, with a batch above 1, dout and out folded.
-    staying: as for `chunk_bytes`.
+    staying: as for `chunk_bytes`.  out_stays: whether a batch of out is read where it lies.
     """
-    copies = held_bytes(problem, OUT, DOUT) if problem.batch > 1 and "Q" not in staying else 0
+    folded = [DOUT] * ("Q" not in staying) + [OUT] * (not out_stays)
+    copies = held_bytes(problem, *folded) if problem.batch > 1 else 0
     return q_tokens * (held_bytes(problem, DOUT, Q, DELTA, LSE, LSE) + copies) + k_tokens * held_bytes(problem, K, V)

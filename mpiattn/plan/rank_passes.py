@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .decision import Decision
 
 # Arguments that launches may take where the caller has them, and the kind of chunks whose tokens they have.
-STRIDED = {"q": "Q", "dout": "Q", "out": "Q", "k": "KV", "v": "KV"}
+STRIDED = {"q": "Q", "dout": "Q", "k": "KV", "v": "KV"}
 
 
 class RankPasses:
@@ -59,6 +59,9 @@ class RankPasses:
         p = self._plan.problem
         return self._backend.scratch_bytes(p.head_dim, p.value_dim, p.dtype, backward, p.shared_kv)
 
+    def _gradient_bytes(self) -> int:
+        return memory.gradient_bytes(self._plan.problem, *self.tokens, self._staying, self._backend.strided)
+
     def _executor(self, schedule: Schedule, work: Forward | Backward) -> Executor:
         bounds, of_pass = self._plan.bounds, (schedule.direction, self.mesh.chunk)
         executor = Executor(self.mesh, schedule, work, self._exchange, self._activity, self.pool, bounds.get(of_pass))
@@ -70,7 +73,7 @@ class RankPasses:
         if "backward" not in self.executors:
             p = self._plan.problem
             executor = self._executor(self._plan.schedule("backward"), Backward(p, self._backend))
-            self._nbytes += memory.gradient_bytes(p, *self.tokens, self._staying) + self._scratch_bytes(backward=True)
+            self._nbytes += self._gradient_bytes() + self._scratch_bytes(backward=True)
             self.executors["backward"] = executor
         return self.executors["backward"]
 
@@ -84,7 +87,8 @@ class RankPasses:
         """Arguments {name: (batch, tokens, heads, ...)} as launches take them, copied if needed."""
         folded = {}
         for name, array in arrays.items():
-            view = self._folding.view(array) if STRIDED.get(name) in self._staying else None
+            stays = name == "out" or STRIDED.get(name) in self._staying  # out never travels
+            view = self._folding.view(array) if stays else None
             folded[name] = self._folding.fold(name, array) if view is None else view
         return folded
 
@@ -162,7 +166,10 @@ class RankPasses:
         chunks, grads: of `fold_backward`.
         """
         self._backend.begin()
-        ready = (self._backend.delta(chunks["delta"], chunks["dout"], chunks["out"], chunks.get("dlse")),)
+        dout, out = chunks["dout"], chunks["out"]
+        if dout.ndim < out.ndim:  # folded, beside an array that lies where the caller has it
+            dout = self._folding.by_batch(dout)
+        ready = (self._backend.delta(chunks["delta"], dout, out, chunks.get("dlse")),)
         return self.backward_with_delta(chunks, sinks, progress, grads, ready)
 
     def backward_with_delta(

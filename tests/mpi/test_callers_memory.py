@@ -275,6 +275,40 @@ def test_passes_share_their_memory(group, batch, schedule):
     agreed(group, None if max(buffers) <= pool < max(buffers) + 2**14 else f"{pool} bytes for {buffers}")
 
 
+# Bytes of a pass that are taken at a time, in tensors of the size of this rank's q: three gradients, or out, and what
+# the schedule needs together in any step.  Slots of chunks that all blocks have read take the partials that come.
+@on(2)
+@pytest.mark.parametrize(
+    "tile, options, forward, backward",
+    [
+        ("1x2", {"schedule": "greedy"}, 2, 3 + 4),  # k, v; with their gradients
+        ("2x1", {"schedule": "greedy"}, 2, 3 + 3),  # q, out; q, dout, dq
+        ("1x2", {"schedule": "greedy", "dtype": "bfloat16"}, 4, 3 + 6 + 8),  # own accumulators are no results
+        ("1x2", {"schedule": "collective"}, 5, 3 + 9),  # both chunks in one arena, own accumulators too
+        ("1x2", {"schedule": "collective", "layout": "zigzag", "causal": True}, 8, 3 + 9),  # and keys sorted
+    ],
+    ids=str,
+)
+def test_the_first_call_takes_no_more_than_a_step_needs(group, tile, options, forward, backward):
+    """More than these many tensors, and something is held twice: an array of a call, or memory that could be shared."""
+    shape = {"seqlen": 128 * group.size, "heads": 64, "head_dim": 64, "tile": tile, **options}
+    tracemalloc.start()
+    try:
+        with MeshAttention(group, backend="numpy", **shape) as plan:
+            chunks = my_chunks(plan, *draw_all(plan.problem))
+            out, lse = plan.forward(*chunks[:3])
+            pool = plan._passes.pool.nbytes
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0] - plan._backend._work.nbytes()
+            plan.backward(chunks.dout, *chunks[:3], out, lse)
+            peak = tracemalloc.get_traced_memory()[1] - plan._backend._work.nbytes()
+    finally:
+        tracemalloc.stop()
+    counted = pool / chunks.q.nbytes, (peak - before + pool) / chunks.q.nbytes
+    few = counted[0] < forward + 0.5 and counted[1] < backward + 0.5
+    agreed(group, None if few else f"{counted} tensors in place of {forward} and {backward}")
+
+
 @on(1, 3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_warm_decoding_allocates_nothing(group, dtype):

@@ -17,22 +17,25 @@ from mpiattn.model.machine import DEFAULT, H100
 SHAPE = {"seqlen": 203, "heads": 4, "head_dim": 8, "causal": True, "direction": "both"}
 
 
-def results(comm, **how):
-    """A plan's results as bits, its bytes before and after, and what it chose."""
-    with MeshAttention(comm, **SHAPE, **how) as plan:
-        made = bits(*attend(plan, my_chunks(plan, *draw_all(plan.problem))))
+def results(comm, backward=True, **how):
+    """A plan's results as bits, its bytes afterwards, and what it chose."""
+    with MeshAttention(comm, **{**SHAPE, **how}) as plan:
+        made = bits(*attend(plan, my_chunks(plan, *draw_all(plan.problem)), backward=backward))
         return made, plan.nbytes, (plan.tile, plan.schedule.name, plan.route, plan.schedule.ahead), plan.memory_cost
 
 
 def test_less_memory_takes_slots_but_no_bit(comm, at_least):
-    """Two steps ahead, one, none: the same blocks in the same order; `nbytes` shrinks with what is planned."""
+    """Two steps ahead, one, none: the same blocks in the same order; `nbytes` shrinks with what is planned.
+
+    Forward: a short backward pass has memory for chunks that come early, as their gradients take it later.
+    """
     at_least(4)
-    how = {"tile": "ring", "schedule": "greedy", "layout": "contiguous"}
-    free, nbytes, chosen, cost = results(comm, **how)
+    how = {"tile": "ring", "schedule": "greedy", "layout": "contiguous", "direction": "forward"}
+    free, nbytes, chosen, cost = results(comm, False, **how)
     assert cost == 1 and chosen[3] == 2
-    with MeshAttention(comm, **SHAPE, **how) as plan:
+    with MeshAttention(comm, **{**SHAPE, **how}) as plan:
         most = plan._plan.choice.nbytes
-    limited, fewer, chosen, cost = results(comm, **how, max_memory=most - 1)
+    limited, fewer, chosen, cost = results(comm, False, **how, max_memory=most - 1)
     assert chosen[3] < 2 and cost >= 1
     assert limited == free
     assert comm.allreduce(fewer < nbytes)
