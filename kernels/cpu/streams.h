@@ -20,7 +20,8 @@ INLINE void stream_values(int element, int width, int dim, const struct block* b
     factor memory[BLOCK_KEYS * LANES];
     const factor* factors = factors_of(width, block->count, weight, memory);
     const int full = dim / LANES;
-    const long step = width * full <= SUMS ? BLOCK_KEYS : block->step;
+    const int run = SUMS / width * LANES * element_bytes[element];  // bytes of a row that a pass reads
+    const long step = width * full <= SUMS ? BLOCK_KEYS : run >= LONG_RUN ? 2 : block->step;
     for (long first = 0; first < block->count; first += step) {
         const long stop = least(first + step, block->count);
         int from = 0;
