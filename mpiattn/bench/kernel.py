@@ -217,7 +217,7 @@ def measure_decode(backend, clock, problem, keys, runs, queries=QUERIES):
         ("mpiattn, pages in any order", np.random.default_rng(0).permutation(count)),
     ):
         pages = pages.astype(np.int32)
-        pools = [backend.contiguous(_paged(array, pages)) for array in arrays[1:]]
+        pools = [_paged(backend, array, pages) for array in arrays[1:]]
         launch = partial(backend.attend_pages, q, *pools, backend.contiguous(pages), PAGE, *bounds, out, lse, p.scale)
         own = [host_array(backend, out, launch())]
         differences[name] = check(f"{name} over {keys} keys against float64", own, [expected], TOLERANCE[p.dtype])
@@ -246,11 +246,13 @@ def measure_decode(backend, clock, problem, keys, runs, queries=QUERIES):
     }
 
 
-def _paged(array, pages):
-    """(keys, kv_heads, dim) as a pool (kv_heads, slots, dim) with its keys in these pages, in order."""
-    pool = np.zeros((array.shape[1], len(pages) * PAGE, array.shape[2]), array.dtype)
+def _paged(backend, array, pages):
+    """(keys, kv_heads, dim) as a pool (kv_heads, slots, dim) of a cache, with its keys in these pages, in order."""
+    paged = np.zeros((array.shape[1], len(pages) * PAGE, array.shape[2]), array.dtype)
     slots = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[: len(array)]
-    pool[:, slots] = array.swapaxes(0, 1)
+    paged[:, slots] = array.swapaxes(0, 1)
+    pool = backend.empty(paged.shape, paged.dtype)
+    backend.copy(pool, paged)
     return pool
 
 
