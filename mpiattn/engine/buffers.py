@@ -123,7 +123,7 @@ class Buffers:
     def _take(self, rows, shapes, order):
         """Cut arrays of so many rows from the pool; all by (part of the buffers, kind, slot)."""
         self.drop()
-        arrays = self.pool.arrays(
+        arrays, spans = self.pool.arrays(
             self,
             {name: [shape and ((rows[name], *shape[0]), shape[1]) for shape in of] for name, of in shapes.items()},
             order,
@@ -134,11 +134,11 @@ class Buffers:
             {kind: taken for (of, kind, _), taken in arrays.items() if of == part} for part in ("own", "ordered")
         )
         sizes = {name: rows[name] * size_of(filter(None, of)) for name, of in shapes.items()}
-        starts, self.nbytes = stack(order, sizes)
-        spans = {name[1:]: (start, start + sizes[name]) for name, start in starts.items() if name[0] == "arena"}
+        _, self.nbytes = stack(order, sizes)
+        spans = {(kind, slot): span for (part, kind, slot), span in spans.items() if part == "arena"}
         self._beside = {
-            one: {other for other, (begin, end) in spans.items() if other != one and begin < last and first < end}
-            for one, (first, last) in spans.items()
+            name: {other for other, (begin, end) in spans.items() if other != name and begin < stop and start < end}
+            for name, (start, stop) in spans.items()
         }
         self._held = rows, shapes
 

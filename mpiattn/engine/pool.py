@@ -25,7 +25,9 @@ class Pool:
         return 0 if self._memory is None else self._memory.nbytes
 
     def arrays(self, user, wanted, below):
-        """Uninitialized arrays for `user`, which the other users' arrays overlap; {name: tuple of arrays}.
+        """Uninitialized arrays for `user`, which the other users' arrays overlap.
+
+        Returns {name: tuple of arrays}, and {name: the bytes [start, stop) of the pool in which they lie}.
 
         wanted: {name: [(shape, dtype) of each array, or None for no array]}.
         below: {name: the names whose arrays lie below those of this one}, every name after those below it.  Arrays of
@@ -36,11 +38,13 @@ class Pool:
             name: [array and (array[0], np.dtype(array[1]), _aligned(*array)) for array in arrays]
             for name, arrays in wanted.items()
         }
-        starts, end = stack(below, {name: sum(array[2] for array in of if array) for name, of in each.items()})
+        sizes = {name: sum(array[2] for array in of if array) for name, of in each.items()}
+        starts, end = stack(below, sizes)
         if self._memory is None or self.nbytes < end:
             self._replace(int(end))
         self._users.add(user)
-        return {name: tuple(self._cut(of, int(starts[name]))) for name, of in each.items()}
+        arrays = {name: tuple(self._cut(of, int(starts[name]))) for name, of in each.items()}
+        return arrays, {name: (start, start + sizes[name]) for name, start in starts.items()}
 
     def _cut(self, arrays, start):
         """Arrays one after another from a byte on."""
