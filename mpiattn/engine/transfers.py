@@ -7,6 +7,7 @@ message for every array and range of tokens.  The exchange defines how bytes tra
 import math
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of
 from ..schedule.ranges import places, total
@@ -30,6 +31,20 @@ class Posted(NamedTuple):
     then: Callable
 
 
+class Gathering(NamedTuple):
+    """What one allgather of a kind carries, the same in all calls with the same `Places`.
+
+    sent: the tokens of this rank's own chunk that travel, None if none do.
+    counts, starts: how many tokens of each chunk travel, and the row of the arena from which on they land.
+    unsent: the other ranks' chunks of which none travel.
+    """
+
+    sent: tuple | None
+    counts: list
+    starts: list
+    unsent: list
+
+
 def _row_bytes(array):
     """Bytes of one token of an array."""
     return array.dtype.itemsize * math.prod(array.shape[1:])
@@ -45,6 +60,7 @@ class Transfers:
 
     def __init__(self, mesh, backend, exchange, buffers, held):
         self.mesh, self.backend, self.exchange, self.buffers, self.held = mesh, backend, exchange, buffers, held
+        self._gatherings = WeakKeyDictionary()  # {`Places`: {kind: `Gathering`}}
 
     def post(self, transfer):
         """Start a transfer without waiting; returns what is `Posted`."""
@@ -100,33 +116,43 @@ class Transfers:
         """The communicator of the row or column that a kind moves in; its ranks are in the order of their chunks."""
         return self.mesh.column if kind in IN_COLUMNS else self.mesh.row
 
+    def _gathering(self, transfer):
+        """The `Gathering` of a transfer, made once for all calls with the same places."""
+        kept, kind = self._gatherings.setdefault(self.buffers.places, {}), transfer.kind
+        if kind not in kept:
+            rank, held = self.mesh.chunk, self.buffers.tokens(kind)
+            messages = [message for hop in transfer.hops for message in (hop.send, hop.receive) if message]
+            sent = {message.chunk: message.tokens for message in messages}
+            starts = {chunk: self.buffers.packed_start(kind, chunk) for chunk in held}
+            starts[rank] += sum(part.start for part in places(held[rank], sent.get(rank, ())))
+            kept[kind] = Gathering(
+                sent.get(rank),
+                [total(sent.get(chunk, ())) for chunk in held],
+                list(starts.values()),
+                [chunk for chunk in held if chunk not in sent and chunk != rank],
+            )
+        return kept[kind]
+
     def _gather(self, transfer):
         """Post a transfer of all hops of a gathered kind by one allgather."""
-        kind, rank, held = transfer.kind, self.mesh.chunk, self.buffers.tokens(transfer.kind)
+        kind, rank = transfer.kind, self.mesh.chunk
         own, gathered = self.held[kind, rank], Chunk(self.buffers.whole(kind), None)
-        sent = {
-            message.chunk: message.tokens for hop in transfer.hops for message in (hop.send, hop.receive) if message
-        }
-        leaving = own.arrays
-        if rank in sent:
-            (leaving,) = own.parts(sent[rank])
-        starts = {chunk: self.buffers.packed_start(kind, chunk) for chunk in held}
-        starts[rank] += sum(part.start for part in places(held[rank], sent.get(rank, ())))
-        counts, group, requests = [total(sent.get(chunk, ())) for chunk in held], self._group(kind), []
+        sent, counts, starts, unsent = self._gathering(transfer)
+        (leaving,) = own.parts(sent) if sent else [own.arrays]
+        group, requests = self._group(kind), []
         for array, arena in zip(leaving, gathered.arrays):
             outgoing = self.exchange.whole(self.backend.outgoing(array, own.ready, collective=True))
             requests += self.exchange.allgather(
                 group,
-                outgoing if rank in sent else outgoing[:0],
+                outgoing if sent else outgoing[:0],
                 self.exchange.whole(self.backend.incoming(arena, collective=True)),
                 counts,
-                list(starts.values()),
+                starts,
                 _row_bytes(arena),
             )
 
         def place():
-            unsent = [chunk for chunk in held if chunk not in sent and chunk != rank]
-            copied = sent.get(rank) != held[rank]  # the collective has not placed all of this rank's own
+            copied = sent != own.tokens  # the collective has not placed all of this rank's own
             for event in gathered.ready if unsent or copied else ():
                 self.backend.wait(event)
             self.held.clear_places(kind, unsent)
