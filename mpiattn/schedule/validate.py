@@ -18,7 +18,7 @@ class _Play:
         self.coming = set()  # chunks whose transfer was posted
         self.arena = {}  # (arena, slot) -> what was last written there
         self.lives = {}  # (arena, slot) -> the life in which it was
-        self.outlived = []  # (step, what is wrong) of uses outside of it
+        self.outlived = []  # (step, fault) of uses outside of it
         self.done = set()  # blocks run
         # By reduced kind.  held: contributions in #0, #1, ..., as hops to the owner.  sent: hops.  alive: slot -> hop.
         self.held = {kind: [set() for _ in range(schedule.tile.extent(kind))] for kind in self.reduced}
@@ -145,8 +145,8 @@ class _Play:
             lacking = set(range(1, self.s.tile.extent(kind))) - self.held[kind][0]
             if lacking:
                 self.fail("end", f"{kind}#0 lacks the partials of hops {sorted(lacking)}")
-        for step, what in self.outlived:
-            self.fail(step, what)
+        for step, fault in self.outlived:
+            self.fail(step, fault)
 
 
 def validate(schedule):
