@@ -13,7 +13,8 @@
 #define GROUP 4                 // keys that are multiplied at the same time, at most
 #define STEP_BYTES 4096         // of values that several passes read one after another: memory is idle meanwhile
 #define STEP_ROWS 16            // of them, at most
-#define LONG_RUN 256            // bytes of a row in a pass: then steps are two rows: memory is read almost in order
+// Where a pass reads so many bytes of a row or more, a step has two rows, so that memory is read almost in order.
+#define LONG_RUN 256
 #define NEAR_BYTES 6144         // so far ahead rows are prefetched, or up to a step more
 #define NEAR_ROWS 64            // at most
 

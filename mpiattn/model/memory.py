@@ -48,15 +48,9 @@ def buffer_bytes(schedule, problem, load, layout):
 
 def _most(schedule, load, kind):
     """The most tokens of a partial that every rank sends or receives: (ranks,)."""
-    moved, column, extent = (
-        load.moved(kind, schedule.route, schedule.collective),
-        kind in IN_COLUMNS,
-        schedule.tile.extent(kind),
-    )
-    landing = [
-        moved[hop][load.chunks[column][leg_of(kind, hop, extent, schedule.route, schedule.collective).ahead % extent]]
-        for hop in range(1, extent)
-    ]
+    how, extent = (schedule.route, schedule.collective), schedule.tile.extent(kind)
+    moved, chunks = load.moved(kind, *how), load.chunks[kind in IN_COLUMNS]
+    landing = [moved[hop][chunks[leg_of(kind, hop, extent, *how).ahead % extent]] for hop in range(1, extent)]
     return np.max([*moved, *landing], axis=0)
 
 

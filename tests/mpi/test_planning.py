@@ -25,7 +25,7 @@ def results(comm, backward=True, **how):
 
 
 def test_less_memory_takes_slots_but_no_bit(comm, at_least):
-    """Two steps ahead, one, none: the same blocks in the same order; `nbytes` shrinks with what is planned.
+    """Up to two steps ahead, or none: the same blocks in the same order; `nbytes` shrinks with what is planned.
 
     Forward: a short backward pass has memory for chunks that come early, as their gradients take it later.
     """
