@@ -131,6 +131,7 @@ static int decode_piece(struct job* job, int thread, const struct decode_pieces*
     for (long first = 0; first < pieces->rows; first += DECODE_ROWS) {
         const long end = least(first + DECODE_ROWS, pieces->rows);
         const int tiles = begin_tiles(of, work, s, kv_head, first, end, start, stop);
+        set_ahead(of, work->tile->width, work->block);
         for (long key = start; key < stop; key += BLOCK_KEYS) {
             make_block(of, work, keys, key, end < pieces->rows ? keys : next);
             for (int t = 0; t < tiles; t++)
@@ -164,7 +165,6 @@ static void decode_worker(struct job* job, int thread, void* with) {
     const struct launch* of = job->of;
     struct decode_work work;
     decode_work(of, pieces->work + thread * pieces->bytes, &work);
-    set_ahead(of, work.block);
     memset(work.zeros, 0, rounded_up(most(of->head_dim, of->value_dim), LANES) * sizeof(double));
     for (long piece, s = 0; (piece = take_piece(job)) < pieces->count;) {
         const struct keys keys = keys_of(of, pieces, piece, s);  // pieces come in their order

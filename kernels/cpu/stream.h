@@ -10,13 +10,15 @@
 #include "rows.h"
 
 #define BLOCK_KEYS 128          // whose scores become weights together
-#define GROUP 4                 // keys that are multiplied at the same time, at most
-#define STEP_BYTES 4096         // of values that several passes read one after another: memory is idle meanwhile
-#define STEP_ROWS 16            // of them, at most
-// Where a pass reads so many bytes of a row or more, a step has two rows, so that memory is read almost in order.
-#define LONG_RUN 256
-#define NEAR_BYTES 6144         // so far ahead rows are prefetched, or up to a step more
-#define NEAR_ROWS 64            // at most
+#define GROUP 8                 // keys that are multiplied at the same time, at most
+#define STEP_BYTES 4096  // of values that several passes read one after another: memory is read almost in order
+#define STEP_ROWS 16  // of them, at most
+// So far ahead rows are prefetched, and further for each product with a line: with more products, the processor
+// computes for longer before it reads on.
+#define NEAR_BYTES 4096
+#define NEAR_BYTES_PRODUCT 1024
+#define NEAR_PRODUCTS 8  // at most
+#define NEAR_ROWS BLOCK_KEYS  // at most
 
 struct block {  // of keys
     long first, count;
@@ -26,17 +28,6 @@ struct block {  // of keys
     int side_by_side;  // whether so many rows mostly lie one behind the other
     const char* row[2 * BLOCK_KEYS + NEAR_ROWS];  // keys, values, and the first keys of the next block
 };
-
-// Sets how far ahead rows are prefetched.
-INLINE void set_ahead(const struct launch* of, struct block* block) {
-    const int element = element_bytes[of->element];
-    const long key = of->head_dim * element, value = of->value_dim * element, row = most(key, value);
-    block->step = 2;
-    while (block->step < STEP_ROWS && 2 * block->step * value <= STEP_BYTES)
-        block->step *= 2;
-    block->near = least(rounded_up(most(NEAR_BYTES / row, 1), block->step), NEAR_ROWS);
-    block->side_by_side = of->k.token == key && of->v.token == value && of->page_size >= block->step;
-}
 
 // Prefetches the lines of `bytes` bytes.
 INLINE void prefetch(const char* line, long bytes) {

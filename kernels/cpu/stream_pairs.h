@@ -13,6 +13,12 @@
 
 typedef int32_t factor;  // the weights of two keys
 
+// Bytes that a product takes of a row.
+INLINE int product_bytes(int element) {
+    (void)element;
+    return NUMBERS * sizeof(operand);
+}
+
 // What of the scale `put_query` leaves to be multiplied.
 INLINE real scale_of_scores(real scale) { return scale_left(scale); }
 
@@ -102,13 +108,14 @@ INLINE void stream_columns(int element, int width, int vectors, int rest, int di
     const int bytes = sizeof(operand) * LANES;
     const char* const* value = block->row + block->behind;
     const int in_steps = block->side_by_side && vectors < dim / LANES;
-    long near = from * bytes * (stop - first);  // bytes from the first row that is prefetched on
+    const char* near = value[first + block->near] + from * bytes * (stop - first);  // where prefetching goes on
     __m512 sum[LANES * 8];
     UNROLLED for (int i = 0; i < width * vectors; i++) sum[i] = (__m512){0};
-    for (long j = first; j < stop; j += 2) {
+    weight += first / 2 * width;
+    for (long j = first; j < stop; j += 2, weight += width) {
         __m512bh numbers[8];
         if (ahead && in_steps)
-            prefetch(value[first + block->near] + near, 2 * vectors * bytes);
+            prefetch(near, 2 * vectors * bytes);
         else if (ahead) {
             prefetch(value[j + block->near] + from * bytes, vectors * bytes);
             prefetch(value[j + 1 + block->near] + from * bytes, vectors * bytes);
@@ -117,7 +124,7 @@ INLINE void stream_columns(int element, int width, int vectors, int rest, int di
         UNROLLED for (int n = 0; n < vectors; n++) numbers[n] =
             paired(value[j], value[j + 1], (from + n) * bytes, dim, rest);
         UNROLLED for (int i = 0; i < width; i++) {
-            const __m512bh each = (__m512bh)_mm512_set1_epi32(weight[j / 2 * width + i]);
+            const __m512bh each = (__m512bh)_mm512_set1_epi32(weight[i]);
             UNROLLED for (int n = 0; n < vectors; n++) sum[i * vectors + n] =
                 _mm512_dpbf16_ps(sum[i * vectors + n], each, numbers[n]);
         }

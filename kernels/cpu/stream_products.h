@@ -18,6 +18,9 @@ typedef real factor;
 // From scores to weights.
 INLINE vec weight_of(vec x) { return exponential(x); }
 
+// Bytes that a product takes of a row.
+INLINE int product_bytes(int element) { return element_bytes[element] * LANES; }
+
 // What of the scale `put_query` leaves to be multiplied.
 INLINE real scale_of_scores(real scale) {
     (void)scale;
@@ -39,12 +42,13 @@ INLINE void put_query(int element, int width, const char* from, int dim, real sc
 // The scores of the keys of a block.  ahead: whether to prefetch.
 INLINE void stream_scores(int element, int width, int dim, const real* q, const struct block* block, int ahead,
                           real* score) {
-    const int keys = LANES / width, bytes = element_bytes[element] * LANES, full = dim / LANES;
+    const int keys = most(LANES / width, least(SUMS / width, LANES)), bytes = element_bytes[element] * LANES;
+    const int full = dim / LANES;
     const int few = keys < GROUP ? keys : GROUP;
     const long stride = block->side_by_side ? few : 1;
     for (long j = 0; j < block->count; j += keys) {
-        vec sum[LANES];
-        UNROLLED for (int i = 0; i < LANES; i++) sum[i] = splat(0);
+        vec sum[LANES * LANES];
+        UNROLLED for (int i = 0; i < keys * width; i++) sum[i] = splat(0);
         UNROLLED for (int first = 0; first < keys; first += few) {
             const char *const *key = block->row + j + first, *near[LANES];
             UNROLLED for (int n = 0; n < few; n++) near[n] =
@@ -65,7 +69,7 @@ INLINE void stream_scores(int element, int width, int dim, const real* q, const 
                         load(row + i * LANES) * numbers;
                 }
         }
-        store(score + j * width, sums_of(sum));
+        UNROLLED for (int i = 0; i < keys * width; i += LANES) store(score + j * width + i, sums_of(sum + i));
     }
 }
 
@@ -82,20 +86,22 @@ INLINE void stream_columns(int element, int width, int vectors, int rest, int di
     const int bytes = element_bytes[element] * LANES;
     const char* const* value = block->row + block->behind;
     const int in_steps = block->side_by_side && vectors < dim / LANES;
-    long near = from * bytes * (stop - first);  // bytes from the first row that is prefetched on
+    const char* near = value[first + block->near] + from * bytes * (stop - first);  // where prefetching goes on
+    long read = from * bytes * (stop - first);
     vec sum[LANES * 8];
     UNROLLED for (int i = 0; i < width * vectors; i++) sum[i] = splat(0);
-    for (long j = first; j < stop; j++) {
+    weight += first * width;
+    for (long j = first; j < stop; j++, weight += width) {
         vec numbers[8];
-        if (ahead && in_steps && (vectors * bytes >= 64 || near % 64 == 0))
-            prefetch(value[first + block->near] + near, vectors * bytes);
+        if (ahead && in_steps && (vectors * bytes >= 64 || read % 64 == 0))
+            prefetch(near, vectors * bytes);
         else if (ahead && !in_steps && (vectors * bytes >= 64 || from * bytes % 64 == 0))
             prefetch(value[j + block->near] + from * bytes, vectors * bytes);
-        near += vectors * bytes;
+        near += vectors * bytes, read += vectors * bytes;
         UNROLLED for (int n = 0; n < vectors; n++) numbers[n] =
             rest ? widened_rest(element, value[j], dim) : widened(element, value[j] + (from + n) * bytes);
         UNROLLED for (int i = 0; i < width; i++) {
-            const real each = weight[j * width + i];
+            const real each = weight[i];
             UNROLLED for (int n = 0; n < vectors; n++) sum[i * vectors + n] += each * numbers[n];
         }
     }

@@ -8,6 +8,19 @@
 #include "stream_products.h"
 #endif
 
+// Sets how a block is read with a tile of so many rows: in which steps, and how far ahead it is prefetched.
+INLINE void set_ahead(const struct launch* of, int width, struct block* block) {
+    const int element = element_bytes[of->element];
+    const long key = of->head_dim * element, value = of->value_dim * element;
+    const long products = width * 64 / product_bytes(of->element);  // with a line
+    const long near = NEAR_BYTES + least(most(products, 2), NEAR_PRODUCTS) * NEAR_BYTES_PRODUCT;
+    block->step = STEP_ROWS;
+    while (block->step > 2 && block->step * value > STEP_BYTES)
+        block->step /= 2;
+    block->near = least(most(near / most(key, value), block->step), NEAR_ROWS);
+    block->side_by_side = of->k.token == key && of->v.token == value && of->page_size >= STEP_ROWS;
+}
+
 // A pass over keys for so many vectors of their values at a time, as often as there are so many.
 #define PASSES(vectors)                                     \
     if (width * (vectors) <= SUMS)                          \
@@ -20,8 +33,8 @@ INLINE void stream_values(int element, int width, int dim, const struct block* b
     factor memory[BLOCK_KEYS * LANES];
     const factor* factors = factors_of(width, block->count, weight, memory);
     const int full = dim / LANES;
-    const int run = SUMS / width * LANES * element_bytes[element];  // bytes of a row that a pass reads
-    const long step = width * full <= SUMS ? BLOCK_KEYS : run >= LONG_RUN ? 2 : block->step;
+    const int once = full <= least(SUMS / width, 8) && !(full & (full - 1));  // whether a pass takes whole rows
+    const long step = once ? BLOCK_KEYS : block->step;
     for (long first = 0; first < block->count; first += step) {
         const long stop = least(first + step, block->count);
         int from = 0;
