@@ -364,7 +364,10 @@ class NumpyBackend:
     def scatter(self, pool, slots, src, entries, tokens):
         if pool.dtype.isbuiltin != 1:  # NumPy copies bfloat16 faster as integers
             pool, src = pool.view(np.int16), src.view(np.int16)
-        pool[np.arange(len(pool)), slots[:, None]] = src[entries, tokens]  # faster than pool[:, slots]
+        if len(slots) == 1:
+            pool[:, slots[0]] = src[entries[0], tokens if isinstance(tokens, int) else tokens[0]]
+        else:
+            pool[np.arange(len(pool)), slots[:, None]] = src[entries, tokens]  # faster than pool[:, slots]
 
     # Wire
 
