@@ -90,7 +90,7 @@ def inner_layouts(problem, pair, chunks, mesh_layout, others, mask):
     if mesh_layout != "auto":
         return [of_kinds((mesh_layout, mesh_layout))]
     own = pair if pair[0].chunks == chunks else of_kinds([layout.kind for layout in pair])
-    kinds = search.balancing(mask or problem.mask) if others else ()
+    kinds = search.balancing(mask or problem.mask, chunks) if others else ()
     return list(dict.fromkeys([own, *(of_kinds((kind, kind)) for kind in kinds)]))
 
 
@@ -165,6 +165,7 @@ class _Model:
         self.problem, self.machine, self.direction, self.nodes = problem, machine, direction, nodes
         self.overlap, self.max_memory, self.mask = overlap, max_memory, mask
         self._costs, self._models = cache(self._cost), cache(self._model)
+        self.least = cache(self._least)
 
     def _cost(self, planes, chunks, pair, inner):
         """The `_Cost` of regrouping; None if there is none."""
@@ -194,7 +195,7 @@ class _Model:
         added = self._costs(case.tile.h, case.tile.chunks, case.pair, case.inner)
         return added, self._models(case.tile.h, None if added is None else added.nbytes)
 
-    def least(self, case):
+    def _least(self, case):
         """(seconds, bytes sent) that no choice of a case is below."""
         added, model = self._of(case)
         seconds, sent = model.least(case.of_plane)

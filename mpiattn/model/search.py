@@ -61,9 +61,12 @@ class Choice(NamedTuple):
         return sum(sum(kinds.values()) for kinds in self.sent.values())
 
 
-def balancing(mask):
-    """The kinds of layout that "auto" considers; without a mask all balance equally well, so the simplest."""
-    return AUTO_LAYOUTS[:1] if mask.full else AUTO_LAYOUTS
+def balancing(mask, chunks):
+    """The kinds of layout that "auto" considers.
+
+    Without a mask, or with one chunk, all balance equally well; then only the simplest.
+    """
+    return AUTO_LAYOUTS[:1] if mask.full or chunks == 1 else AUTO_LAYOUTS
 
 
 def layouts(argument, problem, ranks, mask=None):
@@ -75,7 +78,7 @@ def layouts(argument, problem, ranks, mask=None):
     if isinstance(argument, str):
         if argument not in (*LAYOUTS, "auto"):
             raise ArgumentError(f"layout is {argument!r}; it may be {', '.join(LAYOUTS)}, auto")
-        kinds = [argument] if argument != "auto" else balancing(mask or problem.mask)
+        kinds = [argument] if argument != "auto" else balancing(mask or problem.mask, ranks)
         return [(Layout(kind, problem.seqlen, ranks), Layout(kind, problem.seqlen_k, ranks)) for kind in kinds]
     pair = (argument, argument) if isinstance(argument, Layout) else argument
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(layout, Layout) for layout in pair)):
@@ -207,7 +210,8 @@ class Model:
         if self.mask != problem.mask:
             without_documents = cache(lambda pair: Work(problem.mask, *pair))
             self._load_without_documents = lru_cache(LOADS)(lambda pair, tile: Load(without_documents(pair), tile))
-        self._least = cache(lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes))
+        self._bounds = cache(lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes))
+        self.least = cache(self._least)
         self._schedules = cache(self._build)
 
     def _build(self, tile, kind, route, ahead):
@@ -216,16 +220,16 @@ class Model:
             for of_pass in self.directions
         ]
 
-    def least(self, case):
+    def _least(self, case):
         """(seconds, bytes sent) that no choice of a case is below."""
-        least = self._least(case.pair, case.tile)
+        least = self._bounds(case.pair, case.tile)
         seconds = sum(least.seconds(case.kind, case.route, of_pass, self.overlap) for of_pass in self.directions)
         return seconds, sum(sum(least.sent(of_pass).values()) for of_pass in self.directions)
 
     def bound(self, cases):
         """The `Bound` of the cases of a tile."""
         case = min(cases, key=self.least)
-        least = self._least(case.pair, case.tile)
+        least = self._bounds(case.pair, case.tile)
         return Bound(
             case.tile, case.pair, self.least(case)[0], {of_pass: least.sent(of_pass) for of_pass in self.directions}
         )

@@ -46,7 +46,8 @@ class Work:
             self.seen = self.pairs.sum() / max(len(mask.unpadded), 1)
         self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
         striped = "striped" in (q_layout.kind, k_layout.kind)
-        self.spans = None if mask.full or striped or not self.counts.any() else Spans(mask, q_layout, k_layout)
+        stay = mask.full or striped or q_layout.chunks == 1 or not self.counts.any()
+        self.spans = None if stay else Spans(mask, q_layout, k_layout)
         self.whole = min(map(min, self.lengths)) > 0 and (mask.full or _all_see(mask, q_layout, k_layout))
 
     @property

@@ -192,7 +192,15 @@ class Regrouping:
 
         given: whether the array is a result.
         """
-        return self._outward(rank, array, given), self._inward(rank, array)
+        key = rank, of_keys(array), given  # arrays of the same heads and tokens have the same parts
+        if key not in self._known:
+            self._known[key] = self._outward(rank, array, given), self._inward(rank, array)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, bool, bool], tuple[list[Part], list[Part]]]:
+        """What `parts` has returned."""
+        return {}
 
     def _outward(self, rank: int, array: Array, given: bool) -> list[Part]:
         """What travels is packed: of the caller's tokens only some heads go, the same to planes with the same heads."""
@@ -255,10 +263,9 @@ class Regrouping:
     def packed_bytes(self, rank: int, direction: str) -> int:
         """Bytes of memory in which a rank packs messages of a pass."""
         return sum(
-            rows_of(parts) * self.token_bytes(array, given)
+            sum(map(rows_of, self.parts(rank, array, given))) * self.token_bytes(array, given)
             for given in (False, True)
             for array in arrays_of(self.problem, direction, given)
-            for parts in self.parts(rank, array, given)
         )
 
 
