@@ -366,8 +366,9 @@ class NumpyBackend:
             pool, src = pool.view(np.int16), src.view(np.int16)
         if len(slots) == 1:
             pool[:, slots[0]] = src[entries[0], tokens if isinstance(tokens, int) else tokens[0]]
-        else:
-            pool[np.arange(len(pool)), slots[:, None]] = src[entries, tokens]  # faster than pool[:, slots]
+        else:  # a view where all entries are meant, so that nothing is gathered first
+            rows = src[:, tokens] if isinstance(tokens, int) and len(entries) == len(src) else src[entries, tokens]
+            pool[:, slots] = rows.swapaxes(0, 1)
 
     # Wire
 
