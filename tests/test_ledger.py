@@ -178,6 +178,21 @@ def test_pages():
     assert stretches(np.array([7, 8, 3], np.int32), 4, 3, 10) == [(31, 36), (12, 14)]
 
 
+@pytest.mark.parametrize("count, tokens, rooms", [(30, [9, 0, 33, 4, 1], 2), (16, [8, 8, 8, 8, 8, 8, 8, 8], 0)])
+def test_pages_spread(count, tokens, rooms):
+    """Each sequence lies in one stretch, and grows there by as many pages as any other."""
+    pages = Pages(count, 4, len(tokens))
+    pages.spread(np.array(tokens))
+    assert pages.free == count - sum(pages.needed(n) for n in tokens)
+    for room in range(rooms + 1):
+        wanted = [4 * (pages.needed(n) + room) for n in tokens]
+        for sequence, most in enumerate(wanted):
+            pages.resize(sequence, most)
+        assert all(len(stretches(pages.table(s), 4, 0, most)) <= 1 for s, most in enumerate(wanted) if tokens[s])
+    tables = np.concatenate([pages.table(s) for s in range(len(tokens))])
+    assert len(set(tables.tolist())) == len(tables) == count - pages.free
+
+
 def test_a_layout_of_other_ranks():
     with pytest.raises(ArgumentError, match="it must have one a rank, 3"):
         Ledger(3).place(Layout("striped", 10, 4))

@@ -2,7 +2,8 @@
 
 A page is `size` consecutive slots of the pool; a slot holds one token.  A sequence that grows gets the page after its
 last one if that is free, so that its keys stay contiguous in memory for any page size.  A new sequence starts in the
-middle of the longest free range, so that the sequence before it can grow as well.
+middle of the longest free range, so that the sequence before it can grow as well.  Sequences whose lengths are known
+together are spread over the pool.
 """
 
 import numpy as np
@@ -53,8 +54,25 @@ class Pages:
                 table[used : used + count] = np.arange(first, first + count)
                 self._free[first : first + count] = False
                 used += count
-        before, last = (wanted - 1, self._tables[sequence][wanted - 1].item()) if wanted else (0, 0)
-        self._used[sequence] = wanted
+        self._note(sequence, wanted)
+
+    def spread(self, tokens):
+        """Give every sequence consecutive pages for so many tokens, with equal room behind each.
+
+        tokens: int64 (sequences,).  No sequence has any pages yet, and there are enough.
+        """
+        wanted = self.needed(tokens)
+        room = (self.count - int(wanted.sum())) // len(wanted)
+        firsts = np.cumsum(wanted + room) - wanted - room
+        for sequence, (first, count) in enumerate(zip(firsts.tolist(), wanted.tolist())):
+            self._tables[sequence] = np.arange(first, first + count, dtype=np.int32)
+            self._free[first : first + count] = False
+            self._note(sequence, count)
+
+    def _note(self, sequence, count):
+        """Note the number of pages of a sequence, and its last one."""
+        before, last = (count - 1, self._tables[sequence][count - 1].item()) if count else (0, 0)
+        self._used[sequence] = count
         self.in_last[sequence], self.shift[sequence] = before * self.size, (last - before) * self.size
 
     def resize_each(self, sequences, tokens):

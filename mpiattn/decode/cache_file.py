@@ -148,21 +148,22 @@ def _fill(make, comm, home, source, options, progress):
     cache = make(comm, **{"capacity": max(total, 1), "sequences": len(spans), **fixed, **options})
     try:
         with cache.call("load"):
-            for sequence, (entry, first, length) in enumerate(spans):
-                some, ledgers = np.array([sequence]), cache.storage.ledgers
-                with cache.storage.growing(some) as before:
-                    ledgers.deal(some, np.array([length]))
-                    cache.storage.take_pages(some, ledgers.counts[some])
-                    places = cache.storage.places(sequence)
+            every, storage = slice(None), cache.storage
+            with storage.growing(every) as (lengths, counts):
+                storage.ledgers.deal(every, np.array([length for _, _, length in spans]))
+                storage.take_pages(every, storage.ledgers.counts, spread=True)
+                for sequence, (entry, first, _) in enumerate(spans):
+                    places = storage.places(sequence)
                     chunks = [
-                        source.chunk(name, ledgers[sequence], progress, entry, first, into)
+                        source.chunk(name, storage.ledgers[sequence], progress, entry, first, into)
                         for name, into in zip(
                             ("k",) if fixed["shared_kv"] else ("k", "v"),
                             [place[None] for place in places or ()] or (None, None),
                         )
                     ]
                     if not places:
-                        cache.storage.store(some, before, chunks, local=True)
+                        some = np.array([sequence])
+                        storage.store(some, (lengths[some], counts[some]), chunks, local=True)
         return cache
     except BaseException:
         cache.close()

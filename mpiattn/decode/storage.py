@@ -81,8 +81,11 @@ class Storage:
             self.take_pages(some, counts)
             raise
 
-    def take_pages(self, some, counts):
-        """Give sequences pages for so many tokens of every rank; ArgumentError, and no change, if one has too few."""
+    def take_pages(self, some, counts, spread=False):
+        """Give sequences pages for so many tokens of every rank; ArgumentError, and no change, if one has too few.
+
+        spread: these are all sequences, and have no pages yet: each gets consecutive ones.
+        """
         room = self._pages.needed(counts) * self.page_size
         in_use = self._in_use + (room - self._room[some]).sum(axis=0) // self.page_size
         if (in_use > self.pages).any():
@@ -92,7 +95,10 @@ class Storage:
                 f"tokens and has {self.pages}; capacity is {self._capacity} tokens in all"
             )
             raise everywhere(error, self._peers)  # every rank computes the same counts
-        self._pages.resize_each(self._numbers[some], counts[:, self._peers.rank])
+        if spread:
+            self._pages.spread(counts[:, self._peers.rank])
+        else:
+            self._pages.resize_each(self._numbers[some], counts[:, self._peers.rank])
         self._room[some], self._in_use = room, in_use
 
     def store(self, some, before, arrays, local):
