@@ -86,7 +86,7 @@ class Ledgers:
 
     def _resize(self, some, lengths, inside, otherwise):
         """Move the ends of sequences `inside` their last pieces; otherwise(ledger, length) does it for the others."""
-        if np.count_nonzero(inside) < len(inside):  # takes less than all()
+        if np.count_nonzero(inside) < len(inside):  # takes less time than all()
             numbers = self._numbers[some]
             for sequence, length in zip(numbers[~inside].tolist(), lengths[~inside].tolist()):
                 otherwise(self._each[sequence], length)

@@ -105,7 +105,7 @@ class Storage:
         """Store the tokens added to sequences since `before`; local: the arrays hold only this rank's tokens."""
         lengths, held = before
         counts = self.ledgers.counts[some]
-        if np.count_nonzero(counts > self._room[some]):  # takes less than any()
+        if np.count_nonzero(counts > self._room[some]):  # takes less time than any()
             self.take_pages(some, counts)
         held = held[:, self._peers.rank]
         new = counts[:, self._peers.rank] - held
