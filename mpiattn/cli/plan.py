@@ -133,11 +133,11 @@ def run(args):
     )
     planes.check_heads(asked, problem)
     every = "tile" if args.ranks <= EVERY_TILE else None
-    choices, bounds = survey(max_memory=args.max_memory, every=every)
+    choices, bounds_of_others = survey(max_memory=args.max_memory, every=every)
     search.check_memory(choices, args.max_memory)
     auto = choices[0]
     free = [auto] if args.max_memory is None else survey(every=None)[0]
-    fastest = min(auto.seconds, free[0].seconds)
+    fastest, bounds = min(auto.seconds, free[0].seconds), bounds_of_others()
     if asked in bounds:
         choices += survey(max_memory=args.max_memory, every=None, shapes=[asked])[0]
     best = {}

@@ -175,25 +175,32 @@ class _Model:
         outer = reordered(pair, places(tile)) if planes > 1 else pair
         return _Cost(Regrouping(self.problem, tile, outer, inner), self.machine, self.nodes, self.direction)
 
-    def _model(self, planes, nbytes):
-        """The `search.Model` of a plane, with a limit for memory that leaves `nbytes`; None where heads stay."""
-        limit = self.max_memory
-        if limit is not None and nbytes is not None:
-            limit = max(limit - nbytes, 1)
+    def _model(self, planes, regrouped):
+        """The `search.Model` of a plane.  regrouped: False where heads and tokens stay, and a batch is one."""
         return search.Model(
-            self.problem if nbytes is None else plane_problem(self.problem, planes),
+            plane_problem(self.problem, planes) if regrouped else self.problem,
             of_plane(self.machine, self.nodes, planes),
             self.direction,
             self.nodes[::planes],
             self.overlap,
-            limit,
+            self.max_memory,
             self.mask,
         )
 
     def _of(self, case):
         """The cost of regrouping of a case, and the model of its plane."""
-        added = self._costs(case.tile.h, case.tile.chunks, case.pair, case.inner)
-        return added, self._models(case.tile.h, None if added is None else added.nbytes)
+        added, model = self._costs(case.tile.h, case.tile.chunks, case.pair, case.inner), self._of_plane(case)
+        if added is None or self.max_memory is None:
+            return added, model
+        return added, model.limited(max(self.max_memory - added.nbytes, 1))
+
+    def _of_plane(self, case):
+        """The model of a case's plane, without a limit for what regrouping needs."""
+        return self._models(case.tile.h, case.tile.h > 1 or case.pair != case.inner)
+
+    def computing(self, case):
+        """Seconds that no choice of a case is below, of its computing alone."""
+        return self._of_plane(case).computing(case.of_plane)
 
     def _least(self, case):
         """(seconds, bytes sent) that no choice of a case is below."""

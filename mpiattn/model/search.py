@@ -3,6 +3,7 @@
 This is the paper's loop over every factorisation of the number of ranks (Mesh-Attention, arXiv 2512.20968, section 3).
 """
 
+import copy
 from functools import cache, lru_cache
 from numbers import Integral
 from typing import NamedTuple
@@ -149,7 +150,7 @@ def survey(
 ):
     """A `Choice` for every combination of tile, schedule kind, route and pair of layouts, best first; and bounds.
 
-    The bounds are by tile, one `Bound` for each of which no choice was needed.
+    The bounds are a function, which takes time: by tile, one `Bound` for each of which no choice was needed.
     shapes: the tiles to try, default all.
     pairs: pairs of layouts (of queries, of keys), default those that "auto" allows.
     direction: a key of DIRECTIONS.
@@ -181,10 +182,13 @@ def find(model, cases, every):
     else:
         made = _needed(model, cases, every == "tile")
     choices = [made[number] for number in sorted(made)]
-    missing = dict.fromkeys(case.tile for case in cases)
-    for choice in choices:
-        missing.pop(choice.tile, None)
-    bounds = {tile: model.bound([case for case in cases if case.tile == tile]) for tile in missing}
+
+    def bounds():
+        missing = dict.fromkeys(case.tile for case in cases)
+        for choice in choices:
+            missing.pop(choice.tile, None)
+        return {tile: model.bound([case for case in cases if case.tile == tile]) for tile in missing}
+
     return sorted(choices, key=_order(choices, model.max_memory)), bounds
 
 
@@ -220,11 +224,22 @@ class Model:
             for of_pass in self.directions
         ]
 
+    def computing(self, case):
+        """Seconds that no choice of a case is below, of its computing alone."""
+        least = self._bounds(case.pair, case.tile)
+        return sum(least.computing(case.kind, of_pass) for of_pass in self.directions)
+
     def _least(self, case):
         """(seconds, bytes sent) that no choice of a case is below."""
         least = self._bounds(case.pair, case.tile)
         seconds = sum(least.seconds(case.kind, case.route, of_pass, self.overlap) for of_pass in self.directions)
         return seconds, sum(sum(least.sent(of_pass).values()) for of_pass in self.directions)
+
+    def limited(self, max_memory):
+        """The same model with another limit for memory."""
+        other = copy.copy(self)  # what is cached depends on no limit
+        other.max_memory = max_memory
+        return other
 
     def bound(self, cases):
         """The `Bound` of the cases of a tile."""
@@ -269,14 +284,19 @@ def _merit(choice, least):
 
 def _needed(model, cases, of_tiles):
     """The choices by number of their case: enough to know the best of all, with `of_tiles` that of each tile too."""
-    made, left = {}, {number: model.least(case) for number, case in enumerate(cases)}
+    made, left = {}, {number: (model.computing(case), 0.0) for number, case in enumerate(cases)}
+    bounded = set()  # cases of which `left` has the least, and not only what computing takes
 
     def predict(number):
-        made[number] = model.choice(cases[number])
-        del left[number]
+        if number not in bounded:
+            bounded.add(number)
+            left[number] = model.least(cases[number])
+        else:
+            made[number] = model.choice(cases[number])
+            del left[number]
 
     def rival(numbers, least):
-        """The case to predict before the best of some numbers is known; None if it is.  least: end of equal times."""
+        """The case to look at before the best of some numbers is known; None if it is.  least: end of equal times."""
         unknown = [number for number in numbers if number in left]
         fits = _fit([made[number] for number in numbers if number in made], model.max_memory)
         if fits:

@@ -37,7 +37,6 @@ class Work:
     pairs: those of `Pairs`, of all chunks.  seen: the result of `widest`; with documents, the mean number of
         keys that a query sees of all chunks.
     lengths: tokens of every chunk of queries, and of keys.
-    spans: the `Spans` of the tokens that travel; None where all or nothing of a chunk does.
     """
 
     def __init__(self, mask, q_layout, k_layout):
@@ -45,10 +44,16 @@ class Work:
         if self.counts.packed:
             self.seen = self.pairs.sum() / max(len(mask.unpadded), 1)
         self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
-        striped = "striped" in (q_layout.kind, k_layout.kind)
-        stay = mask.full or striped or q_layout.chunks == 1 or not self.counts.any()
-        self.spans = None if stay else Spans(mask, q_layout, k_layout)
+        self._mask, self._layouts = mask, (q_layout, k_layout)
         self.whole = min(map(min, self.lengths)) > 0 and (mask.full or _all_see(mask, q_layout, k_layout))
+
+    @cached_property
+    def spans(self):
+        """The `Spans` of the tokens that travel; None where all or nothing of a chunk does."""
+        q_layout, k_layout = self._layouts
+        striped = "striped" in (q_layout.kind, k_layout.kind)
+        whole = self._mask.full or striped or q_layout.chunks == 1 or not self.counts.any()
+        return None if whole else Spans(self._mask, q_layout, k_layout)
 
     @property
     def pairs(self):
@@ -101,7 +106,7 @@ class Load:
     """
 
     def __init__(self, work, tile, some=None):
-        self.lengths, self.spans, self._seen = work.lengths, work.spans, work.seen
+        self.lengths, self._work, self._seen = work.lengths, work, work.seen
         ranks = np.arange(tile.ranks) if some is None else some
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
         at = self.chunks[0][:, None], self.chunks[1][None]
@@ -137,11 +142,11 @@ class Load:
         Hops are those from the owner ahead to the rank.
         """
         chunks = self.chunks[column]
-        if self.spans is None:
+        if self._work.spans is None:
             needed = self.pairs.any(axis=0 if column else 1)[None]
             ends = np.where(needed, 0, NONE), needed * self.lengths[column][chunks]
         else:
-            ends = self.spans.needed(column, chunks, self.chunks[not column])
+            ends = self._work.spans.needed(column, chunks, self.chunks[not column])
         by_owner = tuple(np.empty_like(end) for end in ends)
         for to, end in zip(by_owner, ends):
             np.put_along_axis(to, np.broadcast_to(chunks, end.shape), end, axis=2)
