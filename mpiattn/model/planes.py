@@ -269,7 +269,7 @@ def survey(
         for inner in inner_layouts(problem, pair, ranks // planes, mesh_layout, len(pairs) == 1, mask)
         for shape in shapes
         if shape.h == planes
-        for kind in kinds
+        for kind in (kinds if shape.chunks > 1 else kinds[:1])  # with one chunk there is nothing to collect
         for chosen_route in search.routes(route, problem, machine)
     ]
     return search.find(
