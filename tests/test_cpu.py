@@ -9,7 +9,7 @@ from cpu_kernels import EMULATED, PAIRS, SETS, WORK, compiled, kernels_of
 from dense import bits, error, largest
 
 from mpiattn import ArgumentError, backends
-from mpiattn.backends.cpu import library
+from mpiattn.backends.cpu import library, speeds
 
 pytestmark = compiled
 
@@ -327,6 +327,17 @@ def test_why_it_cannot_run(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "PATH", tmp_path / "none.so")
     assert "install mpiattn where there is a C compiler" in backends.find("cpu").missing()
     assert backends.get().name == "numpy"
+
+
+def test_the_speed_that_plans_assume(monkeypatch):
+    """Every instruction set has one, and threads multiply it."""
+    assert set(library.instruction_sets()) <= set(speeds.SPEEDS)
+    for name, speed in speeds.SPEEDS.items():
+        threads = [speeds.assumed(name, count) for count in (1, 3)]
+        assert [machine.flops["float32"] for machine in threads] == [1e9 * speed.float32, 3e9 * speed.float32]
+        assert name in threads[0].name and set(threads[0].flops) == set(library.ELEMENTS)
+    monkeypatch.setenv(library.VARIABLE, "plain")
+    assert backends.get("cpu:2").assumed_machine == speeds.assumed("plain", 2)
 
 
 def test_half_types_round_weights_alone(backend):

@@ -69,6 +69,8 @@ def test_another_launch_gets_the_default(field):
     key = KEY._replace(**{field: 7 if isinstance(getattr(KEY, field), int) else "another"})
     machine, where = store.resolve(key)
     assert machine == DEFAULT.with_ranks(key.ranks_per_node) and where.startswith("default, since")
+    machine, where = store.resolve(key, assumed=H100)  # that of the back end
+    assert machine == H100.with_ranks(key.ranks_per_node) and where.startswith("h100, since")
 
 
 def test_the_nearest_head_dim():

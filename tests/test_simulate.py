@@ -174,3 +174,16 @@ def test_machines_for_json():
     assert H100.compute(4e12, "bfloat16") == 0.01
     assert DEFAULT.compute(1.0, "bfloat16") == DEFAULT.compute(1.0, "float32") == DEFAULT.compute(0.5, "float64")
     assert H100.compute(1.0, "float32", "backward") == pytest.approx(2.5 / 0.8 * H100.compute(1.0, "float32"))
+
+
+def test_the_edge_takes_its_time_where_products_are_faster():
+    """Of a short window in a long block: packing rows takes as long in bfloat16 as in float32."""
+    machine = replace(DEFAULT, flops={"float32": 1e9, "bfloat16": 4e9, "float64": 0.5e9}, edge=100.0)
+    assert [machine.edge_keys(dtype) for dtype in ("float32", "bfloat16", "float64")] == [100, 400, 100]
+    seconds = {}
+    for dtype in ("float32", "bfloat16"):
+        problem = Problem(5000, 1, 64, dtype=dtype, causal=True, window=(9, 0))
+        tile = Tile(1, 1, 1)
+        schedule = cost.build("greedy", tile, "direct", problem, machine)
+        seconds[dtype] = simulate(schedule, problem, load_of(problem, tile), machine).seconds
+    assert seconds["bfloat16"] / seconds["float32"] == pytest.approx((10 / 4 + 100) / (10 + 100), rel=1e-2)

@@ -11,8 +11,13 @@ lse (tokens, heads), in float32, or float64 for float64 inputs; the identity par
 v is None where values are the first value_dim numbers of the keys.  dv is None then: dk takes both gradients.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from ..model.machine import Machine
 
 # In annotations.  An array is of NumPy or CuPy or, where a caller gives it, of any library whose arrays the back end
 # takes, such as a torch tensor.  These have no type in common, so type checkers accept anything.
@@ -66,6 +71,10 @@ class Backend(Protocol):
     @property
     def transport(self) -> str | None:
         """How its arrays reach MPI; None if the back end has no choice of transports."""
+
+    @property
+    def assumed_machine(self) -> Machine:
+        """The `Machine` that plans assume where `mpiattn tune` has measured none."""
 
     @property
     def emulated_flops(self) -> float | None:

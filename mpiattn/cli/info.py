@@ -176,10 +176,10 @@ def _machine(nodes):
     from ..model.tuned import key_of
 
     backend = backends.get()
-    key = key_of(backend, nodes, HEAD_DIM)
+    key, assumed = key_of(backend, nodes, HEAD_DIM), backend.assumed_machine
     backend.close()
     try:
-        machine, where = store.resolve(key)
+        machine, where = store.resolve(key, assumed=assumed)
     except ArgumentError as error:
         return {"name": None, "from": str(error), "key": key._asdict(), "figures": None}
     return {"name": machine.name, "from": where, "key": key._asdict(), "figures": machine.as_dict()}

@@ -43,7 +43,8 @@ class Least:
         self._some = np.unique([0, tile.ranks // 2, tile.ranks - 1])  # one of them is often the busiest
         self._nodes = nodes_of(tile.ranks, machine) if nodes is None else np.asarray(nodes)
         load = Load(work, tile, self._some)
-        self._chunks, self._timed, self._working = load.chunks, load.timed_pairs(machine.edge), load.pairs > 0
+        self._timed = load.timed_pairs(machine.edge_keys(problem.dtype))
+        self._chunks, self._working = load.chunks, load.pairs > 0
 
     @cached_property
     def _moved(self):

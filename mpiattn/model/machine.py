@@ -63,7 +63,8 @@ class Machine:
         Seconds of a block in addition to its work.
     edge : float, default 0.0
         Keys that a query takes time for in a block beside those that it sees there, at most all: rows are computed in
-        tiles, and packed.  A quarter of it is the least that a query takes time for in a launch.
+        tiles, and packed.  A quarter of it is the least that a query takes time for in a launch.  In float32; see
+        `edge_keys` for other dtypes.
     merging : float, default 2e9
         Bytes a second of partials that a rank merges into its own.
     collective : float, default 1.0
@@ -144,13 +145,30 @@ class Machine:
         float or ndarray of the shape of flops
             Seconds.
         """
+        backward = direction == "backward"
+        return flops * PRODUCTS[direction] / (self._speed(dtype) * (self.backward if backward else 1))
+
+    def _speed(self, dtype: str) -> float:
         speed = self.flops.get(dtype)
         if speed is None:
             wider = {"float16": ("bfloat16", "float32"), "bfloat16": ("float16", "float32")}.get(dtype, ())
             known = [self.flops[other] for other in wider if other in self.flops]
             speed = known[0] if known else min(self.flops.values()) / 2
-        backward = direction == "backward"
-        return flops * PRODUCTS[direction] / (speed * (self.backward if backward else 1))
+        return speed
+
+    def edge_keys(self, dtype: str) -> float:
+        """`edge` in keys of a dtype: more where products are faster than in float32, since packing rows is not.
+
+        Parameters
+        ----------
+        dtype : str
+            dtype of the inputs.
+
+        Returns
+        -------
+        float
+        """
+        return self.edge * max(1.0, self._speed(dtype) / self._speed("float32"))
 
     def paced(self, flops: float) -> Machine:
         """A copy of the machine with one speed of blocks for every dtype and pass.
@@ -239,7 +257,7 @@ def _check(name: str, value: float, right: bool, may_be: str) -> None:
         raise ArgumentError(f"{name} of the machine is {value!r}; it must be {may_be}")
 
 
-EDGE = 128.0  # a tile of keys; as measured of the back end cpu with windows of 16 to 1024 keys
+EDGE = 128.0  # a tile of keys; as measured of the back end cpu with windows of 16 to 1024 keys, with AVX-512
 
 # One core, and its share of a 100 Gb/s link.
 DEFAULT = Machine(
@@ -262,7 +280,7 @@ H100 = Machine(
     flops={"float16": 400e12, "bfloat16": 400e12, "float32": 120e12, "float64": 40e12},
     backward=0.8,
     launch=10e-6,
-    edge=EDGE,
+    edge=0.3 * EDGE,  # a tile of keys in half types
     merging=1e12,
     assumes="nodes of 8 H100 joined by NVLink, one 400 Gb/s card a GPU, 80 % of the rates of the "
     "datasheets; blocks as fast as FlashAttention-2's published figures. Not measured here",

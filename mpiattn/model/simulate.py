@@ -42,7 +42,8 @@ class _Run:
             (kind, collective): load.moved(kind, schedule.route, collective) * nbytes[kind]
             for kind, collective in transfers
         }
-        timed = load.timed_pairs(machine.edge)
+        edge = machine.edge_keys(problem.dtype)
+        timed = load.timed_pairs(edge)
         self.blocks, self.fused = np.empty(timed.shape), np.zeros(self.ranks)  # seconds: one by one, in one launch
 
         def seconds(pairs):
@@ -50,7 +51,7 @@ class _Run:
 
         for to, counted, pairs, chunks in zip(self.blocks, timed, load.pairs, load.chunks[0]):  # a part stays in cache
             queries = np.minimum(pairs, load.lengths[0][chunks])  # that see any key
-            least = WHOLE * machine.edge * queries
+            least = WHOLE * edge * queries
             np.add(seconds(np.maximum(counted, least)), np.where(pairs > 0, machine.launch, 0), out=to)
             self.fused += seconds(np.maximum(counted.sum(axis=0), least.max(axis=0)))
         self.fused += np.where(load.pairs.any(axis=(0, 1)), machine.launch, 0)

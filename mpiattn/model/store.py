@@ -136,11 +136,11 @@ def lookup(key, entries):
     return min(filter(alike, entries), key=distance, default=None)
 
 
-def resolve(key, machine=None):
+def resolve(key, machine=None, assumed=DEFAULT):
     """The machine for a launch and its origin in words: (Machine, str).
 
-    machine: a `Machine`, the name of a built-in one or a path.  None: MPIATTN_MACHINE, else the store, else DEFAULT.
-    A machine that is given or named is used unchanged.  DEFAULT takes the launch's ranks per node.  Raises
+    machine: a `Machine`, the name of a built-in one or a path.  None: MPIATTN_MACHINE, else the store, else `assumed`.
+    A machine that is given or named is used unchanged.  `assumed` takes the launch's ranks per node.  Raises
     ArgumentError.
     """
     if isinstance(machine, Machine):
@@ -160,7 +160,7 @@ def resolve(key, machine=None):
             raise ArgumentError(f"{VARIABLE} is {named!r}; {error}") from None
     entry = lookup(key, read())
     if entry is None:
-        return DEFAULT.with_ranks(key.ranks_per_node), f"default, since {path()} has none for such a launch"
+        return assumed.with_ranks(key.ranks_per_node), f"{assumed.name}, since {path()} has none for such a launch"
     return entry.machine, f"measured {entry.when} with head_dim {entry.key.head_dim}, {path()}"
 
 

@@ -30,6 +30,6 @@ def machine_for(nodes, backend, head_dim, machine=None):
 
     nodes: the node of every rank.
     machine: a `Machine`, the name of a built-in one or a file.  None: MPIATTN_MACHINE, else the store that
-        `mpiattn tune` writes, else the default.
+        `mpiattn tune` writes, else what the back end assumes.
     """
-    return store.resolve(key_of(backend, nodes, head_dim), machine)[0]
+    return store.resolve(key_of(backend, nodes, head_dim), machine, backend.assumed_machine)[0]

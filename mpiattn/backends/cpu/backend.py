@@ -14,6 +14,7 @@ from ...errors import ArgumentError
 from ..numpy.backend import NumpyBackend
 from . import library
 from .library import Launch, Poll
+from .speeds import assumed
 
 LINE = 64  # bytes of a cache line, by which memory is aligned: a vector that lies in two lines is read twice
 ALIGNED = 4096  # bytes of an array whose memory is
@@ -34,6 +35,7 @@ class CpuBackend(NumpyBackend):
         self._scratch = np.empty(0, np.uint8)
         self.threads = self.parse(name) if ":" in name else min(library.threads(), MOST_THREADS)
         self.version = self._kernels.version
+        self.assumed_machine = assumed(self._kernels.name, self.threads)
 
     @staticmethod
     def parse(name):

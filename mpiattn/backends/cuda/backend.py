@@ -15,6 +15,7 @@ from functools import wraps
 import numpy as np
 
 from ...errors import ArgumentError, MpiattnError
+from ...model.machine import H100
 from ..base import WireBytes
 from . import kernel_source
 from .arrays import as_cupy, missing
@@ -123,6 +124,7 @@ class CudaBackend(_CupyLaunches):
     """
 
     name = "cuda"
+    assumed_machine = H100
     emulated_flops = None
     strided = False
 

@@ -7,6 +7,7 @@ import os
 import numpy as np
 
 from ...errors import ArgumentError
+from ...model.machine import DEFAULT
 from ..base import WireBytes
 from ..kept import Kept
 from . import paged, tiles
@@ -105,6 +106,7 @@ class NumpyBackend:
     version = np.__version__
     dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
     transport = None
+    assumed_machine = DEFAULT
     emulated_flops = None
     staged_bytes = 0
     strided = False
