@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 PIECES = 4  # at most so many pieces of a chunk are waited for one by one
-LEAST = 64  # tokens of a piece
+LEAST = 256  # tokens of a piece: in each launch a query takes the time of a hundred keys more than it sees
 
 
 class _Part(NamedTuple):
