@@ -33,6 +33,14 @@ def test_every_tile_with_every_schedule_best_first():
     assert slower == sorted(slower) == [c.seconds for c in choices[len(choices) - len(slower) :]]
 
 
+@pytest.mark.parametrize("lengths", [(0, 0), (8, 0), (0, 8)])
+def test_a_machine_that_takes_no_time_for_nothing(lengths):
+    """Latency and launches may be 0, and so may the tokens of a side."""
+    problem = Problem(lengths[0], 2, 8, seqlen_k=lengths[1])
+    for choice in search.evaluate(problem, 4, machine=machine(1e9, 1e9)):
+        assert choice.seconds >= 0
+
+
 def test_ties_go_to_the_least_traffic():
     """Where compute hides all transfers, times are equal, and the tile with the least traffic is chosen."""
     best = search.evaluate(PROBLEM, 16, machine=machine(flops=1e6, bandwidth=1e15))[0]

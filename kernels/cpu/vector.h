@@ -39,10 +39,12 @@
 #define logarithm log
 typedef double real;
 typedef int64_t integer;
+typedef uint64_t unsigned_integer;
 #else
 #define logarithm logf
 typedef float real;
 typedef int32_t integer;
+typedef uint32_t unsigned_integer;
 #endif
 
 #define LANES ((int)(VBYTES / sizeof(real)))
@@ -52,6 +54,7 @@ typedef real vec __attribute__((vector_size(VBYTES)));
 typedef real loose_vec __attribute__((vector_size(VBYTES), aligned(sizeof(real)), may_alias));     // at any address
 typedef char loose_bytes __attribute__((vector_size(VBYTES), aligned(1), may_alias));               // of any numbers
 typedef integer ivec __attribute__((vector_size(VBYTES)));
+typedef unsigned_integer uvec __attribute__((vector_size(VBYTES)));
 
 #if __ARM_FEATURE_SVE_BITS && REAL_BYTES == 8       // what a vec is to SVE's intrinsics
 typedef svfloat64_t svreal;
@@ -233,7 +236,7 @@ INLINE vec exponential(vec x) {
     p = p * f + 2.4022648e-1f;
     p = p * f + 6.9314720e-1f;
     p = p * f + 1.0f;
-    const vec power = (vec)(((ivec)rounded << 23) + 0x3f800000);
+    const vec power = (vec)(((uvec)rounded << 23) + 0x3f800000u);          // unsigned, since NaN may overflow
     return (vec)((ivec)(p * power) & ~(inside <= LOWEST));
 }
 #else
@@ -249,7 +252,7 @@ INLINE vec exponential(vec x) {
     const vec q =
         ((3.00198505138664455042e-6 * z + 2.52448340349684104192e-3) * z + 2.27265548208155028766e-1) * z + 2.0;
     const vec e = 1.0 + 2.0 * p / (q - p);
-    const vec power = (vec)(((ivec)rounded << 52) + 0x3ff0000000000000);
+    const vec power = (vec)(((uvec)rounded << 52) + 0x3ff0000000000000u);
     return (vec)((ivec)(e * power) & ~(inside <= LOWEST));
 }
 #endif

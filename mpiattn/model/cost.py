@@ -15,6 +15,7 @@ SCHEDULES = ("greedy", "collective")
 # Steps by which a transfer may be posted ahead of its own.  More gain nothing while the link is busy, and every step
 # ahead takes a buffer.
 AHEAD = 2
+SHORTEST = 1e-15  # seconds of a block or a hop, at least, so that costs are positive where there is nothing to do
 
 
 def block_seconds(problem, ranks, machine, direction="forward"):
@@ -37,8 +38,9 @@ def transfer_seconds(problem, tile, machine, direction="forward", nodes=None):
 
 def transfer_costs(problem, tile, machine, direction="forward", nodes=None):
     """The costs c of Algorithm 2: number of blocks that hide one transfer of each kind."""
-    block = block_seconds(problem, tile.ranks, machine, direction)
-    return Costs(*(seconds / block for seconds in transfer_seconds(problem, tile, machine, direction, nodes).values()))
+    block = max(block_seconds(problem, tile.ranks, machine, direction), SHORTEST)
+    hops = transfer_seconds(problem, tile, machine, direction, nodes).values()
+    return Costs(*(max(seconds, SHORTEST) / block for seconds in hops))
 
 
 def build(kind, tile, route, problem, machine=DEFAULT, direction="forward", nodes=None, ahead=AHEAD, overlap=True):
