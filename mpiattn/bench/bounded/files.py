@@ -1,10 +1,9 @@
 """Files of tokens: writing and reading their bytes once by h5py bounds saving, loading and reading them.
 
-The files are in the folder for temporary files of rank 0, which must be every rank's.
+The files are in rank 0's folder for temporary files, so all ranks must be on one host.
 """
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,9 +16,11 @@ from ...decode.cache import KVCache
 from ...errors import VerificationError
 from ...files.io import Input
 from ...problem.layout import Layout, even_part
+from ...system import partial_files
 from .operation import HEAD_DIM, HEADS, KV_HEADS, Operation
 
 SEQUENCES, KEYS = 64, 2048  # of the cache, 64 MiB
+ARGUMENT = "a temporary file"  # in messages
 TOKENS = 8192  # of each of q, k and v, 16 MiB
 
 
@@ -27,14 +28,31 @@ TOKENS = 8192  # of each of q, k and v, 16 MiB
 def files(peers, backend) -> Iterator[list[Operation]]:
     """A cache saved and loaded, and inputs read as `mpiattn run` reads them."""
     with ExitStack() as stack:
-        folder = from_rank_0(peers, lambda: tempfile.mkdtemp(prefix="mpiattn-limits-"))
-        if peers.rank == 0:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        save, load = _cache(stack, peers, backend, folder)
-        yield [save, load, *_inputs(peers, folder)]
+        saved, plain, inputs = stack.enter_context(_temporary(peers, 3))
+        save, load = _cache(stack, peers, backend, saved, plain)
+        yield [save, load, *_inputs(peers, inputs)]
 
 
-def _cache(stack, peers, backend, folder):
+@contextmanager
+def _temporary(peers, count):
+    """Paths of new files, which are removed at the end however the job ends."""
+    folder, base = tempfile.gettempdir(), "mpiattn-limits"
+
+    def make():
+        partial_files.remove_stale(folder, base)
+        return [partial_files.create(ARGUMENT, folder, base) for _ in range(count)]
+
+    paths = from_rank_0(peers, make)
+    for path in paths:
+        partial_files.share(ARGUMENT, path)
+    try:
+        yield paths
+    finally:
+        for path in paths:
+            partial_files.discard(path)
+
+
+def _cache(stack, peers, backend, saved, plain):
     shape = SEQUENCES, KEYS, KV_HEADS, HEAD_DIM
     k, v = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
     cache = stack.enter_context(
@@ -48,7 +66,6 @@ def _cache(stack, peers, backend, folder):
         )
     )
     cache.append(k, v)
-    saved, plain = os.path.join(folder, "saved.h5"), os.path.join(folder, "plain.h5")
     how = {"backend": backend}
     cache.save(saved)
     with KVCache.load(peers.comm, saved, **how) as loaded, agreement(peers):
@@ -62,7 +79,8 @@ def _cache(stack, peers, backend, folder):
         if peers.rank == 0:
             _write(plain, whole)
 
-    write()
+    with agreement(peers, only=0):  # the disk may be full
+        write()
     return (
         Operation("save a cache of 64 MiB", "writing it by h5py, fsync", lambda: cache.save(saved), write),
         Operation(
@@ -74,8 +92,8 @@ def _cache(stack, peers, backend, folder):
     )
 
 
-def _inputs(peers, folder):
-    path, shape = os.path.join(folder, "inputs.h5"), (1, TOKENS, HEADS, HEAD_DIM)
+def _inputs(peers, path):
+    shape = 1, TOKENS, HEADS, HEAD_DIM
     inputs = dict(zip("qkv", np.random.default_rng(0).standard_normal((3, *shape), np.float32)))
     with agreement(peers, only=0):
         if peers.rank == 0:
