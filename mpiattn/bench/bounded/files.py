@@ -14,6 +14,7 @@ import numpy as np
 from ...comm.agreement import agreement, from_rank_0
 from ...decode.cache import KVCache
 from ...errors import VerificationError
+from ...files.hdf5 import file_errors
 from ...files.io import Input
 from ...problem.layout import Layout, even_part
 from ...system import partial_files
@@ -121,11 +122,12 @@ def _read(peers, path, layout):
 
 
 def _write(path, arrays):
-    with h5py.File(path, "w") as file:
-        for name, array in arrays.items():
-            file[name] = array
-    with open(path, "rb") as written:
-        os.fsync(written.fileno())
+    with file_errors(ARGUMENT, path, "written"):
+        with h5py.File(path, "w") as file:
+            for name, array in arrays.items():
+                file[name] = array
+        with open(path, "rb") as written:
+            os.fsync(written.fileno())
 
 
 def _reading(peers, path, arrays):
