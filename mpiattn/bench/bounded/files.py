@@ -1,0 +1,141 @@
+"""Files of tokens: writing and reading their bytes once by h5py bounds saving, loading and reading them.
+
+The files are in rank 0's folder for temporary files, so all ranks must be on one host.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import h5py
+import numpy as np
+
+from ...comm.agreement import agreement, from_rank_0
+from ...decode.cache import KVCache
+from ...errors import VerificationError
+from ...files.hdf5 import file_errors
+from ...files.io import Input
+from ...problem.layout import Layout, even_part
+from ...system import partial_files
+from .operation import HEAD_DIM, HEADS, KV_HEADS, Operation
+
+SEQUENCES, KEYS = 64, 2048  # of the cache, 64 MiB
+ARGUMENT = "a temporary file"  # in messages
+TOKENS = 8192  # of each of q, k and v, 16 MiB
+
+
+@contextmanager
+def files(peers, backend) -> Iterator[list[Operation]]:
+    """A cache saved and loaded, and inputs read as `mpiattn run` reads them."""
+    with ExitStack() as stack:
+        saved, plain, inputs = stack.enter_context(_temporary(peers, 3))
+        save, load = _cache(stack, peers, backend, saved, plain)
+        yield [save, load, *_inputs(peers, inputs)]
+
+
+@contextmanager
+def _temporary(peers, count):
+    """Paths of new files, which are removed at the end however the job ends."""
+    folder, base = tempfile.gettempdir(), "mpiattn-limits"
+
+    def make():
+        partial_files.remove_stale(folder, base)
+        return [partial_files.create(ARGUMENT, folder, base) for _ in range(count)]
+
+    paths = from_rank_0(peers, make)
+    for path in paths:
+        partial_files.share(ARGUMENT, path)
+    try:
+        yield paths
+    finally:
+        for path in paths:
+            partial_files.discard(path)
+
+
+def _cache(stack, peers, backend, saved, plain):
+    shape = SEQUENCES, KEYS, KV_HEADS, HEAD_DIM
+    k, v = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
+    cache = stack.enter_context(
+        KVCache(
+            peers.comm,
+            capacity=SEQUENCES * KEYS,
+            sequences=SEQUENCES,
+            kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            backend=backend,
+        )
+    )
+    cache.append(k, v)
+    how = {"backend": backend}
+    cache.save(saved)
+    with KVCache.load(peers.comm, saved, **how) as loaded, agreement(peers):
+        some = loaded.positions(SEQUENCES - 1)
+        for array, whole in zip(loaded.local(SEQUENCES - 1), (k, v)):
+            if not np.array_equal(array, whole[-1, some]):
+                raise VerificationError("a cache that was saved and loaded does not hold the tokens that it held")
+    whole = {"k": k.reshape(1, -1, *shape[2:]), "v": v.reshape(1, -1, *shape[2:])}
+
+    def write():
+        if peers.rank == 0:
+            _write(plain, whole)
+
+    with agreement(peers, only=0):  # the disk may be full
+        write()
+    return (
+        Operation("save a cache of 64 MiB", "writing it by h5py, fsync", lambda: cache.save(saved), write),
+        Operation(
+            "load a cache of 64 MiB",
+            "reading it by h5py",
+            lambda: KVCache.load(peers.comm, saved, **how).close(),
+            _reading(peers, plain, whole),
+        ),
+    )
+
+
+def _inputs(peers, path):
+    shape = 1, TOKENS, HEADS, HEAD_DIM
+    inputs = dict(zip("qkv", np.random.default_rng(0).standard_normal((3, *shape), np.float32)))
+    with agreement(peers, only=0):
+        if peers.rank == 0:
+            _write(path, inputs)
+    for kind in ("contiguous", "striped"):
+        layout = Layout(kind, TOKENS, peers.size)
+        positions = layout.positions(peers.rank)
+        chunks = _read(peers, path, layout)
+        with agreement(peers):
+            if not all(np.array_equal(chunks[name], inputs[name][:, positions]) for name in inputs):
+                raise VerificationError(f"reading {kind} tokens of a file does not give what was written")
+        yield Operation(
+            f"read q, k, v of 48 MiB, {kind}",
+            "reading slabs by h5py",
+            lambda layout=layout: _read(peers, path, layout),
+            _reading(peers, path, inputs),
+        )
+
+
+def _read(peers, path, layout):
+    source = Input(peers, path)
+    chunks = {name: source.chunk(name, layout) for name in "qkv"}
+    source.close()
+    return chunks
+
+
+def _write(path, arrays):
+    with file_errors(ARGUMENT, path, "written"):
+        with h5py.File(path, "w") as file:
+            for name, array in arrays.items():
+                file[name] = array
+        with open(path, "rb") as written:
+            os.fsync(written.fileno())
+
+
+def _reading(peers, path, arrays):
+    """A function by which every rank reads its share of the tokens of every array, into new memory."""
+
+    def read():
+        with h5py.File(path, "r") as file:
+            shares = ((name, even_part(array.shape[1], peers.size, peers.rank)) for name, array in arrays.items())
+            return [file[name][:, share.start : share.stop] for name, share in shares]
+
+    return read
