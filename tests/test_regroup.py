@@ -8,6 +8,7 @@ import pytest
 from mpiattn.errors import ArgumentError
 from mpiattn.model import planes, search
 from mpiattn.model.machine import DEFAULT
+from mpiattn.model.regrouped import Regrouped
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import regroup, travels
@@ -103,6 +104,24 @@ def test_every_token_and_head_comes_once(monkeypatch, most):
                 assert of_rank == {peer: sent[peer, other] for peer, other in sent if other == rank}
                 assert (held[:, heads_of(total, tile.h, plane)] == 1).all()
                 assert held.sum() == len(held) * len(range(total)[heads_of(total, tile.h, plane)])
+
+
+def test_ranks_together_exchange_what_each_does():
+    """The bytes and messages of all ranks at once are those of the parts of every rank."""
+    for regrouping in regroupings():
+        ranks = range(regrouping.tile.ranks)
+        nodes = np.array(ranks) % 3 // 2
+        together = Regrouped(regrouping, ranks, nodes)
+        for direction, given in product(regroup.TAKEN, (False, True)):
+            for array in arrays_of(regrouping.problem, direction, given):
+                nbytes = regrouping.token_bytes(array, given)
+                for rank in ranks:
+                    parts = regrouping.parts(rank, array, given)
+                    sent = [part for part in parts[given] if part.peer != rank]
+                    of_links = [[part for part in sent if (nodes[part.peer] != nodes[rank]) == far] for far in (0, 1)]
+                    expected = [nbytes * sum(part.shared.tokens for part in of_link) for of_link in of_links]
+                    expected += [*map(len, of_links), nbytes * sum(map(regroup.rows_of, parts))]
+                    assert together.of_array(array, given)[:, rank].tolist() == expected
 
 
 def test_neighbours_share_the_tokens_of_a_chunk():

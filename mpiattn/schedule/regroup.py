@@ -260,14 +260,6 @@ class Regrouping:
         """Bytes that a rank sends before and after a pass."""
         return sum(nbytes for _, nbytes in self.messages(rank, direction))
 
-    def packed_bytes(self, rank: int, direction: str) -> int:
-        """Bytes of memory in which a rank packs messages of a pass."""
-        return sum(
-            sum(map(rows_of, self.parts(rank, array, given))) * self.token_bytes(array, given)
-            for given in (False, True)
-            for array in arrays_of(self.problem, direction, given)
-        )
-
 
 def rows_of(parts: list[Part]) -> int:
     """Rows of memory in which parts are packed."""
