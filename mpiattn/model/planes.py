@@ -108,15 +108,10 @@ class _Cost:
         rate = machine.between.bandwidth
         if machine.node_bandwidth is not None:
             rate = min(rate, machine.node_bandwidth / sharing)
-        looked_at = list(dict.fromkeys([*ranks, *most]))
-        exchanged = Regrouped(regrouping, looked_at, nodes)
+        exchanged = Regrouped(regrouping, list(dict.fromkeys([*ranks, *most])), nodes)
         self.sent, self.seconds, self.nbytes = {}, 0.0, 0
         for name in self.passes:
-            inside, between, near, far, packed = sum(
-                exchanged.of_array(array, given)
-                for given in (False, True)
-                for array in arrays_of(regrouping.problem, name, given)
-            )
+            inside, between, near, far, packed = exchanged.of_pass(name)
             seconds = (
                 inside / machine.inside.bandwidth
                 + between / rate
@@ -128,8 +123,9 @@ class _Cost:
             self.seconds += float(seconds.max())
             self.nbytes += int(packed.max())
         self.nbytes += memory.outer_bytes(regrouping.problem, list(map(max, lengths)), "backward" in self.passes)
+        longest = [max(layout.lengths) for layout in regrouping.inner]
         self.nbytes += sum(
-            regrouping.widened_bytes(array) * max(regrouping.inner[of_keys(array)].lengths)
+            regrouping.widened_bytes(array) * longest[of_keys(array)]
             for name in self.passes
             for array in arrays_of(regrouping.problem, name, True)
         )

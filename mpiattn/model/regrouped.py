@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..schedule.kinds import K, Q
-from ..schedule.regroup import of_keys
+from ..schedule.regroup import arrays_of, of_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..problem.layout import Layout
-    from ..schedule.kinds import Array
     from ..schedule.regroup import Regrouping
 
 
@@ -44,38 +44,49 @@ class Regrouped:
     """
 
     def __init__(self, regrouping: Regrouping, some: Sequence[int], nodes: NDArray[np.int64]) -> None:
-        self._regrouping, self._some = regrouping, np.array(some)
+        self._regrouping, self._some, self._numbers = regrouping, np.array(some), np.arange(len(some))
         self._crossing = nodes != nodes[self._some, None]
-        self._exchanged = {
-            (of_keys(array), given): self._in_tokens(array, given) for array in (Q, K) for given in (False, True)
-        }
+        in_tokens = cache(self._in_tokens)  # often the same of queries and of keys
+        self._exchanged = [
+            in_tokens(outer, inner, regrouping.sharing(array))
+            for outer, inner, array in zip(regrouping.outer, regrouping.inner, (Q, K))
+        ]
 
-    def of_array(self, array: Array, given: bool) -> NDArray[np.int64]:
-        """By rank: bytes sent inside its node, to others, messages inside, to others, bytes packed: int64 (5, some).
+    def of_pass(self, direction: str) -> NDArray[np.int64]:
+        """By rank: bytes sent inside its node, to others, messages inside, to others, bytes packed: int64 (5, some)."""
+        regrouping, total = self._regrouping, np.zeros((5, len(self._some)), np.int64)
+        for given in (False, True):
+            arrays = arrays_of(regrouping.problem, direction, given)
+            for keys in (False, True):
+                nbytes = [regrouping.token_bytes(array, given) for array in arrays if of_keys(array) == keys]
+                of_token = [sum(nbytes), sum(nbytes), len(nbytes), len(nbytes), sum(nbytes)]
+                total += np.array(of_token)[:, None] * self._exchanged[keys][given]
+        return total
 
-        given: whether the array is a result.
+    def _in_tokens(self, outer: Layout, inner: Layout, sharing: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `of_pass`, with tokens for bytes: of one array that the pass takes, and of a result.
+
+        sharing: number of planes that compute each of its heads.
         """
-        nbytes = self._regrouping.token_bytes(array, given)
-        return self._exchanged[of_keys(array), given] * np.array([[nbytes], [nbytes], [1], [1], [nbytes]])
-
-    def _in_tokens(self, array: Array, given: bool) -> NDArray[np.int64]:
-        """As `of_array`, with tokens for bytes; the same for all arrays with the heads and the tokens of this one."""
-        keys, planes, sharing = of_keys(array), self._regrouping.tile.h, self._regrouping.sharing(array)
-        outer, inner = self._regrouping.outer[keys], self._regrouping.inner[keys]
-        numbers, (_, chunks) = np.arange(len(self._some)), self._regrouping.place(self._some)
+        planes, (_, chunks) = self._regrouping.tile.h, self._regrouping.place(self._some)
         outward, _ = in_common(outer, self._some, inner)
         inward, apart = in_common(inner, chunks, outer)
-        # once for every plane, or for every part of the heads; what stays on its rank only if it is added to
-        copies, own = planes if given else planes // sharing, outward[:, numbers, chunks].sum(axis=0)
-        packed = copies * outward.sum(axis=(0, 2)) - (own if sharing == 1 else 0)
-        inward[:, numbers, self._some] = 0
-        if apart:
-            packed += inward.sum(axis=(0, 2))
-        sent = inward
-        if not given:
-            sent = np.tile(outward, planes)
-            sent[:, numbers, self._some] = 0
-        of_links = [np.where(self._crossing == between, sent, 0) for between in (False, True)]
-        tokens = [of_link.sum(axis=(0, 2)) for of_link in of_links]
-        messages = [np.count_nonzero(of_link, axis=(0, 2)) for of_link in of_links]
-        return np.stack([*tokens, *messages, packed])
+        all_outward = outward.sum(axis=(0, 2))
+        # what stays on its rank is packed only if planes share it
+        staying = outward[:, self._numbers, chunks].sum(axis=0) if sharing == 1 else 0
+        outward, inward = (self._to_others(tokens) for tokens in (np.tile(outward, planes), inward))
+        landing = inward.sum(axis=(0, 2)) if apart else 0
+        # planes with the same heads take the same rows, but each gives its own
+        packed = [copies * all_outward - staying + landing for copies in (planes // sharing, planes)]
+        return self._by_link(outward, packed[0]), self._by_link(inward, packed[1])
+
+    def _to_others(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens (pairs of runs, some, ranks) without those that stay on their rank."""
+        tokens[:, self._numbers, self._some] = 0
+        return tokens
+
+    def _by_link(self, tokens: NDArray[np.int64], packed: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens and messages, inside a rank's node and to others, and rows packed: (5, some)."""
+        of_links = [np.where(self._crossing == between, tokens, 0) for between in (False, True)]
+        counts = [np.count_nonzero(of_link, axis=(0, 2)) for of_link in of_links]
+        return np.stack([*(of_link.sum(axis=(0, 2)) for of_link in of_links), *counts, packed])
