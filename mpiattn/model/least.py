@@ -4,12 +4,12 @@ The search looks only at choices whose least may be the best.  Nothing here may 
 Of each rank there are but sums, and few ranks: Python's own numbers are faster here than arrays.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ..schedule.kinds import GATHERED, KINDS
+from ..schedule.remembered import Remembered
 from ..schedule.route import passed_on
 from ..schedule.travels import token_bytes
 from .simulate import nodes_of
@@ -54,8 +54,8 @@ class Least:
         self._chunks, working, timed = load.chunks, load.pairs > 0, load.timed_pairs(machine.edge)
         self._operations = (problem.flops_per_pair * timed.sum(axis=(0, 1))).tolist()
         self._launches, self._fused = working.sum(axis=(0, 1)).tolist(), working.any(axis=(0, 1)).tolist()
-        self._moved, self._transfers = cache(self._moved_in), cache(self._transfers_of)
-        self._received, self._tokens = cache(self._received_in), cache(self._tokens_of)
+        self._moved, self._transfers = Remembered(self._moved_in), Remembered(self._transfers_of)
+        self._received, self._tokens = Remembered(self._received_in), Remembered(self._tokens_of)
 
     def _moved_in(self, column):
         """Tokens that all ranks send along columns, or rows."""

@@ -4,11 +4,12 @@ The search for a layout, tile and schedule uses it for the whole mesh.  `schedul
 and one call, with documents.
 """
 
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from ..schedule.kinds import IN_COLUMNS
+from ..schedule.remembered import Remembered
 from ..schedule.route import leg_of, passed_on
 from .pairs import TABLE_PIECE, Pairs
 from .spans import NONE, Spans
@@ -111,8 +112,8 @@ class Load:
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
         at = self.chunks[0][:, None], self.chunks[1][None]
         self.pairs = work.pairs[at] if some is None else work.counts.at(*at)  # (a, b, ranks): of block (u, w)
-        self._needed, self._tokens = cache(self._by_owner), cache(self._moved)
-        self.timed_pairs = cache(self._timed_pairs)
+        self._needed, self._tokens = Remembered(self._by_owner), Remembered(self._moved)
+        self.timed_pairs = Remembered(self._timed_pairs)
 
     @cached_property
     def work(self):

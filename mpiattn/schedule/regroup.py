@@ -59,6 +59,7 @@ def heads_of(total: int, planes: int, plane: int) -> slice:
     return slice(first, first + count)
 
 
+@lru_cache(64)
 def plane_problem(problem: Problem, planes: int) -> Problem:
     """The problem of one plane, with the batch folded into the heads."""
     heads, kv_heads = (len(range(total)[heads_of(total, planes, 0)]) for total in (problem.heads, problem.kv_heads))
