@@ -148,9 +148,9 @@ class Load:
             ends = np.where(needed, 0, NONE), needed * self.lengths[column][chunks]
         else:
             ends = self._work.spans.needed(column, chunks, self.chunks[not column])
-        by_owner = tuple(np.empty_like(end) for end in ends)
+        by_owner, hops = tuple(np.empty_like(end) for end in ends), np.arange(len(chunks))[:, None]
         for to, end in zip(by_owner, ends):
-            np.put_along_axis(to, np.broadcast_to(chunks, end.shape), end, axis=2)
+            to[:, hops, chunks] = end
         return by_owner
 
     def moved(self, kind, route="direct", collective=False):
@@ -180,7 +180,7 @@ class Load:
             )
         tokens = np.zeros(chunks.shape, np.int64)
         tokens[1:] = np.where(first < last, last - first, 0).sum(axis=0)
-        return np.take_along_axis(tokens, chunks, axis=1)
+        return tokens[np.arange(len(chunks))[:, None], chunks]
 
     def held(self, kind, route="direct", packed=False, collective=False):
         """Tokens of each chunk or accumulator of others that every rank has room for: (hops, ranks).
