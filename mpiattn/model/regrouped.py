@@ -68,7 +68,7 @@ class Regrouped:
 
         sharing: number of planes that compute each of its heads.
         """
-        planes, (_, chunks) = self._regrouping.tile.h, self._regrouping.place(self._some)
+        planes, chunks = self._regrouping.tile.h, self._some % self._regrouping.tile.chunks
         outward, _ = in_common(outer, self._some, inner)
         inward, apart = in_common(inner, chunks, outer)
         all_outward = outward.sum(axis=(0, 2))
