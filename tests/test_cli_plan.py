@@ -285,8 +285,9 @@ def test_little(capsys, ranks, seqlen):
 
 def test_many_ranks(capsys):
     """Tiles that cannot be the best have a bound instead of a predicted time, and their bytes."""
-    every = as_json(capsys, "--ranks", 256, *MHA, "--causal", "--layout", "zigzag")
-    arguments = ["--ranks", 512, *MHA, "--causal", "--layout", "zigzag", "--tile", "8x64"]
+    masked = [*MHA, "--causal", "--layout", "zigzag", "--schedule", "greedy"]
+    every = as_json(capsys, "--ranks", 256, *masked)
+    arguments = ["--ranks", 512, *masked, "--tile", "8x64"]
     data, text = as_json(capsys, *arguments), plan(capsys, *arguments)
     assert all(row["seconds"] == row["least_seconds"] for row in every["tiles"])
     assert row(data, "8x64")["seconds"] and row(data, data["auto"])["seconds"]

@@ -106,21 +106,22 @@ def test_work_of_a_rank_is_that_of_its_tile():
 
 
 def test_a_query_takes_time_for_keys_beside_those_it_sees():
-    """A row of a narrow window does, in the blocks where it sees any; no row for more keys than there are."""
+    """A row does in every launch where it sees any key: once for every block, or once where all are fused."""
     n, tile = 6400, Tile(1, 1, 2)
 
     def timed(edge, kind="contiguous", **mask):
         problem, layout = Problem(n, 1, 1, **mask), Layout(kind, n, 2)
         load = Load(Work(problem.mask, layout, layout), tile)
-        assert np.array_equal(load.timed_pairs(0), load.pairs)
+        assert np.array_equal(load.timed_pairs(0), load.pairs) and np.array_equal(load.fused_pairs(0), load.work)
+        once = n * edge / (1 if mask else 2)
+        assert load.fused_pairs(edge).sum() == pytest.approx(load.work.sum() + once, rel=0.02)
         return load.timed_pairs(edge).sum()
 
     for mask in ({"causal": True, "window": (63, None)}, {"window": (32, 31)}, {"causal": True, "window": (63, 0)}):
         assert timed(128, **mask) == pytest.approx(n * (64 + 128), rel=0.02)
         assert timed(128, "striped", **mask) == pytest.approx(n * (64 + 2 * 128), rel=0.02)  # of both chunks
-    assert timed(128) == timed(0) == n * n
-    assert timed(128, causal=True) == pytest.approx(n * n / 2, rel=0.05)
-    assert timed(1e9, causal=True) == 0.75 * n * n
+    assert timed(128) == n * (n + 2 * 64)  # of whole blocks half
+    assert timed(128, causal=True) == pytest.approx(n * (n / 2 + 128 + 64 / 2), rel=1e-3)
 
 
 def test_balance_of_nothing():

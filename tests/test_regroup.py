@@ -8,6 +8,7 @@ import pytest
 from mpiattn.errors import ArgumentError
 from mpiattn.model import planes, search
 from mpiattn.model.machine import DEFAULT
+from mpiattn.model.regrouped import Regrouped
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.schedule import regroup, travels
@@ -103,6 +104,26 @@ def test_every_token_and_head_comes_once(monkeypatch, most):
                 assert of_rank == {peer: sent[peer, other] for peer, other in sent if other == rank}
                 assert (held[:, heads_of(total, tile.h, plane)] == 1).all()
                 assert held.sum() == len(held) * len(range(total)[heads_of(total, tile.h, plane)])
+
+
+def test_ranks_together_exchange_what_each_does():
+    """The bytes and messages of all ranks at once are those of the parts of every rank."""
+    for regrouping in regroupings():
+        ranks = range(regrouping.tile.ranks)
+        nodes = np.array(ranks) % 3 // 2
+        together = Regrouped(regrouping, ranks, nodes)
+        for direction, rank in product(regroup.TAKEN, ranks):
+            expected = np.zeros(5)
+            for given in (False, True):
+                for array in arrays_of(regrouping.problem, direction, given):
+                    nbytes, parts = regrouping.token_bytes(array, given), regrouping.parts(rank, array, given)
+                    for part in parts[given]:
+                        if part.peer != rank:
+                            crossing = nodes[part.peer] != nodes[rank]
+                            expected[int(crossing)] += nbytes * part.shared.tokens
+                            expected[2 + int(crossing)] += 1
+                    expected[4] += nbytes * sum(map(regroup.rows_of, parts))
+            assert (together.of_pass(direction)[:, rank] == expected).all()
 
 
 def test_neighbours_share_the_tokens_of_a_chunk():

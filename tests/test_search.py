@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mpiattn.model import search
+from mpiattn.model import planes, search
 from mpiattn.model.least import Least
 from mpiattn.model.machine import DEFAULT, H100
 from mpiattn.model.workload import Load, Work
@@ -92,3 +92,13 @@ def test_tokens_of_all_ranks_together(seed):
             load = Load(work, tile)
             assert work.moved(True, tile) == load.moved("KV").sum()
             assert work.moved(False, tile) == load.moved("Q").sum()
+
+
+def test_ties_by_bytes_that_are_summed_in_another_order():
+    """Both kinds send the same bytes, and one needs less memory; its bound may be one bit above its bytes."""
+    problem = Problem(seqlen=1333, heads=5, kv_heads=1, head_dim=100)
+    machine = replace(DEFAULT, flops={"float32": 6e10, "float64": 3e7}, launch=2.4e-4, edge=0.0)
+    pair = (Layout("contiguous", 1333, 6, (97, 220, 151, 211, 632, 22)),) * 2
+    how = {"machine": machine, "direction": "both", "fixed": True, "pairs": [pair]}
+    best, quick = (planes.survey(problem, 6, **how, every=every)[0][0] for every in ("choice", None))
+    assert (quick.tile, quick.schedule, quick.nbytes) == (best.tile, best.schedule, best.nbytes)

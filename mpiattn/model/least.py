@@ -1,14 +1,15 @@
 """The least time and bytes that a tile can take under any schedule, from a few of its ranks.  Pure arithmetic.
 
 The search looks only at choices whose least may be the best.  Nothing here may exceed what `model.simulate` predicts.
+Of each rank there are but sums, and few ranks: Python's own numbers are faster here than arrays.
 """
 
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ..schedule.kinds import GATHERED, KINDS
+from ..schedule.remembered import Remembered
 from ..schedule.route import passed_on
 from ..schedule.travels import token_bytes
 from .simulate import nodes_of
@@ -17,18 +18,25 @@ from .workload import Load, chunks_of
 ROUNDING = 1 - 1e-9  # times are summed in another order than in the simulation
 
 
-class _Column(NamedTuple):
-    """What the ranks of a row or of a column exchange, by hop and rank; there are several.
+class _Received(NamedTuple):
+    """What a rank receives from its row or column in all hops: from its own node, and from other nodes."""
 
-    crossing: whether a rank of the group is on another node.  gathered: tokens that a rank needs of that rank's chunk.
-    returned: tokens of its own chunk that the other needs, whose partials come back.
-    next_crossing: of each direction, whether the neighbour is on another node.
+    tokens: list
+    messages: list
+
+
+class _Transfers(NamedTuple):
+    """The least seconds of a rank's transfers in a pass.
+
+    busy: of its busier link.  begun: until the last transfer begins.  unhidden: of those beside no block.
+    merging: of partials.  collectives: of all transfers, if they are collectives.
     """
 
-    crossing: np.ndarray
-    gathered: np.ndarray
-    returned: np.ndarray
-    next_crossing: list
+    busy: float
+    begun: float
+    unhidden: float
+    merging: float
+    collectives: float
 
 
 class Least:
@@ -43,91 +51,100 @@ class Least:
         self._some = np.unique([0, tile.ranks // 2, tile.ranks - 1])  # one of them is often the busiest
         self._nodes = nodes_of(tile.ranks, machine) if nodes is None else np.asarray(nodes)
         load = Load(work, tile, self._some)
-        self._timed = load.timed_pairs(machine.edge_keys(problem.dtype))
-        self._chunks, self._working = load.chunks, load.pairs > 0
+        self._chunks, launched, edge = load.chunks, load.pairs > 0, machine.edge_keys(problem.dtype)
+        blocks = load.timed_pairs(edge).sum(axis=(0, 1)), launched.sum(axis=(0, 1))
+        fused = load.fused_pairs(edge), launched.any(axis=(0, 1))
+        self._launches = {  # by whether they are fused: (operations, launches) of every rank
+            whether: list(zip((problem.flops_per_pair * pairs).tolist(), count.tolist()))
+            for whether, (pairs, count) in ((False, blocks), (True, fused))
+        }
+        self._moved, self._transfers = Remembered(self._moved_in), Remembered(self._transfers_of)
+        self._received, self._tokens = Remembered(self._received_in), Remembered(self._tokens_of)
 
-    @cached_property
-    def _moved(self):
-        """Tokens that all ranks send along rows, and along columns."""
-        return [self._work.moved(column, self._tile) for column in (False, True)]
+    def _moved_in(self, column):
+        """Tokens that all ranks send along columns, or rows."""
+        return self._work.moved(column, self._tile)
 
-    @cached_property
-    def _columns(self):
-        """The `_Column` of rows and of columns; None where there is but one rank."""
-        work, tile, some, columns = self._work, self._tile, self._some, []
-        for column, extent in ((False, tile.a), (True, tile.b)):
-            if extent == 1:
-                columns.append(None)
-                continue
-            group = self._chunks[column]
-            own, users = np.broadcast_to(some, group[1:].shape), group[1:]
-            others = chunks_of(tile, not column, users.ravel())
-            ends = [tile.in_column(some, hop) if column else tile.in_row(some, hop) for hop in (1, -1)]
-            columns.append(
-                _Column(
-                    self._nodes[users] != self._nodes[some],
-                    work.tokens(column, group, self._chunks[not column])[1:],
-                    work.tokens(column, own.reshape(1, -1), others).reshape(own.shape),
-                    [self._nodes[end] != self._nodes[some] for end in ends],
-                )
-            )
-        return columns
+    def _tokens_of(self, column, gathered):
+        """Tokens that ranks need of others of their column or row or, not gathered, others of theirs: (hops, ranks)."""
+        group, others = self._chunks[column], self._chunks[not column]
+        if gathered:
+            return self._work.tokens(column, group, others)[1:]
+        users = group[1:]
+        own = np.broadcast_to(self._some, users.shape)
+        others = chunks_of(self._tile, not column, users.ravel())
+        return self._work.tokens(column, own.reshape(1, -1), others).reshape(own.shape)
+
+    def _received_in(self, column, gathered, ring):
+        """The `_Received` of every rank, of a kind that moves in columns or rows, and is gathered or not."""
+        group, hops = self._chunks[column], slice(1, None)
+        if ring:  # all comes from a neighbour
+            hops = slice(1, 2) if gathered else slice(-1, None)
+        crossing = self._nodes[group[hops]] != self._nodes[self._some]
+        tokens = self._tokens(column, gathered or ring)
+        by_link = np.stack([np.where(crossing, 0, tokens), np.where(crossing, tokens, 0)])
+        return list(map(_Received, by_link.sum(axis=1).T.tolist(), (by_link > 0).sum(axis=1).T.tolist()))
 
     def sent(self, direction):
         """{kind: bytes that a rank sends, mean over ranks}: exact on the direct route without collectives."""
         return {
-            kind: self._moved[KINDS[direction][kind].column] * nbytes / self._tile.ranks
+            kind: self._moved(KINDS[direction][kind].column) * nbytes / self._tile.ranks
             for kind, nbytes in token_bytes(self.problem, direction).items()
         }
 
     def _computing(self, kind, direction):
-        """Seconds that ranks compute in a pass."""
-        operations = self.problem.flops_per_pair * self._timed
-        blocks = self.machine.compute(operations, self.problem.dtype, direction).sum(axis=(0, 1))
-        launches = self.machine.launch * self._working
-        return blocks + (launches.max(axis=(0, 1)) if kind == "collective" else launches.sum(axis=(0, 1)))
+        """Seconds that every rank computes in a pass."""
+        return [
+            self.machine.compute(operations, self.problem.dtype, direction) + self.machine.launch * count
+            for operations, count in self._launches[kind == "collective"]
+        ]
 
     def computing(self, kind, direction):
         """Seconds of a pass if transfers take no time: at most `seconds`, and computed sooner."""
-        return float(self._computing(kind, direction).max()) * ROUNDING
+        return max(self._computing(kind, direction)) * ROUNDING
+
+    def _transfers_of(self, ring, direction):
+        """The `_Transfers` of every rank in a pass."""
+        kinds = []
+        for name, nbytes in token_bytes(self.problem, direction).items():
+            kind, gathered = KINDS[direction][name], name in GATHERED
+            if self._tile.extent(name) > 1:
+                kinds.append((gathered, len(kind.arrays), nbytes, self._received(kind.column, gathered, ring)))
+        return [
+            self._transfers_of_rank(ring, [(*kind, of_ranks[i]) for *kind, of_ranks in kinds])
+            for i in range(len(self._some))
+        ]
+
+    def _transfers_of_rank(self, ring, kinds):
+        """kinds: (whether it is gathered, its arrays, bytes of a token, the `_Received`) of each."""
+        machine, links = self.machine, (self.machine.inside, self.machine.between)
+        busy, unhidden, merging, collectives, received, pauses = [0.0, 0.0], 0.0, 0.0, 0.0, 0, []
+        for gathered, arrays, nbytes, (tokens, messages) in kinds:
+            lasting = [count * nbytes / link.bandwidth for count, link in zip(tokens, links)]
+            if gathered or not ring:
+                busy = [before + more for before, more in zip(busy, lasting)]
+            unhidden += sum((1 - link.overlap) * seconds for link, seconds in zip(links, lasting))
+            if not gathered and not ring:
+                merging += sum(tokens) * nbytes / machine.merging
+            if gathered:
+                received += sum(messages)
+                pauses.append(arrays * min(link.latency for link in links))
+            waits = sum(count * link.latency for count, link in zip(messages, links))
+            collectives += machine.collective * (max(lasting) + waits)
+        # of three transfers in a row, the last begins after another one ended
+        return _Transfers(max(busy), received // 2 * min(pauses, default=0.0), unhidden, merging, collectives)
 
     def seconds(self, kind, route, direction, overlap=True):
         """Seconds of a pass.
 
         kind: of schedule.  overlap: as in `model.cost.build`.
         """
-        machine, problem, ring = self.machine, self.problem, passed_on(route)
-        computing, none = self._computing(kind, direction), np.zeros(len(self._some))
-        busy = [none, none]  # links inside and between
-        latest = unhidden = merging = collectives = none
-        received, pause = 0, np.inf
-        for name, nbytes in token_bytes(problem, direction).items():
-            moving = KINDS[direction][name]
-            gathered, of = name in GATHERED, self._columns[moving.column]
-            if of is None:
-                continue
-            crossing = of.crossing
-            tokens = (of.gathered if gathered or ring else of.returned) * nbytes
-            if ring:
-                crossing = np.broadcast_to(of.next_crossing[0 if gathered else 1], crossing.shape)
-            link = [np.where(crossing, *ends) for ends in zip(machine.between, machine.inside)]
-            latency, rate, overlapping = link
-            lasting = tokens / rate
-            of_links = [np.where(crossing == between, lasting, 0).sum(axis=0) for between in (False, True)]
-            if gathered or not ring:
-                busy = [before + more for before, more in zip(busy, of_links)]
-            unhidden = unhidden + ((1 - overlapping) * lasting).sum(axis=0)
-            if not gathered and not ring:
-                merging = merging + tokens.sum(axis=0) / machine.merging
-            if gathered:
-                received = received + (tokens > 0).sum(axis=0)
-                pause = min(pause, len(moving.arrays) * min(machine.inside.latency, machine.between.latency))
-                latest = received // 2 * pause  # of three transfers in a row, the last begins after another one ended
-            waits = np.where(tokens > 0, latency, 0).sum(axis=0)
-            collectives = collectives + machine.collective * (np.max(of_links, axis=0) + waits)
-        if kind == "collective":
-            least = computing + merging + (np.max(busy, axis=0) if ring else collectives)
-        else:
-            beside = computing if not overlap else 0.0
-            least = np.max([beside + busy[0], beside + busy[1], latest, computing + unhidden + merging], axis=0)
-        return float(least.max()) * ROUNDING
+        ring = passed_on(route)
+
+        def of_rank(computing, transfers):
+            busy, begun, unhidden, merging, collectives = transfers
+            if kind == "collective":
+                return computing + merging + (busy if ring else collectives)
+            return max((0.0 if overlap else computing) + busy, begun, computing + unhidden + merging)
+
+        return max(map(of_rank, self._computing(kind, direction), self._transfers(ring, direction))) * ROUNDING

@@ -62,9 +62,8 @@ class Machine:
     launch : float, default 50e-6
         Seconds of a block in addition to its work.
     edge : float, default 0.0
-        Keys that a query takes time for in a block beside those that it sees there, at most all: rows are computed in
-        tiles, and packed.  A quarter of it is the least that a query takes time for in a launch.  In float32; see
-        `edge_keys` for other dtypes.
+        Keys that a query takes time for in a launch beside those that it sees there: rows are packed, and tiles are
+        computed whole.  Half of it where no mask hides a key.  In float32; see `edge_keys` for other dtypes.
     merging : float, default 2e9
         Bytes a second of partials that a rank merges into its own.
     collective : float, default 1.0

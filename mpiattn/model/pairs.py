@@ -15,6 +15,7 @@ PIECE = 2**18  # queries counted at a time
 SAMPLED = 2**20  # queries looked at with documents
 GOLDEN = 5**0.5 / 2 - 0.5  # irrational, so that no number of stripes is in step with its multiples
 TABLE_PIECE = 2**14  # numbers of a table counted at a time
+FEW = 2**10  # numbers of a table that are counted together even if only some are asked for
 
 
 def _below(m, length):
@@ -147,10 +148,11 @@ class Pairs:
         steps = {ranges.step for of_side in self.ranges for ranges in of_side}
         self.packed = isinstance(mask, PackedMask)
         self.closed = len(steps) == 1 and not mask.causal_block and not self.packed  # without a look at queries
+        self.few = q_layout.chunks * k_layout.chunks <= FEW
 
     def at(self, q, k):
         """The pairs of chunks of queries and chunks of keys: int64, of the shape that both have together."""
-        if not self.closed:
+        if not self.closed or self.few:
             return self.table[q, k]
         return block_pairs(self.mask, *self.ranges, (q, k))
 

@@ -17,6 +17,7 @@ from ..schedule.regroup import Regrouping, arrays_of, every_tile, of_keys, plane
 from ..schedule.tile import Tile
 from . import cost, memory, search
 from .machine import DEFAULT
+from .regrouped import Regrouped
 from .simulate import nodes_of
 
 if TYPE_CHECKING:
@@ -107,28 +108,24 @@ class _Cost:
         rate = machine.between.bandwidth
         if machine.node_bandwidth is not None:
             rate = min(rate, machine.node_bandwidth / sharing)
+        exchanged = Regrouped(regrouping, list(dict.fromkeys([*ranks, *most])), nodes)
         self.sent, self.seconds, self.nbytes = {}, 0.0, 0
         for name in self.passes:
-            sent, seconds, packed = [], [], []
-            for rank in dict.fromkeys([*ranks, *most]):
-                messages = regrouping.messages(rank, name)
-                far = [nodes[peer] != nodes[rank] for peer, _ in messages]
-                between = sum(nbytes for (_, nbytes), crossing in zip(messages, far) if crossing)
-                sent.append(sum(nbytes for _, nbytes in messages))
-                packed.append(regrouping.packed_bytes(rank, name))
-                seconds.append(
-                    (sent[-1] - between) / machine.inside.bandwidth
-                    + between / rate
-                    + sum(far) * machine.between.latency
-                    + (len(far) - sum(far)) * machine.inside.latency
-                    + packed[-1] / machine.merging
-                )
-            self.sent[name] = float(np.mean(sent[: len(ranks)]))
-            self.seconds += max(seconds)
-            self.nbytes += max(packed)
+            inside, between, near, far, packed = exchanged.of_pass(name)
+            seconds = (
+                inside / machine.inside.bandwidth
+                + between / rate
+                + far * machine.between.latency
+                + near * machine.inside.latency
+                + packed / machine.merging
+            )
+            self.sent[name] = float(np.mean((inside + between)[: len(ranks)]))
+            self.seconds += float(seconds.max())
+            self.nbytes += int(packed.max())
         self.nbytes += memory.outer_bytes(regrouping.problem, list(map(max, lengths)), "backward" in self.passes)
+        longest = [max(layout.lengths) for layout in regrouping.inner]
         self.nbytes += sum(
-            regrouping.widened_bytes(array) * max(regrouping.inner[of_keys(array)].lengths)
+            regrouping.widened_bytes(array) * longest[of_keys(array)]
             for name in self.passes
             for array in arrays_of(regrouping.problem, name, True)
         )

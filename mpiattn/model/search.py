@@ -16,7 +16,7 @@ from ..schedule.route import ROUTES, passed_on
 from ..schedule.tile import Tile, tiles
 from ..schedule.travels import token_bytes
 from . import cost, memory
-from .least import Least
+from .least import ROUNDING, Least
 from .machine import DEFAULT
 from .simulate import simulate
 from .workload import Load, Work
@@ -290,7 +290,8 @@ def _needed(model, cases, of_tiles):
     def predict(number):
         if number not in bounded:
             bounded.add(number)
-            left[number] = model.least(cases[number])
+            seconds, sent = model.least(cases[number])
+            left[number] = seconds, sent * ROUNDING  # kinds are summed in another order than in a choice
         else:
             made[number] = model.choice(cases[number])
             del left[number]

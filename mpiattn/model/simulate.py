@@ -13,8 +13,6 @@ from ..schedule.route import leg_of
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..schedule.travels import token_bytes
 
-WHOLE = 0.25  # of a machine's edge: keys that a query takes time for in a launch, at least; kernels compute whole tiles
-
 
 def nodes_of(ranks, machine):
     """The node of every rank if each node is filled before the next: int64 (ranks,)."""
@@ -35,6 +33,7 @@ class _Run:
         self.schedule, self.load, self.machine = schedule, load, machine
         self.ranks = load.pairs.shape[2]
         self.nodes = nodes_of(self.ranks, machine) if nodes is None else np.asarray(nodes)
+        self.sides = (False, True) if (self.nodes != self.nodes[0]).any() else (False,)  # links inside, between nodes
         nbytes = token_bytes(problem, schedule.direction)
         self.messages = {name: len(kind.arrays_of(problem)) for name, kind in KINDS[schedule.direction].items()}
         transfers = {(t.kind, t.collective) for step in schedule.steps for t in step.transfers}
@@ -42,22 +41,19 @@ class _Run:
             (kind, collective): load.moved(kind, schedule.route, collective) * nbytes[kind]
             for kind, collective in transfers
         }
-        edge = machine.edge_keys(problem.dtype)
-        timed = load.timed_pairs(edge)
-        self.blocks, self.fused = np.empty(timed.shape), np.zeros(self.ranks)  # seconds: one by one, in one launch
-
-        def seconds(pairs):
-            return machine.compute(problem.flops_per_pair * pairs, problem.dtype, schedule.direction)
-
-        for to, counted, pairs, chunks in zip(self.blocks, timed, load.pairs, load.chunks[0]):  # a part stays in cache
-            queries = np.minimum(pairs, load.lengths[0][chunks])  # that see any key
-            least = WHOLE * edge * queries
-            np.add(seconds(np.maximum(counted, least)), np.where(pairs > 0, machine.launch, 0), out=to)
-            self.fused += seconds(np.maximum(counted.sum(axis=0), least.max(axis=0)))
-        self.fused += np.where(load.pairs.any(axis=(0, 1)), machine.launch, 0)
+        self.direction, self.dtype, self.flops = schedule.direction, problem.dtype, problem.flops_per_pair
+        edge, launched = machine.edge_keys(problem.dtype), load.pairs > 0
+        if any(step.fused for step in schedule.steps):
+            self.fused = self._seconds(load.fused_pairs(edge), launched.any(axis=(0, 1)))  # (ranks,)
+        else:
+            self.blocks = self._seconds(load.timed_pairs(edge), launched)  # (a, b, ranks)
         zero = np.zeros(self.ranks)
-        self.free = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}  # links inside and between
+        self.free_from = {side: [zero.copy(), zero.copy()] for side in ("out", "in")}  # links inside and between
         self.posted, self.last_two = zero, [zero, zero]  # so far: latest post, two latest ends
+
+    def _seconds(self, pairs, launched):
+        """Seconds of launches with so many timed pairs."""
+        return self.machine.compute(self.flops * pairs, self.dtype, self.direction) + self.machine.launch * launched
 
     def timeline(self):
         begins, steps, moves = [], [], []
@@ -100,6 +96,8 @@ class _Run:
         """By receiver: whether its source is on another node; latency, bytes a second and overlap of their link."""
         inside, between = self.machine.inside, self.machine.between
         crossing = self.nodes[sources] != self.nodes
+        if True not in self.sides:
+            return crossing, inside.latency, inside.bandwidth, inside.overlap
         rate = np.where(crossing, between.bandwidth, inside.bandwidth)
         if self.machine.node_bandwidth is not None and crossing.any():
             for ends in (self.nodes[sources], self.nodes):  # leaving a node, entering one
@@ -112,6 +110,11 @@ class _Run:
             np.where(crossing, between.overlap, inside.overlap),
         )
 
+    def _free(self, end, ranks, crossing):
+        """When the links of some ranks are free, those to other nodes or those inside."""
+        inside, between = self.free_from[end]
+        return np.where(crossing, between[ranks], inside[ranks]) if True in self.sides else inside[ranks]
+
     def _pairs(self, transfer, posted):
         """Times of a transfer between pairs.
 
@@ -119,21 +122,18 @@ class _Run:
         blocks cannot hide, and the bytes received.
         """
         (hop,) = transfer.hops
-        sources, everyone = self._sources(transfer, hop), np.arange(self.ranks)
+        sources = self._sources(transfer, hop)
         nbytes = self.moved[transfer.kind, False][hop]
         nbytes = nbytes if transfer.kind in GATHERED else nbytes[sources]
         crossing, latency, rate, overlap = self._links(sources)
-        out, into = (
-            np.where(crossing, self.free[side][1][at], self.free[side][0][at])
-            for side, at in (("out", sources), ("in", everyone))
-        )
+        out, into = self._free("out", sources, crossing), self._free("in", slice(None), crossing)
         moves, lasting = nbytes > 0, nbytes / rate
         begun = np.maximum(np.maximum(posted, posted[sources]), np.maximum(out, into))
         leaves = begun + lasting
-        for between in (False, True):
+        for between in self.sides:
             busy = moves & (crossing == between)
-            self.free["out"][between][sources[busy]] = leaves[busy]
-            self.free["in"][between][busy] = leaves[busy]
+            self.free_from["out"][between][sources[busy]] = leaves[busy]
+            self.free_from["in"][between][busy] = leaves[busy]
         arrived = leaves + self.messages[transfer.kind] * latency
         done, unhidden = (np.where(moves, times, 0) for times in (arrived, (1 - overlap) * lasting))
         sent, unhidden_sent = np.zeros(self.ranks), np.zeros(self.ranks)
@@ -155,11 +155,11 @@ class _Run:
             latencies += np.where(incoming > 0, latency, 0)
             received += incoming
         lasting = (self.machine.collective * (seconds.max(axis=0) + latencies)).reshape(shape)
-        free = np.max([posted, *self.free["out"], *self.free["in"]], axis=0)  # it occupies all links
+        free = np.max([posted, *self.free_from["out"], *self.free_from["in"]], axis=0)  # it occupies all links
         begun = np.broadcast_to(free.reshape(shape).max(axis=axis, keepdims=True), shape)
         done = begun + np.broadcast_to(lasting.max(axis=axis, keepdims=True), shape)
         begun, done = begun.reshape(-1), done.reshape(-1)
-        self.free = {side: [done.copy(), done.copy()] for side in self.free}
+        self.free_from = {side: [done.copy(), done.copy()] for side in self.free_from}
         moves = received > 0
         return np.where(moves, begun, np.nan), np.where(moves, done, np.nan), done, 0, received
 

@@ -8,6 +8,7 @@ import numpy as np
 
 NONE = np.iinfo(np.int64).max  # the start of no tokens; their stop is 0
 PIECE = 2**16  # numbers looked at at a time
+PARTS = 8  # in which a search cuts what is left
 
 
 def _runs(layout):
@@ -22,10 +23,12 @@ def _first(count, reached):
     reached(positions) -> bool; both are arrays, and the result has their shape.
     """
     low, high = np.zeros_like(count), count.copy()
+    parts = np.arange(PARTS).reshape(-1, *[1] * count.ndim)
     while (low < high).any():
-        middle = (low + high) // 2
-        stop = reached(np.minimum(middle, count - 1))
-        low, high = np.where(stop | (low >= high), low, middle + 1), np.where(stop, middle, high)
+        positions = low + (high - low) * parts // PARTS  # the same looks at many numbers as at one
+        stop = reached(np.minimum(positions, count - 1)) | (low >= high)
+        low = np.where(stop, low, positions + 1).max(axis=0)
+        high = np.where(stop, positions, high).min(axis=0)
     return low
 
 

@@ -4,14 +4,17 @@ The search for a layout, tile and schedule uses it for the whole mesh.  `schedul
 and one call, with documents.
 """
 
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from ..schedule.kinds import IN_COLUMNS
+from ..schedule.remembered import Remembered
 from ..schedule.route import leg_of, passed_on
-from .pairs import TABLE_PIECE, Pairs
+from .pairs import Pairs
 from .spans import NONE, Spans
+
+PACKING = 0.5  # share of a machine's edge that packing rows takes; the rest is tiles that a mask cuts
 
 
 def widest(mask, k_layout):
@@ -102,7 +105,7 @@ class Load:
     """Work and transfers of every rank of a mesh.
 
     work: the `Work` of its layouts.  The attribute `pairs` has its pairs by hops: (a, b, ranks).
-    some: the only ranks to count, for a part of the load: `chunks`, `pairs` and `timed_pairs`.
+    some: the only ranks to count, for a part of the load: `chunks`, `pairs`, `timed_pairs` and `fused_pairs`.
     """
 
     def __init__(self, work, tile, some=None):
@@ -111,25 +114,31 @@ class Load:
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
         at = self.chunks[0][:, None], self.chunks[1][None]
         self.pairs = work.pairs[at] if some is None else work.counts.at(*at)  # (a, b, ranks): of block (u, w)
-        self._needed, self._tokens = cache(self._by_owner), cache(self._moved)
-        self.timed_pairs = cache(self._timed_pairs)
+        self._needed, self._tokens = Remembered(self._by_owner), Remembered(self._moved)
+        self.timed_pairs, self.fused_pairs = Remembered(self._timed_pairs), Remembered(self._fused_pairs)
 
     @cached_property
     def work(self):
         """Number of pairs that each rank computes: int64 (ranks,)."""
         return self.pairs.sum(axis=(0, 1))
 
-    def _timed_pairs(self, edge):
-        """Pairs of which blocks take the time, if queries take it for `edge` keys more than they see: as `pairs`."""
+    def _edges(self):
+        """Edges of blocks: queries that see any key there, of whole blocks but a share.  Float (a, b, ranks).
+
+        Where a mask cuts a block, its average query sees half of what one may see.
+        """
         queries, keys = (lengths[chunks] for lengths, chunks in zip(self.lengths, self.chunks))
         seen = np.maximum(keys if self._seen is None else np.minimum(keys, self._seen), 1)
-        timed = np.empty(self.pairs.shape)
-        piece = max(1, TABLE_PIECE // self.pairs[0].size)
-        for u in range(0, len(queries), piece):  # a part at a time stays in cache
-            pairs = self.pairs[u : u + piece]
-            rows = pairs / seen  # that see any key
-            np.minimum(pairs + edge * rows, queries[u : u + piece, None] * keys, out=timed[u : u + piece])
-        return timed
+        rows = np.minimum(2 * self.pairs / seen, queries[:, None])
+        return np.where(self.pairs < queries[:, None] * keys, rows, PACKING * rows)
+
+    def _timed_pairs(self, edge):
+        """Pairs of which blocks take the time, if queries take it for `edge` keys more than they see: as `pairs`."""
+        return self.pairs + edge * self._edges()
+
+    def _fused_pairs(self, edge):
+        """As `timed_pairs`, of all blocks in one launch: (ranks,)."""
+        return self.work + edge * self._edges().max(axis=1).sum(axis=0)
 
     @property
     def balance(self):
@@ -147,9 +156,9 @@ class Load:
             ends = np.where(needed, 0, NONE), needed * self.lengths[column][chunks]
         else:
             ends = self._work.spans.needed(column, chunks, self.chunks[not column])
-        by_owner = tuple(np.empty_like(end) for end in ends)
+        by_owner, hops = tuple(np.empty_like(end) for end in ends), np.arange(len(chunks))[:, None]
         for to, end in zip(by_owner, ends):
-            np.put_along_axis(to, np.broadcast_to(chunks, end.shape), end, axis=2)
+            to[:, hops, chunks] = end
         return by_owner
 
     def moved(self, kind, route="direct", collective=False):
@@ -179,7 +188,7 @@ class Load:
             )
         tokens = np.zeros(chunks.shape, np.int64)
         tokens[1:] = np.where(first < last, last - first, 0).sum(axis=0)
-        return np.take_along_axis(tokens, chunks, axis=1)
+        return tokens[np.arange(len(chunks))[:, None], chunks]
 
     def held(self, kind, route="direct", packed=False, collective=False):
         """Tokens of each chunk or accumulator of others that every rank has room for: (hops, ranks).

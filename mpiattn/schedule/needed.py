@@ -15,6 +15,7 @@ import numpy as np
 from ..problem.mask import PIECE, columns_of
 from .kinds import IN_COLUMNS
 from .ranges import cover, runs_of, total, whole
+from .remembered import Remembered
 from .route import leg_of, passed_on
 
 
@@ -32,24 +33,6 @@ def _union(lo, hi):
     return lo[np.concatenate([[0], gaps + 1])], hi[np.concatenate([gaps, [-1]])]
 
 
-class _Remembered(dict):
-    """A function of positional arguments that keeps its results.
-
-    It is quicker to make than functools.cache: a call with new documents makes several.
-    """
-
-    def __init__(self, function):
-        super().__init__()
-        self._function = function
-
-    def __call__(self, *arguments):
-        return self[arguments]
-
-    def __missing__(self, arguments):
-        result = self[arguments] = self._function(*arguments)
-        return result
-
-
 class Activity:
     """The blocks of one call that have work.
 
@@ -62,9 +45,9 @@ class Activity:
         self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
         self.full = documents is None and not mask.causal and mask.window == (None, None)
         self.kept = {}  # row intervals and orders of keys on the device, filled by `mpiattn.engine.executor`
-        self.seen, self._rows = _Remembered(self._seen), _Remembered(self._rows_of)
-        self.keys, self.queries = _Remembered(self._keys), _Remembered(self._queries)
-        self.needed, self.travelling = _Remembered(self._needed), _Remembered(self._travelling)
+        self.seen, self._rows = Remembered(self._seen), Remembered(self._rows_of)
+        self.keys, self.queries = Remembered(self._keys), Remembered(self._queries)
+        self.needed, self.travelling = Remembered(self._needed), Remembered(self._travelling)
 
     @cached_property
     def as_lists(self):

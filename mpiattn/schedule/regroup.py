@@ -59,6 +59,7 @@ def heads_of(total: int, planes: int, plane: int) -> slice:
     return slice(first, first + count)
 
 
+@lru_cache(64)
 def plane_problem(problem: Problem, planes: int) -> Problem:
     """The problem of one plane, with the batch folded into the heads."""
     heads, kv_heads = (len(range(total)[heads_of(total, planes, 0)]) for total in (problem.heads, problem.kv_heads))
@@ -259,14 +260,6 @@ class Regrouping:
     def sent(self, rank: int, direction: str) -> int:
         """Bytes that a rank sends before and after a pass."""
         return sum(nbytes for _, nbytes in self.messages(rank, direction))
-
-    def packed_bytes(self, rank: int, direction: str) -> int:
-        """Bytes of memory in which a rank packs messages of a pass."""
-        return sum(
-            sum(map(rows_of, self.parts(rank, array, given))) * self.token_bytes(array, given)
-            for given in (False, True)
-            for array in arrays_of(self.problem, direction, given)
-        )
 
 
 def rows_of(parts: list[Part]) -> int:

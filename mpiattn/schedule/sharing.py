@@ -10,6 +10,7 @@ a buffer begins where the last of those below it ends.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -64,6 +65,15 @@ def below(
 
     Placed in order of size and life, or in order of time, whichever takes less.
     """
+    key = (*token_bytes.items(), *ordered)
+    if key not in schedule.kept:
+        schedule.kept[key] = _below(schedule, token_bytes, ordered)
+    return schedule.kept[key]
+
+
+def _below(
+    schedule: Schedule, token_bytes: dict[tuple[str, str], int], ordered: Iterable[str]
+) -> dict[BufferName, list[BufferName]]:
     lives = lives_of(schedule, (kind for part, kind in token_bytes if part == "wire"), ordered)
     packed = any(step.fused for step in schedule.steps)
 
@@ -105,6 +115,6 @@ def stack(below: dict[Any, list[Any]], sizes: dict[Any, Any]) -> tuple[dict[Any,
     starts: dict[Any, Any] = {}
     ends: dict[Any, Any] = {}
     for name, others in below.items():
-        starts[name] = np.max([ends[other] for other in others], axis=0) if others else 0
+        starts[name] = reduce(np.maximum, (ends[other] for other in others)) if others else 0
         ends[name] = starts[name] + sizes[name]
-    return starts, np.max(list(ends.values()), axis=0) if ends else 0
+    return starts, reduce(np.maximum, ends.values()) if ends else 0

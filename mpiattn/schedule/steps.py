@@ -11,10 +11,10 @@ has two arenas: "X" holds accumulators, "+X" received partials.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..errors import ArgumentError
 from .kinds import GATHERED, REDUCED, arena_of, chunk_of
@@ -118,6 +118,11 @@ class Schedule:
         """Whether any transfer is an MPI collective."""
         return any(t.collective for step in self.steps for t in step.transfers)
 
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What others have made of this schedule, to use it again with it."""
+        return {}
+
     def __str__(self) -> str:
         slots = ", ".join(f"{count} {kind}" for kind, count in self.slots.items())
         head = (
@@ -184,6 +189,11 @@ def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequenc
     A slot is reused only in a step after the last one that reads it, so a receive can be posted at that step's start.
     Raises ArgumentError.
     """
+    return _with_slots(name, direction, tile, route, tuple(steps), ahead)
+
+
+@lru_cache(64)  # other lengths of sequences have the same steps
+def _with_slots(name: str, direction: str, tile: Tile, route: str, steps: tuple[Step, ...], ahead: int) -> Schedule:
     if route not in ROUTES:
         raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
     reduced = REDUCED[direction]

@@ -5,6 +5,7 @@
 kv_heads * w (D + Dv) in a column.  w is the itemsize of the inputs, p that of partials.
 """
 
+from functools import lru_cache
 from math import prod
 
 from ..problem.layout import even_part
@@ -23,6 +24,7 @@ class Sent(tuple):
         return sum(self)
 
 
+@lru_cache(64)
 def token_bytes(problem, direction="forward"):
     """Bytes of one token on the wire, by kind."""
     return {
