@@ -187,6 +187,28 @@ class CpuBackend(NumpyBackend):
             for entries in zip(dst, src):
                 self.copy(*entries)
 
+    def scatter(self, pool, slots, src, entries, tokens):
+        entry, token, head, number = src.strides
+        if len(slots) == 1 or number != src.itemsize:  # NumPy copies one in less time than a call takes
+            super().scatter(pool, slots, src, entries, tokens)
+            return
+        pool_head, row, _ = pool.strides
+        start, tokens = (tokens * token, None) if isinstance(tokens, int) else (0, _address(tokens))
+        self._kernels.scatter(
+            _address(pool),
+            pool_head,
+            row,
+            _address(slots),
+            _address(src) + start,
+            entry,
+            token,
+            head,
+            _address(entries),
+            tokens,
+            len(slots),
+            len(pool),
+        )
+
     def _run(self, operation, q, v, inputs, results, meanwhile=None, **numbers):
         """Run a launch on arrays by their names in `Launch`.
 
