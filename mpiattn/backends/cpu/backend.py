@@ -7,6 +7,7 @@ that make halves of them.
 import ctypes
 import math
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -126,7 +127,7 @@ class CpuBackend(NumpyBackend):
         if not len(q):
             return
         pages = pages if isinstance(pages, list) else [pages]
-        tables = np.cumsum([0, *map(len, pages)])
+        tables = np.fromiter(accumulate(map(len, pages), initial=0), np.int64)  # takes less time than cumsum()
         pages = np.ascontiguousarray(pages[0] if len(pages) == 1 else np.concatenate(pages), np.int32)
         begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))
         values = _values(values, keys, out)
@@ -142,10 +143,10 @@ class CpuBackend(NumpyBackend):
             page_size=page_size,
             scale=scale,
             softcap=softcap or 0,
-            begin=begin.ctypes.data,
-            end=end.ctypes.data,
-            pages=pages.ctypes.data,
-            tables=tables.ctypes.data,
+            begin=_address(begin),
+            end=_address(end),
+            pages=_address(pages),
+            tables=_address(tables),
         )
 
     def merge(self, out, lse, out_b, lse_b, after=()):
