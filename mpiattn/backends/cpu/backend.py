@@ -194,18 +194,18 @@ class CpuBackend(NumpyBackend):
             super().scatter(pool, slots, src, entries, tokens)
             return
         pool_head, row, _ = pool.strides
-        start, tokens = (tokens * token, None) if isinstance(tokens, int) else (0, _address(tokens))
+        same = isinstance(tokens, int)
         self._kernels.scatter(
             _address(pool),
             pool_head,
             row,
             _address(slots),
-            _address(src) + start,
+            _address(src) + (tokens * token if same else 0),
             entry,
             token,
             head,
             _address(entries),
-            tokens,
+            None if same else _address(tokens),
             len(slots),
             len(pool),
         )
