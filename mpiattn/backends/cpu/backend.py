@@ -20,6 +20,7 @@ LINE = 64  # bytes of a cache line, by which memory is aligned: a vector that li
 ALIGNED = 4096  # bytes of an array whose memory is
 MOST_THREADS = 256  # of kernels/cpu/work.h
 HALVES = ("float16", "bfloat16")
+SCATTERED = 12288  # bytes from which on a copy to pages takes less time than NumPy's
 MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
 
 
@@ -190,10 +191,10 @@ class CpuBackend(NumpyBackend):
 
     def scatter(self, pool, slots, src, entries, tokens):
         entry, token, head, number = src.strides
-        if len(slots) == 1 or number != src.itemsize:  # NumPy copies one in less time than a call takes
+        pool_head, row, _ = pool.strides
+        if len(slots) * len(pool) * row < SCATTERED or number != src.itemsize:
             super().scatter(pool, slots, src, entries, tokens)
             return
-        pool_head, row, _ = pool.strides
         same = isinstance(tokens, int)
         self._kernels.scatter(
             _address(pool),
