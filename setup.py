@@ -74,6 +74,7 @@ class BuildKernels(build_ext):
         unknown = {name for (name, *_), objects in made if objects is None}
         macros = [(f"WITH_{name}", "1") for name in (*SETS, *OF_PAIRS) if name not in unknown]
         objects = compiled("choose.c", "choose", [("DIGEST", f'"{DIGEST}"'), *macros])
+        objects += compiled("scatter.c", "scatter", [], ["-O2"])
         objects += [path for (name, *_), paths in made if name not in unknown for path in paths]
         self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), libraries=["m"])
 

@@ -11,6 +11,7 @@ from dense import bits, error, largest
 from mpiattn import backends
 from mpiattn.backends.numpy import backend as numpy_backend
 from mpiattn.backends.numpy import tiles
+from mpiattn.problem.problem import dtype_name
 
 NAMES = ("numpy", "deferred", "cpu")
 LIMIT = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-6}  # of max|reference|; float16 accumulates in float32
@@ -270,6 +271,28 @@ def test_take_and_copy(backend):
     backend.wait(backend.take(taken, source, rows))
     backend.wait(backend.copy(cast, source))
     assert (taken == source[rows]).all() and (cast == source.astype(np.float16)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("count", [0, 1, 5, 30])
+@pytest.mark.parametrize("order", ["as it lies", "dims apart", "read-only and reversed"])
+def test_scatter(backend, dtype, count, order):
+    """Tokens of a caller's array of any strides to slots of a pool, all of whose other slots keep what they hold."""
+    rng, name = np.random.default_rng(count), dtype_name(dtype)
+    pool, expected = backend.empty((3, 40, 99), name), rng.standard_normal((3, 40, 99)).astype(name)
+    backend.wait(backend.copy(pool, expected))
+    src = rng.standard_normal((30, 4, 3, 99)).astype(name)
+    if order == "dims apart":
+        src = np.asfortranarray(src)
+    elif order == "read-only and reversed":
+        src = src[::-1, :, ::-1]
+        src.flags.writeable = False
+    entries, slots = np.sort(rng.permutation(30)[:count]), rng.permutation(40)[:count]
+    for tokens in (rng.integers(0, 4, count), 2):
+        backend.wait(backend.scatter(pool, slots, src, entries, tokens))
+        for i in range(count):
+            expected[:, slots[i]] = src[entries[i], np.broadcast_to(tokens, count)[i]]
+        assert bits(pool) == bits(expected)
 
 
 def test_wire(backend):

@@ -265,7 +265,8 @@ class Backend(Protocol):
         """pool[:, slots[i]] = src[entries[i], tokens[i]] for every i.
 
         pool: (kv_heads, slots, dim).  src: (batch, tokens, kv_heads, dim), of the same dtype.  slots (different ones),
-        entries, tokens: NumPy's int64 (any,).  tokens may be one number for all; then entries are different and ascend.
+        entries, tokens: NumPy's int64 (any,), contiguous.  tokens may be one number for all; then entries are different
+        and ascend.
         """
 
     # Wire.  Either every outgoing array has `ready` or none does; mixing would reorder messages.  The same holds for

@@ -12,10 +12,10 @@ from ..errors import ArgumentError
 
 
 class Pages:
-    """`count` pages of `size` slots, shared by `sequences` sequences."""
+    """`count` pages of `size` slots, shared by `sequences` sequences; free: number of those that none has."""
 
     def __init__(self, count, size, sequences):
-        self.count, self.size = count, size
+        self.count, self.size, self.free = count, size, count
         self._free = np.ones(count, bool)
         self._tables = [np.empty(0, np.int32) for _ in range(sequences)]
         self._used = np.zeros(sequences, np.int64)  # number of pages
@@ -25,11 +25,6 @@ class Pages:
     def table(self, sequence):
         """The block table: the numbers of a sequence's pages in order, int32.  A view; do not modify it."""
         return self._tables[sequence][: self._used[sequence]]
-
-    @property
-    def free(self):
-        """Number of free pages."""
-        return self.count - int(self._used.sum())
 
     def needed(self, tokens):
         """Number of pages for `tokens` tokens of one sequence; elementwise for arrays."""
@@ -72,6 +67,7 @@ class Pages:
     def _note(self, sequence, count):
         """Note the number of pages of a sequence, and its last one."""
         before, last = (count - 1, self._tables[sequence][count - 1].item()) if count else (0, 0)
+        self.free += self._used[sequence].item() - count
         self._used[sequence] = count
         self.in_last[sequence], self.shift[sequence] = before * self.size, (last - before) * self.size
 
@@ -94,7 +90,8 @@ class Pages:
             middle = (begin + end) // 2
             at = middle if begin and middle + wanted <= end else begin
         after = self._free[at : at + wanted]
-        return at, len(after) if after.all() else int(np.argmin(after))
+        taken = after.argmin()
+        return at, len(after) if after[taken] else int(taken)
 
 
 def stretches(pages, size, start, stop):

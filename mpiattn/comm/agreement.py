@@ -83,11 +83,13 @@ def digest_of(call, arguments):
 
 
 _NO_NUMBERS = frozenset((int, str, tuple, list, range, type(None)))  # or numbers that print as they compare
+_NUMBERS = frozenset((bool, float))
 
 
 def _comparable(value):
     """The value; a number as Python's int or float, since 20, 20.0 and np.int64(20) are equal but print otherwise."""
-    if type(value) in _NO_NUMBERS or not isinstance(value, Real):  # isinstance of Real takes long
+    kind = type(value)
+    if kind in _NO_NUMBERS or not (kind in _NUMBERS or isinstance(value, Real)):  # isinstance of Real takes long
         return value
     return int(value) if value == value // 1 else float(value)
 

@@ -158,9 +158,9 @@ class KVCache(DescribedCache, Collective):
             self.pages = self.storage.pages
             self._exchange = Exchange(peers, max_message)
             self.nodes = home.nodes
-            # storage and combiner: used by the modules of this package only
+            # storage, combiner and asked: used by the modules of this package only
             self.combiner = Combiner(self._exchange, self._backend, self.nodes)
-            self._ways = {}
+            self._ways, self.asked = {}, {}
             self._join(home, peers)
 
     def append(

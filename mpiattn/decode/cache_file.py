@@ -149,21 +149,20 @@ def _fill(make, comm, home, source, options, progress):
     try:
         with cache.call("load"):
             every, storage = slice(None), cache.storage
-            with storage.growing(every) as (lengths, counts):
-                storage.ledgers.deal(every, np.array([length for _, _, length in spans]))
-                storage.take_pages(every, storage.ledgers.counts, spread=True)
-                for sequence, (entry, first, _) in enumerate(spans):
-                    places = storage.places(sequence)
-                    chunks = [
-                        source.chunk(name, storage.ledgers[sequence], progress, entry, first, into)
-                        for name, into in zip(
-                            ("k",) if fixed["shared_kv"] else ("k", "v"),
-                            [place[None] for place in places or ()] or (None, None),
-                        )
-                    ]
-                    if not places:
-                        some = np.array([sequence])
-                        storage.store(some, (lengths[some], counts[some]), chunks, local=True)
+            storage.ledgers.deal(every, np.array([length for _, _, length in spans]))
+            storage.take_pages(every, storage.ledgers.counts, spread=True)
+            for sequence, (entry, first, _) in enumerate(spans):
+                places = storage.places(sequence)
+                chunks = [
+                    source.chunk(name, storage.ledgers[sequence], progress, entry, first, into)
+                    for name, into in zip(
+                        ("k",) if fixed["shared_kv"] else ("k", "v"),
+                        [place[None] for place in places or ()] or (None, None),
+                    )
+                ]
+                if not places:
+                    before = np.zeros(1, np.int64), np.zeros((1, cache.ranks), np.int64)
+                    storage.store(np.array([sequence]), before, chunks, local=True)
         return cache
     except BaseException:
         cache.close()

@@ -8,10 +8,38 @@ import numpy as np
 from ..engine.folding import checked, on_host
 from ..engine.results import Results
 from ..errors import ArgumentError
-from ..problem.mask import Group
 from ..problem.problem import Problem
 from .arguments import sequence_numbers
 from .combine import Partial, partial_bytes
+
+
+def _asked(cache, queries, heads, causal, window, softcap, scale):
+    """The problem of a call, and what its queries see of a sequence, counted from its end; ArgumentError.
+
+    The problem is that of a sequence as long as the cache can hold.  What queries see: int64 (2 * queries,), the first
+    key of each and then past the last; a negative position in a sequence that is shorter means its first key.
+    Those of the last call are kept: decoding makes the same one for every token.
+    """
+    key = repr((queries, heads, causal, window, softcap, scale))
+    if key not in cache.asked:
+        longest = cache.ranks * cache.pages * cache.page_size
+        problem = Problem(
+            seqlen=queries,
+            heads=heads,
+            head_dim=cache.head_dim,
+            seqlen_k=longest,
+            kv_heads=cache.kv_heads,
+            value_dim=cache.value_dim,
+            shared_kv=cache.shared_kv,
+            dtype=cache.dtype,
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        bounds = problem.mask.key_interval(np.arange(queries))
+        cache.asked = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
+    return cache.asked[key]
 
 
 class Call:
@@ -51,21 +79,8 @@ class Call:
                 raise ArgumentError(f"algorithm is {algorithm!r}; it may be auto, {', '.join(algorithms)}")
             self.some = cache.storage.some(self.sequences)
             lengths = cache.storage.ledgers.lengths[self.some]
-            self.problem = problem = Problem(
-                seqlen=q.shape[1],
-                heads=q.shape[2],
-                head_dim=cache.head_dim,
-                seqlen_k=int(lengths.max(initial=0)),
-                kv_heads=cache.kv_heads,
-                value_dim=cache.value_dim,
-                shared_kv=cache.shared_kv,
-                dtype=cache.dtype,
-                causal=causal,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-            )
             self.queries, self.heads = q.shape[1:3]
+            self.problem, ends = _asked(cache, self.queries, self.heads, causal, window, softcap, scale)
             if sinks is not None:
                 sinks = on_host(checked(self.backend, "sinks", sinks, (self.heads,), cache.partial_dtype))
             self.rows = len(self.sequences) * self.queries
@@ -88,13 +103,10 @@ class Call:
                 "sinks": None if sinks is None else sinks.tolist(),
             }
             # as checked: equal masks may be written in several ways
-            same |= {name: getattr(problem, name) for name in ("causal", "window", "softcap", "scale")}
+            same |= {name: getattr(self.problem, name) for name in ("causal", "window", "softcap", "scale")}
         self.sinks = sinks
-        # The sequences are documents packed in one; (sequences, queries) each
-        ends = np.cumsum(lengths)
-        cuts = [np.arange(len(lengths) + 1) * self.queries, np.concatenate([[0], ends])]
-        bounds = problem.mask.key_interval(np.arange(self.rows), [Group(*cuts)])
-        self._seen = [bound.reshape(len(lengths), self.queries) - (ends - lengths)[:, None] for bound in bounds]
+        # Positions of the first key that each query sees, and then past the last: (sequences, 2 * queries)
+        self._seen = np.maximum(lengths[:, None] + ends, 0)
 
     @property
     def partial_bytes(self) -> tuple[int, int]:
@@ -117,8 +129,8 @@ class Call:
 
     def seen(self, rank):
         """The range of a rank's keys that each query of each sequence sees: begin and end, int32 (rows,)."""
-        ledgers = self.cache.storage.ledgers
-        return [ledgers.below(self.some, rank, bound).reshape(-1).astype(np.int32) for bound in self._seen]
+        below = self.cache.storage.ledgers.below(self.some, rank, self._seen).astype(np.int32)
+        return below[:, : self.queries].reshape(-1), below[:, self.queries :].reshape(-1)
 
     def attend(self, partial, q=None, rows=None, after=()):
         """Launch attention over this rank's keys; the result goes into a partial.

@@ -39,6 +39,7 @@ class DescribedCache:
     # used by the modules of this package only
     storage: Storage
     combiner: Any  # a `Combiner`; None once the cache is closed
+    asked: dict[str, Any]  # of the last decoding call, see `call`
     _home: Home | None
     _backend: Backend
     _exchange: Exchange

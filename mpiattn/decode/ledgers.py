@@ -64,7 +64,7 @@ class Ledgers:
         positions = np.minimum(positions, end)
         total = np.where(positions == end, self.counts[some, rank][:, None], 0)
         inside = (positions > 0) & (positions < end)
-        if inside.any():
+        if np.count_nonzero(inside):  # takes less time than any()
             dealt = inside & (positions >= self._start[some][:, None]) & (end <= self._end[some][:, None])
             total = np.where(dealt, self._counts(some, positions, [rank]), total)
             for i in np.flatnonzero((inside & ~dealt).any(axis=1)).tolist():

@@ -3,8 +3,6 @@
 Every rank changes its storage alike, so that all compute the same numbers of tokens and pages for every rank.
 """
 
-from contextlib import contextmanager
-
 import numpy as np
 
 from ..backends.pages import Pages, stretches
@@ -58,28 +56,23 @@ class Storage:
         arrays: k and v, or what there is of them, one for each pool.
         """
         some = self.some(sequences)
-        with self.growing(some) as before:
+        before = self.ledgers.lengths[some].copy(), self.ledgers.counts[some].copy()
+        try:
             if layout is None:
                 self.ledgers.deal(some, np.array(counts, np.int64))
             else:
                 for sequence, count in zip(sequences, counts):
                     self.ledgers.place(sequence, layout, count)
             self.store(some, before, arrays, layout is not None)
+        except BaseException:
+            lengths, counts = before
+            self.ledgers.truncate(some, lengths)
+            self.take_pages(some, counts)
+            raise
 
     def some(self, sequences):
         """Sequences, as of `sequence_numbers`, as an index of arrays: a slice, which costs less, if these are all."""
         return slice(None) if isinstance(sequences, range) else np.array(sequences, np.int64)
-
-    @contextmanager
-    def growing(self, some):
-        """Restore sequences if the body, which appends to them, raises; yields their lengths and tokens per rank."""
-        lengths, counts = before = self.ledgers.lengths[some].copy(), self.ledgers.counts[some].copy()
-        try:
-            yield before
-        except BaseException:
-            self.ledgers.truncate(some, lengths)
-            self.take_pages(some, counts)
-            raise
 
     def take_pages(self, some, counts, spread=False):
         """Give sequences pages for so many tokens of every rank; ArgumentError, and no change, if one has too few.
@@ -102,7 +95,10 @@ class Storage:
         self._room[some], self._in_use = room, in_use
 
     def store(self, some, before, arrays, local):
-        """Store the tokens added to sequences since `before`; local: the arrays hold only this rank's tokens."""
+        """Store the tokens added to sequences since `before`, which are their lengths and tokens per rank then.
+
+        local: the arrays hold only this rank's tokens.
+        """
         lengths, held = before
         counts = self.ledgers.counts[some]
         if np.count_nonzero(counts > self._room[some]):  # takes less time than any()

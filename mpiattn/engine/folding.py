@@ -20,7 +20,8 @@ def checked(backend, name, argument, shape, dtype, writable=False):
     """
     array = (backend.writable if writable else backend.array)(name, as_array(name, argument))
     if array.shape != shape and (
-        len(array.shape) != len(shape) or any(n is not None and n != m for m, n in zip(array.shape, shape))
+        len(array.shape) != len(shape)
+        or array.shape != tuple([m if n is None else n for m, n in zip(array.shape, shape)])  # quicker than any()
     ):
         wanted = (
             f"on this rank it must be {shape}"

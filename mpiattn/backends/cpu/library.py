@@ -72,6 +72,9 @@ def _load():
     library.sources_digest.restype = ctypes.c_char_p
     for function in (library.scratch_bytes, library.run):
         function.argtypes = [ctypes.c_int, ctypes.POINTER(Launch), ctypes.c_int]
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.scatter.argtypes = [pointer, *[number] * 2, *[pointer] * 2, *[number] * 3, *[pointer] * 2, *[number] * 2]
+    library.scatter.restype = None
     return library
 
 
@@ -115,6 +118,7 @@ class Kernels:
         self.name = os.environ.get(VARIABLE) or names[self._library.best_set()]
         self.version = f"{self.name} {_digest()[:12]}"
         self._number = names.index(self.name)
+        self.scatter = self._library.scatter  # of kernels/cpu/scatter.c
 
     def scratch_bytes(self, launch, operation):
         """Bytes of scratch memory that a launch needs."""
