@@ -20,6 +20,8 @@ BUILD = "python setup.py build_ext --inplace"
 ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 OPERATIONS = {"forward": 0, "backward": 1, "decode": 2, "merge": 3, "sink": 4, "delta": 5, "narrow": 6}
 Poll = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_double)
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+SCATTER = [_POINTER, *[_NUMBER] * 2, *[_POINTER] * 2, *[_NUMBER] * 3, *[_POINTER] * 2, *[_NUMBER] * 2]
 
 
 def threads():
@@ -72,9 +74,6 @@ def _load():
     library.sources_digest.restype = ctypes.c_char_p
     for function in (library.scratch_bytes, library.run):
         function.argtypes = [ctypes.c_int, ctypes.POINTER(Launch), ctypes.c_int]
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.scatter.argtypes = [pointer, *[number] * 2, *[pointer] * 2, *[number] * 3, *[pointer] * 2, *[number] * 2]
-    library.scatter.restype = None
     return library
 
 
@@ -119,6 +118,7 @@ class Kernels:
         self.version = f"{self.name} {_digest()[:12]}"
         self._number = names.index(self.name)
         self.scatter = self._library.scatter  # of kernels/cpu/scatter.c
+        self.scatter.argtypes, self.scatter.restype = SCATTER, None
 
     def scratch_bytes(self, launch, operation):
         """Bytes of scratch memory that a launch needs."""
