@@ -124,10 +124,15 @@ def replace_link(link, **changes):
 
 def test_merging_and_collectives():
     on = machine()
-    slow = replace(on, merging=1e6)
-    merged = 3 * 400 * token_bytes(PROBLEM)["O"]  # three partials of a chunk of 400 tokens
+    slow, nbytes = replace(on, merging=1e6), token_bytes(PROBLEM)
+    merged = 3 * 400 * nbytes["O"]  # three partials of a chunk of 400 tokens
+    placed = 400 * (nbytes["Q"] + nbytes["KV"])  # own chunks, copied into the arenas
     usual = timeline(on, Tile(1, 4, 4), "collective").seconds
-    assert timeline(slow, Tile(1, 4, 4), "collective").seconds - usual == pytest.approx(merged / 1e6)
+    by_copies = timeline(slow, Tile(1, 4, 4), "collective").seconds - usual
+    assert by_copies == pytest.approx((merged + placed / 2) / 1e6)
+    causal = replace(PROBLEM, causal=True)  # zigzag: all keys and values are copied in order of position too
+    by_copies = [timeline(to, Tile(1, 4, 4), "collective", problem=causal).seconds for to in (slow, on)]
+    assert by_copies[0] - by_copies[1] == pytest.approx((merged + (placed + 4 * 400 * nbytes["KV"]) / 2) / 1e6)
     twice = replace(on, collective=2.0)
     wire = mean_sent(PROBLEM, Tile(1, 4, 4)) / 1e9
     assert timeline(twice, Tile(1, 4, 4), "collective").seconds - usual == pytest.approx(wire)

@@ -13,6 +13,8 @@ from ..schedule.route import leg_of
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from ..schedule.travels import token_bytes
 
+COPYING = 2.0  # bytes copied in the time in which one byte is merged
+
 
 def nodes_of(ranks, machine):
     """The node of every rank if each node is filled before the next: int64 (ranks,)."""
@@ -34,7 +36,7 @@ class _Run:
         self.ranks = load.pairs.shape[2]
         self.nodes = nodes_of(self.ranks, machine) if nodes is None else np.asarray(nodes)
         self.sides = (False, True) if (self.nodes != self.nodes[0]).any() else (False,)  # links inside, between nodes
-        nbytes = token_bytes(problem, schedule.direction)
+        self.token_bytes = nbytes = token_bytes(problem, schedule.direction)
         self.messages = {name: len(kind.arrays_of(problem)) for name, kind in KINDS[schedule.direction].items()}
         transfers = {(t.kind, t.collective) for step in schedule.steps for t in step.transfers}
         self.moved = {
@@ -68,12 +70,23 @@ class _Run:
                 ended, unhidden = np.maximum(ended, done), unhidden + rest
                 if t.kind not in GATHERED:
                     merging = merging + received / self.machine.merging
+                if t.collective:
+                    merging = merging + self._placing(t.kind, received)
                 self.last_two = sorted_two(*self.last_two, done)
                 moves.append(Moved(t.kind, 0 if t.collective else t.hops[0], number, begun, arrived))
             ended = np.maximum(ended, computed + unhidden) + merging
             steps.append(StepTimes(now, computed, ended))
             now = ended
         return Timeline(self.schedule.direction, tuple(steps), tuple(moves), float(now.max()))
+
+    def _placing(self, kind, received):
+        """Seconds of copying chunks to their places in the arena of a collective, and keys in order of position."""
+        column = kind in IN_COLUMNS
+        own = self.token_bytes[kind] * self.load.lengths[column][self.load.chunks[column][0]]
+        copied = own if kind in GATHERED else np.zeros(self.ranks)
+        if column and not self.load.ordered:
+            copied = copied + own + received
+        return copied / (COPYING * self.machine.merging)
 
     def _computing(self, step):
         if step.fused:

@@ -40,6 +40,7 @@ class Work:
     pairs: those of `Pairs`, of all chunks.  seen: the result of `widest`; with documents, the mean number of
         keys that a query sees of all chunks.
     lengths: tokens of every chunk of queries, and of keys.
+    ordered: whether the keys of consecutive chunks follow one another.
     """
 
     def __init__(self, mask, q_layout, k_layout):
@@ -47,6 +48,7 @@ class Work:
         if self.counts.packed:
             self.seen = self.pairs.sum() / max(len(mask.unpadded), 1)
         self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
+        self.ordered = k_layout.kind == "contiguous" or k_layout.chunks == 1
         self._mask, self._layouts = mask, (q_layout, k_layout)
         self.whole = min(map(min, self.lengths)) > 0 and (mask.full or _all_see(mask, q_layout, k_layout))
 
@@ -109,7 +111,7 @@ class Load:
     """
 
     def __init__(self, work, tile, some=None):
-        self.lengths, self._work, self._seen = work.lengths, work, work.seen
+        self.lengths, self.ordered, self._work, self._seen = work.lengths, work.ordered, work, work.seen
         ranks = np.arange(tile.ranks) if some is None else some
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
         at = self.chunks[0][:, None], self.chunks[1][None]
