@@ -165,7 +165,8 @@ def test_expected_documents(comm, direction):
     seqlen = 256 * comm.size
     how = {"seqlen": seqlen, "heads": 2, "head_dim": 16, "causal": True, "direction": direction}
     cuts = [7, *range(40, seqlen - 20, 30)]  # padding before and after them
-    with MeshAttention(comm, **how) as other, MeshAttention(comm, **how, expected_cu_seqlens=cuts) as plan:
+    zigzag = MeshAttention(comm, **how, layout="zigzag")
+    with zigzag as other, MeshAttention(comm, **how, expected_cu_seqlens=cuts) as plan:
         assert plan.q_layout.kind == plan._plan.choice.mesh_layouts[0].kind == "contiguous"
         passes = ("forward", "backward")[: 1 + (direction == "both")]
         sent = [
