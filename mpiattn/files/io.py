@@ -9,6 +9,7 @@ all.
 
 import contextlib
 import os
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -59,6 +60,15 @@ def _write_tokens(dataset, start, rows, axis):
     hdf5.write(dataset, tuple(starts), np.moveaxis(rows, 0, axis), _collective())
 
 
+class _Source(NamedTuple):
+    """A dataset of an input file; shape: (batch, tokens, heads, dim).  lies: whether it can be read where it lies."""
+
+    data: h5py.Dataset
+    shape: tuple
+    dtype: str
+    lies: bool
+
+
 class Input:
     """An input file, open on every rank; made, used and closed collectively.
 
@@ -81,7 +91,7 @@ class Input:
         call="",
     ):
         self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
-        self.names, self._watched = names or {}, None
+        self.names, self._watched, self._sources = names or {}, None, {}
         with agreement(peers, call=call):  # every rank looks itself: hosts may see different files
             self.shapes = look(path) if look else read_shapes(path, backward, names, axes)
         agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
@@ -107,9 +117,13 @@ class Input:
                 f"{self.needed}, it holds {length}"
             )
 
-    def dataset(self, name):
-        """The dataset of a role, "q" and so on."""
-        return self.file[self.names.get(name, name)]
+    def _source(self, name):
+        """The `_Source` of a role, "q" and so on; made once, since a cache reads its sequences one by one."""
+        if name not in self._sources:
+            data = self.file[self.names.get(name, name)]
+            lies = self._mapped is not None and self._mapped.has(data)
+            self._sources[name] = _Source(data, natural(data.shape, self.axes), dtype_of(data), lies)
+        return self._sources[name]
 
     def chunk(self, name, layout, progress=None, entry=None, first=0, into=None):
         """This rank's chunk of a dataset: (batch, tokens, heads, dim), with tokens outermost in memory.
@@ -117,11 +131,9 @@ class Input:
         progress: called with the number of tokens that this rank has just read.  entry: read only this batch entry.
         first: token of the dataset at which the layout begins.  into: the array to fill; by default a new one.
         """
-        data = self.dataset(name)
-        batch, _, *row = natural(data.shape, self.axes)
+        data, (batch, _, *row), dtype, lies = self._source(name)
         shape = (batch if entry is None else 1, *row)
         slabs = Layout("contiguous", layout.seqlen, self.peers.size)
-        lies = self._mapped is not None and self._mapped.has(data)
 
         def read(tokens, rows):
             start, stop, rows = first + tokens.start, first + tokens.stop, rows.swapaxes(0, 1)
@@ -133,7 +145,7 @@ class Input:
             if progress:
                 progress(len(tokens))
 
-        move = Redistribution(self.peers, slabs, layout, shape, dtype_of(data), self.max_message)
+        move = Redistribution(self.peers, slabs, layout, shape, dtype, self.max_message)
         return move.to_chunk(read, None if into is None else into.swapaxes(0, 1), lies).swapaxes(0, 1)
 
     def _copy(self, data, tokens, entry, into):
@@ -152,8 +164,7 @@ class Input:
         entry: read only this batch entry.  how: transfer properties.  into: the array to read into; by default a new
         one.  `check` reports a file that was cut short.
         """
-        data = self.dataset(name)
-        batch, _, *row = natural(data.shape, self.axes)
+        data, (batch, _, *row), _, _ = self._source(name)
         place = (entry or 0, start, 0, 0), (1 if entry is not None else batch, stop - start, *row)
         if into is not None and self.axes == "bhsd":
             into = into.swapaxes(1, 2)
@@ -163,7 +174,7 @@ class Input:
 
     def close(self):
         """Close the file; collective."""
-        self._mapped = None
+        self._mapped, self._sources = None, {}
         self._watched.close()
         self.file.close()
 
