@@ -335,7 +335,7 @@ def test_the_speed_that_plans_assume(monkeypatch):
     for name, speed in speeds.SPEEDS.items():
         threads = [speeds.assumed(name, count) for count in (1, 3)]
         assert [machine.flops["float32"] for machine in threads] == [1e9 * speed.float32, 3e9 * speed.float32]
-        assert name in threads[0].name and set(threads[0].flops) == set(library.ELEMENTS)
+        assert f"with {name};" in threads[0].assumes and set(threads[0].flops) == set(library.ELEMENTS)
     monkeypatch.setenv(library.VARIABLE, "plain")
     assert backends.get("cpu:2").assumed_machine == speeds.assumed("plain", 2)
 

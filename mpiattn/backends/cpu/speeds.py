@@ -37,7 +37,6 @@ def assumed(instruction_set, threads):
     gflops = {"float32": speed.float32, "float16": speed.float32, "bfloat16": speed.bfloat16, "float64": speed.float64}
     return replace(
         DEFAULT,
-        name=f"default with {instruction_set}",
         flops={dtype: 1e9 * threads * rate for dtype, rate in gflops.items()},
         edge=speed.edge,
         assumes=f"threads of a rank: {threads}, as fast as usual with {instruction_set}; a core's share of a 100 Gb/s "
