@@ -1,7 +1,7 @@
 """The least time and bytes that a tile can take under any schedule, from a few of its ranks.  Pure arithmetic.
 
 The search looks only at choices whose least may be the best.  Nothing here may exceed what `model.simulate` predicts.
-Of each rank there are but sums, and few ranks: Python's own numbers are faster here than arrays.
+Few ranks are looked at, and each has only a few sums, so Python's own numbers are faster here than arrays.
 """
 
 from typing import NamedTuple
@@ -52,11 +52,11 @@ class Least:
         self._nodes = nodes_of(tile.ranks, machine) if nodes is None else np.asarray(nodes)
         load = Load(work, tile, self._some)
         self._chunks, launched, edge = load.chunks, load.pairs > 0, machine.edge_keys(problem.dtype)
-        blocks = load.timed_pairs(edge).sum(axis=(0, 1)), launched.sum(axis=(0, 1))
-        fused = load.fused_pairs(edge), launched.any(axis=(0, 1))
-        self._launches = {  # by whether they are fused: (operations, launches) of every rank
-            whether: list(zip((problem.flops_per_pair * pairs).tolist(), count.tolist()))
-            for whether, (pairs, count) in ((False, blocks), (True, fused))
+        of_blocks = load.timed_pairs(edge).sum(axis=(0, 1)), launched.sum(axis=(0, 1))
+        of_one = load.fused_pairs(edge), launched.any(axis=(0, 1))
+        self._launches = {  # by whether blocks are fused: (operations, launches) of every rank
+            fused: list(zip((problem.flops_per_pair * pairs).tolist(), count.tolist()))
+            for fused, (pairs, count) in ((False, of_blocks), (True, of_one))
         }
         self._moved, self._transfers = Remembered(self._moved_in), Remembered(self._transfers_of)
         self._received, self._tokens = Remembered(self._received_in), Remembered(self._tokens_of)

@@ -125,9 +125,10 @@ class Load:
         return self.pairs.sum(axis=(0, 1))
 
     def _edges(self):
-        """Edges of blocks: queries that see any key there, of whole blocks but a share.  Float (a, b, ranks).
+        """Number of edges of every block: float (a, b, ranks).
 
-        Where a mask cuts a block, its average query sees half of what one may see.
+        A query that sees any key of a block has one edge there, or PACKING of one if no mask cuts the block.  The number
+        of these queries is an estimate: where a mask cuts a block, the average query sees half of what it might.
         """
         queries, keys = (lengths[chunks] for lengths, chunks in zip(self.lengths, self.chunks))
         seen = np.maximum(keys if self._seen is None else np.minimum(keys, self._seen), 1)
