@@ -127,8 +127,8 @@ class Load:
     def _edges(self):
         """Number of edges of every block: float (a, b, ranks).
 
-        A query that sees any key of a block has one edge there, or PACKING of one if no mask cuts the block.  The number
-        of these queries is an estimate: where a mask cuts a block, the average query sees half of what it might.
+        A query that sees any key of a block has one edge there, or PACKING of one if no mask cuts the block.  How many
+        queries do is an estimate: where a mask cuts a block, the average query sees half of what it might.
         """
         queries, keys = (lengths[chunks] for lengths, chunks in zip(self.lengths, self.chunks))
         seen = np.maximum(keys if self._seen is None else np.minimum(keys, self._seen), 1)
