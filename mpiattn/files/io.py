@@ -61,12 +61,15 @@ def _write_tokens(dataset, start, rows, axis):
 
 
 class _Source(NamedTuple):
-    """A dataset of an input file; shape: (batch, tokens, heads, dim).  lies: whether it can be read where it lies."""
+    """A dataset of an input file.
+
+    shape: (batch, tokens, heads, dim).  in_place: whether it can be read where it lies in the mapped file.
+    """
 
     data: h5py.Dataset
     shape: tuple
     dtype: str
-    lies: bool
+    in_place: bool
 
 
 class Input:
@@ -121,8 +124,8 @@ class Input:
         """The `_Source` of a role, "q" and so on; made once, since a cache reads its sequences one by one."""
         if name not in self._sources:
             data = self.file[self.names.get(name, name)]
-            lies = self._mapped is not None and self._mapped.has(data)
-            self._sources[name] = _Source(data, natural(data.shape, self.axes), dtype_of(data), lies)
+            in_place = self._mapped is not None and self._mapped.has(data)
+            self._sources[name] = _Source(data, natural(data.shape, self.axes), dtype_of(data), in_place)
         return self._sources[name]
 
     def chunk(self, name, layout, progress=None, entry=None, first=0, into=None):
@@ -131,13 +134,13 @@ class Input:
         progress: called with the number of tokens that this rank has just read.  entry: read only this batch entry.
         first: token of the dataset at which the layout begins.  into: the array to fill; by default a new one.
         """
-        data, (batch, _, *row), dtype, lies = self._source(name)
+        data, (batch, _, *row), dtype, in_place = self._source(name)
         shape = (batch if entry is None else 1, *row)
         slabs = Layout("contiguous", layout.seqlen, self.peers.size)
 
         def read(tokens, rows):
             start, stop, rows = first + tokens.start, first + tokens.stop, rows.swapaxes(0, 1)
-            if lies:
+            if in_place:
                 self._copy(data, slice(start, stop, tokens.step), entry, rows)
             else:
                 self.tokens(name, start, stop, entry, _collective(), rows)
@@ -146,7 +149,7 @@ class Input:
                 progress(len(tokens))
 
         move = Redistribution(self.peers, slabs, layout, shape, dtype, self.max_message)
-        return move.to_chunk(read, None if into is None else into.swapaxes(0, 1), lies).swapaxes(0, 1)
+        return move.to_chunk(read, None if into is None else into.swapaxes(0, 1), in_place).swapaxes(0, 1)
 
     def _copy(self, data, tokens, entry, into):
         """Copy tokens, a slice, of a dataset from where they lie."""
