@@ -29,8 +29,8 @@ from ..console.launch import on_all_ranks
 from ..console.progress import Progress
 from ..engine.folding import on_host
 from ..errors import VerificationError
-from ..files import io
 from ..files.finite import nonfinite
+from ..files.io import Input, Output, Wanted, Written
 from ..plan.mesh_attention import MeshAttention
 from ..problem.documents import documents as check_documents
 from ..problem.problem import Problem
@@ -99,7 +99,7 @@ def _run(job, args):
         if comm.rank == 0:
             check_json(args.json, (args.input, args.output))
     before = _peak()
-    source = io.Input(peers, args.input, args.max_message, args.backward, names=args.names, axes=args.axes or "bshd")
+    source = Input(peers, args.input, args.max_message, args.backward, names=args.names, axes=args.axes or "bshd")
     if comm.rank == 0 and args.axes is None:
         _warn_of_axes(source.shapes)
     documents = read_documents(
@@ -137,7 +137,7 @@ def _run(job, args):
     activity = plan.activity_of(**documents)
     chosen = {**opening.origin(peers, args.words), **_chosen(plan, args)}
     _open(peers, args, plan, chosen)
-    output = io.Output(
+    output = Output(
         peers,
         args.output,
         _results(plan.problem, args.backward),
@@ -268,7 +268,7 @@ def _of_all(peers, odd):
 def _read(source, layouts, ranks):
     slabs = sum(layout.seqlen for layout in layouts.values()) / ranks
     with Progress("read", slabs, " tokens") as progress:
-        return [source.chunk(name, layout, progress) for name, layout in layouts.items()]
+        return source.chunks([Wanted(name, layout) for name, layout in layouts.items()], progress)
 
 
 def _verify(peers, plan, source, results, documents):
@@ -297,8 +297,10 @@ def _verify(peers, plan, source, results, documents):
 def _write(output, plan, results):
     layouts = {name: plan.k_layout if name in ("dk", "dv") else plan.q_layout for name in results}
     with Progress("write", sum(layout.seqlen for layout in layouts.values()), " tokens") as progress:
-        for name, chunk in results.items():
-            output.write(name, chunk, layouts[name], axis=2 if name == "lse" else 1, progress=progress)
+        chunks = (
+            Written(name, chunk, layouts[name], axis=2 if name == "lse" else 1) for name, chunk in results.items()
+        )
+        output.write_each(chunks, progress)
     output.commit()
 
 

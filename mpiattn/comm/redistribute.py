@@ -30,6 +30,12 @@ def _shared(layout, chunk, piece):
     return pairs
 
 
+def pieces(layout, rank, row_bytes):
+    """The tokens of a rank's chunk as ranges, each of which is read, written or sent at a time."""
+    most = max(1, rounds.PIECE_BYTES // max(row_bytes, 1))
+    return [part[first : first + most] for part in layout.ranges(rank) for first in range(0, len(part), most)]
+
+
 class Redistribution:
     """Moves rows of tokens between `slabs`, a contiguous layout, and `layout` among `Peers`.
 
@@ -41,34 +47,20 @@ class Redistribution:
     def __init__(self, peers, slabs, layout, shape, dtype, max_message=MAX_MESSAGE):
         self.peers, self.slabs, self.layout, self.max_message = peers, slabs, layout, max_message
         self.shape, self.dtype = tuple(shape), rounds.native(dtype)
-        self.tokens = max(1, rounds.PIECE_BYTES // max(self.dtype.itemsize * math.prod(self.shape), 1))
+        self.row_bytes = self.dtype.itemsize * math.prod(self.shape)
         self._error = None
-
-    def _pieces(self, layout, rank):
-        """The pieces of a rank's tokens in `layout`, ranges."""
-        return [
-            part[first : first + self.tokens]
-            for part in layout.ranges(rank)
-            for first in range(0, len(part), self.tokens)
-        ]
 
     def _rounds(self, layout):
         """For every round: every rank's piece of its tokens in `layout`."""
-        return zip_longest(*(self._pieces(layout, rank) for rank in range(self.peers.size)), fillvalue=range(0))
-
-    def _own(self, chunk):
-        """The pieces of this rank's own tokens, and their rows of a chunk."""
-        done = 0
-        for piece in self._pieces(self.layout, self.peers.rank):
-            yield piece, chunk[done : done + len(piece)]
-            done += len(piece)
+        each = (pieces(layout, rank, self.row_bytes) for rank in range(self.peers.size))
+        return zip_longest(*each, fillvalue=range(0))
 
     def _rows(self, count):
         return np.empty((count, *self.shape), self.dtype)
 
     def _buffers(self):
         """For a piece each, of the rounds that are under way and of the next."""
-        longest = min(self.tokens, self.slabs.length(self.peers.rank))
+        longest = max(map(len, pieces(self.slabs, self.peers.rank, self.row_bytes)), default=0)
         return [self._rows(longest) for _ in range(rounds.AHEAD + 1)]
 
     def _attempt(self, call, *arguments):
@@ -84,30 +76,23 @@ class Redistribution:
             if self._error:
                 raise self._error
 
-    def to_chunk(self, read, chunk=None, apart=False):
+    def to_chunk(self, read, chunk=None):
         """This rank's chunk (tokens, *shape); read(tokens, rows) reads a range of tokens into rows (tokens, *shape).
 
-        chunk: the array to fill; by default a new one.  apart: `read` is not collective, and fast also where the tokens
-        are not consecutive: every rank reads its own.
+        chunk: the array to fill; by default a new one.
 
-        Else every rank reads its slab and sends what belongs to others, or its own tokens if they are consecutive.
-        Every rank calls `read` equally often, with no tokens at last, so it may be collective.
+        Every rank reads its slab and sends what belongs to others, or its own tokens if they are consecutive.  Every
+        rank calls `read` equally often, with no tokens at last, so it may be collective.
         """
         me, others = self.peers.rank, [rank for rank in range(self.peers.size) if rank != self.peers.rank]
-        if apart:
-            with agreement(self.peers):
-                chunk = self._rows(self.layout.length(me)) if chunk is None else chunk
-                for piece, rows in self._own(chunk):
-                    read(piece, rows)
-            return chunk
         straight = all(part.step == 1 for rank in range(self.peers.size) for part in self.layout.ranges(rank))
         with agreement(self.peers):
             chunk = self._rows(self.layout.length(me)) if chunk is None else chunk
             buffers = [] if straight else self._buffers()
         messages = rounds.Rounds(self.peers, self.max_message)
         done = 0
-        for number, pieces in enumerate(self._rounds(self.layout if straight else self.slabs)):
-            piece = pieces[me]
+        for number, of_ranks in enumerate(self._rounds(self.layout if straight else self.slabs)):
+            piece = of_ranks[me]
             if straight:
                 self._attempt(read, piece, chunk[done : done + len(piece)])
                 done += len(piece)
@@ -117,7 +102,7 @@ class Redistribution:
             for rank in others:
                 for _, in_piece in _shared(self.layout, rank, piece):
                     messages.send(rank, rows[in_piece])
-                for in_chunk, _ in _shared(self.layout, me, pieces[rank]):
+                for in_chunk, _ in _shared(self.layout, me, of_ranks[rank]):
                     messages.receive(rank, chunk[in_chunk])
             for in_chunk, in_piece in _shared(self.layout, me, piece):
                 chunk[in_chunk] = rows[in_piece]
@@ -125,26 +110,19 @@ class Redistribution:
         self._end(messages)
         return chunk
 
-    def from_chunk(self, chunk, write, apart=False):
+    def from_chunk(self, chunk, write):
         """Send this rank's chunk back; write(tokens, rows) takes a range of tokens, those of its slab in order.
 
-        apart: `write` is not collective, and every rank writes the tokens of its own chunk, consecutive or not.
-
-        Else every rank calls `write` equally often, with no tokens at last.
+        Every rank calls `write` equally often, with no tokens at last.
         """
         me = self.peers.rank
-        if apart:
-            with agreement(self.peers):
-                for piece, rows in self._own(chunk):
-                    write(piece, rows)
-            return
         with agreement(self.peers):
             buffers = self._buffers()
         messages = rounds.Rounds(self.peers, self.max_message)
-        for number, pieces in enumerate(self._rounds(self.slabs)):
-            own = pieces[me]
+        for number, of_ranks in enumerate(self._rounds(self.slabs)):
+            own = of_ranks[me]
             rows = buffers[number % len(buffers)][: len(own)]
-            for rank, piece in enumerate(pieces):
+            for rank, piece in enumerate(of_ranks):
                 if rank != me:
                     for in_chunk, _ in _shared(self.layout, me, piece):
                         messages.send(rank, chunk[in_chunk])

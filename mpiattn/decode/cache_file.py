@@ -15,7 +15,7 @@ from ..engine.folding import on_host
 from ..errors import ArgumentError, FileError
 from ..files.hdf5 import dtype_of, file_errors, natural
 from ..files.hdf5 import write as write_at
-from ..files.io import Input, Output
+from ..files.io import Input, Output, Wanted, Written
 from ..problem.problem import ITEMSIZE, dtype_name
 
 
@@ -94,17 +94,21 @@ def save(cache, path, argument="path"):
         argument=argument,
     )
     try:
-        for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.storage.ledgers)):
-            with agreement(peers):  # copying one sequence may run out of memory
-                chunks = cache.storage.places(sequence) or cache.local(sequence)
-            for name, chunk in zip(shapes, map(on_host, chunks)):
-                output.write(name, chunk[None], ledger, first=start)
+        output.write_each(_chunks(cache, starts))
         with agreement(peers), file_errors(argument, path, "written"):
             if output.file is not None:
                 write_at(output.file["cu_seqlens"], (0,), starts.astype(np.int64))
         output.commit()
     finally:
         output.abandon()  # no effect after commit
+
+
+def _chunks(cache, starts):
+    """This rank's tokens of every sequence, for a file in which sequences begin at `starts`."""
+    for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.storage.ledgers)):
+        chunks = cache.storage.places(sequence) or cache.local(sequence)
+        for name, chunk in zip("kv", map(on_host, chunks)):
+            yield Written(name, chunk[None], ledger, first=start)
 
 
 def load(make, comm, path, options, argument="path", progress=None, axes="bshd"):
@@ -151,18 +155,20 @@ def _fill(make, comm, home, source, options, progress):
             every, storage = slice(None), cache.storage
             storage.ledgers.deal(every, np.array([length for _, _, length in spans]))
             storage.take_pages(every, storage.ledgers.counts, spread=True)
-            for sequence, (entry, first, _) in enumerate(spans):
-                places = storage.places(sequence)
-                chunks = [
-                    source.chunk(name, storage.ledgers[sequence], progress, entry, first, into)
-                    for name, into in zip(
-                        ("k",) if fixed["shared_kv"] else ("k", "v"),
-                        [place[None] for place in places or ()] or (None, None),
-                    )
+            wanted = [
+                [
+                    Wanted(name, ledger, entry, first, place if place is None else place[None])
+                    for name, place in zip("kv"[: len(storage.pools)], storage.places(sequence) or (None, None))
                 ]
-                if not places:
-                    before = np.zeros(1, np.int64), np.zeros((1, cache.ranks), np.int64)
-                    storage.store(np.array([sequence]), before, chunks, local=True)
+                for sequence, (ledger, (entry, first, _)) in enumerate(zip(storage.ledgers, spans))
+            ]
+            if all(some.into is not None for of_sequence in wanted for some in of_sequence):
+                source.chunks([some for of_sequence in wanted for some in of_sequence], progress)
+                return cache
+            for sequence, of_sequence in enumerate(wanted):  # on a GPU: a copy in host memory of one at a time
+                chunks = source.chunks(of_sequence, progress)
+                before = np.zeros(1, np.int64), np.zeros((1, cache.ranks), np.int64)
+                storage.store(np.array([sequence]), before, chunks, local=True)
         return cache
     except BaseException:
         cache.close()

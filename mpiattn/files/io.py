@@ -17,7 +17,7 @@ import numpy as np
 from ..comm.agreement import agree_on, agreement
 from ..comm.exchange import MAX_MESSAGE
 from ..comm.mesh import nodes_of
-from ..comm.redistribute import Redistribution, all_on
+from ..comm.redistribute import Redistribution, all_on, pieces
 from ..errors import FileError
 from ..problem.layout import Layout
 from ..system import partial_files
@@ -70,6 +70,34 @@ class _Source(NamedTuple):
     shape: tuple
     dtype: str
     in_place: bool
+
+
+class Wanted(NamedTuple):
+    """A rank's chunk of a dataset.
+
+    name: its role, "q" and so on.  layout: of the tokens.  entry: read only this batch entry.  first: token of the
+    dataset at which the layout begins.  into: the array to fill, (batch, tokens, heads, dim); by default a new one.
+    """
+
+    name: str
+    layout: Layout
+    entry: int | None = None
+    first: int = 0
+    into: np.ndarray | None = None
+
+
+class Written(NamedTuple):
+    """A rank's chunk for a dataset.
+
+    name: of the dataset.  chunk: with tokens along `axis`.  layout: of the tokens.  first: token of the dataset at
+    which the layout begins.
+    """
+
+    name: str
+    chunk: np.ndarray
+    layout: Layout
+    axis: int = 1
+    first: int = 0
 
 
 class Input:
@@ -128,28 +156,51 @@ class Input:
             self._sources[name] = _Source(data, natural(data.shape, self.axes), dtype_of(data), in_place)
         return self._sources[name]
 
-    def chunk(self, name, layout, progress=None, entry=None, first=0, into=None):
-        """This rank's chunk of a dataset: (batch, tokens, heads, dim), with tokens outermost in memory.
+    def chunk(self, name, layout, progress=None, entry=None, first=0):
+        """This rank's chunk of a dataset; arguments as of `chunks` and `Wanted`."""
+        return self.chunks([Wanted(name, layout, entry, first)], progress)[0]
 
-        progress: called with the number of tokens that this rank has just read.  entry: read only this batch entry.
-        first: token of the dataset at which the layout begins.  into: the array to fill; by default a new one.
+    def chunks(self, wanted, progress=None):
+        """This rank's chunks: arrays (batch, tokens, heads, dim), with tokens outermost in memory; collective.
+
+        wanted: a list of `Wanted`.  progress: called with the number of tokens that this rank has just read.
         """
-        data, (batch, _, *row), dtype, in_place = self._source(name)
-        shape = (batch if entry is None else 1, *row)
-        slabs = Layout("contiguous", layout.seqlen, self.peers.size)
+        if all(self._source(some.name).in_place for some in wanted):  # of the file, so on every rank or none
+            with agreement(self.peers):
+                return [self._read_own(some, progress) for some in wanted]
+        return [self._read_slabs(some, progress) for some in wanted]
+
+    def _read_own(self, wanted, progress):
+        """Copy this rank's tokens from where they lie; not collective."""
+        name, layout, entry, first, into = wanted
+        data, (batch, _, *row), dtype, _ = self._source(name)
+        if into is None:
+            into = np.empty((layout.length(self.peers.rank), batch if entry is None else 1, *row), dtype).swapaxes(0, 1)
+        done = 0
+        for piece in pieces(layout, self.peers.rank, into[:, :1].nbytes):
+            tokens = slice(first + piece.start, first + piece.stop, piece.step)
+            self._copy(data, tokens, entry, into[:, done : done + len(piece)])
+            self._check_length()
+            done += len(piece)
+            if progress:
+                progress(len(piece))
+        return into
+
+    def _read_slabs(self, wanted, progress):
+        """Read tokens with the other ranks, which exchange what they read; collective."""
+        name, layout, entry, first, into = wanted
+        _, (batch, _, *row), dtype, _ = self._source(name)
 
         def read(tokens, rows):
-            start, stop, rows = first + tokens.start, first + tokens.stop, rows.swapaxes(0, 1)
-            if in_place:
-                self._copy(data, slice(start, stop, tokens.step), entry, rows)
-            else:
-                self.tokens(name, start, stop, entry, _collective(), rows)
+            self.tokens(name, first + tokens.start, first + tokens.stop, entry, _collective(), rows.swapaxes(0, 1))
             self._check_length()
             if progress:
                 progress(len(tokens))
 
+        slabs = Layout("contiguous", layout.seqlen, self.peers.size)
+        shape = (batch if entry is None else 1, *row)
         move = Redistribution(self.peers, slabs, layout, shape, dtype, self.max_message)
-        return move.to_chunk(read, None if into is None else into.swapaxes(0, 1), in_place).swapaxes(0, 1)
+        return move.to_chunk(read, None if into is None else into.swapaxes(0, 1)).swapaxes(0, 1)
 
     def _copy(self, data, tokens, entry, into):
         """Copy tokens, a slice, of a dataset from where they lie."""
@@ -220,31 +271,68 @@ class Output:
             self.abandon()
             raise
 
-    def write(self, name, chunk, layout, axis=1, progress=None, first=0):
-        """Write every rank's chunk of a dataset, tokens along `axis`, from token `first` on."""
-        if chunk.ndim == 4 and self.axes == "bhsd":
-            chunk, axis = chunk.swapaxes(1, 2), 2
-        slabs = Layout("contiguous", layout.seqlen, self.peers.size) if parallel() else all_on(0, layout)
-        offset, shape, dtype = self._places[name]
-        apart = self._mapped is not None and chunk.dtype == dtype
-        writers = self.peers.size if apart or parallel() else 1
+    def write(self, name, chunk, layout, axis=1, progress=None):
+        """Write every rank's chunk of a dataset; arguments as of `write_each` and `Written`."""
+        self.write_each([Written(name, chunk, layout, axis)], progress)
+
+    def write_each(self, written, progress=None):
+        """Write every rank's chunks; collective.
+
+        written: `Written`, of the same datasets and layouts on every rank.  They may be made one by one: what making
+        one raises is raised on every rank.  progress: called with the number of tokens that have just been written.
+        """
+        if self._mapped is not None:
+            with agreement(self.peers):
+                for some in written:
+                    self._write_own(some, progress)
+            return
+        written = iter(written)
+        while True:
+            with agreement(self.peers):
+                some = next(written, None)
+            if some is None:
+                return
+            self._write_slabs(some, progress)
+
+    def _write_own(self, written, progress):
+        """Copy this rank's tokens to where they belong; not collective."""
+        chunk, axis = self._in_file_order(written)
+        offset, shape, dtype = self._places[written.name]
+        rows, done = np.moveaxis(chunk, axis, 0), 0
+        for piece in pieces(written.layout, self.peers.rank, rows[:1].nbytes):
+            start, stop = (written.first + end for end in (piece.start, piece.stop))
+            part = *[slice(None)] * axis, slice(start, stop, piece.step)
+            array = np.moveaxis(rows[done : done + len(piece)], 0, axis)
+            with file_errors(self.argument, self.path, "written"):
+                self._mapped.write(offset, shape, dtype, part, array)
+            done += len(piece)
+            if progress:
+                progress(len(piece) * self.peers.size)
+
+    def _write_slabs(self, written, progress):
+        """Send tokens to the ranks that write them; collective."""
+        chunk, axis = self._in_file_order(written)
+        slabs, writers = all_on(0, written.layout), 1
+        if parallel():
+            slabs, writers = Layout("contiguous", written.layout.seqlen, self.peers.size), self.peers.size
 
         def write(tokens, rows):
-            if not apart and self.file is None:
+            if self.file is None:
                 return
             with file_errors(self.argument, self.path, "written"):
-                if apart:
-                    some = slice(first + tokens.start, first + tokens.stop, tokens.step)
-                    part = (*[slice(None)] * axis, some)
-                    self._mapped.write(offset, shape, part, np.moveaxis(rows, 0, axis))
-                else:
-                    _write_tokens(self.file[name], first + tokens.start, rows, axis)
+                _write_tokens(self.file[written.name], written.first + tokens.start, rows, axis)
             if progress:
                 progress(len(tokens) * writers)
 
         rows = np.moveaxis(chunk, axis, 0)
-        move = Redistribution(self.peers, slabs, layout, rows.shape[1:], rows.dtype, self.max_message)
-        move.from_chunk(rows, write, apart)
+        move = Redistribution(self.peers, slabs, written.layout, rows.shape[1:], rows.dtype, self.max_message)
+        move.from_chunk(rows, write)
+
+    def _in_file_order(self, written):
+        """A chunk with its dimensions in the order of the file, and its axis of tokens there."""
+        if written.chunk.ndim == 4 and self.axes == "bhsd":
+            return written.chunk.swapaxes(1, 2), 2
+        return written.chunk, written.axis
 
     def commit(self):
         """Close the file and give it its name."""

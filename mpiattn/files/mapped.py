@@ -56,21 +56,21 @@ class MappedFile:
 
     def read(self, dataset, part, into):
         """Copy the elements at the indices `part`, a tuple of slices, into an array of their shape and dtype."""
-        self._copy(dataset.id.get_offset(), dataset.shape, part, into)
+        self._copy(dataset.id.get_offset(), dataset.shape, into.dtype, part, into)
 
-    def write(self, offset, shape, part, array):
-        """Copy an array to the indices `part` of the dataset of that offset and shape, which has its dtype."""
-        self._copy(offset, shape, part, array)
+    def write(self, offset, shape, dtype, part, array):
+        """Copy an array to the indices `part` of the dataset of that offset, shape and dtype."""
+        self._copy(offset, shape, dtype, part, array)
 
-    def _copy(self, offset, shape, part, array):
-        whole = np.frombuffer(self._map, array.dtype, math.prod(shape), offset).reshape(shape)
+    def _copy(self, offset, shape, dtype, part, array):
+        whole = np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
         self._copy_part(whole[part], array, whole.ctypes.data - offset)
 
     def _copy_part(self, part, array, base):
         """Copy between an array and a part of the file, which begins at the address `base`."""
         if not part.size:
             return
-        if part.flags.c_contiguous and array.flags.c_contiguous:
+        if part.flags.c_contiguous and array.flags.c_contiguous and part.dtype == array.dtype:
             self._move(part.ctypes.data - base, array)
             return
         span = sum((count - 1) * stride for count, stride in zip(part.shape, part.strides)) + part.itemsize

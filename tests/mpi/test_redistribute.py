@@ -1,5 +1,7 @@
 """Tokens from files to chunks and back."""
 
+import os
+
 import h5py
 import numpy as np
 import pytest
@@ -43,8 +45,7 @@ def positions(layout, rank):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("seqlen", [0, 1, 7, 61])
 @pytest.mark.parametrize("piece", [1, 100, 2**20])
-@pytest.mark.parametrize("apart", [False, True])
-def test_there_and_back(comm, monkeypatch, kind, seqlen, piece, apart):
+def test_there_and_back(comm, monkeypatch, kind, seqlen, piece):
     monkeypatch.setattr(rounds, "PIECE_BYTES", piece)
     layout, whole = layout_of(kind, seqlen, comm.size), np.arange(seqlen * 6, dtype=np.int32).reshape(seqlen, 2, 3)
     at, calls = positions(layout, comm.rank), []
@@ -54,11 +55,10 @@ def test_there_and_back(comm, monkeypatch, kind, seqlen, piece, apart):
         rows[...] = whole[tokens.start : tokens.stop : tokens.step]
 
     slabs = Layout("contiguous", seqlen, comm.size)
-    chunk = Redistribution(Peers(comm), slabs, layout, (2, 3), whole.dtype).to_chunk(read, apart=apart)
+    chunk = Redistribution(Peers(comm), slabs, layout, (2, 3), whole.dtype).to_chunk(read)
     assert np.array_equal(chunk, whole[at])
-    assert apart or len(set(comm.allgather(len(calls)))) == 1  # reading may be collective
+    assert len(set(comm.allgather(len(calls)))) == 1  # reading may be collective
     assert comm.allreduce(sum(calls)) == seqlen
-    assert not apart or sum(calls) == len(at)
     for of_file in (slabs, all_on(comm.size - 1, layout)):
         written = []
 
@@ -66,16 +66,15 @@ def test_there_and_back(comm, monkeypatch, kind, seqlen, piece, apart):
             written.append(rows.copy())
 
         strided = np.ascontiguousarray(chunk.swapaxes(0, 1)).swapaxes(0, 1)
-        Redistribution(Peers(comm), of_file, layout, (2, 3), whole.dtype).from_chunk(strided, write, apart)
-        assert apart or len(set(comm.allgather(len(written)))) == 1
+        Redistribution(Peers(comm), of_file, layout, (2, 3), whole.dtype).from_chunk(strided, write)
+        assert len(set(comm.allgather(len(written)))) == 1
         back = np.concatenate([*written, whole[:0]])
-        assert np.array_equal(back, whole[at if apart else positions(of_file, comm.rank)])
+        assert np.array_equal(back, whole[positions(of_file, comm.rank)])
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("failing", [0, -1])
-@pytest.mark.parametrize("apart", [False, True])
-def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing, apart):
+def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing):
     """In the middle; the others go on, and no message is left over for the next call."""
     monkeypatch.setattr(rounds, "PIECE_BYTES", 16)
     layout, peers, victim = layout_of(kind, 61, comm.size), Peers(comm), failing % comm.size
@@ -83,7 +82,7 @@ def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing,
 
     def broken(*_):
         calls.append(1)
-        if comm.rank == victim and len(calls) == (1 if apart else 3):
+        if comm.rank == victim and len(calls) == 3:
             raise OSError("the disk is gone")
 
     def move():
@@ -91,8 +90,8 @@ def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing,
         return Redistribution(peers, slabs, layout, (), np.dtype(float))
 
     for call in (
-        lambda: move().to_chunk(broken, apart=apart),
-        lambda: move().from_chunk(np.zeros(layout.length(comm.rank)), broken, apart),
+        lambda: move().to_chunk(broken),
+        lambda: move().from_chunk(np.zeros(layout.length(comm.rank)), broken),
     ):
         with pytest.raises(errors.FileError, match="the disk is gone") as caught:
             call()
@@ -127,7 +126,7 @@ def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, ap
     for name in "qkv":
         output.write(name, whole[:, at], layout)
     lse = whole[..., 0].swapaxes(1, 2).astype("float32")
-    output.write("lse", lse[:, :, at], layout, axis=2)
+    output.write("lse", lse[:, :, at].astype("float64"), layout, axis=2)  # converted
     output.commit()
     source = io.Input(peers, f"{folder}/x.h5", axes=axes)
     if apart and not io.parallel():
@@ -143,3 +142,25 @@ def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, ap
     with h5py.File(f"{folder}/x.h5", "r") as file:
         assert np.array_equal(file["lse"][()], lse)
     comm.Barrier()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_error_of_making_a_chunk_is_raised_on_all(comm, tmp_path_factory, monkeypatch, in_place):
+    """In the middle of those to write, on the last rank."""
+    if not in_place:
+        monkeypatch.setattr(io, "mapped", lambda *_: None)
+    folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
+    layout, peers = Layout("striped", 29, comm.size), Peers(comm)
+
+    def chunks():
+        for name in "kv":
+            if name == "v" and comm.rank == comm.size - 1:
+                raise MemoryError("no memory for v")
+            yield io.Written(name, np.zeros((1, layout.length(comm.rank), 2, 5), np.float32), layout)
+
+    output = io.Output(peers, f"{folder}/x.h5", {name: ((1, 29, 2, 5), "float32") for name in "kv"})
+    with pytest.raises(errors.MpiattnError, match="no memory for v"):
+        output.write_each(chunks())
+    output.abandon()
+    comm.Barrier()
+    assert os.listdir(folder) == []
