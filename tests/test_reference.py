@@ -111,22 +111,27 @@ def drawn(rng, seqlen, seqlen_k):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_no_row_of_a_block_sees_is_left_out(seed, monkeypatch):
+def test_masks_as_they_are_defined(seed, monkeypatch):
+    """The reference takes the interval of keys that a query sees; the naive run looks at every pair."""
     rng = np.random.default_rng(seed)
     q, k, v = inputs(29, 23, seed=seed)
     masks, dout = drawn(rng, 29, 23), rng.standard_normal((2, 29, 4, 5))
     begin, end = reference.bounds(np.arange(29), 2, (29, 23), True, **masks)
     assert (end - begin < 23).any()
-
-    def everything():
-        return [*reference.attention(q, k, v, True, **masks), *reference.backward(dout, q, k, v, True, **masks)]
-
-    results = []
+    whole = naive(Inputs(q, k, v, dout), np.float64, causal=True, **masks)
     for rows in 1, 7, 64:
         monkeypatch.setattr(reference, "BLOCK_ROWS", rows)
-        results.append(everything())
-    monkeypatch.setattr(reference, "_bounds", lambda rows, *_: (0 * rows.first, 0 * rows.first + 23))
-    whole = everything()
-    for result in results:
-        for got, ref in zip(result, whole):
+        results = *reference.attention(q, k, v, True, **masks), *reference.backward(dout, q, k, v, True, **masks)
+        for got, ref in zip(results, whole):
             assert (np.isneginf(got) == np.isneginf(ref)).all() and error(got, ref) < 1e-13
+
+
+def test_some_gradients():
+    q, k, v = inputs(9, 11)
+    dout = np.random.default_rng(1).standard_normal((2, 9, 4, 5))
+    out, lse = reference.attention(q, k, v, True)
+    given = dout, q, k, v, lse, np.einsum("bqhd,bqhd->bhq", dout, out), True
+    dq, dk, dv = reference.gradients(*given)
+    of_queries, of_keys = reference.gradients(*given, of="q"), reference.gradients(*given, of="kv")
+    assert (of_queries[0] == dq).all() and of_queries[1:] == (None, None)
+    assert of_keys[0] is None and (of_keys[1] == dk).all() and (of_keys[2] == dv).all()

@@ -107,9 +107,8 @@ class _Check:
             out, lse = source.attention(positions, q)
             delta, expected = _delta(dout, out), np.zeros(q.shape)
             for keys, k, v in source.keys_of(positions):
-                expected += reference.gradients(
-                    dout, q, k, v, lse, delta, positions=positions, keys=keys, **source.scores, **source.masks
-                )[0]
+                where = {"positions": positions, "keys": keys, **source.scores, **source.masks}
+                expected += reference.gradients(dout, q, k, v, lse, delta, of="q", **where)[0]
                 self._see("k", k)
             self.dq.add(dq[:, some], expected)
             self._see("lse", lse)
@@ -150,6 +149,7 @@ class _Check:
                     *self._of_all(queries, dout),
                     positions=queries,
                     keys=positions,
+                    of="kv",
                     **source.scores,
                     **source.masks,
                 )

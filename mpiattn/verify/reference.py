@@ -58,11 +58,8 @@ def visible_keys(positions, keys, lengths, causal=False, window=(None, None), ca
     keys at the beginning of their document.  prefixes, causal_documents: one value per document, instead of prefix and
     causal.
     """
+    keys, block = np.asarray(keys), causal_block or 1
     rows = _rows(np.asarray(positions), lengths, causal, **documents)
-    return _visible(rows, np.asarray(keys), window, causal_block or 1)
-
-
-def _visible(rows, keys, window, block):
     first, last, diagonal, prefix, causal = (array[:, None] for array in rows)
     visible = (first <= keys) & (keys < last)
     visible &= ~causal | (keys < first + prefix) | ((keys - first) // block <= (diagonal - first) // block)
@@ -125,7 +122,8 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, window=(N
         while start < queries:
             rows, seen = _block(start, begin, end)
             start = rows.stop
-            visible = _visible(Rows(*(array[rows] for array in of_rows)), keys[seen], window, causal_block or 1)
+            numbers = np.arange(seen.start, seen.stop)
+            visible = (begin[rows, None] <= numbers) & (numbers < end[rows, None])
             for h in range(heads if visible.any() else 0):
                 kv = h // (heads // k.shape[2])
                 score = q[b, rows, h].astype(np.float64) @ k[b, seen, kv].astype(np.float64).T * scale
@@ -221,14 +219,17 @@ def gradients(
     positions=None,
     keys=None,
     lengths=None,
+    of="qkv",
     **masks,
 ):
     """The contributions of these queries and keys to dq, dk and dv, float64; other arguments as for `attention`.
 
     lse and delta = rowsum(dout * out) - dlse, (batch, heads, seqlen): of these queries over all their keys.
+    of: "q" for dq alone, "kv" for dk and dv; the others are None.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    dq, dk, dv = (np.zeros(array.shape) for array in (q, k, v))
+    dq = np.zeros(q.shape) if "q" in of else None
+    dk, dv = (np.zeros(array.shape) if "kv" in of else None for array in (k, v))
     with np.errstate(all="ignore"):
         for b, rows, h, kv, seen, score, visible, slope in _blocks(
             q, k, v, causal, scale, softcap, positions, keys, lengths, **masks
@@ -239,9 +240,11 @@ def gradients(
                 array.astype(np.float64) for array in (dout[b, rows, h], v[b, seen, kv], k[b, seen, kv], q[b, rows, h])
             )
             dscore = np.where(visible, weight * (grad @ of_values.T - delta[b, h, rows, None]) * slope * scale, 0)
-            dq[b, rows, h] = _product(dscore, of_keys, visible)
-            dk[b, seen, kv] += _product(dscore.T, queries, visible.T)
-            dv[b, seen, kv] += _product(weight.T, grad, visible.T)
+            if dq is not None:
+                dq[b, rows, h] = _product(dscore, of_keys, visible)
+            if dk is not None:
+                dk[b, seen, kv] += _product(dscore.T, queries, visible.T)
+                dv[b, seen, kv] += _product(weight.T, grad, visible.T)
     return dq, dk, dv
 
 
