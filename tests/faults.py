@@ -42,8 +42,8 @@ FAULTS = {
     "leave": "it calls sys.exit",
     "exit": "it calls os._exit",
 }
-READING = {"read": "files.io.Input.chunk", "exchange": "comm.rounds.Rounds.turn"}
-WRITING = {"write": "files.io.Output.write", "commit": "files.io.Output.commit"}
+READING = {"read": "files.io.Input.chunks", "exchange": "comm.rounds.Rounds.turn"}
+WRITING = {"write": "files.io.Output.write_each", "commit": "files.io.Output.commit"}
 FORWARD = {"planning": "comm.mesh.Mesh.__init__", "steps": "engine.executor.Executor._run_block"}
 CACHE = {"append": "decode.cache.KVCache.append", "decode": "decode.combine.Combiner.run"}
 PHASES = {

@@ -19,10 +19,10 @@ TIMEOUT = 2.0  # seconds that a rank waits for others, on a quiet machine
 SOON = 30.0  # seconds within which a job must end, from its start
 FATES = "raise", "SIGKILL", "SIGSTOP"
 PHASES = {
-    "read": "files.io.Input.chunk",
+    "read": "files.io.Input.chunks",
     "exchange": "comm.rounds.Rounds.turn",
     "steps": "engine.executor.Executor._run_block",
-    "write": "files.io.Output.write",
+    "write": "files.io.Output.write_each",
 }
 
 # Lets a rank meet its fate where a method is first called, then runs the command line.

@@ -244,7 +244,7 @@ READING = (
     "    MPI.COMM_WORLD.Barrier()\n"
     "    if MPI.COMM_WORLD.rank == int(victim): print('pid', os.getpid(), flush=True)\n"
     "    time.sleep(60)\n"
-    "io.Input.chunk = wait\n"
+    "io.Input.chunks = wait\n"
     "from mpiattn.cli import main; sys.exit(main(arguments))"
 )
 
