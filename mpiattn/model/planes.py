@@ -162,7 +162,6 @@ class _Model:
         self.problem, self.machine, self.direction, self.nodes = problem, machine, direction, nodes
         self.overlap, self.max_memory, self.mask = overlap, max_memory, mask
         self._costs, self._models = cache(self._cost), cache(self._model)
-        self.least = cache(self._least)
 
     def _cost(self, planes, chunks, pair, inner):
         """The `_Cost` of regrouping; None if there is none."""
@@ -199,15 +198,19 @@ class _Model:
         """Seconds that no choice of a case is below, of its computing alone."""
         return self._of_plane(case).computing(case.of_plane)
 
-    def _least(self, case):
-        """(seconds, bytes sent) that no choice of a case is below."""
+    def sent(self, case):
+        """Bytes that no choice of a case sends less than."""
         added, model = self._of(case)
-        seconds, sent = model.least(case.of_plane)
-        return (seconds, sent) if added is None else (seconds + added.seconds, sent + added.sent_bytes)
+        return model.sent(case.of_plane) + (0.0 if added is None else added.sent_bytes)
+
+    def seconds(self, case):
+        """Seconds that no choice of a case is below."""
+        added, model = self._of(case)
+        return model.seconds(case.of_plane) + (0.0 if added is None else added.seconds)
 
     def bound(self, cases):
         """The `search.Bound` of the cases of a tile."""
-        case = min(cases, key=self.least)
+        case, _ = search.least_of(self, cases)
         added, model = self._of(case)
         bound = model.bound([case.of_plane])
         if added is None:

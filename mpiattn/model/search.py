@@ -215,7 +215,6 @@ class Model:
             without_documents = cache(lambda pair: Work(problem.mask, *pair))
             self._load_without_documents = lru_cache(LOADS)(lambda pair, tile: Load(without_documents(pair), tile))
         self._bounds = cache(lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes))
-        self.least = cache(self._least)
         self._schedules = cache(self._build)
 
     def _build(self, tile, kind, route, ahead):
@@ -229,11 +228,15 @@ class Model:
         least = self._bounds(case.pair, case.tile)
         return sum(least.computing(case.kind, of_pass) for of_pass in self.directions)
 
-    def _least(self, case):
-        """(seconds, bytes sent) that no choice of a case is below."""
+    def sent(self, case):
+        """Bytes that no choice of a case sends less than."""
         least = self._bounds(case.pair, case.tile)
-        seconds = sum(least.seconds(case.kind, case.route, of_pass, self.overlap) for of_pass in self.directions)
-        return seconds, sum(sum(least.sent(of_pass).values()) for of_pass in self.directions)
+        return sum(sum(least.sent(of_pass).values()) for of_pass in self.directions)
+
+    def seconds(self, case):
+        """Seconds that no choice of a case is below."""
+        least = self._bounds(case.pair, case.tile)
+        return sum(least.seconds(case.kind, case.route, of_pass, self.overlap) for of_pass in self.directions)
 
     def limited(self, max_memory):
         """The same model with another limit for memory."""
@@ -243,11 +246,9 @@ class Model:
 
     def bound(self, cases):
         """The `Bound` of the cases of a tile."""
-        case = min(cases, key=self.least)
+        case, seconds = least_of(self, cases)
         least = self._bounds(case.pair, case.tile)
-        return Bound(
-            case.tile, case.pair, self.least(case)[0], {of_pass: least.sent(of_pass) for of_pass in self.directions}
-        )
+        return Bound(case.tile, case.pair, seconds, {of_pass: least.sent(of_pass) for of_pass in self.directions})
 
     def choice(self, case):
         """The `Choice` of a case."""
@@ -282,41 +283,53 @@ def _merit(choice, least):
     return max(choice.seconds, least), choice.sent_bytes, choice.nbytes
 
 
+def least_of(model, cases):
+    """The case that may be the fastest, with the fewest bytes of equal ones, and the seconds that it is not below."""
+    return min(((case, model.seconds(case)) for case in cases), key=lambda least: (least[1], model.sent(least[0])))
+
+
 def _needed(model, cases, of_tiles):
-    """The choices by number of their case: enough to know the best of all, with `of_tiles` that of each tile too."""
+    """The choices by number of their case: enough to know the best of all, with `of_tiles` that of each tile too.
+
+    Of a case the cheapest is looked at first: seconds of its computing, then bytes, seconds with transfers, the choice.
+    """
     made, left = {}, {number: (model.computing(case), 0.0) for number, case in enumerate(cases)}
-    bounded = set()  # cases of which `left` has the least, and not only what computing takes
+    known = dict.fromkeys(left, 0)  # how much more than computing `left` counts: bytes, then transfers
 
     def predict(number):
-        if number not in bounded:
-            bounded.add(number)
-            seconds, sent = model.least(cases[number])
-            left[number] = seconds, sent * ROUNDING  # kinds are summed in another order than in a choice
+        case, (seconds, sent) = cases[number], left[number]
+        if known[number] == 0:
+            left[number] = seconds, model.sent(case) * ROUNDING  # kinds are summed in another order than in a choice
+        elif known[number] == 1:
+            left[number] = model.seconds(case), sent
         else:
-            made[number] = model.choice(cases[number])
+            made[number] = model.choice(case)
             del left[number]
+        known[number] += 1
 
-    def rival(numbers, least):
-        """The case to look at before the best of some numbers is known; None if it is.  least: end of equal times."""
-        unknown = [number for number in numbers if number in left]
+    def rival(numbers, end):
+        """The case to look at before the best of some numbers is known; None if it is.  end: of equal times."""
+        promising = [(max(left[number][0], end), *left[number][::-1], number) for number in numbers if number in left]
+        if not promising:
+            return None
+        *most, number = min(promising)
         fits = _fit([made[number] for number in numbers if number in made], model.max_memory)
-        if fits:
-            best = min(_merit(choice, least)[:2] for choice in fits)
-            unknown = [number for number in unknown if (max(left[number][0], least), left[number][1]) <= best]
-        return min(unknown, key=lambda number: (max(left[number][0], least), *left[number][::-1]), default=None)
+        return None if fits and tuple(most[:2]) > min(_merit(choice, end)[:2] for choice in fits) else number
 
     def least():
         """The shortest time so far; before any is known, the shortest that is possible."""
-        known = [choice.seconds for choice in _fit(made.values(), model.max_memory)]
-        return min(known or [seconds for seconds, _ in left.values()], default=0.0)
+        times = [choice.seconds for choice in _fit(made.values(), model.max_memory)]
+        return min(times or [seconds for seconds, _ in left.values()], default=0.0)
 
     while left:
-        known, number = (1 + SAME_TIME) * least(), rival(range(len(cases)), (1 + SAME_TIME) * least())
+        shortest = least()
+        number = rival(range(len(cases)), (1 + SAME_TIME) * shortest)
         if number is None:  # the best so far is the best, unless a shorter time ends equal times before it
-            best = min(_fit(made.values(), model.max_memory), key=lambda choice: _merit(choice, known))
-            number = min(left, key=lambda number: left[number][0])
-            shortest = left[number][0]
-            if shortest >= least() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * shortest):
+            end = (1 + SAME_TIME) * shortest
+            best = min(_fit(made.values(), model.max_memory), key=lambda choice: _merit(choice, end))
+            number = min(left, key=left.__getitem__)
+            possible, _ = left[number]
+            if possible >= shortest or (not of_tiles and best.seconds <= (1 + SAME_TIME) * possible):
                 break
         predict(number)
     for tile in dict.fromkeys(case.tile for case in cases) if of_tiles else ():
