@@ -16,6 +16,8 @@
 
 #include "launch.h"
 
+#define LEAST_ROWS 6  // of a KV head that is decoded on AMX tiles
+
 #define DECLARE(set) extern const struct kernels set##_float, set##_double;
 #define ENTRY(set, has) {#set, {&set##_float, &set##_double, &set##_float, &set##_float}, has},
 #define ENTRY_OF_PAIRS(set, has) {#set, {&avx512_float, &avx512_double, &avx512_float, &set##_pairs}, has},
@@ -135,10 +137,22 @@ int best_set(void) {
     return number;
 }
 
+// Whether tiles would be nearly empty: products of a few rows bound nothing, and float32 makes them sooner.
+static int has_few_rows(const struct kernels* kernels, const struct launch* of, enum operation operation) {
+#ifdef WITH_amx
+    return kernels == &amx_pairs && operation == DECODE &&
+           of->tokens * of->heads < (int64_t)LEAST_ROWS * of->sequences * of->kv_heads;
+#else
+    (void)kernels, (void)of, (void)operation;
+    return 0;
+#endif
+}
+
 // Products of pairs are there for some operations alone.
 static const struct kernels* kernels_of(int number, const struct launch* of, enum operation operation) {
     const struct kernels* kernels = sets[number].of[of->element];
-    return kernels->of[operation].run ? kernels : sets[number].of[FLOAT32];
+    const int pairs = kernels->of[operation].run && !has_few_rows(kernels, of, operation);
+    return pairs ? kernels : sets[number].of[FLOAT32];
 }
 
 // Bytes of scratch memory of a launch, and the launch, on the set with that number.

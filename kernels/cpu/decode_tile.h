@@ -70,7 +70,7 @@ static void make_block(const struct launch* of, const struct decode_work* work, 
     struct block* block = work->block;
     const char** row = block->row;
     block->first = first, block->count = least(keys->stop - first, BLOCK_KEYS);
-    block->behind = rounded_up(block->count, LANES);
+    block->behind = rounded_up(block->count, BESIDE);
     for (int values = 0; values < 2; values++) {
         row = put_rows(of, values ? &of->v : &of->k, keys, first, block->count, row);
         while (row < block->row + (values + 1) * block->behind)

@@ -2,10 +2,8 @@
 // -DREAL_BYTES=4 or 8.
 
 #include "backward.h"
-#include "forward.h"
-#ifndef __AMX_BF16__  // Intel's processors compute more without pairs where there are few rows
 #include "decode.h"
-#endif
+#include "forward.h"
 #ifndef __AVX512BF16__
 #include "narrow.h"
 #include "partials.h"
@@ -14,9 +12,7 @@
 const struct kernels TABLE = {{
     [FORWARD] = {forward_bytes, forward},
     [BACKWARD] = {backward_bytes, backward},
-#ifndef __AMX_BF16__
     [DECODE] = {decode_bytes, decode},
-#endif
 #ifndef __AVX512BF16__
     [MERGE] = {no_bytes, merge},
     [SINK] = {no_bytes, sink},

@@ -10,9 +10,19 @@
 #include "rows.h"
 
 #define BLOCK_KEYS 128          // whose scores become weights together
+#define BESIDE 64               // keys of which the products of some instruction sets take all
 #define GROUP 8                 // keys that are multiplied at the same time, at most
-#define STEP_BYTES 4096  // of values that several passes read one after another: memory is read almost in order
-#define STEP_ROWS 16  // of them, at most
+// Rows of values that several passes read one after another, so that memory is read almost in order.
+#ifdef __AMX_BF16__
+#define STEP_BYTES 16384
+#define STEP_ROWS 64
+#define LEAST_STEP 32
+#else
+#define STEP_BYTES 4096
+#define STEP_ROWS 16
+#define LEAST_STEP 2
+#endif
+#define SIDE_BY_SIDE 16  // keys of a page, at least
 // So far ahead rows are prefetched, and further for each product with a line: with more products, the processor
 // computes for longer before it reads on.
 #define NEAR_BYTES 4096
@@ -22,7 +32,7 @@
 
 struct block {  // of keys
     long first, count;
-    long behind;  // count, rounded up to a vector: so many rows of each kind
+    long behind;  // count, rounded up: so many rows of each kind, of which those beyond count are zeros
     long step;  // rows of values that several passes read one after another: a power of 2
     long near;  // rows ahead that are prefetched
     int side_by_side;  // whether so many rows mostly lie one behind the other

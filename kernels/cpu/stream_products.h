@@ -12,6 +12,7 @@
 #else
 #define SUMS 8
 #endif
+#define MOST_VECTORS(width) least(SUMS / (width), 8)  // of values in a pass
 
 typedef real factor;
 

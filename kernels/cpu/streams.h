@@ -2,7 +2,9 @@
 
 #pragma once
 
-#ifdef __AVX512BF16__
+#ifdef __AMX_BF16__
+#include "stream_tiles.h"
+#elif defined(__AVX512BF16__)
 #include "stream_pairs.h"
 #else
 #include "stream_products.h"
@@ -15,15 +17,15 @@ INLINE void set_ahead(const struct launch* of, int width, struct block* block) {
     const long products = width * 64 / product_bytes(of->element);  // with a line
     const long near = NEAR_BYTES + least(most(products, 2), NEAR_PRODUCTS) * NEAR_BYTES_PRODUCT;
     block->step = STEP_ROWS;
-    while (block->step > 2 && block->step * value > STEP_BYTES)
+    while (block->step > LEAST_STEP && block->step * value > STEP_BYTES)
         block->step /= 2;
     block->near = least(most(near / most(key, value), block->step), NEAR_ROWS);
-    block->side_by_side = of->k.token == key && of->v.token == value && of->page_size >= STEP_ROWS;
+    block->side_by_side = of->k.token == key && of->v.token == value && of->page_size >= SIDE_BY_SIDE;
 }
 
 // A pass over keys for so many vectors of their values at a time, as often as there are so many.
 #define PASSES(vectors)                                     \
-    if (width * (vectors) <= SUMS)                          \
+    if ((vectors) <= MOST_VECTORS(width))                   \
         for (; from + (vectors) <= full; from += (vectors)) \
     stream_columns(element, width, vectors, 0, dim, from, block, ahead, first, stop, factors, acc, pitch)
 
@@ -33,7 +35,7 @@ INLINE void stream_values(int element, int width, int dim, const struct block* b
     factor memory[BLOCK_KEYS * LANES];
     const factor* factors = factors_of(width, block->count, weight, memory);
     const int full = dim / LANES;
-    const int once = full <= least(SUMS / width, 8) && !(full & (full - 1));  // whether a pass takes whole rows
+    const int once = full <= MOST_VECTORS(width) && !(full & (full - 1));  // whether a pass takes whole rows
     const long step = once ? BLOCK_KEYS : block->step;
     for (long first = 0; first < block->count; first += step) {
         const long stop = least(first + step, block->count);
