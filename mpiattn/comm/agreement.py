@@ -78,7 +78,7 @@ def from_rank_0(peers, make):
 
 def digest_of(call, arguments):
     """A hash of the call and its arguments, an integer of 56 bits."""
-    compared = call, [(name, _comparable(arguments[name])) for name in sorted(arguments)]
+    compared = call, [(name, _comparable(value)) for name, value in sorted(arguments.items())]
     return int.from_bytes(hashlib.sha256(repr(compared).encode()).digest()[:7], "big")
 
 

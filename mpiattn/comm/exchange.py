@@ -125,18 +125,17 @@ class Exchange:
             self._row_types[row_bytes] = MPI.BYTE.Create_contiguous(row_bytes).Commit()
         return self._row_types[row_bytes]
 
-    def _rounds(self, longest, row_bytes):
-        """First token and number of tokens of each round that keeps messages within the limit."""
-        step = max(1, self.max_message // row_bytes)
-        return [(first, step) for first in range(0, longest, step)]
+    def _step(self, row_bytes):
+        """Most tokens of a chunk in a round, which keep messages within the limit."""
+        return max(1, self.max_message // row_bytes)
 
     def allgather(self, comm, chunk, arena, lengths, offsets, row_bytes):
         """Post an allgather of every rank's chunk into `arena`; returns a list of Posted.
 
         lengths, offsets: tokens of each rank's chunk and its offset in the arena, by rank of `comm`.
         """
-        row_type, posted = self._row_type(row_bytes), []
-        for first, step in self._rounds(max(lengths), row_bytes):
+        row_type, posted, step = self._row_type(row_bytes), [], self._step(row_bytes)
+        for first in range(0, max(lengths), step):
             counts, starts = _part(lengths, offsets, first, step)
             own_count = counts[comm.rank]
             piece = chunk[first * row_bytes : (first + own_count) * row_bytes]
@@ -152,8 +151,8 @@ class Exchange:
         in_offsets[j] of `incoming`.  longest: tokens of the longest chunk between any two ranks, which determines the
         number of rounds on all ranks.
         """
-        row_type, posted = self._row_type(row_bytes), []
-        for first, step in self._rounds(longest, row_bytes):
+        row_type, posted, step = self._row_type(row_bytes), [], self._step(row_bytes)
+        for first in range(0, longest, step):
             counts, starts = _part(out_lengths, out_offsets, first, step)
             in_counts, in_starts = _part(in_lengths, in_offsets, first, step)
             request = comm.Ialltoallv([outgoing, counts, starts, row_type], [incoming, in_counts, in_starts, row_type])
@@ -189,14 +188,10 @@ class Exchange:
         where: what this rank is doing, for the PeerFailure at the time limit.
         """
         start = time.perf_counter()
-
-        def tell():
-            return f"{where} to {self._missing(posted)}".lstrip()
-
-        if self._later or self._coming:
-            self.peers.until(lambda: self.complete(posted), tell, posted)
-        else:
-            self.peers.wait([transfer.request for transfer in posted], tell)
+        done = partial(self.complete, posted)
+        if not (self._later or self._coming):
+            done = partial(MPI.Request.Testall, [transfer.request for transfer in posted])
+        self.peers.until(done, lambda: f"{where} to {self._missing(posted)}".lstrip(), posted)
         self.wait_seconds += time.perf_counter() - start
 
     def finish(self, request, verb, nbytes, where):

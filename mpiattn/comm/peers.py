@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import time
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,7 +98,7 @@ class Peers:
 
         tell: called at the time limit; returns what this rank was waiting for, for the message.
         """
-        self.until(lambda: MPI.Request.Testall(requests), tell, requests)
+        self.until(partial(MPI.Request.Testall, requests), tell, requests)
 
     def until(self, done: Callable[[], bool], tell: Callable[[], str] | None = None, kept: object = None) -> None:
         """Call `done`, which polls MPI, until it returns true.

@@ -5,16 +5,16 @@ step that needs it.  Its steps are bound to the rank and the call (`mpiattn.sche
 events, and neither hops nor routes.  The pass and the back end define what a block computes, `transfers` what is sent.
 """
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, product
+from time import perf_counter as clock
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..problem.layout import increasing
-from ..schedule.bound import BoundTransfer, bind
+from ..schedule.bound import bind
 from ..schedule.kinds import IN_COLUMNS, KINDS, chunk_of
 from ..schedule.places import Places
 from ..schedule.ranges import overlap, positions, total
@@ -23,7 +23,7 @@ from .buffers import Buffers
 from .folding import stays
 from .held import Held
 from .progress import Advance
-from .transfers import Posted, Transfers
+from .transfers import Transfers
 
 # Prefetched transfers in flight: 2 keep the link busy without splitting its bandwidth.
 UNDER_WAY = 2
@@ -41,20 +41,6 @@ class _Bound:
     transfers: list
     places: Places
     launches: dict = field(default_factory=dict)
-
-
-@dataclass
-class _Pending:
-    """A posted transfer of a step.
-
-    begun, arrived: seconds since the pass began when it was posted and when it was found complete.
-    """
-
-    step: int
-    transfer: BoundTransfer
-    begun: float
-    posted: Posted
-    arrived: float | None = None
 
 
 # Limit in bytes for the row intervals of blocks that are kept for calls to come: 8 million rows.
@@ -82,7 +68,7 @@ class Executor:
         self.activity = self.bound = None  # of the last pass, and its `_Bound`
         self.coming = None  # what is `Coming`, or None
         self.own = {}  # of the last pass, as for `Buffers.fit`
-        self.times, self.moves = [], []  # of the last pass: steps, transfers
+        self.times, self.moves = [], []  # of the last pass: its `StepTimes` and `Moved`, by the clock
         self._bounds = WeakKeyDictionary()  # `_Bound` of this rank, by the activity of a call
         if bound is not None:
             self._bounds[activity] = bound
@@ -159,13 +145,13 @@ class Executor:
     def _run(self, q, kv, results, progress, q_ready):
         self.buffers.accumulate_in(results)
         self.held.begin(q, kv, q_ready)
-        self.number, self.began = 0, time.perf_counter()
+        self.number, self.began = 0, clock()
         self.to_post = deque(self.bound.transfers)
         self.under_way = deque()  # in order of posting
         self.times, self.moves = [], []
         for number, step in enumerate(self.bound.steps):
             self.number, self.where = number, self.steps_in_words[number]
-            posted = self._now()
+            posted = clock()
             while self.to_post and self.to_post[0][0] == number:  # this step needs them
                 self._post_next()
             self._post_ahead()
@@ -175,21 +161,20 @@ class Executor:
                 self._run_tile(meanwhile) if step.fused else self._run_block(*blocks[0], meanwhile)
                 if advance:
                     advance(1)
-            computed = self._now()
+            computed = clock()
             while self.under_way and self.under_way[0].step == number:
                 self._complete(self.under_way.popleft())
-            self.times.append(StepTimes(posted, computed, self._now()))
+            self.times.append((posted, computed, clock()))
         self._wait_for_own()
         return self.held.end()
-
-    def _now(self):
-        return time.perf_counter() - self.began
 
     def trace(self):
         """The measured `Timeline` of the last pass on this rank; None before the first."""
         if not self.times:
             return None
-        return Timeline(self.schedule.direction, tuple(self.times), tuple(self.moves), self.times[-1].ended)
+        steps = tuple(StepTimes(*(time - self.began for time in times)) for times in self.times)
+        moves = tuple(Moved(*which, begun - self.began, arrived - self.began) for *which, begun, arrived in self.moves)
+        return Timeline(self.schedule.direction, steps, moves, steps[-1].ended)
 
     # Blocks
 
@@ -317,7 +302,8 @@ class Executor:
         if self.coming and transfer.kind == self.coming.kind:
             self._wait_for_own()
         posted = self.transfers.post(transfer)
-        self.under_way.append(_Pending(step, transfer, self._now(), posted))
+        posted.step, posted.begun = step, clock()
+        self.under_way.append(posted)
 
     def _post_ahead(self):
         """Prefetch: post the next transfers as far as the schedule and UNDER_WAY allow."""
@@ -325,7 +311,7 @@ class Executor:
             self.to_post
             and self.to_post[0][1].earliest <= self.number
             and not (self.coming and self.to_post[0][1].kind == self.coming.kind)
-            and sum(pending.arrived is None for pending in self.under_way) < UNDER_WAY
+            and sum(posted.arrived is None for posted in self.under_way) < UNDER_WAY
         ):
             self._post_next()
 
@@ -347,26 +333,19 @@ class Executor:
 
     def _look(self):
         """Note which transfers have arrived."""
-        for pending in self.under_way:
-            if pending.arrived is None and self.exchange.complete(pending.posted.requests):
-                pending.arrived = self._now()
+        for posted in self.under_way:
+            if posted.arrived is None and self.exchange.complete(posted.requests):
+                posted.arrived = clock()
 
-    def _complete(self, pending):
+    def _complete(self, posted):
         """Wait for a transfer, then store or merge what arrived."""
-        transfer, posted = pending.transfer, pending.posted
-        if pending.arrived is None:
+        transfer = posted.transfer
+        if posted.arrived is None:
             self.exchange.wait(posted.requests, self.where)
-            pending.arrived = self._now()
+            posted.arrived = clock()
         if posted.requests:
-            self.moves.append(
-                Moved(
-                    transfer.kind,
-                    0 if transfer.collective else transfer.hops[0].hop,
-                    pending.step,
-                    pending.begun,
-                    pending.arrived,
-                )
-            )
+            hop = 0 if transfer.collective else transfer.hops[0].hop
+            self.moves.append((transfer.kind, hop, posted.step, posted.begun, posted.arrived))
         for array in posted.leaving:
             self.backend.sent(array)
         if posted.arriving is not None:

@@ -21,12 +21,12 @@ class Results:
     """
 
     def __init__(self, backend, asked, inputs):
-        self._backend, self._asked, self._arrays = backend, asked, {}
+        self._backend, self._asked, self._arrays, others = backend, asked, {}, dict(inputs)
         for name, (memory, shape, dtype) in asked.items():
             if memory is not None:
                 array = checked(backend, name, memory, shape, dtype, writable=True)
-                _check_own_memory(name, array, {**inputs, **self._arrays})
-                self._arrays[name] = array
+                _check_own_memory(name, array, others)
+                self._arrays[name] = others[name] = array
 
     def arrays(self):
         """The arrays in the order of `asked`.  The first call makes those that the caller did not give."""
@@ -70,14 +70,12 @@ def _check_strides(name, array):
 
 def _overlap(array, other):
     """Whether two arrays share a byte, on any device; True if the answer takes too long."""
-    if isinstance(array, np.ndarray) and isinstance(other, np.ndarray):
-        first, second = array, other
-    else:
-        first, second = map(_addresses, (array, other))
-    if not np.may_share_memory(first, second):
+    if not type(array) is type(other) is np.ndarray:
+        array, other = _addresses(array), _addresses(other)
+    if not np.may_share_memory(array, other):
         return False
     try:
-        return np.shares_memory(first, second, max_work=10**6)
+        return np.shares_memory(array, other, max_work=10**6)
     except np.exceptions.TooHardError:
         return True
 

@@ -4,31 +4,39 @@ Transfers are bound to the rank (`mpiattn.schedule.bound`).  Each carries the to
 message for every array and range of tokens.  The exchange defines how bytes travel.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
+from ..schedule.bound import BoundTransfer
 from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of
 from ..schedule.ranges import places, total
+from ..schedule.travels import size_of
 from .buffers import Chunk
 
 
-class Posted(NamedTuple):
-    """What a posted transfer has begun.
+@dataclass(eq=False, slots=True)
+class Posted:
+    """A posted transfer.
 
     requests: the requests of the exchange.
     leaving: the arrays being sent.
     landing: the arrays being received.
     arriving: the chunk that they belong to, None if nothing is received.
     then: called when that has arrived.
+    step: the number of the step that needs it.
+    begun, arrived: clock in seconds when it was posted and when it was found complete.
     """
 
+    transfer: BoundTransfer
     requests: list
-    leaving: list
-    landing: list
+    leaving: Sequence
+    landing: Sequence
     arriving: Chunk | None
     then: Callable
+    step: int = 0
+    begun: float = 0.0
+    arrived: float | None = None
 
 
 class Gathering(NamedTuple):
@@ -37,17 +45,14 @@ class Gathering(NamedTuple):
     sent: the tokens of this rank's own chunk that travel, None if none do.
     counts, starts: how many tokens of each chunk travel, and the row of the arena from which on they land.
     unsent: the other ranks' chunks of which none travel.
+    row_bytes: bytes of one token of every array.
     """
 
     sent: tuple | None
     counts: list
     starts: list
     unsent: list
-
-
-def _row_bytes(array):
-    """Bytes of one token of an array."""
-    return array.dtype.itemsize * math.prod(array.shape[1:])
+    row_bytes: list
 
 
 def _by_array(parts):
@@ -60,7 +65,6 @@ class Transfers:
 
     def __init__(self, mesh, backend, exchange, buffers, held):
         self.mesh, self.backend, self.exchange, self.buffers, self.held = mesh, backend, exchange, buffers, held
-        self._gatherings = WeakKeyDictionary()  # {`Places`: {kind: `Gathering`}}
 
     def post(self, transfer):
         """Start a transfer without waiting; returns what is `Posted`."""
@@ -92,11 +96,18 @@ class Transfers:
                 )
         if kind in GATHERED:
             return Posted(
-                requests, leaving, landing, arriving, lambda: self.held.update({(kind, receive.chunk): arriving})
+                transfer,
+                requests,
+                leaving,
+                landing,
+                arriving,
+                lambda: self.held.update({(kind, receive.chunk): arriving}),
             )
         if send:
             del self.held[kind, send.chunk]
-        return Posted(requests, leaving, landing, arriving, lambda: self.held.merge(kind, receive.chunk, arriving))
+        return Posted(
+            transfer, requests, leaving, landing, arriving, lambda: self.held.merge(kind, receive.chunk, arriving)
+        )
 
     def _cast(self, kind, parts, ready, slot=0):
         """Parts of a partial in the dtype of the wire, in the wire arrays of a slot, and their events."""
@@ -118,29 +129,34 @@ class Transfers:
 
     def _gathering(self, transfer):
         """The `Gathering` of a transfer, made once for all calls with the same places."""
-        kept, kind = self._gatherings.setdefault(self.buffers.places, {}), transfer.kind
-        if kind not in kept:
+        gatherings, kind = self.buffers.places.gatherings, transfer.kind
+        if kind not in gatherings:
             rank, held = self.mesh.chunk, self.buffers.tokens(kind)
             messages = [message for hop in transfer.hops for message in (hop.send, hop.receive) if message]
             sent = {message.chunk: message.tokens for message in messages}
             starts = {chunk: self.buffers.packed_start(kind, chunk) for chunk in held}
             starts[rank] += sum(part.start for part in places(held[rank], sent.get(rank, ())))
-            kept[kind] = Gathering(
+            gatherings[kind] = Gathering(
                 sent.get(rank),
                 [total(sent.get(chunk, ())) for chunk in held],
                 list(starts.values()),
                 [chunk for chunk in held if chunk not in sent and chunk != rank],
+                self._row_bytes(kind),
             )
-        return kept[kind]
+        return gatherings[kind]
+
+    def _row_bytes(self, arena):
+        """Bytes of one token of every array of an arena."""
+        return [size_of([array]) for array in self.buffers.shapes[arena]]
 
     def _gather(self, transfer):
         """Post a transfer of all hops of a gathered kind by one allgather."""
         kind, rank = transfer.kind, self.mesh.chunk
         own, gathered = self.held[kind, rank], Chunk(self.buffers.whole(kind), None)
-        sent, counts, starts, unsent = self._gathering(transfer)
+        sent, counts, starts, unsent, row_bytes = self._gathering(transfer)
         (leaving,) = own.parts(sent) if sent else [own.arrays]
         group, requests = self._group(kind), []
-        for array, arena in zip(leaving, gathered.arrays):
+        for array, arena, nbytes in zip(leaving, gathered.arrays, row_bytes):
             outgoing = self.exchange.whole(self.backend.outgoing(array, own.ready, collective=True))
             requests += self.exchange.allgather(
                 group,
@@ -148,7 +164,7 @@ class Transfers:
                 self.exchange.whole(self.backend.incoming(arena, collective=True)),
                 counts,
                 starts,
-                _row_bytes(arena),
+                nbytes,
             )
 
         def place():
@@ -160,7 +176,7 @@ class Transfers:
                 self.held.place_own(kind, own)
             self.held[kind, rank] = gathered
 
-        return Posted(requests, list(leaving), list(gathered.arrays), gathered, place)
+        return Posted(transfer, requests, leaving, gathered.arrays, gathered, place)
 
     def _exchange_partials(self, transfer):
         """Post a transfer of all hops of a reduced kind by one alltoall, and merge in order of the hops."""
@@ -184,7 +200,7 @@ class Transfers:
         in_counts = [total(of[peer].receive.tokens) if peer in of else 0 for peer in held]
         in_starts = [self.buffers.slot_start(arena_of(kind), of[peer].slot) if peer in of else 0 for peer in held]
         requests = []
-        for array, arena in zip(leaving, received.arrays):
+        for array, arena, nbytes in zip(leaving, received.arrays, self._row_bytes(arena_of(kind))):
             requests += self.exchange.alltoall(
                 self._group(kind),
                 self.exchange.whole(self.backend.outgoing(array, ready, collective=True)),
@@ -193,7 +209,7 @@ class Transfers:
                 self.exchange.whole(self.backend.incoming(arena, self.buffers.launched, collective=True)),
                 in_counts,
                 in_starts,
-                _row_bytes(arena),
+                nbytes,
                 self.buffers.places.longest(kind),
             )
 
@@ -203,4 +219,4 @@ class Transfers:
                 partial.ready = received.ready
                 self.held.merge(kind, hop.receive.chunk, partial)
 
-        return Posted(requests, list(leaving), list(received.arrays), received, merge_in_order)
+        return Posted(transfer, requests, leaving, received.arrays, received, merge_in_order)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..engine.folding import check_values, checked, on_host
 from ..engine.results import Results
 
@@ -28,9 +30,12 @@ class Arguments:
             "v": (p.batch, k_tokens, p.kv_heads, p.value_dim),
         }
         shapes |= {f"d{name}": shapes[name] for name in "qkv"}
-        self._types: dict[str, tuple[tuple[int, ...], str]] = {name: (shape, p.dtype) for name, shape in shapes.items()}
+        dtype, of_rows = np.dtype(p.dtype), np.dtype(p.partial_dtype)  # compared in less time than their names
+        self._types: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+            name: (shape, dtype) for name, shape in shapes.items()
+        }
         by_head = {"lse": (p.batch, p.heads, q_tokens), "dlse": (p.batch, p.heads, q_tokens), "sinks": (p.heads,)}
-        self._types |= {name: (shape, p.partial_dtype) for name, shape in by_head.items()}
+        self._types |= {name: (shape, of_rows) for name, shape in by_head.items()}
         self._shared_kv = p.shared_kv
 
     def checked(self, **arrays: Array | None) -> dict[str, Array]:

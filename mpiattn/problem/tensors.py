@@ -41,7 +41,7 @@ def as_array(name: str, argument: Any) -> Any:
 
     Raises ArgumentError if the tensor requires a gradient while torch records gradients, since it would be lost.
     """
-    if not is_tensor(argument) or argument.device.type != "cpu":
+    if type(argument) is np.ndarray or not is_tensor(argument) or argument.device.type != "cpu":
         return argument
     if argument.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise ArgumentError(
@@ -60,6 +60,6 @@ def as_tensor(array: np.ndarray) -> Any:
 
 def as_given(given: object, *results: Any) -> tuple[Any, ...]:
     """The results as a tuple; NumPy arrays become tensors if `given`, an argument of the call, is a tensor."""
-    if not is_tensor(given):
+    if type(given) is np.ndarray or not is_tensor(given):
         return results
     return tuple(as_tensor(result) if isinstance(result, np.ndarray) else result for result in results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
 from .ranges import cover, runs_of, total, whole
@@ -35,6 +35,7 @@ class Places:
         self._starts: dict[str, dict[int, int]] = {}
         self._slots: dict[str, dict[int, int]] = {}
         self._layouts: dict[str, Layout] = {}
+        self.gatherings: dict[str, Any] = {}  # by kind, filled by `mpiattn.engine.transfers`
         for kind in (*GATHERED, *REDUCED[schedule.direction]):
             layout = self._layouts[kind] = activity.k_layout if kind in IN_COLUMNS else activity.q_layout
             held, moved = {rank: whole(layout.length(rank))}, 0

@@ -23,6 +23,7 @@ MOST_THREADS = 256  # of kernels/cpu/work.h
 HALVES = ("float16", "bfloat16")
 SCATTERED = 12288  # bytes from which on a copy to pages takes less time than NumPy's
 MANY = 2**20  # tokens of a launch whose scratch memory does not grow with more
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer  # each launch asks for many addresses
 
 
 class CpuBackend(NumpyBackend):
@@ -277,7 +278,7 @@ def _heads(array):
 def _address(array):
     """Where an array lies in memory."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        return _addressof(_from_buffer(array))
     except (TypeError, ValueError):  # read-only, strided, empty, or of a dtype that buffers do not know: takes longer
         return array.ctypes.data
 

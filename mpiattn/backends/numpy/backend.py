@@ -110,6 +110,7 @@ class NumpyBackend:
     emulated_flops = None
     staged_bytes = 0
     strided = False
+    idle = staticmethod(os.sched_yield)
 
     def __init__(self):
         self._work = Kept(np.empty)  # contiguous work arrays
@@ -121,9 +122,6 @@ class NumpyBackend:
     @classmethod
     def adopt(cls, arrays):
         return arrays
-
-    def idle(self):
-        os.sched_yield()
 
     def empty(self, shape, dtype):
         return np.empty(shape, dtype)
