@@ -39,34 +39,47 @@ static void sink_row(const struct launch* of, struct place at) {
     *lse = added(*lse, sink);
 }
 
-static void delta_row(const struct launch* of, struct place at) {
+// Whether a row has a number besides 0.
+INLINE int any_number(int element, const char* row, long dim) {
+    ivec any = (ivec)splat(0);
+    int seen = 0;
+    for (long c = 0; c < dim / LANES; c++)
+        any |= widened(element, row + c * LANES * element_bytes[element]) != 0;
+    if (dim % LANES)
+        any |= widened_rest(element, row, dim) != 0;
+    for (int l = 0; l < LANES; l++)
+        seen |= any[l] != 0;
+    return seen;
+}
+
+INLINE void delta_of(int element, const struct launch* of, struct place at) {
     const char *dout = row_of(&of->dout, at), *out = row_of(&of->out, at);
-    const long dim = of->value_dim, bytes = element_bytes[of->element] * LANES;
+    const long dim = of->value_dim, vectors = dim / LANES, bytes = element_bytes[element] * LANES;
     vec sum = splat(0), sum2 = sum;
-    ivec any = (ivec)sum;
-    for (long c = 0; c < dim / LANES; c++) {
-        const vec x = widened(of->element, out + c * bytes), y = widened(of->element, dout + c * bytes);
-        any |= x != 0;
-        if (c % 2)
-            sum2 += x * y;
-        else
-            sum += x * y;
+    long c = 0;
+    for (; c + 1 < vectors; c += 2) {
+        sum += widened(element, out + c * bytes) * widened(element, dout + c * bytes);
+        sum2 += widened(element, out + (c + 1) * bytes) * widened(element, dout + (c + 1) * bytes);
     }
-    if (dim % LANES) {
-        const vec x = widened_rest(of->element, out, dim), y = widened_rest(of->element, dout, dim);
-        any |= x != 0;
-        sum += x * y;
-    }
+    if (c < vectors)
+        sum += widened(element, out + c * bytes) * widened(element, dout + c * bytes);
+    if (dim % LANES)
+        sum += widened_rest(element, out, dim) * widened_rest(element, dout, dim);
     real total = sum_of(sum + sum2);
-    if (total - total != 0) {
-        int seen = 0;
-        for (int l = 0; l < LANES; l++)
-            seen |= any[l] != 0;
-        total = seen ? total : 0;
-    }
+    if (total - total != 0 && !any_number(element, out, dim))
+        total = 0;
     if (of->other_lse.data)
         total -= *(const real*)row_of(&of->other_lse, at);
     *(real*)row_of(&of->delta, at) = total;
+}
+
+static void delta_row(const struct launch* of, struct place at) {
+    if (of->element == FLOAT16)
+        delta_of(FLOAT16, of, at);
+    else if (of->element == BFLOAT16)
+        delta_of(BFLOAT16, of, at);
+    else
+        delta_of(REAL, of, at);
 }
 
 struct row_pieces {
@@ -76,10 +89,12 @@ struct row_pieces {
 
 static void rows_worker(struct job* job, int thread, void* with) {
     const struct row_pieces* pieces = with;
+    const long sequences = most(job->of->sequences, 1), heads = job->of->heads / sequences;  // of a sequence
     for (long piece; (piece = take_piece(job)) < pieces->count && !give_up(job, thread);)
         for (long token = piece * pieces->size; token < least((piece + 1) * pieces->size, job->of->tokens); token++)
-            for (long head = 0; head < job->of->heads; head++)
-                pieces->row(job->of, (struct place){token, head, sequence_of(job->of, head)});
+            for (long sequence = 0; sequence < sequences; sequence++)
+                for (long head = sequence * heads; head < (sequence + 1) * heads; head++)
+                    pieces->row(job->of, (struct place){token, head, sequence});
 }
 
 static int32_t by_rows(const struct launch* of, void (*row)(const struct launch* of, struct place at)) {

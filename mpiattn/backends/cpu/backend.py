@@ -184,13 +184,16 @@ class CpuBackend(NumpyBackend):
         halves = dst.itemsize == 2 and str(dst.dtype) in HALVES
         if not halves or src.dtype != np.float32 or src.shape != dst.shape or dst.ndim < 3:
             super().copy(dst, src)
+        elif dst.flags.c_contiguous and src.flags.c_contiguous:  # a token is one long row
+            self._narrow(*(array.reshape(len(array), 1, math.prod(array.shape[1:])) for array in (dst, src)))
         elif dst.ndim == 3:
-            self._run("narrow", dst, dst, {"other": src}, {"out": dst})
-        elif dst.flags.c_contiguous and src.flags.c_contiguous:
-            self.copy(*(array.reshape(-1, *array.shape[-2:]) for array in (dst, src)))
+            self._narrow(dst, src)
         else:
             for entries in zip(dst, src):
                 self.copy(*entries)
+
+    def _narrow(self, dst, src):
+        self._run("narrow", dst, dst, {"other": src}, {"out": dst})
 
     def scatter(self, pool, slots, src, entries, tokens):
         entry, token, head, number = src.strides
