@@ -5,10 +5,10 @@ step.  Otherwise, and with `causal_block` or documents, they are counted query b
 """
 
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
+from ..problem.closed_form import Ranges, block_pairs
 from ..problem.mask import PackedMask
 
 PIECE = 2**18  # queries counted at a time
@@ -18,65 +18,10 @@ TABLE_PIECE = 2**14  # numbers of a table counted at a time
 FEW = 2**10  # numbers of a table that are counted together even if only some are asked for
 
 
-def _below(m, length):
-    """The sum of clip(x, 0, length) over all integers x < m."""
-    m = np.maximum(m, 0)
-    ramp = np.minimum(m, length + 1)
-    return ramp * (ramp - 1) // 2 + (m - ramp) * length
-
-
-class _Ranges(NamedTuple):
-    """One range of tokens of every chunk: int64 arrays (chunks,) and a common step."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    step: int
-
-    @classmethod
-    def of(cls, layout):
-        """A list of `_Ranges` of a layout, as many as a chunk has ranges."""
-        starts, lengths, step = layout.all_ranges()
-        return [cls(*ranges, step) for ranges in zip(starts, lengths)]
-
-    def before(self, positions):
-        """Number of tokens of every chunk's range before each position: int64 (positions, chunks)."""
-        return (-(-(np.asarray(positions)[:, None] - self.starts) // self.step)).clip(0, self.lengths)
-
-    def between(self, start, stop):
-        """The ranges cut to [start, stop)."""
-        first, last = self.before([start, max(start, stop)])
-        return _Ranges(self.starts + self.step * first, last - first, self.step)
-
-
-def _seen(queries, keys, shift, at):
-    """Number of keys before i + shift, summed over the queries i of a chunk; both ranges have the same step.
-
-    at: the chunks, of queries and of keys: two int64 arrays; the result has the shape of both.
-    """
-    q, k = at
-    first = -(-(queries.starts[q] + shift - keys.starts[k]) // keys.step)
-    # each query sees one key more than the query before it
-    return _below(first + queries.lengths[q], keys.lengths[k]) - _below(first, keys.lengths[k])
-
-
-def _seen_to_the_right(mask, queries, keys, at):
-    """Number of keys before the end of a query's interval, summed over the queries of a chunk; shape as `_seen`."""
-    diagonal, right = mask.seqlen_k - mask.seqlen, mask.window[1]
-    q, k = at
-    if not mask.causal:
-        if right is None:
-            return queries.lengths[q] * keys.lengths[k]
-        return _seen(queries, keys, diagonal + right + 1, at)
-    # Queries before `full` see the part of the prefix inside the window.  Those from `full` to `own` see the whole
-    # prefix.  Later ones see up to the diagonal.
-    own = mask.prefix - diagonal - 1
-    full = 0 if right is None else max(own - right, 0)
-    total = _seen(queries.between(max(own, 0), mask.seqlen) if own > 0 else queries, keys, diagonal + 1, at)
-    if own > 0:
-        total += queries.between(full, own).lengths[q] * keys.before([mask.prefix])[0][k]
-    if full:
-        total += _seen(queries.between(0, full), keys, diagonal + right + 1, at)
-    return total
+def _ranges(layout):
+    """The `Ranges` of a layout, as many as a chunk has ranges."""
+    starts, lengths, step = layout.all_ranges()
+    return [Ranges(*ranges, step) for ranges in zip(starts, lengths)]
 
 
 def _by_query(mask, q_layout, k_layout):
@@ -124,30 +69,14 @@ def _in_chunks(owners, lo, hi, rows, k_layout):
     return seen[:, numbers].sum(axis=1)
 
 
-def block_pairs(mask, queries, keys, at):
-    """Number of attended (query, key) pairs of chunks of queries and of keys: int64, of the shape that both have.
-
-    In closed form: without documents and causal_block, and of layouts with the same step.
-    queries, keys: the `_Ranges` of two layouts.  at: the chunks, of queries and of keys: two int64 arrays.
-    """
-    left, diagonal = mask.window[0], mask.seqlen_k - mask.seqlen
-    pairs = np.zeros(np.broadcast_shapes(*map(np.shape, at)), np.int64)
-    for of_queries in queries:
-        for of_keys in keys:
-            pairs += _seen_to_the_right(mask, of_queries, of_keys, at)
-            if left is not None:
-                pairs -= _seen(of_queries, of_keys, diagonal - left, at)
-    return pairs
-
-
 class Pairs:
     """Counts the attended (query, key) pairs of chunks of two layouts."""
 
     def __init__(self, mask, q_layout, k_layout):
-        self.mask, self.layouts, self.ranges = mask, (q_layout, k_layout), (_Ranges.of(q_layout), _Ranges.of(k_layout))
+        self.mask, self.layouts, self.ranges = mask, (q_layout, k_layout), (_ranges(q_layout), _ranges(k_layout))
         steps = {ranges.step for of_side in self.ranges for ranges in of_side}
         self.packed = isinstance(mask, PackedMask)
-        self.closed = len(steps) == 1 and not mask.causal_block and not self.packed  # without a look at queries
+        self.closed = len(steps) == 1 and mask.closed_form  # without a look at queries
         self.few = q_layout.chunks * k_layout.chunks <= FEW
 
     def at(self, q, k):

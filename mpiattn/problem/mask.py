@@ -41,6 +41,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from .closed_form import Ranges, block_pairs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -120,6 +122,11 @@ class Mask:
     def nested(self) -> bool:
         """Whether a query sees all that the queries before it see."""
         return self.window[0] is None
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether pairs without documents are counted without a look at every query."""
+        return not self.causal_block
 
     @property
     def unpadded(self) -> range:
@@ -219,6 +226,10 @@ class Mask:
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:
         """Number of attended (query, key) pairs, summed over the groups of documents."""
+        if self.closed_form and documents is None:
+            first = np.zeros(1, np.int64)
+            queries, keys = (Ranges(first, np.array([count]), 1) for count in (self.seqlen, self.seqlen_k))
+            return int(block_pairs(self, [queries], [keys], (first, first))[0])
         total = 0
         for start in range(0, self.seqlen, PIECE):
             lo, hi = self.key_interval(np.arange(start, min(start + PIECE, self.seqlen)), documents)
@@ -247,6 +258,11 @@ class PackedMask(Mask):
     @property
     def nested(self) -> bool:
         """False: a query does not see the documents before its own."""
+        return False
+
+    @property
+    def closed_form(self) -> bool:
+        """False: each document is counted."""
         return False
 
     @property

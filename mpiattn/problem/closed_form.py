@@ -1,0 +1,88 @@
+"""The attended (query, key) pairs of ranges of queries and of keys in closed form, whatever their lengths.
+
+The masks are those without documents and `causal_block`; the ranges have the same step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    IntArray = NDArray[np.integer]
+    At = tuple[IntArray, IntArray]
+
+
+def _below(m: IntArray, length: IntArray) -> IntArray:
+    """The sum of clip(x, 0, length) over all integers x < m."""
+    m = np.maximum(m, 0)
+    ramp = np.minimum(m, length + 1)
+    return ramp * (ramp - 1) // 2 + (m - ramp) * length
+
+
+class Ranges(NamedTuple):
+    """One range of tokens of every chunk: int64 arrays (chunks,) and a common step."""
+
+    starts: IntArray
+    lengths: IntArray
+    step: int
+
+    def before(self, positions: ArrayLike) -> IntArray:
+        """Number of tokens of every chunk's range before each position: int64 (positions, chunks)."""
+        return (-(-(np.asarray(positions)[:, None] - self.starts) // self.step)).clip(0, self.lengths)
+
+    def between(self, start: int, stop: int) -> Ranges:
+        """The ranges cut to [start, stop)."""
+        first, last = self.before([start, max(start, stop)])
+        return Ranges(self.starts + self.step * first, last - first, self.step)
+
+
+def _seen(queries: Ranges, keys: Ranges, shift: int, at: At) -> IntArray:
+    """Number of keys before i + shift, summed over the queries i of a chunk; both ranges have the same step.
+
+    at: the chunks, of queries and of keys: two int64 arrays; the result has the shape of both.
+    """
+    q, k = at
+    first = -(-(queries.starts[q] + shift - keys.starts[k]) // keys.step)
+    # each query sees one key more than the query before it
+    return _below(first + queries.lengths[q], keys.lengths[k]) - _below(first, keys.lengths[k])
+
+
+def _seen_to_the_right(mask: Any, queries: Ranges, keys: Ranges, at: At) -> IntArray:
+    """Number of keys before the end of a query's interval, summed over the queries of a chunk; shape as `_seen`."""
+    diagonal, right = mask.seqlen_k - mask.seqlen, mask.window[1]
+    q, k = at
+    if not mask.causal:
+        if right is None:
+            return queries.lengths[q] * keys.lengths[k]
+        return _seen(queries, keys, diagonal + right + 1, at)
+    # Queries before `full` see the part of the prefix inside the window.  Those from `full` to `own` see the whole
+    # prefix.  Later ones see up to the diagonal.
+    own = mask.prefix - diagonal - 1
+    full = 0 if right is None else max(own - right, 0)
+    total = _seen(queries.between(max(own, 0), mask.seqlen) if own > 0 else queries, keys, diagonal + 1, at)
+    if own > 0:
+        total += queries.between(full, own).lengths[q] * keys.before([mask.prefix])[0][k]
+    if full:
+        total += _seen(queries.between(0, full), keys, diagonal + right + 1, at)
+    return total
+
+
+def block_pairs(mask: Any, queries: Sequence[Ranges], keys: Sequence[Ranges], at: At) -> IntArray:
+    """Number of attended (query, key) pairs of chunks of queries and of keys: int64, of the shape that both have.
+
+    mask: a `Mask`.  queries, keys: of the chunks of two layouts.  at: the chunks, of queries and of keys, each int64.
+    """
+    left, diagonal = mask.window[0], mask.seqlen_k - mask.seqlen
+    pairs = np.zeros(np.broadcast_shapes(*map(np.shape, at)), np.int64)
+    for of_queries in queries:
+        for of_keys in keys:
+            pairs += _seen_to_the_right(mask, of_queries, of_keys, at)
+            if left is not None:
+                pairs -= _seen(of_queries, of_keys, diagonal - left, at)
+    return pairs
