@@ -191,6 +191,20 @@ def test_not_finite(backend, dtype, where, value):
                 assert error(got, right) <= noise_of(backend, dtype) * NOISE * max(largest(right), 1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_infinite_value_of_little_weight(backend, dtype):
+    """It is infinite, since its weight is not 0, although it may be as small as numbers with all their digits are."""
+    pools, pages, slots = pool(64, 16, 1, (64, 64), dtype)
+    q = np.zeros((1, 8, 64), dtype)
+    q[..., 0] = 1
+    pools[0][0, slots] = 0
+    pools[1][0, slots[1], 3] = np.inf
+    for score in (1, 40, 60, 75, 80, 85):
+        pools[0][0, slots[5], 0] = score
+        out, _ = attend(backend, q, pools, pages, 16, np.zeros(1, np.int32), np.full(1, 64, np.int32), scale=1)
+        assert (out[..., 3] == np.inf).all() and np.isfinite(np.delete(out, 3, axis=-1)).all()
+
+
 def test_large_scores(backend):
     """The largest score may come late, and in another part of the keys."""
     pools, pages, slots = pool(3000, 16, 1, (64, 64), "float32")

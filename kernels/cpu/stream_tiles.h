@@ -106,9 +106,12 @@ INLINE void stream_scores(int element, int width, int dim, const real* q, const 
     IN_ORDER();
 }
 
-// The parts of weights.  The lower one is not 0 where the upper is not: 0 times an infinite value would be NaN.
+// The parts of weights.  The lower one is not 0 where the upper is not: 0 times an infinite value would be NaN, and
+// tiles take numbers below 2^-126 as 0.
 INLINE vec upper(vec weight) { return (vec)((uvec)weight & 0xffff0000u); }
-INLINE vec lower(vec weight) { return larger(weight - upper(weight), upper(weight) * 0x1p-20f); }
+INLINE vec lower(vec weight) {
+    return choose(upper(weight) > 0, larger(weight - upper(weight), splat(0x1p-126f)), weight);
+}
 
 // The numbers of two vectors in an order that makes pairs of them.
 INLINE vec in_pairs(vec first, vec second, __m512i order) {

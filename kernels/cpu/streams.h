@@ -32,7 +32,7 @@ INLINE void set_ahead(const struct launch* of, int width, struct block* block) {
 // Adds the values of a block by their weights to acc.  ahead: whether to prefetch.
 INLINE void stream_values(int element, int width, int dim, const struct block* block, int ahead, const real* weight,
                           real* acc, long pitch) {
-    factor memory[BLOCK_KEYS * LANES];
+    factor memory[BLOCK_KEYS * LANES] __attribute__((aligned(64)));
     const factor* factors = factors_of(width, block->count, weight, memory);
     const int full = dim / LANES;
     const int once = full <= MOST_VECTORS(width) && !(full & (full - 1));  // whether a pass takes whole rows

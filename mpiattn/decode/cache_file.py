@@ -107,7 +107,7 @@ def _chunks(cache, starts):
     """This rank's tokens of every sequence, for a file in which sequences begin at `starts`."""
     for sequence, (start, ledger) in enumerate(zip(starts.tolist(), cache.storage.ledgers)):
         chunks = cache.storage.places(sequence) or cache.local(sequence)
-        for name, chunk in zip("kv", map(on_host, chunks)):
+        for name, chunk in zip("kv"[: len(cache.dims)], map(on_host, chunks)):
             yield Written(name, chunk[None], ledger, first=start)
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
 FEW = 4  # ranges of keys up to which arithmetic is faster than a search
+CLOSED = 2**31  # tokens from which on products of the closed form do not fit an int64
 MANY = 64  # documents from which on it pays to leave out those of other queries first
 
 IntArray: TypeAlias = "NDArray[np.integer]"
@@ -226,7 +227,7 @@ class Mask:
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:
         """Number of attended (query, key) pairs, summed over the groups of documents."""
-        if self.closed_form and documents is None:
+        if self.closed_form and documents is None and max(self.seqlen, self.seqlen_k) < CLOSED:
             first = np.zeros(1, np.int64)
             queries, keys = (Ranges(first, np.array([count]), 1) for count in (self.seqlen, self.seqlen_k))
             return int(block_pairs(self, [queries], [keys], (first, first))[0])

@@ -25,6 +25,7 @@ def filled(comm, kv, lengths, **how):
         for sequence, length in enumerate(lengths):
             if start < length:
                 part = [tensor[sequence][None, start : min(start + 7, length)] for tensor in kv]
+                part += [None] * (len(part) == 1)
                 cache.append(*part, sequences=[sequence])
     return cache
 
@@ -33,11 +34,12 @@ def filled(comm, kv, lengths, **how):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("piece", [60, 2**20])
 @pytest.mark.parametrize("lengths", [(40,), (60, 0, 10), (1, 23)])
-def test_saved_and_loaded(comm, monkeypatch, path, dtype, piece, lengths):
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_saved_and_loaded(comm, monkeypatch, path, dtype, piece, lengths, shared_kv):
     monkeypatch.setattr(rounds, "PIECE_BYTES", piece)
-    rng = np.random.default_rng(1)
-    kv = [[rng.standard_normal((length, 3, dim)).astype(dtype_name(dtype)) for length in lengths] for dim in (5, 4)]
-    with filled(comm, kv, lengths, dtype=dtype) as cache:
+    rng, dims = np.random.default_rng(1), (5,) if shared_kv else (5, 4)
+    kv = [[rng.standard_normal((length, 3, dim)).astype(dtype_name(dtype)) for length in lengths] for dim in dims]
+    with filled(comm, kv, lengths, dtype=dtype, shared_kv=shared_kv) as cache:
         places = [cache.storage.places(sequence) for sequence in range(len(lengths))]
         if len(lengths) == 3 and comm.rank == 0 and comm.size <= 3:
             assert None in places  # this too is tested

@@ -184,8 +184,9 @@ class CpuBackend(NumpyBackend):
         halves = dst.itemsize == 2 and str(dst.dtype) in HALVES
         if not halves or src.dtype != np.float32 or src.shape != dst.shape or dst.ndim < 3:
             super().copy(dst, src)
-        elif dst.flags.c_contiguous and src.flags.c_contiguous:  # a token is one long row
-            self._narrow(*(array.reshape(len(array), 1, math.prod(array.shape[1:])) for array in (dst, src)))
+        elif dst.flags.c_contiguous and src.flags.c_contiguous:  # the heads of a token are one long row
+            rows = math.prod(dst.shape[:-2]), 1, math.prod(dst.shape[-2:])
+            self._narrow(dst.reshape(rows), src.reshape(rows))
         elif dst.ndim == 3:
             self._narrow(dst, src)
         else:
