@@ -13,6 +13,7 @@ Tests marked `slow` (sweeps: more rank counts, more cases of the same kind) run 
 
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 import time
@@ -61,14 +62,18 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n: a file's tests run in one process, since they share what they start, such as a Slurm; launches apart."""
+    """With -n: a file's tests run in one process, since they share what they start, such as a Slurm.
+
+    Launches are apart, and so is each emulated processor, which takes longest.
+    """
     if config.option.dist != "load":  # the default; another --dist has the last word
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return nodeid if "test_launch.py" in nodeid else super()._split_scope(nodeid)
+            emulated = re.search(r"aarch64-\w+", nodeid)
+            return nodeid if "test_launch.py" in nodeid else super()._split_scope(nodeid) + (emulated or [""])[0]
 
     config.option.loadscopereorder = False  # the longest file is not the one with the most tests
     return Scheduling(config, log)
