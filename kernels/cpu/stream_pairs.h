@@ -12,17 +12,6 @@
 #define SUMS 16  // that stay in registers
 #define MOST_VECTORS(width) least(SUMS / (width), 8)  // of values in a pass
 
-typedef int32_t factor;  // the weights of two keys
-
-// Bytes that a product takes of a row.
-INLINE int product_bytes(int element) {
-    (void)element;
-    return NUMBERS * sizeof(operand);
-}
-
-// What of the scale `put_query` leaves to be multiplied.
-INLINE real scale_of_scores(real scale) { return scale_left(scale); }
-
 // Copies a row of queries, times the sign of scale, as row i of a tile.  q: [vector][row][NUMBERS]; row: memory for a
 // row.
 INLINE void put_query(int element, int width, const char* from, int dim, real scale, long i, real* row, real* q) {

@@ -13,19 +13,8 @@
 #define TILE 16  // rows
 #define TILE_KEYS 32  // whose values are multiplied at a time
 
-typedef int32_t factor;  // the weights of two keys
-
 // As the compilers do not know that tiles read and write memory.
 #define IN_ORDER() __asm__ volatile("" ::: "memory")
-
-// Bytes that a product takes of a row.
-INLINE int product_bytes(int element) {
-    (void)element;
-    return NUMBERS * sizeof(operand);
-}
-
-// What of the scale `put_query` leaves to be multiplied.
-INLINE real scale_of_scores(real scale) { return scale_left(scale); }
 
 // Copies a row of queries, times the sign of scale, as row i of a tile.  q: [pair of dims][row][2]; row: memory for a
 // row.

@@ -1,10 +1,21 @@
-// Values of bfloat16 in pairs of two keys.
+// What products of bfloat16 have in common in decoding, above all values in pairs of two keys.
 
 #pragma once
 
 #include "pack_pairs.h"
 
 #define NUMBERS 32  // of a vector of pairs
+
+typedef int32_t factor;  // the weights of two keys
+
+// Bytes that a product takes of a row.
+INLINE int product_bytes(int element) {
+    (void)element;
+    return NUMBERS * sizeof(operand);
+}
+
+// What of the scale `put_query` leaves to be multiplied.
+INLINE real scale_of_scores(real scale) { return scale_left(scale); }
 
 // LANES values of two keys as pairs; of the last ones of a row as widened_rest has them.
 INLINE __m512bh paired(const char* even, const char* odd, long at, int dim, int rest) {

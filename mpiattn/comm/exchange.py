@@ -188,10 +188,14 @@ class Exchange:
         where: what this rank is doing, for the PeerFailure at the time limit.
         """
         start = time.perf_counter()
-        done = partial(self.complete, posted)
-        if not (self._later or self._coming):
-            done = partial(MPI.Request.Testall, [transfer.request for transfer in posted])
-        self.peers.until(done, lambda: f"{where} to {self._missing(posted)}".lstrip(), posted)
+
+        def tell():
+            return f"{where} to {self._missing(posted)}".lstrip()
+
+        if self._later or self._coming:
+            self.peers.until(partial(self.complete, posted), tell, posted)
+        else:
+            self.peers.wait([transfer.request for transfer in posted], tell)
         self.wait_seconds += time.perf_counter() - start
 
     def finish(self, request, verb, nbytes, where):

@@ -156,10 +156,6 @@ class Input:
             self._sources[name] = _Source(data, natural(data.shape, self.axes), dtype_of(data), in_place)
         return self._sources[name]
 
-    def chunk(self, name, layout, progress=None, entry=None, first=0):
-        """This rank's chunk of a dataset; arguments as of `chunks` and `Wanted`."""
-        return self.chunks([Wanted(name, layout, entry, first)], progress)[0]
-
     def chunks(self, wanted, progress=None):
         """This rank's chunks: arrays (batch, tokens, heads, dim), with tokens outermost in memory; collective.
 

@@ -133,10 +133,10 @@ def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, ap
         monkeypatch.setattr(hdf5, "read", None)
     for entry in (None, batch - 1):
         given = whole if entry is None else whole[entry : entry + 1]
-        chunk = source.chunk("k", layout, entry=entry)
+        (chunk,) = source.chunks([io.Wanted("k", layout, entry)])
         assert chunk.dtype == whole.dtype and np.array_equal(chunk, given[:, at])
         some = layout_of(kind, 20, comm.size)
-        chunk = source.chunk("v", some, entry=entry, first=9)
+        (chunk,) = source.chunks([io.Wanted("v", some, entry, first=9)])
         assert np.array_equal(chunk, given[:, 9:][:, positions(some, comm.rank)])
     source.close()
     with h5py.File(f"{folder}/x.h5", "r") as file:

@@ -15,7 +15,7 @@ from ...comm.agreement import agreement, from_rank_0
 from ...decode.cache import KVCache
 from ...errors import VerificationError
 from ...files.hdf5 import file_errors
-from ...files.io import Input
+from ...files.io import Input, Wanted
 from ...problem.layout import Layout, even_part
 from ...system import partial_files
 from .operation import HEAD_DIM, HEADS, KV_HEADS, Operation
@@ -116,7 +116,7 @@ def _inputs(peers, path):
 
 def _read(peers, path, layout):
     source = Input(peers, path)
-    chunks = {name: source.chunk(name, layout) for name in "qkv"}
+    chunks = dict(zip("qkv", source.chunks([Wanted(name, layout) for name in "qkv"])))
     source.close()
     return chunks
 
