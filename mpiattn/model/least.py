@@ -4,6 +4,7 @@ The search looks only at choices whose least may be the best.  Nothing here may 
 Few ranks are looked at, and each has only a few sums, so Python's own numbers are faster here than arrays.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +13,9 @@ from ..schedule.kinds import GATHERED, KINDS
 from ..schedule.remembered import Remembered
 from ..schedule.route import passed_on
 from ..schedule.travels import token_bytes
+from .launches import ROUNDING, Launches
 from .simulate import nodes_of
-from .workload import Load, chunks_of
-
-ROUNDING = 1 - 1e-9  # times are summed in another order than in the simulation
+from .workload import chunks_of
 
 
 class _Received(NamedTuple):
@@ -44,22 +44,21 @@ class Least:
 
     work: the `Work` of the layouts.
     nodes: the node of every rank; default as in `model.simulate`.
+    launches: the `Launches` of this tile and others.
     """
 
-    def __init__(self, problem, work, tile, machine, nodes=None):
+    def __init__(self, problem, work, tile, machine, nodes=None, launches=None):
         self.problem, self.machine, self._work, self._tile = problem, machine, work, tile
-        self._some = np.unique([0, tile.ranks // 2, tile.ranks - 1])  # one of them is often the busiest
+        self._launches = launches or Launches(problem, work, (tile,), machine)
+        self._some = self._launches.ranks
         self._nodes = nodes_of(tile.ranks, machine) if nodes is None else np.asarray(nodes)
-        load = Load(work, tile, self._some)
-        self._chunks, launched, edge = load.chunks, load.pairs > 0, machine.edge_keys(problem.dtype)
-        of_blocks = load.timed_pairs(edge).sum(axis=(0, 1)), launched.sum(axis=(0, 1))
-        of_one = load.fused_pairs(edge), launched.any(axis=(0, 1))
-        self._launches = {  # by whether blocks are fused: (operations, launches) of every rank
-            fused: list(zip((problem.flops_per_pair * pairs).tolist(), count.tolist()))
-            for fused, (pairs, count) in ((False, of_blocks), (True, of_one))
-        }
         self._moved, self._transfers = Remembered(self._moved_in), Remembered(self._transfers_of)
         self._received, self._tokens = Remembered(self._received_in), Remembered(self._tokens_of)
+
+    @cached_property
+    def _chunks(self):
+        """The chunks of queries and of keys of the ranks' tiles, each (hops, ranks)."""
+        return tuple(chunks_of(self._tile, column, self._some) for column in (False, True))
 
     def _moved_in(self, column):
         """Tokens that all ranks send along columns, or rows."""
@@ -91,17 +90,6 @@ class Least:
             kind: self._moved(KINDS[direction][kind].column) * nbytes / self._tile.ranks
             for kind, nbytes in token_bytes(self.problem, direction).items()
         }
-
-    def _computing(self, kind, direction):
-        """Seconds that every rank computes in a pass."""
-        return [
-            self.machine.compute(operations, self.problem.dtype, direction) + self.machine.launch * count
-            for operations, count in self._launches[kind == "collective"]
-        ]
-
-    def computing(self, kind, direction):
-        """Seconds of a pass if transfers take no time: at most `seconds`, and computed sooner."""
-        return max(self._computing(kind, direction)) * ROUNDING
 
     def _transfers_of(self, ring, direction):
         """The `_Transfers` of every rank in a pass."""
@@ -147,4 +135,5 @@ class Least:
                 return computing + merging + (busy if ring else collectives)
             return max((0.0 if overlap else computing) + busy, begun, computing + unhidden + merging)
 
-        return max(map(of_rank, self._computing(kind, direction), self._transfers(ring, direction))) * ROUNDING
+        computing = self._launches.seconds(self._tile, kind == "collective", direction)
+        return max(map(of_rank, computing, self._transfers(ring, direction))) * ROUNDING

@@ -13,15 +13,16 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.layout import Layout
-from ..schedule.regroup import Regrouping, arrays_of, every_tile, of_keys, plane_problem, splits
+from ..schedule.regroup import Regrouping, every_tile, plane_problem, splits
 from ..schedule.tile import Tile
 from . import cost, memory, search
 from .machine import DEFAULT
-from .regrouped import Regrouped
+from .needed import SECONDS, SENT
+from .regrouped import Regrouped, of_token
 from .simulate import nodes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ..problem.problem import Problem
     from .machine import Machine
@@ -45,11 +46,19 @@ def places(tile: Tile) -> list[int]:
 
 def reordered(pair: tuple[Layout, Layout], order: Sequence[int]) -> tuple[Layout, Layout]:
     """Two layouts whose chunk i is chunk order[i] of the given ones."""
-    queries, keys = (
-        replace(layout, order=tuple(order if layout.order is None else (layout.order[i] for i in order)))
-        for layout in pair
+    return _of_both(
+        lambda layout: replace(
+            layout, order=tuple(order if layout.order is None else (layout.order[i] for i in order))
+        ),
+        pair,
     )
-    return queries, keys
+
+
+def _of_both(change: Callable[[Layout], Layout], pair: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
+    """Both layouts changed; one and the same if they were."""
+    queries, keys = pair
+    changed = change(queries)
+    return changed, changed if keys is queries else change(keys)
 
 
 def of_plane(machine: Machine, nodes: Sequence[int], planes: int) -> Machine:
@@ -67,8 +76,7 @@ def aligned(pair: tuple[Layout, Layout], planes: int) -> tuple[Layout, Layout]:
     """
     if planes == 1:
         return pair
-    queries, keys = (reordered_stripes(layout, planes) if layout.kind == "striped" else layout for layout in pair)
-    return queries, keys
+    return _of_both(lambda layout: reordered_stripes(layout, planes) if layout.kind == "striped" else layout, pair)
 
 
 def reordered_stripes(layout: Layout, planes: int) -> Layout:
@@ -85,14 +93,11 @@ def inner_layouts(problem, pair, chunks, mesh_layout, others, mask):
     if not isinstance(mesh_layout, str):
         return [mesh_layout]
 
-    def of_kinds(kinds):
-        return tuple(Layout(kind, tokens, chunks) for kind, tokens in zip(kinds, (problem.seqlen, problem.seqlen_k)))
-
     if mesh_layout != "auto":
-        return [of_kinds((mesh_layout, mesh_layout))]
-    own = pair if pair[0].chunks == chunks else of_kinds([layout.kind for layout in pair])
+        return [search.pair_of((mesh_layout, mesh_layout), problem, chunks)]
+    own = pair if pair[0].chunks == chunks else search.pair_of([layout.kind for layout in pair], problem, chunks)
     kinds = search.balancing(mask or problem.mask, chunks) if others else ()
-    return list(dict.fromkeys([own, *(of_kinds((kind, kind)) for kind in kinds)]))
+    return list(dict.fromkeys([own, *(search.pair_of((kind, kind), problem, chunks) for kind in kinds)]))
 
 
 class _Cost:
@@ -124,11 +129,9 @@ class _Cost:
             self.nbytes += int(packed.max())
         self.nbytes += memory.outer_bytes(regrouping.problem, list(map(max, lengths)), "backward" in self.passes)
         longest = [max(layout.lengths) for layout in regrouping.inner]
-        self.nbytes += sum(
-            regrouping.widened_bytes(array) * longest[of_keys(array)]
-            for name in self.passes
-            for array in arrays_of(regrouping.problem, name, True)
-        )
+        for name in self.passes:
+            widened = of_token(regrouping.problem, tile.h, name).widened
+            self.nbytes += sum(nbytes * tokens for nbytes, tokens in zip(widened, longest))
 
     @property
     def sent_bytes(self):
@@ -158,10 +161,16 @@ class _Case(NamedTuple):
 class _Model:
     """As `search.Model`, of cases with any number of planes."""
 
-    def __init__(self, problem, machine, direction, nodes, overlap, max_memory, mask):
-        self.problem, self.machine, self.direction, self.nodes = problem, machine, direction, nodes
+    def __init__(self, problem, shapes, machine, direction, nodes, overlap, max_memory, mask):
+        self.problem, self.shapes, self.machine, self.direction, self.nodes = problem, shapes, machine, direction, nodes
         self.overlap, self.max_memory, self.mask = overlap, max_memory, mask
         self._costs, self._models = cache(self._cost), cache(self._model)
+        self.bounds = (
+            (SECONDS, self.computing),
+            (SENT, self.sent_by_plane),
+            (SENT, self.sent),
+            (SECONDS, self.seconds),
+        )
 
     def _cost(self, planes, chunks, pair, inner):
         """The `_Cost` of regrouping; None if there is none."""
@@ -175,6 +184,7 @@ class _Model:
         """The `search.Model` of a plane.  regrouped: False where heads and tokens stay, and a batch is one."""
         return search.Model(
             plane_problem(self.problem, planes) if regrouped else self.problem,
+            [shape.plane for shape in self.shapes if shape.h == planes],
             of_plane(self.machine, self.nodes, planes),
             self.direction,
             self.nodes[::planes],
@@ -197,6 +207,10 @@ class _Model:
     def computing(self, case):
         """Seconds that no choice of a case is below, of its computing alone."""
         return self._of_plane(case).computing(case.of_plane)
+
+    def sent_by_plane(self, case):
+        """Bytes that no choice of a case sends less than, without regrouping."""
+        return self._of_plane(case).sent(case.of_plane)
 
     def sent(self, case):
         """Bytes that no choice of a case sends less than."""
@@ -273,5 +287,5 @@ def survey(
         for chosen_route in search.routes(route, problem, machine)
     ]
     return search.find(
-        _Model(problem, machine, direction, nodes, overlap, search.memory_limit(max_memory), mask), cases, every
+        _Model(problem, shapes, machine, direction, nodes, overlap, search.memory_limit(max_memory), mask), cases, every
     )

@@ -5,21 +5,22 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..problem.layout import Layout
 from ..schedule.kinds import K, Q
-from ..schedule.regroup import arrays_of, of_keys
+from ..schedule.regroup import Regrouping, arrays_of, of_keys
+from ..schedule.tile import Tile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from ..problem.layout import Layout
-    from ..schedule.regroup import Regrouping
+    from ..problem.problem import Problem
 
 
 def in_common(layout: Layout, some: NDArray[np.int64], other: Layout) -> tuple[NDArray[np.int64], bool]:
@@ -32,9 +33,43 @@ def in_common(layout: Layout, some: NDArray[np.int64], other: Layout) -> tuple[N
     other_start, other_stop = (bound[:, None] for bound in (other_starts, other_starts + other_lengths * other_step))
     period, phase = (step, start) if step > other_step else (other_step, other_start)
     low, high = np.maximum(start, other_start), np.minimum(stop, other_stop)
-    tokens = ((low - phase) // -period - (high - phase) // -period).clip(0)  # both rounded up
-    tokens *= (start - other_start) % min(step, other_step) == 0
+    if period > 1:
+        low, high = (-((phase - bound) // period) for bound in (low, high))  # in periods, rounded up
+    tokens = np.maximum(high - low, 0)
+    if min(step, other_step) > 1:
+        tokens *= (start - other_start) % min(step, other_step) == 0
     return tokens.reshape(-1, *tokens.shape[2:]), period > step
+
+
+class OfToken(NamedTuple):
+    """What a token takes.
+
+    exchanged: before (False) and after a pass (True), of queries and of keys, what is to be multiplied with the numbers
+        of `Regrouped`: int64 (2, 2, 5, 1).
+    widened: bytes by which results are longer on the mesh than on the caller's ranks, of queries and of keys.
+    """
+
+    exchanged: NDArray[np.int64]
+    widened: tuple[int, ...]
+
+
+def of_token(problem: Problem, planes: int, direction: str) -> OfToken:
+    """The `OfToken` of a pass."""
+    return _of_token(problem.token, planes, direction)
+
+
+@lru_cache(64)
+def _of_token(problem: Problem, planes: int, direction: str) -> OfToken:
+    nothing = Layout("contiguous", 0, 1)
+    regrouping = Regrouping(problem, Tile(planes, 1, 1), (nothing, nothing), (nothing, nothing))
+    exchanged, widened = [], [0, 0]
+    for given in (False, True):
+        nbytes: tuple[list[int], list[int]] = [], []
+        for array in arrays_of(problem, direction, given):
+            nbytes[of_keys(array)].append(regrouping.token_bytes(array, given))
+            widened[of_keys(array)] += regrouping.widened_bytes(array) if given else 0
+        exchanged.append([[sum(of), sum(of), len(of), len(of), sum(of)] for of in nbytes])
+    return OfToken(np.array(exchanged)[..., None], tuple(widened))
 
 
 class Regrouped:
@@ -47,24 +82,21 @@ class Regrouped:
         self._regrouping, self._some, self._numbers = regrouping, np.array(some), np.arange(len(some))
         self._crossing = nodes != nodes[self._some, None]
         in_tokens = cache(self._in_tokens)  # often the same of queries and of keys
-        self._exchanged = [
-            in_tokens(outer, inner, regrouping.sharing(array))
-            for outer, inner, array in zip(regrouping.outer, regrouping.inner, (Q, K))
-        ]
+        self._exchanged = np.stack(
+            [
+                in_tokens(outer, inner, regrouping.sharing(array))
+                for outer, inner, array in zip(regrouping.outer, regrouping.inner, (Q, K))
+            ],
+            axis=1,
+        )
 
     def of_pass(self, direction: str) -> NDArray[np.int64]:
         """By rank: bytes sent inside its node, to others, messages inside, to others, bytes packed: int64 (5, some)."""
-        regrouping, total = self._regrouping, np.zeros((5, len(self._some)), np.int64)
-        for given in (False, True):
-            arrays = arrays_of(regrouping.problem, direction, given)
-            for keys in (False, True):
-                nbytes = [regrouping.token_bytes(array, given) for array in arrays if of_keys(array) == keys]
-                of_token = [sum(nbytes), sum(nbytes), len(nbytes), len(nbytes), sum(nbytes)]
-                total += np.array(of_token)[:, None] * self._exchanged[keys][given]
-        return total
+        weights = of_token(self._regrouping.problem, self._regrouping.tile.h, direction).exchanged
+        return (weights * self._exchanged).sum(axis=(0, 1))
 
-    def _in_tokens(self, outer: Layout, inner: Layout, sharing: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `of_pass`, with tokens for bytes: of one array that the pass takes, and of a result.
+    def _in_tokens(self, outer: Layout, inner: Layout, sharing: int) -> NDArray[np.int64]:
+        """As `of_pass`, with tokens for bytes: of one array that the pass takes, and of a result: int64 (2, 5, some).
 
         sharing: number of planes that compute each of its heads.
         """
@@ -74,19 +106,12 @@ class Regrouped:
         all_outward = outward.sum(axis=(0, 2))
         # what stays on its rank is packed only if planes share it
         staying = outward[:, self._numbers, chunks].sum(axis=0) if sharing == 1 else 0
-        outward, inward = (self._to_others(tokens) for tokens in (np.tile(outward, planes), inward))
-        landing = inward.sum(axis=(0, 2)) if apart else 0
+        moved = np.stack([np.tile(outward, planes) if planes > 1 else outward, inward])
+        moved[:, :, self._numbers, self._some] = 0
+        counted = np.stack([moved, moved > 0], axis=1)  # (2, tokens and messages, pairs, some, ranks)
+        between = (counted * self._crossing).sum(axis=(2, 4))
+        inside = counted.sum(axis=(2, 4)) - between
+        landing = (inside + between)[1, 0] if apart else 0
         # planes with the same heads take the same rows, but each gives its own
         packed = [copies * all_outward - staying + landing for copies in (planes // sharing, planes)]
-        return self._by_link(outward, packed[0]), self._by_link(inward, packed[1])
-
-    def _to_others(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens (pairs of runs, some, ranks) without those that stay on their rank."""
-        tokens[:, self._numbers, self._some] = 0
-        return tokens
-
-    def _by_link(self, tokens: NDArray[np.int64], packed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens and messages, inside a rank's node and to others, and rows packed: (5, some)."""
-        of_links = [np.where(self._crossing == between, tokens, 0) for between in (False, True)]
-        counts = [np.count_nonzero(of_link, axis=(0, 2)) for of_link in of_links]
-        return np.stack([*(of_link.sum(axis=(0, 2)) for of_link in of_links), *counts, packed])
+        return np.stack([inside[:, 0], between[:, 0], inside[:, 1], between[:, 1], packed], axis=1)

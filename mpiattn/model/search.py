@@ -16,8 +16,10 @@ from ..schedule.route import ROUTES, passed_on
 from ..schedule.tile import Tile, tiles
 from ..schedule.travels import token_bytes
 from . import cost, memory
-from .least import ROUNDING, Least
+from .launches import Launches
+from .least import Least
 from .machine import DEFAULT
+from .needed import SAME_TIME, SECONDS, SENT, fit, merit, needed
 from .simulate import simulate
 from .workload import Load, Work
 
@@ -25,9 +27,6 @@ from .workload import Load, Work
 DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 # Layouts that "auto" may choose, simplest first: the earlier wins a tie.
 AUTO_LAYOUTS = ("contiguous", "zigzag", "striped")
-# Predicted times within this share of the least count as equal, because the model is no more accurate.  Exact bytes
-# decide then.
-SAME_TIME = 0.05
 LOADS = 4  # kept at a time, because they take memory
 
 
@@ -70,6 +69,12 @@ def balancing(mask, chunks):
     return AUTO_LAYOUTS[:1] if mask.full or chunks == 1 else AUTO_LAYOUTS
 
 
+def pair_of(kinds, problem, chunks):
+    """Layouts of queries and of keys of two kinds; one and the same if they are equal, since it keeps its ranges."""
+    queries, keys = (Layout(kind, tokens, chunks) for kind, tokens in zip(kinds, (problem.seqlen, problem.seqlen_k)))
+    return queries, queries if queries == keys else keys
+
+
 def layouts(argument, problem, ranks, mask=None):
     """The pairs of layouts, (of queries, of keys), that an argument allows.  Raises ArgumentError.
 
@@ -80,7 +85,7 @@ def layouts(argument, problem, ranks, mask=None):
         if argument not in (*LAYOUTS, "auto"):
             raise ArgumentError(f"layout is {argument!r}; it may be {', '.join(LAYOUTS)}, auto")
         kinds = [argument] if argument != "auto" else balancing(mask or problem.mask, ranks)
-        return [(Layout(kind, problem.seqlen, ranks), Layout(kind, problem.seqlen_k, ranks)) for kind in kinds]
+        return [pair_of((kind, kind), problem, ranks) for kind in kinds]
     pair = (argument, argument) if isinstance(argument, Layout) else argument
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(layout, Layout) for layout in pair)):
         raise ArgumentError(f"layout is {argument!r}; it may be auto, {', '.join(LAYOUTS)}, a Layout or a pair of them")
@@ -164,15 +169,15 @@ def survey(
     The best choice has the least predicted time.  Times within SAME_TIME of the least are equal; then the fewest bytes
     sent decide, then the least memory, then the first layout.  Raises ArgumentError.
     """
-    max_memory = memory_limit(max_memory)
+    max_memory, shapes = memory_limit(max_memory), shapes or tiles(ranks)
     cases = [
         Case(tile, kind, chosen_route, pair)
         for pair in pairs or layouts("auto", problem, ranks, mask)
-        for tile in shapes or tiles(ranks)
+        for tile in shapes
         for kind in kinds
         for chosen_route in routes(route, problem, machine)
     ]
-    return find(Model(problem, machine, direction, nodes, overlap, max_memory, mask), cases, every)
+    return find(Model(problem, shapes, machine, direction, nodes, overlap, max_memory, mask), cases, every)
 
 
 def find(model, cases, every):
@@ -180,7 +185,7 @@ def find(model, cases, every):
     if every == "choice" or len(cases) == 1:
         made = {number: model.choice(case) for number, case in enumerate(cases)}
     else:
-        made = _needed(model, cases, every == "tile")
+        made = needed(model, cases, every == "tile")
     choices = [made[number] for number in sorted(made)]
 
     def bounds():
@@ -202,9 +207,12 @@ class Case(NamedTuple):
 
 
 class Model:
-    """What the cases of a search have in common, made once."""
+    """What the cases of a search have in common, made once.
 
-    def __init__(self, problem, machine, direction, nodes, overlap, max_memory, mask=None):
+    shapes: the tiles of all cases.
+    """
+
+    def __init__(self, problem, shapes, machine, direction, nodes, overlap, max_memory, mask=None):
         self.problem, self.machine, self.nodes, self.overlap = problem, machine, nodes, overlap
         self.mask = mask or problem.mask
         self.directions, self.max_memory = DIRECTIONS[direction], max_memory
@@ -214,8 +222,13 @@ class Model:
         if self.mask != problem.mask:
             without_documents = cache(lambda pair: Work(problem.mask, *pair))
             self._load_without_documents = lru_cache(LOADS)(lambda pair, tile: Load(without_documents(pair), tile))
-        self._bounds = cache(lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes))
+        self._launches = cache(lambda pair: Launches(problem, self._work(pair), tuple(shapes), machine))
+        self._computing = cache(lambda pair: self._launches(pair).least(self.directions))
+        self._bounds = cache(
+            lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes, self._launches(pair))
+        )
         self._schedules = cache(self._build)
+        self.bounds = ((SECONDS, self.computing), (SENT, self.sent), (SECONDS, self.seconds))
 
     def _build(self, tile, kind, route, ahead):
         return [
@@ -225,8 +238,7 @@ class Model:
 
     def computing(self, case):
         """Seconds that no choice of a case is below, of its computing alone."""
-        least = self._bounds(case.pair, case.tile)
-        return sum(least.computing(case.kind, of_pass) for of_pass in self.directions)
+        return self._computing(case.pair)[case.tile, case.kind == "collective"]
 
     def sent(self, case):
         """Bytes that no choice of a case sends less than."""
@@ -267,76 +279,16 @@ class Model:
         return Choice(*case, case.pair, ahead, load.balance, seconds, waiting, sent, nbytes)
 
 
-def _fit(choices, max_memory):
-    """The choices that do with max_memory bytes a rank."""
-    return [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
-
-
 def _order(choices, max_memory):
     """The key that sorts choices, best first."""
-    fits = _fit(choices, max_memory)
+    fits = fit(choices, max_memory)
     least = (1 + SAME_TIME) * min(choice.seconds for choice in fits or choices)
-    return lambda c: (bool(fits) and not _fit([c], max_memory), *_merit(c, least))
-
-
-def _merit(choice, least):
-    return max(choice.seconds, least), choice.sent_bytes, choice.nbytes
+    return lambda c: (bool(fits) and not fit([c], max_memory), *merit(c, least))
 
 
 def least_of(model, cases):
     """The case that may be the fastest, with the fewest bytes of equal ones, and the seconds that it is not below."""
     return min(((case, model.seconds(case)) for case in cases), key=lambda least: (least[1], model.sent(least[0])))
-
-
-def _needed(model, cases, of_tiles):
-    """The choices by number of their case: enough to know the best of all, with `of_tiles` that of each tile too.
-
-    Of a case the cheapest is looked at first: seconds of its computing, then bytes, seconds with transfers, the choice.
-    """
-    made, left = {}, {number: (model.computing(case), 0.0) for number, case in enumerate(cases)}
-    known = dict.fromkeys(left, 0)  # how much more than computing `left` counts: bytes, then transfers
-
-    def predict(number):
-        case, (seconds, sent) = cases[number], left[number]
-        if known[number] == 0:
-            left[number] = seconds, model.sent(case) * ROUNDING  # kinds are summed in another order than in a choice
-        elif known[number] == 1:
-            left[number] = model.seconds(case), sent
-        else:
-            made[number] = model.choice(case)
-            del left[number]
-        known[number] += 1
-
-    def rival(numbers, end):
-        """The case to look at before the best of some numbers is known; None if it is.  end: of equal times."""
-        promising = [(max(left[number][0], end), *left[number][::-1], number) for number in numbers if number in left]
-        if not promising:
-            return None
-        *most, number = min(promising)
-        fits = _fit([made[number] for number in numbers if number in made], model.max_memory)
-        return None if fits and tuple(most[:2]) > min(_merit(choice, end)[:2] for choice in fits) else number
-
-    def least():
-        """The shortest time so far; before any is known, the shortest that is possible."""
-        times = [choice.seconds for choice in _fit(made.values(), model.max_memory)]
-        return min(times or [seconds for seconds, _ in left.values()], default=0.0)
-
-    while left:
-        shortest = least()
-        number = rival(range(len(cases)), (1 + SAME_TIME) * shortest)
-        if number is None:  # the best so far is the best, unless a shorter time ends equal times before it
-            end = (1 + SAME_TIME) * shortest
-            best = min(_fit(made.values(), model.max_memory), key=lambda choice: _merit(choice, end))
-            number = min(left, key=left.__getitem__)
-            possible, _ = left[number]
-            if possible >= shortest or (not of_tiles and best.seconds <= (1 + SAME_TIME) * possible):
-                break
-        predict(number)
-    for tile in dict.fromkeys(case.tile for case in cases) if of_tiles else ():
-        numbers = [number for number, case in enumerate(cases) if case.tile == tile]
-        while (number := rival(numbers, (1 + SAME_TIME) * least())) is not None:
-            predict(number)
-    return made
 
 
 def memory_limit(value):

@@ -103,19 +103,28 @@ def chunks_of(tile, column, ranks):
     return tile.in_column(ranks, hops) if column else tile.in_row(ranks, hops)
 
 
+def edges(pairs, queries, keys, seen):
+    """Number of edges of blocks with so many pairs, queries and keys: float, of the shape of pairs.
+
+    A query that sees any key of a block has one edge there, or PACKING of one if no mask cuts the block.  How many
+    queries do is an estimate: where a mask cuts a block, the average query sees half of what it might.
+    seen: as of `Work`.
+    """
+    rows = np.minimum(2 * pairs / np.maximum(keys if seen is None else np.minimum(keys, seen), 1), queries)
+    return np.where(pairs < queries * keys, rows, PACKING * rows)
+
+
 class Load:
     """Work and transfers of every rank of a mesh.
 
     work: the `Work` of its layouts.  The attribute `pairs` has its pairs by hops: (a, b, ranks).
-    some: the only ranks to count, for a part of the load: `chunks`, `pairs`, `timed_pairs` and `fused_pairs`.
     """
 
-    def __init__(self, work, tile, some=None):
-        self.lengths, self.ordered, self._work, self._seen = work.lengths, work.ordered, work, work.seen
-        ranks = np.arange(tile.ranks) if some is None else some
+    def __init__(self, work, tile):
+        self.lengths, self.ordered, self._work = work.lengths, work.ordered, work
+        ranks = np.arange(tile.ranks)
         self.chunks = chunks_of(tile, False, ranks), chunks_of(tile, True, ranks)
-        at = self.chunks[0][:, None], self.chunks[1][None]
-        self.pairs = work.pairs[at] if some is None else work.counts.at(*at)  # (a, b, ranks): of block (u, w)
+        self.pairs = work.pairs[self.chunks[0][:, None], self.chunks[1][None]]  # (a, b, ranks): of block (u, w)
         self._needed, self._tokens = Remembered(self._by_owner), Remembered(self._moved)
         self.timed_pairs, self.fused_pairs = Remembered(self._timed_pairs), Remembered(self._fused_pairs)
 
@@ -125,15 +134,9 @@ class Load:
         return self.pairs.sum(axis=(0, 1))
 
     def _edges(self):
-        """Number of edges of every block: float (a, b, ranks).
-
-        A query that sees any key of a block has one edge there, or PACKING of one if no mask cuts the block.  How many
-        queries do is an estimate: where a mask cuts a block, the average query sees half of what it might.
-        """
+        """Number of edges of every block: float (a, b, ranks)."""
         queries, keys = (lengths[chunks] for lengths, chunks in zip(self.lengths, self.chunks))
-        seen = np.maximum(keys if self._seen is None else np.minimum(keys, self._seen), 1)
-        rows = np.minimum(2 * self.pairs / seen, queries[:, None])
-        return np.where(self.pairs < queries[:, None] * keys, rows, PACKING * rows)
+        return edges(self.pairs, queries[:, None], keys, self._work.seen)
 
     def _timed_pairs(self, edge):
         """Pairs of which blocks take the time, if queries take it for `edge` keys more than they see: as `pairs`."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -114,6 +114,17 @@ class Layout:
         if len(self.sizes) != self.chunks or sum(self.sizes) != self.seqlen or min(self.sizes) < 0:
             raise ArgumentError(f"sizes {self.sizes} do not cut {self.seqlen} tokens into {self.chunks} chunks")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.seqlen, self.chunks, self.sizes, self.order))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone, without ranges: what is cached can be made again."""
+        return {**{name: self.__dict__[name] for name in self.__dataclass_fields__}, "_ranges": {}}
+
     def ranges(self, chunk: int) -> tuple[range, ...]:
         """The tokens of a chunk as ranges.
 
@@ -156,6 +167,10 @@ class Layout:
         step : int
             The step of all of them.
         """
+        return self._all_ranges
+
+    @cached_property
+    def _all_ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         chunks = np.arange(self.chunks) if self.order is None else np.array(self.order)
         if self.kind == "striped":
             return chunks[None], -(-(self.seqlen - chunks[None]).clip(0) // self.chunks), self.chunks
@@ -264,7 +279,7 @@ class Layout:
         """
         return sum(len(tokens) for tokens in self.ranges(chunk))
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens in every chunk.
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -174,12 +174,37 @@ class Problem:
             self.partial_dtype if self.wire_dtype is None else dtype_name(self.wire_dtype, "wire_dtype", narrower),
         )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(self.__getstate__().values()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is cached can be made again."""
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
     def __str__(self) -> str:
         """The problem in one line."""
         tokens = f"{self.seqlen} tokens" if self.seqlen_k == self.seqlen else f"{self.seqlen} x {self.seqlen_k} tokens"
         heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads != self.heads else "")
         dims = dims_in_words(self.head_dim, self.value_dim, self.shared_kv)
         return f"batch {self.batch}, {tokens}, {heads} x {dims}, {self.dtype}, {self.mask}"
+
+    @cached_property
+    def token(self) -> "Problem":
+        """A problem without tokens and mask, the same for all lengths: what is made of it serves other lengths too."""
+        return _without_tokens(
+            self.heads,
+            self.head_dim,
+            self.batch,
+            self.kv_heads,
+            self.value_dim,
+            self.dtype,
+            self.wire_dtype,
+            self.shared_kv,
+        )
 
     @cached_property
     def mask(self) -> Mask:
@@ -219,3 +244,12 @@ class Problem:
     def pairs(self) -> int:
         """Number of attended (query, key) pairs without documents."""
         return self.mask.pairs()
+
+
+@lru_cache(64)
+def _without_tokens(
+    heads: int, head_dim: int, batch: int, kv_heads: int, value_dim: int, dtype: str, wire_dtype: str, shared_kv: bool
+) -> Problem:
+    return Problem(
+        0, heads, head_dim, batch, kv_heads, value_dim, dtype=dtype, wire_dtype=wire_dtype, shared_kv=shared_kv
+    )

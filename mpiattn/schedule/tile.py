@@ -6,7 +6,7 @@ Each plane computes 1/h of the heads, and each of its ranks a query chunks x b K
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from operator import index
 from typing import Any
@@ -46,7 +46,7 @@ class Tile:
     @property
     def plane(self) -> Tile:
         """The tile of one plane."""
-        return replace(self, h=1)
+        return self if self.h == 1 else Tile(1, self.a, self.b)
 
     @property
     def chunks(self) -> int:

@@ -24,9 +24,13 @@ class Sent(tuple):
         return sum(self)
 
 
-@lru_cache(64)
 def token_bytes(problem, direction="forward"):
     """Bytes of one token on the wire, by kind."""
+    return _token_bytes(problem.token, direction)
+
+
+@lru_cache(64)
+def _token_bytes(problem, direction):
     return {
         name: size_of(array.travelling(problem) for array in kind.arrays_of(problem))
         for name, kind in KINDS[direction].items()
@@ -40,6 +44,11 @@ def size_of(arrays):
 
 def held_bytes(problem, *arrays):
     """Bytes of one token in memory of some arrays of `mpiattn.schedule.kinds`, those that the problem has."""
+    return _held_bytes(problem.token, arrays)
+
+
+@lru_cache(256)
+def _held_bytes(problem, arrays):
     return size_of(array.held(problem) for array in present(problem, arrays))
 
 

@@ -1,0 +1,113 @@
+"""Which choices a search has to predict: enough to know the best.  Pure arithmetic."""
+
+from heapq import heapify, heappop, heappush
+
+from .launches import ROUNDING
+
+# Predicted times within this share of the least count as equal, because the model is no more accurate.  Exact bytes
+# decide then.
+SAME_TIME = 0.05
+SECONDS, SENT = 0, 1  # what a bound is of
+
+
+def fit(choices, max_memory):
+    """The choices that do with max_memory bytes a rank; None for no limit."""
+    return [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
+
+
+def merit(choice, end):
+    """What decides between choices, least first.  end: of equal times."""
+    return max(choice.seconds, end), choice.sent_bytes, choice.nbytes
+
+
+class _Left:
+    """Cases that are not predicted yet, as (least seconds, least bytes, number)."""
+
+    def __init__(self, cases):
+        self._slower, self._equal = list(cases), []  # the second with bytes before seconds
+        heapify(self._slower)
+
+    def __bool__(self):
+        return bool(self._slower or self._equal)
+
+    def __iter__(self):
+        return iter(self._slower + [(seconds, sent, number) for sent, seconds, number in self._equal])
+
+    def add(self, case):
+        """Add a case."""
+        heappush(self._slower, case)
+
+    def take(self, end):
+        """Take out the most promising case: of those that may take no longer than equal times do, of the fewest bytes.
+
+        end: of equal times.
+        """
+        while self._slower and self._slower[0][0] <= end:
+            seconds, sent, number = heappop(self._slower)
+            heappush(self._equal, (sent, seconds, number))
+        while self._equal and self._equal[0][1] > end:  # equal times ended later before
+            sent, seconds, number = heappop(self._equal)
+            heappush(self._slower, (seconds, sent, number))
+        if not self._equal:
+            return heappop(self._slower)
+        sent, seconds, number = heappop(self._equal)
+        return seconds, sent, number
+
+    def take_soonest(self):
+        """Take out the case that may take the least time."""
+        self._slower, self._equal = list(self), []
+        heapify(self._slower)
+        return heappop(self._slower)
+
+
+def needed(model, cases, of_tiles):
+    """The choices by number of their case: enough to know the best of all, with `of_tiles` that of each tile too.
+
+    model: its `bounds` are pairs of SECONDS or SENT and a function of a case, which no choice is below.  Each is closer
+        than those of its sort before, and takes longer.
+    """
+    (_, quickest), *closer = model.bounds
+    made, known = {}, [0] * len(cases)
+    left = _Left([(quickest(case), 0.0, number) for number, case in enumerate(cases)])
+    possible = min(seconds for seconds, _, _ in left)
+
+    def look(among, number, least):
+        """Know a closer bound of a case, or its choice after the closest."""
+        if known[number] == len(closer):
+            made[number] = model.choice(cases[number])
+            return
+        what, bound = closer[known[number]]
+        # kinds of bytes are summed in another order than in a choice
+        least[what] = bound(cases[number]) * (ROUNDING if what == SENT else 1)
+        known[number] += 1
+        among.add((*least, number))
+
+    def shortest():
+        """The shortest time so far; before any is known, one that is possible."""
+        return min((choice.seconds for choice in fit(made.values(), model.max_memory)), default=possible)
+
+    def settled(case, end, tile=None):
+        """Whether the best is known before this case, the most promising, is predicted; of a tile if given."""
+        fits = fit((made[number] for number in made if tile in (None, cases[number].tile)), model.max_memory)
+        return fits and (max(case[0], end), case[1]) > min(merit(choice, end)[:2] for choice in fits)
+
+    while left:
+        end = (1 + SAME_TIME) * shortest()
+        *least, number = case = left.take(end)
+        if settled(case, end):  # unless a shorter time ends equal times before the best
+            left.add(case)
+            best = min(fit(made.values(), model.max_memory), key=lambda choice: merit(choice, end))
+            *least, number = case = left.take_soonest()
+            if case[0] >= shortest() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * case[0]):
+                left.add(case)
+                break
+        look(left, number, least)
+    for tile in dict.fromkeys(case.tile for case in cases) if of_tiles else ():
+        of_tile = _Left([case for case in left if cases[case[-1]].tile == tile])
+        while of_tile:
+            end = (1 + SAME_TIME) * shortest()
+            *least, number = case = of_tile.take(end)
+            if settled(case, end, tile):
+                break
+            look(of_tile, number, least)
+    return made
