@@ -6,7 +6,7 @@ Every number of planes leaves a smaller problem on fewer ranks, for which `mpiat
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -100,13 +100,18 @@ def inner_layouts(problem, pair, chunks, mesh_layout, others, mask):
     return list(dict.fromkeys([own, *(search.pair_of((kind, kind), problem, chunks) for kind in kinds)]))
 
 
+def looked_at(tile):
+    """The ranks whose regrouping is timed: all, of few."""
+    return sorted({i * tile.ranks // LOOKED_AT for i in range(LOOKED_AT)})
+
+
 class _Cost:
     """What regrouping adds to the passes of a direction: seconds, bytes sent by pass, bytes of memory."""
 
     def __init__(self, regrouping, machine, nodes, direction):
         tile, self.passes = regrouping.tile, search.DIRECTIONS[direction]
         nodes = nodes[places(tile)]  # by rank of the mesh
-        ranks = sorted({i * tile.ranks // LOOKED_AT for i in range(LOOKED_AT)})  # all, of few
+        ranks = looked_at(tile)
         lengths = [layout.lengths for layout in regrouping.outer]
         most = [of_ranks.index(max(of_ranks)) for of_ranks in lengths]
         sharing = np.bincount(nodes).max()
@@ -143,19 +148,65 @@ class _Cost:
         return {name: {**kinds, "regrouped": self.sent[name]} for name, kinds in sent.items()}
 
 
+class _Split:
+    """A number of planes with layouts, pair: the caller's, and inner: those with which a plane computes.
+
+    regrouped: False where heads and tokens stay.  model: the `search.Model` of a plane, without a limit for memory.
+    alike: layouts with the same chunks as inner, the same for all kinds if there is one chunk.
+    """
+
+    def __init__(self, whole, planes, pair, inner):
+        self._whole, self.pair, self.inner = whole, pair, inner
+        self.regrouped = planes > 1 or pair != inner
+        self.model = whole.of_plane(planes, self.regrouped)
+        self.tile = Tile(planes, 1, inner[0].chunks)  # regrouping does not depend on the shape of a plane
+        self.alike = inner if inner[0].chunks > 1 else whole.one_chunk
+
+    @cached_property
+    def _outer(self):
+        """The caller's layouts by rank of the mesh."""
+        return reordered(self.pair, places(self.tile)) if self.tile.h > 1 else self.pair
+
+    @cached_property
+    def least_sent(self):
+        """Bytes that regrouping sends at least: of a rank's tokens, as many as possible are those of its own chunk."""
+        if not self.regrouped:
+            return 0
+        planes, ranks, total = self.tile.h, looked_at(self.tile), 0
+        tokens = []
+        for outer, inner in zip(self._outer, self.inner):
+            pairs = [(outer.lengths[rank], inner.lengths[rank % self.tile.chunks]) for rank in ranks]
+            tokens.append(
+                (sum(planes * own - min(own, of) for own, of in pairs), sum(of - min(own, of) for own, of in pairs))
+            )
+        for name in search.DIRECTIONS[self._whole.direction]:
+            nbytes = of_token(self._whole.problem, planes, name).exchanged[:, :, 0, 0].tolist()
+            total += sum(nbytes[given][keys] * tokens[keys][given] for given in (0, 1) for keys in (0, 1))
+        return total / len(ranks)
+
+    @cached_property
+    def cost(self):
+        """The `_Cost` of regrouping; None if there is none."""
+        if not self.regrouped:
+            return None
+        whole = self._whole
+        regrouping = Regrouping(whole.problem, self.tile, self._outer, self.inner)
+        return _Cost(regrouping, whole.machine, whole.nodes, whole.direction)
+
+    @cached_property
+    def limited(self):
+        """The model of a plane that has the memory that regrouping leaves."""
+        if self.cost is None or self._whole.max_memory is None:
+            return self.model
+        return self.model.limited(max(self._whole.max_memory - self.cost.nbytes, 1))
+
+
 class _Case(NamedTuple):
-    """As `search.Case`: a tile with planes.  inner: the layouts with which a plane computes."""
+    """As `search.Case`: a tile with planes.  of_plane: the case of a plane."""
 
     tile: Tile
-    kind: str
-    route: str
-    pair: tuple
-    inner: tuple
-
-    @property
-    def of_plane(self):
-        """The case of a plane."""
-        return search.Case(self.tile.plane, self.kind, self.route, self.inner)
+    split: _Split
+    of_plane: search.Case
 
 
 class _Model:
@@ -164,23 +215,11 @@ class _Model:
     def __init__(self, problem, shapes, machine, direction, nodes, overlap, max_memory, mask):
         self.problem, self.shapes, self.machine, self.direction, self.nodes = problem, shapes, machine, direction, nodes
         self.overlap, self.max_memory, self.mask = overlap, max_memory, mask
-        self._costs, self._models = cache(self._cost), cache(self._model)
-        self.bounds = (
-            (SECONDS, self.computing),
-            (SENT, self.sent_by_plane),
-            (SENT, self.sent),
-            (SECONDS, self.seconds),
-        )
+        self.of_plane = cache(self._of_plane)
+        self.one_chunk = search.pair_of(("contiguous", "contiguous"), problem, 1)
+        self.bounds = ((SECONDS, self.computing), (SENT, self.least_sent), (SENT, self.sent), (SECONDS, self.seconds))
 
-    def _cost(self, planes, chunks, pair, inner):
-        """The `_Cost` of regrouping; None if there is none."""
-        if planes == 1 and pair == inner:
-            return None
-        tile = Tile(planes, 1, chunks)  # regrouping does not depend on the shape of a plane
-        outer = reordered(pair, places(tile)) if planes > 1 else pair
-        return _Cost(Regrouping(self.problem, tile, outer, inner), self.machine, self.nodes, self.direction)
-
-    def _model(self, planes, regrouped):
+    def _of_plane(self, planes, regrouped):
         """The `search.Model` of a plane.  regrouped: False where heads and tokens stay, and a batch is one."""
         return search.Model(
             plane_problem(self.problem, planes) if regrouped else self.problem,
@@ -193,55 +232,41 @@ class _Model:
             self.mask,
         )
 
-    def _of(self, case):
-        """The cost of regrouping of a case, and the model of its plane."""
-        added, model = self._costs(case.tile.h, case.tile.chunks, case.pair, case.inner), self._of_plane(case)
-        if added is None or self.max_memory is None:
-            return added, model
-        return added, model.limited(max(self.max_memory - added.nbytes, 1))
-
-    def _of_plane(self, case):
-        """The model of a case's plane, without a limit for what regrouping needs."""
-        return self._models(case.tile.h, case.tile.h > 1 or case.pair != case.inner)
-
     def computing(self, case):
         """Seconds that no choice of a case is below, of its computing alone."""
-        return self._of_plane(case).computing(case.of_plane)
+        return case.split.model.computing(case.of_plane)
 
-    def sent_by_plane(self, case):
-        """Bytes that no choice of a case sends less than, without regrouping."""
-        return self._of_plane(case).sent(case.of_plane)
+    def least_sent(self, case):
+        """Bytes that no choice of a case sends less than, without a look at what is regrouped."""
+        return case.split.model.sent(case.of_plane) + case.split.least_sent
 
     def sent(self, case):
         """Bytes that no choice of a case sends less than."""
-        added, model = self._of(case)
-        return model.sent(case.of_plane) + (0.0 if added is None else added.sent_bytes)
+        added = case.split.cost
+        return case.split.model.sent(case.of_plane) + (0.0 if added is None else added.sent_bytes)
 
     def seconds(self, case):
         """Seconds that no choice of a case is below."""
-        added, model = self._of(case)
-        return model.seconds(case.of_plane) + (0.0 if added is None else added.seconds)
+        added = case.split.cost
+        return case.split.model.seconds(case.of_plane) + (0.0 if added is None else added.seconds)
 
     def bound(self, cases):
         """The `search.Bound` of the cases of a tile."""
         case, _ = search.least_of(self, cases)
-        added, model = self._of(case)
-        bound = model.bound([case.of_plane])
+        added, bound = case.split.cost, case.split.model.bound([case.of_plane])
+        bound = bound._replace(tile=case.tile, layouts=case.split.pair)
         if added is None:
             return bound
-        seconds = bound.seconds + added.seconds
-        return bound._replace(tile=case.tile, layouts=case.pair, seconds=seconds, sent=added.added(bound.sent))
+        return bound._replace(seconds=bound.seconds + added.seconds, sent=added.added(bound.sent))
 
     def choice(self, case):
         """The `search.Choice` of a case."""
-        added, model = self._of(case)
-        choice = model.choice(case.of_plane)
+        added, choice = case.split.cost, case.split.limited.choice(case.of_plane)
+        choice = choice._replace(tile=case.tile, layouts=case.split.pair, mesh_layouts=case.split.inner)
         if added is None:
             return choice
         seconds = choice.seconds + added.seconds
         return choice._replace(
-            tile=case.tile,
-            layouts=case.pair,
             seconds=seconds,
             waiting=(choice.waiting * choice.seconds + added.seconds) / seconds if seconds else 0.0,
             sent=added.added(choice.sent),
@@ -276,16 +301,21 @@ def survey(
     nodes = nodes_of(ranks, machine) if nodes is None else np.asarray(nodes)
     pairs = pairs or search.layouts("auto", problem, ranks, mask)
     shapes = shapes or every_tile(ranks, problem.heads, problem.kv_heads)
-    cases = [
-        _Case(shape, kind, chosen_route, pair if fixed else aligned(pair, planes), inner)
+    model = _Model(problem, shapes, machine, direction, nodes, overlap, search.memory_limit(max_memory), mask)
+    ways = [
+        _Split(model, planes, own, inner)
         for planes in dict.fromkeys(shape.h for shape in shapes)
         for pair in pairs
+        for own in [pair if fixed else aligned(pair, planes)]
         for inner in inner_layouts(problem, pair, ranks // planes, mesh_layout, len(pairs) == 1, mask)
-        for shape in shapes
-        if shape.h == planes
-        for kind in (kinds if shape.chunks > 1 else kinds[:1])  # with one chunk there is nothing to collect
-        for chosen_route in search.routes(route, problem, machine)
     ]
-    return search.find(
-        _Model(problem, shapes, machine, direction, nodes, overlap, search.memory_limit(max_memory), mask), cases, every
-    )
+    chosen_routes = search.routes(route, problem, machine)
+    cases = [
+        _Case(shape, split, search.Case(shape.plane, kind, chosen_route, split.alike))
+        for split in ways
+        for shape in shapes
+        if shape.h == split.tile.h
+        for kind in (kinds if shape.chunks > 1 else kinds[:1])  # with one chunk there is nothing to collect
+        for chosen_route in chosen_routes
+    ]
+    return search.find(model, cases, every)

@@ -227,7 +227,7 @@ class Model:
         self._bounds = cache(
             lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes, self._launches(pair))
         )
-        self._schedules = cache(self._build)
+        self._schedules, self._choices = cache(self._build), cache(self._choice)
         self.bounds = ((SECONDS, self.computing), (SENT, self.sent), (SECONDS, self.seconds))
 
     def _build(self, tile, kind, route, ahead):
@@ -264,11 +264,14 @@ class Model:
 
     def choice(self, case):
         """The `Choice` of a case."""
+        return self._choices(case, self.max_memory)
+
+    def _choice(self, case, max_memory):
         problem, load = self.problem, self._load(case.pair, case.tile)
         prepared = self._load_without_documents(case.pair, case.tile)
         built = self._schedules(*case[:3], cost.AHEAD)
         ahead, nbytes = built[0].ahead, _nbytes(built, problem, prepared, case.pair)
-        while ahead and self.max_memory is not None and nbytes > self.max_memory:
+        while ahead and max_memory is not None and nbytes > max_memory:
             ahead -= 1
             built = self._schedules(*case[:3], ahead)
             nbytes = _nbytes(built, problem, prepared, case.pair)

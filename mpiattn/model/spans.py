@@ -45,18 +45,22 @@ class Spans:
         tokens = mask.unpadded
         q_start, q_stop = (ends.clip(tokens.start, tokens.stop) for ends in (q_start, q_stop))
 
-        def bound(side, positions):
+        def seen(positions):
+            """The keys that queries see, of those at some positions: first and end, in one array."""
             order = np.argsort(positions, axis=None)
-            values = np.empty(positions.size, np.int64)
-            values[order] = mask.key_interval(positions.ravel()[order])[side][0]
-            return values.reshape(positions.shape)
+            values = np.empty((2, positions.size), np.int64)
+            values[:, order] = np.concatenate(mask.key_interval(positions.ravel()[order]))
+            return values.reshape(2, *positions.shape)
 
         some_q, some_k = q_start < q_stop, k_start < k_stop
         last = max(mask.seqlen - 1, 0)
-        lo, hi = bound(0, q_start.clip(0, last)), bound(1, (q_stop - 1).clip(0, last))
-        count = np.full(k_start.shape, tokens.stop)
-        first = _first(count, lambda positions: bound(1, positions) > k_start)
-        after = _first(count, lambda positions: bound(0, positions) >= k_stop)
+        lo, hi = seen(np.stack([q_start, q_stop - 1]).clip(0, last))[[0, 1], [0, 1]]
+
+        def reached(positions):  # a key of a run, at positions[:, 0], and its end, at positions[:, 1]
+            first, end = seen(positions)
+            return np.stack([end[:, 0] > k_start, first[:, 1] >= k_stop], axis=1)
+
+        first, after = _first(np.full((2, *k_start.shape), tokens.stop), reached)
         self.intervals = (
             (np.where(some_k, first, NONE), np.where(some_k, after, 0)),
             (np.where(some_q, lo, NONE), np.where(some_q, hi, 0)),
