@@ -31,6 +31,8 @@ from .blocking import blocking
 from .channel import Channel
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 
+REMEMBERED = 64  # groups of ranks
+_NODES: dict[tuple[int, ...], list[int]] = {}  # the node of every rank, by ranks of MPI_COMM_WORLD
 _KEY = None  # key of the MPI attribute in which a caller's communicator keeps its Home
 _DROPPED: list["Home"] = []  # homes whose plans were dropped without close(), and whose owner has been freed
 
@@ -49,18 +51,25 @@ class Mesh:
         self.cart = ordered.Create_cart((tile.h, tile.b, tile.a), periods=(True, True, True), reorder=False)
         if order is not None:
             ordered.Free()
-        self.row = self.cart.Sub((False, False, True))
-        self.column = self.cart.Sub((False, True, False))
-        self.plane = self.cart if tile.h == 1 else self.cart.Sub((False, True, True))
+        parts = (1, 1, tile.a), (1, tile.b, 1), (1, tile.b, tile.a)
+        self._comms = {(tile.h, tile.b, tile.a): self.cart}
+        self.row, self.column, self.plane = map(self._part, parts)
         self.rank, self.size, self.chunk = self.cart.rank, self.cart.size, self.plane.rank
         self.users = 0
 
+    def _part(self, sides):
+        """The communicator of a part of the mesh: the same of the same part, and nothing new of this rank alone."""
+        if sides not in self._comms:
+            alone = sides == (1, 1, 1)
+            self._comms[sides] = MPI.Intracomm(MPI.COMM_SELF) if alone else self.cart.Sub([side > 1 for side in sides])
+        return self._comms[sides]
+
     def free(self):
         """Free the communicators; collective."""
-        if self.plane is not self.cart:
-            self.plane.Free()
-        for comm in (self.row, self.column, self.cart):
-            comm.Free()
+        for comm in self._comms.values():
+            if comm != MPI.COMM_SELF:
+                comm.Free()
+        self.row = self.column = self.plane = MPI.COMM_NULL
 
 
 def _forget_owner(comm, key, home):
@@ -78,6 +87,12 @@ def nodes_of(peers):
     everywhere = peers.allgather(lowest)
     number = {lowest: i for i, lowest in enumerate(sorted(set(everywhere)))}
     return [number[lowest] for lowest in everywhere]
+
+
+def _remember(ranks, nodes):
+    if len(_NODES) >= REMEMBERED:
+        _NODES.clear()
+    _NODES[ranks] = nodes
 
 
 class _Turn:
@@ -109,9 +124,13 @@ class Home:
         self.meshes, self.plans, self.backends = {}, {}, {}  # before what may fail: `abandon` takes them
         self.comm, request = comm.Idup()
         Peers(comm, timeout).wait([request])
-        self.hosts, marks = zip(*Peers(self.comm, timeout).allgather((socket.gethostname(), os.urandom(8))))
+        ranks = tuple(translate_ranks(comm, range(comm.size), MPI.COMM_WORLD))
+        about = socket.gethostname(), os.urandom(8), ranks in _NODES
+        self.hosts, marks, known = zip(*Peers(self.comm, timeout).allgather(about))
         self.channel = Channel(self.comm, self.hosts, marks[0])
-        self.nodes = nodes_of(self.peers(timeout))
+        self.nodes = _NODES[ranks] if all(known) else nodes_of(self.peers(timeout))
+        if MPI.UNDEFINED not in ranks:  # of processes that were started later only this communicator knows
+            _remember(ranks, self.nodes)
         self.users = self.dropped = self.members = 0
         self._turn, self._running = threading.Lock(), ""
 

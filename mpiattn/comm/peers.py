@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0  # seconds; the work of ranks between two calls may differ by minutes
 SUSPENDED = 1.0  # seconds; a longer gap between polls means a suspended process: it is not counted as waiting
 HEAD = 8192  # bytes of a broadcast's first message
+SHORT = 256  # bytes of the first message of every rank, where all gather
 
 Value = TypeVar("Value")
 
@@ -186,10 +187,15 @@ class Peers:
         return pickle.loads(whole.tobytes())
 
     def allgather(self, value: Value) -> list[Value]:
-        """The value of every rank, anything that can be pickled, as a list by rank."""
+        """The value of every rank, anything that can be pickled, as a list by rank; one message where all are short."""
         pickled = np.frombuffer(pickle.dumps(value), np.uint8)
-        lengths = np.empty(self.size, np.int64)
-        self.wait([self.comm.Iallgather(np.array([len(pickled)], np.int64), lengths)])
+        head, heads = np.zeros(SHORT, np.uint8), np.empty((self.size, SHORT), np.uint8)
+        head[:8].view(np.int64)[0] = len(pickled)
+        head[8 : 8 + len(pickled)] = pickled[: SHORT - 8]
+        self.wait([hold(self.comm.Iallgather(head, heads), head, heads)])
+        lengths = heads[:, :8].copy().view(np.int64)[:, 0]
+        if lengths.max() <= SHORT - 8:
+            return [pickle.loads(each[8:].tobytes()) for each in heads]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         everything = np.empty(starts[-1], np.uint8)
         gathered = self.comm.Iallgatherv([pickled, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])

@@ -108,6 +108,8 @@ class Activity:
 
     def _keys(self, i, j):
         """The keys of chunk j that queries of chunk i see, as `Ranges`."""
+        if self.full:
+            return whole(self.k_layout.length(j)) if self.q_layout.length(i) else ()
         lo, hi = self.seen(i)
         seen, runs = [], runs_of(self.k_layout, j)
         for tokens, (before, _) in zip(self.k_layout.ranges(j), runs):
