@@ -1,8 +1,10 @@
 """Bytes of memory that a plan needs on a rank, for calls without documents.  Pure arithmetic."""
 
+from functools import lru_cache
+
 import numpy as np
 
-from ..schedule.kinds import DELTA, DOUT, GATHERED, IN_COLUMNS, KINDS, LSE, OUT, K, Q, V, arena_of, shapes
+from ..schedule.kinds import DELTA, DOUT, GATHERED, IN_COLUMNS, KINDS, LSE, OUT, REDUCED, K, Q, V, arena_of, shapes
 from ..schedule.route import leg_of
 from ..schedule.sharing import below, stack
 from ..schedule.travels import held_bytes, size_of
@@ -18,8 +20,9 @@ def buffer_bytes(schedule, problem, load, layout):
     layout is contiguous, it also holds the arrays that move in columns a second time, sorted by position.
     """
     kinds, fused = KINDS[schedule.direction], any(step.fused for step in schedule.steps)
-    arrays, own, rows, token_bytes = shapes(problem, schedule.direction), 0, {}, {}
-    for kind, of in kinds.items():
+    of_arenas, of_own, of_cast = _of_token(problem.token, schedule.direction)
+    own, rows, token_bytes = 0, {}, {}
+    for kind in kinds:
         column = kind in IN_COLUMNS
         held = load.held(kind, schedule.route, fused, schedule.collective)
         rows["arena", kind] = load.lengths[column] + held.sum(axis=0) if fused else held.max(axis=0)
@@ -27,14 +30,11 @@ def buffer_bytes(schedule, problem, load, layout):
             continue
         arriving = arena_of(kind)
         if not fused:
-            own = own + load.lengths[column] * size_of(
-                array.held(problem) for array in of.arrays_of(problem) if not array.in_place(problem)
-            )
+            own = own + load.lengths[column] * of_own[kind]
         rows["arena", arriving] = _most(schedule, load, kind) * (schedule.slots[arriving] if fused else 1)
-        cast = size_of(wire for wire, kept in zip(arrays[arriving], arrays[kind]) if wire != kept)
-        if cast and schedule.slots[arriving]:
-            token_bytes["wire", kind], rows["wire", kind] = cast, rows["arena", kind if fused else arriving]
-    token_bytes |= {("arena", arena): size_of(of) for arena, of in arrays.items()}
+        if of_cast[kind] and schedule.slots[arriving]:
+            token_bytes["wire", kind], rows["wire", kind] = of_cast[kind], rows["arena", kind if fused else arriving]
+    token_bytes |= of_arenas
     ordered = ()
     if fused and layout != "contiguous" and schedule.slots["KV"]:
         ordered = [kind for kind in kinds if kind in IN_COLUMNS]
@@ -44,6 +44,21 @@ def buffer_bytes(schedule, problem, load, layout):
         of = ("arena" if part == "ordered" else part, kind)
         sizes[part, kind, slot] = rows[of] * token_bytes[of]
     return own + stack(order, sizes)[1]
+
+
+@lru_cache(64)
+def _of_token(problem, direction):
+    """Bytes of a token: in every arena; of own accumulators that are not results, and of what is cast, by kind."""
+    arrays, kinds = shapes(problem, direction), {name: KINDS[direction][name] for name in REDUCED[direction]}
+    own = {
+        name: size_of(array.held(problem) for array in kind.arrays_of(problem) if not array.in_place(problem))
+        for name, kind in kinds.items()
+    }
+    cast = {
+        name: size_of(wire for wire, kept in zip(arrays[arena_of(name)], arrays[name]) if wire != kept)
+        for name in kinds
+    }
+    return {("arena", arena): size_of(of) for arena, of in arrays.items()}, own, cast
 
 
 def _most(schedule, load, kind):

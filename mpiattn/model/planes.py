@@ -6,7 +6,7 @@ Every number of planes leaves a smaller problem on fewer ranks, for which `mpiat
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..problem.layout import Layout
 from ..schedule.regroup import Regrouping, every_tile, plane_problem, splits
+from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
 from . import cost, memory, search
 from .machine import DEFAULT
@@ -215,7 +216,7 @@ class _Model:
     def __init__(self, problem, shapes, machine, direction, nodes, overlap, max_memory, mask):
         self.problem, self.shapes, self.machine, self.direction, self.nodes = problem, shapes, machine, direction, nodes
         self.overlap, self.max_memory, self.mask = overlap, max_memory, mask
-        self.of_plane = cache(self._of_plane)
+        self.of_plane = Remembered(self._of_plane)
         self.one_chunk = search.pair_of(("contiguous", "contiguous"), problem, 1)
         self.bounds = ((SECONDS, self.computing), (SENT, self.least_sent), (SENT, self.sent), (SECONDS, self.seconds))
 

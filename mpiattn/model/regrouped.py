@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from ..problem.layout import Layout
 from ..schedule.kinds import K, Q
 from ..schedule.regroup import Regrouping, arrays_of, of_keys
+from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Regrouped:
     def __init__(self, regrouping: Regrouping, some: Sequence[int], nodes: NDArray[np.int64]) -> None:
         self._regrouping, self._some, self._numbers = regrouping, np.array(some), np.arange(len(some))
         self._crossing = nodes != nodes[self._some, None]
-        in_tokens = cache(self._in_tokens)  # often the same of queries and of keys
+        in_tokens = Remembered(self._in_tokens)  # often the same of queries and of keys
         self._exchanged = np.stack(
             [
                 in_tokens(outer, inner, regrouping.sharing(array))

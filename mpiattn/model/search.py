@@ -4,7 +4,7 @@ This is the paper's loop over every factorisation of the number of ranks (Mesh-A
 """
 
 import copy
-from functools import cache, lru_cache
+from functools import lru_cache
 from numbers import Integral
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.layout import LAYOUTS, Layout
+from ..schedule.remembered import Remembered
 from ..schedule.route import ROUTES, passed_on
 from ..schedule.tile import Tile, tiles
 from ..schedule.travels import token_bytes
@@ -216,18 +217,19 @@ class Model:
         self.problem, self.machine, self.nodes, self.overlap = problem, machine, nodes, overlap
         self.mask = mask or problem.mask
         self.directions, self.max_memory = DIRECTIONS[direction], max_memory
-        self._work = cache(lambda pair: Work(self.mask, *pair))
+        self._work = Remembered(lambda pair: Work(self.mask, *pair))
         self._load = lru_cache(LOADS)(lambda pair, tile: Load(self._work(pair), tile))
         self._load_without_documents = self._load  # a plan makes its memory for these calls
         if self.mask != problem.mask:
-            without_documents = cache(lambda pair: Work(problem.mask, *pair))
+            without_documents = Remembered(lambda pair: Work(problem.mask, *pair))
             self._load_without_documents = lru_cache(LOADS)(lambda pair, tile: Load(without_documents(pair), tile))
-        self._launches = cache(lambda pair: Launches(problem, self._work(pair), tuple(shapes), machine))
-        self._computing = cache(lambda pair: self._launches(pair).least(self.directions))
-        self._bounds = cache(
+        self._launches = Remembered(lambda pair: Launches(problem, self._work(pair), tuple(shapes), machine))
+        self._computing = Remembered(lambda pair: self._launches(pair).least(self.directions))
+        self._bounds = Remembered(
             lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes, self._launches(pair))
         )
-        self._schedules, self._choices = cache(self._build), cache(self._choice)
+        self._sent, self._schedules = Remembered(self._sent_at_least), Remembered(self._build)
+        self._choices = Remembered(self._choice)
         self.bounds = ((SECONDS, self.computing), (SENT, self.sent), (SECONDS, self.seconds))
 
     def _build(self, tile, kind, route, ahead):
@@ -242,7 +244,10 @@ class Model:
 
     def sent(self, case):
         """Bytes that no choice of a case sends less than."""
-        least = self._bounds(case.pair, case.tile)
+        return self._sent(case.pair, case.tile)
+
+    def _sent_at_least(self, pair, tile):
+        least = self._bounds(pair, tile)
         return sum(sum(least.sent(of_pass).values()) for of_pass in self.directions)
 
     def seconds(self, case):

@@ -4,7 +4,7 @@ The search for a layout, tile and schedule uses it for the whole mesh.  `schedul
 and one call, with documents.
 """
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -103,6 +103,14 @@ def chunks_of(tile, column, ranks):
     return tile.in_column(ranks, hops) if column else tile.in_row(ranks, hops)
 
 
+@lru_cache(256)
+def _carried(kind, extent, route, collective):
+    """What the hops of a kind carry: the arguments of `Load._moved`."""
+    # whom hop 2 carries tokens for besides those of hop 1 tells the route: see `Leg.users`
+    first, second = (leg_of(kind, hop, extent, route, collective).users for hop in (1, 2))
+    return kind in IN_COLUMNS, second.start < 2, first.stop > 2, collective and not passed_on(route)
+
+
 def edges(pairs, queries, keys, seen):
     """Number of edges of blocks with so many pairs, queries and keys: float, of the shape of pairs.
 
@@ -172,10 +180,7 @@ class Load:
 
         Hop 0 moves nothing, and tokens that no rank needs do not move, as in `mpiattn.schedule.needed`.
         """
-        column = kind in IN_COLUMNS
-        # whom hop 2 carries tokens for besides those of hop 1 tells the route: see `Leg.users`
-        first, second = (leg_of(kind, hop, len(self.chunks[column]), route, collective).users for hop in (1, 2))
-        return self._tokens(column, second.start < 2, first.stop > 2, collective and not passed_on(route))
+        return self._tokens(*_carried(kind, len(self.chunks[kind in IN_COLUMNS]), route, collective))
 
     def _moved(self, column, earlier, later, together):
         """`moved`, of keys with `column`.

@@ -6,6 +6,7 @@ collectives take this route too.
 Both routes move the same bytes.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from .kinds import GATHERED
@@ -28,6 +29,7 @@ class Leg(NamedTuple):
     users: range
 
 
+@lru_cache(1024)  # a plan asks for the same ones many times
 def leg_of(kind: str, hop: int, extent: int, route: str = "direct", collective: bool = False) -> Leg:
     """The `Leg` of a hop, 1 or more, in rows or columns of `extent` ranks.
 
