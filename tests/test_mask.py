@@ -115,6 +115,19 @@ def test_drawings_of_prefix_and_blocks():
 
 
 @pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("prefix", "block"), [(0, None), (3, None), (100, None), (0, 3), (4, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_queries_that_see_keys(shape, causal, prefix, block, window):
+    mask = Mask(*shape, causal or bool(prefix or block), window, prefix, block)
+    (lo,), (hi,) = mask.key_interval(np.arange(shape[0]))
+    keys = np.arange(shape[1])
+    first, end = mask.seeing(keys, keys + 1)
+    assert first.tolist() == [next((i for i, stop in enumerate(hi) if stop > key), shape[0]) for key in keys]
+    assert end.tolist() == [next((i for i, start in enumerate(lo) if start > key), shape[0]) for key in keys]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("prefix", "block"), [(0, None), (3, None), (100, None), (0, 1), (0, 3), (0, 100), (4, 3)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefix_and_blocks_are_the_definition(shape, prefix, block, window):

@@ -60,7 +60,8 @@ class Spans:
             first, end = seen(positions)
             return np.stack([end[:, 0] > k_start, first[:, 1] >= k_stop], axis=1)
 
-        first, after = _first(np.full((2, *k_start.shape), tokens.stop), reached)
+        seeing = mask.seeing(k_start, k_stop)
+        first, after = _first(np.full((2, *k_start.shape), tokens.stop), reached) if seeing is None else seeing
         self.intervals = (
             (np.where(some_k, first, NONE), np.where(some_k, after, 0)),
             (np.where(some_q, lo, NONE), np.where(some_q, hi, 0)),

@@ -73,6 +73,8 @@ class Work:
 
     def moved(self, column, tile):
         """Tokens of keys (with `column`) or queries that travel on the direct route, of all ranks of a mesh."""
+        if (tile.b if column else tile.a) == 1:
+            return 0  # all in one group have the same
         chunks = np.arange(tile.ranks).reshape(tile.b, tile.a)
         groups, own = (chunks, chunks.ravel() // tile.a) if column else (chunks.T, chunks.ravel() % tile.a)
         if self.spans is not None:

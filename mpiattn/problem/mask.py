@@ -225,6 +225,23 @@ class Mask:
             np.minimum(hi, place(diagonal + (right + 1)), out=hi)
         np.maximum(lo, hi, out=hi)
 
+    def seeing(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray] | None:
+        """The first query whose keys end after each start, and the first whose keys begin at each stop or after it.
+
+        starts, stops: of ranges of keys.
+        Returns two int64 arrays of their shape; None where only a look at queries tells.
+        """
+        diagonal, (left, right) = self.seqlen_k - self.seqlen, self.window
+        first, end = np.zeros_like(starts), np.full_like(stops, self.seqlen)
+        if self.causal:
+            block = starts - starts % (self.causal_block or 1)
+            first = np.where(starts < self.prefix, 0, block - diagonal)
+        if right is not None:
+            first = np.maximum(first, starts - right - diagonal)
+        if left is not None:
+            end = stops + left - diagonal
+        return first.clip(0, self.seqlen), end.clip(0, self.seqlen)
+
     def pairs(self, documents: Sequence[Group] | None = None) -> int:
         """Number of attended (query, key) pairs, summed over the groups of documents."""
         if self.closed_form and documents is None and max(self.seqlen, self.seqlen_k) < CLOSED:
@@ -270,6 +287,9 @@ class PackedMask(Mask):
     def unpadded(self) -> range:
         """The queries that are not padding."""
         return range(self.cuts[0], self.cuts[-1])
+
+    def seeing(self, starts: IntArray, stops: IntArray) -> None:
+        """None: documents begin and end anywhere."""
 
 
 def columns_of(keys: Sequence[range] | IntArray) -> Place:
