@@ -130,7 +130,7 @@ class _Cost:
                 + near * machine.inside.latency
                 + packed / machine.merging
             )
-            self.sent[name] = float(np.mean((inside + between)[: len(ranks)]))
+            self.sent[name] = float((inside + between)[: len(ranks)].sum() / len(ranks))
             self.seconds += float(seconds.max())
             self.nbytes += int(packed.max())
         self.nbytes += memory.outer_bytes(regrouping.problem, list(map(max, lengths)), "backward" in self.passes)

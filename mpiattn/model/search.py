@@ -247,8 +247,7 @@ class Model:
         return self._sent(case.pair, case.tile)
 
     def _sent_at_least(self, pair, tile):
-        least = self._bounds(pair, tile)
-        return sum(sum(least.sent(of_pass).values()) for of_pass in self.directions)
+        return self._bounds(pair, tile).sent_bytes(self.directions)
 
     def seconds(self, case):
         """Seconds that no choice of a case is below."""

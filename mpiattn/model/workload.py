@@ -29,7 +29,8 @@ def _all_see(mask, q_layout, k_layout):
     """Whether the last query of every chunk surely sees a key of every chunk: in stripes, as many in a row."""
     if k_layout.kind != "striped":
         return False
-    last = np.sort([max(tokens[-1] for tokens in q_layout.ranges(chunk) if tokens) for chunk in range(q_layout.chunks)])
+    starts, lengths, step = q_layout.all_ranges()
+    last = np.sort(np.where(lengths > 0, starts + (lengths - 1) * step, 0).max(axis=0))
     lo, hi = mask.key_interval(last)
     return bool((hi - lo >= k_layout.chunks).all())
 
@@ -50,7 +51,8 @@ class Work:
         self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
         self.ordered = k_layout.kind == "contiguous" or k_layout.chunks == 1
         self._mask, self._layouts = mask, (q_layout, k_layout)
-        self.whole = min(map(min, self.lengths)) > 0 and (mask.full or _all_see(mask, q_layout, k_layout))
+        shortest = min(min(layout.lengths) for layout in self._layouts)
+        self.whole = shortest > 0 and (mask.full or _all_see(mask, q_layout, k_layout))
 
     @cached_property
     def spans(self):
