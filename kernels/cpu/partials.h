@@ -6,7 +6,7 @@
 #include "rows.h"
 #include "work.h"
 
-#define ROW_BYTES 65536         // of a piece of work, about
+#define ROW_BYTES 65536         // of a piece of work, about: some tokens of a sequence
 #define MOVE_BYTE 5.0           // operations in the time in which a byte is read or written
 #define EMPTY -3.4028234663852886e38    // in place of an empty partial's lse: -inf - -inf would be NaN
 
@@ -84,24 +84,26 @@ static void delta_row(const struct launch* of, struct place at) {
 
 struct row_pieces {
     void (*row)(const struct launch* of, struct place at);
-    long size, count;
+    long size, of_sequence, count;
 };
 
 static void rows_worker(struct job* job, int thread, void* with) {
     const struct row_pieces* pieces = with;
     const long sequences = most(job->of->sequences, 1), heads = job->of->heads / sequences;  // of a sequence
-    for (long piece; (piece = take_piece(job)) < pieces->count && !give_up(job, thread);)
-        for (long token = piece * pieces->size; token < least((piece + 1) * pieces->size, job->of->tokens); token++)
-            for (long sequence = 0; sequence < sequences; sequence++)
-                for (long head = sequence * heads; head < (sequence + 1) * heads; head++)
-                    pieces->row(job->of, (struct place){token, head, sequence});
+    for (long piece; (piece = take_piece(job)) < pieces->count && !give_up(job, thread);) {
+        const long sequence = piece / pieces->of_sequence, first = piece % pieces->of_sequence * pieces->size;
+        for (long token = first; token < least(first + pieces->size, job->of->tokens); token++)
+            for (long head = sequence * heads; head < (sequence + 1) * heads; head++)
+                pieces->row(job->of, (struct place){token, head, sequence});
+    }
 }
 
 static int32_t by_rows(const struct launch* of, void (*row)(const struct launch* of, struct place at)) {
     struct job job;
-    const long bytes = (long)of->heads * of->value_dim * sizeof(real);
-    struct row_pieces pieces = {.row = row, .size = most(1, ROW_BYTES / most(bytes, 1))};
-    pieces.count = (of->tokens + pieces.size - 1) / pieces.size;
+    const long bytes = (long)of->heads * of->value_dim * sizeof(real), sequences = most(of->sequences, 1);
+    struct row_pieces pieces = {.row = row, .size = most(1, ROW_BYTES * sequences / most(bytes, 1))};
+    pieces.of_sequence = (of->tokens + pieces.size - 1) / pieces.size;
+    pieces.count = sequences * pieces.of_sequence;
     begin_job(&job, of, 1);
     return in_threads(&job, threads_for(of, 3.0 * bytes * of->tokens * MOVE_BYTE, pieces.count), rows_worker, &pieces);
 }
