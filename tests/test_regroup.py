@@ -23,7 +23,7 @@ from mpiattn.schedule.regroup import (
     of_keys,
     plane_problem,
     shared,
-    splits,
+    split,
 )
 from mpiattn.schedule.tile import Tile
 
@@ -53,20 +53,33 @@ def test_shared_tokens_are_those_of_both_chunks(kind, other):
 def test_heads_of_planes():
     assert [heads_of(8, 4, plane) for plane in range(4)] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
     assert [heads_of(2, 4, plane).start for plane in range(4)] == [0, 0, 1, 1]
-    problem = Problem(10, 12, 4, kv_heads=4, batch=2)
-    assert [h for h in range(1, 13) if splits(12, 4, h)] == [1, 2, 4, 12]
+    problem = Problem(10, 12, 4, kv_heads=4)
+    assert [h for h in range(1, 13) if split(h, 12, 4)] == [1, 2, 4, 12]
     for h in (1, 2, 4, 12):
         of_plane = plane_problem(problem, h)
-        assert (of_plane.batch, of_plane.heads, of_plane.kv_heads) == (1, 24 // h, 2 * max(1, 4 // h))
+        assert (of_plane.batch, of_plane.heads, of_plane.kv_heads) == (1, 12 // h, max(1, 4 // h))
         for plane in range(h):  # a query head's KV head is the same in the plane as in the whole
             heads, kv_heads = (range(total)[heads_of(total, h, plane)] for total in (12, 4))
             assert [kv_heads[i * len(kv_heads) // len(heads)] for i in range(len(heads))] == [i // 3 for i in heads]
 
 
+def test_sequences_are_split_before_heads():
+    splits = {
+        (planes, batch): split(planes, 12, 4, batch) for planes in (2, 4, 6, 8, 12, 48) for batch in (1, 2, 3, 4, 6)
+    }
+    assert splits[4, 2] == splits[4, 6] == (2, 2) and splits[4, 4] == (4, 1) and splits[8, 4] == (4, 2)
+    assert splits[6, 1] is None and splits[6, 3] == (3, 2) and splits[6, 6] == (6, 1)
+    assert splits[12, 2] == (1, 12), "six planes of a sequence cannot share 4 KV heads"
+    assert splits[12, 6] == (6, 2) and splits[48, 4] == (4, 12) and splits[48, 2] is None
+    of_plane = plane_problem(Problem(10, 12, 4, kv_heads=4, batch=6), 12)
+    assert (of_plane.batch, of_plane.heads, of_plane.kv_heads) == (1, 6, 2)
+    assert [str(tile) for tile in every_tile(6, 1, 1, 3)] == ["1x6", "2x3", "3x2", "6x1", "3x1x2", "3x2x1"]
+
+
 def regroupings():
     for h, a, b in ((1, 2, 2), (2, 2, 1), (2, 1, 3), (4, 1, 1), (4, 2, 1), (3, 1, 2)):
-        tile = Tile(h, a, b)
-        problem = Problem(37, 12, 5, kv_heads=2 if h == 4 else 6, batch=2, seqlen_k=41, causal=True, value_dim=3)
+        tile, batch = Tile(h, a, b), 6 if b > 1 else 2
+        problem = Problem(37, 12, 5, kv_heads=2 if h == 4 else 6, batch=batch, seqlen_k=41, causal=True, value_dim=3)
         for kind, inner in product(LAYOUTS, LAYOUTS):
             outer = tuple(Layout(kind, tokens, tile.ranks) for tokens in (37, 41))
             yield Regrouping(
@@ -91,19 +104,26 @@ def test_every_token_and_head_comes_once(monkeypatch, most):
             sent = {}
             for rank, (outward, _) in enumerate(parts):
                 for part in outward:
-                    sent.setdefault((rank, part.peer), []).append((part.shared, part.heads))
+                    sent.setdefault((rank, part.peer), []).append(part[1:4])
+            held = np.zeros((tile.chunks, problem.batch, max(inner.lengths), total), int)  # by all planes
             for rank, (_, inward) in enumerate(parts):
-                plane, chunk = regrouping.place(rank)
-                held = np.zeros((inner.length(chunk), total), int)
-                of_rank = {}
+                _, chunk = regrouping.place(rank)
+                own, of_rank = np.zeros_like(held[chunk]), {}
                 for part in inward:
-                    of_rank.setdefault(part.peer, []).append((part.shared, part.heads))
-                    held[part.shared.inner, part.heads] += 1
+                    of_rank.setdefault(part.peer, []).append(part[1:4])
+                    own[part.sequences, part.shared.inner, part.heads] += 1
                     tokens = outer.positions(part.peer)[part.shared.outer]
                     assert (tokens == inner.positions(chunk)[part.shared.inner]).all()
                 assert of_rank == {peer: sent[peer, other] for peer, other in sent if other == rank}
-                assert (held[:, heads_of(total, tile.h, plane)] == 1).all()
-                assert held.sum() == len(held) * len(range(total)[heads_of(total, tile.h, plane)])
+                sequences, heads = regrouping.sequences(rank), regrouping.heads(array, rank)
+                assert (own[sequences, : inner.length(chunk), heads] == 1).all()
+                rows = regrouping.of_plane.batch * getattr(regrouping.of_plane, array.heads)
+                assert own.sum() == inner.length(chunk) * rows
+                held[chunk] += own
+            assert all(
+                (of_chunk[:, :length] == regrouping.sharing(array)).all()
+                for of_chunk, length in zip(held, inner.lengths)
+            )
 
 
 def test_ranks_together_exchange_what_each_does():
@@ -113,7 +133,7 @@ def test_ranks_together_exchange_what_each_does():
         nodes = np.array(ranks) % 3 // 2
         together = Regrouped(regrouping, ranks, nodes)
         for direction, rank in product(regroup.TAKEN, ranks):
-            expected = np.zeros(5)
+            expected = np.zeros(6)
             for given in (False, True):
                 for array in arrays_of(regrouping.problem, direction, given):
                     nbytes, parts = regrouping.token_bytes(array, given), regrouping.parts(rank, array, given)
@@ -122,7 +142,14 @@ def test_ranks_together_exchange_what_each_does():
                             crossing = nodes[part.peer] != nodes[rank]
                             expected[int(crossing)] += nbytes * part.shared.tokens
                             expected[2 + int(crossing)] += 1
+                    (outward, inward), shared = parts, given and regrouping.sharing(array) > 1
                     expected[4] += nbytes * sum(map(regroup.rows_of, parts))
+                    expected[5] += nbytes * regroup.rows_of(inward)
+                    if not regrouping.whole_heads:
+                        expected[5] += nbytes * regroup.rows_of(outward)
+                    expected[5] += nbytes * sum(
+                        part.shared.tokens for part in outward if part.peer == rank and not shared
+                    )
             assert (together.of_pass(direction)[:, rank] == expected).all()
 
 
@@ -184,11 +211,12 @@ def test_heads_are_split_where_that_sends_least():
         assert best.tile.h > 1 and best.sent_bytes <= (1 - saved) * ring.sent_bytes
 
 
+@pytest.mark.parametrize("batch", [1, 2, 6])
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
-def test_mean_of_what_is_sent(kv_heads):
+def test_mean_of_what_is_sent(kv_heads, batch):
     """The formula of a mean is that of all ranks, where every rank has as many tokens."""
-    problem = Problem(48, 12, 5, kv_heads=kv_heads, batch=2, seqlen_k=96, value_dim=3)
-    for tile in every_tile(12, 12, kv_heads):
+    problem = Problem(48, 12, 5, kv_heads=kv_heads, batch=batch, seqlen_k=96, value_dim=3)
+    for tile in every_tile(12, 12, kv_heads, batch):
         outer = tuple(Layout("contiguous", tokens, 12) for tokens in (48, 96))
         inner = tuple(Layout("contiguous", tokens, tile.chunks) for tokens in (48, 96))
         regrouping = Regrouping(problem, tile, planes.reordered(outer, planes.places(tile)), inner)

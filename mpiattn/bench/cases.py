@@ -23,24 +23,24 @@ class Case(NamedTuple):
         )
 
 
-def tile_names(asked, ranks, heads=1, kv_heads=1):
+def tile_names(asked, ranks, heads=1, kv_heads=1, batch=1):
     """Tiles as "AxB", "HxAxB" or "auto", each once, in the given order; "all" means every tile of the ranks."""
     names = []
     for text in asked:
-        shapes = every_tile(ranks, heads, kv_heads) if text == "all" else [parse_tile(text, ranks)]
+        shapes = every_tile(ranks, heads, kv_heads, batch) if text == "all" else [parse_tile(text, ranks)]
         names += ["auto" if shape is None else str(shape) for shape in shapes]
     return list(dict.fromkeys(names))
 
 
-def cases(ranks, seqlens, tile, schedule, route, no_overlap=False, heads=1, kv_heads=None):
+def cases(ranks, seqlens, tile, schedule, route, no_overlap=False, heads=1, kv_heads=None, batch=1):
     """The cases of every size, a list of lists.  Raises ArgumentError.
 
     seqlens, tile, schedule, route: lists.  no_overlap: add every case without overlap, except those with a collective
-    schedule, which has none.  heads, kv_heads: which planes "all" has tiles of; kv_heads by default heads.
+    schedule, which has none.  heads, kv_heads, batch: which planes "all" has tiles of; kv_heads by default heads.
     """
     if min(seqlens) < 1:
         raise ArgumentError(f"seqlen is {min(seqlens)}; it must be at least 1")
-    names = tile_names(tile, ranks, heads, kv_heads or heads)
+    names = tile_names(tile, ranks, heads, kv_heads or heads, batch)
     schedules, routes, seqlens = (list(dict.fromkeys(asked)) for asked in (schedule, route, seqlens))
     return [
         [

@@ -172,7 +172,7 @@ def _limits(job, args):
 def _run(job, args):
     comm, peers = job.comm, job.peers
     with agreement(peers):
-        which = args.tile, args.schedule, args.route, args.no_overlap, args.heads, args.kv_heads
+        which = args.tile, args.schedule, args.route, args.no_overlap, args.heads, args.kv_heads, args.batch
         asked = cases(comm.size, args.seqlen, *which)
     how = {
         name: getattr(args, name)

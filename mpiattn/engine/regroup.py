@@ -1,7 +1,11 @@
 """Moves q, k and v from the caller's ranks to those of the mesh, and results back.
 
-`mpiattn.schedule.regroup` says which tokens and heads go where.  The caller's arrays are (batch, tokens, heads, dim),
-those of the mesh (tokens, batch * heads, dim); either may lack the last axis.
+`mpiattn.schedule.regroup` says which sequences, tokens and heads go where.  The caller's arrays are (batch, tokens,
+heads, dim), those of the mesh (tokens, sequences * heads, dim); either may lack the last axis.  What lies in a caller's
+array as in the message is sent from there, or received there; all else is packed.
+
+Of several sequences that no other rank of the plane needs, chunks of the mesh are (tokens, sequences, heads, dim), and
+lie in memory sequence after sequence, if launches take them so: copies between them and the caller's arrays are faster.
 """
 
 import copy
@@ -10,6 +14,7 @@ from ..backends.kept import Kept
 from ..schedule.kinds import TAG
 from ..schedule.regroup import GIVEN, TAKEN, arrays_of, of_keys, plane_problem, rows_of
 from .coming import Coming
+from .folding import stays
 
 ARRAYS = tuple(array.name for arrays in (*TAKEN.values(), *GIVEN.values()) for array in arrays)
 TAGS = {name: max(TAG.values()) + 16 + i for i, name in enumerate(dict.fromkeys(ARRAYS))}
@@ -25,7 +30,8 @@ class Regroup:
     def __init__(self, regrouping, mesh, backend, exchange):
         self.regrouping, self.mesh, self.backend, self.exchange = regrouping, mesh, backend, exchange
         self.kept, self.packed = Kept(backend.empty), Kept(backend.empty)
-        self._batch, self._plane = regrouping.problem.batch, plane_problem(regrouping.problem, regrouping.tile.h)
+        self._plane = plane_problem(regrouping.problem, regrouping.tile.h)
+        self._sequences = regrouping.problem.batch // regrouping.split[0]  # of the batch, that a plane has
         self._tokens = [layout.length(mesh.chunk) for layout in regrouping.inner]
         self.coming = None  # what was taken to the mesh last
         self._parts = {}  # by name and whether it is given: the parts at the caller's end, and at the mesh's end
@@ -46,9 +52,14 @@ class Regroup:
         return self.packed((array.name, given, outer), shape, self.regrouping.dtype(array, given))
 
     def chunk(self, array, given=False):
-        """Memory for this rank's chunk of the mesh, (tokens, batch * heads, dim), valid until the next request."""
-        shape = (self._tokens[of_keys(array)], *array.shape(self._plane))
-        return self.kept((array.name, given), shape, self.regrouping.dtype(array, given))
+        """Memory for this rank's chunk of the mesh, valid until the next request."""
+        dtype, (heads, *dim) = self.regrouping.dtype(array, given), array.shape(self._plane)
+        tokens, kind = self._tokens[of_keys(array)], "KV" if of_keys(array) else "Q"
+        apart = self.regrouping.by_sequence and dim and stays(self.backend, self.mesh.tile, kind)
+        if not apart or (given and dtype != self._plane.partial_dtype):  # results in which partials are not accumulated
+            return self.kept((array.name, given), (tokens, heads, *dim), dtype)
+        shape = self._sequences, tokens, heads // self._sequences, *dim
+        return self.kept((array.name, given), shape, dtype).swapaxes(0, 1)
 
     def prepare(self, direction):
         """Make all memory of a pass."""
@@ -77,10 +88,23 @@ class Regroup:
         rest.kept, rest.packed, rest.coming = Kept(self.backend.empty), Kept(self.backend.empty), None
         return rest
 
-    def _by_batch(self, rows):
-        """Rows (tokens, batch * heads, ...) as (batch, tokens, heads, ...)."""
+    def _as_caller(self, rows):
+        """Rows of a chunk as (sequences, tokens, heads, ...)."""
+        if rows.ndim == 4:
+            return rows.swapaxes(0, 1)
         tokens, heads, *dim = rows.shape
-        return rows.reshape(tokens, self._batch, heads // self._batch, *dim).swapaxes(0, 1)
+        return rows.reshape(tokens, self._sequences, heads // self._sequences, *dim).swapaxes(0, 1)
+
+    def _unpacked(self, rows):
+        """The same of packed rows, which have the numbers as the message has them."""
+        if not self.regrouping.by_sequence:
+            return self._as_caller(rows)
+        tokens, heads, *dim = rows.shape
+        return rows.reshape(self._sequences, tokens, heads // self._sequences, *dim)
+
+    def _as_message(self, region):
+        """Whether a region (sequences, tokens, heads, ...) of a caller's array lies as in the message."""
+        return (self.regrouping.by_sequence or self._sequences == 1) and region.flags.c_contiguous
 
     def take(self, direction, outer, inner, last):
         """Move arrays to the mesh; collective.  Returns the `Coming` of those of one kind; the others are here.
@@ -90,26 +114,34 @@ class Regroup:
         """
         # An attribute: if the call fails, MPI may still use what it holds.
         coming = self.coming = Coming(self.backend, self.exchange, last, f"regrouping for the {direction} pass")
-        sends, receives = [], []
+        sends, receives, staying = [], [], []
         for array in self.arrays(direction, False):
             whole, chunk = outer[array.name], inner[array.name]
             outward, inward = self.parts(array, False)
             kind = "KV" if of_keys(array) else "Q"
             memory, done = self._memory(array, False, True), {}
             for part in outward:
+                region = whole[part.sequences, part.shared.outer, part.heads]
                 if part.peer == self.mesh.rank:
-                    self.backend.copy(self._by_batch(chunk[part.shared.inner]), whole[:, part.shared.outer, part.heads])
+                    staying.append((self._as_caller(chunk[part.shared.inner]), region))
                     coming.add(kind, part.shared.inner)
                     continue
-                if part.packed.start not in done:
-                    done[part.packed.start] = rows = memory[part.packed]
-                    self.backend.copy(self._by_batch(rows), whole[:, part.shared.outer, part.heads])
-                sends.append((kind == last, part.peer, array.name, done[part.packed.start]))
+                rows = done.get(part.packed.start)
+                if rows is None and self._as_message(region):
+                    rows = region
+                elif rows is None:
+                    rows = memory[part.packed]
+                    self.backend.copy(self._unpacked(rows), region)
+                done[part.packed.start] = rows
+                sends.append((kind == last, part.peer, array.name, rows))
             memory = self._memory(array, False, False)
             for part in inward:
                 if part.peer != self.mesh.rank:
-                    place = chunk[part.shared.inner]
-                    rows, place = (place, None) if part.packed is None else (memory[part.packed], place)
+                    rows, place = chunk[part.shared.inner], None
+                    if part.packed is not None:
+                        rows, place = memory[part.packed], rows
+                    if self.regrouping.by_sequence:
+                        rows, place = self._unpacked(rows), self._as_caller(place)
                     receives.append((kind, part.shared.inner, array.name, part.peer, rows, place))
         self.backend.begin()
         for kind, tokens, name, peer, rows, place in receives:
@@ -118,6 +150,9 @@ class Regroup:
         sends.sort(key=lambda send: (send[0], (send[1] - self.mesh.rank) % self.mesh.comm.size))
         for _, peer, name, rows in sends:
             coming.send(self._send(name, peer, rows), rows)
+        for place, region in staying:  # while messages are on their way
+            self.backend.copy(place, region)
+        self.backend.begin()  # messages of the pass have these copies
         coming.wait_for_other()
         return coming
 
@@ -136,29 +171,32 @@ class Regroup:
                     rows = chunk[part.shared.inner]
                     if part.packed is not None:
                         rows = memory[part.packed]
-                        self.backend.copy(rows, chunk[part.shared.inner])
+                        self.backend.copy(self._unpacked(rows), self._as_caller(chunk[part.shared.inner]))
                     sends.append((array.name, part.peer, rows))
             memory = self._memory(array, True, True)
             for part in outward:
-                rows = memory[part.packed]
-                if part.peer != self.mesh.rank:
-                    receives.append((array.name, part.peer, rows, whole, part))
-                elif adds:
-                    self.backend.copy(rows, chunk[part.shared.inner])
-                    receives.append((array.name, part.peer, rows, whole, part))
+                region = whole[part.sequences, part.shared.outer, part.heads]
+                if part.peer == self.mesh.rank and not adds:
+                    self.backend.copy(region, self._as_caller(chunk[part.shared.inner]))
+                elif not adds and self._as_message(region):
+                    receives.append((array.name, part.peer, region, None, None))
                 else:
-                    self.backend.copy(whole[:, part.shared.outer, part.heads], self._by_batch(chunk[part.shared.inner]))
+                    rows = memory[part.packed]
+                    if part.peer == self.mesh.rank:
+                        self.backend.copy(self._unpacked(rows), self._as_caller(chunk[part.shared.inner]))
+                    outer_rows = part.shared.outer
+                    place = array.name, part.sequences.start, outer_rows.start, outer_rows.step, part.heads.start
+                    receives.append((array.name, part.peer, rows, place, region))
         received = [receive[:3] for receive in receives if receive[1] != self.mesh.rank]
         self._exchange(sends, received, f"regrouping after the {direction} pass")
         sums = {}
-        for name, _, rows, whole, part in receives:
-            key = name, part.shared.outer.start, part.shared.outer.step, part.heads.start
-            if key in sums:
-                self.backend.add([sums[key][0]], [rows])
-            else:
-                sums[key] = rows, whole[:, part.shared.outer, part.heads]
-        for rows, result in sums.values():
-            self.backend.copy(result, self._by_batch(rows))
+        for _, _, rows, place, region in receives:
+            if place in sums:
+                self.backend.add([sums[place][0]], [rows])
+            elif region is not None:
+                sums[place] = rows, region
+        for rows, region in sums.values():
+            self.backend.copy(region, self._unpacked(rows))
 
     def _receive(self, name, peer, rows):
         """Post a message of the array `name`; returns its requests."""

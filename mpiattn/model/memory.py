@@ -79,16 +79,16 @@ def chunk_bytes(problem, q_tokens, k_tokens, staying=()):
     return inputs + q_tokens * held_bytes(problem, OUT, LSE)
 
 
-def outer_bytes(problem, tokens, backward=False):
+def outer_bytes(problem, tokens, backward=False, strided=False):
     """Bytes of a caller's q, k, v, out and lse, and backward dout, dq, dk and dv, where the mesh has chunks of its own.
 
     tokens: numbers of the caller's query tokens and key tokens.  Backward counts delta too and, with a batch above 1,
-    the folded copies of dout and out.
+    the folded copies of dout and out.  strided: whether these are read where they lie.
     """
     q_tokens, k_tokens = tokens
     nbytes = q_tokens * held_bytes(problem, Q, OUT, LSE) + k_tokens * held_bytes(problem, K, V)
     if backward:
-        folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 else 0
+        folded = held_bytes(problem, OUT, DOUT) if problem.batch > 1 and not strided else 0
         nbytes = (
             nbytes + q_tokens * (held_bytes(problem, DOUT, Q, DELTA) + folded) + k_tokens * held_bytes(problem, K, V)
         )

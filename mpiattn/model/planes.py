@@ -13,14 +13,14 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.layout import Layout
-from ..schedule.regroup import Regrouping, every_tile, plane_problem, splits
+from ..schedule.regroup import Regrouping, every_tile, plane_problem, split
 from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
 from . import cost, memory, search
 from .machine import DEFAULT
 from .needed import SECONDS, SENT
 from .regrouped import Regrouped, of_token
-from .simulate import nodes_of
+from .simulate import COPYING, nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,12 +32,18 @@ LOOKED_AT = 8  # ranks whose regrouping is timed
 
 
 def check_heads(tile: Tile | None, problem: Problem) -> None:
-    """Raise ArgumentError unless a tile's planes can split the heads."""
-    if tile is not None and not splits(problem.heads, problem.kv_heads, tile.h):
-        raise ArgumentError(
-            f"tile is {tile}; {tile.h} planes cannot split {problem.heads} heads and {problem.kv_heads} KV heads: the "
-            "number of planes must divide the heads, and it must divide the KV heads or be a multiple of them"
-        )
+    """Raise ArgumentError unless a tile's planes can split batch and heads."""
+    p = problem
+    if tile is None or split(tile.h, p.heads, p.kv_heads, p.batch):
+        return
+    heads, rule = f"{p.heads} heads and {p.kv_heads} KV heads", "the number of planes"
+    if p.batch > 1:
+        heads = f"{p.batch} sequences of {heads}"
+        rule += " must be a divisor of the sequences times a number, which"
+    raise ArgumentError(
+        f"tile is {tile}; {tile.h} planes cannot split {heads}: {rule} must divide the heads, and must divide the KV "
+        "heads or be a multiple of them"
+    )
 
 
 def places(tile: Tile) -> list[int]:
@@ -122,13 +128,13 @@ class _Cost:
         exchanged = Regrouped(regrouping, list(dict.fromkeys([*ranks, *most])), nodes)
         self.sent, self.seconds, self.nbytes = {}, 0.0, 0
         for name in self.passes:
-            inside, between, near, far, packed = exchanged.of_pass(name)
+            inside, between, near, far, packed, copied = exchanged.of_pass(name)
             seconds = (
                 inside / machine.inside.bandwidth
                 + between / rate
                 + far * machine.between.latency
                 + near * machine.inside.latency
-                + packed / machine.merging
+                + copied / (COPYING * machine.merging)
             )
             self.sent[name] = float((inside + between)[: len(ranks)].sum() / len(ranks))
             self.seconds += float(seconds.max())
@@ -301,7 +307,7 @@ def survey(
     """
     nodes = nodes_of(ranks, machine) if nodes is None else np.asarray(nodes)
     pairs = pairs or search.layouts("auto", problem, ranks, mask)
-    shapes = shapes or every_tile(ranks, problem.heads, problem.kv_heads)
+    shapes = shapes or every_tile(ranks, problem.heads, problem.kv_heads, problem.batch)
     model = _Model(problem, shapes, machine, direction, nodes, overlap, search.memory_limit(max_memory), mask)
     ways = [
         _Split(model, planes, own, inner)

@@ -1,4 +1,4 @@
-"""What ranks send and pack in regrouping, of many ranks at once and without a look at every part.
+"""What ranks send, pack and copy in regrouping, of many ranks at once and without a look at every part.
 
 `schedule.regroup` gives the same for one rank, part by part.
 """
@@ -46,7 +46,7 @@ class OfToken(NamedTuple):
     """What a token takes.
 
     exchanged: before (False) and after a pass (True), of queries and of keys, what is to be multiplied with the numbers
-        of `Regrouped`: int64 (2, 2, 5, 1).
+        of `Regrouped`: int64 (2, 2, 6, 1).
     widened: bytes by which results are longer on the mesh than on the caller's ranks, of queries and of keys.
     """
 
@@ -69,7 +69,7 @@ def _of_token(problem: Problem, planes: int, direction: str) -> OfToken:
         for array in arrays_of(problem, direction, given):
             nbytes[of_keys(array)].append(regrouping.token_bytes(array, given))
             widened[of_keys(array)] += regrouping.widened_bytes(array) if given else 0
-        exchanged.append([[sum(of), sum(of), len(of), len(of), sum(of)] for of in nbytes])
+        exchanged.append([[sum(of), sum(of), len(of), len(of), sum(of), sum(of)] for of in nbytes])
     return OfToken(np.array(exchanged)[..., None], tuple(widened))
 
 
@@ -92,12 +92,16 @@ class Regrouped:
         )
 
     def of_pass(self, direction: str) -> NDArray[np.int64]:
-        """By rank: bytes sent inside its node, to others, messages inside, to others, bytes packed: int64 (5, some)."""
+        """What ranks exchange before and after a pass: int64 (6, some).
+
+        By rank: bytes sent inside its node, to others, messages inside, to others, bytes of memory in which messages
+        are packed, bytes copied: those packed where they do not lie as in the message, and those of its own.
+        """
         weights = of_token(self._regrouping.problem, self._regrouping.tile.h, direction).exchanged
         return (weights * self._exchanged).sum(axis=(0, 1))
 
     def _in_tokens(self, outer: Layout, inner: Layout, sharing: int) -> NDArray[np.int64]:
-        """As `of_pass`, with tokens for bytes: of one array that the pass takes, and of a result: int64 (2, 5, some).
+        """As `of_pass`, with tokens for bytes: of one array that the pass takes, and of a result: int64 (2, 6, some).
 
         sharing: number of planes that compute each of its heads.
         """
@@ -106,13 +110,15 @@ class Regrouped:
         inward, apart = in_common(inner, chunks, outer)
         all_outward = outward.sum(axis=(0, 2))
         # what stays on its rank is packed only if planes share it
-        staying = outward[:, self._numbers, chunks].sum(axis=0) if sharing == 1 else 0
+        own = outward[:, self._numbers, chunks].sum(axis=0)
+        staying = own if sharing == 1 else 0 * own
         moved = np.stack([np.tile(outward, planes) if planes > 1 else outward, inward])
         moved[:, :, self._numbers, self._some] = 0
         counted = np.stack([moved, moved > 0], axis=1)  # (2, tokens and messages, pairs, some, ranks)
         between = (counted * self._crossing).sum(axis=(2, 4))
         inside = counted.sum(axis=(2, 4)) - between
-        landing = (inside + between)[1, 0] if apart else 0
+        landing = (inside + between)[1, 0] if apart or self._regrouping.by_sequence else 0
         # planes with the same heads take the same rows, but each gives its own
-        packed = [copies * all_outward - staying + landing for copies in (planes // sharing, planes)]
-        return np.stack([inside[:, 0], between[:, 0], inside[:, 1], between[:, 1], packed], axis=1)
+        packed = np.stack([copies * all_outward - staying + landing for copies in (planes // sharing, planes)])
+        copied = np.stack([own, staying]) + (landing if self._regrouping.whole_heads else packed)
+        return np.stack([inside[:, 0], between[:, 0], inside[:, 1], between[:, 1], packed, copied], axis=1)

@@ -89,6 +89,10 @@ class Decision:
         places = [self.order.index(rank) for rank in range(len(self.order))]
         return planes.reordered(self.choice.layouts, places)
 
+    def of_plane(self, activity: Activity, rank: int) -> Activity:
+        """The activity of a call in the plane of a rank, which may have some sequences of the batch only."""
+        return activity if self.regrouping is None else activity.of_sequences(self.regrouping.sequences(rank))
+
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass on a plane, made once."""
         if direction not in self._schedules:
@@ -122,7 +126,7 @@ class Decision:
 
     def formula(self, rank: int, direction: str, activity: Activity) -> int:
         """Bytes that a rank of the mesh sends in a call."""
-        mesh = self.of_mesh
+        mesh, activity = self.of_mesh, self.of_plane(activity, rank)
         of_pass = travels.sent(
             mesh.problem,
             activity.q_layout.lengths,

@@ -160,9 +160,14 @@ class Described:
         Returns
         -------
         float
-            One of h planes computes 1/h of the heads, so its pairs count 1/h; an int if that is whole.
+            One of h planes computes 1/h of the heads, so its pairs count 1/h; an int if that is whole.  Where sequences
+            have documents of their own, their pairs are added up.
         """
-        pairs, planes = (activity or self._activity).work(self._passes.mesh.chunk), self.tile.h
+        mesh, whole, planes = self._passes.mesh, activity or self._activity, self.tile.h
+        of_plane = self._plan.of_plane(whole, mesh.rank)
+        if of_plane is not whole and self._plan.regrouping:
+            planes = self._plan.regrouping.split[1]
+        pairs = of_plane.work(mesh.chunk)
         return pairs / planes if pairs % planes else pairs // planes
 
     def trace(self, direction: str = "forward") -> Timeline | None:
@@ -237,7 +242,7 @@ class Described:
         (activity,) = known or [Activity(self.problem.mask, *self._plan.choice.mesh_layouts, self.tile.plane, groups)]
         self._recent = [other for other in self._recent if other is not activity]
         while len(self._recent) >= RECENT or sum(other.kept_bytes for other in self._recent) > KEPT_BYTES:
-            self._recent.pop(0).kept.clear()  # an Activity is part of a reference cycle: it may live on for a while
+            self._recent.pop(0).forget()  # an Activity is part of a reference cycle: it may live on for a while
         self._recent.append(activity)
         return activity
 

@@ -48,7 +48,7 @@ class RegroupedPasses:
     def __init__(
         self, plan: Decision, schedule: Schedule, mesh: Mesh, backend: Backend, exchange: Exchange, activity: Activity
     ) -> None:
-        self._problem, self.mesh, self._backend = plan.problem, mesh, backend
+        self._plan, self._problem, self.mesh, self._backend = plan, plan.problem, mesh, backend
         q_layout, k_layout = plan.layouts
         self.tokens = q_layout.length(mesh.rank), k_layout.length(mesh.rank)
         self._passes = RankPasses(plan.of_mesh, schedule, mesh, backend, exchange, activity)
@@ -76,7 +76,7 @@ class RegroupedPasses:
         """Bytes of the arrays of a call, here and on the mesh, of the exchange between them, and of the passes."""
         if self._released_bytes:
             return self._released_bytes
-        outer = memory.outer_bytes(self._problem, self.tokens, "backward" in self.executors)
+        outer = memory.outer_bytes(self._problem, self.tokens, "backward" in self.executors, self._backend.strided)
         outer += self._folding.unplanned_bytes + self._regroup.widened_bytes
         return outer + self._regroup.packed_bytes + self._passes.nbytes
 
@@ -94,7 +94,7 @@ class RegroupedPasses:
     def fold_forward(self, arrays: dict[str, Array], activity: Activity, out: Array) -> dict[str, Array]:
         """Make all memory that the forward pass needs.  Returns the arrays."""
         inner_out, _ = self._prepare("forward")
-        self._passes.fold_forward({}, activity, inner_out[np.newaxis])
+        self._passes.fold_forward({}, self._plan.of_plane(activity, self.mesh.rank), inner_out[np.newaxis])
         return arrays
 
     def forward(
@@ -126,8 +126,12 @@ class RegroupedPasses:
         Returns the arrays and rows, and the folded ones by ("folded", name).
         """
         results = self._prepare("backward")
-        self._passes.prepare_backward(activity, tuple(array[np.newaxis] for array in results))
-        folded = {name: self._folding.fold(name, arrays[name]) for name in ("dout", "out")}
+        of_plane = self._plan.of_plane(activity, self.mesh.rank)
+        self._passes.prepare_backward(of_plane, tuple(array[np.newaxis] for array in results))
+        folded = {}
+        for name in ("dout", "out"):
+            view = self._folding.view(arrays[name])
+            folded[name] = self._folding.fold(name, arrays[name]) if view is None else view
         if "dlse" in rows:
             folded["dlse"] = self._folding.fold("dlse", rows["dlse"].transpose(0, 2, 1))
         p = self._problem
@@ -163,7 +167,7 @@ class RegroupedPasses:
         if dsinks is None:
             return None
         whole = np.zeros(p.heads, dsinks.dtype)
-        whole[self._heads()] = dsinks.reshape(p.batch, -1).sum(axis=0)
+        whole[self._heads()] = dsinks.reshape(self._sequences(), -1).sum(axis=0)
         return whole
 
     def _last(self, direction: str) -> str:
@@ -176,9 +180,13 @@ class RegroupedPasses:
         """The query heads of this rank's plane."""
         return self._regroup.regrouping.heads(Q, self.mesh.rank)
 
+    def _sequences(self) -> int:
+        """Number of the sequences of this rank's plane."""
+        return self._problem.batch // self._regroup.regrouping.split[0]
+
     def _of_plane(self, sinks: Array | None) -> Array | None:
-        """The sinks of this rank's plane, for every entry of the batch."""
-        return None if sinks is None else np.tile(sinks[self._heads()], self._problem.batch)
+        """The sinks of this rank's plane, for each of its sequences."""
+        return None if sinks is None else np.tile(sinks[self._heads()], self._sequences())
 
     def _finish(self) -> None:
         self._backend.finish()

@@ -27,7 +27,7 @@ def best_tile(problem, ranks, direction="forward"):
 
 def best_of_planes(problem, ranks, direction="forward"):
     """As `best_tile`, of the tiles of several planes; None if there are none."""
-    several = [tile for tile in every_tile(ranks, problem.heads, problem.kv_heads) if tile.h > 1]
+    several = [tile for tile in every_tile(ranks, problem.heads, problem.kv_heads, problem.batch) if tile.h > 1]
     return min(((tile, mesh(problem, tile, direction)) for tile in several), key=lambda pair: pair[1], default=None)
 
 

@@ -45,6 +45,7 @@ class Activity:
         self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
         self.full = documents is None and not mask.causal and mask.window == (None, None)
         self.kept = {}  # row intervals and orders of keys on the device, filled by `mpiattn.engine.executor`
+        self._of_sequences = {}  # by their slice of the batch, the activities of some sequences
         self.seen, self._rows = Remembered(self._seen), Remembered(self._rows_of)
         self.keys, self.queries = Remembered(self._keys), Remembered(self._queries)
         self.needed, self.travelling = Remembered(self._needed), Remembered(self._travelling)
@@ -57,7 +58,25 @@ class Activity:
     @property
     def kept_bytes(self):
         """Bytes of the arrays that are kept."""
-        return sum(bound.nbytes for pair in self.kept.values() for bound in pair)
+        own = sum(bound.nbytes for pair in self.kept.values() for bound in pair)
+        return own + sum(activity.kept_bytes for activity in self._of_sequences.values())
+
+    def forget(self):
+        """Free the arrays that are kept."""
+        self.kept.clear()
+        self._of_sequences.clear()
+
+    def of_sequences(self, some):
+        """The activity of some sequences of the batch, a slice; the same object each time.
+
+        It is this one if all sequences have the same documents.
+        """
+        if len(self.documents or (None,)) == 1:
+            return self
+        key = some.start, some.stop
+        if key not in self._of_sequences:
+            self._of_sequences[key] = Activity(self.mask, self.q_layout, self.k_layout, self.tile, self.documents[some])
+        return self._of_sequences[key]
 
     def trim(self):
         """Forget what is large and was only needed to find the tokens that travel."""

@@ -1,8 +1,9 @@
-"""Regrouping: how heads and tokens change ranks before and after the passes of a mesh.  No MPI.
+"""Regrouping: how sequences, heads and tokens change ranks before and after the passes of a mesh.  No MPI.
 
-A mesh of h planes gives every plane 1/h of the heads, and every rank of a plane a chunk of all tokens.  The caller's
-rank holds all heads of a chunk that is 1/h as long.  So an all-to-all takes q, k and v to the mesh, and the results
-back.  DeepSpeed-Ulysses (arXiv 2309.14509) is a mesh of one rank a plane, USP (arXiv 2405.07719) has rings for planes.
+A mesh of h planes gives every plane 1/h of the work, and every rank of a plane a chunk of all tokens.  Planes split the
+sequences of a batch as far as they can, and then the heads.  The caller's rank holds all sequences and heads of a chunk
+that is 1/h as long.  So an all-to-all takes q, k and v to the mesh, and the results back.  With a batch of 1,
+DeepSpeed-Ulysses (arXiv 2309.14509) is a mesh of one rank a plane, and USP (arXiv 2405.07719) has rings for planes.
 The layout of the mesh may be another kind than the caller's, also with one plane.
 """
 
@@ -41,29 +42,48 @@ def of_keys(array: Array) -> bool:
     return array.heads == "kv_heads"
 
 
-def splits(heads: int, kv_heads: int, planes: int) -> bool:
-    """Whether heads can be split over so many planes; several planes may share a KV head."""
-    return heads % planes == 0 and (kv_heads % planes == 0 or planes % kv_heads == 0)
+@lru_cache(1024)
+def split(planes: int, heads: int, kv_heads: int, batch: int = 1) -> tuple[int, int] | None:
+    """Into how many parts planes split the sequences of a batch, and the heads of each of these; None if they cannot.
+
+    Several planes may share a KV head.
+    """
+    most = gcd(batch, planes)
+    for of_batch in range(most, 0, -1):
+        parts = planes // of_batch
+        if most % of_batch == 0 and heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0):
+            return of_batch, parts
+    return None
 
 
-def every_tile(ranks: int, heads: int, kv_heads: int) -> list[Tile]:
-    """Every tile of that many ranks whose planes can split the heads, those of one plane first."""
-    numbers = [h for h in range(1, ranks + 1) if ranks % h == 0 and splits(heads, kv_heads, h)]
+def every_tile(ranks: int, heads: int, kv_heads: int, batch: int = 1) -> list[Tile]:
+    """Every tile of that many ranks whose planes can split batch and heads, those of one plane first."""
+    numbers = [h for h in range(1, ranks + 1) if ranks % h == 0 and split(h, heads, kv_heads, batch)]
     return [tile for h in numbers for tile in tiles(ranks, h)]
 
 
-def heads_of(total: int, planes: int, plane: int) -> slice:
-    """The heads, of `total`, that a plane computes: a part of them or, of fewer heads than planes, one."""
-    count = max(1, total // planes)
-    first = plane * total // planes
+def heads_of(total: int, parts: int, part: int) -> slice:
+    """One of some parts of `total` heads: some of them or, of fewer heads than parts, one."""
+    count = max(1, total // parts)
+    first = part * total // parts
     return slice(first, first + count)
+
+
+def split_of(problem: Problem, planes: int) -> tuple[int, int]:
+    """As `split`, of planes that can split a problem; else ValueError."""
+    parts = split(planes, problem.heads, problem.kv_heads, problem.batch)
+    if parts is None:
+        raise ValueError(f"{planes} planes cannot split {problem}")
+    return parts
 
 
 @lru_cache(64)
 def plane_problem(problem: Problem, planes: int) -> Problem:
-    """The problem of one plane, with the batch folded into the heads."""
-    heads, kv_heads = (len(range(total)[heads_of(total, planes, 0)]) for total in (problem.heads, problem.kv_heads))
-    return replace(problem, batch=1, heads=problem.batch * heads, kv_heads=problem.batch * kv_heads)
+    """The problem of one plane, with its sequences folded into the heads."""
+    of_batch, parts = split_of(problem, planes)
+    heads, kv_heads = (len(range(total)[heads_of(total, parts, 0)]) for total in (problem.heads, problem.kv_heads))
+    sequences = problem.batch // of_batch
+    return replace(problem, batch=1, heads=sequences * heads, kv_heads=sequences * kv_heads)
 
 
 def common(tokens: range, others: range) -> range:
@@ -129,14 +149,15 @@ def partners(layout: Layout, number: int, other: Layout) -> list[tuple[int, list
 
 
 class Part(NamedTuple):
-    """Tokens and heads of an array that a rank exchanges with a peer.
+    """Sequences, tokens and heads of an array that a rank exchanges with a peer.
 
-    heads: of all heads.  packed: rows of the memory in which they are packed, as the message has them; None if the
+    sequences, heads: of all.  packed: rows of the memory in which they are packed, as the message has them; None if the
     message lies in the chunk of the mesh, or if there is none since the rank is its own peer.
     """
 
     peer: int
     shared: Shared
+    sequences: slice
     heads: slice
     packed: slice | None
 
@@ -175,13 +196,42 @@ class Regrouping:
             for other, some in partners(self.inner[keys], chunk, self.outer[keys])
         ]
 
+    @cached_property
+    def split(self) -> tuple[int, int]:
+        """Into how many parts the planes split the sequences, and the heads of each of these."""
+        return split_of(self.problem, self.tile.h)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether a message holds one sequence after another, as the caller's arrays do, if it holds several.
+
+        Else it holds one token after another, as a chunk of the mesh does.
+        """
+        return 1 < self.split[0] < self.problem.batch
+
+    @property
+    def whole_heads(self) -> bool:
+        """Whether planes have all heads of their sequences, which lie in the caller's arrays as in a message.
+
+        They do if a rank of the mesh takes all tokens of a caller's chunk, as it does of even ones.
+        """
+        return self.split[1] == 1 and (self.by_sequence or self.split[0] == self.problem.batch)
+
+    def sequences(self, rank: int) -> slice:
+        """The sequences that a rank of the mesh computes."""
+        of_batch, parts = self.split
+        count = self.problem.batch // of_batch
+        first = self.place(rank)[0] // parts * count
+        return slice(first, first + count)
+
     def heads(self, array: Array, rank: int) -> slice:
         """The heads of an array that a rank of the mesh computes."""
-        return heads_of(getattr(self.problem, array.heads), self.tile.h, self.place(rank)[0])
+        _, parts = self.split
+        return heads_of(getattr(self.problem, array.heads), parts, self.place(rank)[0] % parts)
 
     def sharing(self, array: Array) -> int:
-        """Number of planes that compute each head of an array: 1 but for few KV heads."""
-        return max(1, self.tile.h // getattr(self.problem, array.heads))
+        """Number of planes that compute each head of a sequence of an array: 1 but for few KV heads."""
+        return max(1, self.split[1] // getattr(self.problem, array.heads))
 
     def dtype(self, array: Array, given: bool) -> str:
         """The dtype of an array in messages: partials that are still to be added keep theirs."""
@@ -204,32 +254,35 @@ class Regrouping:
         return {}
 
     def _outward(self, rank: int, array: Array, given: bool) -> list[Part]:
-        """What travels is packed: of the caller's tokens only some heads go, the same to planes with the same heads."""
+        """What travels is packed: some heads, or tokens of several sequences; the same for planes with the same heads.
+
+        Where it lies in the caller's array as in the message, it need not be.
+        """
         parts, packed, at = [], {}, 0
         added = given and self.sharing(array) > 1
         for peer, some in self.to_mesh(rank, of_keys(array)):
             _, chunk = self.place(peer)
-            heads = self.heads(array, peer)
+            sequences, heads = self.sequences(peer), self.heads(array, peer)
             for number, shared in enumerate(some):
-                key, rows = (chunk, number, heads.start), None
+                key, rows = (chunk, number, sequences.start, heads.start), None
                 if peer != rank or added:
                     if key not in packed or given:
                         packed[key] = slice(at, at + shared.tokens)
                         at += shared.tokens
                     rows = packed[key]
-                parts.append(Part(peer, shared, heads, rows))
+                parts.append(Part(peer, shared, sequences, heads, rows))
         return parts
 
     def _inward(self, rank: int, array: Array) -> list[Part]:
-        """Consecutive tokens travel from and to where they are."""
-        parts, heads, at = [], self.heads(array, rank), 0
+        """Consecutive tokens travel from and to where they are, if messages have them token after token."""
+        parts, sequences, heads, at = [], self.sequences(rank), self.heads(array, rank), 0
         for peer, some in self.of_mesh(rank, of_keys(array)):
             for shared in some:
                 rows = None
-                if shared.inner.step != 1 and peer != rank:
+                if (self.by_sequence or shared.inner.step != 1) and peer != rank:
                     rows = slice(at, at + shared.tokens)
                     at += shared.tokens
-                parts.append(Part(peer, shared, heads, rows))
+                parts.append(Part(peer, shared, sequences, heads, rows))
         return parts
 
     @cached_property

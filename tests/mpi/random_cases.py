@@ -68,7 +68,7 @@ def draw_case(seed, index, size):
     """The case of that index in a launch of `size` ranks."""
     rng = random.Random(f"{seed} {index} {size}")
     ranks = size if rng.random() < 0.7 else rng.randint(1, size)
-    kv_heads, batch = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3])
+    kv_heads, batch = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3, 4])
     seqlen = rng.choice([0, 1, 3, 5, 17, 31, 40, 64, 97, 150])
     seqlen_k = seqlen if rng.random() < 0.6 else rng.choice([0, 1, 7, 50, 64, 128])
     layout = rng.choice(["contiguous", "striped", "zigzag", "uneven"])
@@ -103,7 +103,7 @@ def draw_case(seed, index, size):
     if rng.random() < 0.2:
         plan |= {"shared_kv": True, "value_dim": min(plan["value_dim"], plan["head_dim"])}
     if rng.random() < 0.4:
-        plan["tile"] = rng.choice(every_tile(ranks, plan["heads"], plan["kv_heads"]))
+        plan["tile"] = rng.choice(every_tile(ranks, plan["heads"], plan["kv_heads"], batch))
     causal = plan["causal"] or plan["prefix"] > 0 or plan["causal_block"] is not None
     return Case(
         rng.sample(range(size), ranks),

@@ -27,13 +27,15 @@ def pieces_of_a_token(monkeypatch):
 
 
 def tiles(ranks):
-    """Every tile of planes, except those with more planes than heads can be split over."""
+    """Every tile of planes."""
     sides = product(range(1, ranks + 1), repeat=3)
-    return [(h, a, b) for h, a, b in sides if h * a * b == ranks and 12 % h == 0]
+    return [(h, a, b) for h, a, b in sides if h * a * b == ranks]
 
 
-def splits(h, kv_heads):
-    return kv_heads % h == 0 or h % kv_heads == 0
+def splits(h, kv_heads, batch=1, heads=12):
+    """Whether h planes can each have some whole sequences, and some heads of these."""
+    parts = [h // i for i in range(1, h + 1) if h % i == 0 and batch % i == 0]
+    return any(heads % part == 0 and (kv_heads % part == 0 or part % kv_heads == 0) for part in parts)
 
 
 def check_tiles_and_layouts(group, some):
@@ -42,12 +44,12 @@ def check_tiles_and_layouts(group, some):
         (tile, layout, mesh_layout, kv_heads)
         for tile, layout, mesh_layout in product(tiles(group.size), LAYOUTS, ("auto", *LAYOUTS))
         for kv_heads in (4, 1, 12)
-        if splits(tile[0], kv_heads)
     ]
     for number, (tile, layout, mesh_layout, kv_heads) in enumerate(cases[some]):
-        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "kv_heads": kv_heads}
+        batch = next((n for n in (1, 2, 4, 6)[number % 4 :] if splits(tile[0], kv_heads, n)), tile[0])
+        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "kv_heads": kv_heads, "batch": batch}
         how["schedule"], how["route"] = ("greedy", "collective")[number % 2], "direct"
-        how |= {"seqlen": (37, 5, 64)[number % 3], "batch": 1 + number % 2, "sinks": number % 4 == 1}
+        how |= {"seqlen": (37, 5, 64)[number % 3], "sinks": number % 3 == 1}
         check(group, seed=number, **{**PROBLEM, **how})
 
 
@@ -117,6 +119,10 @@ def test_documents_and_padding(group):
         how = {**PROBLEM, "seqlen": 40, "tile": tile, "layout": "contiguous", "mesh_layout": "zigzag"}
         check(group, call={"cu_seqlens": [0, 7, 7, 19, 40]}, **how)
         check(group, call={"lengths": [33, 12]}, batch=2, **how)
+        # each plane has some of the sequences, whose padding or documents differ
+        check(group, call={"lengths": [33, 12, 40, 0]}, batch=4, sinks=True, **how)
+        cuts = [[0, 7, 40], [0, 20, 40], [0, 39, 40], [0, 0, 40], [3, 9, 30], [0, 40, 40]]
+        check(group, call={"cu_seqlens": cuts}, batch=6, **how)
 
 
 @on(3, 4)
@@ -138,10 +144,11 @@ def test_chunks_that_the_caller_has(group):
 @pytest.mark.parametrize("first", every(5, zip(range(5))))
 def test_bytes_are_those_of_the_formula(group, first):
     cases = list(product(tiles(group.size), LAYOUTS, ("auto", *LAYOUTS)))
-    for tile, layout, mesh_layout in cases[first::5]:
-        if not splits(tile[0], 4):
+    for number, (tile, layout, mesh_layout) in enumerate(cases[first::5]):
+        batch = (1, 4, 2)[number % 3]
+        if not splits(tile[0], 4, batch):
             continue
-        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "direction": "both"}
+        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "direction": "both", "batch": batch}
         with MeshAttention(group, seqlen=37, backend=BACKENDS[0], **narrow({**PROBLEM, **how})) as plan:
             chunks = my_chunks(plan, *draw(plan.problem))
             before, results = plan.sent[0], []
@@ -155,8 +162,9 @@ def test_bytes_are_those_of_the_formula(group, first):
 
 @on(4)
 def test_memory_is_what_was_predicted(group):
-    for tile, layout, mesh_layout in (((4, 1, 1), "contiguous", "auto"), ((2, 1, 2), "striped", "striped")):
-        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "schedule": "greedy"}
+    cases = ((4, 1, 1), "contiguous", "auto"), ((2, 1, 2), "striped", "striped"), ((2, 1, 2), "contiguous", "zigzag")
+    for (tile, layout, mesh_layout), batch in product(cases, (1, 2, 8)):
+        how = {"tile": tile, "layout": layout, "mesh_layout": mesh_layout, "schedule": "greedy", "batch": batch}
         with MeshAttention(group, seqlen=64, backend=BACKENDS[0], **narrow({**PROBLEM, **how})) as plan:
             scratch = plan._backend.scratch_bytes(8, 8, plan.problem.dtype)
             assert plan.nbytes - scratch - plan._backend.staged_bytes <= plan._plan.choice.nbytes
@@ -176,5 +184,9 @@ def test_another_length(group):
 def test_what_cannot_be_split(group):
     with pytest.raises(ArgumentError, match=r"^tile is 4x1x1; 4 planes cannot split 6 heads and 6 KV heads"):
         MeshAttention(group, seqlen=8, heads=6, head_dim=4, tile="ulysses")
+    with pytest.raises(
+        ArgumentError, match=r"^tile is 4x1x1; 4 planes cannot split 3 sequences of 6 heads and 6 KV heads"
+    ):
+        MeshAttention(group, seqlen=8, heads=6, head_dim=4, batch=3, tile="ulysses")
     with pytest.raises(ArgumentError, match=r"^mesh_layout is 'even'; it may be contiguous, striped, zigzag, auto"):
         MeshAttention(group, seqlen=8, heads=6, head_dim=4, mesh_layout="even")

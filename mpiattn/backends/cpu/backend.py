@@ -78,6 +78,9 @@ class CpuBackend(NumpyBackend):
         start = -_address(memory) % LINE
         return memory[start : start + nbytes].view(dtype).reshape(shape)
 
+    def accumulates(self, array):
+        return array.flags.aligned and (not array.size or array.strides[-1] == array.itemsize)
+
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         self._attend(
             "forward",
