@@ -56,7 +56,8 @@ else:
     def __getattr__(name):
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_HOMES[name], __name__), name)
+        value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)  # next time it is there
+        return value
 
 
 def __dir__() -> list[str]:
