@@ -1,8 +1,8 @@
 """List the tiles of n ranks with their traffic, memory, balance and predicted time; starts no MPI.
 
 A tile AxB gives every rank A query chunks x B KV chunks: a mesh of B rows x A columns, A*B = ranks. 1xN is
-Ring-Attention. HxAxB splits the heads over H planes, each of which is a mesh AxB, H*A*B = ranks. Sizes are in tokens,
-heads and elements; output is in binary units (1 KiB = 1024 B) and seconds.
+Ring-Attention. HxAxB splits batch and heads over H planes, each of which is a mesh AxB, H*A*B = ranks. Sizes are in
+tokens, heads and elements; output is in binary units (1 KiB = 1024 B) and seconds.
 """
 
 from dataclasses import asdict, replace

@@ -9,7 +9,7 @@ from .mesh_picture import picture
 LEGEND = """\
 sent/rank  bytes that a rank sends, mean over ranks: {sent}
 saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
-regrouped  sent before and after the passes, so that every plane of a tile HxAxB has its heads, or the mesh its layout
+regrouped  sent before and after the passes, so that every plane of a tile HxAxB has its share, or the mesh its layout
 elements   the same as saved, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
            {row}(a-1) + {column}(b-1){share} chunks, and what is regrouped
 memory     q, k, v, results and buffers of a rank, without the back end's scratch{memory}

@@ -21,9 +21,9 @@ def add_tile(parser):
         default="auto",
         metavar="TILE",
         help="AxB: A query chunks x B KV chunks on every rank, A*B = ranks: a mesh of B rows x A columns; HxAxB: H "
-        "such meshes, each of which has 1/H of the heads, H*A*B = ranks; ring is 1xN, qring is Nx1, ulysses is Nx1x1, "
-        f"auto the shortest predicted time and, of times within {100 * SAME_TIME:g} %%, the fewest bytes (default: "
-        "%(default)s)",
+        "such meshes, each of which has 1/H of batch and heads, H*A*B = ranks; ring is 1xN, qring is Nx1, ulysses is "
+        f"Nx1x1, auto the shortest predicted time and, of times within {100 * SAME_TIME:g} %%, the fewest bytes "
+        "(default: %(default)s)",
     )
 
 

@@ -66,7 +66,7 @@ class MeshAttention(Described, Distributed):
         Whether a value is the first value_dim elements of its key (absorbed MLA): v is None, dk has both gradients.
     tile : str, tuple of int or Tile, default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks); "HxAxB" (the same on each of H planes, which have 1/H of
-        the heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "auto".
+        batch and heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "auto".
     layout : str or Layout or pair of Layout, default "auto"
         "contiguous", "striped", "zigzag", "auto", or a `Layout` of uneven contiguous chunks, or two: (queries, keys).
     mesh_layout : str, default "auto"

@@ -1,6 +1,6 @@
 """Tiles: n ranks form a mesh of h planes of b rows x a columns.
 
-Each plane computes 1/h of the heads, and each of its ranks a query chunks x b KV chunks.
+Each plane computes 1/h of the sequences and heads, and each of its ranks a query chunks x b KV chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .kinds import IN_COLUMNS
 class Tile:
     """The shape of every rank's work, and of the mesh: h planes of b rows x a columns.
 
-    h: groups of heads, each computed by a plane.
+    h: groups of sequences and heads, each computed by a plane.
     a: query chunks of a rank, which is the number of columns and of ranks in a row.
     b: KV chunks of a rank, which is the number of rows and of ranks in a column.
 
