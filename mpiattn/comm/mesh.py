@@ -1,4 +1,4 @@
-"""The mesh: a communicator of planes x rows x columns, with those of a plane, a row and a column.
+"""The mesh: a Cartesian communicator of planes x rows x columns, with its plane, row and column groups.
 
     tile a=4, b=2 on 8 ranks        rank = r*a + c, one plane
 
@@ -38,37 +38,38 @@ _DROPPED: list["Home"] = []  # homes whose plans were dropped without close(), a
 
 
 class Mesh:
-    """The ranks of a communicator as the mesh of a tile; making one is collective.
+    """The ranks of a communicator as the mesh of a tile.
 
-    peers: the ranks.  order: they, in the order of the mesh; None: their own order.
-    comm: the communicator of all.  plane, row, column: those of this rank's plane, row and column.
-    rank: in comm.  chunk: in plane, which is the number of the chunk that this rank computes with.
+    order: the ranks of the communicator in the order of the mesh; None: their own order.
+    cart: the communicator of dims (h, b, a).  plane, row, column: those of this rank's plane, row and column.
+    rank: in cart.  chunk: in plane, which is the number of the chunk that this rank computes with.
     """
 
-    def __init__(self, peers, tile, order=None):
+    def __init__(self, comm, tile, order=None):
         self.tile = tile
-        if order is None:
-            self.comm = peers.duplicate()
-        else:
-            self.comm = blocking(peers, lambda: peers.comm.Split(0, order.index(peers.rank)))
-        rank, every = self.comm.rank, self.comm.size
-        plane = rank // tile.chunks
-        parts = (
-            (tile.chunks, plane),
-            (tile.a, rank // tile.a),
-            (tile.b, plane * tile.a + rank % tile.a),
-        )  # size and number
-        apart = [number for size, number in parts if 1 < size < every]
-        self._made = blocking(peers, lambda: [self.comm.Split(number, rank) for number in apart]) if apart else []
-        made, known = iter(self._made), {1: MPI.Intracomm(MPI.COMM_SELF), every: self.comm}
-        self.plane, self.row, self.column = (known[size] if size in known else next(made) for size, _ in parts)
-        self.rank, self.size, self.chunk, self.users = rank, every, self.plane.rank, 0
+        ordered = comm if order is None else comm.Split(0, order.index(comm.rank))
+        self.cart = ordered.Create_cart((tile.h, tile.b, tile.a), periods=(True, True, True), reorder=False)
+        if order is not None:
+            ordered.Free()
+        parts = (1, 1, tile.a), (1, tile.b, 1), (1, tile.b, tile.a)
+        self._comms = {(tile.h, tile.b, tile.a): self.cart}
+        self.row, self.column, self.plane = map(self._part, parts)
+        self.rank, self.size, self.chunk = self.cart.rank, self.cart.size, self.plane.rank
+        self.users = 0
+
+    def _part(self, sides):
+        """The communicator of a part of the mesh: the same of the same part, and nothing new of this rank alone."""
+        if sides not in self._comms:
+            alone = sides == (1, 1, 1)
+            self._comms[sides] = MPI.Intracomm(MPI.COMM_SELF) if alone else self.cart.Sub([side > 1 for side in sides])
+        return self._comms[sides]
 
     def free(self):
         """Free the communicators; collective."""
-        for comm in (*self._made, self.comm):
-            comm.Free()
-        self.plane = self.row = self.column = MPI.COMM_NULL
+        for comm in self._comms.values():
+            if comm != MPI.COMM_SELF:
+                comm.Free()
+        self.row = self.column = self.plane = MPI.COMM_NULL
 
 
 def _forget_owner(comm, key, home):
@@ -121,7 +122,8 @@ class Home:
     def __init__(self, comm, timeout):
         self.owner, self.abandoned, self._kept = comm, "", []
         self.meshes, self.plans, self.backends = {}, {}, {}  # before what may fail: `abandon` takes them
-        self.comm = Peers(comm, timeout).duplicate()
+        self.comm, request = comm.Idup()
+        Peers(comm, timeout).wait([request])
         ranks = tuple(translate_ranks(comm, range(comm.size), MPI.COMM_WORLD))
         about = socket.gethostname(), os.urandom(8), ranks in _NODES
         self.hosts, marks, known = zip(*Peers(self.comm, timeout).allgather(about))
@@ -227,7 +229,7 @@ class Home:
         """
         mesh = self.meshes.get((tile, order))
         if mesh is None:
-            mesh = self.meshes[tile, order] = Mesh(peers, tile, order)
+            mesh = self.meshes[tile, order] = blocking(peers, lambda: Mesh(self.comm, tile, order))
         mesh.users += 1
         return mesh
 

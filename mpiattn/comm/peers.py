@@ -151,12 +151,6 @@ class Peers:
         """Return once every rank has called it."""
         self.wait([self.comm.Ibarrier()])
 
-    def duplicate(self) -> MPI.Intracomm:
-        """A new communicator of these ranks."""
-        comm, request = self.comm.Idup()
-        self.wait([request])
-        return comm
-
     def reduce(self, array: NDArray[Any], operation: MPI.Op) -> None:
         """Combine an array over the ranks, in place."""
         if self.size == 1:
