@@ -17,6 +17,7 @@ from ..schedule.regroup import Regrouping, every_tile, plane_problem, split
 from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
 from . import cost, memory, search
+from .folding import folding_seconds
 from .machine import DEFAULT
 from .needed import SECONDS, SENT
 from .regrouped import Regrouped, of_token
@@ -252,33 +253,36 @@ class _Model:
         added = case.split.cost
         return case.split.model.sent(case.of_plane) + (0.0 if added is None else added.sent_bytes)
 
+    def _added(self, case):
+        """Seconds before and after the passes of a plane."""
+        if case.split.cost is not None:
+            return case.split.cost.seconds
+        passes, how = search.DIRECTIONS[self.direction], (self.problem, case.tile, case.split.pair, self.machine)
+        return sum(folding_seconds(*how, name) for name in passes)
+
     def seconds(self, case):
         """Seconds that no choice of a case is below."""
-        added = case.split.cost
-        return case.split.model.seconds(case.of_plane) + (0.0 if added is None else added.seconds)
+        return case.split.model.seconds(case.of_plane) + self._added(case)
 
     def bound(self, cases):
         """The `search.Bound` of the cases of a tile."""
         case, _ = search.least_of(self, cases)
         added, bound = case.split.cost, case.split.model.bound([case.of_plane])
-        bound = bound._replace(tile=case.tile, layouts=case.split.pair)
-        if added is None:
-            return bound
-        return bound._replace(seconds=bound.seconds + added.seconds, sent=added.added(bound.sent))
+        seconds = bound.seconds + self._added(case)
+        bound = bound._replace(tile=case.tile, layouts=case.split.pair, seconds=seconds)
+        return bound if added is None else bound._replace(sent=added.added(bound.sent))
 
     def choice(self, case):
         """The `search.Choice` of a case."""
         added, choice = case.split.cost, case.split.limited.choice(case.of_plane)
-        choice = choice._replace(tile=case.tile, layouts=case.split.pair, mesh_layouts=case.split.inner)
-        if added is None:
-            return choice
-        seconds = choice.seconds + added.seconds
-        return choice._replace(
-            seconds=seconds,
-            waiting=(choice.waiting * choice.seconds + added.seconds) / seconds if seconds else 0.0,
-            sent=added.added(choice.sent),
-            nbytes=choice.nbytes + added.nbytes,
+        seconds, waiting = choice.seconds + self._added(case), choice.waiting * choice.seconds
+        choice = choice._replace(
+            tile=case.tile, layouts=case.split.pair, mesh_layouts=case.split.inner, seconds=seconds
         )
+        if added is not None:
+            waiting += added.seconds
+            choice = choice._replace(sent=added.added(choice.sent), nbytes=choice.nbytes + added.nbytes)
+        return choice._replace(waiting=waiting / seconds if seconds else 0.0)
 
 
 def survey(
