@@ -57,13 +57,14 @@ class Subject:
         plan, limit = self.plan, CHECK_WORK / peers.size
         self.forward = plan.forward(*self.inputs)
         out, lse = map(on_host, self.forward)
-        self.reports["forward"] = compare.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
         if "backward" in self.passes:
             grads = plan.backward(self.dout, *self.inputs, *self.forward)
             grads = [None if grad is None else on_host(grad) for grad in grads]
-            self.reports["backward"] = gradients.verify_gradients(
+            self.reports["forward"], self.reports["backward"] = gradients.verify_both(
                 peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, grads, read, limit=limit
             )
+        else:
+            self.reports["forward"] = compare.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
         failed = [str(report) for report in self.reports.values() if not report.passed]
         if failed:
             error = VerificationError(f"{self.case} is wrong, nothing is measured: {'; '.join(failed)}")

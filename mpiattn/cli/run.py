@@ -278,14 +278,16 @@ def _verify(peers, plan, source, results, documents):
     if grads and p.shared_kv:
         grads.append(None)  # dv
     how = {"read": source.tokens, "documents": documents}
-    with Progress("verify", len(compare.choose(p, layouts[0], peers.rank, documents)), " rows") as progress:
-        reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
+    chosen = [compare.choose(p, layouts[0], peers.rank, documents)]
     if grads:
-        chosen = gradients.choose(p, *layouts, peers.rank, documents)
-        with Progress("verify gradients", sum(map(len, chosen)), " rows and keys") as progress:
-            reports["verify_gradients"] = gradients.verify_gradients(
-                peers, p, *layouts, out, lse, grads, progress=progress, **how
-            )
+        of_gradients = gradients.choose(peers, p, *layouts, documents)
+        chosen += of_gradients.rows, of_gradients.keys
+    with Progress("verify", sum(map(len, chosen)), " rows and keys" if grads else " rows") as progress:
+        if grads:
+            both = gradients.verify_both(peers, p, *layouts, out, lse, grads, progress=progress, **how)
+            reports = dict(zip(("verify", "verify_gradients"), both))
+        else:
+            reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
     source.check()  # HDF5 reads zeros past the end of a file, which results could match
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:

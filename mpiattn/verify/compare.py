@@ -147,8 +147,8 @@ class Source:
         for tokens in self._steps(name):
             first, last = np.searchsorted(positions, (tokens.start, tokens.stop))
             if first < last:
-                piece = self.read(name, tokens.start, tokens.stop)
-                rows[:, first:last] = piece[:, positions[first:last] - tokens.start]
+                start, stop = positions[first], positions[last - 1] + 1
+                rows[:, first:last] = self.read(name, start, stop)[:, positions[first:last] - start]
         return rows
 
     def attention(self, positions, q):
@@ -164,7 +164,9 @@ class Source:
 
 def largest(array):
     """max|array| over its finite elements, 0 where there are none."""
-    return float(np.abs(array[np.isfinite(array)]).max(initial=0))
+    with np.errstate(invalid="ignore"):  # NaN of half types
+        size = max(array.max(initial=0), -array.min(initial=0))
+    return float(size if np.isfinite(size) else np.abs(array[np.isfinite(array)]).max(initial=0))
 
 
 class Errors:
@@ -177,11 +179,15 @@ class Errors:
     def add(self, got, expected):
         """Compare more elements, (batch, rows, ...); `nonfinite` counts rows, `differing` counts elements."""
         got = got.astype(np.float64)
-        same = (got == expected) | (np.isnan(got) & np.isnan(expected))
-        finite = np.isfinite(got) & np.isfinite(expected)
-        self.differing += int((~same & ~finite).sum())
-        self.nonfinite += int((same & ~finite).any(axis=(0, *range(2, got.ndim))).sum())
-        self.error = max(self.error, largest(got[finite] - expected[finite]))
+        with np.errstate(invalid="ignore"):
+            off = got - expected
+        finite = np.isfinite(off)
+        if not finite.all():
+            same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+            self.differing += int((~same & ~finite).sum())
+            self.nonfinite += int((same & ~finite).any(axis=(0, *range(2, got.ndim))).sum())
+            off = off[finite]
+        self.error = max(self.error, largest(off))
         self.magnitude = max(self.magnitude, largest(expected))
 
 
@@ -210,11 +216,11 @@ def choose(problem, layout, rank, documents=None, limit=WORK_LIMIT, seed=0):
     return choose_rows(layout, rank, problem.flops_per_pair * seen, limit, seed)
 
 
-def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None):
+def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None, see=None):
     """Compare this rank's out and lse with float64 attention of the source; collective.
 
-    read, documents: as for `Source`.  progress: called with the number of rows just checked.  Returns a Report, the
-    same on every rank.
+    read, documents: as for `Source`.  progress: called with the number of rows just checked.  see: called with these
+    rows and their float64 out and lse.  Returns a Report, the same on every rank.
     """
     source = Source(problem, read, documents)
     chosen, positions = choose(problem, layout, peers.rank, documents, limit, seed), layout.positions(peers.rank)
@@ -224,6 +230,8 @@ def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LI
         expected_out, expected_lse = source.attention(positions[rows], source.rows("q", positions[rows]))
         outs.add(out[:, rows], expected_out)
         lses.add(lse[:, :, rows], expected_lse)
+        if see:
+            see(rows, expected_out, expected_lse)
         if progress:
             progress(len(rows))
     return conclude(peers, problem, outs, lses, len(chosen), len(positions))

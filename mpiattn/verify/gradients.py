@@ -1,8 +1,10 @@
 """Compares gradients with float64 gradients of inputs that are read again, piece by piece.
 
-dq of a row depends on all keys, and on the row's own lse and delta = rowsum(dout * out).  dk and dv of a key depend on
-lse and delta of every query.  These are float64 where every row is checked, since that computes them; else they are
-those of the run itself, whose out and lse `mpiattn.verify.compare` has sampled.
+Gradients need lse and delta = rowsum(dout * out) of every row.  Where every row is checked they are float64, which
+checking out computes anyway, and a pair of a row and a key that it sees gives to dq, dk and dv at once.  Else a sample
+of rows and a sample of keys are checked apart: the rows with their float64 lse and delta; the keys, which many more
+rows see, with those of the run itself.  In either way every rank goes through its own rows, and ranks add up what
+their rows give to the keys.
 """
 
 from typing import NamedTuple
@@ -10,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from . import reference
 from .compare import (
     MOST,
     WORK_LIMIT,
@@ -21,8 +22,9 @@ from .compare import (
     keys_seen,
     largest,
     rounding_error,
-    steps,
+    verify,
 )
+from .sweep import key_turns, sweep
 
 # Gradients are rounded themselves, and are computed from delta, which comes from a rounded out.
 TIMES_ROUNDING = 3
@@ -68,15 +70,26 @@ class GradientReport(NamedTuple):
         return f"{text}: {'passed' if self.passed else 'FAILED'}"
 
 
-def choose(problem, q_layout, k_layout, rank, documents=None, limit=WORK_LIMIT, seed=0):
-    """The rows of dq and the keys of dk and dv that `verify_gradients` checks on a rank."""
+class Chosen(NamedTuple):
+    """The rows of dq and the keys of dk and dv that are checked on a rank.  every: whether all are, on every rank."""
+
+    rows: np.ndarray
+    keys: np.ndarray
+    every: bool
+
+
+def choose(peers, problem, q_layout, k_layout, documents=None, limit=WORK_LIMIT, seed=0):
+    """What `verify_both` checks of gradients on a rank; collective.
+
+    All, if no rank has too much work with its rows, which are all that keys are seen by.  Else samples of both.
+    """
     products = problem.flops_per_pair / 2  # two for out, five for gradients
-    seen = keys_seen(problem, q_layout.positions(rank), documents)
-    every = np.full(k_layout.length(rank), problem.seqlen)  # whatever the masks are, keys go through all queries
-    return (
-        choose_rows(q_layout, rank, 7 * products * seen, limit, seed),
-        choose_rows(k_layout, rank, 5 * products * every, limit, seed),
-    )
+    seen = keys_seen(problem, q_layout.positions(peers.rank), documents)
+    rows = choose_rows(q_layout, peers.rank, 7 * products * seen, limit, seed)
+    if all(peers.allgather(len(rows) == len(seen))):
+        return Chosen(rows, np.arange(k_layout.length(peers.rank)), True)
+    queries = np.full(k_layout.length(peers.rank), problem.seqlen)  # that may see a key
+    return Chosen(rows, choose_rows(k_layout, peers.rank, 5 * products * queries, limit, seed), False)
 
 
 def _delta(dout, out):
@@ -84,84 +97,66 @@ def _delta(dout, out):
 
 
 class _Check:
-    """A verification: the errors so far, and the lse and delta of this rank's queries."""
+    """A verification: the errors so far, and the float64 lse and delta of this rank's rows as they become known."""
 
-    def __init__(self, peers, source, positions, lse, out, progress):
+    def __init__(self, peers, source, positions, out, lse, progress):
         self.peers, self.source, self.positions = peers, source, positions
         self.progress = progress or (lambda done: None)
-        self.lse, self.out, self.delta = lse, out, None  # delta None: of this out
+        self.out, self.lse, self.exact = out, lse, np.zeros((2, *lse.shape))
         self.dq, self.dk, self.dv = Errors(), Errors(), Errors()
         self.largest = {"lse": 0.0, "q": 0.0, "k": 0.0, "dout * out": 0.0}
 
-    def _see(self, name, array):
-        self.largest[name] = max(self.largest[name], largest(array))
+    def _see(self, name, size):
+        self.largest[name] = max(self.largest[name], size)
 
-    def rows(self, dq, rows, keep):
-        """Check some rows of dq.  keep: these are all rows; their float64 lse and delta replace those of the run."""
-        p, source = self.source.problem, self.source
-        kept = np.zeros((2, *self.lse.shape) if keep else 0)
-        for turn in steps(len(rows), 8 * p.batch * p.heads * (3 * p.head_dim + 5 * p.value_dim)):
-            some = rows[turn]
-            positions = self.positions[some]
-            q, dout = source.rows("q", positions), source.rows("dout", positions)
-            out, lse = source.attention(positions, q)
-            delta, expected = _delta(dout, out), np.zeros(q.shape)
-            for keys, k, v in source.keys_of(positions):
-                where = {"positions": positions, "keys": keys, **source.scores, **source.masks}
-                expected += reference.gradients(dout, q, k, v, lse, delta, of="q", **where)[0]
-                self._see("k", k)
-            self.dq.add(dq[:, some], expected)
-            self._see("lse", lse)
-            self._see("dout * out", np.sqrt(np.square(dout * out).sum(axis=-1)))
-            if keep:
-                kept[..., some] = lse, delta
-            self.progress(len(some))
-        if keep:
-            self.lse, self.delta = kept
+    def keep(self, rows, out, lse):
+        """Keep what gradients need of the float64 out and lse of some rows."""
+        dout = self.source.rows("dout", self.positions[rows])
+        self.exact[..., rows] = lse, _delta(dout, out)
+        self._see("lse", largest(lse))
+        self._see("dout * out", largest(np.sqrt(np.square(dout * out).sum(axis=-1))))
 
-    def _of_all(self, positions, dout):
-        """lse and delta of the queries at consecutive positions, each from the rank that has it; collective."""
-        lse_and_delta = np.zeros((2, *self.lse.shape[:2], len(positions)))
-        own = slice(*np.searchsorted(self.positions, (positions[0], positions[-1] + 1)))
-        places = self.positions[own] - positions[0]
-        lse_and_delta[0][..., places] = self.lse[..., own]
-        lse_and_delta[1][..., places] = (
-            _delta(dout[:, places], self.out[:, own]) if self.delta is None else self.delta[..., own]
-        )
-        self.peers.reduce(lse_and_delta, MPI.SUM)  # every element is zero on all ranks but one
-        return lse_and_delta
+    def float64(self, rows, dout):
+        """lse and delta of rows that were kept."""
+        return self.exact[..., rows]
 
-    def keys(self, dk, dv, keys, key_positions):
-        """Check some keys of dk and dv; collective.  dv: None where dk takes both."""
-        p, source = self.source.problem, self.source
-        turns = steps(len(keys), 8 * p.batch * p.kv_heads * 3 * (p.head_dim + p.value_dim))
-        for turn in range(self.peers.largest([len(turns)])[0]):
-            some = keys[turns[turn]] if turn < len(turns) else keys[:0]
-            positions = key_positions[some]
-            k, v = source.rows("k", positions), source.rows("v", positions)
-            expected_dk, expected_dv = np.zeros(k.shape), np.zeros(v.shape)
-            for queries, q, dout in source.pieces("q", "dout"):
-                _, of_k, of_v = reference.gradients(
-                    dout,
-                    q,
-                    k,
-                    v,
-                    *self._of_all(queries, dout),
-                    positions=queries,
-                    keys=positions,
-                    of="kv",
-                    **source.scores,
-                    **source.masks,
-                )
-                expected_dk += of_k
-                expected_dv += of_v
-                self._see("q", q)
+    def of_run(self, rows, dout):
+        """lse and delta of rows as the run itself has them."""
+        return self.lse[..., rows], _delta(dout, self.out[:, rows])
+
+    def of_rows(self, dq, rows):
+        """What a sweep over some rows calls to check dq."""
+
+        def check(queries, expected):
+            self.dq.add(dq[:, rows[queries]], expected)
+            self.progress(len(queries))
+
+        return check
+
+    def of_keys(self, dk, dv, keys, own):
+        """What a sweep calls to check dk and dv of some keys at the positions `own`.  dv: None where dk takes both."""
+
+        def check(positions, expected_dk, expected_dv):
+            self.peers.reduce(expected_dk, MPI.SUM)  # over all rows
+            self.peers.reduce(expected_dv, MPI.SUM)
             if dv is None:
-                expected_dk[..., : p.value_dim] += expected_dv
-            else:
-                self.dv.add(dv[:, some], expected_dv)
-            self.dk.add(dk[:, some], expected_dk)
+                expected_dk[..., : self.source.problem.value_dim] += expected_dv
+            _, places, numbers = np.intersect1d(positions, own, assume_unique=True, return_indices=True)
+            some = keys[numbers]
+            self.dk.add(dk[:, some], expected_dk[:, places])
+            if dv is not None:
+                self.dv.add(dv[:, some], expected_dv[:, places])
             self.progress(len(some))
+
+        return check
+
+    def sweep(self, rows, turns, statistics, **checks):
+        """`sweep` over some of this rank's rows.  statistics: as there, but of rows."""
+        sizes = sweep(
+            self.source, self.positions[rows], turns, lambda queries, dout: statistics(rows[queries], dout), **checks
+        )
+        for name, size in zip("qk", sizes.tolist()):
+            self._see(name, size)
 
     def errors(self):
         """The fields of a GradientReport from dq_error to nonfinite_keys."""
@@ -186,7 +181,7 @@ class _Check:
         return of_q, of_k, None if p.shared_kv else of_v, tolerance, *counts.tolist()
 
 
-def verify_gradients(
+def verify_both(
     peers,
     problem,
     q_layout,
@@ -200,19 +195,25 @@ def verify_gradients(
     seed=0,
     progress=None,
 ):
-    """Compare this rank's gradients (dq, dk, dv) with float64 ones of the source; collective.
+    """Compare this rank's out, lse and gradients (dq, dk, dv) with float64 ones of the source; collective.
 
     dv: None where keys hold the values.
-    out, lse: of the same run.  read, documents: as for `verify.compare.Source`, with dout.  progress: called with the
-    number of rows or keys just checked.  Returns a GradientReport, the same on every rank.
+    read, documents: as for `verify.compare.Source`, with dout.  progress: called with the number of rows of out, rows
+    of dq or keys just checked.  Returns a Report and a GradientReport, the same on every rank.
     """
-    rows, keys = choose(problem, q_layout, k_layout, peers.rank, documents, limit, seed)
+    rows, keys, independent = choose(peers, problem, q_layout, k_layout, documents, limit, seed)
     positions, key_positions = q_layout.positions(peers.rank), k_layout.positions(peers.rank)
-    independent = all(peers.allgather(len(rows) == len(positions)))
-    check = _Check(peers, Source(problem, read, documents), positions, lse, out, progress)
+    own = key_positions[keys]
+    check = _Check(peers, Source(problem, read, documents), positions, out, lse, progress)
+    report = verify(peers, problem, q_layout, out, lse, read, documents, limit, seed, progress, check.keep)
     dq, dk, dv = gradients
-    check.rows(dq, rows, keep=independent)
-    check.keys(dk, dv, keys, key_positions)
+    of_rows, of_keys = check.of_rows(dq, rows), check.of_keys(dk, dv, keys, own)
+    turns = key_turns(problem, peers.allgather(own))
+    if independent:
+        check.sweep(rows, turns, check.float64, see_rows=of_rows, see_keys=of_keys)
+    else:
+        check.sweep(rows, key_turns(problem, [np.arange(problem.seqlen_k)]), check.float64, see_rows=of_rows)
+        check.sweep(np.arange(len(positions)), turns, check.of_run, see_keys=of_keys)
     counts = np.array([len(rows), len(positions), len(keys), len(key_positions)])
     peers.reduce(counts, MPI.SUM)
-    return GradientReport(*counts.tolist(), *check.errors(), independent)
+    return report, GradientReport(*counts.tolist(), *check.errors(), independent)

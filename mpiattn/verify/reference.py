@@ -107,7 +107,9 @@ def _of_entry(positions, lengths, causal, documents, b):
 
 def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, window=(None, None), causal_block=None, **masks):
     """For every batch entry, head and block of rows that sees any key, yields
-    (b, rows, h, kv head, slice of the keys, scores, visible, derivative of the softcap).
+    (b, rows, h, kv head, slice of the keys, scores, hidden, derivative of the softcap or None).
+
+    hidden: the pairs that are not visible, whose score is -inf.  The scores are the caller's.
     """
     batch, queries, heads, dim = q.shape
     positions = np.arange(queries) if positions is None else positions
@@ -123,15 +125,15 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, window=(N
             rows, seen = _block(start, begin, end)
             start = rows.stop
             numbers = np.arange(seen.start, seen.stop)
-            visible = (begin[rows, None] <= numbers) & (numbers < end[rows, None])
-            for h in range(heads if visible.any() else 0):
-                kv = h // (heads // k.shape[2])
-                score = q[b, rows, h].astype(np.float64) @ k[b, seen, kv].astype(np.float64).T * scale
-                slope = 1.0
+            hidden = (numbers < begin[rows, None]) | (numbers >= end[rows, None])
+            for h in range(heads if len(numbers) else 0):
+                kv, slope = h // (heads // k.shape[2]), None
+                score = (q[b, rows, h].astype(np.float64) * scale) @ k[b, seen, kv].astype(np.float64).T
                 if softcap is not None:
                     bent = np.tanh(score / softcap)
                     score, slope = softcap * bent, 1 - bent**2
-                yield b, rows, h, kv, seen, np.where(visible, score, -np.inf), visible, slope
+                np.copyto(score, -np.inf, where=hidden)
+                yield b, rows, h, kv, seen, score, hidden, slope
 
 
 def _block(start, begin, end):
@@ -148,12 +150,14 @@ def _span(begin, end):
     return slice(int(begin[some].min()), int(end[some].max())) if some.any() else slice(0, 0)
 
 
-def _product(weight, matrix, visible):
-    """weight @ matrix; invisible pairs have weight 0, and contribute 0 even where the matrix is NaN or infinite."""
+def _product(weight, matrix, hidden):
+    """weight @ matrix; hidden pairs have weight 0, and contribute 0 even where the matrix is NaN or infinite."""
+    if np.isfinite(matrix).all():
+        return weight @ matrix
     finite = np.isfinite(matrix).all(axis=1)
     out = weight @ np.where(finite[:, None], matrix, 0)
     for row in np.flatnonzero(~finite):
-        seen = visible[:, row]
+        seen = ~hidden[:, row]
         out[seen] += weight[seen, row, None] * matrix[row]
     return out
 
@@ -173,14 +177,15 @@ def attention(
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, seen, score, visible, _ in _blocks(
+        for b, rows, h, kv, seen, score, hidden, _ in _blocks(
             q, k, v, causal, scale, softcap, positions, keys, lengths, **masks
         ):
             top = score.max(axis=1)
             base = np.where(top == -np.inf, 0, top)
-            weight = np.exp(score - base[:, None])
+            score -= base[:, None]
+            weight = np.exp(score, out=score)
             total = weight.sum(axis=1)
-            product = _product(weight, v[b, seen, kv].astype(np.float64), visible)
+            product = _product(weight, v[b, seen, kv].astype(np.float64), hidden)
             out[b, rows, h] = product / np.where(total == 0, 1, total)[:, None]
             lse[b, h, rows] = base + np.log(total)
     if sinks is not None:
@@ -231,20 +236,27 @@ def gradients(
     dq = np.zeros(q.shape) if "q" in of else None
     dk, dv = (np.zeros(array.shape) if "kv" in of else None for array in (k, v))
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, seen, score, visible, slope in _blocks(
+        for b, rows, h, kv, seen, score, hidden, slope in _blocks(
             q, k, v, causal, scale, softcap, positions, keys, lengths, **masks
         ):
             row = lse[b, h, rows, None]
-            weight = np.where(visible, np.exp(score - np.where(row == -np.inf, 0, row)), 0)
+            score -= np.where(row == -np.inf, 0, row)
+            weight = np.exp(score, out=score)
             grad, of_values, of_keys, queries = (
                 array.astype(np.float64) for array in (dout[b, rows, h], v[b, seen, kv], k[b, seen, kv], q[b, rows, h])
             )
-            dscore = np.where(visible, weight * (grad @ of_values.T - delta[b, h, rows, None]) * slope * scale, 0)
+            dscore = grad @ of_values.T
+            dscore -= delta[b, h, rows, None]
+            dscore *= weight
+            if slope is not None:
+                dscore *= slope
+            for array in (weight, dscore):  # NaN where a row's numbers or a hidden key's are
+                np.copyto(array, 0, where=hidden)
             if dq is not None:
-                dq[b, rows, h] = _product(dscore, of_keys, visible)
+                dq[b, rows, h] = _product(dscore, of_keys * scale, hidden)
             if dk is not None:
-                dk[b, seen, kv] += _product(dscore.T, queries, visible.T)
-                dv[b, seen, kv] += _product(weight.T, grad, visible.T)
+                dk[b, seen, kv] += _product(dscore.T, queries * scale, hidden.T)
+                dv[b, seen, kv] += _product(weight.T, grad, hidden.T)
     return dq, dk, dv
 
 

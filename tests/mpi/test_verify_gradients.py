@@ -6,8 +6,8 @@ import pytest
 from mpiattn.comm.peers import Peers
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
-from mpiattn.verify import reference
-from mpiattn.verify.gradients import choose, verify_gradients
+from mpiattn.verify import reference, sweep
+from mpiattn.verify.gradients import choose, verify_both
 
 
 def tiny(**more):
@@ -16,7 +16,7 @@ def tiny(**more):
     )
 
 
-def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", documents=None):
+def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", documents=None, progress=None):
     """Verify the rounded reference itself, one element of one array damaged or not, spread over the ranks."""
     p, rng = problem, np.random.default_rng(0)
     queries, keys = (p.batch, p.seqlen, p.heads), (p.batch, p.seqlen_k, p.kv_heads)
@@ -39,7 +39,7 @@ def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", 
     q_layout, k_layout = (Layout(kind, tokens, comm.size) for tokens in (p.seqlen, p.seqlen_k))
     at, at_k = q_layout.positions(comm.rank), k_layout.positions(comm.rank)
     own_grads = [grad[:, tokens] for grad, tokens in zip(grads, (at, at_k, at_k))]
-    return verify_gradients(
+    return verify_both(
         Peers(comm),
         p,
         q_layout,
@@ -50,7 +50,8 @@ def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", 
         lambda name, i, j: source[name][:, i:j],
         documents,
         limit,
-    )
+        progress=progress,
+    )[1]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -100,7 +101,7 @@ def test_sample(comm):
     """Where all is too much work: rows and keys with every edge, the keys by the run's own lse and out."""
     problem = Problem(seqlen=200, heads=1, head_dim=8)
     layout, limit = Layout("contiguous", 200, comm.size), 40 * 32 * 200 / comm.size
-    rows, keys = choose(problem, layout, layout, comm.rank, limit=limit)
+    rows, keys, _ = choose(Peers(comm), problem, layout, layout, limit=limit)
     assert {0, layout.length(comm.rank) - 1} <= set(rows.tolist()) & set(keys.tolist())
     report = checked(comm, problem, limit=limit, kind="contiguous")
     assert report.passed and not report.independent
@@ -108,3 +109,53 @@ def test_sample(comm):
     assert "sample" in str(report) and "own lse and out" in str(report)
     for which in (0, 1, 2):  # the first row and the first key are edges
         assert not checked(comm, problem, limit=limit, kind="contiguous", damage=(which, (0, 0, 0, 0), 0.1)).passed
+
+
+MASKS = [
+    {},
+    {"causal": False},
+    {"window": (7, 0)},
+    {"causal": False, "window": (2, 5)},
+    {"documents": {"cu_seqlens": [[0, 9, 50], [3, 30, 50]]}},
+    {"documents": {"cu_seqlens": [0, 30, 50], "cu_seqlens_k": [5, 25, 50]}},
+]
+
+
+@pytest.fixture
+def small_turns(monkeypatch):
+    """Turns of few keys, and steps of few rows."""
+    monkeypatch.setattr(sweep, "TURN_BYTES", 7 * sweep.row_bytes(tiny(), 2))
+    steps = sweep.steps
+    monkeypatch.setattr(sweep, "steps", lambda count, size, limit=0: steps(count, size, limit or 3 * size))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_every_row_and_key_is_compared_in_turns(comm, small_turns, mask, kind):
+    more = {name: value for name, value in mask.items() if name != "documents"}
+    problem, documents, done = tiny(dtype="float64", **more), mask.get("documents"), []
+    assert len(sweep.key_turns(problem, [np.arange(problem.seqlen_k)])) > 5
+    report = checked(comm, problem, kind=kind, documents=documents, progress=done.append)
+    assert report.passed and report.independent and max(report[4:7]) < 1e-12, report
+    assert comm.allreduce(sum(done)) == 3 * 50  # rows of out, rows of dq, keys
+    for which in (0, 1, 2):
+        for token in (0, 13, 26, 49):
+            damage = which, (1, token, 0, 0), 1e-8
+            assert not checked(comm, problem, kind=kind, documents=documents, damage=damage).passed
+
+
+def test_sample_in_turns(comm, small_turns):
+    problem, limit = tiny(dtype="float64"), 3e5 / comm.size
+    report = checked(comm, problem, limit=limit)
+    assert report.passed and not report.independent and report.rows < 50 and 7 < report.keys < 50, report
+    for which in (0, 1, 2):
+        assert not checked(comm, problem, limit=limit, damage=(which, (1, 0, 0, 0), 0.1)).passed
+
+
+@pytest.mark.parametrize("sizes", [{"seqlen": 1}, {"seqlen": 2, "seqlen_k": 1}, {"seqlen_k": 0}, {"seqlen": 0}])
+def test_ranks_without_rows_or_keys(comm, sizes):
+    problem = tiny(**sizes)
+    report = checked(comm, problem)
+    assert report.passed and (report.rows, report.keys) == (problem.seqlen, problem.seqlen_k)
+    if problem.seqlen:
+        assert not checked(comm, problem, damage=(0, (1, 0, 0, 0), 0.1)).passed

@@ -58,9 +58,10 @@ def _verify(plan, peers, name, documents, window, backward):
     how = {"documents": cut, "read": lambda name, start, stop: whole[name][:, start:stop]}
 
     def verify():
-        reports = [compare.verify(peers, p, plan.q_layout, out, lse, **how)]
         if backward:
-            reports.append(gradients.verify_gradients(peers, p, *layouts, out, lse, grads, **how))
+            reports = gradients.verify_both(peers, p, *layouts, out, lse, grads, **how)
+        else:
+            reports = (compare.verify(peers, p, plan.q_layout, out, lse, **how),)
         if not all(report.passed for report in reports):
             raise everywhere(VerificationError("; ".join(map(str, reports))), peers)
 
