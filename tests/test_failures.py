@@ -35,9 +35,9 @@ witness.watch(launch_rank())                   # before MPI starts, as the comma
 from mpi4py import MPI
 module, owner, name = place.rsplit(".", 2)
 owner = getattr(importlib.import_module(f"mpiattn.{module}"), owner)
-if module == "comm.rounds":                    # ranks exchange what they read where a file cannot be mapped
+if module == "comm.rounds":                    # ranks of several hosts exchange what they read
     import mpiattn.files.io
-    mpiattn.files.io.mapped = lambda *where, **how: None
+    mpiattn.files.io._on_one_host = lambda peers: False
 original = getattr(owner, name)
 
 def struck(self, *args, **how):

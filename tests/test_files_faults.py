@@ -40,17 +40,17 @@ def left_in(folder):
 def cut_at_read(argument, length):
     """Lines that cut a file short, as another process would, before it is read: by HDF5, or where it lies."""
     return (
-        "import os, sys, mpiattn.files.hdf5 as h, mpiattn.files.mapped as m",
+        "import os, sys, mpiattn.files.hdf5 as h, mpiattn.files.own_tokens as t",
         "def cut(read):",
         "    def short(*args):",
         f"        os.truncate(sys.argv[{argument}], {length})",
         "        return read(*args)",
         "    return short",
-        "h.read, m.MappedFile.read = cut(h.read), cut(m.MappedFile.read)",
+        "h.read, t.OwnTokens.read = cut(h.read), cut(t.OwnTokens.read)",
     )
 
 
-UNMAPPED = ("import mpiattn.files.io as io; io.mapped = lambda *_: None",)
+BY_HDF5 = ("import mpiattn.files.io as io; io._on_one_host = lambda *_: False",)
 CUT_AT_READ = cut_at_read(2, 40_000)
 CUT_AT_VERIFY = (
     "import os, sys, mpiattn.verify.compare as v; verify = v.verify",
@@ -63,7 +63,7 @@ CUT_AT_VERIFY = (
 
 
 @pytest.mark.parametrize(
-    "lines", [CUT_AT_READ, UNMAPPED + CUT_AT_READ, CUT_AT_VERIFY], ids=["read", "unmapped", "verify"]
+    "lines", [CUT_AT_READ, BY_HDF5 + CUT_AT_READ, CUT_AT_VERIFY], ids=["read", "by HDF5", "verify"]
 )
 def test_in_is_cut_short_while_it_is_read(tmp_path, lines):
     """HDF5 gives zeros for what is not there, and again to --verify."""
@@ -183,7 +183,7 @@ REFUSED = (
 def test_writing_is_refused(tmp_path, n):
     """One message and code 1, and no SIGSEGV when HDF5 exits with a file that it cannot close."""
     source = write_input(tmp_path / "in.h5")
-    message = fails(n, driver(*UNMAPPED, *REFUSED), "run", source, tmp_path / "out.h5")
+    message = fails(n, driver(*BY_HDF5, *REFUSED), "run", source, tmp_path / "out.h5")
     assert "OUT is" in message and "cannot be written: Bad file descriptor" in message
     assert left_in(tmp_path) == ["in.h5"]
 
@@ -192,18 +192,18 @@ def test_writing_is_refused(tmp_path, n):
 def test_writing_where_it_lies_is_refused(tmp_path, victim):
     """On one rank, after the first tensor."""
     refused = (
-        "import mpiattn.files.mapped as m; write, calls = m.MappedFile.write, []",
+        "import errno, mpiattn.files.staged as s; write, calls = s.StagedFile.write, []",
         "from mpi4py import MPI",
         "def refused(self, *args):",
         "    calls.append(1)",
         f"    if MPI.COMM_WORLD.rank == {victim} and len(calls) > 1:",
-        "        self._bring(2**40, 1)",
+        "        raise OSError(errno.EIO, 'Input/output error')",
         "    return write(self, *args)",
-        "m.MappedFile.write = refused",
+        "s.StagedFile.write = refused",
     )
     source = write_input(tmp_path / "in.h5")
     message = fails(2, driver(*refused), "run", source, tmp_path / "out.h5")
-    assert "OUT is" in message and "cannot be written: " in message
+    assert "OUT is" in message and "cannot be written: Input/output error" in message
     assert left_in(tmp_path) == ["in.h5"]
 
 

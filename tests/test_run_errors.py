@@ -185,10 +185,10 @@ def test_disk_full_while_writing(tmp_path, small_disk):
 def test_disk_that_others_fill_meanwhile(tmp_path, small_disk, command):
     """All that a file takes is reserved before the work, so that no work is lost."""
     code = (
-        "import os, sys, mpiattn.files.hdf5 as h, mpiattn.files.mapped as m\n"
-        "writes = h.write, m.MappedFile.write\n"
+        "import os, sys, mpiattn.files.hdf5 as h, mpiattn.files.staged as s\n"
+        "writes = h.write, s.StagedFile.write\n"
         "def fill():\n"
-        "    h.write, m.MappedFile.write = writes\n"
+        "    h.write, s.StagedFile.write = writes\n"
         f"    with open({str(small_disk / 'theirs')!r}, 'wb', 0) as file:\n"
         "        try:\n"
         "            while True: file.write(bytes(4096))\n"
@@ -196,7 +196,7 @@ def test_disk_that_others_fill_meanwhile(tmp_path, small_disk, command):
         "            print(error.strerror, flush=True)\n"
         "def filled(write):\n"
         "    return lambda *args: [fill(), write(*args)]\n"
-        "h.write, m.MappedFile.write = map(filled, writes)\n"
+        "h.write, s.StagedFile.write = map(filled, writes)\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     source = write_input(tmp_path / "in.h5", seqlen=500)

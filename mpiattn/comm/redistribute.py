@@ -16,7 +16,7 @@ from .agreement import agreement
 from .exchange import MAX_MESSAGE
 
 
-def _shared(layout, chunk, piece):
+def shared_tokens(layout, chunk, piece):
     """The tokens of a chunk in a range of step 1, as pairs of slices: in the chunk, and in the range."""
     if not piece:
         return []
@@ -100,11 +100,11 @@ class Redistribution:
             rows = buffers[number % len(buffers)][: len(piece)]
             self._attempt(read, piece, rows)
             for rank in others:
-                for _, in_piece in _shared(self.layout, rank, piece):
+                for _, in_piece in shared_tokens(self.layout, rank, piece):
                     messages.send(rank, rows[in_piece])
-                for in_chunk, _ in _shared(self.layout, me, of_ranks[rank]):
+                for in_chunk, _ in shared_tokens(self.layout, me, of_ranks[rank]):
                     messages.receive(rank, chunk[in_chunk])
-            for in_chunk, in_piece in _shared(self.layout, me, piece):
+            for in_chunk, in_piece in shared_tokens(self.layout, me, piece):
                 chunk[in_chunk] = rows[in_piece]
             messages.turn()
         self._end(messages)
@@ -124,9 +124,9 @@ class Redistribution:
             rows = buffers[number % len(buffers)][: len(own)]
             for rank, piece in enumerate(of_ranks):
                 if rank != me:
-                    for in_chunk, _ in _shared(self.layout, me, piece):
+                    for in_chunk, _ in shared_tokens(self.layout, me, piece):
                         messages.send(rank, chunk[in_chunk])
-                for in_chunk, in_piece in _shared(self.layout, rank, own):
+                for in_chunk, in_piece in shared_tokens(self.layout, rank, own):
                     if rank != me:
                         messages.receive(rank, rows[in_piece])
                     elif in_piece == slice(0, len(own), 1):

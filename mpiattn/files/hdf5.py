@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from ..errors import FileError
-from ..problem.problem import ITEMSIZE
+from ..problem.problem import ITEMSIZE, dtype_name
 
 INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
@@ -56,6 +56,20 @@ def dtype_of(dataset):
     if isinstance(kind, h5py.h5t.TypeOpaqueID):
         return "bfloat16" if kind.get_size() == 2 else f"opaque elements of {kind.get_size()} bytes"
     return dataset.dtype.name
+
+
+def place_of(dataset):
+    """(offset, shape, dtype) of a dataset whose elements lie one after another, as they would in memory, else None."""
+    name, how = dtype_of(dataset), dataset.id.get_create_plist()
+    if (
+        name not in ITEMSIZE
+        or dataset.id.get_type() != stored_type(np.dtype(dtype_name(name)))
+        or how.get_layout() != h5py.h5d.CONTIGUOUS
+        or how.get_external_count()
+        or not dataset.id.get_storage_size() == dataset.size * ITEMSIZE[name] > 0
+    ):
+        return None
+    return dataset.id.get_offset(), dataset.shape, np.dtype(name)
 
 
 def natural(shape, axes="bshd"):

@@ -2,13 +2,15 @@
 
 Every rank reads its own tokens.  Where these are striped and the ranks are on several hosts, which would then read all
 of the file each, it reads a slab of consecutive tokens, which the ranks exchange.  With an h5py that has MPI, all ranks
-read and write one file collectively.  Without, all ranks read it independently.  On one host they write it so too; on
-several, rank 0 writes what the others send, a piece at a time.  An output file appears whole, by a rename, or not at
-all.
+read and write one file collectively.  Without, all ranks read it independently.  On one host they write it so too, also
+from memory that they share; on several, rank 0 writes what the others send, a piece at a time.  An output file appears
+whole, by a rename, or not at all.
 """
 
 import contextlib
 import os
+import sys
+from functools import partial
 from typing import NamedTuple
 
 import h5py
@@ -17,14 +19,16 @@ import numpy as np
 from ..comm.agreement import agree_on, agreement
 from ..comm.exchange import MAX_MESSAGE
 from ..comm.mesh import nodes_of
-from ..comm.redistribute import Redistribution, all_on, pieces
+from ..comm.redistribute import Redistribution, all_on
 from ..errors import FileError
 from ..problem.layout import Layout
 from ..system import partial_files
 from ..system.atomic_file import NewFile
 from . import hdf5
-from .hdf5 import create_datasets, dtype_of, file_errors, natural, needed_bytes, read_shapes, reserve
-from .mapped import mapped
+from .hdf5 import create_datasets, dtype_of, file_errors, natural, needed_bytes, place_of, read_shapes, reserve
+from .lines import Lines
+from .own_tokens import OwnTokens
+from .staged import staged
 
 
 def parallel():
@@ -46,12 +50,9 @@ def _collective():
     return how
 
 
-def _mapped(peers, path, write=False):
-    """The file as a `mapped.MappedFile` if all ranks are on one host and can map it, else None; collective."""
-    file = None if parallel() else mapped(path, write)
-    all_can = all(peers.allgather(file is not None))
-    one_host = not any(nodes_of(peers))  # by shared memory: hosts may have the same name
-    return file if all_can and one_host else None
+def _on_one_host(peers):
+    """Whether all ranks are on one host, and so read and write without MPI in HDF5; collective."""
+    return not any(nodes_of(peers)) and not parallel()  # by shared memory: hosts may have the same name
 
 
 def _write_tokens(dataset, start, rows, axis):
@@ -63,13 +64,14 @@ def _write_tokens(dataset, start, rows, axis):
 class _Source(NamedTuple):
     """A dataset of an input file.
 
-    shape: (batch, tokens, heads, dim).  in_place: whether it can be read where it lies in the mapped file.
+    shape: (batch, tokens, heads, dim).  place: (offset, shape, dtype) if its elements lie one after another, as they
+    would in memory, else None.
     """
 
     data: h5py.Dataset
     shape: tuple
     dtype: str
-    in_place: bool
+    place: tuple | None
 
 
 class Wanted(NamedTuple):
@@ -131,7 +133,10 @@ class Input:
         with agreement(peers), file_errors(argument, path, "read"):
             self._watched = open(path, "rb")  # noqa: SIM115  (keeps this file even if the name is replaced)
             self.needed = needed_bytes(self.file)
-        self._mapped = _mapped(peers, path)
+        self._own = None
+        if _on_one_host(peers) and sys.byteorder == "little":
+            with agreement(peers), file_errors(argument, path, "read"):
+                self._own = OwnTokens(path, self._reading)
         self.check()
 
     def check(self):
@@ -152,8 +157,7 @@ class Input:
         """The `_Source` of a role, "q" and so on; made once, since a cache reads its sequences one by one."""
         if name not in self._sources:
             data = self.file[self.names.get(name, name)]
-            in_place = self._mapped is not None and self._mapped.has(data)
-            self._sources[name] = _Source(data, natural(data.shape, self.axes), dtype_of(data), in_place)
+            self._sources[name] = _Source(data, natural(data.shape, self.axes), dtype_of(data), place_of(data))
         return self._sources[name]
 
     def chunks(self, wanted, progress=None):
@@ -161,26 +165,33 @@ class Input:
 
         wanted: a list of `Wanted`.  progress: called with the number of tokens that this rank has just read.
         """
-        if all(self._source(some.name).in_place for some in wanted):  # of the file, so on every rank or none
-            with agreement(self.peers):
-                return [self._read_own(some, progress) for some in wanted]
-        return [self._read_slabs(some, progress) for some in wanted]
-
-    def _read_own(self, wanted, progress):
-        """Copy this rank's tokens from where they lie; not collective."""
-        name, layout, entry, first, into = wanted
-        data, (batch, _, *row), dtype, _ = self._source(name)
-        if into is None:
-            into = np.empty((layout.length(self.peers.rank), batch if entry is None else 1, *row), dtype).swapaxes(0, 1)
-        done = 0
-        for piece in pieces(layout, self.peers.rank, into[:, :1].nbytes):
-            tokens = slice(first + piece.start, first + piece.stop, piece.step)
-            self._copy(data, tokens, entry, into[:, done : done + len(piece)])
+        if self._own is None or not all(self._source(some.name).place for some in wanted):  # alike on every rank
+            return [self._read_slabs(some, progress) for some in wanted]
+        with agreement(self.peers):
+            wanted = [some if some.into is not None else some._replace(into=self._memory(some)) for some in wanted]
+            self._own.read_each(map(self._lines, wanted), self.peers.rank, progress)
             self._check_length()
-            done += len(piece)
-            if progress:
-                progress(len(piece))
-        return into
+        return [some.into for some in wanted]
+
+    def _memory(self, wanted):
+        """A new array for this rank's tokens."""
+        _, (batch, _, *row), dtype, _ = self._source(wanted.name)
+        shape = wanted.layout.length(self.peers.rank), batch if wanted.entry is None else 1, *row
+        return np.empty(shape, dtype).swapaxes(0, 1)
+
+    def _lines(self, wanted):
+        name, layout, entry, first, into = wanted
+        chunk, axis = (into, 1) if self.axes == "bshd" else (into.swapaxes(1, 2), 2)
+        return Lines.of(chunk, layout, axis, first, self._source(name).place, entry)
+
+    @contextlib.contextmanager
+    def _reading(self):
+        with file_errors(self.argument, self.path, "read"):
+            try:
+                yield
+            except OSError:
+                self._check_length()  # says it better
+                raise
 
     def _read_slabs(self, wanted, progress):
         """Read tokens with the other ranks, which exchange what they read; collective."""
@@ -198,16 +209,6 @@ class Input:
         move = Redistribution(self.peers, slabs, layout, shape, dtype, self.max_message)
         return move.to_chunk(read, None if into is None else into.swapaxes(0, 1)).swapaxes(0, 1)
 
-    def _copy(self, data, tokens, entry, into):
-        """Copy tokens, a slice, of a dataset from where they lie."""
-        part = slice(None) if entry is None else slice(entry, entry + 1), tokens, slice(None), slice(None)
-        with file_errors(self.argument, self.path, "read"):
-            try:
-                self._mapped.read(data, natural(part, self.axes), into if self.axes == "bshd" else into.swapaxes(1, 2))
-            except OSError:
-                self._check_length()  # says it better
-                raise
-
     def tokens(self, name, start, stop, entry=None, how=None, into=None):
         """Tokens [start, stop) of a dataset, (batch, tokens, heads, dim); not collective unless `how` is.
 
@@ -224,7 +225,9 @@ class Input:
 
     def close(self):
         """Close the file; collective."""
-        self._mapped, self._sources = None, {}
+        if self._own is not None:
+            self._own.close()
+        self._own, self._sources = None, {}
         self._watched.close()
         self.file.close()
 
@@ -242,7 +245,7 @@ class Output:
         self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT", axes="bshd"
     ):
         self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
-        self.new = self.file = self.partial = self._mapped = None
+        self.new = self.file = self.partial = self._staged = None
         try:
             with agreement(peers, only=0), file_errors(argument, path, "written"):
                 if peers.rank == 0:
@@ -258,11 +261,12 @@ class Output:
             with agreement(peers), file_errors(argument, path, "written"):
                 if parallel() or peers.rank == 0:
                     self.file = _open(self.partial, "r+", peers.comm)
-            self._mapped = _mapped(peers, self.partial, write=True)
             places = peers.allgather(self.file and {name: self.file[name].id.get_offset() for name in shapes})[0]
             self._places = {
                 name: (places[name], natural(shape, axes), np.dtype(dtype)) for name, (shape, dtype) in shapes.items()
             }
+            if _on_one_host(peers):
+                self._staged = staged(peers, self.partial, partial(file_errors, argument, path, "written"))
         except BaseException:
             self.abandon()
             raise
@@ -277,12 +281,11 @@ class Output:
         written: `Written`, of the same datasets and layouts on every rank.  They may be made one by one: what making
         one raises is raised on every rank.  progress: called with the number of tokens that have just been written.
         """
-        if self._mapped is not None:
-            with agreement(self.peers):
-                for some in written:
-                    self._write_own(some, progress)
+        written = map(self._in_file_order, written)
+        if self._staged is not None:
+            chunks = (Lines.of(*some[1:], self._places[some.name]) for some in written)
+            self._staged.write_each(chunks, progress)
             return
-        written = iter(written)
         while True:
             with agreement(self.peers):
                 some = next(written, None)
@@ -290,24 +293,9 @@ class Output:
                 return
             self._write_slabs(some, progress)
 
-    def _write_own(self, written, progress):
-        """Copy this rank's tokens to where they belong; not collective."""
-        chunk, axis = self._in_file_order(written)
-        offset, shape, dtype = self._places[written.name]
-        rows, done = np.moveaxis(chunk, axis, 0), 0
-        for piece in pieces(written.layout, self.peers.rank, rows[:1].nbytes):
-            start, stop = (written.first + end for end in (piece.start, piece.stop))
-            part = *[slice(None)] * axis, slice(start, stop, piece.step)
-            array = np.moveaxis(rows[done : done + len(piece)], 0, axis)
-            with file_errors(self.argument, self.path, "written"):
-                self._mapped.write(offset, shape, dtype, part, array)
-            done += len(piece)
-            if progress:
-                progress(len(piece) * self.peers.size)
-
     def _write_slabs(self, written, progress):
         """Send tokens to the ranks that write them; collective."""
-        chunk, axis = self._in_file_order(written)
+        _, chunk, _, axis, _ = written
         slabs, writers = all_on(0, written.layout), 1
         if parallel():
             slabs, writers = Layout("contiguous", written.layout.seqlen, self.peers.size), self.peers.size
@@ -325,15 +313,20 @@ class Output:
         move.from_chunk(rows, write)
 
     def _in_file_order(self, written):
-        """A chunk with its dimensions in the order of the file, and its axis of tokens there."""
+        """A chunk with its dimensions in the order of the file."""
         if written.chunk.ndim == 4 and self.axes == "bhsd":
-            return written.chunk.swapaxes(1, 2), 2
-        return written.chunk, written.axis
+            return written._replace(chunk=written.chunk.swapaxes(1, 2), axis=2)
+        return written
+
+    def _close_staged(self):
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.close()
 
     def commit(self):
         """Close the file and give it its name."""
-        self._mapped = None
         with agreement(self.peers), file_errors(self.argument, self.path, "written"):
+            self._close_staged()
             if self.file is not None:
                 self.file.flush()  # fails while the file can still be dropped
                 self.file.close()
@@ -350,7 +343,8 @@ class Output:
 
         Every rank tries to remove it, since rank 0 may be the rank that failed.
         """
-        self._mapped = None
+        with contextlib.suppress(OSError):
+            self._close_staged()
         if self.file is not None:
             with contextlib.suppress(OSError, RuntimeError):
                 self.file.close() if parallel() else hdf5.drop(self.file)

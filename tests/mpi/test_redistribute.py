@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mpiattn import Layout, errors
-from mpiattn.comm import rounds
+from mpiattn.comm import rounds, shared_memory
 from mpiattn.comm.peers import Peers
 from mpiattn.comm.redistribute import Redistribution, all_on
 from mpiattn.decode.token_owners import Ledger
-from mpiattn.files import hdf5, io, mapped
+from mpiattn.files import hdf5, io, own_tokens, staged
 from mpiattn.problem.problem import dtype_name
 
 
@@ -108,13 +108,18 @@ def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing)
 @pytest.mark.parametrize("axes", hdf5.AXES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [False, True, "large"])
 def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, apart):
-    """apart: each rank reads its own tokens, where they lie."""
+    """apart: each rank reads its own tokens, and all write together, where they lie; large: token by token."""
     monkeypatch.setattr(rounds, "PIECE_BYTES", 300)
-    monkeypatch.setattr(mapped, "SPAN", 100)
+    monkeypatch.setattr(own_tokens, "SPAN", 100)
+    monkeypatch.setattr(staged, "ROUND_BYTES", 700)
+    monkeypatch.setattr(staged, "STRETCH_BYTES", 200)
+    if apart == "large":
+        monkeypatch.setattr(own_tokens, "APART", 1)
+        monkeypatch.setattr(staged, "LARGE", 1)
     if not apart:
-        monkeypatch.setattr(io, "mapped", lambda *_: None)
+        monkeypatch.setattr(io, "_on_one_host", lambda *_: False)
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     layout, peers = layout_of(kind, 29, comm.size), Peers(comm)
     whole = np.random.default_rng(1).standard_normal((batch, 29, 2, 5)).astype(dtype_name(dtype))
@@ -144,11 +149,67 @@ def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, ap
     comm.Barrier()
 
 
+@pytest.mark.parametrize("folder", [None, "/no such folder"])
+def test_memory_that_ranks_share(comm, monkeypatch, folder):
+    """It is the same on all, and leaves no file; on a system that has none it is None."""
+    monkeypatch.setattr(shared_memory, "FOLDER", folder or shared_memory.FOLDER)
+    memory, peers = shared_memory.shared_memory(Peers(comm), 5000), Peers(comm)
+    if comm.size > 1 and (folder or not os.path.isdir(shared_memory.FOLDER)):
+        assert memory is None
+        return
+    assert memory.shape == (5000,)
+    memory[comm.rank :: comm.size] = comm.rank
+    peers.barrier()
+    assert np.array_equal(memory, np.arange(5000) % comm.size)
+    assert none_left()
+
+
+def none_left():
+    """Whether no file of shared memory is left."""
+    folder = shared_memory.FOLDER
+    return not os.path.isdir(folder) or not any(shared_memory.NAME in name for name in os.listdir(folder))
+
+
+def test_memory_that_there_is_no_room_for(comm):
+    assert comm.size == 1 or shared_memory.shared_memory(Peers(comm), 2**50) is None
+    assert none_left()
+
+
+def test_written_by_rank_0_where_no_memory_is_shared(comm, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(shared_memory, "FOLDER", "/no such folder")
+    folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
+    layout, whole = Layout("striped", 29, comm.size), np.arange(290, dtype=np.float32).reshape(1, 29, 2, 5)
+    output = io.Output(Peers(comm), f"{folder}/x.h5", {"k": (whole.shape, "float32")})
+    output.write("k", whole[:, layout.positions(comm.rank)], layout)
+    output.commit()
+    with h5py.File(f"{folder}/x.h5", "r") as file:
+        assert np.array_equal(file["k"][()], whole)
+    comm.Barrier()
+
+
+def test_progress_of_files(comm, tmp_path_factory, monkeypatch):
+    """Every token counts once: of what is read on the rank that reads it, of what is written on all ranks."""
+    monkeypatch.setattr(staged, "ROUND_BYTES", 700)
+    monkeypatch.setattr(staged, "STRETCH_BYTES", 200)
+    folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
+    for kind in LAYOUTS:
+        layout, whole, done = layout_of(kind, 29, comm.size), np.ones((3, 29, 2, 5), np.float32), []
+        output = io.Output(Peers(comm), f"{folder}/x.h5", {"k": (whole.shape, "float32")}, axes="bhsd")
+        output.write("k", whole[:, positions(layout, comm.rank)], layout, progress=done.append)
+        output.commit()
+        assert comm.allreduce(sum(done)) == pytest.approx(29 * comm.size)
+        source = io.Input(Peers(comm), f"{folder}/x.h5", look=lambda path: {}, axes="bhsd")
+        done.clear()
+        source.chunks([io.Wanted("k", layout)], done.append)
+        source.close()
+        assert comm.allreduce(sum(done)) == pytest.approx(29)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_an_error_of_making_a_chunk_is_raised_on_all(comm, tmp_path_factory, monkeypatch, in_place):
     """In the middle of those to write, on the last rank."""
     if not in_place:
-        monkeypatch.setattr(io, "mapped", lambda *_: None)
+        monkeypatch.setattr(io, "_on_one_host", lambda *_: False)
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     layout, peers = Layout("striped", 29, comm.size), Peers(comm)
 

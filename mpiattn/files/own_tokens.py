@@ -1,0 +1,63 @@
+"""A rank's own tokens, read where they lie in a file.
+
+Between tokens that are near one another it reads what belongs to other ranks too, and leaves that: a call of the system
+takes longer.
+"""
+
+import errno
+import os
+
+import numpy as np
+
+from ..comm.redistribute import pieces
+
+SPAN = 2**19  # bytes that are read at a time to copy tokens out of, which they are while a core's cache has them
+APART = 2**15  # bytes from a token to the next from which on each is read by itself
+
+
+class OwnTokens:
+    """A file of which this rank reads its tokens.  errors: makes the context of every read, which says what file it is.
+
+    Raises OSError where the file ends too early.
+    """
+
+    def __init__(self, path, errors):
+        self._file, self._errors = open(path, "rb", buffering=0), errors  # noqa: SIM115
+
+    def close(self):
+        """Close the file."""
+        self._file.close()
+
+    def read_each(self, chunks, rank, progress=None):
+        """Read `Lines` of a rank into their rows.  progress: called with the number of tokens that were just read."""
+        for layout, _, row_bytes, each in chunks:
+            for start, rows in each:
+                done = 0
+                for piece in pieces(layout, rank, row_bytes):
+                    self._read_piece(start, piece, row_bytes, rows[done : done + len(piece)])
+                    done += len(piece)
+                    if progress:
+                        progress(len(piece) / len(each))
+
+    def _read_piece(self, start, piece, row_bytes, rows):
+        """Read the tokens of a range; its rows are of `row_bytes`, the first possible token is at byte `start`."""
+        straight = piece.step == 1 and rows.flags.c_contiguous
+        apart = 1 if piece.step * row_bytes >= APART else max(1, SPAN // (piece.step * row_bytes))
+        count = len(piece) if straight else apart
+        for first in range(0, len(piece), count):
+            some, place = piece[first : first + count], rows[first : first + count]
+            tokens = some[-1] + 1 - some[0]
+            there = place if straight else np.empty((tokens, *rows.shape[1:]), rows.dtype)
+            with self._errors():
+                self.read(start + some[0] * row_bytes, there)
+            if not straight:
+                place[...] = there[:: piece.step]
+
+    def read(self, start, array):
+        """Read the bytes from `start` on into a contiguous array."""
+        left = memoryview(array.reshape(-1).view(np.uint8))
+        while left:
+            count = os.preadv(self._file.fileno(), [left], start)
+            if not count:
+                raise OSError(errno.EIO, "it ends before its datasets do")
+            left, start = left[count:], start + count
