@@ -41,23 +41,26 @@ class OwnTokens:
 
     def _read_piece(self, start, piece, row_bytes, rows):
         """Read the tokens of a range; its rows are of `row_bytes`, the first possible token is at byte `start`."""
-        straight = piece.step == 1 and rows.flags.c_contiguous
-        apart = 1 if piece.step * row_bytes >= APART else max(1, SPAN // (piece.step * row_bytes))
-        count = len(piece) if straight else apart
+        alone, straight = piece.step * row_bytes >= APART, rows.flags.c_contiguous
+        step = 1 if alone else piece.step
+        count = len(piece) if straight and step == 1 else max(1, SPAN // (step * row_bytes))
         for first in range(0, len(piece), count):
             some, place = piece[first : first + count], rows[first : first + count]
-            tokens = some[-1] + 1 - some[0]
-            there = place if straight else np.empty((tokens, *rows.shape[1:]), rows.dtype)
+            there = place if straight and step == 1 else np.empty((count * step, *rows.shape[1:]), rows.dtype)
+            left = memoryview(there.reshape(-1).view(np.uint8))
             with self._errors():
-                self.read(start + some[0] * row_bytes, there)
-            if not straight:
-                place[...] = there[:: piece.step]
+                if alone and piece.step > 1:
+                    for number, token in enumerate(some):
+                        self.read(start + token * row_bytes, left[number * row_bytes : (number + 1) * row_bytes])
+                else:
+                    self.read(start + some[0] * row_bytes, left[: (some[-1] + 1 - some[0]) * row_bytes])
+            if there is not place:
+                place[...] = there[: len(some) * step : step]
 
-    def read(self, start, array):
-        """Read the bytes from `start` on into a contiguous array."""
-        left = memoryview(array.reshape(-1).view(np.uint8))
-        while left:
-            count = os.preadv(self._file.fileno(), [left], start)
+    def read(self, start, memory):
+        """Read the bytes from `start` on into a memoryview of bytes."""
+        while memory:
+            count = os.preadv(self._file.fileno(), [memory], start)
             if not count:
                 raise OSError(errno.EIO, "it ends before its datasets do")
-            left, start = left[count:], start + count
+            memory, start = memory[count:], start + count
