@@ -73,6 +73,7 @@ def needed(model, cases, of_tiles):
 
     def look(among, number, least):
         """Know a closer bound of a case, or its choice after the closest."""
+        nonlocal possible
         if known[number] == len(closer):
             made[number] = model.choice(cases[number])
             return
@@ -81,9 +82,11 @@ def needed(model, cases, of_tiles):
         least[what] = bound(cases[number]) * (ROUNDING if what == SENT else 1)
         known[number] += 1
         among.add((*least, number))
+        if what == SECONDS and not made:
+            possible = min(seconds for seconds, _, _ in among)
 
     def shortest():
-        """The shortest time so far; before any is known, one that is possible."""
+        """The shortest time so far; before any is known, the shortest that is possible."""
         return min((choice.seconds for choice in fit(made.values(), model.max_memory)), default=possible)
 
     def settled(case, end, tile=None):

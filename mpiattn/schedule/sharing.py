@@ -59,7 +59,7 @@ def lives_of(schedule: Schedule, wires: Iterable[str] = (), ordered: Iterable[st
 def below(
     schedule: Schedule, token_bytes: dict[tuple[str, str], int], ordered: Iterable[str] = ()
 ) -> dict[BufferName, list[BufferName]]:
-    """Of every buffer, from the lowest to the highest, those that lie below it.
+    """Of every buffer, from the lowest to the highest, those that lie next below it.
 
     token_bytes: by part, "arena" or "wire", and kind, for every arena and every kind with wire arrays.
 
@@ -92,7 +92,16 @@ def _below(
     placed = [_first_fit(names, sizes, steps) for names in (by_size, by_time)]
     starts = min(placed, key=lambda starts: max((start + sizes[name] for name, start in starts.items()), default=0))
     order = sorted(starts, key=starts.__getitem__)
-    return {name: [other for other in order[:i] if steps[name] & steps[other]] for i, name in enumerate(order)}
+    below: dict[BufferName, list[BufferName]] = {}
+    reaching: list[int] = []  # as bits, all that a buffer lies above, and itself
+    for i, name in enumerate(order):
+        below[name], reached = [], 0
+        for j in range(i - 1, -1, -1):
+            if steps[name] & steps[order[j]] and not reached >> j & 1:
+                below[name].append(order[j])
+                reached |= reaching[j]
+        reaching.append(reached | 1 << i)
+    return below
 
 
 def _first_fit(
