@@ -13,7 +13,7 @@ from ..schedule.kinds import GATHERED, KINDS
 from ..schedule.remembered import Remembered
 from ..schedule.route import passed_on
 from ..schedule.travels import bytes_by_side, token_bytes
-from .launches import ROUNDING, Launches
+from .launches import ROUNDING
 from .simulate import nodes_of
 from .workload import chunks_of
 
@@ -43,13 +43,13 @@ class Least:
     """Lower bounds for a tile and a pair of layouts.
 
     work: the `Work` of the layouts.
-    nodes: the node of every rank; default as in `model.simulate`.
+    nodes: the node of every rank; None as in `model.simulate`.
     launches: the `Launches` of this tile and others.
     """
 
-    def __init__(self, problem, work, tile, machine, nodes=None, launches=None):
+    def __init__(self, problem, work, tile, machine, nodes, launches):
         self.problem, self.machine, self._work, self._tile = problem, machine, work, tile
-        self._launches = launches or Launches(problem, work, (tile,), machine)
+        self._launches = launches
         self._some = self._launches.ranks
         self._nodes = nodes_of(tile.ranks, machine) if nodes is None else np.asarray(nodes)
         self._moved, self._transfers = Remembered(self._moved_in), Remembered(self._transfers_of)
