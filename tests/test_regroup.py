@@ -182,7 +182,7 @@ def test_heads_that_planes_cannot_split():
 @pytest.mark.parametrize("layout", ["auto", "contiguous"])
 def test_a_quick_survey_finds_the_best(layout):
     rng = np.random.default_rng(1)
-    for _ in range(12):
+    for _ in range(24):
         heads, of_node = int(rng.choice([4, 6, 8])), int(rng.choice([1, 2, 4]))
         problem = Problem(
             int(rng.integers(64, 4096)),
@@ -190,6 +190,7 @@ def test_a_quick_survey_finds_the_best(layout):
             32,
             kv_heads=heads // int(rng.choice([1, 2])),
             causal=bool(rng.integers(2)),
+            batch=int(rng.choice([1, 1, 4])),
         )
         how = {
             "pairs": search.layouts(layout, problem, 8),

@@ -23,18 +23,7 @@ from .decision import Decision
 
 REMEMBERED = 64  # choices of a process, and plans made from them
 OF_PROBLEM = tuple(field.name for field in fields(Problem))
-OF_CHOICE = (
-    "tile",
-    "layout",
-    "mesh_layout",
-    "schedule",
-    "route",
-    "direction",
-    "max_memory",
-    "overlap",
-    "fixed",
-    "expected_cu_seqlens",
-)  # the options that `_choose` reads
+NO_CHOICE = ("backend", "transport", "max_message", "machine", "timeout")  # options on which the choice does not depend
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
@@ -120,7 +109,8 @@ def _chosen(
     problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
 ) -> bytes:
     """The Decision of `_choose`, pickled; remembered, since programs make the same plan again."""
-    asked_for = repr((problem, [getattr(checked, name) for name in OF_CHOICE], machine, order, nodes))
+    options = [value for name, value in vars(checked).items() if name not in NO_CHOICE]
+    asked_for = repr((problem, options, machine, order, nodes))
     chosen = _CHOSEN.get(asked_for)
     if chosen is None:
         chosen = _CHOSEN[asked_for] = pickle.dumps(_choose(problem, checked, machine, order, nodes))
