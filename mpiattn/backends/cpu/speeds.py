@@ -31,7 +31,7 @@ SPEEDS = {
 }
 
 
-MERGING = 4e9  # bytes of partials a second; 6.7e9 were measured on an AMD EPYC of family 26
+MERGING = 5e9  # bytes of partials a second; 6.7e9 were measured on an AMD EPYC of family 26
 
 
 def assumed(instruction_set, threads):
