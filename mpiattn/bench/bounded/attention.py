@@ -32,7 +32,7 @@ def whole_sequences(peers, backend) -> Iterator[list[Operation]]:
             ("1024 sequences of 16 tokens", BOTH[:1], {"seqlen": 16, "batch": 1024}),
             ("a window of 256 keys", BOTH, {"seqlen": TOKENS * peers.size, "causal": True, "window": (255, 0)}),
         ):
-            plan = _plan(stack, peers, backend, **shape)
+            plan = _plan(stack, peers, backend, direction="both" if directions == BOTH else "forward", **shape)
             rows += _passes(plan, peers, name, directions)
         yield rows
 
