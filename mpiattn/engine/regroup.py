@@ -35,6 +35,7 @@ class Regroup:
         self._tokens = [layout.length(mesh.chunk) for layout in regrouping.inner]
         self.coming = None  # what was taken to the mesh last
         self._parts = {}  # by name and whether it is given: the parts at the caller's end, and at the mesh's end
+        self._arrays = {}  # made once, in that memory: chunks by name and whether it is given, packed rows by end too
 
     def arrays(self, direction, given):
         """The arrays that a pass takes to the mesh, or gives back."""
@@ -48,11 +49,20 @@ class Regroup:
 
     def _memory(self, array, given, outer):
         """Packed rows of an array."""
-        shape = (rows_of(self.parts(array, given)[not outer]), *array.shape(self._plane))
-        return self.packed((array.name, given, outer), shape, self.regrouping.dtype(array, given))
+        key = array.name, given, outer
+        if key not in self._arrays:
+            shape = (rows_of(self.parts(array, given)[not outer]), *array.shape(self._plane))
+            self._arrays[key] = self.packed(key, shape, self.regrouping.dtype(array, given))
+        return self._arrays[key]
 
     def chunk(self, array, given=False):
-        """Memory for this rank's chunk of the mesh, valid until the next request."""
+        """Memory for this rank's chunk of the mesh, the same for all calls."""
+        key = array.name, given
+        if key not in self._arrays:
+            self._arrays[key] = self._new_chunk(array, given)
+        return self._arrays[key]
+
+    def _new_chunk(self, array, given):
         dtype, (heads, *dim) = self.regrouping.dtype(array, given), array.shape(self._plane)
         tokens, kind = self._tokens[of_keys(array)], "KV" if of_keys(array) else "Q"
         apart = self.regrouping.by_sequence and dim and stays(self.backend, self.mesh.tile, kind)
@@ -86,6 +96,7 @@ class Regroup:
         """A copy without memory."""
         rest = copy.copy(self)
         rest.kept, rest.packed, rest.coming = Kept(self.backend.empty), Kept(self.backend.empty), None
+        rest._arrays = {}
         return rest
 
     def _as_caller(self, rows):
