@@ -13,7 +13,12 @@ pytestmark = [pytest.mark.workshop, pytest.mark.skipif(library.missing() != "", 
 
 @pytest.mark.parametrize(
     "selection",
-    [["test_kernels.py"], ["test_decode.py"], pytest.param(["test_tiles.py", "test_masks.py"], marks=pytest.mark.slow)],
+    [
+        ["test_kernels.py"],
+        ["test_decode.py"],
+        ["test_planes.py"],
+        pytest.param(["test_tiles.py", "test_masks.py"], marks=pytest.mark.slow),
+    ],
     ids=lambda selection: selection[0],
 )
 def test_ranks(selection):

@@ -96,5 +96,10 @@ class Folding:
         return array.reshape(tokens, self.batch, heads // self.batch, *dim)
 
     def unfold(self, dst, src):
-        """Copy a folded partial into an array (batch, tokens, heads, dim), cast to its dtype; returns the event."""
+        """Copy a folded partial into an array (batch, tokens, heads, dim), cast to its dtype; returns the event.
+
+        With a batch of 1 the heads of the array may be two axes, those of sequences and of their heads.
+        """
+        if self.batch == 1:
+            return self.backend.copy(dst[0], src.reshape(dst.shape[1:]))
         return self.backend.copy(dst, self.by_batch(src).swapaxes(0, 1))

@@ -66,7 +66,7 @@ class Regroup:
         dtype, (heads, *dim) = self.regrouping.dtype(array, given), array.shape(self._plane)
         tokens, kind = self._tokens[of_keys(array)], "KV" if of_keys(array) else "Q"
         apart = self.regrouping.by_sequence and dim and stays(self.backend, self.mesh.tile, kind)
-        if not apart or (given and dtype != self._plane.partial_dtype):  # results in which partials are not accumulated
+        if not apart:
             return self.kept((array.name, given), (tokens, heads, *dim), dtype)
         shape = self._sequences, tokens, heads // self._sequences, *dim
         return self.kept((array.name, given), shape, dtype).swapaxes(0, 1)
