@@ -21,6 +21,7 @@ from ..plots.page import page
 from ..problem.documents import expected_cuts
 from ..problem.problem import ITEMSIZE, Problem
 from ..schedule import travels
+from ..schedule.regroup import split_of
 from ..schedule.tile import Tile, parse_tile
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
@@ -238,7 +239,7 @@ def _tile(problem, args, choice, ring):
     """The JSON of one tile.  ring: bytes that tile 1xN sends.  What a `Bound` does not know is None."""
     known = isinstance(choice, search.Choice)
     volumes = [
-        travels.volume(tile, travels.kv_share_of(problem, tile.h), args.direction)
+        travels.volume(tile, travels.kv_share_of(problem, split_of(problem, tile.h)[1]), args.direction)
         for tile in (choice.tile, Tile(1, 1, args.ranks))
     ]
     sent = (

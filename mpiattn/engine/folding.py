@@ -98,8 +98,9 @@ class Folding:
     def unfold(self, dst, src):
         """Copy a folded partial into an array (batch, tokens, heads, dim), cast to its dtype; returns the event.
 
-        With a batch of 1 the heads of the array may be two axes, those of sequences and of their heads.
+        The array may also be (1, tokens, sequences, heads, dim), where sequences lie one after another.
         """
-        if self.batch == 1:
-            return self.backend.copy(dst[0], src.reshape(dst.shape[1:]))
+        if dst.ndim == 5:
+            dst, src = dst[0].swapaxes(0, 1), src.reshape(dst.shape[1:]).swapaxes(0, 1)
+            return self.backend.copy(dst, src)
         return self.backend.copy(dst, self.by_batch(src).swapaxes(0, 1))

@@ -33,7 +33,7 @@ class Regroup:
         self._plane = plane_problem(regrouping.problem, regrouping.tile.h)
         self._sequences = regrouping.problem.batch // regrouping.split[0]  # of the batch, that a plane has
         self._tokens = [layout.length(mesh.chunk) for layout in regrouping.inner]
-        self.coming = None  # what was taken to the mesh last
+        self.coming, self._giving = None, ()  # what was taken to the mesh last, and what is given back now
         self._parts = {}  # by name and whether it is given: the parts at the caller's end, and at the mesh's end
         self._arrays = {}  # made once, in that memory: chunks by name and whether it is given, packed rows by end too
 
@@ -96,7 +96,7 @@ class Regroup:
         """A copy without memory."""
         rest = copy.copy(self)
         rest.kept, rest.packed, rest.coming = Kept(self.backend.empty), Kept(self.backend.empty), None
-        rest._arrays = {}
+        rest._arrays, rest._giving = {}, ()
         return rest
 
     def _as_caller(self, rows):
@@ -220,10 +220,15 @@ class Regroup:
     def _exchange(self, sends, receives, where):
         """Exchange messages, (name of the array, peer, rows), after all launches so far; wait until they are here."""
         self.backend.begin()
-        requests = [request for message in receives for request in self._receive(*message)]
-        requests += [request for message in sends for request in self._send(*message)]
+        # An attribute: if the call fails, MPI may still write to the caller's arrays.
+        requests, self._giving = [], (sends, receives)
+        for message in receives:
+            requests += self._receive(*message)
+        for message in sends:
+            requests += self._send(*message)
         self.exchange.wait(requests, where)
         for _, _, rows in sends:
             self.backend.sent(rows)
         for event in [self.backend.arrived(rows) for _, _, rows in receives]:
             self.backend.wait(event)
+        self._giving = ()

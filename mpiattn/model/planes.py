@@ -40,7 +40,7 @@ def check_heads(tile: Tile | None, problem: Problem) -> None:
     heads, rule = f"{p.heads} heads and {p.kv_heads} KV heads", "the number of planes"
     if p.batch > 1:
         heads = f"{p.batch} sequences of {heads}"
-        rule += " must be a divisor of the sequences times a number, which"
+        rule += " must be a divisor of the sequences times P, and P"
     raise ArgumentError(
         f"tile is {tile}; {tile.h} planes cannot split {heads}: {rule} must divide the heads, and must divide the KV "
         "heads or be a multiple of them"

@@ -85,7 +85,7 @@ class Regrouped:
         in_tokens = Remembered(self._in_tokens)  # often the same of queries and of keys
         self._exchanged = np.stack(
             [
-                in_tokens(outer, inner, regrouping.sharing(array))
+                in_tokens(outer, inner, regrouping.sharing(array), regrouping.has_all(array))
                 for outer, inner, array in zip(regrouping.outer, regrouping.inner, (Q, K))
             ],
             axis=1,
@@ -100,13 +100,13 @@ class Regrouped:
         weights = of_token(self._regrouping.problem, self._regrouping.tile.h, direction).exchanged
         return (weights * self._exchanged).sum(axis=(0, 1))
 
-    def _in_tokens(self, outer: Layout, inner: Layout, sharing: int) -> NDArray[np.int64]:
+    def _in_tokens(self, outer: Layout, inner: Layout, sharing: int, all_heads: bool) -> NDArray[np.int64]:
         """As `of_pass`, with tokens for bytes: of one array that the pass takes, and of a result: int64 (2, 6, some).
 
-        sharing: number of planes that compute each of its heads.
+        sharing: number of planes that compute each of its heads.  all_heads: whether each of them computes all.
         """
         planes, chunks = self._regrouping.tile.h, self._some % self._regrouping.tile.chunks
-        outward, _ = in_common(outer, self._some, inner)
+        outward, scattered = in_common(outer, self._some, inner)
         inward, apart = in_common(inner, chunks, outer)
         all_outward = outward.sum(axis=(0, 2))
         # what stays on its rank is packed only if planes share it
@@ -120,5 +120,12 @@ class Regrouped:
         landing = (inside + between)[1, 0] if apart or self._regrouping.by_sequence else 0
         # planes with the same heads take the same rows, but each gives its own
         packed = np.stack([copies * all_outward - staying + landing for copies in (planes // sharing, planes)])
-        copied = np.stack([own, staying]) + (landing if self._regrouping.whole_heads else packed)
+        # what lies in the caller's array as in the message is not packed there: consecutive tokens of one sequence, and
+        # of several all tokens
+        lone, several = self._regrouping.split[0] == self._regrouping.problem.batch, self._regrouping.by_sequence
+        in_place = np.full((2, len(self._some)), all_heads and not scattered and (lone or several))
+        in_place[1] &= sharing == 1  # else results are added up first
+        if several:
+            in_place &= np.count_nonzero(outward, axis=(0, 2)) == 1
+        copied = np.stack([own, staying]) + np.where(in_place, landing, packed)
         return np.stack([inside[:, 0], between[:, 0], inside[:, 1], between[:, 1], packed, copied], axis=1)

@@ -160,12 +160,12 @@ class Described:
         Returns
         -------
         float
-            One of h planes computes 1/h of the heads, so its pairs count 1/h; an int if that is whole.  Where sequences
-            have documents of their own, their pairs are added up.
+            One of h planes computes 1/h of batch and heads, so its pairs count 1/h; an int if that is whole.  Where
+            sequences have documents of their own, their pairs are added up.
         """
         mesh, whole, planes = self._passes.mesh, activity or self._activity, self.tile.h
         of_plane = self._plan.of_plane(whole, mesh.rank)
-        if of_plane is not whole and self._plan.regrouping:
+        if self._plan.regrouping and of_plane is not whole:
             planes = self._plan.regrouping.split[1]
         pairs = of_plane.work(mesh.chunk)
         return pairs / planes if pairs % planes else pairs // planes

@@ -76,8 +76,8 @@ class RegroupedPasses:
         """Bytes of the arrays of a call, here and on the mesh, of the exchange between them, and of the passes."""
         if self._released_bytes:
             return self._released_bytes
-        outer = memory.outer_bytes(self._problem, self.tokens, "backward" in self.executors, self._backend.strided)
-        outer += self._folding.unplanned_bytes + self._regroup.widened_bytes
+        outer = memory.outer_bytes(self._problem, self.tokens, "backward" in self.executors, strided=True)
+        outer += self._folding.kept.nbytes(("dout", "out")) + self._regroup.widened_bytes
         return outer + self._regroup.packed_bytes + self._passes.nbytes
 
     def _prepare(self, direction: str) -> tuple[Array, ...]:
@@ -128,10 +128,9 @@ class RegroupedPasses:
         results = self._prepare("backward")
         of_plane = self._plan.of_plane(activity, self.mesh.rank)
         self._passes.prepare_backward(of_plane, tuple(array[np.newaxis] for array in results))
-        folded = {}
-        for name in ("dout", "out"):
-            view = self._folding.view(arrays[name])
-            folded[name] = self._folding.fold(name, arrays[name]) if view is None else view
+        folded = {name: self._folding.view(arrays[name]) for name in ("dout", "out")}
+        if any(view is None for view in folded.values()):
+            folded = {name: self._folding.fold(name, arrays[name]) for name in folded}
         if "dlse" in rows:
             folded["dlse"] = self._folding.fold("dlse", rows["dlse"].transpose(0, 2, 1))
         p = self._problem

@@ -69,11 +69,11 @@ class Activity:
     def of_sequences(self, some):
         """The activity of some sequences of the batch, a slice; the same object each time.
 
-        It is this one if all sequences have the same documents.
+        It is this one if all sequences have the same documents, or are meant.
         """
-        if len(self.documents or (None,)) == 1:
+        groups, key = len(self.documents or (None,)), (some.start, some.stop)
+        if groups == 1 or key == (0, groups):
             return self
-        key = some.start, some.stop
         if key not in self._of_sequences:
             self._of_sequences[key] = Activity(self.mask, self.q_layout, self.k_layout, self.tile, self.documents[some])
         return self._of_sequences[key]

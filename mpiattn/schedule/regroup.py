@@ -209,14 +209,6 @@ class Regrouping:
         """
         return 1 < self.split[0] < self.problem.batch
 
-    @property
-    def whole_heads(self) -> bool:
-        """Whether planes have all heads of their sequences, which lie in the caller's arrays as in a message.
-
-        They do if a rank of the mesh takes all tokens of a caller's chunk, as it does of even ones.
-        """
-        return self.split[1] == 1 and (self.by_sequence or self.split[0] == self.problem.batch)
-
     def sequences(self, rank: int) -> slice:
         """The sequences that a rank of the mesh computes."""
         of_batch, parts = self.split
@@ -228,6 +220,10 @@ class Regrouping:
         """The heads of an array that a rank of the mesh computes."""
         _, parts = self.split
         return heads_of(getattr(self.problem, array.heads), parts, self.place(rank)[0] % parts)
+
+    def has_all(self, array: Array) -> bool:
+        """Whether a plane computes all heads that an array has of a sequence."""
+        return self.split[1] == 1 or getattr(self.problem, array.heads) == 1
 
     def sharing(self, array: Array) -> int:
         """Number of planes that compute each head of a sequence of an array: 1 but for few KV heads."""

@@ -113,9 +113,9 @@ def volume(tile, kv_share=1.0, direction="forward"):
     return (of_mesh + (queries + keys * kv_share) * (1 - 1 / tile.h)) / tile.ranks
 
 
-def kv_share_of(problem, planes=1):
-    """KV heads over heads; several planes that share a KV head each have it."""
-    return max(problem.kv_heads, planes) / problem.heads
+def kv_share_of(problem, parts=1):
+    """KV heads over heads; several of the parts into which planes split a sequence's heads may each have the same."""
+    return max(problem.kv_heads, parts) / problem.heads
 
 
 def usp_volume(ranks, group, kv_share=1.0, direction="forward"):
