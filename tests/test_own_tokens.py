@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpiattn.files import own_tokens
+from mpiattn.files import mapped, own_tokens
 from mpiattn.files.hdf5 import place_of
 from mpiattn.files.lines import Lines
 from mpiattn.problem.layout import Layout
@@ -58,13 +58,15 @@ def read(path, into, layout, rank, place, axis=1, **which):
 
 
 @pytest.mark.parametrize("span", [4, 30, 400, 2**22])
-@pytest.mark.parametrize("apart", [1, 2**20])
+@pytest.mark.parametrize("apart", [1, 2**20, "mapped"])
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
 def test_tokens_of_any_rank(tmp_path, monkeypatch, span, apart, axis, kind):
     """Of any memory, and of any axis."""
-    monkeypatch.setattr(own_tokens, "SPAN", span)
-    monkeypatch.setattr(own_tokens, "APART", apart)
+    monkeypatch.setattr(own_tokens, "MAPPED", 1 if apart == "mapped" else 2**20)
+    monkeypatch.setattr(own_tokens, "APART", 2**20 if apart == "mapped" else apart)
+    for module in (own_tokens, mapped):
+        monkeypatch.setattr(module, "SPAN", span)
     whole = np.moveaxis(WHOLE, 1, axis)
     whole.tofile(tmp_path / "numbers")
     place = 0, whole.shape, whole.dtype
@@ -77,11 +79,30 @@ def test_tokens_of_any_rank(tmp_path, monkeypatch, span, apart, axis, kind):
             assert np.array_equal(into, right)
 
 
+@pytest.mark.parametrize("least", [1, 2**20])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_file_that_ends_too_early(tmp_path, ranks):
+def test_a_file_that_ends_too_early(tmp_path, monkeypatch, ranks, least):
     """Also if it is cut while it is read."""
+    monkeypatch.setattr(own_tokens, "MAPPED", least)
     np.zeros((1, 2**16, 1, 4), np.float32).tofile(tmp_path / "numbers")
     os.truncate(tmp_path / "numbers", 40_000)
     layout, into = Layout("striped", 2**16, ranks), np.empty((1, 2**16 // ranks, 1, 4), np.float32)
     with pytest.raises(OSError, match="it ends before its datasets do"):
         read(tmp_path / "numbers", into, layout, 0, (0, (1, 2**16, 1, 4), into.dtype))
+
+
+@pytest.mark.parametrize("least", [1, 2**20])
+def test_a_file_that_is_cut_short_after_it_was_opened(tmp_path, monkeypatch, least):
+    """An error, where touching its pages would kill the process."""
+    monkeypatch.setattr(own_tokens, "MAPPED", least)
+    shape = 1, 2**16, 1, 4
+    np.zeros(shape, np.float32).tofile(tmp_path / "numbers")
+    source, into = own_tokens.OwnTokens(tmp_path / "numbers", contextlib.nullcontext), np.empty(shape, np.float32)
+    os.truncate(tmp_path / "numbers", 40_000)
+    layout = Layout("striped", 2**16, 2)
+    lines = Lines.of(into[:, ::2], layout, 1, 0, (0, shape, into.dtype))
+    try:
+        with pytest.raises(OSError, match=r"it ends before its datasets do|the system cannot bring its pages"):
+            source.read_each([lines], 0)
+    finally:
+        source.close()
