@@ -235,16 +235,38 @@ class Described:
         ArgumentError
             On this rank only: the documents are invalid.
         """
-        groups = documents(self.problem, **of_documents)
-        if groups is None:
-            return self._activity
-        known = [activity for activity in self._recent if _same_cuts(activity.documents, groups)]
+        given = _as_bytes(of_documents)
+        known = [activity for activity in self._recent if given and activity.made_of == given]
+        if not known:
+            groups = documents(self.problem, **of_documents)
+            if groups is None:
+                return self._activity
+            known = [activity for activity in self._recent if _same_cuts(activity.documents, groups)]
         (activity,) = known or [Activity(self.problem.mask, *self._plan.choice.mesh_layouts, self.tile.plane, groups)]
+        activity.made_of = given
         self._recent = [other for other in self._recent if other is not activity]
         while len(self._recent) >= RECENT or sum(other.kept_bytes for other in self._recent) > KEPT_BYTES:
             self._recent.pop(0).forget()  # an Activity is part of a reference cycle: it may live on for a while
         self._recent.append(activity)
         return activity
+
+
+def _as_bytes(arguments: dict[str, PerDocument]) -> tuple[Any, ...]:
+    """Arguments of a call that name its documents, to be compared with those of calls before; () if that takes more.
+
+    To make documents of them and compare these takes long where each sequence has its own.
+    """
+    arrays = []
+    for name, argument in arguments.items():
+        if argument is not None:
+            try:
+                array = np.asarray(argument)
+            except (ValueError, TypeError, RuntimeError):  # rows of different lengths, or a tensor
+                return ()
+            if array.dtype.kind not in "biu":
+                return ()
+            arrays.append((name, array.dtype, array.shape, array.tobytes()))
+    return tuple(arrays)
 
 
 def _same_cuts(groups: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]) -> bool:
