@@ -195,8 +195,8 @@ class Regroup:
                     rows = memory[part.packed]
                     if part.peer == self.mesh.rank:
                         self.backend.copy(self._unpacked(rows), self._as_caller(chunk[part.shared.inner]))
-                    outer_rows = part.shared.outer
-                    place = array.name, part.sequences.start, outer_rows.start, outer_rows.step, part.heads.start
+                    tokens = part.shared.outer
+                    place = array.name, part.sequences.start, tokens.start, tokens.step, part.heads.start
                     receives.append((array.name, part.peer, rows, place, region))
         received = [receive[:3] for receive in receives if receive[1] != self.mesh.rank]
         self._exchange(sends, received, f"regrouping after the {direction} pass")

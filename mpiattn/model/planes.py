@@ -17,9 +17,9 @@ from ..schedule.regroup import Regrouping, every_tile, plane_problem, split
 from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
 from . import cost, memory, search
+from .branch_and_bound import SECONDS, SENT
 from .folding import folding_seconds
 from .machine import DEFAULT
-from .needed import SECONDS, SENT
 from .regrouped import Regrouped, of_token
 from .simulate import COPYING, nodes_of
 

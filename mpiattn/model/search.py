@@ -17,10 +17,10 @@ from ..schedule.route import ROUTES, passed_on
 from ..schedule.tile import Tile, tiles
 from ..schedule.travels import token_bytes
 from . import cost, memory
+from .branch_and_bound import SAME_TIME, SECONDS, SENT, fit, merit, needed
 from .launches import Launches
 from .least import Least
 from .machine import DEFAULT
-from .needed import SAME_TIME, SECONDS, SENT, fit, merit, needed
 from .simulate import simulate
 from .workload import Load, Work
 

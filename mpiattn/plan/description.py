@@ -46,7 +46,7 @@ class Described:
     _backend: Backend
     _exchange: Exchange
     _activity: Activity
-    _recent: list[Activity]  # of calls with documents, the latest last
+    _recent: dict[Activity, tuple[Any, ...]]  # of calls with documents, the latest last; by `_as_bytes`
     _home: Home | None
     _peers: Peers
 
@@ -236,18 +236,19 @@ class Described:
             On this rank only: the documents are invalid.
         """
         given = _as_bytes(of_documents)
-        known = [activity for activity in self._recent if given and activity.made_of == given]
+        known = [activity for activity, arguments in self._recent.items() if given and arguments == given]
         if not known:
             groups = documents(self.problem, **of_documents)
             if groups is None:
                 return self._activity
             known = [activity for activity in self._recent if _same_cuts(activity.documents, groups)]
         (activity,) = known or [Activity(self.problem.mask, *self._plan.choice.mesh_layouts, self.tile.plane, groups)]
-        activity.made_of = given
-        self._recent = [other for other in self._recent if other is not activity]
+        self._recent.pop(activity, None)
         while len(self._recent) >= RECENT or sum(other.kept_bytes for other in self._recent) > KEPT_BYTES:
-            self._recent.pop(0).forget()  # an Activity is part of a reference cycle: it may live on for a while
-        self._recent.append(activity)
+            oldest = next(iter(self._recent))
+            del self._recent[oldest]
+            oldest.forget()  # an Activity is part of a reference cycle: it may live on for a while
+        self._recent[activity] = given
         return activity
 
 

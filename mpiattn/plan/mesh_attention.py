@@ -184,7 +184,7 @@ class MeshAttention(Described, Distributed):
         peers = home.peers(time_limit(options["timeout"], self._plan.longest))
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options["max_message"])
-        self._activity, self._recent = Activity(self.problem.mask, *chosen.mesh_layouts, chosen.tile.plane), []
+        self._activity, self._recent = Activity(self.problem.mask, *chosen.mesh_layouts, chosen.tile.plane), {}
         passes: type[RankPasses | RegroupedPasses] = RegroupedPasses if self._plan.regrouping else RankPasses
         self._passes = passes(self._plan, self.schedule, self._mesh, self._backend, self._exchange, self._activity)
         self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)

@@ -45,7 +45,6 @@ class Activity:
         self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
         self.full = documents is None and not mask.causal and mask.window == (None, None)
         self.kept = {}  # row intervals and orders of keys on the device, filled by `mpiattn.engine.executor`
-        self.made_of = ()  # the arguments of the call, as whoever keeps this for calls to come compares them
         self._of_sequences = {}  # by their slice of the batch, the activities of some sequences
         self.seen, self._rows = Remembered(self._seen), Remembered(self._rows_of)
         self.keys, self.queries = Remembered(self._keys), Remembered(self._queries)

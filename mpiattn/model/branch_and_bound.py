@@ -1,4 +1,4 @@
-"""Which choices a search has to predict: enough to know the best.  Pure arithmetic."""
+"""Branch and bound: the cases of a search that have to be predicted to know the best.  Pure arithmetic."""
 
 from heapq import heapify, heappop, heappush
 
@@ -77,12 +77,12 @@ def needed(model, cases, of_tiles):
         if known[number] == len(closer):
             made[number] = model.choice(cases[number])
             return
-        what, bound = closer[known[number]]
+        quantity, bound = closer[known[number]]
         # kinds of bytes are summed in another order than in a choice
-        least[what] = bound(cases[number]) * (ROUNDING if what == SENT else 1)
+        least[quantity] = bound(cases[number]) * (ROUNDING if quantity == SENT else 1)
         known[number] += 1
         among.add((*least, number))
-        if what == SECONDS and not made:
+        if quantity == SECONDS and not made:
             possible = min(seconds for seconds, _, _ in among)
 
     def shortest():
