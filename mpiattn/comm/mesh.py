@@ -81,18 +81,20 @@ def _forget_owner(comm, key, home):
 
 def nodes_of(peers):
     """The node number of every rank; nodes are numbered from 0 in order of their lowest ranks; collective."""
+    ranks = tuple(translate_ranks(peers.comm, range(peers.size), MPI.COMM_WORLD))
+    if all(peers.allgather(ranks in _NODES)):
+        return _NODES[ranks]
     node = blocking(peers, lambda: peers.comm.Split_type(MPI.COMM_TYPE_SHARED))
     lowest = min(translate_ranks(node, range(node.size), peers.comm))
     node.Free()
     everywhere = peers.allgather(lowest)
     number = {lowest: i for i, lowest in enumerate(sorted(set(everywhere)))}
-    return [number[lowest] for lowest in everywhere]
-
-
-def _remember(ranks, nodes):
-    if len(_NODES) >= REMEMBERED:
-        _NODES.clear()
-    _NODES[ranks] = nodes
+    nodes = [number[lowest] for lowest in everywhere]
+    if MPI.UNDEFINED not in ranks:  # of processes that were started later only this communicator knows
+        if len(_NODES) >= REMEMBERED:
+            _NODES.clear()
+        _NODES[ranks] = nodes
+    return nodes
 
 
 class _Turn:
@@ -124,13 +126,9 @@ class Home:
         self.meshes, self.plans, self.backends = {}, {}, {}  # before what may fail: `abandon` takes them
         self.comm, request = comm.Idup()
         Peers(comm, timeout).wait([request])
-        ranks = tuple(translate_ranks(comm, range(comm.size), MPI.COMM_WORLD))
-        about = socket.gethostname(), os.urandom(8), ranks in _NODES
-        self.hosts, marks, known = zip(*Peers(self.comm, timeout).allgather(about))
+        self.hosts, marks = zip(*Peers(self.comm, timeout).allgather((socket.gethostname(), os.urandom(8))))
         self.channel = Channel(self.comm, self.hosts, marks[0])
-        self.nodes = _NODES[ranks] if all(known) else nodes_of(self.peers(timeout))
-        if MPI.UNDEFINED not in ranks:  # of processes that were started later only this communicator knows
-            _remember(ranks, self.nodes)
+        self.nodes = nodes_of(self.peers(timeout))
         self.users = self.dropped = self.members = 0
         self._turn, self._running = threading.Lock(), ""
 

@@ -6,6 +6,7 @@ cu_seqlens, the boundaries of the sequences.  Where keys hold the values it has 
 """
 
 import os
+from itertools import pairwise
 
 import h5py
 import numpy as np
@@ -33,15 +34,16 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
         raise no("there is no such file")
     with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
         shared = "v" not in file and "value_dim" in file.attrs
-        for name in ("k",) if shared else ("k", "v"):
-            if not isinstance(file.get(name), h5py.Dataset):
+        datasets = [file.get(name) for name in ("k", "k" if shared else "v")]
+        for name, dataset in zip("kv", datasets):
+            if not isinstance(dataset, h5py.Dataset):
                 raise no(f"it has no dataset {name!r}, it must have k and v, or k and an attribute value_dim")
-        of_values = "k" if shared else "v"
-        k, v = (natural(file[name].shape, axes) for name in ("k", of_values))
+        k, v = (natural(dataset.shape, axes) for dataset in datasets)
         if not (len(k) == len(v) == 4 and k[:3] == v[:3]):
             sizes = ", ".join(natural(("batch", "tokens", "kv_heads", "dim"), axes))
-            raise no(f"its shapes do not fit: k {file['k'].shape}, v {file[of_values].shape}; they must be ({sizes})")
-        names = [dtype_of(file[name]) for name in ("k", of_values)]
+            shapes = "k {}, v {}".format(*(dataset.shape for dataset in datasets))
+            raise no(f"its shapes do not fit: {shapes}; they must be ({sizes})")
+        names = list(map(dtype_of, datasets))
         if len(set(names)) > 1 or names[0] not in ITEMSIZE:
             raise no(
                 f"its k and v have dtypes {', '.join(names)}; they must have one and the same of {', '.join(ITEMSIZE)}"
@@ -66,9 +68,9 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
                     "one for each"
                 )
             spans = [
-                (entry, int(start), int(stop - start))
+                (entry, start, stop - start)
                 for entry in range(batch)
-                for start, stop in zip(cuts[entry % len(cuts)], cuts[entry % len(cuts)][1:])
+                for start, stop in pairwise(cuts[entry % len(cuts)].tolist())
             ]
         return {
             "kv_heads": k[2],
@@ -155,10 +157,11 @@ def _fill(make, comm, home, source, options, progress):
             every, storage = slice(None), cache.storage
             storage.ledgers.deal(every, np.array([length for _, _, length in spans]))
             storage.take_pages(every, storage.ledgers.counts, spread=True)
+            names = "kv"[: len(storage.pools)]
             wanted = [
                 [
                     Wanted(name, ledger, entry, first, place if place is None else place[None])
-                    for name, place in zip("kv"[: len(storage.pools)], storage.places(sequence) or (None, None))
+                    for name, place in zip(names, storage.places(sequence) or (None, None))
                 ]
                 for sequence, (ledger, (entry, first, _)) in enumerate(zip(storage.ledgers, spans))
             ]

@@ -112,7 +112,7 @@ class Ledger:
 
     def between(self, rank, start, stop):
         """As `Layout.between`."""
-        return int(self.below(rank, start)), self.ranges(rank, start, stop)
+        return int(self.below(rank, start)) if start else 0, self.ranges(rank, start, stop)
 
     def positions(self, rank):
         """Positions of a rank's tokens: int64, increasing."""
@@ -162,6 +162,10 @@ class Ledger:
         if layout.seqlen:
             self._add(_Placed(self.seqlen, layout))
             self._resize(self.seqlen + layout.seqlen)
+
+    def begin(self):
+        """Begin a piece in which the next tokens of a sequence without tokens go to all ranks in turn."""
+        self._add(_Dealt(0, tuple((self.first + i) % self.chunks for i in range(self.chunks)), None))
 
     def deal(self, count):
         """Append tokens, each to a rank that has the fewest at that point; returns the first position."""

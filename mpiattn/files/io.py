@@ -130,7 +130,6 @@ class Input:
         agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
         with agreement(peers), file_errors(argument, path, "read"):
             self.file = _open(path, "r", peers.comm)
-        with agreement(peers), file_errors(argument, path, "read"):
             self._watched = open(path, "rb")  # noqa: SIM115  (keeps this file even if the name is replaced)
             self.needed = needed_bytes(self.file)
         self._own = None

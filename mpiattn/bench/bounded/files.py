@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 
 import h5py
 import numpy as np
@@ -88,7 +89,7 @@ def _cache(stack, peers, backend, saved, plain):
             "load a cache of 64 MiB",
             "reading it by h5py",
             lambda: KVCache.load(peers.comm, saved, **how).close(),
-            _reading(peers, plain, whole),
+            _reading(peers, plain, whole, cache.storage.pools[0].nbytes),
         ),
     )
 
@@ -130,12 +131,23 @@ def _write(path, arrays):
             os.fsync(written.fileno())
 
 
-def _reading(peers, path, arrays):
-    """A function by which every rank reads its share of the tokens of every array, into new memory."""
+def _reading(peers, path, arrays, room=0):
+    """A function by which every rank reads its share of the tokens of every array, into new memory.
+
+    room: bytes of this memory, for each array, if its share takes fewer.
+    """
 
     def read():
         with h5py.File(path, "r") as file:
-            shares = ((name, even_part(array.shape[1], peers.size, peers.rank)) for name, array in arrays.items())
-            return [file[name][:, share.start : share.stop] for name, share in shares]
+            return [_share(file[name], peers, room) for name in arrays]
 
     return read
+
+
+def _share(dataset, peers, room):
+    tokens = even_part(dataset.shape[1], peers.size, peers.rank)
+    shape = dataset.shape[0], len(tokens), *dataset.shape[2:]
+    nbytes = dataset.dtype.itemsize * prod(shape)
+    share = np.empty(max(nbytes, room), np.uint8)[:nbytes].view(dataset.dtype).reshape(shape)
+    dataset.read_direct(share, np.s_[:, tokens.start : tokens.stop])
+    return share
