@@ -99,7 +99,8 @@ class Peers:
 
         tell: called at the time limit; returns what this rank was waiting for, for the message.
         """
-        self.until(partial(MPI.Request.Testall, requests), tell, requests)
+        done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
+        self.until(done, tell, requests)
 
     def until(self, done: Callable[[], bool], tell: Callable[[], str] | None = None, kept: object = None) -> None:
         """Call `done`, which polls MPI, until it returns true.
@@ -161,8 +162,11 @@ class Peers:
 
     def largest(self, numbers: Sequence[float]) -> NDArray[np.int64]:
         """The maximum of each number over the ranks, int64."""
-        result = np.array(numbers, np.int64)
-        self.reduce(result, MPI.MAX)
+        given = np.array(numbers, np.int64)
+        if self.size == 1:
+            return given
+        result = np.empty(len(given), np.int64)
+        self.wait([hold(self.comm.Iallreduce(given, result, MPI.MAX), given, result)])
         return result
 
     def each(self, numbers: Sequence[int]) -> NDArray[np.int64]:
