@@ -1,5 +1,6 @@
 """Back ends alone: blocks, accumulation and merging against the reference, no MPI."""
 
+import ctypes
 import itertools
 import tracemalloc
 
@@ -11,6 +12,7 @@ from dense import bits, error, largest
 from mpiattn import backends
 from mpiattn.backends.numpy import backend as numpy_backend
 from mpiattn.backends.numpy import tiles
+from mpiattn.backends.wire import blocks_of
 from mpiattn.problem.problem import dtype_name
 
 NAMES = ("numpy", "deferred", "cpu")
@@ -309,6 +311,30 @@ def test_wire(backend):
     backend.sent(sent)
     backend.wait(backend.arrived(received))
     assert (received == sent).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_in_blocks(seed):
+    """Those of any view are its bytes in order, or there are none."""
+    rng = np.random.default_rng(seed)
+    memory = rng.standard_normal((4, 5, 6, 3)).astype(rng.choice(["float32", "float64"])).transpose(rng.permutation(4))
+    if seed % 2:
+        memory = np.ascontiguousarray(memory)
+    view = memory
+    for axis in range(4):
+        start, step = rng.integers(0, 3), rng.choice([1, 1, 1, 2, -1])
+        some = [slice(None)] * 4
+        some[axis] = rng.choice([slice(None), slice(start, None, step), slice(start, start + 1)])
+        view = view[tuple(some)]
+    blocks = blocks_of(view)
+    if view.flags.c_contiguous:
+        assert blocks == (1, view.nbytes, view.nbytes)
+    if blocks is None:
+        assert not view.flags.c_contiguous
+        return
+    starts = view.ctypes.data + np.arange(blocks.number) * blocks.stride
+    bytes_ = b"".join(ctypes.string_at(int(start), blocks.nbytes) for start in starts)
+    assert bytes_ == view.tobytes()
 
 
 def test_deferred_catches_what_a_gpu_would():

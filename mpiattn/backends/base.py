@@ -14,10 +14,11 @@ v is None where values are the first value_dim numbers of the keys.  dv is None 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from ..model.machine import Machine
+    from .wire import WireBytes
 
 # In annotations.  An array is of NumPy or CuPy or, where a caller gives it, of any library whose arrays the back end
 # takes, such as a torch tensor.  These have no type in common, so type checkers accept anything.
@@ -26,21 +27,6 @@ Shape: TypeAlias = tuple[int, ...]
 Event: TypeAlias = Any  # what `wait` takes
 Meanwhile: TypeAlias = Callable[[float], object] | None  # called during a launch with the fraction that is done
 Scratch: TypeAlias = Callable[[Shape, Any], Array]  # (shape, dtype) -> memory
-
-
-class WireBytes(NamedTuple):
-    """The bytes that MPI sends or receives for an array: a flat uint8 array, in memory that MPI can access.
-
-    ready: ready(stop) returns whether MPI may use the bytes before `stop` now; None if MPI may use all at once.
-    taken: taken(start, stop) is called as soon as MPI has received these bytes; None if no call is needed.
-    piece: maximum bytes of a message, the same on every rank.  It lets one piece travel while the next is made ready.
-    None for no maximum.
-    """
-
-    array: Array
-    ready: Callable[[int], bool] | None = None
-    taken: Callable[[int, int], object] | None = None
-    piece: int | None = None
 
 
 class Backend(Protocol):
@@ -55,6 +41,10 @@ class Backend(Protocol):
         These are (tokens, batch, heads, dim) in place of (tokens, batch * heads, dim), with any strides but that of
         the last axis; lse and delta stay (tokens, batch * heads).
         """
+
+    @property
+    def sends_blocks(self) -> bool:
+        """Whether `outgoing` and `incoming` take an array that lies in `Blocks`.  Else it must be contiguous."""
 
     @property
     def name(self) -> str:

@@ -34,6 +34,14 @@ def _part(lengths, offsets, first, step):
     return counts, [offset + min(first, n) for offset, n in zip(offsets, lengths)]
 
 
+def _post_blocks(post, wire, peer, tag):
+    """Post one message of bytes that lie in blocks; MPI packs and unpacks them."""
+    blocks = MPI.BYTE.Create_hvector(*wire.blocks).Commit()
+    request = post([wire.array, 1, blocks], peer, tag)
+    blocks.Free()  # once the message is complete
+    return request
+
+
 @dataclass(eq=False, slots=True)
 class Posted:
     """A transfer: its request and, for error messages, its verb, its bytes and its peer's rank in `comm`.
@@ -70,7 +78,7 @@ class Exchange:
     def send(self, comm, wire, dest, tag):
         """Post a send, now or when its bytes are ready; returns a list of Posted.  No bytes: nothing is sent."""
         posted = self._messages(comm.Isend, "send", comm, wire, dest, tag)
-        self.sent_bytes += len(wire.array)
+        self.sent_bytes += wire.nbytes
         self.sent_messages += len(posted)
         return posted
 
@@ -79,6 +87,8 @@ class Exchange:
         return self._messages(comm.Irecv, "receive", comm, wire, source, tag)
 
     def _messages(self, post, verb, comm, wire, peer, tag):
+        if wire.blocks is not None:
+            return [Posted(_post_blocks(post, wire, peer, tag), verb, wire.nbytes, comm, peer)]
         posted, size, total = [], min(self.max_message, wire.piece or self.max_message), len(wire.array)
         for start in range(0, total, size):
             stop = min(start + size, total)

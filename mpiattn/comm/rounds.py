@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from ..backends.base import WireBytes
+from ..backends.wire import WireBytes
 from .exchange import Exchange
 
 PIECE_BYTES = 4 * 2**20  # that a rank sends, receives, reads or writes in a round

@@ -11,6 +11,7 @@ lie in memory sequence after sequence, if launches take them so: copies between 
 import copy
 
 from ..backends.kept import Kept
+from ..backends.wire import blocks_of
 from ..schedule.kinds import TAG
 from ..schedule.regroup import GIVEN, TAKEN, arrays_of, of_keys, plane_problem, rows_of
 from .coming import Coming
@@ -18,6 +19,9 @@ from .folding import stays
 
 ARRAYS = tuple(array.name for arrays in (*TAKEN.values(), *GIVEN.values()) for array in arrays)
 TAGS = {name: max(TAG.values()) + 16 + i for i, name in enumerate(dict.fromkeys(ARRAYS))}
+
+
+LEAST = 2**10  # bytes of a block of which MPI sends many at the speed of copies
 
 
 class Regroup:
@@ -114,8 +118,13 @@ class Regroup:
         return rows.reshape(self._sequences, tokens, heads // self._sequences, *dim)
 
     def _as_message(self, region):
-        """Whether a region (sequences, tokens, heads, ...) of a caller's array lies as in the message."""
-        return (self.regrouping.by_sequence or self._sequences == 1) and region.flags.c_contiguous
+        """Whether a region (sequences, tokens, heads, ...) of an array can be sent from there, or received there."""
+        if not (self.regrouping.by_sequence or self._sequences == 1):
+            return False  # a message has token after token, the region sequence after sequence
+        if region.flags.c_contiguous:
+            return True
+        blocks = blocks_of(region) if self.backend.sends_blocks and region.size else None
+        return blocks is not None and blocks.nbytes >= LEAST and region.nbytes <= self.exchange.max_message
 
     def take(self, direction, outer, inner, last):
         """Move arrays to the mesh; collective.  Returns the `Coming` of those of one kind; the others are here.
@@ -149,10 +158,12 @@ class Regroup:
             for part in inward:
                 if part.peer != self.mesh.rank:
                     rows, place = chunk[part.shared.inner], None
-                    if part.packed is not None:
+                    if part.packed is not None and self._as_message(self._as_caller(rows)):
+                        rows = self._as_caller(rows)
+                    elif part.packed is not None:
                         rows, place = memory[part.packed], rows
-                    if self.regrouping.by_sequence:
-                        rows, place = self._unpacked(rows), self._as_caller(place)
+                        if self.regrouping.by_sequence:
+                            rows, place = self._unpacked(rows), self._as_caller(place)
                     receives.append((kind, part.shared.inner, array.name, part.peer, rows, place))
         self.backend.begin()
         for kind, tokens, name, peer, rows, place in receives:
@@ -181,8 +192,11 @@ class Regroup:
                 if part.peer != self.mesh.rank:
                     rows = chunk[part.shared.inner]
                     if part.packed is not None:
-                        rows = memory[part.packed]
-                        self.backend.copy(self._unpacked(rows), self._as_caller(chunk[part.shared.inner]))
+                        region, rows = self._as_caller(rows), memory[part.packed]
+                        if self._as_message(region):
+                            rows = region
+                        else:
+                            self.backend.copy(self._unpacked(rows), region)
                     sends.append((array.name, part.peer, rows))
             memory = self._memory(array, True, True)
             for part in outward:

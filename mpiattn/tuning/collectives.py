@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..backends.base import WireBytes
+from ..backends.wire import WireBytes
 from .samples import Sample, take_turns
 from .wire import ITEMSIZE, TAG, Wire
 

@@ -28,8 +28,9 @@ class Counting:
         self.messages += copies * (nbytes > 0)
 
     def Isend(self, buffer, dest, tag):
+        memory, *count, datatype = buffer
         if dest != self.rank:
-            self._add(memoryview(buffer[0]).nbytes)
+            self._add(count[0] * datatype.Get_size() if count else memoryview(memory).nbytes)
         return self.comm.Isend(buffer, dest, tag)
 
     def Iallgatherv(self, sending, receiving):

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import ArgumentError, MpiattnError
 from ...model.machine import H100
-from ..base import WireBytes
+from ..wire import WireBytes
 from . import kernel_source
 from .arrays import as_cupy, missing
 from .kernels import KernelLaunches
@@ -127,6 +127,7 @@ class CudaBackend(_CupyLaunches):
     assumed_machine = H100
     emulated_flops = None
     strided = False
+    sends_blocks = False
 
     @classmethod
     def missing(cls):

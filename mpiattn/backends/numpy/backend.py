@@ -8,8 +8,8 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ...model.machine import DEFAULT
-from ..base import WireBytes
 from ..kept import Kept
+from ..wire import in_memory
 from . import paged, tiles
 from .casts import narrow, widen
 from .tiles import Panel, row_tiles
@@ -18,11 +18,6 @@ PANEL = 4096  # keys of one head that are converted or made contiguous at a time
 LOWEST = float(np.finfo(np.float32).min)
 MERGED = 2**16  # elements of a partial that are merged at a time, to bound the work arrays
 NARROWED = 2**12  # elements that are rounded at a time, in a few arrays of as many
-
-
-def flat(array):
-    """The bytes of a contiguous array as a flat uint8 view."""
-    return array.reshape(-1).view(np.uint8)
 
 
 def _packing(q, k, begin):
@@ -110,6 +105,7 @@ class NumpyBackend:
     emulated_flops = None
     staged_bytes = 0
     strided = False
+    sends_blocks = True
     idle = staticmethod(os.sched_yield)
 
     def __init__(self):
@@ -373,13 +369,13 @@ class NumpyBackend:
     # Wire
 
     def outgoing(self, array, after=(), collective=False):
-        return WireBytes(flat(array))
+        return in_memory(array)
 
     def sent(self, array):
         pass
 
     def incoming(self, array, after=(), collective=False):
-        return WireBytes(flat(array))
+        return in_memory(array)
 
     def arrived(self, array):
         pass

@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from ..base import WireBytes
-from ..numpy.backend import NumpyBackend, flat
+from ..numpy.backend import NumpyBackend
+from ..wire import WireBytes, flat
 
 LONGEST_DELAY = 1e-3  # seconds, for the copy of an array or for a launch
 PIECE = 4096  # bytes
@@ -25,6 +25,7 @@ class DeferredBackend(NumpyBackend):
     """The NumPy back end, as asynchronous as a GPU; see the module."""
 
     name = "deferred"
+    sends_blocks = False
 
     def __init__(self):
         super().__init__()

@@ -1,0 +1,70 @@
+"""The bytes of arrays, as MPI sends and receives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Blocks(NamedTuple):
+    """Bytes that lie in memory in blocks: the number of blocks, bytes of each, bytes from one to the next."""
+
+    number: int
+    nbytes: int
+    stride: int
+
+
+def blocks_of(array: Any) -> Blocks | None:
+    """The blocks in which the elements of an array lie, in their order; None if they do not lie so."""
+    nbytes, axes = array.itemsize, [axis for axis in zip(array.shape, array.strides) if axis[0] != 1]
+    while axes and axes[-1][1] == nbytes:
+        nbytes *= axes.pop()[0]
+    count, stride = axes.pop() if axes else (1, nbytes)
+    for size, outer_stride in reversed(axes):
+        if outer_stride != count * stride:
+            return None
+        count *= size
+    return Blocks(count, nbytes, stride) if stride >= nbytes else None
+
+
+class WireBytes(NamedTuple):
+    """The bytes that MPI sends or receives for an array: a flat uint8 array, in memory that MPI can access.
+
+    blocks: those of these bytes that are meant; None for all of them.
+    ready: ready(stop) returns whether MPI may use the bytes before `stop` now; None if MPI may use all at once.
+    taken: taken(start, stop) is called as soon as MPI has received these bytes; None if no call is needed.
+    piece: maximum bytes of a message, the same on every rank.  It lets one piece travel while the next is made ready.
+    None for no maximum.
+    """
+
+    array: Any
+    ready: Callable[[int], bool] | None = None
+    taken: Callable[[int, int], object] | None = None
+    piece: int | None = None
+    blocks: Blocks | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the messages."""
+        return len(self.array) if self.blocks is None else self.blocks.number * self.blocks.nbytes
+
+
+def flat(array: NDArray) -> NDArray[np.uint8]:
+    """The bytes of a contiguous array as a flat uint8 view."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def in_memory(array: NDArray) -> WireBytes:
+    """`WireBytes` of an array in host memory, which is contiguous or lies in blocks."""
+    if array.flags.c_contiguous:
+        return WireBytes(flat(array))
+    blocks = blocks_of(array)
+    assert blocks is not None
+    first = array[(0,) * (array.ndim - 1)].view(np.uint8)
+    span = (blocks.number - 1) * blocks.stride + blocks.nbytes
+    return WireBytes(np.lib.stride_tricks.as_strided(first, (span,), (1,)), blocks=blocks)
