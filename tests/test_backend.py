@@ -12,7 +12,7 @@ from dense import bits, error, largest
 from mpiattn import backends
 from mpiattn.backends.numpy import backend as numpy_backend
 from mpiattn.backends.numpy import tiles
-from mpiattn.backends.wire import blocks_of
+from mpiattn.backends.wire import blocks_of, in_memory
 from mpiattn.problem.problem import dtype_name
 
 NAMES = ("numpy", "deferred", "cpu")
@@ -313,7 +313,7 @@ def test_wire(backend):
     assert (received == sent).all()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(100))
 def test_bytes_in_blocks(seed):
     """Those of any view are its bytes in order, or there are none."""
     rng = np.random.default_rng(seed)
@@ -333,8 +333,11 @@ def test_bytes_in_blocks(seed):
         assert not view.flags.c_contiguous
         return
     starts = view.ctypes.data + np.arange(blocks.number) * blocks.stride
-    bytes_ = b"".join(ctypes.string_at(int(start), blocks.nbytes) for start in starts)
-    assert bytes_ == view.tobytes()
+    assert b"".join(ctypes.string_at(int(start), blocks.nbytes) for start in starts) == view.tobytes()
+    wire = in_memory(view)
+    starts = np.arange(blocks.number) * blocks.stride
+    assert b"".join(wire.array[start : start + blocks.nbytes].tobytes() for start in starts) == view.tobytes()
+    assert len(wire.array) == starts[-1] + blocks.nbytes and wire.nbytes == view.nbytes
 
 
 def test_deferred_catches_what_a_gpu_would():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,6 +66,6 @@ def in_memory(array: NDArray) -> WireBytes:
         return WireBytes(flat(array))
     blocks = blocks_of(array)
     assert blocks is not None
-    first = array[(0,) * (array.ndim - 1)].view(np.uint8)
     span = (blocks.number - 1) * blocks.stride + blocks.nbytes
-    return WireBytes(np.lib.stride_tricks.as_strided(first, (span,), (1,)), blocks=blocks)
+    first = as_strided(array, (1,), (array.itemsize,)).view(np.uint8)
+    return WireBytes(as_strided(first, (span,), (1,)), blocks=blocks)
