@@ -89,7 +89,7 @@ def test_a_wrong_result_is_not_measured(broken, complaint):
         (2, [], "this launch has 2"),
         (1, ["--tile", "1x1"], "--tile is ['1x1']; it has no meaning with --kernel"),
         (1, ["--decode-keys", "-1"], "--decode-keys is -1"),
-        (1, ["--kv-heads", "3"], "kv_heads is 3"),
+        (1, ["--kv-heads", "3"], "--kv-heads is 3"),
         (1, ["--json", "/nowhere/k.json"], "--json is '/nowhere/k.json'"),
     ],
 )

@@ -214,7 +214,7 @@ def test_memory_limit(capsys):
             plan(capsys, "--ranks", 64, *MHA, "--max-memory", text)
         assert "is not a number of bytes" in capsys.readouterr().err or text == "-1"
     text = refused(capsys, "--ranks", 64, *MHA, "--machine", "h100", "--max-memory", "1M")
-    assert "max_memory is 1048576 bytes a rank; the least" in text and "tile 1x64" in text
+    assert "--max-memory is 1048576 bytes a rank; the smallest plan" in text and "tile 1x64" in text
 
 
 @pytest.mark.parametrize("kind", cost.SCHEDULES)

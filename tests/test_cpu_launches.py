@@ -146,7 +146,7 @@ def test_a_batch_where_it_lies(backend, monkeypatch, dtype, of):
 
 @pytest.mark.parametrize("name", ["cpu:", "cpu:0", "cpu:257", "cpu:-1", "cpu:2.0", "cpu:²", "cpu:2:1", "cpu:all"])
 def test_threads_that_cannot_be(name):
-    message = f"backend is {name!r}; after cpu: it must have 1 to 256 threads"
+    message = f"backend is {name!r}; write cpu:THREADS, with 1 to 256 threads"
     with pytest.raises(ArgumentError, match=re.escape(message)):
         backends.find(name)
 

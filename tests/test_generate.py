@@ -70,12 +70,12 @@ def test_seed_alone_decides(tmp_path, monkeypatch, piece):
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--kv-heads", "3"], "kv_heads is 3"),
+        (["--kv-heads", "3"], "--kv-heads is 3"),
         (["--dtype", "int8"], "dtype is 'int8'"),
         (["--batch", "0"], "batch is 0"),
-        (["--seed", "-1"], "seed is -1"),
-        (["--documents", "0"], "documents is 0; it must be from 1"),
-        (["--documents", "9", "--seqlen-k", "8"], "documents is 9; it must be from 1 to 8"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--documents", "0"], "--documents is 0; it must be from 1"),
+        (["--documents", "9", "--seqlen-k", "8"], "--documents is 9; it must be from 1 to 8"),
     ],
 )
 def test_errors(tmp_path, capsys, options, says):

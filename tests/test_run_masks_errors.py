@@ -41,7 +41,7 @@ def test_mixed_dtypes(tmp_path, out, dtype, other):
 @pytest.mark.parametrize("window", every(3, zip(["5", "1,2,3", "a,b", "1.5,0", ""])))
 def test_window_that_cannot_be_read(tmp_path, out, window):
     message = fails(write_input(tmp_path / "in.h5"), out, "--window", window, code=2)
-    assert f"--window: {window!r} is not LEFT,RIGHT" in message
+    assert f"--window: {window!r} is not a window; write LEFT,RIGHT" in message
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_window_that_cannot_be_read(tmp_path, out, window):
             ("--softcap=-1", "softcap is -1.0; it must be positive"),
             ("--softcap=nan", "softcap is nan"),
             ("--prefix=-1", "prefix is -1"),
-            ("--causal-block=0", "causal_block is 0"),
-            ("--wire-dtype=float64", "wire_dtype is 'float64'; it may be"),
+            ("--causal-block=0", "--causal-block is 0"),
+            ("--wire-dtype=float64", "--wire-dtype is 'float64'; it may be"),
         ],
     ),
 )

@@ -166,7 +166,7 @@ def test_memory_bounds_how_far_ahead(monkeypatch):
     limited = search.evaluate(PROBLEM, 16, machine=on, max_memory=least)
     assert limited[0].nbytes <= least < everything[0].nbytes and limited[0].seconds >= everything[0].seconds
     search.check_memory(limited, least)
-    with pytest.raises(ArgumentError, match=r"max_memory is 1000 bytes a rank; the least .* needs"):
+    with pytest.raises(ArgumentError, match=r"max_memory is 1000 bytes a rank; the smallest plan .* needs"):
         search.check_memory(search.evaluate(PROBLEM, 16, max_memory=1000), 1000)
     for wrong in (0, -1, 1.5, True, "1G"):
         with pytest.raises(ArgumentError, match="max_memory is"):

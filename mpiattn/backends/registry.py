@@ -61,18 +61,16 @@ class Entry:
 REGISTRY = {
     entry.name: entry
     for entry in (
-        Entry("numpy", "numpy.backend:NumpyBackend", "on the cores of each rank", tests=False),
-        Entry(
-            "cpu", "cpu.backend:CpuBackend", "compiled, on the cores of each rank", tests=False, parameters="[:THREADS]"
-        ),
-        Entry("cuda", "cuda.backend:CudaBackend", "on a GPU of each rank", device="cuda", tests=False),
-        Entry("deferred", "testing.deferred:DeferredBackend", "late on purpose"),
+        Entry("numpy", "numpy.backend:NumpyBackend", "NumPy and its BLAS", tests=False),
+        Entry("cpu", "cpu.backend:CpuBackend", "compiled kernels", tests=False, parameters="[:THREADS]"),
+        Entry("cuda", "cuda.backend:CudaBackend", "one GPU for each rank", device="cuda", tests=False),
+        Entry("deferred", "testing.deferred:DeferredBackend", "launches and copies are late on purpose"),
         Entry("emulated", "testing.emulated:EmulatedBackend", "the CUDA kernels on the CPU"),
         Entry("deferred-emulated", "testing.emulated:DeferredEmulatedBackend", "the CUDA kernels on the CPU, late"),
         Entry(
             "paced",
             "testing.paced:PacedBackend",
-            "which emulates slower compute by sleeping, and looks for messages every 2 or so many milliseconds",
+            "sleeps to emulate slower compute, and calls MPI every MS milliseconds (2 by default)",
             parameters=":GFLOPS[:MS]",
         ),
     )

@@ -52,9 +52,9 @@ def add_arguments(parser):
     group.add_argument(
         "--limits",
         action="store_true",
-        help="measure operations of given sizes beside what bounds them on this machine: products by the BLAS, "
-        f"memory, MPI's own collectives, plain NumPy, h5py; ratios up to {PASS} pass, and predicted times that are off "
-        f"by up to {CLOSE} times",
+        help="measure operations of fixed sizes beside what bounds them on this machine: matrix products of the BLAS, "
+        f"memory, MPI's own collectives, plain NumPy, h5py. PASS: at most {PASS} times the bound; predicted times at "
+        f"most {CLOSE} times off",
     )
 
 

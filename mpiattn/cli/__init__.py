@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from .. import __version__
-from ..console import interrupts, startup, witness
+from ..console import interrupts, message, startup, witness
 from ..console.blas_environment import limit_threads, name_core_type
 from ..console.parser import Parser
 from ..errors import MpiattnError
@@ -14,14 +14,14 @@ from ..system.launch_variables import launch_rank
 
 COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",
-    "convert": "make such a file from your own q, k, v: .npy, .npz, safetensors, PyTorch, other HDF5",
+    "convert": "convert your own q, k, v (.npy, .npz, safetensors, PyTorch, HDF5) to a file for run or decode",
     "run": "compute attention of an HDF5 file on the ranks of this launch (under mpiexec or srun)",
     "decode": "attention of a few queries over a cache of keys and values (under mpiexec or srun)",
     "plan": "list every tile of n ranks with its traffic, memory and predicted time (no MPI needed)",
     "bench": "measure the speed of attention on the ranks of this launch: sizes, tiles, schedules, routes; decoding; "
     "kernels",
     "check": "check that this installation and this launch work; the first thing to run on a new cluster",
-    "tune": "measure the machine that these ranks run on, for later plans (under mpiexec or srun)",
+    "tune": "measure links and speed of this machine; later plans use the figures (under mpiexec or srun)",
     "slurm": "list the Slurm batch scripts, or copy them to submit (no MPI needed)",
     "info": "show versions, MPI, devices and hosts of this installation and this launch",
 }
@@ -45,7 +45,7 @@ def _parser(command):
         prog="mpiattn",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Exact attention for sequences that do not fit one GPU, native to MPI.",
+        description="Exact attention for sequences that do not fit on one device, native to MPI.",
     )
     parser.add_argument("--version", action="version", version=f"mpiattn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -57,6 +57,7 @@ def _parser(command):
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
             parser.chosen = sub
+            message.options.update(sub.options)
     return parser
 
 
@@ -82,7 +83,7 @@ def _run(args):
         return args.run(args)
     except MpiattnError as error:
         if launch_rank() == 0 or not error.everywhere:
-            print(f"mpiattn {args.command}: {error}", file=sys.stderr)
+            print(f"mpiattn {args.command}: {message.as_typed(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # as in `mpiattn plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush cannot fail

@@ -8,7 +8,7 @@ that are done. With --direction both a run is a forward pass followed by a backw
 
   median     seconds of the slowest rank, median over runs; "runs": their range; "ranks": range of the ranks' medians
   GFLOP/s    operations of all attended pairs / median: 2 (head_dim + value_dim) per pair and head, backward 2.5 times
-  of ideal   (pairs of the busiest rank / speed of a rank on one block without transfers) / median; that speed is
+  of ideal   time that the busiest rank would take without transfers / median; the speed without transfers is
              measured on all ranks at once, in turn with the cases
   waits      share of its time that a rank waits for transfers, mean over ranks
   algorithm  bytes of the whole q, k, v and out (backward: also dout, dq, dk and dv) / median

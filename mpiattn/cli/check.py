@@ -1,7 +1,8 @@
 """Check that this installation and this launch work: the first thing to run on a new cluster.
 
-Inspects how the ranks were started, what they share, and their MPI; computes small problems on every mesh of them;
-measures links; writes a small file. Each item is PASS, WARN or FAIL, with advice; the exit code is 1 if one is FAIL.
+It looks at how the ranks were started, what they share, and which MPI they load. It computes small problems on every
+mesh of these ranks, measures links, and writes a small file. Each item is PASS, WARN or FAIL, with advice; the exit
+code is 1 if one is FAIL.
 
 --full runs the tests of mpiattn on these ranks instead (extra `test`), a few minutes on four ranks. Arguments after --
 go to pytest; --slow adds the tests that take longer.

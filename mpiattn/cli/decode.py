@@ -46,20 +46,20 @@ def add_arguments(parser):
     parser.add_argument("cache", metavar="CACHE", help="HDF5 file with datasets k, v, and cu_seqlens or not")
     parser.add_argument("queries", metavar="QUERIES", help="HDF5 file with dataset q")
     parser.add_argument("output", metavar="OUT", help="HDF5 file to make, with datasets out and lse")
-    options.add_axes(parser, "CACHE, QUERIES and OUT, whose tokens are CACHE's or queries")
+    options.add_axes(parser, "CACHE, QUERIES and OUT (seqlen is the number of queries in the last two)")
     parser.add_argument(
-        "--full", action="store_true", help="queries see the tokens after their own too (default: causal)"
+        "--full", action="store_true", help="a query also sees the tokens of later queries (default: causal)"
     )
     options.add_window(parser)
     parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
-    parser.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(head_dim))")
+    parser.add_argument("--scale", type=float, help="factor of the scores q.k (default: 1/sqrt(head_dim))")
     parser.add_argument(
         "--algorithm",
         default="auto",
         choices=(*ALGORITHMS, "auto"),
-        help="algorithm that combines partial results; allreduce: the paper's, two MPI_Allreduce; "
-        "butterfly: messages between pairs of ranks, in half as many rounds; levels: inside "
-        "nodes, then between them; auto: the shortest predicted time (default: %(default)s)",
+        help="how partial results are combined. allreduce: two MPI_Allreduce (Tree Attention's paper); butterfly: "
+        "exchange between pairs of ranks, in half as many rounds; levels: inside each node, then between nodes; auto: "
+        "the shortest predicted time (default: %(default)s)",
     )
     parser.add_argument(
         "--page-size",

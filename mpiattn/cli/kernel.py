@@ -44,8 +44,8 @@ def add_arguments(parser):
         "--decode-keys",
         type=int,
         metavar="N",
-        help=f"keys that a decoded token sees, with as many query heads per KV head as --heads and --kv-heads give, "
-        f"and with {kernel.QUERIES} (default: {KEYS['decode_keys']}; 0: do not measure decoding)",
+        help=f"keys that a decoded token sees; measured with heads/kv-heads query heads per KV head, and with "
+        f"{kernel.QUERIES} (default: {KEYS['decode_keys']}; 0: do not measure decoding)",
     )
     group.add_argument(
         "--carry-keys",

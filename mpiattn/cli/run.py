@@ -1,10 +1,10 @@
 """Compute exact attention of an HDF5 file on the ranks of this launch.
 
 IN holds q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...) in natural token order; with
---axes bhsd, heads come before tokens. Every rank reads its tokens; on several hosts, striped ones are read as slabs,
-which the ranks exchange. They compute, and send the result back. OUT holds out, shaped as q, and lse (batch, heads,
-seqlen). Its attributes hold the chosen plan, the command, the date and the versions. OUT appears whole or not at all;
-an existing file is replaced.
+--axes bhsd, heads come before tokens. Every rank reads its own tokens. With a striped layout on several hosts, every
+rank reads consecutive tokens, and the ranks exchange them. OUT holds out, shaped as q, and lse (batch, heads, seqlen).
+Its attributes hold the chosen plan, the command, the date and the versions. OUT appears whole or not at all; an
+existing file is replaced.
 
 With --backward IN also holds dout, shaped as out, and OUT gets dq, dk, dv: the gradients of sum(dout * out).
 
@@ -54,7 +54,7 @@ def add_arguments(parser):
     options.add_masks(parser)
     options.add_documents(parser)
     parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
-    parser.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(head_dim))")
+    parser.add_argument("--scale", type=float, help="factor of the scores q.k (default: 1/sqrt(head_dim))")
     options.add_tile(parser)
     options.add_schedule(parser)
     options.add_layout(parser)
@@ -75,9 +75,9 @@ def add_arguments(parser):
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="before the results are written, every rank compares its rows, and with --backward its "
-        "keys, with float64 results of q, k, v and dout, which are read again from IN; a sample "
-        "of them where all are too much work; a wrong row or key: exit code 1, no OUT",
+        help="check the results before OUT is written: every rank compares its rows, and with --backward its keys, "
+        "with float64 attention of IN, or a sample of them if all are too much work; a wrong row or key gives exit "
+        "code 1 and no OUT",
     )
     options.add_timeout(parser)
     options.add_json(parser)

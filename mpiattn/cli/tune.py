@@ -4,9 +4,10 @@ Measures links inside a node and between nodes, how much of a transfer proceeds 
 dtype, merging, MPI collectives, and every algorithm that combines partial results, all with all ranks busy. Plans use
 these figures to choose a tile, a layout and a schedule; decoding uses them to choose an algorithm. Launch it as the
 work will be launched: the same ranks per node, cores and threads per rank, and several nodes if the work uses several.
-Figures that one rank or one node cannot show are those of the default machine.
+What cannot be measured on one rank or one node (links between nodes, for example) is taken from the default machine.
 
-The store is $XDG_CONFIG_HOME/mpiattn/machines.json (~/.config); MPIATTN_MACHINE=FILE takes precedence over it.
+The figures go to $XDG_CONFIG_HOME/mpiattn/machines.json (default: ~/.config), the store. If MPIATTN_MACHINE=FILE is
+set, plans read that file instead.
 
 examples:
   mpiexec -n 4 mpiattn tune

@@ -149,4 +149,4 @@ def _different_arguments(arguments):
                 f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
                 f"{other}; it must be the same on every rank"
             )
-    return ArgumentError("some argument is not the same on every rank")
+    return ArgumentError("an argument differs between ranks; it must be the same on every rank")

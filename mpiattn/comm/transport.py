@@ -34,7 +34,7 @@ def check_transport(backend, transport):
         aware, why = gpu_aware_mpi.gpu_aware()
         if not aware:
             raise ArgumentError(
-                f"transport is 'device', but this MPI does not take device memory ({why}); it may be staged"
+                f"transport is 'device', but this MPI does not take device memory ({why}); take 'staged'"
             )
 
 

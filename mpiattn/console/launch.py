@@ -11,7 +11,7 @@ from ..errors import ArgumentError, MpiattnError, PeerFailure
 from ..system import partial_files
 from ..system.launch_variables import launch_rank
 from . import witness
-from .message import AFTER, PARTING, SILENT, speak
+from .message import AFTER, PARTING, SILENT, as_typed, speak
 from .startup import start
 
 
@@ -66,7 +66,7 @@ def on_all_ranks(work, timeout=None, alone=False):
         wrong_timeout = job is None and isinstance(error, ArgumentError)  # the same on every rank
         if isinstance(error, MpiattnError) and (error.everywhere or wrong_timeout or comm.size == 1):
             if comm.rank == 0:
-                print(f"mpiattn: {error}", file=sys.stderr, flush=True)
+                print(f"mpiattn: {as_typed(error)}", file=sys.stderr, flush=True)
             _part(comm)
             return 1
         if comm.size == 1:
@@ -104,6 +104,6 @@ def _story(comm, phase, error):
     where = getattr(error, "where", "") or f"in phase {phase}"
     story = f"mpiattn: rank {comm.rank} of {comm.size} on {socket.gethostname()} failed {where}: "
     if isinstance(error, MpiattnError):
-        return f"{story}{error}\n"
+        return f"{story}{as_typed(error)}\n"
     trace = "".join(traceback.format_exception(error))
     return f"{story}{type(error).__name__}: {error}\n{trace}"

@@ -13,7 +13,15 @@ FLUSH = 0.5  # seconds that a launcher needs to forward a message; it drops outp
 STAGGER, LATEST = 1.0, 5.0  # delay per host in seconds, so that one host prints and ends the job; its maximum
 AFTER = LATEST + 2 * FLUSH  # seconds that ranks told of a failure wait, so that the failed rank prints first
 
+options: set[str] = set()  # of the command that this process runs
 _claims: list[socket.socket] = []  # sockets, open until this process ends
+
+
+def as_typed(error):
+    """The text of an error; one that begins with an argument of Python begins with the option that sets it instead."""
+    name, verb, rest = str(error).partition(" is ")
+    option = f"--{name.replace('_', '-')}"
+    return f"{option}{verb}{rest}" if option in options else str(error)
 
 
 def claim(launcher):

@@ -20,10 +20,10 @@ def add_tile(parser):
         "--tile",
         default="auto",
         metavar="TILE",
-        help="AxB: A query chunks x B KV chunks on every rank, A*B = ranks: a mesh of B rows x A columns; HxAxB: H "
-        "such meshes, each of which has 1/H of batch and heads, H*A*B = ranks; ring is 1xN, qring is Nx1, ulysses is "
-        f"Nx1x1, auto the shortest predicted time and, of times within {100 * SAME_TIME:g} %%, the fewest bytes "
-        "(default: %(default)s)",
+        help="shape of the mesh. AxB: every rank computes A query chunks x B KV chunks, A*B = ranks, on B rows x A "
+        "columns of ranks. HxAxB: H planes of AxB, each with 1/H of the sequences and heads, H*A*B = ranks. ring is "
+        "1xN, qring is Nx1, ulysses is Nx1x1. auto: the shortest predicted time and, among times within "
+        f"{100 * SAME_TIME:g} %% of it, the fewest bytes (default: %(default)s)",
     )
 
 
@@ -33,9 +33,8 @@ def add_schedule(parser):
         "--schedule",
         default="auto",
         choices=(*SCHEDULES, "auto"),
-        help="greedy: every transfer hidden behind blocks (the paper's Algorithm 2); collective: "
-        "gather, one large block, exchange; auto: the shorter predicted time "
-        "(default: %(default)s)",
+        help="greedy: transfers go on while blocks are computed (Algorithm 2 of Mesh-Attention); collective: gather "
+        "all, compute once, exchange results, without overlap; auto: the shorter predicted time (default: %(default)s)",
     )
 
 
@@ -47,7 +46,7 @@ def add_values(parser):
     parser.add_argument(
         "--shared-kv",
         action="store_true",
-        help="a value is the first --value-dim elements of its key: only keys are held and travel (absorbed MLA)",
+        help="a value is the first --value-dim elements of its key: only keys are held and sent (absorbed MLA)",
     )
 
 
@@ -57,8 +56,7 @@ def add_layout(parser):
         "--layout",
         default="auto",
         choices=(*LAYOUTS, "auto"),
-        help="which tokens a rank holds; auto: the shortest predicted time, so contiguous where that "
-        "balances the work, zigzag for causal attention (default: %(default)s)",
+        help="which tokens a rank holds; auto: the shortest predicted time (default: %(default)s)",
     )
 
 
@@ -68,8 +66,8 @@ def add_mesh_layout(parser):
         "--mesh-layout",
         default="auto",
         choices=(*LAYOUTS, "auto"),
-        help="the layout in which the mesh computes: where it is another one than --layout, an all-to-all before and "
-        "after moves the tokens; auto: the shorter predicted time (default: %(default)s)",
+        help="layout in which the mesh computes; if it differs from --layout, an all-to-all moves tokens before and "
+        "after; auto: the shorter predicted time (default: %(default)s)",
     )
 
 
@@ -79,8 +77,8 @@ def add_route(parser):
         "--route",
         default="auto",
         choices=(*ROUTES, "auto"),
-        help="direct: chunks go straight from their owners, or as MPI's collectives send them; ring: "
-        "from neighbour to neighbour; both send the same bytes; auto: the shorter predicted time "
+        help="direct: each chunk is sent by its owner, or by MPI's collectives (collective schedule); ring: chunks are "
+        "passed on from neighbour to neighbour; both send the same bytes; auto: the shorter predicted time "
         "(default: %(default)s)",
     )
 
@@ -101,8 +99,8 @@ def add_max_memory(parser):
         "--max-memory",
         type=parse_bytes,
         metavar="BYTES",
-        help="limit for the chunks, results and buffers of a rank, for example 512M or 1.5G: tiles and "
-        "schedules that need more are excluded, and chunks are received fewer steps ahead",
+        help="limit for the chunks, results and buffers of a rank, for example 512M or 1.5G; tiles and schedules that "
+        "need more are not used, and transfers are posted fewer steps ahead if need be",
     )
 
 
@@ -111,8 +109,8 @@ def add_machine(parser):
     parser.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help=f"machine whose links and speed predictions assume: {', '.join(BUILT_IN)}, or a JSON file "
-        f"written by `mpiattn tune`",
+        help=f"machine model for predictions and auto: {', '.join(BUILT_IN)}, or a file of `mpiattn tune --out` "
+        "(default: what `mpiattn tune` has stored for such a launch, else an assumed machine)",
     )
 
 
@@ -122,14 +120,14 @@ def add_backend(parser):
         "--backend",
         default="auto",
         metavar="NAME",
-        help=f"what computes the blocks: {_backends(tests=False)}; auto, which is {' or '.join(AUTO)}; "
-        f"for tests {_backends(tests=True)} (default: %(default)s)",
+        help=f"what computes the blocks. auto: {', else '.join(AUTO)}; {_backends(tests=False)}. "
+        f"For tests only: {_backends(tests=True)} (default: %(default)s)",
     )
 
 
 def _backends(tests):
     """The back ends for tests, or the others, in words."""
-    return "; ".join(f"{entry.usage}, {entry.about}" for entry in REGISTRY.values() if entry.tests == tests)
+    return "; ".join(f"{entry.usage}: {entry.about}" for entry in REGISTRY.values() if entry.tests == tests)
 
 
 def add_transport(parser):
@@ -138,9 +136,8 @@ def add_transport(parser):
         "--transport",
         default="auto",
         choices=TRANSPORTS,
-        help=f"how the back end {' or '.join(usages(on_gpu=True))} sends; staged: through pinned host "
-        "memory; device: MPI takes device memory; auto: device where a probe has shown that it "
-        "works (default: %(default)s)",
+        help=f"how the back end {' or '.join(usages(on_gpu=True))} sends. staged: copies through pinned host memory; "
+        "device: MPI gets GPU memory; auto: device if a test at the start succeeds, else staged (default: %(default)s)",
     )
 
 
@@ -149,7 +146,9 @@ def parse_window(text):
     try:
         left, right = (int(side) if side.strip() else None for side in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LEFT,RIGHT, whole numbers, empty for no limit") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a window; write LEFT,RIGHT, for example 1024,0; leave a side empty for no limit"
+        ) from None
     return left, right
 
 
@@ -168,15 +167,15 @@ def add_masks(parser):
     parser.add_argument(
         "--causal",
         action="store_true",
-        help="a query sees the keys up to its own position; the last query sees all keys",
+        help="a query sees the keys up to its own position; of different lengths the ends are aligned: query i sees "
+        "key j if j <= i + seqlen_k - seqlen",
     )
     parser.add_argument(
         "--prefix",
         type=int,
         default=0,
         metavar="P",
-        help="causal, but every query also sees the first P keys, with documents the first P of its "
-        "document (prefix-LM)",
+        help="prefix-LM: causal, but every query also sees the first P keys (with --documents: of its document)",
     )
     parser.add_argument(
         "--causal-block", type=int, metavar="B", help="causal, but a query sees up to the end of its block of B keys"
@@ -191,8 +190,8 @@ def add_window(parser):
         type=parse_window,
         default=(None, None),
         metavar="LEFT,RIGHT",
-        help="how many keys before and after its own position a query sees; an empty side has no "
-        "limit: 1024,0 is a causal sliding window, 512, has no limit to the right",
+        help="a query sees LEFT keys before and RIGHT keys after its own position; a side that is left empty has no "
+        "limit. '1024,0' is a causal sliding window; '512,' is 512 keys before and all after",
     )
 
 
@@ -201,14 +200,13 @@ def add_documents(parser):
     parser.add_argument(
         "--documents",
         metavar="SPEC",
-        help="several documents packed in the sequence; tokens see only their own document. SPEC holds "
-        "the positions where documents begin, and the end of the last (cu_seqlens). It is the "
-        "name of a dataset in IN or, if IN has none of that name, the path of a .npy or text "
-        "file; two dimensions, or lines of text: one row per batch entry; else one for all "
-        "entries",
+        help="the sequence contains several packed documents, and a token sees only its own. SPEC is the name of a "
+        "dataset of IN or, if IN has none of that name, a .npy or text file. It lists where each document begins, and "
+        "then the end of the last one (cu_seqlens). One row is for all batch entries; with several rows (two "
+        "dimensions, or lines of text) each entry has its own",
     )
     parser.add_argument(
-        "--documents-k", metavar="SPEC", help="the same for keys and values, where their documents begin elsewhere"
+        "--documents-k", metavar="SPEC", help="as --documents, for keys and values, if their documents begin elsewhere"
     )
 
 
@@ -217,9 +215,8 @@ def add_wire_dtype(parser):
     parser.add_argument(
         "--wire-dtype",
         choices=tuple(ITEMSIZE),
-        help="dtype in which partial results are sent; a narrower one sends fewer bytes and rounds "
-        "each once, on the direct route only (default: the dtype in which they accumulate, "
-        "float32, or float64 for float64)",
+        help="dtype in which partial results are sent (default: float32, or float64 for float64). A narrower one sends "
+        "fewer bytes and rounds each partial result once. It needs the direct route",
     )
 
 

@@ -21,6 +21,11 @@ class Parser(argparse.ArgumentParser):
         self.words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
+    @property
+    def options(self):
+        """The names of the options, such as "--tile"."""
+        return list(self._option_string_actions)
+
     def _check_value(self, action, value):
         try:
             super()._check_value(action, value)
@@ -31,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Print the message on rank 0 and exit."""
         if launch_rank() == 0:
-            known = [*self._option_string_actions, *(self.chosen._option_string_actions if self.chosen else ())]
+            known = [*self.options, *(self.chosen.options if self.chosen else ())]
             super().error(message + suggest.of_options(message, self.words, known))
         time.sleep(1)  # launchers end all ranks when the first fails: let rank 0 print first
         sys.exit(2)

@@ -52,4 +52,4 @@ class MappedFile:
         try:
             self._map.madvise(POPULATE_READ, start, length)
         except OSError as error:  # "Bad address", whatever is the reason
-            raise OSError(error.errno, "the system cannot bring its pages") from None
+            raise OSError(error.errno, "its pages cannot be read") from None

@@ -117,9 +117,8 @@ class Machine:
             sizes = [nbytes for nbytes, factor in points if nbytes > 0 and factor > 0]
             if algorithm not in ALGORITHMS or len(sizes) < len(points) or sorted(set(sizes)) != sizes:
                 raise ArgumentError(
-                    f"combining of the machine has {algorithm!r}: {points!r}; it may have "
-                    f"{', '.join(ALGORITHMS)}, each with pairs of bytes, increasing, and a factor, both "
-                    "positive"
+                    f"combining of the machine has {algorithm!r}: {points!r}; it may have {', '.join(ALGORITHMS)}, "
+                    "each with pairs [bytes, factor], both positive, in order of bytes"
                 )
         if not self.flops:
             raise ArgumentError("the machine has no flops; it needs those of one dtype at least")

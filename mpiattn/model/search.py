@@ -312,9 +312,8 @@ def check_memory(choices, max_memory):
     if max_memory is not None and choices[0].nbytes > max_memory:
         least = min(choices, key=lambda choice: choice.nbytes)
         raise ArgumentError(
-            f"max_memory is {max_memory} bytes a rank; the least that these arguments leave to choose "
-            f"from needs {least.nbytes} (tile {least.tile}, {least.schedule}, {least.route} "
-            f"route, {least.layouts[0].kind} layout)"
+            f"max_memory is {max_memory} bytes a rank; the smallest plan for these arguments needs {least.nbytes} "
+            f"(tile {least.tile}, {least.schedule} schedule, {least.route} route, {least.layouts[0].kind} layout)"
         )
 
 

@@ -70,7 +70,7 @@ class Entry(NamedTuple):
                 raise ArgumentError(f"head_dim of an entry is {key.head_dim!r}; it must be a whole number, at least 1")
             return cls(key, Machine.from_dict(data["machine"]), data["when"], data["samples"])
         except (TypeError, KeyError) as error:
-            raise ArgumentError(f"an entry is not one: {type(error).__name__} {error}") from None
+            raise ArgumentError(f"an entry is damaged: {type(error).__name__} {error}") from None
 
 
 def now():

@@ -45,7 +45,10 @@ def documents(
     causal_documents: whether each document is causal, bool in the same shape; replaces the plan's causal.
     """
     if cu_seqlens is not None and lengths is not None:
-        raise ArgumentError("lengths is given with cu_seqlens; let the last document end where padding begins")
+        raise ArgumentError(
+            "lengths and cu_seqlens are both given; give cu_seqlens alone, and let the last document end where padding "
+            "begins"
+        )
     for name, keys_alone in (
         ("cu_seqlens", cu_seqlens is None and cu_seqlens_k is not None),
         ("lengths", lengths is None and lengths_k is not None),

@@ -45,7 +45,7 @@ class CpuBackend(NumpyBackend):
         """The threads of a rank in a name like "cpu:4"."""
         threads = name.split(":", 1)[1]
         if not (threads.isascii() and threads.isdigit() and 1 <= int(threads) <= MOST_THREADS):
-            raise ArgumentError(f"backend is {name!r}; after cpu: it must have 1 to {MOST_THREADS} threads")
+            raise ArgumentError(f"backend is {name!r}; write cpu:THREADS, with 1 to {MOST_THREADS} threads")
         return int(threads)
 
     @classmethod

@@ -199,8 +199,8 @@ class CudaBackend(_CupyLaunches):
             array = as_cupy(self.cupy, name, argument)
         if not isinstance(array, np.ndarray) and array.size and array.device.id != self.device:
             raise ArgumentError(
-                f"{name} is on GPU {array.device.id}; it must be on GPU {self.device}, which is this "
-                "rank's: the one that was current or else dealt when the back end was made"
+                f"{name} is on GPU {array.device.id}; it must be on GPU {self.device}, the GPU of this rank (the one "
+                "that was current when the plan was made, else the next of the node's)"
             )
         return array
 

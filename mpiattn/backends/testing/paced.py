@@ -45,10 +45,7 @@ class PacedBackend(NumpyBackend):
         except ValueError:
             gflops = nap = 0.0
         if not (0 < gflops < float("inf") and 0 < nap < float("inf") and name.count(":") <= 2):
-            raise ArgumentError(
-                f"backend is {name!r}; after paced: it must have a positive number of Gflop/s and may "
-                "have another : and milliseconds"
-            )
+            raise ArgumentError(f"backend is {name!r}; write paced:GFLOPS or paced:GFLOPS:MS, both positive numbers")
         return gflops, nap
 
     def idle(self):
