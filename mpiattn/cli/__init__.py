@@ -35,7 +35,7 @@ examples:
   mpiattn convert q.npy k.npy v.npy qkv.h5
   mpiexec -n 4 mpiattn run qkv.h5 out.h5 --causal --verify
   mpiexec -n 4 mpiattn decode cache.h5 queries.h5 out.h5 --verify
-  mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal
+  mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal --machine h100
   mpiexec -n 4 mpiattn check
 """
 

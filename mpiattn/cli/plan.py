@@ -30,7 +30,7 @@ from .plan_text import as_text, counts, head
 
 EXAMPLES = """\
 examples:
-  mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal
+  mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --causal --machine h100
   mpiattn plan --ranks 64 --seqlen 262144 --heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16 --direction both
   mpiattn plan --ranks 6 --seqlen 6000 --heads 8 --head-dim 64 --tile 3x2 --schedule greedy --steps
   mpiattn plan --ranks 256 --seqlen 1048576 --heads 32 --head-dim 128 --json - | python -m json.tool

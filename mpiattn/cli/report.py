@@ -5,10 +5,11 @@ Each rank contributes a dict: its tokens, its pairs, what it sent and waited in 
 
 from dataclasses import asdict
 
-from ..console.table import duration, facts, percent, size, span
+from ..console.table import duration, facts, number, percent, size, span
 from ..model.machine import PRODUCTS
 from ..model.workload import balance
 
+AS_MUCH = 0.01  # share by which bytes may differ and still are called as many
 MASKS = ("prefix", "causal_block", "window", "softcap", "documents", "documents_k")
 
 
@@ -72,16 +73,23 @@ def _sent(name, ranks):
     equal = all(rank[name]["sent_bytes"] == rank[name]["formula_bytes"] for rank in ranks)
     return (
         f"{size(sent)} {name}; formula: {size(formula)}, {'equal on every rank' if equal else 'DIFFERENT'}; "
-        f"Ring: {size(ring)}" + (f", saved {percent(1 - sent / ring)}" if ring else "")
+        f"Ring: {size(ring)}{_beside(sent / ring) if ring else ''}"
     )
+
+
+def _beside(ratio):
+    """What is sent, over what Ring would send, in words."""
+    if abs(ratio - 1) < AS_MUCH:
+        return ", about as much"
+    return f", {percent(1 - ratio)} saved" if ratio < 1 else f", {ratio:.3g} times as much"
 
 
 def problem_text(p, chosen):
     """The problem and its masks in words."""
-    masks = ["causal" if p.causal else "full"] + [f"{name} {chosen[name]}" for name in MASKS if name in chosen]
+    masks = ["causal"] * p.causal + [f"{name} {chosen[name]}" for name in MASKS if name in chosen]
     return (
         f"q ({p.batch}, {p.seqlen}, {p.heads}, {p.head_dim}), k ({p.batch}, {p.seqlen_k}, {p.kv_heads}, "
-        f"{p.head_dim}), {p.dtype}; {'; '.join(masks)}"
+        f"{p.head_dim}), {p.dtype}; {'; '.join(masks or ['no mask'])}"
     )
 
 
@@ -100,14 +108,12 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
         (
             "mesh",
             (f"{tile.h} planes of " if tile.h > 1 else "")
-            + f"{tile.b} rows x {tile.a} columns (tile {tile}): {len(ranks)} ranks on {hosts} host{'s' * (hosts > 1)}",
+            + f"{number(tile.b, 'row')} x {number(tile.a, 'column')} (tile {tile}): {number(len(ranks), 'rank')} on "
+            + number(hosts, "host"),
         ),
         ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {_layout(chosen)}, {chosen['backend']} back end"),
         ("tokens per rank", span([rank["tokens"] for rank in ranks])),
-        (
-            "pairs per rank",
-            span([rank["pairs"] for rank in ranks]) + f", the most is {_balance(ranks):.3g} times the mean",
-        ),
+        ("pairs per rank", span([rank["pairs"] for rank in ranks]) + f", at most {_balance(ranks):.3g} times the mean"),
         ("time", f"{_times(seconds, passes)}; {_times(seconds, [name for name in seconds if name not in passes])}"),
         ("speed", ", ".join(f"{speed:.3g} GFLOP/s {name}" for name, speed in _speeds(p, seconds, ranks).items())),
         ("waiting", ", ".join(_waiting(name, ranks, seconds) for name in passes) + ", mean over ranks"),

@@ -28,6 +28,11 @@ def span(values, show=str):
     return low if low == high else f"{low} to {high}"
 
 
+def number(count, noun):
+    """A number of things: "1 row", "2 rows"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def size(nbytes):
     """Bytes in binary units with three digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -93,11 +93,10 @@ def blas_advice():
     core = _blas().get("architecture")
     if os.environ.get(CORE_TYPE) == "SKYLAKEX" and mistaken_by_openblas():
         return f"commands set {CORE_TYPE}=SKYLAKEX on this processor; do so in your own program before NumPy is loaded"
-    if CORE_TYPE in os.environ or core not in ("Haswell", "Zen") or not _has_avx512():
+    if core not in ("Haswell", "Zen") or not _has_avx512():
         return None
-    return (
-        f"OpenBLAS takes this processor for {core}, but it has AVX-512: set {CORE_TYPE}=SKYLAKEX before NumPy is loaded"
-    )
+    taken = f"{CORE_TYPE} is {os.environ[CORE_TYPE]}" if CORE_TYPE in os.environ else f"OpenBLAS takes it for {core}"
+    return f"{taken}, but this processor has AVX-512: set {CORE_TYPE}=SKYLAKEX before NumPy is loaded"
 
 
 def _blas():
