@@ -50,7 +50,8 @@ def test_numbers_in_another_file(tmp_path):
 
 def read(path, into, layout, rank, place, axis=1, **which):
     """Read a rank's tokens of a layout."""
-    source = own_tokens.OwnTokens(path, contextlib.nullcontext)
+    with open(path, "rb") as file:
+        source = own_tokens.OwnTokens(file, contextlib.nullcontext)
     try:
         source.read_each([Lines.of(into, layout, axis, place=place, **{"first": 0, **which})], rank)
     finally:
@@ -97,7 +98,8 @@ def test_a_file_that_is_cut_short_after_it_was_opened(tmp_path, monkeypatch, lea
     monkeypatch.setattr(own_tokens, "MAPPED", least)
     shape = 1, 2**16, 1, 4
     np.zeros(shape, np.float32).tofile(tmp_path / "numbers")
-    source, into = own_tokens.OwnTokens(tmp_path / "numbers", contextlib.nullcontext), np.empty(shape, np.float32)
+    with open(tmp_path / "numbers", "rb") as file:
+        source, into = own_tokens.OwnTokens(file, contextlib.nullcontext), np.empty(shape, np.float32)
     os.truncate(tmp_path / "numbers", 40_000)
     layout = Layout("striped", 2**16, 2)
     lines = Lines.of(into[:, ::2], layout, 1, 0, (0, shape, into.dtype))

@@ -22,6 +22,7 @@ def draw(rng):
     seqlen = rng.choice([rng.randint(0, 60), rng.randint(100, 5000), 2**15])
     seqlen_k = rng.choice([seqlen, seqlen, rng.randint(0, 5000)])
     heads = rng.choice([1, 4, 8])
+    shared_kv = rng.random() < 0.3
     problem = Problem(
         seqlen=seqlen,
         seqlen_k=seqlen_k,
@@ -34,6 +35,7 @@ def draw(rng):
         window=rng.choice([(None, None), (None, None), (3, None), (100, 0), (1000, 1000), (None, 5)]),
         prefix=rng.choice([0, 0, 50]),
         causal_block=rng.choice([None, None, 7]),
+        shared_kv=shared_kv,
     )
     machine = rng.choice([DEFAULT, H100])
     machine = replace(
@@ -83,6 +85,29 @@ def test_the_same_best_choice(seed):
         computing = launches(choice.layouts).least(passes)[choice.tile, choice.schedule == "collective"]
         assert computing <= seconds <= choice.seconds
         assert sum(sum(least.sent(of).values()) for of in passes) <= choice.sent_bytes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_choice_is_below_its_bounds(seed, monkeypatch):
+    """Of any number of planes."""
+    problem, ranks, how = draw(random.Random(1000 + seed))
+    models = []
+    monkeypatch.setattr(search, "find", lambda model, cases, every: models.append((model, cases)))
+    planes.survey(problem, ranks, **how)
+    ((model, cases),) = models
+    for case in cases:
+        choice = model.choice(case)
+        reached = {search.SECONDS: choice.seconds, search.SENT: choice.sent_bytes * (1 + 1e-9)}
+        assert all(bound(case) <= reached[quantity] for quantity, bound in model.bounds)
+
+
+def test_messages_of_keys_that_hold_the_values():
+    """One for each hop: a bound that counted two would leave out the best."""
+    problem = Problem(seqlen=64, heads=1, head_dim=64, shared_kv=True)
+    inside, between = (link._replace(latency=1e-4) for link in (DEFAULT.inside, DEFAULT.between))
+    machine = replace(DEFAULT, inside=inside, between=between, collective=0.8)
+    best, quick = (planes.survey(problem, 7, machine=machine, every=every)[0][0] for every in ("choice", None))
+    assert (quick.tile, quick.schedule, quick.seconds) == (best.tile, best.schedule, best.seconds)
 
 
 @pytest.mark.parametrize("seed", range(30))

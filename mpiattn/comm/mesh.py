@@ -58,7 +58,7 @@ class Mesh:
         self.users = 0
 
     def _part(self, sides):
-        """The communicator of a part of the mesh: the same of the same part, and nothing new of this rank alone."""
+        """The communicator of a part of the mesh.  Equal parts share one; that of this rank alone is MPI_COMM_SELF."""
         if sides not in self._comms:
             alone = sides == (1, 1, 1)
             self._comms[sides] = MPI.Intracomm(MPI.COMM_SELF) if alone else self.cart.Sub([side > 1 for side in sides])
@@ -82,8 +82,9 @@ def _forget_owner(comm, key, home):
 def nodes_of(peers):
     """The node number of every rank; nodes are numbered from 0 in order of their lowest ranks; collective."""
     ranks = tuple(translate_ranks(peers.comm, range(peers.size), MPI.COMM_WORLD))
-    if all(peers.allgather(ranks in _NODES)):
-        return _NODES[ranks]
+    known = _NODES.get(ranks)  # now: another thread may forget it while this one waits
+    if all(peers.allgather(known is not None)):
+        return known
     node = blocking(peers, lambda: peers.comm.Split_type(MPI.COMM_TYPE_SHARED))
     lowest = min(translate_ranks(node, range(node.size), peers.comm))
     node.Free()

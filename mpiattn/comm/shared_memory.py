@@ -21,12 +21,15 @@ def shared_memory(peers, nbytes):
     if peers.size == 1:
         return np.empty(nbytes, np.uint8)
     path, memory = from_rank_0(peers, lambda: _new_file(nbytes)), None
-    if path is not None:
+    if path is None:
+        return None
+    try:
         with suppress(OSError), open(path, "r+b") as file:
             memory = np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
-    all_have = all(peers.allgather(memory is not None))
-    if path is not None and peers.rank == 0:
-        partial_files.discard(path)
+        all_have = all(peers.allgather(memory is not None))
+    finally:  # also if another rank does not come
+        if peers.rank == 0:
+            partial_files.discard(path)
     return memory if all_have else None
 
 

@@ -101,7 +101,10 @@ class Ledgers:
         self.counts[some] = self._counts(some, lengths[:, None])
 
     def _begin(self, empty):
-        """The first piece of sequences without tokens: all ranks in turn."""
+        """Begin the first piece of sequences that have no tokens: their tokens go to all ranks in turn.
+
+        empty: int64 (any,), numbers of such sequences.
+        """
         ranks = self.counts.shape[1]
         for sequence in empty.tolist():
             self._each[sequence].begin()

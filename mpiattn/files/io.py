@@ -135,7 +135,7 @@ class Input:
         self._own = None
         if _on_one_host(peers) and sys.byteorder == "little":
             with agreement(peers), file_errors(argument, path, "read"):
-                self._own = OwnTokens(path, self._reading)
+                self._own = OwnTokens(self._watched, self._reading)
         self.check()
 
     def check(self):

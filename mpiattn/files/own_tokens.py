@@ -1,7 +1,7 @@
 """A rank's own tokens, read where they lie in a file.
 
-Tokens between those of other ranks are copied out of the mapped file.  Where the system cannot map it, or they are
-small, a rank reads what lies between them too, and leaves that: a call of the system for each takes longer.
+Tokens between those of other ranks are copied out of the mapped file.  If the system cannot map it, or the tokens are
+small, a rank reads what lies between them too and ignores that, since a call of the system for each takes longer.
 """
 
 import errno
@@ -18,13 +18,15 @@ APART = 2**15  # bytes from a token to the next from which on each is read by it
 
 
 class OwnTokens:
-    """A file of which this rank reads its tokens.  errors: makes the context of every read, which says what file it is.
+    """An open file of which this rank reads its tokens.
+
+    errors: makes the context of every read, which says what file it is.
 
     Raises OSError where the file ends too early.
     """
 
-    def __init__(self, path, errors):
-        self._file, self._errors = open(path, "rb", buffering=0), errors  # noqa: SIM115
+    def __init__(self, file, errors):
+        self._file, self._errors = os.fdopen(os.dup(file.fileno()), "rb", buffering=0), errors
         self._mapped = mapped(self._file)
 
     def close(self):
@@ -50,7 +52,8 @@ class OwnTokens:
             with self._errors():
                 self._mapped.copy(start + piece.start * row_bytes, piece.step * row_bytes, rows)
             return
-        alone, straight = piece.step * row_bytes >= APART, rows.flags.c_contiguous
+        alone = piece.step * row_bytes >= APART  # whether each token is read by itself
+        straight = rows.flags.c_contiguous  # whether tokens that follow one another can be read into their rows
         step = 1 if alone else piece.step
         count = len(piece) if straight and step == 1 else max(1, SPAN // (step * row_bytes))
         for first in range(0, len(piece), count):

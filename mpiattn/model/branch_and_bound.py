@@ -69,7 +69,7 @@ def needed(model, cases, of_tiles):
     (_, quickest), *closer = model.bounds
     made, known = {}, [0] * len(cases)
     left = _Left([(quickest(case), 0.0, number) for number, case in enumerate(cases)])
-    possible = min(seconds for seconds, _, _ in left)
+    possible = min(seconds for seconds, _, _ in left)  # orders the cases before one is predicted, nothing else
 
     def look(among, number, least):
         """Know a closer bound of a case, or its choice after the closest."""
@@ -101,6 +101,8 @@ def needed(model, cases, of_tiles):
             left.add(case)
             best = min(fit(made.values(), model.max_memory), key=lambda choice: merit(choice, end))
             *least, number = case = left.take_soonest()
+            # No case left is shorter; or a shorter one may be left, which ends equal times earlier, but not before the
+            # best: that stays equal, and is ahead of all others by bytes.
             if case[0] >= shortest() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * case[0]):
                 left.add(case)
                 break

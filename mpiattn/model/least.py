@@ -102,7 +102,8 @@ class Least:
         for name, nbytes in token_bytes(self.problem, direction).items():
             kind, gathered = KINDS[direction][name], name in GATHERED
             if self._tile.extent(name) > 1:
-                kinds.append((gathered, len(kind.arrays), nbytes, self._received(kind.column, gathered, ring)))
+                arrays = len(kind.arrays_of(self.problem))
+                kinds.append((gathered, arrays, nbytes, self._received(kind.column, gathered, ring)))
         return [
             self._transfers_of_rank(ring, [(*kind, of_ranks[i]) for *kind, of_ranks in kinds])
             for i in range(len(self._some))

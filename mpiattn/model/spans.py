@@ -90,7 +90,7 @@ class Spans:
         return first, last
 
     def moved(self, column, groups, own):
-        """Tokens that are needed by groups of chunks of the other side but their owner's, summed over all groups.
+        """Tokens that groups of chunks of the other side need, except the group of their owner, summed over all groups.
 
         As of `needed`, counted from each run's first token that a group needs to its last.
         groups: chunks of the other side: (groups, members).

@@ -253,7 +253,7 @@ class Described:
 
 
 def _as_bytes(arguments: dict[str, PerDocument]) -> tuple[Any, ...]:
-    """Arguments of a call that name its documents, to be compared with those of calls before; () if that takes more.
+    """Arguments of a call that name its documents, to be compared with earlier ones; () if they are not plain numbers.
 
     To make documents of them and compare these takes long where each sequence has its own.
     """
