@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Blocks(NamedTuple):
-    """Bytes that lie in memory in blocks: the number of blocks, bytes of each, bytes from one to the next."""
+    """Blocks of bytes that lie equally far apart in memory.
+
+    number: of blocks.  nbytes: of each block.  stride: bytes from the begin of a block to that of the next.
+    """
 
     number: int
     nbytes: int
@@ -36,7 +39,7 @@ def blocks_of(array: Any) -> Blocks | None:
 class WireBytes(NamedTuple):
     """The bytes that MPI sends or receives for an array: a flat uint8 array, in memory that MPI can access.
 
-    blocks: those of these bytes that are meant; None for all of them.
+    blocks: where in the array the bytes of the message lie; None if it is all of the array.
     ready: ready(stop) returns whether MPI may use the bytes before `stop` now; None if MPI may use all at once.
     taken: taken(start, stop) is called as soon as MPI has received these bytes; None if no call is needed.
     piece: maximum bytes of a message, the same on every rank.  It lets one piece travel while the next is made ready.
