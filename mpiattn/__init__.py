@@ -1,4 +1,4 @@
-"""mpiattn: exact attention for sequences that do not fit one GPU, native to MPI.
+"""mpiattn: exact attention for sequences that do not fit on one device, native to MPI.
 
     from mpi4py import MPI
     import mpiattn

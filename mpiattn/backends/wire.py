@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Blocks(NamedTuple):
     """Blocks of bytes that lie equally far apart in memory.
 
-    number: of blocks.  nbytes: of each block.  stride: bytes from the begin of a block to that of the next.
+    number: of blocks.  nbytes: of each block.  stride: bytes from the start of a block to that of the next.
     """
 
     number: int
@@ -68,7 +68,8 @@ def in_memory(array: NDArray) -> WireBytes:
     if array.flags.c_contiguous:
         return WireBytes(flat(array))
     blocks = blocks_of(array)
-    assert blocks is not None
+    if blocks is None:
+        raise ValueError("an array to send or receive must be contiguous or lie in blocks")
     span = (blocks.number - 1) * blocks.stride + blocks.nbytes
     first = as_strided(array, (1,), (array.itemsize,)).view(np.uint8)
     return WireBytes(as_strided(first, (span,), (1,)), blocks=blocks)

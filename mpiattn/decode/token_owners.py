@@ -165,7 +165,7 @@ class Ledger:
 
     def begin(self):
         """Begin a piece in which the next tokens of a sequence without tokens go to all ranks in turn."""
-        self._add(_Dealt(0, tuple((self.first + i) % self.chunks for i in range(self.chunks)), None))
+        self._add(_Dealt(0, self._in_turn(), None))
 
     def deal(self, count):
         """Append tokens, each to a rank that has the fewest at that point; returns the first position."""
@@ -199,9 +199,12 @@ class Ledger:
             self.counts += piece.counts(self.chunks, seqlen) - piece.counts(self.chunks, self.seqlen)
             self._length[0] = seqlen
 
+    def _in_turn(self):
+        """All ranks, in the order in which they get tokens if they have equally many."""
+        return tuple((self.first + i) % self.chunks for i in range(self.chunks))
+
     def _next_piece(self):
         """A piece for the ranks with the fewest tokens, until they have as many as the rank with the next fewest."""
         fewest, *more = np.unique(self.counts).tolist()
-        in_turn = ((self.first + i) % self.chunks for i in range(self.chunks))
-        members = tuple(rank for rank in in_turn if self.counts[rank] == fewest)
+        members = tuple(rank for rank in self._in_turn() if self.counts[rank] == fewest)
         return _Dealt(self.seqlen, members, self.seqlen + len(members) * (more[0] - fewest) if more else None)

@@ -19,8 +19,6 @@ from .folding import stays
 
 ARRAYS = tuple(array.name for arrays in (*TAKEN.values(), *GIVEN.values()) for array in arrays)
 TAGS = {name: max(TAG.values()) + 16 + i for i, name in enumerate(dict.fromkeys(ARRAYS))}
-
-
 LEAST = 2**10  # bytes of a block of which MPI sends many at the speed of copies
 
 
@@ -126,6 +124,20 @@ class Regroup:
         blocks = blocks_of(region) if self.backend.sends_blocks and region.size else None
         return blocks is not None and blocks.nbytes >= LEAST and region.nbytes <= self.exchange.max_message
 
+    def _of_mesh(self, chunk, part, memory):
+        """The rows of a message at the mesh's end, and where they belong in the chunk, or None if they are there.
+
+        memory: packed rows, for a message that does not lie in the chunk as it travels.
+        """
+        rows = chunk[part.shared.inner]
+        if part.packed is None:
+            return rows, None
+        region = self._as_caller(rows)
+        if self._as_message(region):
+            return region, None
+        packed = memory[part.packed]
+        return (self._unpacked(packed), region) if self.regrouping.by_sequence else (packed, rows)
+
     def take(self, direction, outer, inner, last):
         """Move arrays to the mesh; collective.  Returns the `Coming` of those of one kind; the others are here.
 
@@ -157,13 +169,7 @@ class Regroup:
             memory = self._memory(array, False, False)
             for part in inward:
                 if part.peer != self.mesh.rank:
-                    rows, place = chunk[part.shared.inner], None
-                    if part.packed is not None and self._as_message(self._as_caller(rows)):
-                        rows = self._as_caller(rows)
-                    elif part.packed is not None:
-                        rows, place = memory[part.packed], rows
-                        if self.regrouping.by_sequence:
-                            rows, place = self._unpacked(rows), self._as_caller(place)
+                    rows, place = self._of_mesh(chunk, part, memory)
                     receives.append((kind, part.shared.inner, array.name, part.peer, rows, place))
         self.backend.begin()
         for kind, tokens, name, peer, rows, place in receives:
@@ -190,13 +196,9 @@ class Regroup:
             memory, adds = self._memory(array, True, False), self.regrouping.sharing(array) > 1
             for part in inward:
                 if part.peer != self.mesh.rank:
-                    rows = chunk[part.shared.inner]
-                    if part.packed is not None:
-                        region, rows = self._as_caller(rows), memory[part.packed]
-                        if self._as_message(region):
-                            rows = region
-                        else:
-                            self.backend.copy(self._unpacked(rows), region)
+                    rows, place = self._of_mesh(chunk, part, memory)
+                    if place is not None:
+                        self.backend.copy(rows, place)
                     sends.append((array.name, part.peer, rows))
             memory = self._memory(array, True, True)
             for part in outward:

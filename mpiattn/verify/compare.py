@@ -59,10 +59,12 @@ class Report(NamedTuple):
         return self.out_error <= self.tolerance and self.lse_error <= self.lse_tolerance and not self.differing
 
     def __str__(self):
-        sample = f"{self.rows} of {self.of_rows} rows, a seeded sample with the first, last and edges"
+        rows = f"all {self.rows} rows"
+        if self.rows != self.of_rows:
+            rows = f"{self.rows} of {self.of_rows} rows, a seeded sample with the first, last and edges"
         text = (
-            f"{f'all {self.rows} rows' if self.rows == self.of_rows else sample}: out off by {self.out_error:.1e} (may "
-            f"be {self.tolerance:.0e}), lse by {self.lse_error:.1e} (may be {self.lse_tolerance:.0e})"
+            f"{rows}: out off by {self.out_error:.1e} (may be {self.tolerance:.0e}), "
+            f"lse by {self.lse_error:.1e} (may be {self.lse_tolerance:.0e})"
         )
         if self.differing:
             text += f", {self.differing} elements are finite on one side only"
