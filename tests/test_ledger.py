@@ -134,6 +134,44 @@ def test_many_ledgers_at_once(ranks):
         assert all(ledgers[s].ranges(rank) == plain[s].ranges(rank) for s in some.tolist())
 
 
+def in_runs(count, run, ranks, first):
+    """The ranks of `count` tokens that are dealt in runs as long as every rank gets one, and then one by one."""
+    whole = count - count % (run * ranks)
+    turns = [token // run if token < whole else token - whole for token in range(count)]
+    return [(first + turn) % ranks for turn in turns]
+
+
+@pytest.mark.parametrize("run", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_tokens_in_runs(ranks, run):
+    """Of a file's sequences, one shorter than a run a rank and one without tokens; then more, and fewer."""
+    rng = random.Random(ranks)
+    lengths = [8 * run * ranks + 3, 5 * run * ranks, 0, 1, run * ranks - 1, run * ranks]
+    ledgers = Ledgers(ranks, len(lengths))
+    ledgers.deal_runs(np.array(lengths), run)
+    expected = [in_runs(count, run, ranks, s) for s, count in enumerate(lengths)]
+    for _ in range(60):
+        for s, plain in enumerate(expected):
+            checked(ledgers[s], plain, ranks, rng)
+            assert ledgers.counts[s].tolist() == [plain.count(rank) for rank in range(ranks)]
+            positions = np.array([[rng.randint(0, len(plain) + 2) for _ in range(3)]])
+            below = ledgers.below([s], 0, positions).tolist()
+            assert below == [[plain[:position].count(0) for position in positions[0]]]
+        s = rng.randrange(len(lengths))
+        before = len(expected[s])
+        if rng.random() < 0.5:
+            ledgers.deal([s], np.array([rng.randint(0, 9)]))
+        else:
+            ledgers.truncate([s], np.array([max(0, before - rng.randint(0, 9))]))
+        del expected[s][ledgers[s].seqlen :]
+        new = owners_of(ledgers[s], ranks)
+        assert new[: len(expected[s])] == expected[s], "tokens stay where they are"
+        for owner in new[len(expected[s]) :]:
+            counts = [expected[s].count(rank) for rank in range(ranks)]
+            assert counts[owner] == min(counts), "a token goes to a rank that holds the fewest"
+            expected[s].append(owner)
+
+
 def test_work_does_not_grow_with_the_turns():
     """A token more, the keys that queries see, and a token less: after 400 turns as after one."""
     counted, kept = [], []

@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
+from mpiattn.decode.ledgers import Ledgers
 from mpiattn.files import mapped, own_tokens
 from mpiattn.files.hdf5 import place_of
 from mpiattn.files.lines import Lines
@@ -108,3 +109,21 @@ def test_a_file_that_is_cut_short_after_it_was_opened(tmp_path, monkeypatch, lea
             source.read_each([lines], 0)
     finally:
         source.close()
+
+
+@pytest.mark.parametrize("span", [4, 100, 2**22])
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("run", [1, 2, 7])
+def test_tokens_in_runs(tmp_path, monkeypatch, span, axis, run):
+    """Runs, and the tokens behind them that are dealt one by one; of any memory, and of any axis."""
+    monkeypatch.setattr(own_tokens, "SPAN", span)
+    np.moveaxis(WHOLE, 1, axis).tofile(tmp_path / "numbers")
+    place = 0, np.moveaxis(WHOLE, 1, axis).shape, WHOLE.dtype
+    for ranks in (1, 2, 3):
+        ledgers = Ledgers(ranks, 1)
+        ledgers.deal_runs(np.array([WHOLE.shape[1]]), run)
+        for rank in range(ranks):
+            right = WHOLE[:, ledgers[0].positions(rank)]
+            for into in (np.zeros(right.shape[::-1], np.float32).T, np.zeros_like(right)):
+                read(tmp_path / "numbers", np.moveaxis(into, 1, axis), ledgers[0], rank, place, axis)
+                assert np.array_equal(into, right)

@@ -6,7 +6,7 @@ which tokens a message holds, so messages contain nothing but tokens.
 
 import math
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import numpy as np
 
@@ -33,7 +33,11 @@ def shared_tokens(layout, chunk, piece):
 def pieces(layout, rank, row_bytes):
     """The tokens of a rank's chunk as ranges, each of which is read, written or sent at a time."""
     most = max(1, rounds.PIECE_BYTES // max(row_bytes, 1))
-    return [part[first : first + most] for part in layout.ranges(rank) for first in range(0, len(part), most)]
+    cut = (
+        (part[i : i + most] for i in range(0, len(part), most)) if len(part) > most else (part,)
+        for part in layout.ranges(rank)
+    )
+    return list(chain.from_iterable(cut))
 
 
 class Redistribution:

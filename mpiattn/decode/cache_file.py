@@ -19,6 +19,10 @@ from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
 from ..problem.problem import ITEMSIZE, dtype_name
 
+# Bytes of the run of keys that a rank gets at a time.  A rank reads them from a file as fast as longer ones.  When it
+# decodes it reads them in microseconds, so it hardly matters that a window of keys has a run more on some ranks.
+RUN_BYTES = 2**16
+
 
 def read_cache_shapes(path, argument="path", axes="bshd"):
     """What a file fixes: a dict of kv_heads, head_dim, value_dim, shared_kv, dtype and spans.
@@ -155,7 +159,8 @@ def _fill(make, comm, home, source, options, progress):
     try:
         with cache.call("load"):
             every, storage = slice(None), cache.storage
-            storage.ledgers.deal(every, np.array([length for _, _, length in spans]))
+            run = max(1, RUN_BYTES // (cache.kv_heads * max(cache.dims) * ITEMSIZE[cache.dtype]))
+            storage.ledgers.deal_runs(np.array([length for _, _, length in spans]), run)
             storage.take_pages(every, storage.ledgers.counts, spread=True)
             names = "kv"[: len(storage.pools)]
             wanted = [

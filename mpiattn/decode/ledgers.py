@@ -46,9 +46,21 @@ class Ledgers:
         lengths = before + counts
         inside = lengths <= self._end[some]
         if np.count_nonzero(inside) < len(inside):  # takes less time than all()
-            self._begin(self._numbers[some][~inside & (before == 0)])
+            counts = self.counts[some]
+            self._begin(self._numbers[some][~inside & (counts.min(axis=1) == counts.max(axis=1))])
             inside = lengths <= self._end[some]
         self._resize(some, lengths, inside, _deal_up_to)
+
+    def deal_runs(self, counts, run):
+        """Deal so many tokens of each of all sequences, which are empty: in runs, and what is left one by one."""
+        ranks = self.counts.shape[1]
+        in_runs = counts - counts % (run * ranks)
+        if ranks == 1 or run == 1:
+            in_runs[:] = 0
+        for sequence in np.flatnonzero(in_runs).tolist():
+            self._each[sequence].begin_runs(int(in_runs[sequence]), run)
+        self.lengths[:], self.counts[:] = in_runs, in_runs[:, None] // ranks
+        self.deal(slice(None), counts - in_runs)
 
     def truncate(self, some, lengths):
         """`Ledger.truncate` of each of some sequences, none of which is shorter."""
@@ -100,17 +112,19 @@ class Ledgers:
         self.lengths[some] = lengths
         self.counts[some] = self._counts(some, lengths[:, None])
 
-    def _begin(self, empty):
-        """Begin the first piece of sequences that have no tokens: their tokens go to all ranks in turn.
+    def _begin(self, level):
+        """Begin a piece of sequences of which all ranks have equally many tokens: the next go to all ranks in turn.
 
-        empty: int64 (any,), numbers of such sequences.
+        level: int64 (any,), numbers of such sequences.
         """
         ranks = self.counts.shape[1]
-        for sequence in empty.tolist():
+        for sequence in level.tolist():
             self._each[sequence].begin()
-        self._start[empty], self._end[empty] = 0, NEVER
-        self._from[empty] = 1 - ranks + (np.arange(ranks) - empty[:, None]) % ranks  # of sequence s, rank s is first
-        self._step[empty], self._before[empty] = ranks, 0
+        start = self.lengths[level]
+        self._start[level], self._end[level] = start, NEVER
+        turn = (np.arange(ranks) - level[:, None]) % ranks  # of sequence s, rank s is first
+        self._from[level] = start[:, None] + 1 - ranks + turn
+        self._step[level], self._before[level] = ranks, self.counts[level]
 
     def _look(self, sequence):
         """Note the last piece of a sequence whose pieces may have changed."""

@@ -137,9 +137,9 @@ class Storage:
         """Launch copies into pages of the tokens from position `length` on; this rank held `held` tokens before."""
         ledger, rank = self.ledgers[sequence], self._peers.rank
         table = self._pages.table(sequence)
-        done = 0
-        for new in ledger.ranges(rank, length):
-            rows = range(done, done + len(new)) if local else range(new.start - length, new.stop - length, new.step)
+        done, added = 0, [range(ledger.length(rank) - held)] if local else ledger.ranges(rank, length)
+        for new in added:
+            rows = new if local else range(new.start - length, new.stop - length, new.step)
             for first, last in stretches(table, self.page_size, held + done, held + done + len(new)):
                 part, rows = rows[: last - first], rows[last - first :]
                 for pool, source in zip(self.pools, arrays):

@@ -1,13 +1,17 @@
 """Which rank holds which token of a sequence that grows and shrinks: a rule that every rank evaluates by itself.
 
-Tokens are added in two ways.  Chunks that ranks already hold, for example after a prefill, stay there; a `Layout` gives
-their positions.  Further tokens go in turn to the ranks with the fewest tokens, until all ranks have equally many:
+Tokens are added in three ways.  Chunks that ranks already hold, for example after a prefill, stay there; a `Layout`
+gives their positions.  Further tokens go in turn to the ranks with the fewest tokens, until all have equally many:
 
     ranks 0 and 1 were given 5 and 3 tokens, rank 2 none; then the next 10 go to    2 2 2 1 2 1 2 0 1 2
 
-A sequence is a list of pieces: one for each chunk, and one for each set of ranks that got tokens in turn.  On every
-rank a piece is a Python range of positions.  Memory does not grow with the tokens of a piece, and a lookup reads only
-the pieces that hold its answer.  The positions of a rank increase.
+Tokens of a file go in turn too, but several at a time, a run, as long as every rank gets a run; then one by one:
+
+    10 tokens in runs of 2 go to ranks    0 0 1 1 2 2 0 1 2 0
+
+A sequence is a list of pieces: one for each layout, and one for each set of ranks that got tokens in turn.  Memory does
+not grow with the tokens of a piece, and a lookup reads only the pieces that hold its answer.  The positions of a rank
+increase.
 """
 
 from bisect import bisect_right
@@ -26,14 +30,20 @@ class _Placed:
     start: int
     layout: Layout
 
-    def ranges(self, rank, stop):
-        """Positions of a rank's tokens below `stop`, as ranges."""
-        cut = (tokens[: within(tokens, 0, stop - self.start)[1]] for tokens in self.layout.ranges(rank))
+    def ranges(self, rank, first, stop):
+        """Positions of a rank's tokens in [first, stop), as ranges in increasing order."""
+        first, stop = first - self.start, stop - self.start
+        cut = (tokens[slice(*within(tokens, first, stop))] for tokens in self.layout.ranges(rank))
         return [range(t.start + self.start, t.stop + self.start, t.step) for t in cut if t]
+
+    def before(self, rank, stop):
+        """Number of a rank's tokens below `stop`; elementwise for arrays."""
+        stop = np.asarray(stop, np.int64) - self.start
+        return sum(np.clip(-(-(stop - t.start) // t.step), 0, len(t)) for t in self.layout.ranges(rank))
 
     def counts(self, ranks, stop):
         """Number of tokens below `stop` on every rank: int64 (ranks,)."""
-        return np.array([sum(map(len, self.ranges(rank, stop))) for rank in range(ranks)], np.int64)
+        return np.array([sum(map(len, self.ranges(rank, self.start, stop))) for rank in range(ranks)], np.int64)
 
     def room(self, stop):
         """Number of tokens that this piece can take from `stop` on; None for no limit."""
@@ -42,30 +52,49 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Dealt:
-    """Positions from `start` to `limit` (None for no limit), assigned to `members` in turn."""
+    """Positions from `start` to `limit` (None for no limit), dealt to `members` in turn, `run` at a time."""
 
     start: int
     members: tuple
     limit: int | None
+    run: int = 1
 
-    def ranges(self, rank, stop):
+    def ranges(self, rank, first, stop):
         """As in `_Placed`."""
         if rank not in self.members:
             return []
-        dealt = range(self.start + self.members.index(rank), stop, len(self.members))
-        return [dealt] if dealt else []
+        count, step = len(self.members), self.run * len(self.members)
+        start = self.start + self.run * self.members.index(rank)
+        start += max(0, (first - start) // step) * step  # the run at `first`, or the next
+        if self.run == 1:
+            dealt = range(start if start >= first else start + step, stop, count)
+            return [dealt] if dealt else []
+        runs = [range(run, run + self.run) for run in range(start, stop, step)]
+        for end in (0, -1) if runs else ():
+            runs[end] = range(max(runs[end].start, first), min(runs[end].stop, stop))
+        return [run for run in runs if run]
+
+    def before(self, rank, stop):
+        """As in `_Placed`."""
+        if rank not in self.members:
+            return np.zeros_like(stop)
+        whole, rest = np.divmod(np.maximum(stop - self.start, 0), self.run * len(self.members))
+        return self.run * whole + np.clip(rest - self.run * self.members.index(rank), 0, self.run)
 
     def counts(self, ranks, stop):
         """As in `_Placed`."""
         counts = np.zeros(ranks, np.int64)
-        each, more = divmod(stop - self.start, len(self.members))
-        counts[list(self.members)] = each
-        counts[list(self.members[:more])] += 1
+        whole, rest = divmod(stop - self.start, self.run * len(self.members))
+        counts[list(self.members)] = self.run * whole
+        more, part = divmod(rest, self.run)
+        counts[list(self.members[:more])] += self.run
+        if part:
+            counts[self.members[more]] += part
         return counts
 
     def room(self, stop):
         """As in `_Placed`."""
-        return None if self.limit is None else self.limit - stop
+        return 0 if self.run > 1 else None if self.limit is None else self.limit - stop
 
 
 class Ledger:
@@ -102,13 +131,11 @@ class Ledger:
         stop = self.seqlen if stop is None else min(stop, self.seqlen)
         if start >= stop:
             return ()
-        parts = (
+        return tuple(
             part
             for number in range(self._piece_of(start), self._piece_of(stop - 1) + 1)
-            for part in self._ranges(number, rank)
+            for part in self._pieces[number].ranges(rank, start, min(stop, self._end(number)))
         )
-        cut = (part[slice(*within(part, start, stop))] for part in parts)
-        return tuple(part for part in cut if part)
 
     def between(self, rank, start, stop):
         """As `Layout.between`."""
@@ -127,8 +154,7 @@ class Ledger:
         first, last = (self._piece_of(position) for position in (positions.min(), positions.max()))
         total = np.full(positions.shape, self._tokens_before(first, rank), np.int64)
         for number in range(first, last + 1):
-            for t in self._ranges(number, rank):
-                total += np.clip(-(-(positions - t.start) // t.step), 0, len(t))
+            total += self._pieces[number].before(rank, np.minimum(positions, self._end(number)))
         return total
 
     def _piece_of(self, position):
@@ -137,21 +163,18 @@ class Ledger:
     def _end(self, number):
         return self._starts[number + 1] if number + 1 < len(self._starts) else self.seqlen
 
-    def _ranges(self, number, rank):
-        """The positions of a rank's tokens in a piece."""
-        return self._pieces[number].ranges(rank, self._end(number))
-
     def _tokens_before(self, number, rank):
         """Number of a rank's tokens before a piece, cached."""
         before = self._before.setdefault(rank, [0])
         for each in range(len(before) - 1, number):
-            before.append(before[each] + sum(map(len, self._ranges(each, rank))))
+            before.append(before[each] + int(self._pieces[each].before(rank, self._end(each))))
         return before[number]
 
     def turns(self):
-        """(start, limit, members) of the last piece if its tokens are dealt, as of `_Dealt`; else None."""
+        """(start, limit, members) of the last piece, as of `_Dealt`; None unless its tokens are dealt one by one."""
         piece = self._pieces[-1] if self._pieces else None
-        return (piece.start, piece.limit, piece.members) if isinstance(piece, _Dealt) else None
+        dealt = isinstance(piece, _Dealt) and piece.run == 1
+        return (piece.start, piece.limit, piece.members) if dealt else None
 
     # Changes
 
@@ -164,8 +187,12 @@ class Ledger:
             self._resize(self.seqlen + layout.seqlen)
 
     def begin(self):
-        """Begin a piece in which the next tokens of a sequence without tokens go to all ranks in turn."""
-        self._add(_Dealt(0, self._in_turn(), None))
+        """Begin a piece in which the next tokens go to all ranks in turn, where all ranks have equally many."""
+        self._add(_Dealt(self.seqlen, self._in_turn(), None))
+
+    def begin_runs(self, length, run):
+        """Begin a piece of `length` tokens that go to all ranks in turn, `run` at a time, in an empty sequence."""
+        self._add(_Dealt(0, self._in_turn(), length, run))
 
     def deal(self, count):
         """Append tokens, each to a rank that has the fewest at that point; returns the first position."""

@@ -6,10 +6,12 @@ small, a rank reads what lies between them too and ignores that, since a call of
 
 import errno
 import os
+from itertools import groupby
 
 import numpy as np
 
 from ..comm.redistribute import pieces
+from ..comm.rounds import as_bytes
 from .mapped import mapped
 
 SPAN = 2**19  # bytes that are read at a time to copy tokens out of, which they are while a core's cache has them
@@ -38,36 +40,73 @@ class OwnTokens:
     def read_each(self, chunks, rank, progress=None):
         """Read `Lines` of a rank into their rows.  progress: called with the number of tokens that were just read."""
         for layout, _, row_bytes, each in chunks:
+            parts, lines = pieces(layout, rank, row_bytes), len(each)
+            report = progress and (lambda tokens, lines=lines: progress(tokens / lines))
             for start, rows in each:
                 done = 0
-                for piece in pieces(layout, rank, row_bytes):
-                    self._read_piece(start, piece, row_bytes, rows[done : done + len(piece)])
-                    done += len(piece)
-                    if progress:
-                        progress(len(piece) / len(each))
+                for in_runs, group in groupby(parts, lambda part: part.step == 1):
+                    some, read = list(group), self._read_runs if in_runs else self._read_stripes
+                    end = done + sum(map(len, some))
+                    read(start, some, row_bytes, rows[done:end], report)
+                    done = end
 
-    def _read_piece(self, start, piece, row_bytes, rows):
-        """Read the tokens of a range; its rows are of `row_bytes`, the first possible token is at byte `start`."""
-        if piece.step > 1 and row_bytes >= MAPPED and self._mapped is not None:
+    def _read_runs(self, start, runs, row_bytes, rows, report=None):
+        """Read ranges of step 1 into rows (tokens, ...), one after another.
+
+        start: the byte of token 0.  report: called with the number of tokens that were just read.
+        """
+        straight = rows.flags.c_contiguous
+        into = rows if straight else np.empty((min(len(rows), max(1, SPAN // row_bytes)), *rows.shape[1:]), rows.dtype)
+        memory, done, full = memoryview(as_bytes(into)), 0, 0
+        for run in runs:
+            while run:
+                some = run[: len(into) - full]
+                run = run[len(some) :]
+                self._read(start + some.start * row_bytes, memory[full * row_bytes : (full + len(some)) * row_bytes])
+                full += len(some)
+                if report:
+                    report(len(some))
+                if full == len(into) and not straight:
+                    rows[done : done + full] = into
+                    done, full = done + full, 0
+        if not straight:
+            rows[done:] = into[:full]
+
+    def _read_stripes(self, start, parts, row_bytes, rows, report=None):
+        """As `_read_runs`, of ranges of a larger step."""
+        done = 0
+        for part in parts:
+            end = done + len(part)
+            self._read_stripe(start, part, row_bytes, rows[done:end])
+            done = end
+            if report:
+                report(len(part))
+
+    def _read_stripe(self, start, part, row_bytes, rows):
+        if row_bytes >= MAPPED and self._mapped is not None:
             with self._errors():
-                self._mapped.copy(start + piece.start * row_bytes, piece.step * row_bytes, rows)
+                self._mapped.copy(start + part.start * row_bytes, part.step * row_bytes, rows)
             return
-        alone = piece.step * row_bytes >= APART  # whether each token is read by itself
-        straight = rows.flags.c_contiguous  # whether tokens that follow one another can be read into their rows
-        step = 1 if alone else piece.step
-        count = len(piece) if straight and step == 1 else max(1, SPAN // (step * row_bytes))
-        for first in range(0, len(piece), count):
-            some, place = piece[first : first + count], rows[first : first + count]
-            there = place if straight and step == 1 else np.empty((count * step, *rows.shape[1:]), rows.dtype)
-            left = memoryview(there.reshape(-1).view(np.uint8))
+        alone = part.step * row_bytes >= APART  # whether each token is read by itself
+        step = 1 if alone else part.step
+        count = max(1, SPAN // (step * row_bytes))
+        scratch = np.empty((min(count, len(part)) * step, *rows.shape[1:]), rows.dtype)
+        memory = memoryview(as_bytes(scratch))
+        for first in range(0, len(part), count):
+            some = part[first : first + count]
+            if alone:
+                for number, token in enumerate(some):
+                    self._read(start + token * row_bytes, memory[number * row_bytes : (number + 1) * row_bytes])
+            else:
+                self._read(start + some[0] * row_bytes, memory[: (some[-1] + 1 - some[0]) * row_bytes])
+            rows[first : first + count] = scratch[: len(some) * step : step]
+
+    def _read(self, start, memory):
+        try:
+            self.read(start, memory)
+        except OSError:  # a context for every read takes longer
             with self._errors():
-                if alone and piece.step > 1:
-                    for number, token in enumerate(some):
-                        self.read(start + token * row_bytes, left[number * row_bytes : (number + 1) * row_bytes])
-                else:
-                    self.read(start + some[0] * row_bytes, left[: (some[-1] + 1 - some[0]) * row_bytes])
-            if there is not place:
-                place[...] = there[: len(some) * step : step]
+                raise
 
     def read(self, start, memory):
         """Read the bytes from `start` on into a memoryview of bytes."""

@@ -6,6 +6,7 @@ import pytest
 
 from mpiattn import ArgumentError, KVCache
 from mpiattn.comm import rounds
+from mpiattn.decode import cache_file
 from mpiattn.files import hdf5
 from mpiattn.problem.problem import dtype_name
 
@@ -32,11 +33,13 @@ def filled(comm, kv, lengths, **how):
 
 @pytest.mark.many
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("piece", [60, 2**20])
+@pytest.mark.parametrize("piece, run", [(60, 2**16), (2**20, 2**16), (2**20, 240), (60, 480)])
 @pytest.mark.parametrize("lengths", [(40,), (60, 0, 10), (1, 23)])
 @pytest.mark.parametrize("shared_kv", [False, True])
-def test_saved_and_loaded(comm, monkeypatch, path, dtype, piece, lengths, shared_kv):
+def test_saved_and_loaded(comm, monkeypatch, path, dtype, piece, run, lengths, shared_kv):
+    """piece: bytes that a rank reads or sends at a time.  run: bytes that a rank gets at a time."""
     monkeypatch.setattr(rounds, "PIECE_BYTES", piece)
+    monkeypatch.setattr(cache_file, "RUN_BYTES", run)
     rng, dims = np.random.default_rng(1), (5,) if shared_kv else (5, 4)
     kv = [[rng.standard_normal((length, 3, dim)).astype(dtype_name(dtype)) for length in lengths] for dim in dims]
     with filled(comm, kv, lengths, dtype=dtype, shared_kv=shared_kv) as cache:
@@ -57,6 +60,11 @@ def test_saved_and_loaded(comm, monkeypatch, path, dtype, piece, lengths, shared
             at = [position for part in cache.storage.ledgers[sequence].ranges(comm.rank) for position in part]
             for given, held in zip(kv, cache.local(sequence)):
                 assert np.array_equal(held, given[sequence][at])
+        cache.save(path)
+    with h5py.File(path) as file:
+        for name, given in zip("kv", kv):
+            stored = hdf5.read(file[name], (0, 0, 0, 0), file[name].shape)
+            assert np.array_equal(stored[0], np.concatenate(given)), "as it was loaded"
 
 
 def test_too_small_a_cache_is_refused(comm, path):

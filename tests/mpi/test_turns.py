@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from calls import calls
 from runs import BACKENDS, agreed, on, settle, subcomm
+from test_decode import Mirror
 
 from mpiattn import ArgumentError, KVCache, Layout, query_ring_decode, ring_decode, tree_decode
+from mpiattn.decode import cache_file
 from mpiattn.engine.folding import on_host
 from mpiattn.verify import reference
 
@@ -70,6 +72,29 @@ def test_what_does_not_fit_leaves_no_trace(group):
         assert len(set(used)) == 1 and cache.lengths == (7,) and (cache.positions(0) == at).all()
         cache.append(*small)
         assert max(group.allgather(cache.local_lengths[0])) == 5, "dealt on as if nothing had been tried"
+
+
+@on(1, 3, 4)
+@pytest.mark.parametrize("run", [1, 3])
+def test_decoding_what_was_loaded(group, monkeypatch, tmp_path_factory, run):
+    """In runs of several tokens: windows that end anywhere in them, tokens more, and fewer than were loaded."""
+    path = group.bcast(str(tmp_path_factory.mktemp("runs") / "cache.h5") if group.rank == 0 else None)
+    mirror = Mirror(group, 2, 16, sequences=3, capacity=200)
+    mirror.append(61, counts=[61, 13, 40])
+    mirror.cache.save(path)
+    mirror.cache.close()
+    monkeypatch.setattr(cache_file, "RUN_BYTES", run * 2 * 16 * 4)
+    mirror.cache = KVCache.load(group, path, capacity=200, backend=BACKENDS[0])
+    held = mirror.cache.storage.ledgers[0].ranges(0)
+    assert held[0] == (range(run) if run > 1 and group.size > 1 else range(0, 61, group.size))
+    for step in range(6):
+        for window in ((None, None), (2, None), (11, None), (30, 0)):
+            mirror.check(2, algorithms=("butterfly", "ring"), window=window)
+        if step % 2:
+            mirror.truncate([max(0, length - 9) for length in mirror.cache.lengths])
+        else:
+            mirror.append(3, counts=[1, 3, 2])
+    mirror.cache.close()
 
 
 @on(3)
