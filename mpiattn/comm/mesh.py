@@ -10,7 +10,8 @@ Where consecutive ranks of the communicator are on different nodes, a plan may o
 group sits inside a node if it fits.  With several planes the ranks that share tokens, one a plane, are closest.
 
 Each communicator that a caller passes is duplicated once; all plans on it share the duplicate and, tile by
-tile, one mesh, so thousands of plans may be alive.  Both are freed with their last user.
+tile, one mesh, so thousands of plans may be alive.  With the last user both are freed; while there is one, a few meshes
+are kept for plans to come.
 
 A call that fails on one rank leaves messages in flight that no rank will receive.  No later call may match them, so the
 whole home is then abandoned on every rank: its plans and caches raise, and a new plan on the caller's communicator
@@ -32,6 +33,7 @@ from .channel import Channel
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 
 REMEMBERED = 64  # groups of ranks
+UNUSED = 4  # meshes of a home that are kept without users
 _NODES: dict[tuple[int, ...], list[int]] = {}  # the node of every rank, by ranks of MPI_COMM_WORLD
 _KEY = None  # key of the MPI attribute in which a caller's communicator keeps its Home
 _DROPPED: list["Home"] = []  # homes whose plans were dropped without close(), and whose owner has been freed
@@ -238,20 +240,24 @@ class Home:
         mesh.users += 1
 
     def leave(self, mesh=None):
-        """Count one user less of the home and, if given, of a mesh; free what has no users; collective."""
+        """Count one user less of the home and, if given, of a mesh; free a home without users; collective."""
         if MPI.Is_finalized() or self.abandoned:
             return
         if mesh is not None:
             mesh.users -= 1
-            if not mesh.users:
-                self.meshes = {key: other for key, other in self.meshes.items() if other is not mesh}
-                mesh.free()
+            self._free_meshes()
         self.users -= 1
         if not self.users:
             if self.owner is not None:
                 self.owner.Delete_attr(_KEY)
             self._free()
         self.reap()
+
+    def _free_meshes(self):
+        """Free meshes without users, but for the newest: the next plan most often has a tile of one before."""
+        unused = [key for key, mesh in self.meshes.items() if not mesh.users]
+        for key in unused[:-UNUSED]:
+            self.meshes.pop(key).free()
 
     def drop_plans(self):
         """Drop the plans that are kept, without `leave`: the caller has freed the communicator."""

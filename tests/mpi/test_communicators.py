@@ -10,6 +10,7 @@ from mpi4py import MPI
 from runs import attend, check, my_chunks, on, subcomm, tiles
 
 from mpiattn import ArgumentError, MeshAttention, MpiattnError, PeerFailure
+from mpiattn.comm import mesh
 from mpiattn.comm.mesh import Home
 
 SHAPE = {"seqlen": 43, "heads": 2, "head_dim": 8, "dtype": "float64", "causal": True}
@@ -124,6 +125,24 @@ def test_plans_share_one_duplicate_and_mesh(comm):
     third = MeshAttention(fresh, **TINY)  # and the communicator can be used again
     assert third._home is not first._home
     third.close()
+    fresh.Free()
+
+
+def test_meshes_of_plans_to_come(comm, monkeypatch):
+    """While a home has users, the newest mesh without users is kept for the next plan, here one."""
+    monkeypatch.setattr(mesh, "UNUSED", 1)
+    fresh, made = comm.Dup(), []
+    with MeshAttention(fresh, **TINY, tile=(1, comm.size)) as plan:
+        for shape in [shape for shape in tiles(comm.size) if shape != (1, comm.size)]:
+            for _ in range(2):
+                with MeshAttention(fresh, **TINY, tile=shape) as other:
+                    made.append(other._mesh)
+                    chunk = np.ones((1, len(other.positions), 1, 1), np.float32)
+                    other.forward(chunk, chunk, chunk)
+        assert all(first is again for first, again in zip(made[::2], made[1::2]))
+        assert [each.row != MPI.COMM_NULL for each in made[::2]] == [False] * (len(made) // 2 - 1) + [True] * bool(made)
+        assert plan._mesh.row != MPI.COMM_NULL
+    assert all(each.row == MPI.COMM_NULL for each in made)
     fresh.Free()
 
 
