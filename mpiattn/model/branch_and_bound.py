@@ -2,7 +2,7 @@
 
 from heapq import heapify, heappop, heappush
 
-from .launches import ROUNDING
+from .cost import SCHEDULES
 
 # Predicted times within this share of the least count as equal, because the model is no more accurate.  Exact bytes
 # decide then.
@@ -17,47 +17,47 @@ def fit(choices, max_memory):
 
 def merit(choice, end):
     """What decides between choices, least first.  end: of equal times."""
-    return max(choice.seconds, end), choice.sent_bytes, choice.nbytes
+    return max(choice.seconds, end), choice.sent_bytes, SCHEDULES.index(choice.schedule), choice.nbytes
 
 
 class _Left:
-    """Cases that are not predicted yet, as (least seconds, least bytes, number)."""
+    """Cases that are not predicted yet, as (least seconds, least bytes, number of the schedule, number)."""
 
     def __init__(self, cases):
-        self._slower, self._equal = list(cases), []  # the second with bytes before seconds
+        self._slower, self._equal = list(cases), []  # the second with seconds behind the schedule
         heapify(self._slower)
 
     def __bool__(self):
         return bool(self._slower or self._equal)
 
     def __iter__(self):
-        return iter(self._slower + [(seconds, sent, number) for sent, seconds, number in self._equal])
+        return iter(self._slower + [_seconds_first(*case) for case in self._equal])
 
     def add(self, case):
         """Add a case."""
         heappush(self._slower, case)
 
     def take(self, end):
-        """Take out the most promising case: of those that may take no longer than equal times do, of the fewest bytes.
+        """Take out the most promising case: by `merit`, of those that may take no longer than equal times do.
 
         end: of equal times.
         """
         while self._slower and self._slower[0][0] <= end:
-            seconds, sent, number = heappop(self._slower)
-            heappush(self._equal, (sent, seconds, number))
-        while self._equal and self._equal[0][1] > end:  # equal times ended later before
-            sent, seconds, number = heappop(self._equal)
-            heappush(self._slower, (seconds, sent, number))
-        if not self._equal:
-            return heappop(self._slower)
-        sent, seconds, number = heappop(self._equal)
-        return seconds, sent, number
+            seconds, sent, schedule, number = heappop(self._slower)
+            heappush(self._equal, (sent, schedule, seconds, number))
+        while self._equal and self._equal[0][2] > end:  # equal times ended later before
+            heappush(self._slower, _seconds_first(*heappop(self._equal)))
+        return _seconds_first(*heappop(self._equal)) if self._equal else heappop(self._slower)
 
     def take_soonest(self):
         """Take out the case that may take the least time."""
         self._slower, self._equal = list(self), []
         heapify(self._slower)
         return heappop(self._slower)
+
+
+def _seconds_first(sent, schedule, seconds, number):
+    return seconds, sent, schedule, number
 
 
 def needed(model, cases, of_tiles):
@@ -68,22 +68,22 @@ def needed(model, cases, of_tiles):
     """
     (_, quickest), *closer = model.bounds
     made, known = {}, [0] * len(cases)
-    left = _Left([(quickest(case), 0.0, number) for number, case in enumerate(cases)])
-    possible = min(seconds for seconds, _, _ in left)  # orders the cases before one is predicted, nothing else
+    left = _Left([(quickest(case), 0.0, SCHEDULES.index(case.kind), number) for number, case in enumerate(cases)])
+    possible = min(seconds for seconds, *_ in left)  # orders the cases before one is predicted, nothing else
 
-    def look(among, number, least):
+    def look(among, case):
         """Know a closer bound of a case, or its choice after the closest."""
         nonlocal possible
+        *least, number = case
         if known[number] == len(closer):
             made[number] = model.choice(cases[number])
             return
         quantity, bound = closer[known[number]]
-        # kinds of bytes are summed in another order than in a choice
-        least[quantity] = bound(cases[number]) * (ROUNDING if quantity == SENT else 1)
+        least[quantity] = bound(cases[number])
         known[number] += 1
         among.add((*least, number))
         if quantity == SECONDS and not made:
-            possible = min(seconds for seconds, _, _ in among)
+            possible = min(seconds for seconds, *_ in among)
 
     def shortest():
         """The shortest time so far; before any is known, the shortest that is possible."""
@@ -92,27 +92,27 @@ def needed(model, cases, of_tiles):
     def settled(case, end, tile=None):
         """Whether the best is known before this case, the most promising, is predicted; of a tile if given."""
         fits = fit((made[number] for number in made if tile in (None, cases[number].tile)), model.max_memory)
-        return fits and (max(case[0], end), case[1]) > min(merit(choice, end)[:2] for choice in fits)
+        return fits and (max(case[0], end), *case[1:3]) > min(merit(choice, end)[:3] for choice in fits)
 
     while left:
         end = (1 + SAME_TIME) * shortest()
-        *least, number = case = left.take(end)
+        case = left.take(end)
         if settled(case, end):  # unless a shorter time ends equal times before the best
             left.add(case)
             best = min(fit(made.values(), model.max_memory), key=lambda choice: merit(choice, end))
-            *least, number = case = left.take_soonest()
+            case = left.take_soonest()
             # No case left is shorter; or a shorter one may be left, which ends equal times earlier, but not before the
             # best: that stays equal, and is ahead of all others by bytes.
             if case[0] >= shortest() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * case[0]):
                 left.add(case)
                 break
-        look(left, number, least)
+        look(left, case)
     for tile in dict.fromkeys(case.tile for case in cases) if of_tiles else ():
         of_tile = _Left([case for case in left if cases[case[-1]].tile == tile])
         while of_tile:
             end = (1 + SAME_TIME) * shortest()
-            *least, number = case = of_tile.take(end)
+            case = of_tile.take(end)
             if settled(case, end, tile):
                 break
-            look(of_tile, number, least)
+            look(of_tile, case)
     return made

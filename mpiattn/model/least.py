@@ -12,7 +12,7 @@ import numpy as np
 from ..schedule.kinds import GATHERED, KINDS
 from ..schedule.remembered import Remembered
 from ..schedule.route import passed_on
-from ..schedule.travels import bytes_by_side, token_bytes
+from ..schedule.travels import token_bytes
 from .launches import ROUNDING
 from .simulate import nodes_of
 from .workload import chunks_of
@@ -90,11 +90,6 @@ class Least:
             kind: self._moved(KINDS[direction][kind].column) * nbytes / self._tile.ranks
             for kind, nbytes in token_bytes(self.problem, direction).items()
         }
-
-    def sent_bytes(self, directions):
-        """The same of all kinds and of some passes together."""
-        sides = (sum(bytes_by_side(self.problem, direction)[column] for direction in directions) for column in (0, 1))
-        return sum(self._moved(bool(column)) * nbytes for column, nbytes in enumerate(sides)) / self._tile.ranks
 
     def _transfers_of(self, ring, direction):
         """The `_Transfers` of every rank in a pass."""

@@ -19,6 +19,7 @@ from ..schedule.tile import Tile
 from . import cost, memory, search
 from .branch_and_bound import SECONDS, SENT
 from .folding import folding_seconds
+from .launches import ROUNDING
 from .machine import DEFAULT
 from .regrouped import Regrouped, of_token
 from .simulate import COPYING, nodes_of
@@ -146,15 +147,6 @@ class _Cost:
             widened = of_token(regrouping.problem, tile.h, name).widened
             self.nbytes += sum(nbytes * tokens for nbytes, tokens in zip(widened, longest))
 
-    @property
-    def sent_bytes(self):
-        """Bytes that a rank sends in all passes, mean over ranks."""
-        return sum(self.sent.values())
-
-    def added(self, sent):
-        """What a rank sends in the passes of a plane, by pass and kind, and before and after them."""
-        return {name: {**kinds, "regrouped": self.sent[name]} for name, kinds in sent.items()}
-
 
 class _Split:
     """A number of planes with layouts, pair: the caller's, and inner: those with which a plane computes.
@@ -201,6 +193,12 @@ class _Split:
         regrouping = Regrouping(whole.problem, self.tile, self._outer, self.inner)
         return _Cost(regrouping, whole.machine, whole.nodes, whole.direction)
 
+    def added(self, sent):
+        """What a rank sends in the passes of a plane, by pass and kind, and before and after them."""
+        if self.cost is None:
+            return sent
+        return {name: {**kinds, "regrouped": self.cost.sent[name]} for name, kinds in sent.items()}
+
     @cached_property
     def limited(self):
         """The model of a plane that has the memory that regrouping leaves."""
@@ -215,6 +213,11 @@ class _Case(NamedTuple):
     tile: Tile
     split: _Split
     of_plane: search.Case
+
+    @property
+    def kind(self):
+        """Of the schedule."""
+        return self.of_plane.kind
 
 
 class _Model:
@@ -246,12 +249,11 @@ class _Model:
 
     def least_sent(self, case):
         """Bytes that no choice of a case sends less than, without a look at what is regrouped."""
-        return case.split.model.sent(case.of_plane) + case.split.least_sent
+        return (case.split.model.sent(case.of_plane) + case.split.least_sent) * ROUNDING
 
     def sent(self, case):
         """Bytes that no choice of a case sends less than."""
-        added = case.split.cost
-        return case.split.model.sent(case.of_plane) + (0.0 if added is None else added.sent_bytes)
+        return search.sent_bytes(case.split.added(case.split.model.sent_by_pass(case.of_plane)))
 
     def _added(self, case):
         """Seconds before and after the passes of a plane."""
@@ -267,10 +269,10 @@ class _Model:
     def bound(self, cases):
         """The `search.Bound` of the cases of a tile."""
         case, _ = search.least_of(self, cases)
-        added, bound = case.split.cost, case.split.model.bound([case.of_plane])
+        bound = case.split.model.bound([case.of_plane])
         seconds = bound.seconds + self._added(case)
         bound = bound._replace(tile=case.tile, layouts=case.split.pair, seconds=seconds)
-        return bound if added is None else bound._replace(sent=added.added(bound.sent))
+        return bound._replace(sent=case.split.added(bound.sent))
 
     def choice(self, case):
         """The `search.Choice` of a case."""
@@ -281,7 +283,7 @@ class _Model:
         )
         if added is not None:
             waiting += added.seconds
-            choice = choice._replace(sent=added.added(choice.sent), nbytes=choice.nbytes + added.nbytes)
+            choice = choice._replace(sent=case.split.added(choice.sent), nbytes=choice.nbytes + added.nbytes)
         return choice._replace(waiting=waiting / seconds if seconds else 0.0)
 
 

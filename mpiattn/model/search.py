@@ -59,7 +59,12 @@ class Choice(NamedTuple):
     @property
     def sent_bytes(self):
         """Bytes that a rank sends in all passes, mean over ranks."""
-        return sum(sum(kinds.values()) for kinds in self.sent.values())
+        return sent_bytes(self.sent)
+
+
+def sent_bytes(sent):
+    """Bytes of all passes and kinds; choices and bounds are summed in the same order, so that equal ones stay equal."""
+    return sum(sum(kinds.values()) for kinds in sent.values())
 
 
 def balancing(mask, chunks):
@@ -131,7 +136,7 @@ class Bound(NamedTuple):
     @property
     def sent_bytes(self):
         """Bytes that a rank sends in all passes, mean over ranks."""
-        return sum(sum(kinds.values()) for kinds in self.sent.values())
+        return sent_bytes(self.sent)
 
 
 def evaluate(*arguments, **options):
@@ -168,7 +173,8 @@ def survey(
     mask: that of the documents to expect, for times and bytes; memory goes by problem.mask, the default.
 
     The best choice has the least predicted time.  Times within SAME_TIME of the least are equal; then the fewest bytes
-    sent decide, then the least memory, then the first layout.  Raises ArgumentError.
+    sent decide, then the first of SCHEDULES, which most often needs less memory, then the least memory, then the first
+    layout.  Raises ArgumentError.
     """
     max_memory, shapes = memory_limit(max_memory), shapes or tiles(ranks)
     cases = [
@@ -228,7 +234,7 @@ class Model:
         self._bounds = Remembered(
             lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes, self._launches(pair))
         )
-        self._sent, self._schedules = Remembered(self._sent_at_least), Remembered(self._build)
+        self._sent, self._schedules = Remembered(self._sent_in), Remembered(self._build)
         self._choices = Remembered(self._choice)
         self.bounds = ((SECONDS, self.computing), (SENT, self.sent), (SECONDS, self.seconds))
 
@@ -244,10 +250,15 @@ class Model:
 
     def sent(self, case):
         """Bytes that no choice of a case sends less than."""
+        return sent_bytes(self.sent_by_pass(case))
+
+    def sent_by_pass(self, case):
+        """{pass: {kind: bytes}} that no choice of a case sends less than."""
         return self._sent(case.pair, case.tile)
 
-    def _sent_at_least(self, pair, tile):
-        return self._bounds(pair, tile).sent_bytes(self.directions)
+    def _sent_in(self, pair, tile):
+        least = self._bounds(pair, tile)
+        return {of_pass: least.sent(of_pass) for of_pass in self.directions}
 
     def seconds(self, case):
         """Seconds that no choice of a case is below."""
@@ -263,8 +274,7 @@ class Model:
     def bound(self, cases):
         """The `Bound` of the cases of a tile."""
         case, seconds = least_of(self, cases)
-        least = self._bounds(case.pair, case.tile)
-        return Bound(case.tile, case.pair, seconds, {of_pass: least.sent(of_pass) for of_pass in self.directions})
+        return Bound(case.tile, case.pair, seconds, self.sent_by_pass(case))
 
     def choice(self, case):
         """The `Choice` of a case."""
@@ -324,7 +334,7 @@ def times_as_long(seconds, fastest):
 
 def _sent(schedule, problem, load):
     return {
-        kind: float(load.moved(kind, schedule.route, schedule.collective).sum() * nbytes / load.pairs.shape[2])
+        kind: load.moved(kind, schedule.route, schedule.collective).sum().item() * nbytes / schedule.tile.ranks
         for kind, nbytes in token_bytes(problem, schedule.direction).items()
     }
 

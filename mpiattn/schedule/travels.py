@@ -37,17 +37,6 @@ def _token_bytes(problem, direction):
     }
 
 
-def bytes_by_side(problem, direction):
-    """Bytes of one token on the wire, of all kinds that move in rows, and of all that move in columns."""
-    return _bytes_by_side(problem.token, direction)
-
-
-@lru_cache(64)
-def _bytes_by_side(problem, direction):
-    of_columns = [nbytes if kind in IN_COLUMNS else 0 for kind, nbytes in _token_bytes(problem, direction).items()]
-    return sum(_token_bytes(problem, direction).values()) - sum(of_columns), sum(of_columns)
-
-
 def size_of(arrays):
     """Bytes of one token of some arrays, given as pairs (shape of a token, dtype)."""
     return sum(prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)
