@@ -9,7 +9,7 @@ import pytest
 
 from mpiattn.model import planes, search
 from mpiattn.model.launches import Launches
-from mpiattn.model.least import Least
+from mpiattn.model.lower_bounds import LowerBounds
 from mpiattn.model.machine import DEFAULT, H100
 from mpiattn.model.workload import Load, Work
 from mpiattn.problem.layout import LAYOUTS, Layout
@@ -77,12 +77,14 @@ def test_the_same_best_choice(seed):
             assert first == expected
     work = cache(lambda pair: Work(problem.mask, *pair))
     launches = cache(lambda pair: Launches(problem, work(pair), tuple(tiles(ranks)), how["machine"]))
-    least_of = cache(lambda pair, tile: Least(problem, work(pair), tile, how["machine"], how["nodes"], launches(pair)))
+    bounds_of = cache(
+        lambda pair, tile: LowerBounds(problem, work(pair), tile, how["machine"], how["nodes"], launches(pair))
+    )
     passes = search.DIRECTIONS[how["direction"]]
     for choice in everything:
-        least = least_of(choice.layouts, choice.tile)
+        least = bounds_of(choice.layouts, choice.tile)
         seconds = sum(least.seconds(choice.schedule, choice.route, of, how["overlap"]) for of in passes)
-        computing = launches(choice.layouts).least(passes)[choice.tile, choice.schedule == "collective"]
+        computing = launches(choice.layouts).least_seconds(passes)[choice.tile, choice.schedule == "collective"]
         assert computing <= seconds <= choice.seconds
         assert sum(sum(least.sent(of).values()) for of in passes) <= choice.sent_bytes
 
@@ -98,7 +100,7 @@ def test_no_choice_is_below_its_bounds(seed, monkeypatch):
     for case in cases:
         choice = model.choice(case)
         reached = {search.SECONDS: choice.seconds, search.SENT: choice.sent_bytes}
-        assert all(bound(case) <= reached[quantity] for quantity, bound in model.bounds)
+        assert all(bound(case) <= reached[quantity] for quantity, bound in model.lower_bounds)
 
 
 def test_messages_of_keys_that_hold_the_values():

@@ -210,7 +210,7 @@ def _plot(path, data, decision, schedules):
 def _listed(best, *named):
     """The tiles that are listed: all of one plane, for every number of planes the best and the rings, and `named`.
 
-    best: {tile: `Choice` or `Bound`}.
+    best: {tile: `Choice` or `LowerBound`}.
     """
     flat = [tile for tile in best if tile.h == 1]
     listed = [*flat, *named]
@@ -236,7 +236,7 @@ def _saving(value, ring):
 
 
 def _tile(problem, args, choice, ring):
-    """The JSON of one tile.  ring: bytes that tile 1xN sends.  What a `Bound` does not know is None."""
+    """The JSON of one tile.  ring: bytes that tile 1xN sends.  What a `LowerBound` does not know is None."""
     known = isinstance(choice, search.Choice)
     volumes = [
         travels.volume(tile, travels.kv_share_of(problem, split_of(problem, tile.h)[1]), args.direction)

@@ -30,7 +30,7 @@ UNDER_WAY = 2
 
 
 @dataclass
-class _Bound:
+class _RankSteps:
     """What a call does on this rank: its steps, and where chunks lie.
 
     transfers: those of all steps, each with the number of its step.
@@ -53,10 +53,10 @@ class Executor:
     work: a pass of `mpiattn.engine.passes`.
     activity: the `Activity` of calls without documents, for which memory is made at once.
     pool: the `Pool` of its buffers.
-    bound: the attribute `bound` of an executor of the same schedule, rank and activity, to save making it; or None.
+    rank_steps: that of an executor of the same schedule, rank and activity, to save making it; or None.
     """
 
-    def __init__(self, mesh, schedule, work, exchange, activity, pool, bound=None):
+    def __init__(self, mesh, schedule, work, exchange, activity, pool, rank_steps=None):
         self.mesh, self.schedule, self.work, self.exchange = mesh, schedule, work, exchange
         self.backend, self.k_layout = work.backend, activity.k_layout
         self.buffers = Buffers(pool, work.shapes(), schedule)
@@ -65,13 +65,13 @@ class Executor:
         count = len(schedule.steps)
         self.steps_in_words = [f"in step {n + 1} of {count} of the {schedule.direction} pass" for n in range(count)]
         self.where = ""  # the current step, in words
-        self.activity = self.bound = None  # of the last pass, and its `_Bound`
+        self.activity = self.rank_steps = None  # of the last pass, and its `_RankSteps`
         self.coming = None  # what is `Coming`, or None
         self.own = {}  # of the last pass, as for `Buffers.fit`
         self.times, self.moves = [], []  # of the last pass: its `StepTimes` and `Moved`, by the clock
-        self._bounds = WeakKeyDictionary()  # `_Bound` of this rank, by the activity of a call
-        if bound is not None:
-            self._bounds[activity] = bound
+        self._by_activity = WeakKeyDictionary()  # `_RankSteps` of this rank, by the activity of a call
+        if rank_steps is not None:
+            self._by_activity[activity] = rank_steps
         own = {}
         for kind in self.buffers.reduced:
             arrays, strided = (
@@ -91,17 +91,19 @@ class Executor:
     def _fit(self, activity, own):
         if activity is self.activity and own == self.own and self.buffers.places:
             return
-        bound = self._bounds.get(activity)
-        if bound is None:
+        rank_steps = self._by_activity.get(activity)
+        if rank_steps is None:
             steps = bind(self.schedule, self.mesh.chunk, activity)
             transfers = [(number, t) for number, step in enumerate(steps) for t in step.transfers]
-            bound = self._bounds[activity] = _Bound(steps, transfers, Places(self.schedule, self.mesh.chunk, activity))
+            rank_steps = self._by_activity[activity] = _RankSteps(
+                steps, transfers, Places(self.schedule, self.mesh.chunk, activity)
+            )
             activity.trim()
-        ordered = ()
-        if bound.places.packed and bound.places.rows["KV"] and self._kept_sorting(activity, bound.places):
+        ordered, places = (), rank_steps.places
+        if places.packed and places.rows["KV"] and self._kept_sorting(activity, places):
             ordered = ("KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS))
-        self.buffers.fit(bound.places, own, ordered)
-        self.activity, self.bound, self.own = activity, bound, own
+        self.buffers.fit(places, own, ordered)
+        self.activity, self.rank_steps, self.own = activity, rank_steps, own
 
     def _kept_sorting(self, activity, places):
         """The rows of packed keys in order of position, and the inverse; () if they lie in that order.
@@ -146,10 +148,10 @@ class Executor:
         self.buffers.accumulate_in(results)
         self.held.begin(q, kv, q_ready)
         self.number, self.began = 0, clock()
-        self.to_post = deque(self.bound.transfers)
+        self.to_post = deque(self.rank_steps.transfers)
         self.under_way = deque()  # in order of posting
         self.times, self.moves = [], []
-        for number, step in enumerate(self.bound.steps):
+        for number, step in enumerate(self.rank_steps.steps):
             self.number, self.where = number, self.steps_in_words[number]
             posted = clock()
             while self.to_post and self.to_post[0][0] == number:  # this step needs them
@@ -180,9 +182,9 @@ class Executor:
 
     def _run_block(self, i, j, meanwhile):
         """Launch the block of query chunk i and KV chunk j, unless none of its queries sees any of its keys."""
-        launches = self.bound.launches.get((i, j))
+        launches = self.rank_steps.launches.get((i, j))
         if launches is None:
-            launches = self.bound.launches[i, j] = self._launches(i, j)
+            launches = self.rank_steps.launches[i, j] = self._launches(i, j)
         if not launches:
             return
         area, before = sum(total(rows) * total(keys) for rows, keys in launches), 0
@@ -261,7 +263,7 @@ class Executor:
         q, kv, places, sorting = (
             self.held.whole("Q"),
             self.held.whole("KV"),
-            self.bound.places,
+            self.rank_steps.places,
             self.activity.kept.get("sorting"),
         )
 

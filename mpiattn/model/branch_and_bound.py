@@ -60,59 +60,81 @@ def _seconds_first(sent, schedule, seconds, number):
     return seconds, sent, schedule, number
 
 
+class _Known:
+    """What is known of the cases so far.
+
+    made: {number of a case: its choice}, of those that have been predicted.
+    """
+
+    def __init__(self, model, cases):
+        self._model, self._cases = model, cases
+        (_, quickest), *self._closer = model.lower_bounds
+        self.made, self._looked = {}, [0] * len(cases)  # of every case, how many closer bounds are known
+        self.left = _Left(
+            [(quickest(case), 0.0, SCHEDULES.index(case.kind), number) for number, case in enumerate(cases)]
+        )
+        # orders the cases before one is predicted, nothing else
+        self._possible = min(seconds for seconds, *_ in self.left)
+
+    def look(self, among, case):
+        """Know a closer bound of a case, which was taken out of `among`, or its choice after the closest."""
+        *least, number = case
+        if self._looked[number] == len(self._closer):
+            self.made[number] = self._model.choice(self._cases[number])
+            return
+        quantity, bound = self._closer[self._looked[number]]
+        least[quantity] = bound(self._cases[number])
+        self._looked[number] += 1
+        among.add((*least, number))
+        if quantity == SECONDS and not self.made:
+            self._possible = min(seconds for seconds, *_ in among)
+
+    def _fit(self, tile=None):
+        """The choices that do with the memory; of a tile if given."""
+        of_tile = (choice for number, choice in self.made.items() if tile in (None, self._cases[number].tile))
+        return fit(of_tile, self._model.max_memory)
+
+    def shortest(self):
+        """The shortest time so far; before any is known, the shortest that is possible."""
+        return min((choice.seconds for choice in self._fit()), default=self._possible)
+
+    def best(self, end):
+        """The best choice so far.  end: of equal times."""
+        return min(self._fit(), key=lambda choice: merit(choice, end))
+
+    def settled(self, case, end, tile=None):
+        """Whether the best is known before this case, the most promising, is predicted; of a tile if given."""
+        fits = self._fit(tile)
+        return fits and (max(case[0], end), *case[1:3]) > min(merit(choice, end)[:3] for choice in fits)
+
+
 def needed(model, cases, of_tiles):
     """The choices by number of their case: enough to know the best of all, with `of_tiles` that of each tile too.
 
-    model: its `bounds` are pairs of SECONDS or SENT and a function of a case, which no choice is below.  Each is closer
-        than those of its sort before, and takes longer.
+    model: its `lower_bounds` are pairs of SECONDS or SENT and a function of a case, which no choice is below.  Each is
+        closer than those of its sort before, and takes longer.
     """
-    (_, quickest), *closer = model.bounds
-    made, known = {}, [0] * len(cases)
-    left = _Left([(quickest(case), 0.0, SCHEDULES.index(case.kind), number) for number, case in enumerate(cases)])
-    possible = min(seconds for seconds, *_ in left)  # orders the cases before one is predicted, nothing else
-
-    def look(among, case):
-        """Know a closer bound of a case, or its choice after the closest."""
-        nonlocal possible
-        *least, number = case
-        if known[number] == len(closer):
-            made[number] = model.choice(cases[number])
-            return
-        quantity, bound = closer[known[number]]
-        least[quantity] = bound(cases[number])
-        known[number] += 1
-        among.add((*least, number))
-        if quantity == SECONDS and not made:
-            possible = min(seconds for seconds, *_ in among)
-
-    def shortest():
-        """The shortest time so far; before any is known, the shortest that is possible."""
-        return min((choice.seconds for choice in fit(made.values(), model.max_memory)), default=possible)
-
-    def settled(case, end, tile=None):
-        """Whether the best is known before this case, the most promising, is predicted; of a tile if given."""
-        fits = fit((made[number] for number in made if tile in (None, cases[number].tile)), model.max_memory)
-        return fits and (max(case[0], end), *case[1:3]) > min(merit(choice, end)[:3] for choice in fits)
-
+    known = _Known(model, cases)
+    left = known.left
     while left:
-        end = (1 + SAME_TIME) * shortest()
+        end = (1 + SAME_TIME) * known.shortest()
         case = left.take(end)
-        if settled(case, end):  # unless a shorter time ends equal times before the best
+        if known.settled(case, end):  # unless a shorter time ends equal times before the best
             left.add(case)
-            best = min(fit(made.values(), model.max_memory), key=lambda choice: merit(choice, end))
+            best = known.best(end)
             case = left.take_soonest()
             # No case left is shorter; or a shorter one may be left, which ends equal times earlier, but not before the
-            # best: that stays equal, and is ahead of all others by bytes.
-            if case[0] >= shortest() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * case[0]):
+            # best: that stays equal, and is ahead of all others by bytes or by its schedule.
+            if case[0] >= known.shortest() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * case[0]):
                 left.add(case)
                 break
-        look(left, case)
+        known.look(left, case)
     for tile in dict.fromkeys(case.tile for case in cases) if of_tiles else ():
         of_tile = _Left([case for case in left if cases[case[-1]].tile == tile])
         while of_tile:
-            end = (1 + SAME_TIME) * shortest()
+            end = (1 + SAME_TIME) * known.shortest()
             case = of_tile.take(end)
-            if settled(case, end, tile):
+            if known.settled(case, end, tile):
                 break
-            look(of_tile, case)
-    return made
+            known.look(of_tile, case)
+    return known.made

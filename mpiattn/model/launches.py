@@ -63,7 +63,7 @@ class Launches:
         """Seconds that every one of these ranks computes in a pass.  fused: whether all blocks are one launch."""
         return self._seconds(direction)[int(fused), self._tiles.index(tile)].tolist()
 
-    def least(self, directions):
+    def least_seconds(self, directions):
         """Seconds of some passes if transfers take no time: {(tile, fused): seconds}."""
         seconds = sum(self._seconds(direction).max(axis=2) * ROUNDING for direction in directions)
         return {

@@ -228,7 +228,12 @@ class _Model:
         self.overlap, self.max_memory, self.mask = overlap, max_memory, mask
         self.of_plane = Remembered(self._of_plane)
         self.one_chunk = search.pair_of(("contiguous", "contiguous"), problem, 1)
-        self.bounds = ((SECONDS, self.computing), (SENT, self.least_sent), (SENT, self.sent), (SECONDS, self.seconds))
+        self.lower_bounds = (
+            (SECONDS, self.computing),
+            (SENT, self.least_sent),
+            (SENT, self.sent),
+            (SECONDS, self.seconds),
+        )
 
     def _of_plane(self, planes, regrouped):
         """The `search.Model` of a plane.  regrouped: False where heads and tokens stay, and a batch is one."""
@@ -266,10 +271,10 @@ class _Model:
         """Seconds that no choice of a case is below."""
         return case.split.model.seconds(case.of_plane) + self._added(case)
 
-    def bound(self, cases):
-        """The `search.Bound` of the cases of a tile."""
+    def lower_bound(self, cases):
+        """The `search.LowerBound` of the cases of a tile."""
         case, _ = search.least_of(self, cases)
-        bound = case.split.model.bound([case.of_plane])
+        bound = case.split.model.lower_bound([case.of_plane])
         seconds = bound.seconds + self._added(case)
         bound = bound._replace(tile=case.tile, layouts=case.split.pair, seconds=seconds)
         return bound._replace(sent=case.split.added(bound.sent))
@@ -304,7 +309,7 @@ def survey(
     every="choice",
     mask=None,
 ):
-    """The choices and bounds of `search.survey` for every number of planes, best first.
+    """The choices and lower bounds of `search.survey` for every number of planes, best first.
 
     Arguments as there.  mesh_layout: kind of layout in which the mesh computes, a pair of layouts, or "auto": the
     caller's or, if that is given, also others that may balance the mask better.

@@ -19,7 +19,7 @@ from ..schedule.travels import token_bytes
 from . import cost, memory
 from .branch_and_bound import SAME_TIME, SECONDS, SENT, fit, merit, needed
 from .launches import Launches
-from .least import Least
+from .lower_bounds import LowerBounds
 from .machine import DEFAULT
 from .simulate import simulate
 from .workload import Load, Work
@@ -122,7 +122,7 @@ def routes(route, problem, machine):
     return [name for name in ROUTES if not passed_on(name) or not (lowered or machine.node_bandwidth is None)]
 
 
-class Bound(NamedTuple):
+class LowerBound(NamedTuple):
     """What no choice of a tile is below.
 
     layouts, seconds: of the case that may be the fastest.  sent: as of a `Choice`, of that case.
@@ -159,9 +159,9 @@ def survey(
     every="choice",
     mask=None,
 ):
-    """A `Choice` for every combination of tile, schedule kind, route and pair of layouts, best first; and bounds.
+    """A `Choice` for every combination of tile, schedule kind, route and pair of layouts, best first; and lower bounds.
 
-    The bounds are a function, which takes time: by tile, one `Bound` for each of which no choice was needed.
+    The lower bounds are a function, which takes time: by tile, one `LowerBound` for each of which no choice was needed.
     shapes: the tiles to try, default all.
     pairs: pairs of layouts (of queries, of keys), default those that "auto" allows.
     direction: a key of DIRECTIONS.
@@ -188,7 +188,7 @@ def survey(
 
 
 def find(model, cases, every):
-    """The choices and bounds of `survey` for some cases of a model."""
+    """The choices and lower bounds of `survey` for some cases of a model."""
     if every == "choice" or len(cases) == 1:
         made = {number: model.choice(case) for number, case in enumerate(cases)}
     else:
@@ -199,7 +199,7 @@ def find(model, cases, every):
         missing = dict.fromkeys(case.tile for case in cases)
         for choice in choices:
             missing.pop(choice.tile, None)
-        return {tile: model.bound([case for case in cases if case.tile == tile]) for tile in missing}
+        return {tile: model.lower_bound([case for case in cases if case.tile == tile]) for tile in missing}
 
     return sorted(choices, key=_order(choices, model.max_memory)), bounds
 
@@ -230,13 +230,13 @@ class Model:
             without_documents = Remembered(lambda pair: Work(problem.mask, *pair))
             self._load_without_documents = lru_cache(LOADS)(lambda pair, tile: Load(without_documents(pair), tile))
         self._launches = Remembered(lambda pair: Launches(problem, self._work(pair), tuple(shapes), machine))
-        self._computing = Remembered(lambda pair: self._launches(pair).least(self.directions))
-        self._bounds = Remembered(
-            lambda pair, tile: Least(problem, self._work(pair), tile, machine, nodes, self._launches(pair))
+        self._computing = Remembered(lambda pair: self._launches(pair).least_seconds(self.directions))
+        self._lower_bounds = Remembered(
+            lambda pair, tile: LowerBounds(problem, self._work(pair), tile, machine, nodes, self._launches(pair))
         )
         self._sent, self._schedules = Remembered(self._sent_in), Remembered(self._build)
         self._choices = Remembered(self._choice)
-        self.bounds = ((SECONDS, self.computing), (SENT, self.sent), (SECONDS, self.seconds))
+        self.lower_bounds = ((SECONDS, self.computing), (SENT, self.sent), (SECONDS, self.seconds))
 
     def _build(self, tile, kind, route, ahead):
         return [
@@ -257,13 +257,13 @@ class Model:
         return self._sent(case.pair, case.tile)
 
     def _sent_in(self, pair, tile):
-        least = self._bounds(pair, tile)
-        return {of_pass: least.sent(of_pass) for of_pass in self.directions}
+        bounds = self._lower_bounds(pair, tile)
+        return {of_pass: bounds.sent(of_pass) for of_pass in self.directions}
 
     def seconds(self, case):
         """Seconds that no choice of a case is below."""
-        least = self._bounds(case.pair, case.tile)
-        return sum(least.seconds(case.kind, case.route, of_pass, self.overlap) for of_pass in self.directions)
+        bounds = self._lower_bounds(case.pair, case.tile)
+        return sum(bounds.seconds(case.kind, case.route, of_pass, self.overlap) for of_pass in self.directions)
 
     def limited(self, max_memory):
         """The same model with another limit for memory."""
@@ -271,10 +271,10 @@ class Model:
         other.max_memory = max_memory
         return other
 
-    def bound(self, cases):
-        """The `Bound` of the cases of a tile."""
+    def lower_bound(self, cases):
+        """The `LowerBound` of the cases of a tile."""
         case, seconds = least_of(self, cases)
-        return Bound(case.tile, case.pair, seconds, self.sent_by_pass(case))
+        return LowerBound(case.tile, case.pair, seconds, self.sent_by_pass(case))
 
     def choice(self, case):
         """The `Choice` of a case."""

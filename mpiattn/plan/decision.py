@@ -104,7 +104,7 @@ class Decision:
         return {}
 
     @functools.cached_property
-    def bounds(self) -> dict[tuple[str, int], Any]:
+    def rank_steps(self) -> dict[tuple[str, int], Any]:
         """By direction and chunk, what an executor has made of a pass, for other plans of the same Decision."""
         return {}
 

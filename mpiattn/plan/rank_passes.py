@@ -63,9 +63,11 @@ class RankPasses:
         return memory.gradient_bytes(self._plan.problem, *self.tokens, self._staying, self._backend.strided)
 
     def _executor(self, schedule: Schedule, work: Forward | Backward) -> Executor:
-        bounds, of_pass = self._plan.bounds, (schedule.direction, self.mesh.chunk)
-        executor = Executor(self.mesh, schedule, work, self._exchange, self._activity, self.pool, bounds.get(of_pass))
-        bounds[of_pass] = executor.bound
+        rank_steps, of_pass = self._plan.rank_steps, (schedule.direction, self.mesh.chunk)
+        executor = Executor(
+            self.mesh, schedule, work, self._exchange, self._activity, self.pool, rank_steps.get(of_pass)
+        )
+        rank_steps[of_pass] = executor.rank_steps
         return executor
 
     def backward_executor(self) -> Executor:

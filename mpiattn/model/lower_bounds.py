@@ -39,8 +39,8 @@ class _Transfers(NamedTuple):
     collectives: float
 
 
-class Least:
-    """Lower bounds for a tile and a pair of layouts.
+class LowerBounds:
+    """Those for a tile and a pair of layouts.
 
     work: the `Work` of the layouts.
     nodes: the node of every rank; None as in `model.simulate`.
