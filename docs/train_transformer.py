@@ -27,10 +27,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from mpi4py import MPI
-from torch import nn
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+except ImportError:
+    sys.exit("train_transformer.py needs PyTorch: pip install '.[mpich,torch]'")
 
 from mpiattn import ArgumentError, MeshAttention, MpiattnError
 from mpiattn.torch import attention
