@@ -154,9 +154,11 @@ def test_tokens_in_runs(ranks, run):
         for s, plain in enumerate(expected):
             checked(ledgers[s], plain, ranks, rng)
             assert ledgers.counts[s].tolist() == [plain.count(rank) for rank in range(ranks)]
-            positions = np.array([[rng.randint(0, len(plain) + 2) for _ in range(3)]])
-            below = ledgers.below([s], 0, positions).tolist()
-            assert below == [[plain[:position].count(0) for position in positions[0]]]
+        rank, some = rng.randrange(ranks), rng.choice([slice(None), np.array([4, 1, 0])])
+        positions = np.array([[rng.randint(0, len(plain) + 2) for _ in range(4)] for plain in expected])[some]
+        of_some = [expected[s] for s in np.arange(len(lengths))[some]]
+        below = [[plain[:position].count(rank) for position in at] for plain, at in zip(of_some, positions)]
+        assert ledgers.below(some, rank, positions).tolist() == below
         s = rng.randrange(len(lengths))
         before = len(expected[s])
         if rng.random() < 0.5:

@@ -32,6 +32,7 @@ class Ledgers:
         self._start, self._end = np.zeros((2, sequences), np.int64)
         self._from, self._before = np.zeros((2, sequences, ranks), np.int64)
         self._step = np.full((sequences, ranks), NEVER)
+        self._run, self._in_runs = 1, np.zeros(sequences, np.int64)  # the first tokens of a sequence, dealt in runs
 
     def __getitem__(self, sequence):
         """The ledger of a sequence.  It is to be changed by methods of this class only."""
@@ -60,12 +61,14 @@ class Ledgers:
         for sequence in np.flatnonzero(in_runs).tolist():
             self._each[sequence].begin_runs(int(in_runs[sequence]), run)
         self.lengths[:], self.counts[:] = in_runs, in_runs[:, None] // ranks
+        self._run, self._in_runs[:] = run, in_runs
         self.deal(slice(None), counts - in_runs)
 
     def truncate(self, some, lengths):
         """`Ledger.truncate` of each of some sequences, none of which is shorter."""
         inside = (self._start[some] < lengths) & (lengths <= self._end[some])
         self._resize(some, lengths, inside, Ledger.truncate)
+        self._in_runs[some] = np.minimum(self._in_runs[some], lengths)
 
     def place(self, sequence, layout, count):
         """`Ledger.place` of the first `count` tokens of a layout."""
@@ -81,7 +84,11 @@ class Ledgers:
         positions = np.minimum(positions, end)
         total = np.where(positions == end, self.counts[some, rank][:, None], 0)
         inside = (positions > 0) & (positions < end)
-        if np.count_nonzero(inside):  # takes less time than any()
+        in_runs = inside & (positions <= self._in_runs[some][:, None])
+        if np.count_nonzero(in_runs):  # takes less time than any()
+            total = np.where(in_runs, self._counts_in_runs(some, positions, rank), total)
+            inside &= ~in_runs
+        if np.count_nonzero(inside):
             dealt = inside & (positions >= self._start[some][:, None]) & (end <= self._end[some][:, None])
             total = np.where(dealt, self._counts(some, positions, [rank]), total)
             for i in np.flatnonzero((inside & ~dealt).any(axis=1)).tolist():
@@ -100,6 +107,13 @@ class Ledgers:
     def _counts(self, some, lengths, ranks=slice(None)):
         """Tokens of ranks if the sequences had these lengths (some, any), inside their last pieces."""
         return (lengths - self._from[some][:, ranks]) // self._step[some][:, ranks] + self._before[some][:, ranks]
+
+    def _counts_in_runs(self, some, lengths, rank):
+        """Tokens of a rank if the sequences had these lengths (some, any), no more than were dealt in runs."""
+        ranks = self.counts.shape[1]
+        turn = (rank - self._numbers[some][:, None]) % ranks  # of sequence s, rank s is first
+        whole, rest = np.divmod(lengths, self._run * ranks)
+        return self._run * whole + np.clip(rest - self._run * turn, 0, self._run)
 
     def _resize(self, some, lengths, inside, otherwise):
         """Move the ends of sequences `inside` their last pieces; otherwise(ledger, length) does it for the others."""
