@@ -144,8 +144,8 @@ def _run(job, args):
         peers, args.cache, look=lambda path: read_cache_shapes(path, "CACHE", axes), argument="CACHE", axes=axes
     )
     queries = Input(peers, args.queries, look=lambda path: _query_shape(path, axes), argument="QUERIES", axes=axes)
-    spans = source.shapes["spans"]
-    with Progress("read", 2 * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
+    spans, arrays = source.shapes["spans"], 1 if source.shapes["shared_kv"] else 2
+    with Progress("read", arrays * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
         cache = job(
             "read",
             lambda: load(

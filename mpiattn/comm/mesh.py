@@ -10,8 +10,8 @@ Where consecutive ranks of the communicator are on different nodes, a plan may o
 group sits inside a node if it fits.  With several planes the ranks that share tokens, one a plane, are closest.
 
 Each communicator that a caller passes is duplicated once; all plans on it share the duplicate and, tile by
-tile, one mesh, so thousands of plans may be alive.  With the last user both are freed; while there is one, a few meshes
-are kept for plans to come.
+tile, one mesh, so thousands of plans may be alive.  The last plan or cache that closes frees all.  Before, a few meshes
+that no plan uses are kept for plans to come.
 
 A call that fails on one rank leaves messages in flight that no rank will receive.  No later call may match them, so the
 whole home is then abandoned on every rank: its plans and caches raise, and a new plan on the caller's communicator
@@ -33,7 +33,7 @@ from .channel import Channel
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 
 REMEMBERED = 64  # groups of ranks
-UNUSED = 4  # meshes of a home that are kept without users
+UNUSED = 2  # meshes of a home that are kept without users; an MPI has some 2000 communicators
 _NODES: dict[tuple[int, ...], list[int]] = {}  # the node of every rank, by ranks of MPI_COMM_WORLD
 _KEY = None  # key of the MPI attribute in which a caller's communicator keeps its Home
 _DROPPED: list["Home"] = []  # homes whose plans were dropped without close(), and whose owner has been freed
@@ -116,7 +116,7 @@ class _Turn:
 
 
 class Home:
-    """What mpiattn keeps for one communicator of the caller: a duplicate of it, and the meshes in use.
+    """What mpiattn keeps for one communicator of the caller: a duplicate of it, and meshes.
 
     nodes: of every rank, see `nodes_of`.  hosts: the host name of every rank.  channel: for messages about failures.
     plans: that `attention` keeps for its next call, by what they were made for, the oldest first.
@@ -228,9 +228,8 @@ class Home:
 
         peers: all ranks, from `peers`.  order: the ranks in the order of the mesh; None: their own order.
         """
-        mesh = self.meshes.get((tile, order))
-        if mesh is None:
-            mesh = self.meshes[tile, order] = blocking(peers, lambda: Mesh(self.comm, tile, order))
+        mesh = self.meshes.pop((tile, order), None) or blocking(peers, lambda: Mesh(self.comm, tile, order))
+        self.meshes[tile, order] = mesh  # behind those that were wanted before
         mesh.users += 1
         return mesh
 
@@ -254,7 +253,7 @@ class Home:
         self.reap()
 
     def _free_meshes(self):
-        """Free meshes without users, but for the newest: the next plan most often has a tile of one before."""
+        """Free meshes without users but those wanted last: the next plan most often has a tile of one before."""
         unused = [key for key, mesh in self.meshes.items() if not mesh.users]
         for key in unused[:-UNUSED]:
             self.meshes.pop(key).free()

@@ -6,7 +6,7 @@ which tokens a message holds, so messages contain nothing but tokens.
 
 import math
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 
 import numpy as np
 
@@ -33,11 +33,20 @@ def shared_tokens(layout, chunk, piece):
 def pieces(layout, rank, row_bytes):
     """The tokens of a rank's chunk as ranges, each of which is read, written or sent at a time."""
     most = max(1, rounds.PIECE_BYTES // max(row_bytes, 1))
-    cut = (
-        (part[i : i + most] for i in range(0, len(part), most)) if len(part) > most else (part,)
-        for part in layout.ranges(rank)
-    )
-    return list(chain.from_iterable(cut))
+    cut = []
+    for part in layout.ranges(rank):
+        if len(part) > most:
+            cut += (part[first : first + most] for first in range(0, len(part), most))
+        elif part:
+            cut.append(part)
+    return cut
+
+
+def _is_straight(layout, row_bytes):
+    """Whether the tokens of every rank lie in ranges that are long enough, or so few, that each is worth a read."""
+    parts = [part for rank in range(layout.chunks) for part in layout.ranges(rank)]
+    long = layout.seqlen * row_bytes // rounds.PIECE_BYTES
+    return all(part.step == 1 for part in parts) and len(parts) <= 2 * layout.chunks + long
 
 
 class Redistribution:
@@ -85,11 +94,11 @@ class Redistribution:
 
         chunk: the array to fill; by default a new one.
 
-        Every rank reads its slab and sends what belongs to others, or its own tokens if they are consecutive.  Every
+        Every rank reads its slab and sends what belongs to others, or its own tokens if they lie in few ranges.  Every
         rank calls `read` equally often, with no tokens at last, so it may be collective.
         """
         me, others = self.peers.rank, [rank for rank in range(self.peers.size) if rank != self.peers.rank]
-        straight = all(part.step == 1 for rank in range(self.peers.size) for part in self.layout.ranges(rank))
+        straight = _is_straight(self.layout, self.row_bytes)
         with agreement(self.peers):
             chunk = self._rows(self.layout.length(me)) if chunk is None else chunk
             buffers = [] if straight else self._buffers()

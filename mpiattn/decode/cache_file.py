@@ -19,8 +19,8 @@ from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
 from ..problem.problem import ITEMSIZE, dtype_name
 
-# Bytes of the run of keys that a rank gets at a time.  A rank reads them from a file as fast as longer ones.  When it
-# decodes it reads them in microseconds, so it hardly matters that a window of keys has a run more on some ranks.
+# Bytes of a run of keys that a rank gets at a time, or of values if they are longer.  Longer runs are not read faster
+# from a file.  A window of keys may have a run more on some ranks; decoding reads that in microseconds.
 RUN_BYTES = 2**16
 
 

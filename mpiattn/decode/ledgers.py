@@ -27,8 +27,8 @@ class Ledgers:
         self.lengths, self.counts = np.zeros(sequences, np.int64), np.zeros((sequences, ranks), np.int64)
         self._each = [Ledger(ranks, s, self.lengths[s : s + 1], self.counts[s]) for s in range(sequences)]
         self._numbers = np.arange(sequences)
-        # If the last piece of a sequence is dealt, a rank has (length - from) // step + before tokens while the length
-        # is from the start to the end of the piece.  If it is not, the end is 0.
+        # If the last piece of a sequence is dealt one by one, a rank has (length - from) // step + before tokens while
+        # the length is from the start to the end of the piece.  If it is not, the end is 0.
         self._start, self._end = np.zeros((2, sequences), np.int64)
         self._from, self._before = np.zeros((2, sequences, ranks), np.int64)
         self._step = np.full((sequences, ranks), NEVER)
@@ -53,13 +53,16 @@ class Ledgers:
         self._resize(some, lengths, inside, _deal_up_to)
 
     def deal_runs(self, counts, run):
-        """Deal so many tokens of each of all sequences, which are empty: in runs, and what is left one by one."""
+        """Deal tokens of all sequences, which are empty, in turn: `run` at a time while every rank gets as many.
+
+        The tokens that are left are dealt one by one.  counts: tokens of every sequence.
+        """
         ranks = self.counts.shape[1]
         in_runs = counts - counts % (run * ranks)
-        if ranks == 1 or run == 1:
+        if ranks == 1 or run == 1:  # as one by one
             in_runs[:] = 0
         for sequence in np.flatnonzero(in_runs).tolist():
-            self._each[sequence].begin_runs(int(in_runs[sequence]), run)
+            self._each[sequence].begin_runs(run)
         self.lengths[:], self.counts[:] = in_runs, in_runs[:, None] // ranks
         self._run, self._in_runs[:] = run, in_runs
         self.deal(slice(None), counts - in_runs)

@@ -63,16 +63,14 @@ class _Dealt:
         """As in `_Placed`."""
         if rank not in self.members:
             return []
-        count, step = len(self.members), self.run * len(self.members)
+        step = self.run * len(self.members)
         start = self.start + self.run * self.members.index(rank)
-        start += max(0, (first - start) // step) * step  # the run at `first`, or the next
+        start += max(0, (first - start) // step) * step  # the last run that begins up to `first`, if there is one
         if self.run == 1:
-            dealt = range(start if start >= first else start + step, stop, count)
+            dealt = range(start if start >= first else start + step, stop, step)
             return [dealt] if dealt else []
-        runs = [range(run, run + self.run) for run in range(start, stop, step)]
-        for end in (0, -1) if runs else ():
-            runs[end] = range(max(runs[end].start, first), min(runs[end].stop, stop))
-        return [run for run in runs if run]
+        runs = (range(max(begin, first), min(begin + self.run, stop)) for begin in range(start, stop, step))
+        return [tokens for tokens in runs if tokens]
 
     def before(self, rank, stop):
         """As in `_Placed`."""
@@ -94,7 +92,9 @@ class _Dealt:
 
     def room(self, stop):
         """As in `_Placed`."""
-        return 0 if self.run > 1 else None if self.limit is None else self.limit - stop
+        if self.run > 1:  # tokens behind those that truncation has left are dealt one by one
+            return 0
+        return None if self.limit is None else self.limit - stop
 
 
 class Ledger:
@@ -190,9 +190,9 @@ class Ledger:
         """Begin a piece in which the next tokens go to all ranks in turn, where all ranks have equally many."""
         self._add(_Dealt(self.seqlen, self._in_turn(), None))
 
-    def begin_runs(self, length, run):
-        """Begin a piece of `length` tokens that go to all ranks in turn, `run` at a time, in an empty sequence."""
-        self._add(_Dealt(0, self._in_turn(), length, run))
+    def begin_runs(self, run):
+        """Begin a piece of an empty sequence in which tokens go to all ranks in turn, `run` at a time."""
+        self._add(_Dealt(0, self._in_turn(), None, run))
 
     def deal(self, count):
         """Append tokens, each to a rank that has the fewest at that point; returns the first position."""

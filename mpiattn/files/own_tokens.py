@@ -1,7 +1,8 @@
 """A rank's own tokens, read where they lie in a file.
 
-Tokens between those of other ranks are copied out of the mapped file.  If the system cannot map it, or the tokens are
-small, a rank reads what lies between them too and ignores that, since a call of the system for each takes longer.
+Tokens that follow one another are read together.  Others, between those of other ranks, are copied out of the mapped
+file.  If the system cannot map it, or the tokens are small, a rank reads what lies between them too and ignores that,
+since a call of the system for each takes longer.
 """
 
 import errno
@@ -44,8 +45,8 @@ class OwnTokens:
             report = progress and (lambda tokens, lines=lines: progress(tokens / lines))
             for start, rows in each:
                 done = 0
-                for in_runs, group in groupby(parts, lambda part: part.step == 1):
-                    some, read = list(group), self._read_runs if in_runs else self._read_stripes
+                for together, group in groupby(parts, lambda part: part.step == 1):
+                    some, read = list(group), self._read_runs if together else self._read_stripes
                     end = done + sum(map(len, some))
                     read(start, some, row_bytes, rows[done:end], report)
                     done = end
@@ -83,6 +84,7 @@ class OwnTokens:
                 report(len(part))
 
     def _read_stripe(self, start, part, row_bytes, rows):
+        """As `_read_stripes`, of one range."""
         if row_bytes >= MAPPED and self._mapped is not None:
             with self._errors():
                 self._mapped.copy(start + part.start * row_bytes, part.step * row_bytes, rows)

@@ -24,7 +24,7 @@ class _Left:
     """Cases that are not predicted yet, as (least seconds, least bytes, number of the schedule, number)."""
 
     def __init__(self, cases):
-        self._slower, self._equal = list(cases), []  # the second with seconds behind the schedule
+        self._slower, self._equal = list(cases), []  # the second as (bytes, schedule, seconds, number)
         heapify(self._slower)
 
     def __bool__(self):
@@ -90,16 +90,16 @@ class _Known:
             self._possible = min(seconds for seconds, *_ in among)
 
     def _fit(self, tile=None):
-        """The choices that do with the memory; of a tile if given."""
-        of_tile = (choice for number, choice in self.made.items() if tile in (None, self._cases[number].tile))
-        return fit(of_tile, self._model.max_memory)
+        """The choices that do with the memory, the first case first; of a tile if given."""
+        of_tile = (number for number in self.made if tile in (None, self._cases[number].tile))
+        return fit([self.made[number] for number in sorted(of_tile)], self._model.max_memory)
 
     def shortest(self):
         """The shortest time so far; before any is known, the shortest that is possible."""
         return min((choice.seconds for choice in self._fit()), default=self._possible)
 
     def best(self, end):
-        """The best choice so far.  end: of equal times."""
+        """The best choice so far, the first of equal ones.  end: of equal times."""
         return min(self._fit(), key=lambda choice: merit(choice, end))
 
     def settled(self, case, end, tile=None):
@@ -124,7 +124,7 @@ def needed(model, cases, of_tiles):
             best = known.best(end)
             case = left.take_soonest()
             # No case left is shorter; or a shorter one may be left, which ends equal times earlier, but not before the
-            # best: that stays equal, and is ahead of all others by bytes or by its schedule.
+            # best: that stays equal, and is ahead of all others by what decides then.
             if case[0] >= known.shortest() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * case[0]):
                 left.add(case)
                 break

@@ -9,7 +9,7 @@ from ..schedule.remembered import Remembered
 from ..schedule.tile import Tile
 from .workload import edges
 
-ROUNDING = 1 - 1e-9  # times are summed in another order than in the simulation
+ROUNDING = 1 - 1e-9  # of lower bounds whose terms are summed in another order than those of a choice
 
 
 class _Blocks(NamedTuple):
