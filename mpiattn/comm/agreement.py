@@ -35,14 +35,22 @@ class agreement:
     ranks it failed.
     call: the collective call that this is part of, in words; raises CallError on every rank if ranks differ in it.
 
+    known: as for `digest_of`.
+
     Its value is a dict, in which the body may put arguments that must be the same on every rank, as for `agree_on`: the
     same allreduce compares them.
     """
 
-    __slots__ = ("call", "only", "peers", "same")  # a class, since every call passes here: generators take longer
+    __slots__ = (
+        "call",
+        "known",
+        "only",
+        "peers",
+        "same",
+    )  # a class, since every call passes here: generators take longer
 
-    def __init__(self, peers, only=None, call=""):
-        self.peers, self.only, self.call, self.same = peers, only, call, {}
+    def __init__(self, peers, only=None, call="", known=None):
+        self.peers, self.only, self.call, self.known, self.same = peers, only, call, known, {}
 
     def __enter__(self):
         return self.same
@@ -50,7 +58,7 @@ class agreement:
     def __exit__(self, kind, error, trace):
         if error is not None and not isinstance(error, Exception):
             return  # an interrupt: other ranks learn of it otherwise
-        digest = digest_of(self.call, {} if error else self.same)
+        digest = digest_of(self.call, {} if error else self.same, self.known)
         failed, high, low = self.peers.largest([error is not None, digest, -digest]).tolist()
         if failed or high != -low:
             _raise_everywhere(self.peers, self.call, error, self.only, self.same)
@@ -76,10 +84,23 @@ def from_rank_0(peers, make):
     return made
 
 
-def digest_of(call, arguments):
-    """A hash of the call and its arguments, an integer of 56 bits."""
-    compared = call, [(name, _comparable(value)) for name, value in sorted(arguments.items())]
-    return int.from_bytes(hashlib.sha256(repr(compared).encode()).digest()[:7], "big")
+def digest_of(call, arguments, known=None):
+    """A hash of the call and its arguments, an integer of 56 bits.
+
+    known: {names: (arguments, their hash)} of calls before, in which these are put; most calls have the same arguments
+        as one before.  No value may be changed after the call.
+    """
+    names = tuple(arguments)
+    before, of_arguments = (known or {}).get(names, (None, 0))
+    if before != arguments:
+        of_arguments = _hashed(repr([(name, _comparable(value)) for name, value in sorted(arguments.items())]))
+        if known is not None:
+            known[names] = arguments, of_arguments
+    return _hashed(call) ^ of_arguments
+
+
+def _hashed(text):
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 _NO_NUMBERS = frozenset((int, str, tuple, list, range, type(None)))  # or numbers that print as they compare

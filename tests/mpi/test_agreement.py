@@ -5,7 +5,7 @@ import pytest
 from dense import draw, draw_all
 from runs import attend, my_chunks, on
 
-from mpiattn import ArgumentError, Layout, MeshAttention
+from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
 from mpiattn.comm.agreement import agree_on, agreement
 from mpiattn.comm.peers import Peers
 from mpiattn.errors import FileError, MpiattnError
@@ -237,3 +237,17 @@ def test_equal_numbers_of_different_types_agree(comm, at_least):
     for value in (2.5, float("inf"), True):
         text = same_error(comm, lambda value=value: agree_on(Peers(comm), {"x": np.int64(2) if comm.rank else value}))
         assert text.startswith(f"x is {value!r} on rank 0 but ")
+
+
+def test_arguments_of_calls_before(comm, at_least):
+    """A call that all ranks have made, then one in which a rank differs, and the first again, by equal values."""
+    at_least(2)
+    token = np.ones((2, 1, 1, 4), np.float32)
+    with KVCache(comm, capacity=40, sequences=2, kv_heads=1, head_dim=4) as cache:
+        for _ in range(2):
+            cache.append(token, token, counts=[1, 1])
+            given = [1, 1 - (comm.rank == comm.size - 1)]
+            text = same_error(comm, lambda given=given: cache.append(token, token, counts=given))
+            assert text.startswith("counts is [1, 1] on rank 0 but [1, 0] on rank")
+            cache.append(token, token, counts=np.array([1.0, 1]).astype(int) if comm.rank else (1, True))
+        assert cache.lengths == (4, 4)
