@@ -41,13 +41,8 @@ class agreement:
     same allreduce compares them.
     """
 
-    __slots__ = (
-        "call",
-        "known",
-        "only",
-        "peers",
-        "same",
-    )  # a class, since every call passes here: generators take longer
+    # a class, since every call passes here: generators take longer
+    __slots__ = ("call", "known", "only", "peers", "same")
 
     def __init__(self, peers, only=None, call="", known=None):
         self.peers, self.only, self.call, self.known, self.same = peers, only, call, known, {}

@@ -47,8 +47,8 @@ class Ledgers:
         lengths = before + counts
         inside = lengths <= self._end[some]
         if np.count_nonzero(inside) < len(inside):  # takes less time than all()
-            counts = self.counts[some]
-            self._begin(self._numbers[some][~inside & (counts.min(axis=1) == counts.max(axis=1))])
+            held = self.counts[some]
+            self._begin(self._numbers[some][~inside & (held.min(axis=1) == held.max(axis=1))])
             inside = lengths <= self._end[some]
         self._resize(some, lengths, inside, _deal_up_to)
 
