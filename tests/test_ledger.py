@@ -233,6 +233,25 @@ def test_pages_spread(count, tokens, rooms):
     assert len(set(tables.tolist())) == len(tables) == count - pages.free
 
 
+def test_tables_of_all_sequences():
+    """They are kept until a sequence's pages change, and are the right ones then."""
+    pages, rng = Pages(200, 4, 3), random.Random(0)
+    for _ in range(300):
+        before = pages.tables(range(3))
+        sequence, tokens = rng.randrange(3), rng.randint(0, 60)
+        changed = pages.needed(tokens) != len(pages.table(sequence))
+        pages.resize_each(np.array([sequence]), np.array([tokens]))
+        for tables, order in ((pages.tables(range(3)), [0, 1, 2]), (pages.tables([2, 0]), [2, 0])):
+            expected = [pages.table(s).tolist() for s in order]
+            assert [table.tolist() for table in tables] == expected
+            joined, starts = tables.joined
+            assert joined.tolist() == [page for table in expected for page in table] and joined.dtype == np.int32
+            assert [joined[a:b].tolist() for a, b in pairwise(starts)] == expected
+            longest = max(map(len, expected))
+            assert tables.padded.tolist() == [table + [0] * (longest - len(table)) for table in expected]
+        assert (pages.tables(range(3)) is before) == (not changed)
+
+
 def test_a_layout_of_other_ranks():
     with pytest.raises(ArgumentError, match="it must have one a rank, 3"):
         Ledger(3).place(Layout("striped", 10, 4))

@@ -6,9 +6,37 @@ middle of the longest free range, so that the sequence before it can grow as wel
 together are spread over the pool.
 """
 
+from functools import cached_property
+from itertools import accumulate
+
 import numpy as np
 
 from ..errors import ArgumentError
+
+
+class Tables(list):
+    """The block tables of some sequences, int32 each.  It is not to be changed: what back ends make of it is kept."""
+
+    @classmethod
+    def of(cls, pages):
+        """Of the argument `pages` of `Backend.attend_pages`."""
+        return pages if isinstance(pages, cls) else cls(pages if isinstance(pages, list) else [pages])
+
+    @cached_property
+    def joined(self):
+        """All tables one after another, int32, and where each begins and the last ends, int64."""
+        starts = np.fromiter(accumulate(map(len, self), initial=0), np.int64)  # takes less time than cumsum()
+        return np.ascontiguousarray(self[0] if len(self) == 1 else np.concatenate(self), np.int32), starts
+
+    @cached_property
+    def padded(self):
+        """The tables as rows, int32 (sequences, pages), with zeros behind the shorter ones."""
+        if len(self) == 1:
+            return self[0].reshape(1, -1)
+        rows = np.zeros((len(self), max(map(len, self))), np.int32)
+        for row, table in zip(rows, self):
+            row[: len(table)] = table
+        return rows
 
 
 class Pages:
@@ -19,6 +47,7 @@ class Pages:
         self._free = np.ones(count, bool)
         self._tables = [np.empty(0, np.int32) for _ in range(sequences)]
         self._used = np.zeros(sequences, np.int64)  # number of pages
+        self._all = None  # `Tables` of all sequences; None if pages have changed since
         # Of every sequence the first token in its last page, and its slot less its number
         self.in_last, self.shift = np.zeros((2, sequences), np.int64)
 
@@ -66,6 +95,7 @@ class Pages:
 
     def _note(self, sequence, count):
         """Note the number of pages of a sequence, and its last one."""
+        self._all = None
         before, last = (count - 1, self._tables[sequence][count - 1].item()) if count else (0, 0)
         self.free += self._used[sequence].item() - count
         self._used[sequence] = count
@@ -77,9 +107,15 @@ class Pages:
             self.resize(sequences[i], tokens[i].item())
 
     def tables(self, sequences):
-        """`table` of each of the sequences."""
+        """`table` of each of the sequences, a list or the range of all; the same `Tables` of all until pages change."""
+        every = isinstance(sequences, range)
+        if every and self._all is not None:
+            return self._all
         used = self._used.tolist()
-        return [self._tables[sequence][: used[sequence]] for sequence in sequences]
+        tables = Tables(self._tables[sequence][: used[sequence]] for sequence in sequences)
+        if every:
+            self._all = tables
+        return tables
 
     def _stretch(self, last, wanted):
         """(first page, count) of at most `wanted` consecutive free pages, directly after page `last` if possible."""

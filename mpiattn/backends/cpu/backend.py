@@ -7,12 +7,12 @@ that make halves of them.
 import ctypes
 import math
 from functools import cache
-from itertools import accumulate
 
 import numpy as np
 
 from ...errors import ArgumentError
 from ..numpy.backend import NumpyBackend
+from ..pages import Tables
 from . import library
 from .library import Launch, Poll
 from .speeds import assumed
@@ -133,9 +133,7 @@ class CpuBackend(NumpyBackend):
     ):
         if not len(q):
             return
-        pages = pages if isinstance(pages, list) else [pages]
-        tables = np.fromiter(accumulate(map(len, pages), initial=0), np.int64)  # takes less time than cumsum()
-        pages = np.ascontiguousarray(pages[0] if len(pages) == 1 else np.concatenate(pages), np.int32)
+        pages, tables = Tables.of(pages).joined
         begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))
         values = _values(values, keys, out)
         self._run(

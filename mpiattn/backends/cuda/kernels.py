@@ -10,6 +10,7 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ..kept import Kept
+from ..pages import Tables
 from . import tile_table
 from .launches import (
     BLOCKS_PER_PROCESSOR,
@@ -56,12 +57,7 @@ class KernelLaunches:
     ):
         if not len(q):
             return
-        if isinstance(pages, list):
-            tables = np.zeros((len(pages), max(map(len, pages))), np.int32)
-            for table, of_sequence in zip(tables, pages):
-                table[: len(of_sequence)] = of_sequence
-        else:
-            tables = pages.reshape(1, -1)
+        tables = Tables.of(pages).padded
         begin, end = (bound.reshape(len(tables), -1) for bound in (begin, end))
         self._attend(
             q, keys, values, tables, tables.shape[1] * page_size, begin, end, out, lse, scale, softcap, page_size

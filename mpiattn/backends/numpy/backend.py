@@ -9,6 +9,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...model.machine import DEFAULT
 from ..kept import Kept
+from ..pages import Tables
 from ..wire import in_memory
 from . import paged, tiles
 from .casts import narrow, widen
@@ -199,7 +200,7 @@ class NumpyBackend:
     def attend_pages(
         self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
     ):
-        tables = pages if isinstance(pages, list) else [pages]
+        tables = Tables.of(pages)
         with np.errstate(all="ignore"):
             split = len(tables), len(q) // len(tables)
             of_rows = zip(*(array.reshape(*split, *array.shape[1:]) for array in (q, begin, end, out, lse)))
