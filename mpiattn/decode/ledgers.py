@@ -87,11 +87,11 @@ class Ledgers:
         positions = np.minimum(positions, end)
         total = np.where(positions == end, self.counts[some, rank][:, None], 0)
         inside = (positions > 0) & (positions < end)
-        in_runs = inside & (positions <= self._in_runs[some][:, None])
-        if np.count_nonzero(in_runs):  # takes less time than any()
+        if self._run > 1:
+            in_runs = inside & (positions <= self._in_runs[some][:, None])
             total = np.where(in_runs, self._counts_in_runs(some, positions, rank), total)
             inside &= ~in_runs
-        if np.count_nonzero(inside):
+        if np.count_nonzero(inside):  # takes less time than any()
             dealt = inside & (positions >= self._start[some][:, None]) & (end <= self._end[some][:, None])
             total = np.where(dealt, self._counts(some, positions, [rank]), total)
             for i in np.flatnonzero((inside & ~dealt).any(axis=1)).tolist():
