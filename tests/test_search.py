@@ -125,7 +125,7 @@ def test_tokens_of_all_ranks_together(seed):
 
 
 def test_ties_by_bytes_that_are_summed_in_another_order():
-    """Both kinds send the same bytes, and one needs less memory; its bound may be one bit above its bytes."""
+    """Both kinds send the same bytes, in sums that are rounded: a bound must not be a bit above them."""
     problem = Problem(seqlen=1333, heads=5, kv_heads=1, head_dim=100)
     machine = replace(DEFAULT, flops={"float32": 6e10, "float64": 3e7}, launch=2.4e-4, edge=0.0)
     pair = (Layout("contiguous", 1333, 6, (97, 220, 151, 211, 632, 22)),) * 2

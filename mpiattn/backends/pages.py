@@ -31,7 +31,7 @@ class Tables(list):
     @cached_property
     def padded(self):
         """The tables as rows, int32 (sequences, pages), with zeros behind the shorter ones."""
-        if len(self) == 1:
+        if len(self) == 1:  # may be on a device
             return self[0].reshape(1, -1)
         rows = np.zeros((len(self), max(map(len, self))), np.int32)
         for row, table in zip(rows, self):

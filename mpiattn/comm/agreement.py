@@ -34,18 +34,17 @@ class agreement:
     only: the only rank on which the body does anything, for a file for example; the message then does not say on which
     ranks it failed.
     call: the collective call that this is part of, in words; raises CallError on every rank if ranks differ in it.
-
-    known: as for `digest_of`.
+    hashes: as for `digest_of`.
 
     Its value is a dict, in which the body may put arguments that must be the same on every rank, as for `agree_on`: the
     same allreduce compares them.
     """
 
     # a class, since every call passes here: generators take longer
-    __slots__ = ("call", "known", "only", "peers", "same")
+    __slots__ = ("call", "hashes", "only", "peers", "same")
 
-    def __init__(self, peers, only=None, call="", known=None):
-        self.peers, self.only, self.call, self.known, self.same = peers, only, call, known, {}
+    def __init__(self, peers, only=None, call="", hashes=None):
+        self.peers, self.only, self.call, self.hashes, self.same = peers, only, call, hashes, {}
 
     def __enter__(self):
         return self.same
@@ -53,7 +52,7 @@ class agreement:
     def __exit__(self, kind, error, trace):
         if error is not None and not isinstance(error, Exception):
             return  # an interrupt: other ranks learn of it otherwise
-        digest = digest_of(self.call, {} if error else self.same, self.known)
+        digest = digest_of(self.call, {} if error else self.same, self.hashes)
         failed, high, low = self.peers.largest([error is not None, digest, -digest]).tolist()
         if failed or high != -low:
             _raise_everywhere(self.peers, self.call, error, self.only, self.same)
@@ -79,18 +78,17 @@ def from_rank_0(peers, make):
     return made
 
 
-def digest_of(call, arguments, known=None):
+def digest_of(call, arguments, hashes=None):
     """A hash of the call and its arguments, an integer of 56 bits.
 
-    known: {names: (arguments, their hash)} of calls before, in which these are put; most calls have the same arguments
-        as one before.  No value may be changed after the call.
+    hashes: {names: (arguments, their hash)} of earlier calls, to which these are added.  Most calls have the arguments
+        of an earlier call, which are not hashed again.  No value may be changed after the call.
     """
-    names = tuple(arguments)
-    before, of_arguments = (known or {}).get(names, (None, 0))
-    if before != arguments:
+    names, hashes = tuple(arguments), {} if hashes is None else hashes
+    earlier, of_arguments = hashes.get(names, (None, 0))
+    if earlier != arguments:
         of_arguments = _hashed(repr([(name, _comparable(value)) for name, value in sorted(arguments.items())]))
-        if known is not None:
-            known[names] = arguments, of_arguments
+        hashes[names] = arguments, of_arguments
     return _hashed(call) ^ of_arguments
 
 

@@ -46,7 +46,7 @@ class Call:
 
     def agreement(self, check: bool = True) -> AbstractContextManager[dict[str, Any]]:
         """As `mpiattn.comm.agreement.agreement`, which also compares the call; without check only run the body."""
-        return agreement(self.peers, call=self.name, known=self._owner._known) if check else nullcontext({})
+        return agreement(self.peers, call=self.name, hashes=self._owner._hashes) if check else nullcontext({})
 
 
 class Collective(ABC):
@@ -58,7 +58,7 @@ class Collective(ABC):
 
     KIND = ""
     _home: Home | None = None
-    _known: dict[tuple[str, ...], tuple[dict[str, Any], int]]  # as for `agreement`
+    _hashes: dict[tuple[str, ...], tuple[dict[str, Any], int]]  # as for `agreement`
     _peers: Peers
     _mesh: Mesh | None = None
     _raising = False
@@ -76,7 +76,7 @@ class Collective(ABC):
     def _join(self, home: Home, peers: Peers) -> None:
         """Become a member of a home; the ranks have agreed before that all make it."""
         home.members += 1
-        self._home, self._peers, self._calls, self._known = home, peers, 0, {}
+        self._home, self._peers, self._calls, self._hashes = home, peers, 0, {}
         self._name = f"{self.KIND} {home.members}"
         self._unclosed = weakref.finalize(self, home.drop)
         self._unclosed.atexit = False

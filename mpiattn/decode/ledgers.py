@@ -7,7 +7,7 @@ ends does its ledger do it.
 
 import numpy as np
 
-from .token_owners import Ledger
+from .token_owners import Ledger, dealt
 
 NEVER = 2**62  # tokens that no sequence has
 
@@ -62,7 +62,7 @@ class Ledgers:
         if ranks == 1 or run == 1:  # as one by one
             in_runs[:] = 0
         for sequence in np.flatnonzero(in_runs).tolist():
-            self._each[sequence].begin_runs(run)
+            self._each[sequence].begin(run)
         self.lengths[:], self.counts[:] = in_runs, in_runs[:, None] // ranks
         self._run, self._in_runs[:] = run, in_runs
         self.deal(slice(None), counts - in_runs)
@@ -92,9 +92,9 @@ class Ledgers:
             total = np.where(in_runs, self._counts_in_runs(some, positions, rank), total)
             inside &= ~in_runs
         if np.count_nonzero(inside):  # takes less time than any()
-            dealt = inside & (positions >= self._start[some][:, None]) & (end <= self._end[some][:, None])
-            total = np.where(dealt, self._counts(some, positions, [rank]), total)
-            for i in np.flatnonzero((inside & ~dealt).any(axis=1)).tolist():
+            in_last = inside & (positions >= self._start[some][:, None]) & (end <= self._end[some][:, None])
+            total = np.where(in_last, self._counts(some, positions, [rank]), total)
+            for i in np.flatnonzero((inside & ~in_last).any(axis=1)).tolist():
                 total[i] = self._each[self._numbers[some][i]].below(rank, positions[i])
         return total
 
@@ -115,8 +115,7 @@ class Ledgers:
         """Tokens of a rank if the sequences had these lengths (some, any), no more than were dealt in runs."""
         ranks = self.counts.shape[1]
         turn = (rank - self._numbers[some][:, None]) % ranks  # of sequence s, rank s is first
-        whole, rest = np.divmod(lengths, self._run * ranks)
-        return self._run * whole + np.clip(rest - self._run * turn, 0, self._run)
+        return dealt(lengths, turn, ranks, self._run)
 
     def _resize(self, some, lengths, inside, otherwise):
         """Move the ends of sequences `inside` their last pieces; otherwise(ledger, length) does it for the others."""

@@ -23,6 +23,15 @@ from ..errors import ArgumentError
 from ..problem.layout import Layout, within
 
 
+def dealt(tokens, turn, ranks, run):
+    """How many of the first `tokens` tokens go to the rank whose turn is number `turn` of `ranks`, `run` at a time.
+
+    Elementwise for arrays.
+    """
+    whole, rest = np.divmod(tokens, run * ranks)
+    return run * whole + np.clip(rest - run * turn, 0, run)
+
+
 @dataclass(frozen=True)
 class _Placed:
     """Positions from `start` on, split by a layout; truncation may leave only the first of the layout's tokens."""
@@ -67,8 +76,8 @@ class _Dealt:
         start = self.start + self.run * self.members.index(rank)
         start += max(0, (first - start) // step) * step  # the last run that begins up to `first`, if there is one
         if self.run == 1:
-            dealt = range(start if start >= first else start + step, stop, step)
-            return [dealt] if dealt else []
+            tokens = range(start if start >= first else start + step, stop, step)
+            return [tokens] if tokens else []
         runs = (range(max(begin, first), min(begin + self.run, stop)) for begin in range(start, stop, step))
         return [tokens for tokens in runs if tokens]
 
@@ -76,18 +85,14 @@ class _Dealt:
         """As in `_Placed`."""
         if rank not in self.members:
             return np.zeros_like(stop)
-        whole, rest = np.divmod(np.maximum(stop - self.start, 0), self.run * len(self.members))
-        return self.run * whole + np.clip(rest - self.run * self.members.index(rank), 0, self.run)
+        tokens = np.maximum(stop - self.start, 0)
+        return dealt(tokens, self.members.index(rank), len(self.members), self.run)
 
     def counts(self, ranks, stop):
         """As in `_Placed`."""
         counts = np.zeros(ranks, np.int64)
-        whole, rest = divmod(stop - self.start, self.run * len(self.members))
-        counts[list(self.members)] = self.run * whole
-        more, part = divmod(rest, self.run)
-        counts[list(self.members[:more])] += self.run
-        if part:
-            counts[self.members[more]] += part
+        turns = np.arange(len(self.members))
+        counts[list(self.members)] = dealt(stop - self.start, turns, len(self.members), self.run)
         return counts
 
     def room(self, stop):
@@ -173,8 +178,8 @@ class Ledger:
     def turns(self):
         """(start, limit, members) of the last piece, as of `_Dealt`; None unless its tokens are dealt one by one."""
         piece = self._pieces[-1] if self._pieces else None
-        dealt = isinstance(piece, _Dealt) and piece.run == 1
-        return (piece.start, piece.limit, piece.members) if dealt else None
+        one_by_one = isinstance(piece, _Dealt) and piece.run == 1
+        return (piece.start, piece.limit, piece.members) if one_by_one else None
 
     # Changes
 
@@ -186,13 +191,9 @@ class Ledger:
             self._add(_Placed(self.seqlen, layout))
             self._resize(self.seqlen + layout.seqlen)
 
-    def begin(self):
-        """Begin a piece in which the next tokens go to all ranks in turn, where all ranks have equally many."""
-        self._add(_Dealt(self.seqlen, self._in_turn(), None))
-
-    def begin_runs(self, run):
-        """Begin a piece of an empty sequence in which tokens go to all ranks in turn, `run` at a time."""
-        self._add(_Dealt(0, self._in_turn(), None, run))
+    def begin(self, run=1):
+        """Begin a piece whose tokens go to all ranks in turn, `run` at a time, where all have equally many."""
+        self._add(_Dealt(self.seqlen, self._in_turn(), None, run))
 
     def deal(self, count):
         """Append tokens, each to a rank that has the fewest at that point; returns the first position."""

@@ -240,7 +240,7 @@ def test_equal_numbers_of_different_types_agree(comm, at_least):
 
 
 def test_arguments_of_calls_before(comm, at_least):
-    """A call that all ranks have made, then one in which a rank differs, and the first again, by equal values."""
+    """A call that all ranks have made, then a call in which a rank differs, and the first again, by equal values."""
     at_least(2)
     token = np.ones((2, 1, 1, 4), np.float32)
     with KVCache(comm, capacity=40, sequences=2, kv_heads=1, head_dim=4) as cache:
