@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+BLOCK_BYTES = 2**10  # of a block of which MPI sends many as fast as they are copied
+
+
 class Blocks(NamedTuple):
     """Blocks of bytes that lie equally far apart in memory.
 
@@ -34,6 +37,17 @@ def blocks_of(array: Any) -> Blocks | None:
             return None
         count *= size
     return Blocks(count, nbytes, stride) if stride >= nbytes else None
+
+
+def in_place(array: Any, most: int) -> bool:
+    """Whether MPI sends or receives an array where it lies as fast as it is copied: in a piece, or in long blocks.
+
+    most: bytes of the longest message.  Blocks are a single message.
+    """
+    if array.flags.c_contiguous:
+        return True
+    blocks = blocks_of(array) if array.size and array.nbytes <= most else None
+    return blocks is not None and blocks.nbytes >= BLOCK_BYTES
 
 
 class WireBytes(NamedTuple):

@@ -1,13 +1,13 @@
 """Parts of arrays, sent and received in rounds, a few of which are under way at a time.
 
-A part that is contiguous travels from and to where it is; another is packed, a round at a time.
+A part that is contiguous or lies in long blocks travels from and to where it is; another is packed, a round at a time.
 """
 
 from collections import deque
 
 import numpy as np
 
-from ..backends.wire import WireBytes
+from ..backends.wire import in_memory, in_place
 from .exchange import Exchange
 
 PIECE_BYTES = 4 * 2**20  # that a rank sends, receives, reads or writes in a round
@@ -42,12 +42,17 @@ class Rounds:
 
     def send(self, rank, array):
         """Send an array, which stays as it is until the end."""
-        self._posted += self._exchange.send(self._comm, WireBytes(as_bytes(packed(array))), rank, TAG)
+        if array.dtype != native(array.dtype) or not in_place(array, self._exchange.max_message):
+            array = packed(array)
+        self._posted += self._exchange.send(self._comm, in_memory(array), rank, TAG)
 
     def receive(self, rank, array):
         """Receive what `rank` sends into an array, in this machine's byte order."""
-        buffer = self._contiguous(array)
-        self._posted += self._exchange.receive(self._comm, WireBytes(as_bytes(buffer)), rank, TAG)
+        if not in_place(array, self._exchange.max_message):
+            buffer = np.empty(array.shape, array.dtype)
+            self._unpack.append((array, buffer))
+            array = buffer
+        self._posted += self._exchange.receive(self._comm, in_memory(array), rank, TAG)
 
     def allgather(self, array, arena, lengths, starts, row_bytes, unpack=()):
         """Give every rank the arrays of all: lengths[r] rows of rank r, from row starts[r] of the contiguous `arena`.
@@ -58,14 +63,6 @@ class Rounds:
             own, arena = as_bytes(packed(array)), as_bytes(arena)
             self._posted += self._exchange.allgather(self._comm, own, arena, lengths, starts, row_bytes)
         self._unpack += unpack
-
-    def _contiguous(self, array):
-        """The array or, if it is not contiguous, a buffer whose content goes there at the end of the round."""
-        if array.flags.c_contiguous:
-            return array
-        buffer = np.empty(array.shape, array.dtype)
-        self._unpack.append((array, buffer))
-        return buffer
 
     def turn(self, then=None):
         """End a round; then: called when it is complete, and all before it."""

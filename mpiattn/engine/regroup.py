@@ -11,7 +11,7 @@ lie in memory sequence after sequence, if launches take them so: copies between 
 import copy
 
 from ..backends.kept import Kept
-from ..backends.wire import blocks_of
+from ..backends.wire import in_place
 from ..schedule.kinds import TAG
 from ..schedule.regroup import GIVEN, TAKEN, arrays_of, of_keys, plane_problem, rows_of
 from .coming import Coming
@@ -19,7 +19,6 @@ from .folding import stays
 
 ARRAYS = tuple(array.name for arrays in (*TAKEN.values(), *GIVEN.values()) for array in arrays)
 TAGS = {name: max(TAG.values()) + 16 + i for i, name in enumerate(dict.fromkeys(ARRAYS))}
-LEAST = 2**10  # bytes of a block of which MPI sends many at the speed of copies
 
 
 class Regroup:
@@ -119,10 +118,7 @@ class Regroup:
         """Whether a region (sequences, tokens, heads, ...) of an array can be sent from there, or received there."""
         if not (self.regrouping.by_sequence or self._sequences == 1):
             return False  # a message has token after token, the region sequence after sequence
-        if region.flags.c_contiguous:
-            return True
-        blocks = blocks_of(region) if self.backend.sends_blocks and region.size else None
-        return blocks is not None and blocks.nbytes >= LEAST and region.nbytes <= self.exchange.max_message
+        return region.flags.c_contiguous or (self.backend.sends_blocks and in_place(region, self.exchange.max_message))
 
     def _of_mesh(self, chunk, part, memory):
         """The rows of a message at the mesh's end, and where they belong in the chunk, or None if they are there.

@@ -13,8 +13,9 @@ from test_counted import count
 from thinning import every
 
 from mpiattn import ArgumentError, Layout, MeshAttention
+from mpiattn.backends import wire
 from mpiattn.backends.testing.deferred import DeferredBackend
-from mpiattn.engine import coming, regroup
+from mpiattn.engine import coming
 from mpiattn.problem.layout import LAYOUTS
 
 MORE = int(os.environ.get("MPIATTN_MORE", "0"))  # the first of the cases that are looked at on more ranks
@@ -52,7 +53,7 @@ def check_tiles_and_layouts(group, some):
         how["schedule"], how["route"] = ("greedy", "collective")[number % 2], "direct"
         how |= {"seqlen": (37, 5, 64)[number % 3], "sinks": number % 3 == 1}
         in_blocks = (number + group.rank) % 3  # one end may pack what the other end takes as it lies
-        with patch.object(regroup, "LEAST", 1 if in_blocks else 2**20):
+        with patch.object(wire, "BLOCK_BYTES", 1 if in_blocks else 2**20):
             check(group, seed=number, **{**PROBLEM, **how})
 
 
