@@ -32,8 +32,7 @@ struct Keys {
             }
         }
 #else
-        copy_rows_apart<Tile, DIM, THREADS>(base, source + ((long long)first * kv_heads + kv_head) * DIM,
-                                            (long long)kv_heads * DIM, count - first);
+        copy_rows_apart<Tile, DIM, THREADS>(base, source + kv_head * DIM, kv_heads * DIM, first, count);
 #endif
     }
 };

@@ -30,7 +30,7 @@ struct Product {
         const int lane = lane_index();
         const unsigned a_at = A::at(a, a_row + lane % 16, lane / 16 * 8);
         const unsigned b_at = B::at(b, lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
-#pragma unroll 2                                     // more would spend the results' registers on addresses
+#pragma unroll (DEPTH <= 256 ? 16 : 2)               // more would spend registers on addresses
         for (int k = 0; k < DEPTH; k += 16) {
             unsigned left[M][4];
 #pragma unroll
@@ -53,7 +53,7 @@ struct Product {
     template <class B, int M, int N, int K>
     static __device__ __forceinline__ void with_columns(float (&c)[M][N][4], const float (&w)[M][K][4], unsigned b,
                                                         int first) {
-        const int lane = lane_index();
+        const unsigned lane = thread_index_anew() % 32;              // else registers hold addresses over the loop
         const unsigned b_at = B::at(b, lane % 16, lane / 16 * 8);
 #pragma unroll
         for (int k = 0; k < K; k += 2) {

@@ -22,8 +22,8 @@ __device__ __forceinline__ V& shared_at(unsigned offset) {
 
 // The thread's index, read again each time, so that the compiler does not keep derived addresses in registers over a
 // loop.
-__device__ __forceinline__ int thread_index_anew() {
-    int index;
+__device__ __forceinline__ unsigned thread_index_anew() {
+    unsigned index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
 }

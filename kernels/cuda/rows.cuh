@@ -88,8 +88,7 @@ struct Rows {
     template <class Tile, int DIM, int THREADS>
     __device__ __forceinline__ void copy(unsigned base, const typename Tile::Type* source, int first) const {
         if constexpr (HEADS_PER_KV == 1)
-            copy_rows_apart<Tile, DIM, THREADS>(base, source + index(first) * DIM, (long long)heads * DIM,
-                                                count - first);
+            copy_rows_apart<Tile, DIM, THREADS>(base, source + first_head * DIM, heads * DIM, first, count);
         else
             copy_rows<Tile, DIM, THREADS>(base, source, [&](int i) { return start<DIM>(first + i); });
     }

@@ -56,7 +56,7 @@ struct Copies {
     const int row, column;  // of the first element that this thread copies
     const unsigned base;
 
-    __device__ __forceinline__ Copies(unsigned base_, int thread)
+    __device__ __forceinline__ Copies(unsigned base_, unsigned thread)
         : row(thread / LANES), column(thread % LANES * Tile::CHUNK), base(Tile::at(base_, row, column)) {}
 
     // Offset of this thread's first chunk in row `row` + i * STEP.
@@ -97,17 +97,17 @@ __device__ __forceinline__ void copy_rows(unsigned base, const typename Tile::Ty
     }
 }
 
-// The same for `count` rows that begin `pitch` elements apart, the first at `source`; the tile's other rows are zeros.
+// The same for rows that begin `pitch` elements apart in `source`: the tile gets those from number `first` on, and zeros
+// from number `count` on.
 template <class Tile, int DIM, int THREADS>
-__device__ __forceinline__ void copy_rows_apart(unsigned base, const typename Tile::Type* source, long long pitch,
+__device__ __forceinline__ void copy_rows_apart(unsigned base, const typename Tile::Type* source, int pitch, int first,
                                                 int count) {
     const Copies<Tile, THREADS> copies(base, thread_index_anew());
-    const typename Tile::Type* from = source + copies.row * pitch + copies.column;
-    const long long step = copies.STEP * pitch;
-    const int left = count - copies.row;
+    const int row = first + copies.row;
+    const typename Tile::Type* from = source + copies.column + (long long)row * pitch;
 #pragma unroll
-    for (int i = 0; i < copies.TIMES; ++i, from += step)
-        copies.template copy<DIM>(i, from, i * copies.STEP < left);
+    for (int i = 0; i < copies.TIMES; ++i, from += (long long)copies.STEP * pitch)
+        copies.template copy<DIM>(i, from, row + i * copies.STEP < count);
 }
 
 // Whether the elements that this thread copied hold one that is not finite.  The thread must have waited for its

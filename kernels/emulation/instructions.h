@@ -21,7 +21,7 @@ inline V& shared_at(unsigned offset) {
     return *reinterpret_cast<V*>(emulation::shared_bytes(offset, sizeof(V), "an access"));
 }
 
-inline int thread_index_anew() { return threadIdx.x; }
+inline unsigned thread_index_anew() { return threadIdx.x; }
 
 inline void copy_async_16(unsigned to, const void* from, bool valid) { emulation::copy_async(to, from, 16, valid); }
 inline void copy_async_4(unsigned to, const void* from, bool valid) { emulation::copy_async(to, from, 4, valid); }
