@@ -1,5 +1,7 @@
 """The CUDA kernels' sources on the CPU: gradients against float64."""
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -89,12 +91,23 @@ def test_gradients_are_added(backend):
     assert bits(*grads) == before
 
 
+DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
+
+
+@pytest.mark.parametrize("dim, architecture, dtype", every(5, product(DIMS, (80, 89, 90), ("bfloat16", "float32"))))
+def test_every_tile(backend, dim, architecture, dtype):
+    """Of every entry of the tile table, and of each architecture."""
+    backend.architecture = architecture
+    arguments = block(90, 150, 3, 1, dim, dim, dtype, windows)
+    assert_right(arguments, run(backend, arguments))
+
+
 @pytest.mark.parametrize("where", [0, 1, 4, 5])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_not_finite(backend, where, dtype):
+@pytest.mark.parametrize(("dtype", "dim"), [("float32", 64), ("bfloat16", 64), ("bfloat16", 128)])
+def test_not_finite(backend, where, dtype, dim):
     """A NaN in q, dout, k or v reaches exactly the gradients of pairs that it is part of."""
     for mask in (everything, windows):
-        arguments = block(140, 90, 2, 2, 64, 64, dtype, mask)
+        arguments = block(140, 90, 2, 2, dim, dim, dtype, mask)
         arguments[where] = arguments[where].copy()
         arguments[where][20, 1, [2, 5]] = np.nan
         refs, sizes = dense_gradients(*arguments, 0.3)
@@ -103,8 +116,9 @@ def test_not_finite(backend, where, dtype):
             assert error(got, ref) <= (2 * NOISE + 0.004 * (dtype != "float32")) * largest(size)
 
 
-def test_the_order_of_warps_changes_no_bit():
-    arguments = block(150, 170, 4, 2, 64, 64, "float16", windows)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_order_of_warps_changes_no_bit(dim):
+    arguments = block(150, 170, 4, 2, dim, dim, "float16", windows)
     results = set()
     for descending in (False, True, True):
         backend = backends.get("emulated")

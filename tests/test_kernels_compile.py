@@ -107,8 +107,9 @@ def test_every_tile_fits():
         for work, dtype, dim, kernel, cut in kernel_table.entries(f"sm_{architecture}", 1):
             assert kernel.shared_bytes <= processor.block_shared * 1024, (architecture, work, dtype, dim)
             assert blocks_per_processor(kernel, 255, architecture) >= 1, (architecture, work, dtype, dim)
-            row_warps = cut.warps // (cut.parts if work in ("forward, shared_kv", "decode, shared_kv") else 1)
-            assert cut.rows % (16 * row_warps) == 0 and cut.columns % (8 if dtype == "float32" else 16) == 0
+            groups = cut.parts if work in ("forward, shared_kv", "decode, shared_kv") else cut.column_warps
+            assert cut.rows % (16 * cut.warps // groups) == 0
+            assert cut.columns // cut.column_warps % (8 if dtype == "float32" else 16) == 0
     assert all(max(by_dim) == tile_table.LARGEST_DIM for sizes in TILES.values() for by_dim in sizes.values())
     assert tile_table.table(121) == tile_table.table(120) == tile_table.table(89) != tile_table.table(90)
 

@@ -1,6 +1,7 @@
 """The CUDA kernels' sources on the CPU: attention, and what is done to partials, against float64."""
 
 import itertools
+from itertools import product
 
 import numpy as np
 import pytest
@@ -48,6 +49,19 @@ def test_forward(backend, shape):
     for name, mask in MASKS.items():
         begin, end = mask(queries, keys)
         assert_rounded(attend(backend, q, k, v, begin, end), dense(q, k, v, begin, end, 0.3), v), name
+
+
+DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
+
+
+@pytest.mark.parametrize("dim, architecture, dtype", every(5, product(DIMS, (80, 89, 90), ("bfloat16", "float32"))))
+def test_every_tile(backend, dim, architecture, dtype):
+    """Of every entry of the tile table, and of each architecture."""
+    backend.architecture = architecture
+    q, k, v = chunks(90, 150, 3, 1, dim, dim, dtype)
+    begin, end = MASKS["windows"](90, 150)
+    scale = dim**-0.5
+    assert_rounded(attend(backend, q, k, v, begin, end, scale), dense(q, k, v, begin, end, scale), v)
 
 
 @pytest.mark.parametrize(("scale", "softcap"), [(0.3, 4.0), (-0.3, None), (0.0, None), (-0.3, 4.0)])

@@ -87,11 +87,8 @@ def noise(dtype, backend):
     return rounding + (1e-12 if dtype == "float64" else NOISE)
 
 
-@pytest.mark.parametrize("shape, mask", thinned(SHAPES, list(MASKS)))
-def test_blocks(backend, shape, mask):
-    """Added to what partials held, as every block is."""
-    if shape[0] not in backend.dtypes:
-        pytest.skip("a dtype that it does not take")
+def check(backend, shape, mask):
+    """Compare a block's results and gradients, added to what was there, with float64."""
     dtype, head_dim, value_dim, heads = shape[:4]
     scale = head_dim**-0.5
     q, dout, k, begin, end, lse, delta = inputs(shape, MASKS[mask], scale)
@@ -108,6 +105,22 @@ def test_blocks(backend, shape, mask):
     backend.wait(backend.attend_backward(q, dout, lse, delta, k, None, begin, end, *grads, None, scale))
     for array, ref, size in zip(grads, (dq, dk), sizes):
         assert error(array, ref + 1) <= 3 * noise(dtype, backend) * max(largest(size), 1)
+
+
+@pytest.mark.parametrize("shape, mask", thinned(SHAPES, list(MASKS)))
+def test_blocks(backend, shape, mask):
+    if shape[0] not in backend.dtypes:
+        pytest.skip("a dtype that it does not take")
+    check(backend, shape, mask)
+
+
+@KERNELS.marks[0]
+@KERNELS.marks[1]
+@pytest.mark.parametrize("architecture", [80, 89])
+def test_tiles_of_other_architectures(architecture):
+    backend = backends.get("emulated")
+    backend.architecture = architecture
+    check(backend, SHAPES[1], "windows")
 
 
 @pytest.mark.parametrize("shape, page_size, mask", every(len(MASKS) + 1, PAGED))

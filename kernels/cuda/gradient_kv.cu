@@ -4,21 +4,24 @@
 // of these keys.  The rows include all query heads of the KV head, so no sum over blocks remains.
 //
 // Scores are computed transposed, with keys along rows: P^T and dS^T then leave one product in the register layout of
-// the next product's left operand.
+// the next product's left operand.  With COLUMN_WARPS > 1 a warp computes only its share of a tile's scores and of the
+// columns of dk and dv, of more keys.  So it reads shared memory less often for a product.  P^T and dS^T go through
+// shared memory, where the other warps of these keys read them.
 //
 // grid: (key tiles * KV heads, PARTS); each part computes its share of the columns of dk and dv.
-// block: 32 * WARPS threads; each warp owns TILE_ROWS / WARPS keys.
+// block: 32 * WARPS threads; each warp owns TILE_ROWS / (WARPS / COLUMN_WARPS) keys.
 // shared memory: SHARED_BYTES, dynamic.  It holds K and V, or K alone, for the whole loop, and STAGES buffers for tiles
-// of Q and dout and for lse, delta and interval of their rows. tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS, STAGES and
-// PARTS are constants from mpiattn/backends/cuda/tile_table.py.  For bfloat16 and head dim 128 they are 64 x 32, 4
-// warps, 2 stages, 1 part.
+// of Q and dout and for lse, delta and interval of their rows; with COLUMN_WARPS > 1 a tile of P^T and of dS^T as well.
+// tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS, COLUMN_WARPS, STAGES and PARTS are constants from
+// mpiattn/backends/cuda/tile_table.py.
 
 #include "gradient.cuh"
 
 using T = ELEMENT;
 constexpr int THREADS = 32 * WARPS;
-constexpr int M = TILE_ROWS / (16 * WARPS), N = TILE_COLUMNS / 8;
-constexpr int DK = DEPTH / 8 / PARTS, DV = SHARED_KV ? 1 : VALUE_DEPTH / 8 / PARTS;
+constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
+constexpr int M = TILE_ROWS / (16 * ROW_WARPS), N = TILE_COLUMNS / 8 / COLUMN_WARPS;
+constexpr int DK = DEPTH / 8 / PARTS / COLUMN_WARPS, DV = SHARED_KV ? 1 : VALUE_DEPTH / 8 / PARTS / COLUMN_WARPS;
 using KTile = Tile<T, TILE_ROWS, DEPTH>;
 using VTile = Choice<SHARED_KV, KTile, Tile<T, TILE_ROWS, VALUE_DEPTH>>::Type;
 using QTile = Tile<T, TILE_COLUMNS, DEPTH>;
@@ -29,9 +32,32 @@ constexpr unsigned K_AT = 0, V_AT = SHARED_KV ? K_AT : KTile::BYTES, Q_AT = V_AT
 constexpr unsigned G_AT = Q_AT + STAGES * QTile::BYTES;
 constexpr unsigned LSE_AT = G_AT + STAGES * GTile::BYTES, DELTA_AT = LSE_AT + STAGES * COLUMN_BYTES;
 constexpr unsigned BEGIN_AT = DELTA_AT + STAGES * COLUMN_BYTES, END_AT = BEGIN_AT + STAGES * COLUMN_BYTES;
+constexpr bool UNROLL = COLUMN_WARPS > 1 && unrolls(DEPTH);  // else the sums leave too few registers
+using WTile = Tile<T, TILE_ROWS, COLUMN_WARPS == 1 ? 64 : TILE_COLUMNS>;  // of P^T and of dS^T
+constexpr unsigned P_AT = END_AT + STAGES * COLUMN_BYTES, DS_AT = P_AT + WTile::BYTES;
 static_assert(TILE_COLUMNS <= THREADS && STAGES <= 2,
               "a thread copies what there is to know of a row; one tile is ahead");
-static_assert(END_AT + STAGES * COLUMN_BYTES == SHARED_BYTES, "what mpiattn/backends/cuda/tile_table.py says");
+static_assert((COLUMN_WARPS == 1 ? P_AT : DS_AT + WTile::BYTES) == SHARED_BYTES,
+              "what mpiattn/backends/cuda/tile_table.py says");
+static_assert(8 * DK * PARTS * COLUMN_WARPS == DEPTH && DK % 2 == 0,
+              "every column is one warp's, and pairs stay together");
+static_assert(SHARED_KV || (8 * DV * PARTS * COLUMN_WARPS == VALUE_DEPTH && DV % 2 == 0), "as well");
+static_assert(COLUMN_WARPS == 1 || !SHARED_KV, "dk and dv have the same columns of dS and P");
+
+// Leaves this warp's 16 * M x 8 * N numbers in shared memory for all warps of these keys.
+template <class X>
+__device__ __forceinline__ void share(unsigned base, const float (&w)[M][N][4], int first_row, int first_column) {
+    const unsigned lane = thread_index_anew() % 32;
+    const unsigned at = WTile::at(base, first_row + lane / 4, first_column + lane % 4 * 2);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+                shared_at<unsigned>(WTile::right_of(at, n) + (16 * m + 8 * h) * WTile::PITCH) =
+                    Element<X>::pack(w[m][n][2 * h], w[m][n][2 * h + 1]);
+}
 
 // Iterates over the row tiles that see any of the keys [first, last), by the tiles' hulls (hulls.cu).  Each lane tests
 // one of 32 tiles at a time, so most steps read no memory.
@@ -89,14 +115,18 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     const Intervals intervals(begin, end, group, tokens);
     const int first_key = mine.tile * TILE_ROWS, last_key = min(first_key + TILE_ROWS, keys);
     const int all = (rows.count + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const int part_k = part_index() * 8 * DK, part_v = SHARED_KV ? part_k : part_index() * 8 * DV;
+    const int row_warp = warp_index() / COLUMN_WARPS, column_warp = warp_index() % COLUMN_WARPS;
+    const int share_index = part_index() * COLUMN_WARPS + column_warp;
+    const int part_k = share_index * 8 * DK, part_v = SHARED_KV ? part_k : share_index * 8 * DV;
     RowTiles ahead(hulls + (long long)group * all, all, first_key, last_key);       // the next tile to load
-    int loaded = 0, state = ahead.state();                           // state: of the current tile
+    int state = ahead.state();                                       // of the current tile
     if (state == RowTiles::NONE)
         return;
+    int loaded = 0;                                                  // the slot of the next tile
     const auto load = [&] {
         if (ahead.state() != RowTiles::NONE) {
-            const int first = ahead.tile() * TILE_COLUMNS, slot = loaded++ % STAGES;
+            const int first = ahead.tile() * TILE_COLUMNS, slot = loaded;
+            loaded = STAGES - 1 - loaded;
             rows.copy<QTile, HEAD_DIM, THREADS>(Q_AT + slot * QTile::BYTES, q, first);
             rows.copy<GTile, VALUE_DIM, THREADS>(G_AT + slot * GTile::BYTES, dout, first);
             const int i = thread_index_anew();
@@ -114,7 +144,8 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
         commit_copies();
     };
 
-    const int warp_row = warp_index() * 16 * M, my_key = first_key + warp_row + lane_index() / 4;
+    const int warp_row = row_warp * 16 * M, warp_column = column_warp * 8 * N;
+    const int my_key = first_key + warp_row + lane_index() / 4;
     float acc_k[M][DK][4], acc_v[M][DV][4];
     set_zero(acc_k);
     set_zero(acc_v);
@@ -126,8 +157,9 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     for (int stage = 0; stage + 1 < STAGES; ++stage)
         load();
 
-    for (int step = 0; state != RowTiles::NONE; ++step) {
-        const int slot = step % STAGES;
+    // A turn is counted or toggles, whichever form takes fewer registers.
+    for (int turn = 0; state != RowTiles::NONE; turn = COLUMN_WARPS == 1 ? turn + 1 : STAGES - 1 - turn) {
+        const int slot = COLUMN_WARPS == 1 ? turn % STAGES : turn;
         const bool masked = state == RowTiles::MASKED;
         const unsigned queries_at = Q_AT + slot * QTile::BYTES, grads_at = G_AT + slot * GTile::BYTES;
         if constexpr (STAGES == 1) {
@@ -144,15 +176,15 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
         float score[M][N][4], product[M][N][4];
         set_zero(score);
         set_zero(product);
-        Product<T>::template with_rows<KTile, QTile>(score, K_AT, warp_row, queries_at);
-        Product<T>::template with_rows<VTile, GTile, VALUE_DEPTH>(product, V_AT, warp_row, grads_at);
+        Product<T>::template with_rows<KTile, QTile, DEPTH, UNROLL>(score, K_AT, warp_row, queries_at, warp_column);
+        Product<T>::template with_rows<VTile, GTile, VALUE_DEPTH, UNROLL>(product, V_AT, warp_row, grads_at, warp_column);
         const auto seen_by = [&](int j) {
             const unsigned at = slot * COLUMN_BYTES + j * sizeof(int);
             return Interval{shared_at<int>(BEGIN_AT + at), shared_at<int>(END_AT + at)};
         };
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const int column = 8 * n + lane_index() % 4 * 2;
+            const int column = warp_column + 8 * n + lane_index() % 4 * 2;
             const unsigned at = slot * COLUMN_BYTES + column * sizeof(float);
             const float2 lses = shared_at<float2>(LSE_AT + at), minus = shared_at<float2>(DELTA_AT + at);
 #pragma unroll
@@ -184,14 +216,29 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
                     for (int i = 0; i < 4; ++i)
                         product[m][n][i] *= scale;
         auto& sum_v = sum_of_values(acc_k, acc_v);
-        if (careful) {
-            const auto sees = [&](int m, int h, int j) { return seen_by(j).sees(my_key + 16 * m + 8 * h); };
-            product_of_seen<GTile>(sum_v, score, grads_at, part_v, sees);
-            product_of_seen<QTile>(acc_k, product, queries_at, part_k, sees);
-        } else {
-            Product<T>::template with_columns<GTile>(sum_v, score, grads_at, part_v);
-            Product<T>::template with_columns<QTile>(acc_k, product, queries_at, part_k);
-        }
+        const auto sees = [&](int m, int h, int j) { return seen_by(j).sees(my_key + 16 * m + 8 * h); };
+        const auto add = [&](auto element) {                         // generic: only one branch has to compile
+            using X = decltype(element);
+            if constexpr (COLUMN_WARPS > 1) {
+                share<X>(P_AT, score, warp_row, warp_column);
+                share<X>(DS_AT, product, warp_row, warp_column);
+                __syncthreads();
+                if (careful) {
+                    product_of_seen_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v, sees);
+                    product_of_seen_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k, sees);
+                } else {
+                    Product<X>::template of_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v);
+                    Product<X>::template of_tiles<WTile, QTile>(acc_k, DS_AT, warp_row, queries_at, part_k);
+                }
+            } else if (careful) {
+                product_of_seen<GTile>(sum_v, score, grads_at, part_v, sees);
+                product_of_seen<QTile>(acc_k, product, queries_at, part_k, sees);
+            } else {
+                Product<X>::template with_columns<GTile>(sum_v, score, grads_at, part_v);
+                Product<X>::template with_columns<QTile>(acc_k, product, queries_at, part_k);
+            }
+        };
+        add(T{});
     }
     add_rows<HEAD_DIM>(dk, acc_k, SHARED_KV ? 1 : scale, part_k, [&](int m, int h) {
         return key_start<HEAD_DIM>(my_key + 16 * m + 8 * h, keys, kv_heads, kv_head);

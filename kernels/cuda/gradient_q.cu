@@ -22,6 +22,7 @@ using KTile = Tile<T, TILE_COLUMNS, DEPTH>;
 using VTile = Choice<SHARED_KV, KTile, Tile<T, TILE_COLUMNS, VALUE_DEPTH>>::Type;
 constexpr unsigned Q_AT = 0, G_AT = QTile::BYTES, K_AT = G_AT + GTile::BYTES, V_AT = K_AT + STAGES * KTile::BYTES;
 constexpr unsigned ROWS_AT = V_AT + (SHARED_KV ? 0 : STAGES * VTile::BYTES);
+static_assert(8 * D * PARTS == DEPTH && D % 2 == 0, "every column belongs to one part, and pairs stay together");
 static_assert(ROWS_AT + TILE_ROWS * sizeof(float4) == SHARED_BYTES, "what mpiattn/backends/cuda/tile_table.py says");
 
 // Interval, lse in base 2 and delta of a row, in 16 bytes.

@@ -35,8 +35,8 @@ struct Tile {
         return base + row * PITCH + ((column / CHUNK) ^ turn) * 16 + column % CHUNK * sizeof(T);
     }
 
-    // Offset of the chunk an even number of `chunks` to the right of `offset`, which must lie in the first two chunks
-    // of a row.  One operation if `chunks` is a constant.
+    // Offset of the chunk `chunks` to the right of `offset`.  The number of the chunk at `offset` must have no bit in
+    // common with `chunks`: chunk 0 or 1 and even `chunks`, say.  One operation if `chunks` is a constant.
     static __device__ __forceinline__ unsigned right_of(unsigned offset, int chunks) {
         constexpr int PANEL = PITCH % 128 ? 4 : 8;
         return (offset ^ chunks % PANEL * 16) + chunks / PANEL * PANEL * 16;
@@ -97,8 +97,8 @@ __device__ __forceinline__ void copy_rows(unsigned base, const typename Tile::Ty
     }
 }
 
-// The same for rows that begin `pitch` elements apart in `source`: the tile gets those from number `first` on, and zeros
-// from number `count` on.
+// The same for rows that begin `pitch` elements apart in `source`: the tile gets those from number `first` on, and
+// zeros from number `count` on.
 template <class Tile, int DIM, int THREADS>
 __device__ __forceinline__ void copy_rows_apart(unsigned base, const typename Tile::Type* source, int pitch, int first,
                                                 int count) {

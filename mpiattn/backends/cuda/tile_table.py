@@ -1,7 +1,8 @@
 """The tile table: tile sizes of each kernel, by head dim and architecture, and the kernels that follow from them.
 
 The compiler gets the table's numbers as constants; the host uses them for launches.  Every entry fits the shared memory
-of its architecture, and none spills registers for any number of query heads per KV head; a test compiles them.
+of its architecture, and with 1, 4, 7 and 8 query heads per KV head none spills registers on sm_80 and sm_90; a test
+compiles them.
 No entry has been measured yet.
 """
 
@@ -54,6 +55,8 @@ class Tile(NamedTuple):
     stages: column tiles that shared memory holds at a time.
     parts: number of thread blocks, or of groups of a block's warps where keys hold the values, that divide the columns
     of the results; each recomputes the scores.
+    column_warps: number of a block's warps that divide the columns of the tile, and of the results, of the same rows;
+    scores meet in shared memory.  Of gradient_kv and 16-bit elements only.
     """
 
     rows: int
@@ -61,6 +64,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     parts: int = 1
+    column_warps: int = 1
 
 
 # By work, bytes of an element, and the larger of head dim and value dim, rounded up to an entry.
@@ -123,10 +127,10 @@ TILES = {
         2: {
             32: Tile(128, 32, 4, 2),
             64: Tile(128, 32, 4, 2),
-            96: Tile(64, 32, 4, 2),
-            128: Tile(64, 32, 4, 2),
+            96: Tile(64, 64, 4, 1, column_warps=2),
+            128: Tile(64, 64, 4, 1, column_warps=2),
             192: Tile(64, 32, 4, 2, 2),
-            256: Tile(64, 16, 4, 1, 3),
+            256: Tile(32, 32, 4, 1, column_warps=2),
         },
         4: {
             32: Tile(64, 32, 4, 2),
@@ -155,13 +159,16 @@ BETTER_SHARED = {
 
 # Entries that replace those, by compute capability as in PROCESSORS, work and bytes of an element.  80, 87, 90 and 100
 # have more shared memory, and from 90 on the compiler keeps more in registers.
-_WIDE_FORWARD = {("forward", 2): {256: Tile(128, 64, 8, 1)}}
-_HOPPER = {
-    **_WIDE_FORWARD,
-    ("gradient_q", 2): {96: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2)},
-    ("gradient_kv", 2): {256: Tile(64, 32, 4, 1, 2)},
+_AMPERE = {
+    ("forward", 2): {256: Tile(128, 64, 8, 1)},
+    ("gradient_kv", 2): {
+        128: Tile(128, 64, 8, 2, column_warps=2),
+        192: Tile(64, 64, 8, 1, column_warps=2),
+        256: Tile(64, 64, 8, 1, column_warps=2),
+    },
 }
-BETTER = {80: _WIDE_FORWARD, 87: _WIDE_FORWARD, 90: _HOPPER, 100: _HOPPER}
+_HOPPER = {**_AMPERE, ("gradient_q", 2): {96: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2)}}
+BETTER = {80: _AMPERE, 87: _AMPERE, 90: _HOPPER, 100: _HOPPER}
 
 
 def _padded(dim, to=32):
@@ -254,6 +261,8 @@ def attention_kernel(
     else:
         name, queries = work, 2 * depth if shared_kv else depth + value_depth
         shared = size * (cut.rows * keys + cut.stages * cut.columns * queries) + 16 * cut.stages * cut.columns
+        if cut.column_warps > 1:
+            shared += 2 * size * cut.rows * cut.columns  # P and dS
     defines = {
         "ELEMENT": element(dtype),
         "HEAD_DIM": head_dim,
@@ -268,6 +277,8 @@ def attention_kernel(
         "SHARED_BYTES": shared,
         "SHARED_KV": int(shared_kv),
     }
+    if name == "gradient_kv":
+        defines["COLUMN_WARPS"] = cut.column_warps
     if name == "forward":
         defines["PAGE_SIZE"] = page_size
     return Kernel(name, f"{name}.cu", tuple(defines.items()), 32 * cut.warps, shared), cut
