@@ -16,6 +16,19 @@ cd "$folder"
 
 source=${OPENMPI_SOURCE:-}
 if [ -z "$source" ]; then
+    if [ -z "${APT_OPTIONS:-}" ] && ! apt-get indextargets 'Created-By: Sources' | grep -q .; then
+        # This machine's lists name no sources: ask its own mirrors for them, with lists in this folder.
+        mkdir -p apt/lists/partial apt/cache/archives/partial apt/sources.d
+        for list in /etc/apt/sources.list /etc/apt/sources.list.d/*.list; do
+            [ ! -e "$list" ] || sed 's/^deb /deb-src /' "$list" >"apt/sources.d/$(basename "$list" .list).list"
+        done
+        for list in /etc/apt/sources.list.d/*.sources; do
+            [ ! -e "$list" ] || sed 's/^Types:.*/Types: deb-src/' "$list" >"apt/sources.d/$(basename "$list")"
+        done
+        APT_OPTIONS="-o Dir::Etc::sourcelist=/dev/null -o Dir::Etc::sourceparts=$PWD/apt/sources.d
+            -o Dir::State::Lists=$PWD/apt/lists -o Dir::Cache=$PWD/apt/cache"
+        apt-get $APT_OPTIONS -q update
+    fi
     apt-get ${APT_OPTIONS:-} source --download-only openmpi
     dpkg-source --skip-patches --no-check -x openmpi_4.1*.dsc openmpi-source
     source=openmpi-source

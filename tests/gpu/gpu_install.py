@@ -34,7 +34,8 @@ HELLO = (
 
 def greeting(text):
     """What HELLO's first rank says, among what its MPI may say."""
-    return next((line for line in text.splitlines() if "add up to" in line), "no rank has answered")
+    line = next((line for line in text.splitlines() if "add up to" in line), "no rank has answered")
+    return line.rstrip("\0 ")  # Open MPI's text ends with a NUL
 
 
 def canonical(name):
@@ -45,7 +46,8 @@ def canonical(name):
 def missing_here(folder):
     """(names of the wheels in a folder that this Python needs, names of those that it has itself)."""
     brought = {canonical(path.name.split("-")[0]) for path in folder.glob("*.whl")}
-    here = {canonical(installed.metadata["Name"]) for installed in importlib.metadata.distributions()}
+    named = (installed.metadata["Name"] for installed in importlib.metadata.distributions())
+    here = {canonical(name) for name in named if name}  # what is left of a removed one may have none
     if importlib.util.find_spec("cupy"):  # by whatever name it was installed
         here |= {name for name in brought if name.startswith("cupy")}
     needed = {name for name in brought if name not in here or name in PAIR}

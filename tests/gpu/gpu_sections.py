@@ -1,11 +1,14 @@
 """How run_all.py runs a section: commands with a log and a time limit; standard library only."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 
+PR_SET_PDEATHSIG = 1
+prctl = ctypes.CDLL(None).prctl
 LEAST = 3.0  # seconds; a section that has less left is not begun
 stopped = []  # the signal that has asked for an end; only what runs knows what has to be ended with it
 
@@ -33,6 +36,7 @@ def command(log, words, seconds, environment, cwd):
         env=environment,
         cwd=cwd,
         start_new_session=True,
+        preexec_fn=_end_with_me,
     )
     end = time.monotonic() + seconds
     try:
@@ -50,6 +54,11 @@ def command(log, words, seconds, environment, cwd):
         return text, f"no end after {seconds:.0f} s"
     last = " | ".join(text.strip().splitlines()[-3:])[-400:]
     return text, f"exit code {process.returncode}: {last}" if process.returncode else ""
+
+
+def _end_with_me():
+    """In the child: end with this process, even if that is killed, although it is a session of its own."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(process):
