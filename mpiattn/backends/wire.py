@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-BLOCK_BYTES = 2**10  # of a block of which MPI sends many as fast as they are copied
+BLOCK_BYTES = 2**10  # of the shortest blocks that MPI sends, many in a message, as fast as they are copied
 
 
 class Blocks(NamedTuple):
@@ -39,14 +39,14 @@ def blocks_of(array: Any) -> Blocks | None:
     return Blocks(count, nbytes, stride) if stride >= nbytes else None
 
 
-def in_place(array: Any, most: int) -> bool:
+def in_place(array: Any, max_message: int) -> bool:
     """Whether MPI sends or receives an array where it lies as fast as it is copied: in a piece, or in long blocks.
 
-    most: bytes of the longest message.  Blocks are a single message.
+    max_message: bytes of the longest message; an array in blocks is sent as one.
     """
     if array.flags.c_contiguous:
         return True
-    blocks = blocks_of(array) if array.size and array.nbytes <= most else None
+    blocks = blocks_of(array) if array.size and array.nbytes <= max_message else None
     return blocks is not None and blocks.nbytes >= BLOCK_BYTES
 
 

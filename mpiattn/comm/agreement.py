@@ -55,6 +55,8 @@ class agreement:
         digest = digest_of(self.call, {} if error else self.same, self.hashes)
         failed, high, low = self.peers.largest([error is not None, digest, -digest]).tolist()
         if failed or high != -low:
+            if self.hashes:
+                self.hashes.clear()  # ranks remember different arguments now
             _raise_everywhere(self.peers, self.call, error, self.only, self.same)
 
 
@@ -82,7 +84,8 @@ def digest_of(call, arguments, hashes=None):
     """A hash of the call and its arguments, an integer of 56 bits.
 
     hashes: {names: (arguments, their hash)} of earlier calls, to which these are added.  Most calls have the arguments
-        of an earlier call, which are not hashed again.  No value may be changed after the call.
+        of an earlier call, which are not hashed again.  The ranks must remember the same: arguments that compare equal
+        may have different hashes (0.0 and -0.0).  No value may be changed after the call.
     """
     names, hashes = tuple(arguments), {} if hashes is None else hashes
     earlier, of_arguments = hashes.get(names, (None, 0))

@@ -10,8 +10,8 @@ Where consecutive ranks of the communicator are on different nodes, a plan may o
 group sits inside a node if it fits.  With several planes the ranks that share tokens, one a plane, are closest.
 
 Each communicator that a caller passes is duplicated once; all plans on it share the duplicate and, tile by
-tile, one mesh, so thousands of plans may be alive.  The last plan or cache that closes frees all.  Before, a few meshes
-that no plan uses are kept for plans to come.
+tile, one mesh, so thousands of plans may be alive.  The last plan or cache that closes frees all.  Until then,
+a few meshes that no plan uses are kept for plans to come.
 
 A call that fails on one rank leaves messages in flight that no rank will receive.  No later call may match them, so the
 whole home is then abandoned on every rank: its plans and caches raise, and a new plan on the caller's communicator

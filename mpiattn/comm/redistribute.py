@@ -42,11 +42,11 @@ def pieces(layout, rank, row_bytes):
     return cut
 
 
-def _is_straight(layout, row_bytes):
-    """Whether the tokens of every rank lie in ranges that are long enough, or so few, that each is worth a read."""
+def _ranks_read_their_own(layout, row_bytes):
+    """Whether every rank reads its own tokens: ranges of step 1, at most two a rank and one more a PIECE_BYTES."""
     parts = [part for rank in range(layout.chunks) for part in layout.ranges(rank)]
-    long = layout.seqlen * row_bytes // rounds.PIECE_BYTES
-    return all(part.step == 1 for part in parts) and len(parts) <= 2 * layout.chunks + long
+    most = 2 * layout.chunks + layout.seqlen * row_bytes // rounds.PIECE_BYTES
+    return all(part.step == 1 for part in parts) and len(parts) <= most
 
 
 class Redistribution:
@@ -98,29 +98,29 @@ class Redistribution:
         rank calls `read` equally often, with no tokens at last, so it may be collective.
         """
         me, others = self.peers.rank, [rank for rank in range(self.peers.size) if rank != self.peers.rank]
-        straight = _is_straight(self.layout, self.row_bytes)
+        own_tokens = _ranks_read_their_own(self.layout, self.row_bytes)
         with agreement(self.peers):
             chunk = self._rows(self.layout.length(me)) if chunk is None else chunk
-            buffers = [] if straight else self._buffers()
-        messages = rounds.Rounds(self.peers, self.max_message)
-        done = 0
-        for number, of_ranks in enumerate(self._rounds(self.layout if straight else self.slabs)):
-            piece = of_ranks[me]
-            if straight:
-                self._attempt(read, piece, chunk[done : done + len(piece)])
-                done += len(piece)
-                continue
-            rows = buffers[number % len(buffers)][: len(piece)]
-            self._attempt(read, piece, rows)
-            for rank in others:
-                for _, in_piece in shared_tokens(self.layout, rank, piece):
-                    messages.send(rank, rows[in_piece])
-                for in_chunk, _ in shared_tokens(self.layout, me, of_ranks[rank]):
-                    messages.receive(rank, chunk[in_chunk])
-            for in_chunk, in_piece in shared_tokens(self.layout, me, piece):
-                chunk[in_chunk] = rows[in_piece]
-            messages.turn()
-        self._end(messages)
+            buffers = [] if own_tokens else self._buffers()
+        with rounds.Rounds(self.peers, self.max_message) as messages:
+            done = 0
+            for number, of_ranks in enumerate(self._rounds(self.layout if own_tokens else self.slabs)):
+                piece = of_ranks[me]
+                if own_tokens:
+                    self._attempt(read, piece, chunk[done : done + len(piece)])
+                    done += len(piece)
+                    continue
+                rows = buffers[number % len(buffers)][: len(piece)]
+                self._attempt(read, piece, rows)
+                for rank in others:
+                    for _, in_piece in shared_tokens(self.layout, rank, piece):
+                        messages.send(rank, rows[in_piece])
+                    for in_chunk, _ in shared_tokens(self.layout, me, of_ranks[rank]):
+                        messages.receive(rank, chunk[in_chunk])
+                for in_chunk, in_piece in shared_tokens(self.layout, me, piece):
+                    chunk[in_chunk] = rows[in_piece]
+                messages.turn()
+            self._end(messages)
         return chunk
 
     def from_chunk(self, chunk, write):
@@ -131,23 +131,23 @@ class Redistribution:
         me = self.peers.rank
         with agreement(self.peers):
             buffers = self._buffers()
-        messages = rounds.Rounds(self.peers, self.max_message)
-        for number, of_ranks in enumerate(self._rounds(self.slabs)):
-            own = of_ranks[me]
-            rows = buffers[number % len(buffers)][: len(own)]
-            for rank, piece in enumerate(of_ranks):
-                if rank != me:
-                    for in_chunk, _ in shared_tokens(self.layout, me, piece):
-                        messages.send(rank, chunk[in_chunk])
-                for in_chunk, in_piece in shared_tokens(self.layout, rank, own):
+        with rounds.Rounds(self.peers, self.max_message) as messages:
+            for number, of_ranks in enumerate(self._rounds(self.slabs)):
+                own = of_ranks[me]
+                rows = buffers[number % len(buffers)][: len(own)]
+                for rank, piece in enumerate(of_ranks):
                     if rank != me:
-                        messages.receive(rank, rows[in_piece])
-                    elif in_piece == slice(0, len(own), 1):
-                        rows = chunk[in_chunk]  # the whole piece, where it is
-                    else:
-                        rows[in_piece] = chunk[in_chunk]
-            messages.turn(partial(self._attempt, write, own, rows))
-        self._end(messages)
+                        for in_chunk, _ in shared_tokens(self.layout, me, piece):
+                            messages.send(rank, chunk[in_chunk])
+                    for in_chunk, in_piece in shared_tokens(self.layout, rank, own):
+                        if rank != me:
+                            messages.receive(rank, rows[in_piece])
+                        elif in_piece == slice(0, len(own), 1):
+                            rows = chunk[in_chunk]  # the whole piece, where it is
+                        else:
+                            rows[in_piece] = chunk[in_chunk]
+                messages.turn(partial(self._attempt, write, own, rows))
+            self._end(messages)
 
 
 def all_on(root, layout):

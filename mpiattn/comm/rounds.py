@@ -9,6 +9,7 @@ import numpy as np
 
 from ..backends.wire import in_memory, in_place
 from .exchange import Exchange
+from .peers import keep_forever
 
 PIECE_BYTES = 4 * 2**20  # that a rank sends, receives, reads or writes in a round
 AHEAD = 2  # rounds that are under way while the next is posted
@@ -33,12 +34,21 @@ def as_bytes(array):
 class Rounds:
     """Posts the messages of rounds among `Peers`; every rank sends and receives in the same order.
 
+    A context: if its body raises an exception, the buffers of all its messages stay alive for ever, since MPI may still
+    use them.
     max_message: as for `MeshAttention`.
     """
 
     def __init__(self, peers, max_message):
         self._comm, self._exchange = peers.comm, Exchange(peers, max_message)
         self._posted, self._unpack, self._under_way = [], [], deque()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error is not None:
+            keep_forever(self)
 
     def send(self, rank, array):
         """Send an array, which stays as it is until the end."""
@@ -78,8 +88,9 @@ class Rounds:
         self._exchange.close()
 
     def _complete(self):
-        posted, unpack, then = self._under_way.popleft()
+        posted, unpack, then = self._under_way[0]
         self._exchange.wait(posted)
+        self._under_way.popleft()
         for array, buffer in unpack:
             array[...] = buffer
         if then:

@@ -109,17 +109,17 @@ def scatter(call, layout, array, root, axis, max_message=MAX_MESSAGE):
         for in_chunk, in_whole in boxes.of(me):
             chunk[in_chunk] = array[in_whole]
         return given
-    messages = rounds.Rounds(peers, max_message)
-    for of_round in boxes.rounds(range(peers.size) if has else [me]):
-        for rank, in_chunk, in_whole in of_round:
-            if not has:
-                messages.receive(root, chunk[in_chunk])
-            elif rank == me:
-                chunk[in_chunk] = array[in_whole]
-            else:
-                messages.send(rank, array[in_whole])
-        messages.turn()
-    messages.end()
+    with rounds.Rounds(peers, max_message) as messages:
+        for of_round in boxes.rounds(range(peers.size) if has else [me]):
+            for rank, in_chunk, in_whole in of_round:
+                if not has:
+                    messages.receive(root, chunk[in_chunk])
+                elif rank == me:
+                    chunk[in_chunk] = array[in_whole]
+                else:
+                    messages.send(rank, array[in_whole])
+            messages.turn()
+        messages.end()
     return given
 
 
@@ -134,20 +134,21 @@ def gather(call, layout, chunk, root, axis, max_message=MAX_MESSAGE):
     axis %= len(shape) + 1
     with agreement(peers):
         whole = _empty(shape, dtype, axis, layout.seqlen if gets else 0)
-    boxes, messages = _Boxes(layout, shape, dtype, axis), rounds.Rounds(peers, max_message)
-    if root is None:
-        _gather_to_all(messages, boxes, peers, chunk, whole)
-    else:
-        for of_round in boxes.rounds(range(peers.size) if gets else [me]):
-            for rank, in_chunk, in_whole in of_round:
-                if not gets:
-                    messages.send(root, chunk[in_chunk])
-                elif rank == me:
-                    whole[in_whole] = chunk[in_chunk]
-                else:
-                    messages.receive(rank, whole[in_whole])
-            messages.turn()
-    messages.end()
+    boxes = _Boxes(layout, shape, dtype, axis)
+    with rounds.Rounds(peers, max_message) as messages:
+        if root is None:
+            _gather_to_all(messages, boxes, peers, chunk, whole)
+        else:
+            for of_round in boxes.rounds(range(peers.size) if gets else [me]):
+                for rank, in_chunk, in_whole in of_round:
+                    if not gets:
+                        messages.send(root, chunk[in_chunk])
+                    elif rank == me:
+                        whole[in_whole] = chunk[in_chunk]
+                    else:
+                        messages.receive(rank, whole[in_whole])
+                messages.turn()
+        messages.end()
     return as_given(given, whole)[0] if gets else None
 
 

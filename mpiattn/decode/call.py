@@ -70,6 +70,7 @@ class Call:
     ):
         self.cache, self.backend, self.given = cache, cache.combiner.backend, q
         turn.kept.append(self)
+        self.buffers = ()  # more arrays of the call's transfers, which stay alive if it fails
         with turn.agreement(check) as same:
             self.sequences = sequence_numbers(sequences, cache.sequences)
             q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)

@@ -104,6 +104,7 @@ def _pass_keys(call: Call) -> tuple[Array, Array]:
     row = cache.kv_heads * sum(cache.dims)
     most = int(cache.storage.ledgers.counts[call.some].sum(axis=0).max())
     held, spare = (backend.empty((most * row,), cache.dtype) for _ in range(2))
+    call.buffers = held, spare
     whole, part = call.partial(), call.partial()
     with call.transfers():
         keys = _Keys(call, rank, held)

@@ -15,9 +15,9 @@ def fit(choices, max_memory):
     return [choice for choice in choices if max_memory is None or choice.nbytes <= max_memory]
 
 
-def merit(choice, end):
-    """What decides between choices, least first.  end: of equal times."""
-    return max(choice.seconds, end), choice.sent_bytes, SCHEDULES.index(choice.schedule), choice.nbytes
+def merit(choice, equal_up_to):
+    """What decides between choices, least first.  equal_up_to: times up to it count as equal."""
+    return max(choice.seconds, equal_up_to), choice.sent_bytes, SCHEDULES.index(choice.schedule), choice.nbytes
 
 
 class _Left:
@@ -37,15 +37,15 @@ class _Left:
         """Add a case."""
         heappush(self._slower, case)
 
-    def take(self, end):
+    def take(self, equal_up_to):
         """Take out the most promising case: by `merit`, of those that may take no longer than equal times do.
 
-        end: of equal times.
+        equal_up_to: as for `merit`.
         """
-        while self._slower and self._slower[0][0] <= end:
+        while self._slower and self._slower[0][0] <= equal_up_to:
             seconds, sent, schedule, number = heappop(self._slower)
             heappush(self._equal, (sent, schedule, seconds, number))
-        while self._equal and self._equal[0][2] > end:  # equal times ended later before
+        while self._equal and self._equal[0][2] > equal_up_to:  # it counted as equal before
             heappush(self._slower, _seconds_first(*heappop(self._equal)))
         return _seconds_first(*heappop(self._equal)) if self._equal else heappop(self._slower)
 
@@ -98,14 +98,14 @@ class _Known:
         """The shortest time so far; before any is known, the shortest that is possible."""
         return min((choice.seconds for choice in self._fit()), default=self._possible)
 
-    def best(self, end):
-        """The best choice so far, the first of equal ones.  end: of equal times."""
-        return min(self._fit(), key=lambda choice: merit(choice, end))
+    def best(self, equal_up_to):
+        """The best choice so far, the first of equal ones.  equal_up_to: as for `merit`."""
+        return min(self._fit(), key=lambda choice: merit(choice, equal_up_to))
 
-    def settled(self, case, end, tile=None):
+    def settled(self, case, equal_up_to, tile=None):
         """Whether the best is known before this case, the most promising, is predicted; of a tile if given."""
         fits = self._fit(tile)
-        return fits and (max(case[0], end), *case[1:3]) > min(merit(choice, end)[:3] for choice in fits)
+        return fits and (max(case[0], equal_up_to), *case[1:3]) > min(merit(choice, equal_up_to)[:3] for choice in fits)
 
 
 def needed(model, cases, of_tiles):
@@ -117,14 +117,14 @@ def needed(model, cases, of_tiles):
     known = _Known(model, cases)
     left = known.left
     while left:
-        end = (1 + SAME_TIME) * known.shortest()
-        case = left.take(end)
-        if known.settled(case, end):  # unless a shorter time ends equal times before the best
+        equal_up_to = (1 + SAME_TIME) * known.shortest()
+        case = left.take(equal_up_to)
+        if known.settled(case, equal_up_to):  # unless a shorter time is found to which the best is not equal
             left.add(case)
-            best = known.best(end)
+            best = known.best(equal_up_to)
             case = left.take_soonest()
-            # No case left is shorter; or a shorter one may be left, which ends equal times earlier, but not before the
-            # best: that stays equal, and is ahead of all others by what decides then.
+            # No case left is shorter.  Or one is, but even then the best would count as equally long, and it is ahead
+            # by what decides between equal times.
             if case[0] >= known.shortest() or (not of_tiles and best.seconds <= (1 + SAME_TIME) * case[0]):
                 left.add(case)
                 break
@@ -132,9 +132,9 @@ def needed(model, cases, of_tiles):
     for tile in dict.fromkeys(case.tile for case in cases) if of_tiles else ():
         of_tile = _Left([case for case in left if cases[case[-1]].tile == tile])
         while of_tile:
-            end = (1 + SAME_TIME) * known.shortest()
-            case = of_tile.take(end)
-            if known.settled(case, end, tile):
+            equal_up_to = (1 + SAME_TIME) * known.shortest()
+            case = of_tile.take(equal_up_to)
+            if known.settled(case, equal_up_to, tile):
                 break
             known.look(of_tile, case)
     return known.made

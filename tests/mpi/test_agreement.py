@@ -251,3 +251,17 @@ def test_arguments_of_calls_before(comm, at_least):
             assert text.startswith("counts is [1, 1] on rank 0 but [1, 0] on rank")
             cache.append(token, token, counts=np.array([1.0, 1]).astype(int) if comm.rank else (1, True))
         assert cache.lengths == (4, 4)
+
+
+def test_zeros_of_both_signs_after_a_difference(comm, at_least):
+    """Of the failed call ranks remember different arguments; some equal the next call's but print otherwise."""
+    at_least(2)
+    peers, hashes = Peers(comm), {}
+
+    def call(value):
+        with agreement(peers, call="a call", hashes=hashes) as same:
+            same["sinks"] = [value]
+
+    same_error(comm, lambda: call(float(comm.rank)))
+    call(-0.0)
+    call(0.0)

@@ -1,0 +1,78 @@
+"""Buffers of messages that are given up stay alive: MPI writes to them when the missing rank comes."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpiattn import PeerFailure
+from mpiattn.comm.exchange import Exchange
+from mpiattn.comm.peers import Peers
+from mpiattn.comm.rounds import Rounds
+
+
+class Watched(np.ndarray):
+    """An array that is seen to be freed, as are the arrays made like it."""
+
+    alive = []  # weak references
+
+    def __array_finalize__(self, _):
+        self.alive.append(weakref.ref(self))
+
+
+@pytest.mark.parametrize("call", ["reduce", "allgather"])
+def test_a_given_up_request_holds_its_buffers(comm, at_least, monkeypatch, call):
+    """MPI writes to them when the missing rank comes."""
+    at_least(2)
+    monkeypatch.setattr(Watched, "alive", [])
+    fresh, late = comm.Dup(), comm.rank == comm.size - 1
+
+    def array(*elements):
+        return np.array(elements).view(Watched)
+
+    def begin(peers):
+        if call == "reduce":
+            return peers.reduce(array(3, 4, 5), MPI.MAX)
+        exchange = Exchange(peers)
+        chunk, arena = array(7).view(np.uint8), array(*range(comm.size)).view(np.uint8)
+        exchange.wait(exchange.allgather(fresh, chunk, arena, [1] * comm.size, [*range(comm.size)], 8))
+
+    if not late:
+        lost = []
+        with pytest.raises(PeerFailure):
+            begin(Peers(fresh, 0.2, lost.append))
+        gc.collect()
+        assert len(lost) == 1 and sum(array() is not None for array in Watched.alive) >= 2
+    comm.Barrier()
+    if late:
+        begin(Peers(fresh))
+    comm.Barrier()
+    fresh.Free()
+
+
+def test_rounds_that_end_in_an_exception_hold_their_buffers(comm, at_least, monkeypatch):
+    """Of all rounds, also of arrays that are received in place: MPI writes to them when the late rank sends."""
+    at_least(2)
+    monkeypatch.setattr(Watched, "alive", [])
+    fresh, late = comm.Dup(), comm.size - 1
+    if comm.rank != late:
+        with pytest.raises(KeyboardInterrupt), Rounds(Peers(fresh), 2**20) as messages:
+            for _ in range(2):
+                messages.receive(late, np.zeros(5).view(Watched))
+                messages.turn()
+            raise KeyboardInterrupt
+        del messages
+        gc.collect()
+        assert sum(array() is not None for array in Watched.alive) >= 2
+    comm.Barrier()
+    if comm.rank == late:
+        with Rounds(Peers(fresh), 2**20) as messages:
+            for rank in range(late):
+                for _ in range(2):
+                    messages.send(rank, np.ones(5))
+            messages.turn()
+            messages.end()
+    comm.Barrier()
+    fresh.Free()
