@@ -13,6 +13,8 @@ import zipfile
 import launch
 import pytest
 
+from mpiattn.backends.testing import emulated
+
 pytestmark = pytest.mark.workshop
 SCRIPT = launch.TESTS / "gpu" / "run_all.py"
 HANDED_OVER = ["results.tar.gz", "summary.json", "summary.txt"]
@@ -105,6 +107,15 @@ def test_sections(tmp_path):
         names = packed.getnames()
         assert {f"results/{name}.log" for name in done} <= set(names) and "results/summary.txt" in names
         assert b"test_" in packed.extractfile("results/ranks-decode.log").read()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+def test_other_tiles_than_the_tables(tmp_path):
+    done, _ = run_all(tmp_path, "--backend", "emulated", "--sections", "tiles", code=0)
+    tiles = done["tiles"]["record"]["tiles"]
+    assert len(tiles) == 6 and all(len(each) > 2 for each in tiles.values())
+    assert all(next(iter(each.values()))["of_table"] == 1 for each in tiles.values())
 
 
 def test_figures(monkeypatch):

@@ -176,6 +176,26 @@ class Work:
             MPIATTN_TRANSPORT="device",
         )
 
+    def tiles(self, run, record):
+        """Other tile sizes than the table's."""
+        if self.args.backend not in ("cuda", "emulated"):
+            raise Skip(f"--backend is {self.args.backend}, which has no tiles")
+        path = self.args.results / "tiles.json"
+        path.unlink(missing_ok=True)
+
+        def read(text):
+            record["tiles"] = json.loads(path.read_text()) if path.is_file() else {}
+            quicker = [
+                f"{entry}: {tile} takes {of['of_table']:.2f} of the time"
+                for entry, tiles in record["tiles"].items()
+                for tile, of in tiles.items()
+                if of.get("of_table", 1) < 0.98
+            ]
+            record["result"] = "; ".join(quicker) or "none is quicker than the table's"
+
+        words = [sys.executable, HERE / "gpu_tiles.py", path, "--backend", self.args.backend]
+        run([*words, *(["--tokens", "40"] if self.args.quick else [])], GROUP_SECONDS, read)
+
     def needs_openmpi(self):
         """Skip where there is none."""
         if not (self.installed.openmpi / "bin" / "mpiexec").exists():
@@ -258,6 +278,7 @@ SECTIONS = {
     "backward": Section("blocks", 60, 200, "the same, backward", Work.pytest, (BLOCKS, "test_backward")),
     "pages": Section("blocks", 40, 150, "keys in pages", Work.pytest, (BLOCKS, "test_pages")),
     "callers": Section("blocks", 15, 60, "streams and arrays of other libraries", Work.pytest, (CALLERS,)),
+    "tiles": Section("blocks", 90, 200, "other tile sizes than the table's, timed", Work.tiles),
     **{
         f"ranks-{file[5:-3]}": Section("ranks", 60, 200, f"four ranks, staged: tests/mpi/{file}", Work.ranks, (file,))
         for file in CASES
