@@ -65,7 +65,7 @@ gradient_q(const T* __restrict__ q, const T* __restrict__ dout, const float* __r
         const long long at = rows.index(row);
         shared_at<Row>(ROWS_AT + i * sizeof(Row)) = {intervals.of(Rows::token(row)), base_of(lse[at]), delta[at]};
     }
-    const auto row_at = [&](int m, int h) {
+    const auto row_at = [&](int m, int h) -> Row {
         return shared_at<Row>(ROWS_AT + (warp_row + lane_index() / 4 + 16 * m + 8 * h) * sizeof(Row));
     };
     float acc[M][D][4];

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "fibers.h"
+#include "hazards.h"
 
 #define EMULATED 1
 #define __global__
@@ -69,7 +70,7 @@ inline int __syncthreads_or(int flag) { return emulation::barrier(flag != 0); }
 inline void __syncthreads() { emulation::barrier(false); }
 
 inline void __syncwarp(unsigned = ~0u) {
-    emulation::warp_operation("__syncwarp", nullptr, nullptr, [] {});
+    emulation::warp_operation("__syncwarp", nullptr, nullptr, emulation::order_warp);
 }
 
 // Lane i gets the value of the lane that it names as `source`; value and source are the operands of each lane.

@@ -2,8 +2,8 @@
 //
 // Threads wait only at a barrier of the block and in an operation of a warp (a shuffle, a vote, ldmatrix, mma).  The
 // last of the 32 lanes to arrive executes a warp's operation for all lanes.  It is an error if lanes of a warp arrive
-// at different operations, or if all threads of a block wait.  Warps run in ascending or descending order: a missing
-// barrier then shows as results that differ between the two orders.
+// at different operations, or if all threads of a block wait.  Warps run in ascending or descending order, so that
+// tests can compare the bits of their results.
 //
 // grid: any, in three dimensions.
 // block: a multiple of 32 threads, at most MAX_THREADS, in one dimension.
@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "hazards.h"
 #include "operations.h"
 
 namespace emulation {
@@ -102,6 +103,7 @@ bool barrier(bool mine) {
     meet(all, block.threads, "__syncthreads", [] {
         flag_result = flag;
         flag = false;
+        order_block();
     });
     return flag_result;
 }
@@ -161,6 +163,7 @@ static void start_block(Index index, unsigned char* stacks) {
     for (Meeting& warp : warps)
         warp = {};
     forget_copies();
+    forget_accesses();
     for (Thread& thread : threads) {
         thread.started = thread.done = false;
         thread.awaits = nullptr;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "device.h"
+#include "hazards.h"
 #include "operations.h"
 
 using emulation::commit_copies;
@@ -16,9 +17,27 @@ using emulation::load_matrices_transposed;
 using emulation::pack_bf16;
 using emulation::pack_f16;
 
+// A value in shared memory, of which reading and writing are told apart.
 template <class V>
-inline V& shared_at(unsigned offset) {
-    return *reinterpret_cast<V*>(emulation::shared_bytes(offset, sizeof(V), "an access"));
+struct SharedValue {
+    unsigned offset;
+
+    V& bytes() const { return *reinterpret_cast<V*>(emulation::shared_bytes(offset, sizeof(V), "an access")); }
+    operator V() const {
+        const V value = bytes();
+        emulation::read_shared(offset, sizeof(V));
+        return value;
+    }
+    void operator=(const V& value) const {
+        V& to = bytes();
+        emulation::write_shared(offset, sizeof(V));
+        to = value;
+    }
+};
+
+template <class V>
+inline SharedValue<V> shared_at(unsigned offset) {
+    return {offset};
 }
 
 inline unsigned thread_index_anew() { return threadIdx.x; }

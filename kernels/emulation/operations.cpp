@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "fibers.h"
+#include "hazards.h"
 
 namespace emulation {
 
@@ -32,7 +33,9 @@ static Copies copies[MAX_THREADS];
 void copy_async(unsigned to, const void* from, unsigned bytes, bool valid) {
     if (reinterpret_cast<size_t>(from) % bytes)
         fail("an asynchronous copy from an address that is not a multiple of %u", bytes);
-    memset(shared_bytes(to, bytes, "an asynchronous copy"), 0xff, bytes);
+    unsigned char* const at = shared_bytes(to, bytes, "an asynchronous copy");
+    write_shared(to, bytes);
+    memset(at, 0xff, bytes);
     copies[block.current].open.push_back({to, valid ? from : nullptr, bytes});
 }
 
@@ -45,11 +48,13 @@ void commit_copies() {
 void wait_copies(unsigned pending) {
     auto& groups = copies[block.current].groups;
     while (groups.size() > pending) {
-        for (const AsyncCopy& copy : groups.front())
+        for (const AsyncCopy& copy : groups.front()) {
+            write_shared(copy.to, copy.bytes);
             if (copy.from)
                 memcpy(block.shared + copy.to, copy.from, copy.bytes);
             else
                 memset(block.shared + copy.to, 0, copy.bytes);
+        }
         groups.erase(groups.begin());
     }
 }
@@ -158,6 +163,11 @@ static void multiply_warp() {
 // Half e of word j of lane i gets element (i / 4, 2 * (i % 4) + e) of matrix j; transposed, the mirrored element.
 template <bool TRANSPOSED>
 static void load_warp() {
+    for (int i = 0; i < LANES; ++i) {
+        const unsigned start = *static_cast<const unsigned*>(in_of_lane(i));
+        shared_bytes(start, 16, "ldmatrix");
+        read_shared_by(block.current / LANES * LANES + i, start, 16);
+    }
     for (int i = 0; i < LANES; ++i)
         for (int j = 0; j < 4; ++j) {
             unsigned short half[2];
@@ -165,7 +175,7 @@ static void load_warp() {
                 const int across = i / 4, along = 2 * (i % 4) + e;
                 const int from = TRANSPOSED ? along : across, at = TRANSPOSED ? across : along;
                 const unsigned start = *static_cast<const unsigned*>(in_of_lane(8 * j + from));
-                memcpy(&half[e], shared_bytes(start, 16, "ldmatrix") + 2 * at, 2);
+                memcpy(&half[e], block.shared + start + 2 * at, 2);
             }
             static_cast<unsigned*>(out_of_lane(i))[j] = half[0] | unsigned(half[1]) << 16;
         }

@@ -99,7 +99,7 @@ def _compile(target, source, *arguments):
 def _runtime():
     """The object that all libraries are linked with: what depends on no kernel and takes long to compile."""
     key = hashlib.sha256("\0".join(_environment()).encode()).hexdigest()[:24]
-    sources = [_emulation() / name for name in ("fibers.cpp", "operations.cpp")]
+    sources = [_emulation() / name for name in ("fibers.cpp", "hazards.cpp", "operations.cpp")]
     return _compiled(f"runtime-{key}.o", "the emulation", *RUNTIME_OPTIONS, *sources)
 
 
