@@ -53,7 +53,7 @@ def test_kernels(tmp_path):
     )
     rows = [line.split() for line in outcome.stdout.splitlines() if line.startswith("forward")]
     assert rows == [
-        ["forward", "bfloat16", "128", of, "128x64,4,1,1", "255", "16", "65.0", "2"] for of in ("sm_80", "sm_90")
+        ["forward", "bfloat16", "128", of, "128x64,4,1,1,1", "255", "16", "65.0", "2"] for of in ("sm_80", "sm_90")
     ]
     kernels = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
     assert [of["architecture"] for of in kernels] == ["sm_80", "sm_90"] and kernels[0]["tile"]["rows"] == 128

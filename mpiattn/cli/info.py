@@ -103,7 +103,7 @@ def _run_kernels(job, args):
         if args.json != "-":
             print(
                 f"{kernel_table.HEADS_PER_KV} query heads for each KV head; a tile is rows x columns of scores, "
-                "warps, stages, parts of the results\n"
+                "warps, stages, parts of the results, warps that share rows\n"
             )
             print(
                 table(
@@ -111,7 +111,7 @@ def _run_kernels(job, args):
                         (
                             f"{row.work} {row.dtype} {row.head_dim}",
                             row.architecture,
-                            f"{row.tile.rows}x{row.tile.columns},{row.tile.warps},{row.tile.stages},{row.tile.parts}",
+                            f"{row.tile.rows}x{row.tile.columns},{','.join(map(str, row.tile[2:]))}",
                             row.registers,
                             row.spilled,
                             f"{row.shared_bytes / 1024:.1f}",
