@@ -107,7 +107,10 @@ class Pages:
             self.resize(sequences[i], tokens[i].item())
 
     def tables(self, sequences):
-        """`table` of each of the sequences, a list or the range of all; the same `Tables` of all until pages change."""
+        """`table` of each of some sequences; the same `Tables` of all until pages change.
+
+        sequences: a list of their numbers; a range stands for all, whatever its ends.
+        """
         every = isinstance(sequences, range)
         if every and self._all is not None:
             return self._all

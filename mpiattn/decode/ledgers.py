@@ -28,7 +28,8 @@ class Ledgers:
         self._each = [Ledger(ranks, s, self.lengths[s : s + 1], self.counts[s]) for s in range(sequences)]
         self._numbers = np.arange(sequences)
         # If the last piece of a sequence is dealt one by one, a rank has (length - from) // step + before tokens while
-        # the length is from the start to the end of the piece.  If it is not, the end is 0.
+        # the length is from the start to the end of the piece.  If it is not, the end is 0.  An example: two ranks hold
+        # 3 and 2 of 5 tokens, and the next goes to rank 1: from is 5 and 4, step 2, before 3 and 2.
         self._start, self._end = np.zeros((2, sequences), np.int64)
         self._from, self._before = np.zeros((2, sequences, ranks), np.int64)
         self._step = np.full((sequences, ranks), NEVER)

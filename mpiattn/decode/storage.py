@@ -71,7 +71,7 @@ class Storage:
             raise
 
     def some(self, sequences):
-        """Sequences, as of `sequence_numbers`, as an index of arrays: a slice, which costs less, if these are all."""
+        """Sequences as an index of arrays; all, a range in `sequence_numbers`, are a slice, which costs less."""
         return slice(None) if isinstance(sequences, range) else np.array(sequences, np.int64)
 
     def take_pages(self, some, counts, spread=False):

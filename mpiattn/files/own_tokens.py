@@ -56,22 +56,24 @@ class OwnTokens:
 
         start: the byte of token 0.  report: called with the number of tokens that were just read.
         """
-        straight = rows.flags.c_contiguous
-        into = rows if straight else np.empty((min(len(rows), max(1, SPAN // row_bytes)), *rows.shape[1:]), rows.dtype)
-        memory, done, full = memoryview(as_bytes(into)), 0, 0
+        contiguous, buffer = rows.flags.c_contiguous, rows
+        if not contiguous:
+            buffer = np.empty((min(len(rows), max(1, SPAN // row_bytes)), *rows.shape[1:]), rows.dtype)
+        memory, filled, stored = memoryview(as_bytes(buffer)), 0, 0
         for run in runs:
             while run:
-                some = run[: len(into) - full]
-                run = run[len(some) :]
-                self._read(start + some.start * row_bytes, memory[full * row_bytes : (full + len(some)) * row_bytes])
-                full += len(some)
+                piece = run[: len(buffer) - filled]
+                run = run[len(piece) :]
+                end = filled + len(piece)
+                self._read(start + piece.start * row_bytes, memory[filled * row_bytes : end * row_bytes])
+                filled = end
                 if report:
-                    report(len(some))
-                if full == len(into) and not straight:
-                    rows[done : done + full] = into
-                    done, full = done + full, 0
-        if not straight:
-            rows[done:] = into[:full]
+                    report(len(piece))
+                if filled == len(buffer) and not contiguous:
+                    rows[stored : stored + filled] = buffer
+                    stored, filled = stored + filled, 0
+        if not contiguous:
+            rows[stored:] = buffer[:filled]
 
     def _read_stripes(self, start, parts, row_bytes, rows, report=None):
         """As `_read_runs`, of ranges of a larger step."""
