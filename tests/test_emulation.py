@@ -70,6 +70,12 @@ extern "C" __global__ void buggy(float* out, int bug) {
     if (bug == 16) {
         unsigned words[4];
         load_matrices(words, i % 8 * 16);
+    }
+    if (bug == 17) {
+        unsigned words[4];
+        load_matrices(words, i % 8 / 2 * 32);
+    }
+    if (bug == 16) {
         __syncwarp();
         shared_at<float>(4 * i) = 0;
     }
@@ -109,6 +115,7 @@ def test_without_a_bug(launch):
         (8, "a thread ends before its asynchronous copies"),
         (9, "an asynchronous copy from an address that is not a multiple of 4"),
         *((bug, HAZARD) for bug in (11, 13, 14, 15, 16)),
+        (17, "ldmatrix reads rows that share banks of memory"),
     ],
 )
 def test_what_is_an_error(launch, bug, message):

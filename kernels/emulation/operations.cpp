@@ -163,10 +163,14 @@ static void multiply_warp() {
 // Half e of word j of lane i gets element (i / 4, 2 * (i % 4) + e) of matrix j; transposed, the mirrored element.
 template <bool TRANSPOSED>
 static void load_warp() {
+    unsigned banks = 0;                          // that the rows of a matrix lie in, of eight times 16 bytes
     for (int i = 0; i < LANES; ++i) {
-        const unsigned start = *static_cast<const unsigned*>(in_of_lane(i));
+        const unsigned start = *static_cast<const unsigned*>(in_of_lane(i)), bank = 1 << start / 16 % 8;
         shared_bytes(start, 16, "ldmatrix");
         read_shared_by(block.current / LANES * LANES + i, start, 16);
+        banks = (i % 8 ? banks : 0) | bank;
+        if (i % 8 == 7 && banks != 0xff)
+            fail("ldmatrix reads rows that share banks of memory");
     }
     for (int i = 0; i < LANES; ++i)
         for (int j = 0; j < 4; ++j) {
