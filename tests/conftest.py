@@ -149,3 +149,19 @@ def backend(request):
     made.descending = request.param
     yield made
     made.close()
+
+
+@pytest.fixture
+def gpu():
+    """The back end `cuda` on a made-up CuPy."""
+    import fake_cupy
+
+    from mpiattn import backends
+    from mpiattn.backends.cuda import backend
+
+    with fake_cupy.install():
+        backend._dealt.clear()
+        made = backends.get("cuda")
+        yield made
+        made.close()
+    fake_cupy._devices[:] = [0]

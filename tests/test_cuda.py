@@ -103,16 +103,6 @@ def test_commands_and_one_call(tmp_path):
     assert mpirun(2, [sys.executable, "-c", code], env=env).stdout.count("right") == 2
 
 
-@pytest.fixture
-def gpu():
-    with fake_cupy.install():
-        backend._dealt.clear()
-        made = backends.get("cuda")
-        yield made
-        made.close()
-    fake_cupy._devices[:] = [0]
-
-
 class Foreign:
     """Another library's array on the device."""
 
@@ -203,37 +193,6 @@ def test_what_begins_anywhere_is_not_copied(gpu, monkeypatch):
         gpu.attend_backward(
             q, v[:5], lse, delta, k, v, begin, end, grads[0], memory[1:113].reshape(7, 1, 16), grads[2], 0.3
         )
-
-
-@needs_compiler
-def test_row_intervals_are_kept_on_the_device(gpu, monkeypatch):
-    """Calls with the same masks and documents send none: forward and backward, blocks and tiles."""
-    uploads = []
-    asarray = fake_cupy.asarray
-    monkeypatch.setattr(
-        fake_cupy,
-        "asarray",
-        lambda a, *rest, **named: (
-            uploads.append(a.shape) if isinstance(a, np.ndarray) else None,
-            asarray(a, *rest, **named),
-        )[1],
-    )
-    ones = asarray(np.ones((1, 9, 1, 16), np.float32))
-    for schedule in ("greedy", "collective"):
-        with MeshAttention(
-            MPI.COMM_SELF, seqlen=9, heads=1, head_dim=16, causal=True, schedule=schedule, backend="cuda"
-        ) as plan:
-            for cuts, new in ((None, 2), (None, 0), ([0, 4, 9], 2), ([0, 4, 9], 0), ([0, 5, 9], 2)):
-                uploads.clear()
-                out, lse = plan.forward(ones, ones, ones, cu_seqlens=cuts)
-                plan.backward(ones, ones, ones, ones, out, lse, cu_seqlens=cuts)
-                assert len(uploads) == new, (schedule, cuts, uploads)
-    shared = {"causal": True, "layout": "zigzag", "schedule": "collective", "backend": "cuda"}
-    with MeshAttention(MPI.COMM_SELF, seqlen=9, heads=1, head_dim=16, **shared) as plan:
-        plan.forward(ones, ones, ones)
-        uploads.clear()
-        plan.forward(ones, ones, ones)
-        assert not uploads
 
 
 @needs_compiler

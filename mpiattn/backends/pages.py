@@ -17,6 +17,8 @@ from ..errors import ArgumentError
 class Tables(list):
     """The block tables of some sequences, int32 each.  It is not to be changed: what back ends make of it is kept."""
 
+    _kept = None
+
     @classmethod
     def of(cls, pages):
         """Of the argument `pages` of `Backend.attend_pages`."""
@@ -37,6 +39,12 @@ class Tables(list):
         for row, table in zip(rows, self):
             row[: len(table)] = table
         return rows
+
+    def kept(self, copy):
+        """copy(padded) of the first call: the tables in the memory of a back end."""
+        if self._kept is None:
+            self._kept = copy(self.padded)
+        return self._kept
 
 
 class Pages:

@@ -183,7 +183,7 @@ class Call:
                     q[part],
                     pool,
                     values,
-                    table,
+                    tables if len(tables) == 1 else table,
                     page_size,
                     begin[these],
                     end[these],

@@ -57,11 +57,13 @@ class KernelLaunches:
     ):
         if not len(q):
             return
-        tables = Tables.of(pages).padded
+        tables = Tables.of(pages)
+        slots = tables.padded.shape[1] * page_size
+        if isinstance(begin, np.ndarray):  # one copy to the device for both
+            begin, end = self.contiguous(np.stack((begin, end)))
         begin, end = (bound.reshape(len(tables), -1) for bound in (begin, end))
-        self._attend(
-            q, keys, values, tables, tables.shape[1] * page_size, begin, end, out, lse, scale, softcap, page_size
-        )
+        (on_device,) = tables.kept(self._numbers)
+        self._attend(q, keys, values, on_device, slots, begin, end, out, lse, scale, softcap, page_size)
 
     def _attend(self, q, k, v, pages, keys, begin, end, out, lse, scale, softcap, page_size=0):
         """Add the attention to `keys` keys of a chunk to a partial, or set the partial to that of a pool's pages."""

@@ -1,0 +1,64 @@
+"""What calls of the back end `cuda` copy from the host to the GPU, counted on a made-up CuPy."""
+
+import fake_cupy
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpiattn import KVCache, MeshAttention, tree_decode
+from mpiattn.backends.testing import emulated
+from mpiattn.engine.folding import on_host
+
+pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+
+
+@pytest.fixture
+def uploads(gpu, monkeypatch):
+    """Shapes of NumPy arrays that are copied to the GPU."""
+    shapes, asarray = [], fake_cupy.asarray
+
+    def counted(a, *rest, **named):
+        if isinstance(a, np.ndarray):
+            shapes.append(a.shape)
+        return asarray(a, *rest, **named)
+
+    monkeypatch.setattr(fake_cupy, "asarray", counted)
+    return shapes
+
+
+def test_row_intervals_are_kept_on_the_device(uploads):
+    """Calls with the same masks and documents send none: forward and backward, blocks and tiles."""
+    ones = fake_cupy.asarray(np.ones((1, 9, 1, 16), np.float32))
+    for schedule in ("greedy", "collective"):
+        with MeshAttention(
+            MPI.COMM_SELF, seqlen=9, heads=1, head_dim=16, causal=True, schedule=schedule, backend="cuda"
+        ) as plan:
+            for cuts, new in ((None, 2), (None, 0), ([0, 4, 9], 2), ([0, 4, 9], 0), ([0, 5, 9], 2)):
+                uploads.clear()
+                out, lse = plan.forward(ones, ones, ones, cu_seqlens=cuts)
+                plan.backward(ones, ones, ones, ones, out, lse, cu_seqlens=cuts)
+                assert len(uploads) == new, (schedule, cuts, uploads)
+    shared = {"causal": True, "layout": "zigzag", "schedule": "collective", "backend": "cuda"}
+    with MeshAttention(MPI.COMM_SELF, seqlen=9, heads=1, head_dim=16, **shared) as plan:
+        plan.forward(ones, ones, ones)
+        uploads.clear()
+        plan.forward(ones, ones, ones)
+        assert not uploads
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_block_tables_are_kept_on_the_device(uploads, sequences):
+    """Decoding sends what the queries see, and block tables only after pages have changed."""
+    of_tokens = fake_cupy.asarray(np.ones((sequences, 5, 1, 16), np.float32))
+    token, q = of_tokens[:, :1], fake_cupy.asarray(np.ones((sequences, 1, 2, 16), np.float32))
+    with KVCache(
+        MPI.COMM_SELF, capacity=64, sequences=sequences, page_size=4, kv_heads=1, head_dim=16, backend="cuda"
+    ) as cache:
+        cache.append(of_tokens, of_tokens)
+        for length in range(6, 11):
+            cache.append(token, token)
+            uploads.clear()
+            out, _ = tree_decode(q, cache)
+            assert on_host(out) == pytest.approx(1)
+            intervals, tables = (2, sequences), (sequences, -(-length // 4))
+            assert uploads == [intervals, tables][: 1 + (length in (6, 9))], length  # the first time, and a third page
