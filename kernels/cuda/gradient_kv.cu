@@ -41,12 +41,12 @@ static_assert((COLUMN_WARPS == 1 ? P_AT : DS_AT + WTile::BYTES) == SHARED_BYTES,
               "what mpiattn/backends/cuda/tile_table.py says");
 static_assert(8 * DK * PARTS * COLUMN_WARPS == DEPTH && DK % 2 == 0,
               "every column is one warp's, and pairs stay together");
-static_assert(SHARED_KV || (8 * DV * PARTS * COLUMN_WARPS == VALUE_DEPTH && DV % 2 == 0), "as well");
+static_assert(SHARED_KV || (8 * DV * PARTS * COLUMN_WARPS == VALUE_DEPTH && DV % 2 == 0), "the same of dv");
 static_assert(COLUMN_WARPS == 1 || !SHARED_KV, "dk and dv have the same columns of dS and P");
 
 // Leaves this warp's 16 * M x 8 * N numbers in shared memory for all warps of these keys.
 template <class X>
-__device__ __forceinline__ void share(unsigned base, const float (&w)[M][N][4], int first_row, int first_column) {
+__device__ __forceinline__ void publish(unsigned base, const float (&w)[M][N][4], int first_row, int first_column) {
     const unsigned lane = thread_index_anew() % 32;
     const unsigned at = WTile::at(base, first_row + lane / 4, first_column + lane % 4 * 2);
 #pragma unroll
@@ -220,8 +220,8 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
         const auto add = [&](auto element) {                         // generic: only one branch has to compile
             using X = decltype(element);
             if constexpr (COLUMN_WARPS > 1) {
-                share<X>(P_AT, score, warp_row, warp_column);
-                share<X>(DS_AT, product, warp_row, warp_column);
+                publish<X>(P_AT, score, warp_row, warp_column);
+                publish<X>(DS_AT, product, warp_row, warp_column);
                 __syncthreads();
                 if (careful) {
                     product_of_seen_tiles<WTile, GTile>(sum_v, P_AT, warp_row, grads_at, part_v, sees);
