@@ -27,7 +27,8 @@ def begin(call):
 
 def end(call):
     """This process is not in `call` any more."""
-    _calls.remove(call)
+    with contextlib.suppress(ValueError):  # an interrupt may have come before `begin` noted it
+        _calls.remove(call)
 
 
 def listen():

@@ -34,7 +34,11 @@ class Call:
         self.kept: list[object] = []
 
     def __enter__(self) -> Call:
-        self._home.begin(self.name)
+        try:
+            self._home.begin(self.name, self)
+        except BaseException:
+            self._home.withdraw(self.name, self)
+            raise
         return self
 
     def __exit__(

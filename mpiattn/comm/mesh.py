@@ -109,7 +109,11 @@ class _Turn:
         self.home, self.call, self.kept = home, call, kept
 
     def __enter__(self):
-        self.home.begin(self.call)
+        try:
+            self.home.begin(self.call, self)
+        except BaseException:
+            self.home.withdraw(self.call, self)
+            raise
 
     def __exit__(self, kind, error, trace):
         self.home.end(self.call, error, self.kept)
@@ -133,7 +137,7 @@ class Home:
         self.channel = Channel(self.comm, self.hosts, marks[0])
         self.nodes = nodes_of(self.peers(timeout))
         self.users = self.dropped = self.members = 0
-        self._turn, self._running = threading.Lock(), ""
+        self._turn, self._holder, self._running = threading.Lock(), None, ""
 
     @classmethod
     def enter(cls, comm, timeout=TIMEOUT):
@@ -186,9 +190,16 @@ class Home:
         """
         return _Turn(self, name, kept)
 
-    def begin(self, call):
-        """Allow only one collective call at a time on a communicator: messages of two calls could match each other."""
-        if not self._turn.acquire(blocking=False):
+    def begin(self, call, holder):
+        """Allow only one collective call at a time on a communicator: messages of two calls could match each other.
+
+        holder: the context of the call, which calls `withdraw` if this raises, and else `end`.
+        """
+        with self._turn:
+            refused = self._holder is not None
+            if not refused:
+                self._holder = holder
+        if refused:
             raise MpiattnError(
                 f"{call} is refused: {self._running} is running on this communicator; it must end, on "
                 "every rank, before another begins (not from its progress callback, not from another "
@@ -197,6 +208,12 @@ class Home:
         self._running = call
         channels.begin(call)
 
+    def withdraw(self, call, holder):
+        """A call has not begun: it was refused, or a signal's handler has raised an exception in `begin`."""
+        if self._holder is holder:
+            channels.end(call)
+            self._holder = None
+
     def end(self, call, error, kept):
         """The end of a call that has begun.  error: the exception that ends it, or None.  kept: as for `call`."""
         try:
@@ -204,7 +221,7 @@ class Home:
                 self._fail(error, kept())
         finally:
             channels.end(call)
-            self._turn.release()
+            self._holder = None
 
     def _fail(self, error, kept):
         where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))

@@ -73,6 +73,25 @@ def keep_forever(kept: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
+class keeping:
+    """A context in which MPI is given these objects: if its body raises an exception, they are never freed.
+
+    A signal's handler, Ctrl-C's above all, may raise as soon as an MPI call returns: before its request has a name.
+    """
+
+    __slots__ = ("kept",)
+
+    def __init__(self, *kept: object) -> None:
+        self.kept = kept
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            keep_forever(self.kept)
+
+
 class Peers:
     """The ranks of `comm`, waited for up to `timeout` seconds.
 
@@ -157,7 +176,8 @@ class Peers:
         if self.size == 1:
             return
         result = np.empty_like(array)
-        self.wait([hold(self.comm.Iallreduce(array, result, operation), array, result)])
+        with keeping(array, result):
+            self.wait([hold(self.comm.Iallreduce(array, result, operation), array, result)])
         array[...] = result
 
     def largest(self, numbers: Sequence[float]) -> NDArray[np.int64]:
@@ -166,13 +186,15 @@ class Peers:
         if self.size == 1:
             return given
         result = np.empty(len(given), np.int64)
-        self.wait([hold(self.comm.Iallreduce(given, result, MPI.MAX), given, result)])
+        with keeping(given, result):
+            self.wait([hold(self.comm.Iallreduce(given, result, MPI.MAX), given, result)])
         return result
 
     def each(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         """The numbers of every rank, as many on each: int64 (ranks, numbers)."""
-        result = np.empty((self.size, len(numbers)), np.int64)
-        self.wait([self.comm.Iallgather(np.array(numbers, np.int64), result)])
+        given, result = np.array(numbers, np.int64), np.empty((self.size, len(numbers)), np.int64)
+        with keeping(given, result):
+            self.wait([self.comm.Iallgather(given, result)])
         return result
 
     def broadcast(self, value: Value) -> Value:
@@ -182,12 +204,14 @@ class Peers:
         if self.rank == 0:
             head[:8].view(np.int64)[0] = len(data)
             head[8 : 8 + len(data)] = data[: HEAD - 8]
-        self.wait([self.comm.Ibcast([head, MPI.BYTE])])
+        with keeping(head):
+            self.wait([self.comm.Ibcast([head, MPI.BYTE])])
         length = int(head[:8].view(np.int64)[0])
         if length <= HEAD - 8:
             return pickle.loads(head[8 : 8 + length].tobytes())
         whole = data.copy() if self.rank == 0 else np.empty(length, np.uint8)
-        self.wait([self.comm.Ibcast([whole, MPI.BYTE])])
+        with keeping(whole):
+            self.wait([self.comm.Ibcast([whole, MPI.BYTE])])
         return pickle.loads(whole.tobytes())
 
     def allgather(self, value: Value) -> list[Value]:
@@ -196,12 +220,14 @@ class Peers:
         head, heads = np.zeros(SHORT, np.uint8), np.empty((self.size, SHORT), np.uint8)
         head[:8].view(np.int64)[0] = len(pickled)
         head[8 : 8 + len(pickled)] = pickled[: SHORT - 8]
-        self.wait([hold(self.comm.Iallgather(head, heads), head, heads)])
+        with keeping(head, heads):
+            self.wait([hold(self.comm.Iallgather(head, heads), head, heads)])
         lengths = heads[:, :8].copy().view(np.int64)[:, 0]
         if lengths.max() <= SHORT - 8:
             return [pickle.loads(each[8:].tobytes()) for each in heads]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         everything = np.empty(starts[-1], np.uint8)
-        gathered = self.comm.Iallgatherv([pickled, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])
-        self.wait([hold(gathered, pickled, everything)])
+        with keeping(pickled, everything):
+            gathered = self.comm.Iallgatherv([pickled, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])
+            self.wait([hold(gathered, pickled, everything)])
         return [pickle.loads(everything[start:stop].tobytes()) for start, stop in pairwise(starts)]

@@ -42,6 +42,7 @@ class Rounds:
     def __init__(self, peers, max_message):
         self._comm, self._exchange = peers.comm, Exchange(peers, max_message)
         self._posted, self._unpack, self._under_way = [], [], deque()
+        self._posting: object = None  # the arrays of the latest message: an interrupt may end its posting
 
     def __enter__(self):
         return self
@@ -54,6 +55,7 @@ class Rounds:
         """Send an array, which stays as it is until the end."""
         if array.dtype != native(array.dtype) or not in_place(array, self._exchange.max_message):
             array = packed(array)
+        self._posting = array
         self._posted += self._exchange.send(self._comm, in_memory(array), rank, TAG)
 
     def receive(self, rank, array):
@@ -62,6 +64,7 @@ class Rounds:
             buffer = np.empty(array.shape, array.dtype)
             self._unpack.append((array, buffer))
             array = buffer
+        self._posting = array
         self._posted += self._exchange.receive(self._comm, in_memory(array), rank, TAG)
 
     def allgather(self, array, arena, lengths, starts, row_bytes, unpack=()):
@@ -70,7 +73,7 @@ class Rounds:
         unpack: (array, buffer) pairs of parts of the arena and the arrays they go to at the end of the round.
         """
         if row_bytes:
-            own, arena = as_bytes(packed(array)), as_bytes(arena)
+            self._posting = own, arena = as_bytes(packed(array)), as_bytes(arena)
             self._posted += self._exchange.allgather(self._comm, own, arena, lengths, starts, row_bytes)
         self._unpack += unpack
 

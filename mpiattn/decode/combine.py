@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..backends.kept import Kept
-from ..comm.peers import hold
+from ..comm.peers import hold, keeping
 from ..schedule import reduction
 
 TAG = 0  # for messages on the duplicated communicator, where plans send none
@@ -120,12 +120,13 @@ class Combiner:
         step = max(1, self.exchange.max_message // array.dtype.itemsize)
         for start in range(0, math.prod(array.shape), step):
             given, taken = leaving[start : start + step], arriving[start : start + step] if whole else None
-            request = (
-                self.comm.Iallreduce(given, taken, operation)
-                if root is None
-                else self.comm.Ireduce(given, taken, operation, root)
-            )
-            self.exchange.finish(hold(request, given, taken), "reduce", given.nbytes, where)
+            with keeping(given, taken):
+                request = (
+                    self.comm.Iallreduce(given, taken, operation)
+                    if root is None
+                    else self.comm.Ireduce(given, taken, operation, root)
+                )
+                self.exchange.finish(hold(request, given, taken), "reduce", given.nbytes, where)
         self.backend.sent(array)
         return (self.backend.arrived(result),) if whole else ()
 

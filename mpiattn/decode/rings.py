@@ -208,6 +208,7 @@ def _pass_queries(call: Call) -> tuple[Array, Array]:
             arriving, arriving_q = empty(number)
             last = hop == ranks  # back at its owner, which needs only the result
             leaving = [(whole.packed, whole.ready), (queries, queries_ready)][: 2 - last]
+            call.buffers = whole.packed, queries, arriving.packed, arriving_q
             so_far = *whole.ready, *queries_ready  # new memory may still be in use by earlier launches
             posted = combiner.post(
                 (rank + 1) % ranks,
@@ -229,6 +230,7 @@ def _gather(call: Call, own: Partial, chunks: list[range]) -> Partial:
     exchange, backend, comm = call.cache.combiner.exchange, call.backend, call.cache.combiner.peers.comm
     row = call.heads * (call.cache.value_dim + 1)
     arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
+    call.buffers = own.packed, arena
     so_far = (backend.clear(whole.out, whole.lse),)  # earlier launches may still use the arena's memory
     leaving = exchange.whole(backend.outgoing(own.packed, own.ready, collective=True))
     arriving = exchange.whole(backend.incoming(arena, so_far, collective=True))

@@ -28,6 +28,7 @@ class Coming:
         self.backend, self.exchange, self.kind, self.where = backend, exchange, kind, where
         self._parts, self._other = {}, _Part(range(0), [], [])  # parts by their tokens
         self._sends, self._sent = [], []
+        self.posting = ()  # what is about to be posted: an interrupt may come before `add` and `send`
 
     def __bool__(self):
         return bool(self._parts)
@@ -103,4 +104,4 @@ class Coming:
         self.exchange.wait(self._sends, self.where)
         for rows in self._sent:
             self.backend.sent(rows)
-        self._sends, self._sent = [], []
+        self._sends, self._sent, self.posting = [], [], ()

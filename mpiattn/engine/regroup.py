@@ -167,6 +167,7 @@ class Regroup:
                 if part.peer != self.mesh.rank:
                     rows, place = self._of_mesh(chunk, part, memory)
                     receives.append((kind, part.shared.inner, array.name, part.peer, rows, place))
+        coming.posting = sends, receives
         self.backend.begin()
         for kind, tokens, name, peer, rows, place in receives:
             coming.add(kind, tokens, self._receive(name, peer, rows), rows, place)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiattn import PeerFailure
+from mpiattn import MeshAttention, PeerFailure
+from mpiattn.comm import channel
 from mpiattn.comm.exchange import Exchange
 from mpiattn.comm.peers import Peers
 from mpiattn.comm.rounds import Rounds
@@ -76,3 +77,51 @@ def test_rounds_that_end_in_an_exception_hold_their_buffers(comm, at_least, monk
             messages.end()
     comm.Barrier()
     fresh.Free()
+
+
+def test_an_interrupt_as_a_collective_is_posted(comm, at_least, monkeypatch):
+    """A signal's handler raises as soon as MPI's function returns: before its request has a name."""
+    at_least(2)
+    monkeypatch.setattr(Watched, "alive", [])
+    fresh = comm.Dup()
+
+    class Interrupted:
+        rank, size = fresh.rank, fresh.size
+
+        def Iallreduce(self, *arguments):
+            fresh.Iallreduce(*arguments)
+            raise KeyboardInterrupt
+
+    guilty = comm.size - 1
+    if comm.rank == guilty:
+        peers = Peers(fresh)
+        peers.comm = Interrupted()
+        given = np.array([1, 2]).view(Watched)
+        with pytest.raises(KeyboardInterrupt):
+            peers.reduce(given, MPI.MAX)
+        del given
+        gc.collect()
+        assert sum(array() is not None for array in Watched.alive) == 2  # what is given, and the result
+    else:
+        Peers(fresh).reduce(np.array([3, 4]), MPI.MAX)
+    comm.Barrier()
+    fresh.Free()
+
+
+def test_an_interrupt_as_a_call_begins(comm, at_least, monkeypatch):
+    """It leaves the communicator as it was: no call is running."""
+    at_least(2)
+    ones = np.ones((1, 12 // comm.size, 1, 4), np.float32)
+    with MeshAttention(comm, seqlen=12 // comm.size * comm.size, heads=1, head_dim=4) as plan:
+        begin = channel.begin
+
+        def interrupted(call):
+            begin(call)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(channel, "begin", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                plan.forward(ones, ones, ones)
+        out, _ = plan.forward(ones, ones, ones)
+        assert (out == 1).all()

@@ -73,7 +73,7 @@ class DeferredBackend(NumpyBackend):
         return self._later(self._launches, after, work, *args)
 
     def _check_not_sending(self, array):
-        if any(np.may_share_memory(array, busy) for busy in self._sending):
+        if any(np.may_share_memory(array, busy) for busy, _ in self._sending):
             raise RuntimeError("a buffer is written to while MPI is sending it")
 
     def clear(self, out, lse):
@@ -158,9 +158,9 @@ class DeferredBackend(NumpyBackend):
         return self._launch((pool,), (), super().scatter, pool, slots, src, entries, tokens)
 
     def outgoing(self, array, after=(), collective=False):
-        if array.size:
-            self._sending.append(array)
         source, staged = flat(array), np.full(array.nbytes, NAN, np.uint8)
+        if array.size:
+            self._sending.append((array, staged))
         starts, copied = range(0, len(staged), PIECE), {}
         for start in self._delays.sample(starts, len(starts)):
             piece = slice(start, start + PIECE)
@@ -170,7 +170,7 @@ class DeferredBackend(NumpyBackend):
         return WireBytes(staged, lambda stop: all(copied[start].done() for start in range(0, stop, PIECE)), piece=PIECE)
 
     def sent(self, array):
-        self._sending = [busy for busy in self._sending if busy is not array]
+        self._sending = [busy for busy in self._sending if busy[0] is not array]
 
     def incoming(self, array, after=(), collective=False):
         self._check_not_sending(array)
@@ -190,11 +190,11 @@ class DeferredBackend(NumpyBackend):
                 )
             )
 
-        self._arriving[id(array)] = pieces, partial(taken, 0, len(staged)) if collective else None
+        self._arriving[id(array)] = pieces, partial(taken, 0, len(staged)) if collective else None, staged
         return WireBytes(staged, taken=taken, piece=PIECE)
 
     def arrived(self, array):
-        pieces, take_all = self._arriving.pop(id(array))
+        pieces, take_all, _ = self._arriving.pop(id(array))
         if take_all:
             take_all()
         return pieces[-1] if pieces else None
