@@ -15,8 +15,8 @@ pytestmark = [
 ]
 
 HAZARD = (
-    "thread [0-9]+ (reads|writes to) shared memory at byte [0-9]+, which (thread|warp) [0-9]+ has (read|written), "
-    "and no barrier lies between"
+    "thread [0-9]+ (reads|writes to) shared memory at byte [0-9]+, which "
+    "(thread [0-9]+ has|warp [0-9]+ has|several warps have) (read|written), and no barrier lies between"
 )
 SOURCE = """
 #include "element.cuh"

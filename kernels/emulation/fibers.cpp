@@ -163,7 +163,7 @@ static void start_block(Index index, unsigned char* stacks) {
     for (Meeting& warp : warps)
         warp = {};
     forget_copies();
-    forget_accesses();
+    order_block();
     for (Thread& thread : threads) {
         thread.started = thread.done = false;
         thread.awaits = nullptr;

@@ -6,6 +6,7 @@
 
 #include "hazards.h"
 
+#include <cstdio>
 #include <vector>
 
 #include "fibers.h"
@@ -28,13 +29,12 @@ static std::vector<Word> words;
 static unsigned barrier_number;  // counts on from block to block; 0 is never
 static unsigned warp_syncs[MAX_THREADS / LANES];
 
-void forget_accesses() {
+void order_block() {
     words.resize((block.shared_bytes + 3) / 4);
     if (!++barrier_number)  // after 2^32 barriers
         words.assign(words.size(), {}), barrier_number = 1;
 }
 
-void order_block() { forget_accesses(); }
 void order_warp() { ++warp_syncs[block.current / LANES]; }
 
 static int warp_of(int thread) { return thread % MAX_THREADS / LANES; }
@@ -48,9 +48,12 @@ static bool in_order(const Access& earlier, int thread) {
 }
 
 static void fail_at(const char* what, const char* before, int thread, const Access& earlier, unsigned offset) {
-    fail("thread %d %s shared memory at byte %u, which %s %d has %s, and no barrier lies between", thread, what, offset,
-         earlier.thread < SEVERAL ? "thread" : "warp",
-         earlier.thread < SEVERAL ? earlier.thread : warp_of(earlier.thread), before);
+    char who[32] = "several warps have";
+    if (earlier.thread < 2 * SEVERAL)
+        snprintf(who, sizeof(who), earlier.thread < SEVERAL ? "thread %d has" : "warp %d has",
+                 earlier.thread < SEVERAL ? earlier.thread : warp_of(earlier.thread));
+    fail("thread %d %s shared memory at byte %u, which %s %s, and no barrier lies between", thread, what, offset, who,
+         before);
 }
 
 void read_shared_by(int thread, unsigned offset, unsigned bytes) {

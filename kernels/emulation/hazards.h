@@ -11,8 +11,7 @@
 
 namespace emulation {
 
-void forget_accesses();                          // of the threads of earlier blocks
-void order_block();                              // a barrier of the block
+void order_block();                              // a barrier of the block, or the start of another one
 void order_warp();                               // __syncwarp of the current warp
 
 // The current thread, or the given one of its block, reads or writes these bytes.  Ends the launch if that is a hazard.
