@@ -74,7 +74,7 @@ def keep_forever(kept: object) -> None:
 
 
 class keeping:
-    """A context in which MPI is given these objects: if its body raises an exception, they are never freed.
+    """A context in which MPI is given these buffers: if its body raises an exception, they are never freed.
 
     A signal's handler, Ctrl-C's above all, may raise as soon as an MPI call returns: before its request has a name.
     """
@@ -177,7 +177,7 @@ class Peers:
             return
         result = np.empty_like(array)
         with keeping(array, result):
-            self.wait([hold(self.comm.Iallreduce(array, result, operation), array, result)])
+            self.wait([self.comm.Iallreduce(array, result, operation)])
         array[...] = result
 
     def largest(self, numbers: Sequence[float]) -> NDArray[np.int64]:
@@ -187,7 +187,7 @@ class Peers:
             return given
         result = np.empty(len(given), np.int64)
         with keeping(given, result):
-            self.wait([hold(self.comm.Iallreduce(given, result, MPI.MAX), given, result)])
+            self.wait([self.comm.Iallreduce(given, result, MPI.MAX)])
         return result
 
     def each(self, numbers: Sequence[int]) -> NDArray[np.int64]:
@@ -221,7 +221,7 @@ class Peers:
         head[:8].view(np.int64)[0] = len(pickled)
         head[8 : 8 + len(pickled)] = pickled[: SHORT - 8]
         with keeping(head, heads):
-            self.wait([hold(self.comm.Iallgather(head, heads), head, heads)])
+            self.wait([self.comm.Iallgather(head, heads)])
         lengths = heads[:, :8].copy().view(np.int64)[:, 0]
         if lengths.max() <= SHORT - 8:
             return [pickle.loads(each[8:].tobytes()) for each in heads]
@@ -229,5 +229,5 @@ class Peers:
         everything = np.empty(starts[-1], np.uint8)
         with keeping(pickled, everything):
             gathered = self.comm.Iallgatherv([pickled, MPI.BYTE], [everything, lengths, starts[:-1], MPI.BYTE])
-            self.wait([hold(gathered, pickled, everything)])
+            self.wait([gathered])
         return [pickle.loads(everything[start:stop].tobytes()) for start, stop in pairwise(starts)]

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..backends.kept import Kept
-from ..comm.peers import hold, keeping
+from ..comm.peers import keeping
 from ..schedule import reduction
 
 TAG = 0  # for messages on the duplicated communicator, where plans send none
@@ -126,7 +126,7 @@ class Combiner:
                     if root is None
                     else self.comm.Ireduce(given, taken, operation, root)
                 )
-                self.exchange.finish(hold(request, given, taken), "reduce", given.nbytes, where)
+                self.exchange.finish(request, "reduce", given.nbytes, where)
         self.backend.sent(array)
         return (self.backend.arrived(result),) if whole else ()
 
