@@ -20,7 +20,7 @@ if importlib.util.find_spec("mpiattn") is None:
 
 from mpiattn.backends.cuda import nvrtc
 from mpiattn.backends.cuda.kernels import ELEMENTS_PER_THREAD, VECTOR
-from mpiattn.backends.cuda.launches import WARPS, cast_kernel, partials_kernel
+from mpiattn.backends.cuda.launches import cast_kernel, merge_kernel
 from mpiattn.backends.cuda.tile_table import attention_kernel
 
 PRODUCTS = {"forward": 2, "decode": 2, "gradient_q": 3, "gradient_kv": 4}  # of a tile
@@ -270,10 +270,11 @@ def attention(work, dtype, dim, architecture, page_size=0):
 def merge(parts, architecture):
     """What a warp executes at most to merge up to 128 parts of a row of 128 columns.
 
-    It takes a fourth of the parts, PARTS_AHEAD at a time.  All other loops are unrolled, so once through is enough.
+    The warps of the block share the parts, PARTS_AHEAD at a time.  All other loops are unrolled, so once through is enough.
     """
-    blocks = disassembled_blocks(partials_kernel("merge_parts", "float32"), architecture)
-    rounds = -(-parts // (WARPS * PARTS_AHEAD))
+    kernel = merge_kernel(parts)
+    blocks = disassembled_blocks(kernel, architecture)
+    rounds = -(-parts // (kernel.threads // 32 * PARTS_AHEAD))
 
     def trips(code):
         of = counts(code)

@@ -91,6 +91,26 @@ def test_gradients_are_added(backend):
     assert bits(*grads) == before
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 128), ("float32", 36), ("float16", 6)])
+def test_splits_of_the_queries(backend, monkeypatch, dtype, dim, mask):
+    """Many queries and few keys: several thread blocks share the keys, and their sums are added to what is there.
+
+    Rows that are no multiple of 16 bytes are not split.
+    """
+    launched, launch = [], backend._run
+    monkeypatch.setattr(backend, "_run", lambda kernel, grid, *rest: (launched.append((kernel.name, grid)), launch(kernel, grid, *rest)))
+    arguments = block(310, 40, 4, 1, dim, dim, dtype, MASKS[mask])
+    all_bits = set()
+    for _ in range(2):
+        grads = [np.ones(arguments[i].shape, np.float32) for i in (0, 4, 5)]
+        assert_right(arguments, run(backend, arguments, into=grads), before=1)
+        all_bits.add(bits(*grads))
+    grids = dict(launched)
+    assert (grids["gradient_kv"][2] > 1) == ("add_splits" in grids) == (dim % 4 == 0)
+    assert len(all_bits) == 1
+
+
 DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
 
 

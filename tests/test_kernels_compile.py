@@ -15,7 +15,7 @@ pytestmark = pytest.mark.workshop
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 DTYPES = kernel_table.DTYPES
-PARTIALS = ("merge", "merge_parts", "add", "unnormalize", "normalize", "delta", "sink", "sink_gradient")
+PARTIALS = ("merge", "merge_parts", "add", "add_splits", "unnormalize", "normalize", "delta", "sink", "sink_gradient")
 
 
 @needs_nvrtc

@@ -11,7 +11,7 @@ from thinning import every
 
 from mpiattn import backends
 from mpiattn.backends.cuda.kernels import KernelLaunches
-from mpiattn.backends.cuda.launches import partials_kernel
+from mpiattn.backends.cuda.launches import merge_kernel
 from mpiattn.backends.numpy.backend import NumpyBackend
 from mpiattn.backends.testing import emulated
 from mpiattn.errors import ArgumentError
@@ -183,10 +183,13 @@ def test_merge_and_add(backend, wire):
 
 
 @pytest.mark.parametrize("dim", [128, 36, 7])
-@pytest.mark.parametrize("fresh", [False, True])
-def test_merge_of_many_parts(backend, dim, fresh):
-    """As one after another: parts that are empty, rows of which all are, weights far apart, and what is not finite."""
-    parts, rows = 99, 5
+@pytest.mark.parametrize("fresh, parts", [(False, 99), (True, 99), (True, 9)])
+def test_merge_of_many_parts(backend, dim, fresh, parts):
+    """As one after another: parts that are empty, rows of which all are, weights far apart, and what is not finite.
+
+    If fresh, the rows are of the second of three sequences, of which the others have no parts and keep what they hold.
+    """
+    rows = 5
     rng = np.random.default_rng(0)
     outs, lses = rng.standard_normal((parts, rows, dim)), 5 * rng.standard_normal((parts, rows))
     lses[rng.random((parts, rows)) < 0.3] = -np.inf
@@ -202,18 +205,28 @@ def test_merge_of_many_parts(backend, dim, fresh):
     with np.errstate(all="ignore"):
         total = np.logaddexp.reduce(all_lses, axis=0)
         ref = (np.exp(all_lses - np.where(np.isneginf(total), 0, total))[..., None] * all_outs).sum(axis=0)
+    if fresh:
+        whole_out, whole_lse = np.full((3 * rows, dim), 7, np.float32), np.full(3 * rows, 7, np.float32)
+        whole_out[rows : 2 * rows], whole_lse[rows : 2 * rows] = out, lse
+    else:
+        whole_out, whole_lse = out, lse
     backend._run(
-        partials_kernel("merge_parts", "float32"),
-        (rows, 1, 1),
-        out,
-        lse,
+        merge_kernel(parts),
+        (len(whole_out), 1, 1),
+        whole_out,
+        whole_lse,
         outs.astype(np.float32),
         lses.astype(np.float32),
+        np.array([9, 9, 0, 0, parts, parts], np.int32),
+        np.int64(2),
         np.int64(rows),
         np.int32(dim),
-        np.int32(parts),
-        np.int32(fresh),
+        np.int32(0 if fresh else parts),
     )
+    if fresh:
+        out, lse = whole_out[rows : 2 * rows], whole_lse[rows : 2 * rows]
+        others = [*range(rows), *range(2 * rows, 3 * rows)]
+        assert (whole_out[others] == 7).all() and (whole_lse[others] == 7).all()
     assert (np.isneginf(lse) == np.isneginf(total)).all() and (np.isnan(out) == np.isnan(ref)).all()
     assert error(out, ref) <= NOISE * largest(ref) and error(lse, total) <= NOISE * 100
     assert np.isnan(out[3, 0]) and (not fresh or not out[1].any())
@@ -316,7 +329,7 @@ def test_no_grid_is_too_large():
     pool = q.swapaxes(0, 1)
     recorder.attend_pages(q, pool, pool, np.zeros(1, np.int32), 2, begin[0], end[0], out, lse, 1.0)
     recorder.merge(out, lse, out, lse)
-    assert len(recorder.launched) == 6
+    assert len(recorder.launched) == 6, recorder.launched
     assert all(0 < max(grid[1:]) <= emulated.GRID_LIMIT and grid[0] < 2**31 for _, grid in recorder.launched)
 
 

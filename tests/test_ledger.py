@@ -247,8 +247,6 @@ def test_tables_of_all_sequences():
             joined, starts = tables.joined
             assert joined.tolist() == [page for table in expected for page in table] and joined.dtype == np.int32
             assert [joined[a:b].tolist() for a, b in pairwise(starts)] == expected
-            longest = max(map(len, expected))
-            assert tables.padded.tolist() == [table + [0] * (longest - len(table)) for table in expected]
         assert (pages.tables(range(3)) is before) == (not changed)
 
 

@@ -8,19 +8,22 @@
 // (rows.cuh).  It loops over the tiles of TILE_COLUMNS keys that any of its rows sees.  Scores and sums stay in
 // registers.  K of a later tile is copied during the softmax and the product with V, and V during the product with K.
 //
-// grid: (row tiles * KV heads * sequences, splits).
+// grid: (row tiles * KV heads, splits); with pages (row tiles * KV heads * items).
 // block: 32 * WARPS threads; each warp of a group owns as many of the TILE_ROWS rows.
 // shared memory: SHARED_BYTES, dynamic.  It holds Q and the rows' intervals for the whole loop, and STAGES buffers each
 // for tiles of K and V, or of K alone.
 // tile sizes: TILE_ROWS x TILE_COLUMNS, WARPS and STAGES are constants from mpiattn/backends/cuda/tile_table.py.  For
 // bfloat16 and head dim 128 they are 128 x 64, 4 warps, 1 stage, and for decoding 16 x 32, 1 warp, 2 stages.
 //
-// Decoding needs several splits.  Each split then takes its share of the keys and writes a partial of its own, out
-// (splits, tokens, heads, VALUE_DIM) and lse (splits, tokens, heads); merge_parts (partials.cu) merges them.
+// With few row tiles the keys are split.  Each split then takes its share of the keys and writes a partial of its own,
+// out (splits, tokens, heads, VALUE_DIM) and lse (splits, tokens, heads); merge_parts (partials.cu) merges them.
 //
-// If PAGE_SIZE is not 0, the keys lie in pages (keys.cuh), and the kernel writes partials instead of adding to them,
-// even with one split.  Then there are `groups` sequences with `tokens` queries each, stored one after another.  The
-// page table of a sequence has `count` / PAGE_SIZE entries.
+// If PAGE_SIZE is not 0, the keys lie in pages (keys.cuh), there are several sequences with `tokens` queries each, stored
+// one after another, and `work` lists what there is to do: items (sequence, first key, end of the keys, part).  Sequences
+// may differ much in length, so a long one has many items (mpiattn/backends/cuda/decode_work.py).  An item that has all
+// keys of its sequence, with part -1, sets (out, lse).  The others write partials number `part` of the same form as a split's.
+// `pages` begins with an index for each sequence: where its table begins in `pages`.  `begin` holds the ends as well,
+// after the beginnings of all queries.
 
 #include "columns.cuh"
 #include "keys.cuh"
@@ -98,31 +101,52 @@ __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax
 
 extern "C" __global__ void
 __launch_bounds__(THREADS, 1)
+#if PAGE_SIZE
+forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int4* __restrict__ work,
+        const int* __restrict__ begin, const int* __restrict__ pages, float* __restrict__ out, float* __restrict__ lse,
+        float* __restrict__ out_parts, float* __restrict__ lse_parts, int tokens, int slots, int kv_heads, int sequences,
+        float inner, float factor) {
+    const int* end = begin + (long long)sequences * tokens;
+    const Share mine(tokens * HEADS_PER_KV, TILE_ROWS);
+    const int4 item = work[mine.kv_head / kv_heads];
+    const int kv_head = mine.kv_head % kv_heads, group = item.x;
+    const long long heads = kv_heads * HEADS_PER_KV, rows_before = group * heads * tokens;
+    q += rows_before * HEAD_DIM, pages += pages[group];
+    const bool fresh = true;
+    const long long partial = item.w < 0 ? rows_before : item.w * heads * tokens;
+    if (item.w >= 0)
+        out = out_parts, lse = lse_parts;
+#else
 forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, const int* __restrict__ begin,
-        const int* __restrict__ end, const int* __restrict__ pages, float* __restrict__ out, float* __restrict__ lse,
-        int tokens, int count, int slots, int kv_heads, int groups, float inner, float factor) {
+        const int* __restrict__ end, float* __restrict__ out, float* __restrict__ lse, int tokens, int count, int kv_heads,
+        int groups, float inner, float factor) {
     const int splits = gridDim.y;
     const Share mine(tokens * HEADS_PER_KV, TILE_ROWS);
-#if PAGE_SIZE
-    const int sequence = mine.kv_head / kv_heads, kv_head = mine.kv_head % kv_heads, group = sequence;
-    const long long rows_before = (long long)sequence * tokens * kv_heads * HEADS_PER_KV;
-    q += rows_before * HEAD_DIM, out += rows_before * VALUE_DIM, lse += rows_before, pages += sequence * (count / PAGE_SIZE);
-#else
     const int kv_head = mine.kv_head, group = kv_head / (kv_heads / groups);
+    const bool fresh = splits > 1;
+    const long long partial = (long long)blockIdx.y * tokens * kv_heads * HEADS_PER_KV;
 #endif
+    out += partial * VALUE_DIM, lse += partial;
     const Rows rows(tokens, kv_heads, kv_head);
     const Intervals intervals(begin, end, group, tokens);
     // Later rows often see more keys.  They go first, so that no long tile runs alone at the end.
     const int first_row = (mine.tiles - 1 - mine.tile) * TILE_ROWS;
     const int last_row = min(first_row + TILE_ROWS, rows.count);
-    const Hull hull = hull_of(intervals, Rows::token(first_row), Rows::token(last_row - 1) + 1);
+    Hull hull = hull_of(intervals, Rows::token(first_row), Rows::token(last_row - 1) + 1);
+#if PAGE_SIZE
+    hull.cut(item.y, item.z);
+#endif
 
     // Keys after the last one seen may hold anything, but results must not depend on them: they are loaded as zeros.
-    const Keys keys = {pages, min(count, hull.hi), slots, kv_heads, kv_head};
-
+#if PAGE_SIZE
+    const Keys keys = {pages, hull.hi, slots, kv_heads, kv_head};
+    const int first_key = hull.lo, tiles = hull.empty() ? 0 : (hull.hi - hull.lo + TILE_COLUMNS - 1) / TILE_COLUMNS;
+#else
+    const Keys keys = {nullptr, min(count, hull.hi), 0, kv_heads, kv_head};
     const int all = hull.empty() ? 0 : (hull.hi - hull.lo + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int share = (all + splits - 1) / splits, skipped = min(all, int(blockIdx.y) * share);
     const int tiles = min(share, all - skipped), first_key = hull.lo + skipped * TILE_COLUMNS;
+#endif
 
     const auto load_k = [&](int tile) {
         if (tile < tiles)
@@ -139,7 +163,10 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
     const int first_column = PARTS == 1 ? 0 : warp_index() / ROW_WARPS * 8 * D;
     const int warp_row = row_warp * 16 * M, my_row = first_row + warp_row + lane_index() / 4;
     for (int i = threadIdx.x; i < TILE_ROWS; i += THREADS) {
-        const Interval of = intervals.of(Rows::token(min(first_row + i, rows.count - 1)));
+        Interval of = intervals.of(Rows::token(min(first_row + i, rows.count - 1)));
+#if PAGE_SIZE
+        of = {max(of.begin, item.y), min(of.end, item.z)};
+#endif
         shared_at<int2>(SEEN_AT + i * sizeof(int2)) = make_int2(of.begin, of.end);
     }
     const auto seen = [&](int m, int h) {
@@ -200,6 +227,5 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
             load_k(tile + STAGES);
         }
     }
-    const long long partial = (long long)blockIdx.y * (PAGE_SIZE ? groups : 1) * tokens * rows.heads;
-    store(acc, softmax, rows, my_row, first_column, out + partial * VALUE_DIM, lse + partial, PAGE_SIZE || splits > 1);
+    store(acc, softmax, rows, my_row, first_column, out, lse, fresh);
 }

@@ -8,7 +8,11 @@
 // columns of dk and dv, of more keys.  So it reads shared memory less often for a product.  P^T and dS^T go through
 // shared memory, where the other warps of these keys read them.
 //
-// grid: (key tiles * KV heads, PARTS); each part computes its share of the columns of dk and dv.
+// With few keys the row tiles are split, so that all multiprocessors have work, and about the same under a causal mask.
+// Each split then adds to arrays of its own, dk (splits, keys, kv_heads, HEAD_DIM) and dv likewise, which begin as zeros;
+// add_splits (partials.cu) adds them up, always in the same order.
+//
+// grid: (key tiles * KV heads, PARTS, splits); each part computes its share of the columns of dk and dv.
 // block: 32 * WARPS threads; each warp owns TILE_ROWS / (WARPS / COLUMN_WARPS) keys.
 // shared memory: SHARED_BYTES, dynamic.  It holds K and V, or K alone, for the whole loop, and STAGES buffers for tiles
 // of Q and dout and for lse, delta and interval of their rows; with COLUMN_WARPS > 1 a tile of P^T and of dS^T as well.
@@ -59,18 +63,22 @@ __device__ __forceinline__ void publish(unsigned base, const float (&w)[M][N][4]
                     Element<X>::pack(w[m][n][2 * h], w[m][n][2 * h + 1]);
 }
 
-// Iterates over the row tiles that see any of the keys [first, last), by the tiles' hulls (hulls.cu).  Each lane tests
-// one of 32 tiles at a time, so most steps read no memory.
+// The split of this block.  Later rows often see more keys: the splits that have them go first.
+__device__ __forceinline__ int split_index() { return gridDim.z - 1 - block_z_anew(); }
+
+// Iterates over the row tiles of this block's split that see any of the keys [first, last), by the tiles' hulls
+// (hulls.cu).  Each lane tests one of 32 tiles at a time, so most steps read no memory.
 struct RowTiles {
     static constexpr int NONE = 0, FULL = 1, MASKED = 2;
 
     const int4* hulls;
-    int count, first, last;
-    int base = -32;  // bit i of the masks stands for tile base + i
+    int count, split_count, first, last;           // all tiles; those of a split
+    int base;  // bit i of the masks stands for tile base + i
     unsigned touching = 0, covered = 0;  // tiles still to do; tiles whose rows all see all of the keys
 
-    __device__ __forceinline__ RowTiles(const int4* hulls_, int count_, int first_, int last_)
-        : hulls(hulls_), count(count_), first(first_), last(last_) {
+    __device__ __forceinline__ RowTiles(const int4* hulls_, int count_, int split_count_, int first_, int last_)
+        : hulls(hulls_), count(count_), split_count(split_count_), first(first_), last(last_),
+          base(split_index() * split_count_ - 32) {
         look();
     }
     __device__ __forceinline__ int tile() const { return base + __ffs(touching) - 1; }
@@ -81,11 +89,13 @@ struct RowTiles {
         touching &= touching - 1;
         look();
     }
+    // The end of the split's tiles is computed again each time: it would take a register.
+    __device__ __forceinline__ int end() const { return min(count, (split_index() + 1) * split_count); }
     __device__ __forceinline__ void look() {
-        while (!touching && base + 32 < count) {
+        while (!touching && base + 32 < end()) {
             base += 32;
             const int mine = base + lane_index();
-            const int4 of = mine < count ? hulls[mine] : make_int4(NO_KEY, 0, NO_KEY, 0);
+            const int4 of = mine < end() ? hulls[mine] : make_int4(NO_KEY, 0, NO_KEY, 0);
             const Hull hull = {of.x, of.y, of.z, of.w};
             touching = __ballot_sync(ALL_LANES, hull.touches(first, last));
             covered = __ballot_sync(ALL_LANES, hull.covers(first, last));
@@ -108,7 +118,7 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
             const float* __restrict__ delta, const T* __restrict__ k, const T* __restrict__ v,
             const int* __restrict__ begin, const int* __restrict__ end, const int4* __restrict__ hulls,
             float* __restrict__ dk, float* __restrict__ dv, int tokens, int keys, int kv_heads, int groups, float inner,
-            float factor, float scale) {
+            float factor, float scale, int split_tiles) {
     const Share mine(keys, TILE_ROWS);
     const int kv_head = mine.kv_head, group = kv_head / (kv_heads / groups);
     const Rows rows(tokens, kv_heads, kv_head);
@@ -118,7 +128,7 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
     const int row_warp = warp_index() / COLUMN_WARPS, column_warp = warp_index() % COLUMN_WARPS;
     const int share_index = part_index() * COLUMN_WARPS + column_warp;
     const int part_k = share_index * 8 * DK, part_v = SHARED_KV ? part_k : share_index * 8 * DV;
-    RowTiles ahead(hulls + (long long)group * all, all, first_key, last_key);       // the next tile to load
+    RowTiles ahead(hulls + (long long)group * all, all, split_tiles, first_key, last_key);  // the next tile to load
     int state = ahead.state();                                       // of the current tile
     if (state == RowTiles::NONE)
         return;
@@ -240,11 +250,12 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
         };
         add(T{});
     }
-    add_rows<HEAD_DIM>(dk, acc_k, SHARED_KV ? 1 : scale, part_k, [&](int m, int h) {
+    const long long before = (long long)split_index() * keys * kv_heads;                 // rows of the splits before
+    add_rows<HEAD_DIM>(dk + before * HEAD_DIM, acc_k, SHARED_KV ? 1 : scale, part_k, [&](int m, int h) {
         return key_start<HEAD_DIM>(my_key + 16 * m + 8 * h, keys, kv_heads, kv_head);
     });
     if constexpr (!SHARED_KV)
-        add_rows<VALUE_DIM>(dv, acc_v, 1, part_v, [&](int m, int h) {
+        add_rows<VALUE_DIM>(dv + before * VALUE_DIM, acc_v, 1, part_v, [&](int m, int h) {
             return key_start<VALUE_DIM>(my_key + 16 * m + 8 * h, keys, kv_heads, kv_head);
         });
 }

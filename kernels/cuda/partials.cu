@@ -2,8 +2,8 @@
 //
 // A row is a (token, head) pair of arrays (tokens, heads, dim).  T is the dtype of the incoming partials or outputs.
 //
-// grid: rows / WARPS, one warp per row, except for merge_parts (rows, one block per row), add (any) and sink_gradient
-// (heads, one block per head).
+// grid: rows / WARPS, one warp per row, except for merge_parts (rows, one block per row), add and add_splits (any)
+// and sink_gradient (heads, one block per head).
 // block: THREADS threads.
 // shared memory: none, except for the warps' sums: THREADS * 16 bytes in merge_parts, WARPS * 8 in sink_gradient.
 // tile sizes: none.  A warp steps through its row by 32 columns, and in merge_parts by 128 if dim is a multiple of 4.
@@ -42,10 +42,11 @@ __device__ __forceinline__ void add_weighted(float4& sum, const float4& x, float
 }
 
 // Writes the weighted sum of a row's parts, `dim` columns as Vectors.  The warps of the block take the parts in turn.
+// out: of the row.  out_b, lse_b: of the row in the first part; a part has `rows` rows.
 template <class Vector>
 __device__ __forceinline__ void sum_parts(float* __restrict__ out, const float* __restrict__ out_b,
-                                          const float* __restrict__ lse_b, long long row, long long rows, int dim, int parts,
-                                          float base, float keep, float norm) {
+                                          const float* __restrict__ lse_b, long long rows, int dim, int parts, float base,
+                                          float keep, float norm) {
     constexpr int WIDTH = sizeof(Vector) / sizeof(float);
     const int mine = lane_index() * WIDTH;
     for (int first = 0; first < dim; first += 32 * WIDTH) {
@@ -55,13 +56,13 @@ __device__ __forceinline__ void sum_parts(float* __restrict__ out, const float* 
         for (int block = warp_index(); block < parts; block += 32 * WARPS) {
             // Each lane computes the weight of one part; -1 marks an empty part, whose values are ignored.
             const int part = block + lane_index() * WARPS;
-            const float of = part < parts ? lse_b[part * rows + row] : minus_infinity();
+            const float of = part < parts ? lse_b[part * rows] : minus_infinity();
             const float weight = of == minus_infinity() ? -1 : expf(of - base);
             for (int i = 0; i < 32 && block + i * WARPS < parts; i += AHEAD) {
                 Vector loaded[AHEAD];
 #pragma unroll
                 for (int j = 0; j < AHEAD; ++j) {
-                    const long long at = ((long long)(block + (i + j) * WARPS) * rows + row) * dim + column;
+                    const long long at = (block + (i + j) * WARPS) * rows * dim + column;
                     loaded[j] = inside && block + (i + j) * WARPS < parts
                         ? *reinterpret_cast<const Vector*>(out_b + at) : Vector{};
                 }
@@ -77,7 +78,7 @@ __device__ __forceinline__ void sum_parts(float* __restrict__ out, const float* 
             shared_at<Vector>((warp_index() * 32 * WIDTH + mine) * sizeof(float)) = sum;
         __syncthreads();
         if (warp_index() == 0 && inside) {
-            Vector* to = reinterpret_cast<Vector*>(out + row * dim + column);
+            Vector* to = reinterpret_cast<Vector*>(out + column);
             Vector total = {};
             if (keep)
                 add_weighted(total, *to, keep * norm);
@@ -89,32 +90,47 @@ __device__ __forceinline__ void sum_parts(float* __restrict__ out, const float* 
     }
 }
 
-// Merges `parts` partials, out_b (parts, rows, dim) and lse_b (parts, rows), into (out, lse); with `fresh` the result
-// replaces (out, lse).  A block takes one row.  It computes all weights first, relative to the largest, so that the
-// sums are independent of each other.
+// Merges partials, out_b (parts, rows, dim) and lse_b (parts, rows), into (out, lse).  A block takes one row.  It computes
+// all weights first, relative to the largest, so that the sums are independent of each other.
+//
+// `parts` not 0: all rows have so many.  `parts` 0: there are several sequences of `rows` rows; those of sequence s have
+// the parts [firsts[s], firsts[s + 1]), which replace (out, lse); a sequence without parts keeps (out, lse).  firsts is
+// `work` from `firsts_at` on.
 extern "C" __global__ void __launch_bounds__(THREADS)
 merge_parts(float* __restrict__ out, float* __restrict__ lse, const float* __restrict__ out_b,
-            const float* __restrict__ lse_b, long long rows, int dim, int parts, int fresh) {
-    const long long row = blockIdx.x;
-    const float held = fresh ? minus_infinity() : lse[row];
+            const float* __restrict__ lse_b, const int* __restrict__ work, long long firsts_at, long long rows, int dim,
+            int parts) {
+    const bool fresh = parts == 0;
+    const int* firsts = work + firsts_at;
+    out += (long long)blockIdx.x * dim, lse += blockIdx.x;
+    long long row = blockIdx.x;
+    if (fresh) {
+        const int sequence = row / rows, first = firsts[sequence];
+        parts = firsts[sequence + 1] - first;
+        row += (first - sequence) * rows;
+        if (parts == 0)
+            return;
+    }
+    out_b += row * dim, lse_b += row;
+    const float held = fresh ? minus_infinity() : *lse;
     float top = held;
     for (int part = lane_index(); part < parts; part += 32)
-        top = fmaxf(top, lse_b[part * rows + row]);
+        top = fmaxf(top, lse_b[part * rows]);
 #pragma unroll
     for (int mask = 16; mask; mask /= 2)
         top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, mask));
     const float base = top == minus_infinity() ? 0 : top, keep = expf(held - base);
     float sum = 0;
     for (int part = lane_index(); part < parts; part += 32)
-        sum += expf(lse_b[part * rows + row] - base);
+        sum += expf(lse_b[part * rows] - base);
     sum = warp_sum(sum) + keep;
     const float norm = sum == 0 ? 0 : 1 / sum;
     if (dim % 4)
-        sum_parts<float>(out, out_b, lse_b, row, rows, dim, parts, base, keep, norm);
+        sum_parts<float>(out, out_b, lse_b, rows, dim, parts, base, keep, norm);
     else
-        sum_parts<float4>(out, out_b, lse_b, row, rows, dim, parts, base, keep, norm);
+        sum_parts<float4>(out, out_b, lse_b, rows, dim, parts, base, keep, norm);
     if (threadIdx.x == 0)                          // after the barriers: all threads have read it
-        lse[row] = top == minus_infinity() ? top : top + logf(sum);
+        *lse = top == minus_infinity() ? top : top + logf(sum);
 }
 
 // unnormalize turns a partial into terms that ranks can sum, with weights relative to top; normalize turns the sums
@@ -149,6 +165,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 add(float* __restrict__ array, const T* __restrict__ other, long long size) {
     for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < size; i += (long long)gridDim.x * THREADS)
         array[i] += to_float(other[i]);
+}
+
+// Adds the sums of all splits, parts (splits, size), to an array of `size` numbers, four at a time.
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_splits(float4* __restrict__ array, const float4* __restrict__ parts, long long fours, int splits) {
+    for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < fours; i += (long long)gridDim.x * THREADS) {
+        float4 sum = array[i];
+        for (int split = 0; split < splits; ++split)
+            add_weighted(sum, parts[split * fours + i], 1);
+        array[i] = sum;
+    }
 }
 
 // delta = rowsum(dout * out) - dlse; dlse is used only if `with_dlse`.  A row whose out is 0, such as a row without

@@ -28,6 +28,13 @@ __device__ __forceinline__ unsigned thread_index_anew() {
     return index;
 }
 
+// The same of the thread block's index in the grid's third dimension.
+__device__ __forceinline__ unsigned block_z_anew() {
+    unsigned index;
+    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(index));
+    return index;
+}
+
 // Asynchronous copies of 16 or 4 bytes from global to shared memory.  If not `valid`, they write zeros and read
 // nothing.
 

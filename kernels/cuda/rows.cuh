@@ -32,6 +32,10 @@ struct Hull {
     __device__ __forceinline__ bool empty() const { return lo >= hi; }
     __device__ __forceinline__ bool touches(int first, int last) const { return lo < last && hi > first; }
     __device__ __forceinline__ bool covers(int first, int last) const { return full_from <= first && last <= full_to; }
+    // Leaves out the keys outside [first, last).
+    __device__ __forceinline__ void cut(int first, int last) {
+        lo = max(lo, first), hi = min(hi, last), full_to = min(full_to, last);
+    }
 };
 
 constexpr int NO_KEY = 0x7fffffff;

@@ -41,6 +41,7 @@ inline SharedValue<V> shared_at(unsigned offset) {
 }
 
 inline unsigned thread_index_anew() { return threadIdx.x; }
+inline unsigned block_z_anew() { return blockIdx.z; }
 
 inline void copy_async_16(unsigned to, const void* from, bool valid) { emulation::copy_async(to, from, 16, valid); }
 inline void copy_async_4(unsigned to, const void* from, bool valid) { emulation::copy_async(to, from, 4, valid); }

@@ -185,8 +185,8 @@ class Backend(Protocol):
 
         q: (queries, heads, head_dim).
         keys, values: the pool, (kv_heads, slots, head_dim) and (kv_heads, slots, value_dim); values as v of `attend`.
-        pages: int32, the numbers of the sequence's pages in order.  A page is page_size consecutive slots.
-        begin, end: int32 (queries,).  Query i sees the sequence's keys [begin[i], end[i]).
+        pages: NumPy's int32, the numbers of the sequence's pages in order.  A page is page_size consecutive slots.
+        begin, end: NumPy's int32 (queries,).  Query i sees the sequence's keys [begin[i], end[i]).
 
         Slots that no query sees may hold anything.  For several sequences, pages is a list of tables, one a sequence;
         q holds the queries of each sequence in turn, the same number for each.

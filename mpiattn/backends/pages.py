@@ -30,20 +30,10 @@ class Tables(list):
         starts = np.fromiter(accumulate(map(len, self), initial=0), np.int64)  # takes less time than cumsum()
         return np.ascontiguousarray(self[0] if len(self) == 1 else np.concatenate(self), np.int32), starts
 
-    @cached_property
-    def padded(self):
-        """The tables as rows, int32 (sequences, pages), with zeros behind the shorter ones."""
-        if len(self) == 1:  # may be on a device
-            return self[0].reshape(1, -1)
-        rows = np.zeros((len(self), max(map(len, self))), np.int32)
-        for row, table in zip(rows, self):
-            row[: len(table)] = table
-        return rows
-
     def kept(self, copy):
-        """copy(padded) of the first call: the tables in the memory of a back end."""
+        """copy(self) of the first call: the tables in the memory of a back end."""
         if self._kept is None:
-            self._kept = copy(self.padded)
+            self._kept = copy(self)
         return self._kept
 
 

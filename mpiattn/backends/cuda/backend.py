@@ -376,6 +376,7 @@ class CudaBackend(_CupyLaunches):
             self.drain()
         self._pinned.clear()
         self._work_array.clear()
+        self._works.clear()
         self._functions.clear()
 
 

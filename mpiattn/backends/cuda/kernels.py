@@ -6,24 +6,47 @@ The back end runs the kernels.  It provides:
 - `processors`, the number of multiprocessors, and `architecture`, the compute capability, such as 90.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ...errors import ArgumentError
+from ..base import Array
 from ..kept import Kept
 from ..pages import Tables
-from . import tile_table
+from . import launches, tile_table
+from .decode_work import decode_work, rounded
 from .launches import (
-    BLOCKS_PER_PROCESSOR,
     THREADS,
     WARPS,
+    PagesLaunch,
     backward_launches,
     cast_kernel,
     forward_launch,
+    merge_kernel,
+    pages_launch,
     partials_kernel,
 )
 
 ELEMENTS_PER_THREAD = 8  # of the memory-bound kernels, so that grids stay small
 VECTOR = 4  # elements per load and store of a cast, if they are contiguous in both arrays
+
+
+KEPT_WORKS = 256  # lists of work; a list takes some 10 KiB
+
+
+class _Work(NamedTuple):
+    """A list of work of `decode_work` on the device.
+
+    array: int32, the items, then `firsts`.  items, parts: numbers of items and of partials.  most: the largest number of
+    partials of a sequence.  launch: the launch that it was made for, which lives as long as this: its id is a key.
+    """
+
+    array: Array
+    items: int
+    parts: int
+    most: int
+    launch: PagesLaunch
 
 
 class KernelLaunches:
@@ -34,49 +57,28 @@ class KernelLaunches:
     def __init__(self):
         super().__init__()
         self._work_array = Kept(self.empty)  # each reused by the next launches
+        self._works = {}  # `_Work` by launch and rounded lengths
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
-        dims = tile_table.itemsize(dtype), head_dim, value_dim, self.architecture, shared_kv
-        # rows of one tile; split keys need partials
-        rows = {work: tile_table.tile(work, *dims).rows for work in BLOCKS_PER_PROCESSOR}
-        return (
-            0
-            if backward
-            else max(4 * (value_dim + 1) * rows[work] * BLOCKS_PER_PROCESSOR[work] * self.processors for work in rows)
+        tile_table.itemsize(dtype)  # raises ArgumentError for another dtype
+        return launches.scratch_bytes(
+            dtype, head_dim, value_dim, self.architecture, self.processors, backward, shared_kv
         )
 
     # Attention
 
     def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
         _check_groups(begin, k.shape[1])
-        if len(q) and len(k):
-            self._attend(q, k, v, None, len(k), begin, end, out, lse, scale, softcap)
-
-    def attend_pages(
-        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
-    ):
-        if not len(q):
+        if not (len(q) and len(k)):
             return
-        tables = Tables.of(pages)
-        slots = tables.padded.shape[1] * page_size
-        if isinstance(begin, np.ndarray):  # one copy to the device for both
-            begin, end = self.contiguous(np.stack((begin, end)))
-        begin, end = (bound.reshape(len(tables), -1) for bound in (begin, end))
-        (on_device,) = tables.kept(self._numbers)
-        self._attend(q, keys, values, on_device, slots, begin, end, out, lse, scale, softcap, page_size)
-
-    def _attend(self, q, k, v, pages, keys, begin, end, out, lse, scale, softcap, page_size=0):
-        """Add the attention to `keys` keys of a chunk to a partial, or set the partial to that of a pool's pages."""
         launch = forward_launch(
             q.shape,
             k.shape,
             out.shape[2],
             len(begin),
-            keys,
             q.dtype,
             scale,
             softcap,
-            page_size,
             self.architecture,
             self.processors,
             v is None,
@@ -101,22 +103,92 @@ class KernelLaunches:
             k if v is None else self.contiguous(v),
             begin,
             end,
-            self.contiguous(pages, 4) if page_size else begin,  # not read there
             *into,
             *launch.numbers,
         )
         if splits > 1:
-            self._run(
-                partials_kernel("merge_parts", "float32"),
-                (lse.size, 1, 1),
-                out,
-                lse,
-                *into,
-                np.int64(lse.size),
-                np.int32(out.shape[2]),
-                np.int32(splits),
-                np.int32(page_size > 0),
+            self._merge(out, lse, *into, begin, 0, lse.size, splits, splits)  # `begin` is not read
+
+    def attend_pages(
+        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
+    ):
+        if not len(q):
+            return
+        tables = Tables.of(pages)
+        launch = pages_launch(
+            q.shape,
+            keys.shape,
+            out.shape[2],
+            len(tables),
+            q.dtype,
+            scale,
+            softcap,
+            page_size,
+            self.architecture,
+            self.processors,
+            values is None,
+        )
+        self._check_alignment("out", out, launch.alignment)
+        work = self._work_of(launch, begin.reshape(len(tables), -1), end.reshape(len(tables), -1))
+        rows = len(q) // len(tables)
+        into = (out, lse)
+        if work.parts:
+            into = (
+                self._work_array("out", (work.parts * rows, *out.shape[1:]), "float32"),
+                self._work_array("lse", (work.parts * rows, *lse.shape[1:]), "float32"),
             )
+        q, keys = self.contiguous(q), self.contiguous(keys)
+        self._run(
+            launch.kernel,
+            (work.items * launch.blocks, 1, 1),
+            q,
+            keys,
+            keys if values is None else self.contiguous(values),
+            work.array,
+            self.contiguous(np.concatenate((begin, end)), 4),  # one copy to the device for both
+            tables.kept(self._on_device),
+            out,
+            lse,
+            *into,
+            *launch.numbers,
+        )
+        if work.parts:
+            self._merge(out, lse, *into, work.array, 4 * work.items, rows * lse.shape[1], work.most, 0)
+
+    def _work_of(self, launch, begin, end):
+        """The `_Work` of a launch on pages whose queries see the keys [begin, end), (sequences, queries)."""
+        spans = rounded(begin, end)
+        key = id(launch), spans.tobytes()
+        work = self._works.get(key)
+        if work is None:
+            if len(self._works) >= KEPT_WORKS:
+                self._works.clear()
+            items, firsts = decode_work(spans, launch.columns, launch.blocks, launch.places, launch.work)
+            array = self.contiguous(np.concatenate((items, firsts), axis=None))
+            most = int(np.diff(firsts).max(initial=0))
+            work = self._works[key] = _Work(array, len(items), int(firsts[-1]), most, launch)
+        return work
+
+    def _on_device(self, tables):
+        """What the kernels read of block tables: where the table of each sequence begins, then all tables."""
+        joined, starts = tables.joined
+        return self.contiguous(np.concatenate([starts[:-1] + len(tables), joined]).astype(np.int32), 4)
+
+    def _merge(self, out, lse, out_parts, lse_parts, work, firsts_at, rows, most, parts):
+        """Launch merge_parts, whose arguments these are; most: the largest number of parts of a row."""
+        self._run(
+            merge_kernel(most),
+            (lse.size, 1, 1),
+            out,
+            lse,
+            out_parts,
+            lse_parts,
+            work,
+            np.int64(firsts_at),
+            np.int64(rows),
+            np.int32(out.shape[2]),
+            np.int32(parts),
+        )
 
     def attend_backward(
         self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
@@ -125,13 +197,20 @@ class KernelLaunches:
         if not (len(q) and len(k)):
             return
         of_q, of_hulls, of_kv = backward_launches(
-            q.shape, k.shape, dout.shape[2], len(begin), q.dtype, scale, softcap, self.architecture, v is None
+            q.shape,
+            k.shape,
+            dout.shape[2],
+            len(begin),
+            q.dtype,
+            scale,
+            softcap,
+            self.architecture,
+            self.processors,
+            v is None,
         )
         self._check_alignment("dq", dq, of_q.alignment)
         self._check_alignment("dk", dk, of_q.alignment)
-        if v is None:
-            dv = dk  # not used
-        else:
+        if v is not None:
             self._check_alignment("dv", dv, of_kv.alignment)
         q, dout, k = map(self.contiguous, (q, dout, k))
         v = k if v is None else self.contiguous(v)
@@ -140,7 +219,27 @@ class KernelLaunches:
         self._run(of_q.kernel, of_q.grid, *inputs, dq, *of_q.numbers)
         hulls = self._work_array("hulls", (of_hulls.grid[0], 4), "int32")
         self._run(of_hulls.kernel, of_hulls.grid, begin, end, hulls, *of_hulls.numbers)
-        self._run(of_kv.kernel, of_kv.grid, *inputs, hulls, dk, dv, *of_kv.numbers)
+        splits = of_kv.grid[2]
+        results = [dk] if v is k else [dk, dv]
+        sums = results
+        if splits > 1:
+            sums = [
+                self._work_array(name, (splits, *result.shape), "float32") for name, result in zip(("dk", "dv"), results)
+            ]
+            for of_splits in sums:
+                of_splits.fill(0)
+        self._run(of_kv.kernel, of_kv.grid, *inputs, hulls, sums[0], sums[-1], *of_kv.numbers)  # without v, dv is unused
+        if splits > 1:
+            for result, of_splits in zip(results, sums):
+                fours = result.size // 4
+                self._run(
+                    partials_kernel("add_splits", "float32"),
+                    _flat_grid(result),
+                    result,
+                    of_splits,
+                    np.int64(fours),
+                    np.int32(splits),
+                )
 
     def _numbers(self, *arrays):
         """Make int32 or float32 arrays contiguous.  Kernels read them by element: 4-byte alignment is enough."""

@@ -6,13 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .decode_work import MOST_ITEMS
 from .kernel_source import Kernel
-from .tile_table import DECODE_ROWS, attention_kernel, element, score_form
+from .tile_table import DECODE_ROWS, attention_kernel, blocks_per_processor, element, score_form
 
 THREADS = 128  # of a block of the memory-bound kernels
 WARPS = THREADS // 32
-# Thread blocks that a multiprocessor holds at a time: by registers and shared memory on sm_90, for head dim 128.
-BLOCKS_PER_PROCESSOR = {"forward": 2, "decode": 6}
+MOST_REGISTERS = 255  # of a thread
+# gradient_kv's row tiles are split until there are so many thread blocks for each place on the GPU.  They then end at
+# about the same time, although under a causal mask some have much more work than others.
+ROUNDS = 4
+MOST_SPLITS = 16
+LEAST_ROW_TILES = 8  # of a split, so that its sums, which are written and added, cost little
 KEPT = 1024  # entries of each cache of launches
 
 
@@ -30,34 +35,94 @@ def _alignment(dim):
     return 4 * math.gcd(dim, 4)
 
 
-@lru_cache(KEPT)
-def forward_launch(
-    q_shape, k_shape, value_dim, groups, keys, dtype, scale, softcap, page_size, architecture, processors, shared_kv
-):
-    """The `Launch` of attention of q to `keys` keys of a chunk or, if page_size is not 0, of a pool.
-
-    groups: groups of heads with their own intervals, or sequences of a pool.  shared_kv: whether keys hold the values.
-
-    The grid is (row tiles * KV heads * sequences, splits, 1).  If there would be fewer thread blocks than all
-    multiprocessors hold at a time, each tile's keys are split.
-    """
-    (tokens, heads, head_dim), kv_heads = q_shape, k_shape[0 if page_size else 1]
-    packed, sequences = heads // kv_heads, groups if page_size else 1
-    tokens //= sequences
+def _forward(tokens, packed, dtype, head_dim, value_dim, scale, softcap, architecture, **more):
+    """(work, kernel, tile, inner and factor) of attention of `tokens` tokens with `packed` query heads per KV head."""
     score, inner, factor = score_form(scale, softcap)
     work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
-    kernel, cut = attention_kernel(
-        work, dtype.name, head_dim, value_dim, packed, score, architecture, page_size=page_size, shared_kv=shared_kv
+    kernel, cut = attention_kernel(work, dtype.name, head_dim, value_dim, packed, score, architecture, **more)
+    return work, kernel, cut, (np.float32(inner), np.float32(factor))
+
+
+def places(kernel, architecture, processors):
+    """The number of thread blocks of a kernel that a GPU holds at a time, if it takes all registers of a thread."""
+    return max(1, blocks_per_processor(kernel, MOST_REGISTERS, architecture)) * processors
+
+
+@lru_cache(KEPT)
+def forward_launch(
+    q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, processors, shared_kv
+):
+    """The `Launch` of attention of q to the keys of a chunk.
+
+    groups: groups of heads with their own intervals.  shared_kv: whether keys hold the values.
+
+    The grid is (row tiles * KV heads, splits, 1).  If there would be fewer thread blocks than all multiprocessors hold at
+    a time, each tile's keys are split.
+    """
+    (tokens, heads, head_dim), (keys, kv_heads, _) = q_shape, k_shape
+    _, kernel, cut, factors = _forward(
+        tokens, heads // kv_heads, dtype, head_dim, value_dim, scale, softcap, architecture, shared_kv=shared_kv
     )
-    tiles = -(-tokens * packed // cut.rows) * kv_heads * sequences
-    splits = max(1, min(-(-keys // cut.columns), BLOCKS_PER_PROCESSOR[work] * processors // tiles))
-    numbers = *map(np.int32, (tokens, keys, k_shape[1], kv_heads, groups)), np.float32(inner), np.float32(factor)
+    tiles = -(-tokens * (heads // kv_heads) // cut.rows) * kv_heads
+    splits = max(1, min(-(-keys // cut.columns), places(kernel, architecture, processors) // tiles))
+    numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *factors
     return Launch(kernel, (tiles, splits, 1), numbers, _alignment(value_dim))
 
 
+class PagesLaunch(NamedTuple):
+    """A launch on the keys of a pool, but for what its work decides.
+
+    work: "decode" or "forward".  columns: keys of a tile.  blocks: thread blocks of an item of work.  places: thread blocks that the
+    GPU holds at a time.  The others are as of `Launch`.
+    """
+
+    kernel: Kernel
+    work: str
+    columns: int
+    blocks: int
+    places: int
+    numbers: tuple
+    alignment: int
+
+
 @lru_cache(KEPT)
-def backward_launches(q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, shared_kv):
-    """The launches of a block's gradients: dq, then the hulls of gradient_kv's row tiles, then dk and dv."""
+def pages_launch(
+    q_shape, pool_shape, value_dim, sequences, dtype, scale, softcap, page_size, architecture, processors, shared_kv
+):
+    """The `PagesLaunch` of attention of the queries of some sequences to their keys in a pool."""
+    (rows, heads, head_dim), (kv_heads, slots, _) = q_shape, pool_shape
+    tokens, packed = rows // sequences, heads // kv_heads
+    work, kernel, cut, factors = _forward(
+        tokens,
+        packed,
+        dtype,
+        head_dim,
+        value_dim,
+        scale,
+        softcap,
+        architecture,
+        page_size=page_size,
+        shared_kv=shared_kv,
+    )
+    return PagesLaunch(
+        kernel,
+        work,
+        cut.columns,
+        -(-tokens * packed // cut.rows) * kv_heads,
+        places(kernel, architecture, processors),
+        (*map(np.int32, (tokens, slots, kv_heads, sequences)), *factors),
+        _alignment(value_dim),
+    )
+
+
+@lru_cache(KEPT)
+def backward_launches(
+    q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, processors, shared_kv
+):
+    """The launches of a block's gradients: dq, then the hulls of gradient_kv's row tiles, then dk and dv.
+
+    The grid of the last is (key tiles * KV heads, parts, splits).
+    """
     (tokens, heads, head_dim), (keys, kv_heads, _) = q_shape, k_shape
     packed = heads // kv_heads
     score, inner, factor = score_form(scale, softcap)
@@ -66,19 +131,45 @@ def backward_launches(q_shape, k_shape, value_dim, groups, dtype, scale, softcap
         for work in ("gradient_q", "gradient_kv")
     )
     numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *map(np.float32, (inner, factor, scale))
-    tiles = -(-tokens * packed // kv_cut.columns)
+    tiles, key_tiles = -(-tokens * packed // kv_cut.columns), -(-keys // kv_cut.rows) * kv_heads
+    splits = 1
+    if head_dim % 4 == value_dim % 4 == 0:  # add_splits adds four numbers at a time
+        wanted = ROUNDS * places(of_kv, architecture, processors) // (key_tiles * kv_cut.parts)
+        splits = max(1, min(MOST_SPLITS, wanted, tiles // LEAST_ROW_TILES))
     return (
         Launch(of_q, (-(-tokens * packed // q_cut.rows) * kv_heads, q_cut.parts, 1), numbers, _alignment(head_dim)),
         Launch(hulls_kernel(packed, kv_cut), (tiles * groups, 1, 1), (np.int32(tokens),)),
-        Launch(of_kv, (-(-keys // kv_cut.rows) * kv_heads, kv_cut.parts, 1), numbers, _alignment(value_dim)),
+        Launch(
+            of_kv, (key_tiles, kv_cut.parts, splits), (*numbers, np.int32(-(-tiles // splits))), _alignment(value_dim)
+        ),
     )
 
 
 @cache
-def partials_kernel(name, dtype):
+def scratch_bytes(dtype, head_dim, value_dim, architecture, processors, backward, shared_kv):
+    """Bytes of the work arrays that launches on such inputs need at most."""
+
+    def held(work):
+        """Rows of the tiles that the GPU holds at a time."""
+        kernel, cut = attention_kernel(
+            work, dtype, head_dim, value_dim, 1, 0, architecture, shared_kv=shared_kv
+        )
+        return places(kernel, architecture, processors) * cut.rows
+
+    if backward:  # sums of dk, and of dv, of all splits
+        return 4 * ROUNDS * held("gradient_kv") * (head_dim + (0 if shared_kv else value_dim))
+    return 4 * (value_dim + 1) * max(held("forward"), held("decode")) * MOST_ITEMS
+
+@cache
+def partials_kernel(name, dtype, threads=THREADS):
     """The kernel `name` of partials.cu, for partials or outputs of a dtype."""
-    shared = {"sink_gradient": WARPS * 8, "merge_parts": THREADS * 16}.get(name, 0)  # bytes
-    return Kernel(name, "partials.cu", (("ELEMENT", element(dtype)), ("THREADS", THREADS)), THREADS, shared)
+    shared = {"sink_gradient": threads // 32 * 8, "merge_parts": threads * 16}.get(name, 0)  # bytes
+    return Kernel(name, "partials.cu", (("ELEMENT", element(dtype)), ("THREADS", threads)), threads, shared)
+
+
+def merge_kernel(parts):
+    """The kernel that merges at most so many parts of a row: with many, more warps wait for memory at a time."""
+    return partials_kernel("merge_parts", "float32", THREADS if parts <= 32 else 4 * THREADS)
 
 
 @cache

@@ -167,7 +167,16 @@ _AMPERE = {
         256: Tile(64, 64, 8, 1, column_warps=2),
     },
 }
-_HOPPER = {**_AMPERE, ("gradient_q", 2): {96: Tile(128, 32, 4, 2), 128: Tile(128, 32, 4, 2)}}
+_HOPPER = {
+    **_AMPERE,
+    ("forward", 2): {64: Tile(128, 96, 4, 1), 256: Tile(64, 64, 4, 1)},
+    ("gradient_q", 2): {
+        64: Tile(128, 64, 4, 1),
+        96: Tile(128, 32, 4, 2),
+        128: Tile(128, 32, 4, 2),
+        256: Tile(64, 32, 4, 1),
+    },
+}
 BETTER = {80: _AMPERE, 87: _AMPERE, 90: _HOPPER, 100: _HOPPER}
 
 
