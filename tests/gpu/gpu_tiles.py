@@ -25,18 +25,14 @@ from mpiattn.problem.problem import Problem
 SHAPE = {"heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
 RUNS, LEAST = 5, 0.02  # measurements of each, seconds of a measurement
 CANDIDATES = {  # by work and head dim
-    ("forward", 128): [Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(128, 64, 8, 1), Tile(128, 128, 8, 1)],
-    ("gradient_q", 128): [Tile(128, 32, 4, 2), Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(128, 64, 8, 1)],
-    ("gradient_kv", 128): [
-        Tile(128, 64, 8, 2, column_warps=2),
-        Tile(128, 64, 8, 1, column_warps=2),
-        Tile(64, 64, 4, 1, column_warps=2),
-        Tile(64, 32, 4, 2, column_warps=2),
-        Tile(64, 32, 4, 2),
-    ],
-    ("forward", 64): [Tile(128, 64, 4, 2), Tile(128, 128, 4, 1), Tile(128, 64, 4, 1)],
-    ("gradient_q", 64): [Tile(128, 32, 4, 2), Tile(128, 64, 4, 1), Tile(64, 64, 4, 2)],
-    ("gradient_kv", 64): [Tile(128, 32, 4, 2), Tile(128, 64, 8, 2, column_warps=2), Tile(64, 64, 4, 2, column_warps=2)],
+    ("forward", 128): [Tile(128, 64, 4, 1), Tile(128, 32, 4, 2), Tile(128, 48, 4, 1)],
+    ("forward", 64): [Tile(128, 96, 4, 1), Tile(128, 64, 4, 2), Tile(128, 80, 4, 1), Tile(256, 64, 8, 1)],
+    ("forward", 256): [Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 2), Tile(128, 96, 8, 1)],
+    ("gradient_q", 64): [Tile(128, 64, 4, 1), Tile(128, 32, 4, 2)],
+    ("gradient_q", 256): [Tile(64, 32, 4, 1, 2), Tile(64, 32, 4, 1), Tile(64, 64, 4, 1), Tile(128, 32, 8, 1)],
+    ("gradient_kv", 64): [Tile(128, 32, 4, 2), Tile(64, 64, 4, 1, column_warps=2), Tile(128, 32, 4, 1)],
+    ("gradient_kv", 128): [Tile(128, 64, 8, 2, column_warps=2), Tile(64, 64, 4, 1, column_warps=2)],
+    ("gradient_kv", 256): [Tile(64, 64, 8, 1, column_warps=2), Tile(32, 32, 4, 1, column_warps=2), Tile(64, 32, 8, 1, column_warps=2)],
 }
 
 
