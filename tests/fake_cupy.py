@@ -57,6 +57,10 @@ class Stream:
         self.serial, self.device_id = next(_serials), _devices[-1]
         _streams[self.ptr] = self
 
+    @classmethod
+    def from_external(cls, obj):
+        return _streams[obj.__cuda_stream__()[1]]
+
     def put(self, work):
         self.queue.append(work)
         _busy[self.serial] = self
@@ -220,6 +224,10 @@ def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
     held = types.SimpleNamespace(__array_interface__={**a.__cuda_array_interface__, "version": 3})
     memory = types.SimpleNamespace(owner=a, device=runtime.getDevice())
     return ndarray.of(memory, np.asarray(held))
+
+
+def from_dlpack(array, *, device=None, copy=None):
+    return array.__dlpack__(stream=_current[-1].ptr or 1)  # as which CUDA knows the null stream, too
 
 
 def take(a, indices, axis=None, out=None):

@@ -14,7 +14,7 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
-from mpiattn.backends.cuda import backend
+from mpiattn.backends.cuda import backend, devices
 from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
@@ -167,6 +167,23 @@ def test_pieces_are_ready_one_after_another(gpu, monkeypatch):
     assert gpu.staged_bytes == 2 * 2**16
 
 
+def test_pinned_memory_is_of_the_back_ends_gpu(gpu, monkeypatch):
+    """Whatever GPU is current in the thread that calls, no other gets a context for it, nor as it is freed."""
+    used = []
+    monkeypatch.setattr(fake_cupy.PinnedMemory, "__del__", lambda self: used.append(fake_cupy.runtime.getDevice()), False)
+    allocated = fake_cupy.PinnedMemory.__init__
+
+    def allocate(self, size, flags=0):
+        used.append(fake_cupy.runtime.getDevice())
+        allocated(self, size, flags)
+
+    monkeypatch.setattr(fake_cupy.PinnedMemory, "__init__", allocate)
+    with fake_cupy.Device(1 - gpu.device):
+        gpu.sent((array := gpu.contiguous(np.ones(9)), gpu.outgoing(array))[0])
+        gpu.close()
+    assert used == [gpu.device] * 2
+
+
 def test_what_is_on_its_way_is_copied_once(gpu):
     array = gpu.contiguous(np.arange(9.0))
     gpu.begin()
@@ -286,10 +303,10 @@ def test_memory_goes_back_to_those_whose_it_is(gpu):
 def test_devices(gpu):
     """Ranks of a node take turns; the caller's own choice is respected, and arrays on another GPU are refused."""
     fake_cupy._devices[:], gpu.device = [0], 0
-    backend._dealt.clear()
-    assert [backend.choose_device(fake_cupy, 3), backend.choose_device(fake_cupy, 0)] == [1, 1]
+    devices._dealt.clear()
+    assert [devices.choose_device(fake_cupy, 3), devices.choose_device(fake_cupy, 0)] == [1, 1]
     fake_cupy.Device(0).use()
-    assert backend.choose_device(fake_cupy, 1) == 0
+    assert devices.choose_device(fake_cupy, 1) == 0
     with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; it must be on GPU 0"):
         gpu.array("q", fake_cupy.empty((3,)))
     with fake_cupy.Device(1):  # as in a thread of the caller's, where no GPU has been chosen
@@ -299,6 +316,23 @@ def test_devices(gpu):
     for wrong, described in (([1.0], "a list"), (np.ma.array([1.0]), "a MaskedArray")):
         with pytest.raises(ArgumentError, match=f"q is {described}; it must be a CuPy array"):
             gpu.array("q", wrong)
+
+
+@pytest.mark.parametrize(
+    ("opened", "aware", "device"), [([], False, 1), ([0], False, 0), ([0, 1], False, 1), ([1], False, 1), ([0], True, 1)]
+)
+def test_gpu_0_of_the_callers_own_choice(gpu, monkeypatch, opened, aware, device):
+    """It is kept where it alone is in use, unless MPI may have opened it; the driver says which GPUs are."""
+
+    def state(number, flags, active):
+        active._obj.value = number in opened
+        return 0
+
+    devices._dealt.clear()
+    fake_cupy.Device(0).use()
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(cuDevicePrimaryCtxGetState=state))
+    monkeypatch.setattr(devices.gpu_aware_mpi, "gpu_aware", lambda: (aware, "a test says so"))
+    assert devices.choose_device(fake_cupy, 3) == device == fake_cupy.runtime.getDevice()
 
 
 def test_tune_goes_by_the_back_end(gpu, monkeypatch):

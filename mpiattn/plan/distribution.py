@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..comm.collective_calls import Collective
 from ..comm.whole_arrays import gather, scatter
 from ..engine.folding import on_host
-from ..problem.tensors import is_tensor
+from ..problem.tensors import as_array, as_given
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,7 +97,7 @@ class Distributed(Collective):
         """
         with self.call("scatter") as call:
             chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
-        return chunk if is_tensor(chunk) else self._backend.give(chunk)
+        return as_given(chunk, self._backend.give(as_array("chunk", chunk), chunk))[0]
 
     def gather(self, chunk: Array, *, root: int | None = 0, axis: int = 1, keys: bool = False) -> Array:
         """The whole array, in natural order, from the ranks' chunks; collective.

@@ -296,7 +296,7 @@ class MeshAttention(Described, Distributed):
                     causal_documents=causal_documents,
                 )
                 same |= compared(activity, sinks)
-                whole = results.arrays()
+                whole = results.arrays(q)
                 chunks = self._passes.fold_forward(inputs, activity, whole[0])
             self._passes.forward(chunks, sinks, progress, *whole)
         return results.returned(q)
@@ -367,13 +367,13 @@ class MeshAttention(Described, Distributed):
                     causal_documents=causal_documents,
                 )
                 same |= compared(activity, sinks)
-                grads = results.arrays()
+                grads = results.arrays(q)
                 chunks = self._passes.fold_backward(inputs, rows, activity, grads)
             dsinks = self._passes.backward(chunks, sinks, progress, grads)
             grads = *results.returned(q), *[None] * self.problem.shared_kv
             if dsinks is not None:
                 dsinks = np.sum(self._peers.allgather(dsinks), axis=0)  # in order of rank: the same bits on all ranks
-                return *grads, *as_given(q, self._backend.give(dsinks))
+                return *grads, *as_given(q, self._backend.give(dsinks, q))
         return grads
 
     def close(self) -> None:

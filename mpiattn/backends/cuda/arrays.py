@@ -1,8 +1,11 @@
 """Arrays of any library in GPU memory, as CuPy arrays: the same memory, without a copy."""
 
+import sys
+
 import numpy as np
 
 from ...errors import ArgumentError
+from ...problem.tensors import is_tensor
 
 DLPACK_CUDA = 2  # kDLCUDA, DLPack's device type of CUDA memory
 EXTRAS = ("cuda12", "cuda13")  # this package's extras that install CuPy
@@ -30,8 +33,27 @@ def device_of(array):
     return "cuda" if on_gpu else "cpu"
 
 
+class _Stream:
+    """A stream, in the protocol by which CuPy accepts those of other libraries.  pointer: its address."""
+
+    def __init__(self, pointer):
+        self.pointer = pointer
+
+    def __cuda_stream__(self):
+        return 0, self.pointer
+
+
+def torch_stream(cupy, device):
+    """Torch's current stream of a GPU, as CuPy's."""
+    pointer = sys.modules["torch"].cuda.current_stream(device).cuda_stream
+    return cupy.cuda.Stream.from_external(_Stream(pointer)) if pointer else cupy.cuda.Stream.null
+
+
 def as_cupy(cupy, name, argument):
-    """An array on a GPU as a CuPy array, ordered after its library's launches; a NumPy array is returned unchanged.
+    """An array on a GPU as a CuPy array; a NumPy array is returned unchanged.
+
+    CuPy's current stream is ordered after the launches of the array's library so far.  For torch it is not: what uses
+    the array must be ordered after torch's current stream.
 
     name: the argument's name for errors.  Raises ArgumentError for anything else.
     """
@@ -45,6 +67,9 @@ def as_cupy(cupy, name, argument):
             "on the GPU, or a NumPy array"
         )
     try:
+        if is_tensor(argument):  # on torch's own stream, so that nobody waits for anybody
+            with cupy.cuda.Device(argument.device.index), torch_stream(cupy, argument.device.index):
+                return cupy.from_dlpack(argument)
         return cupy.from_dlpack(argument) if hasattr(argument, "__dlpack__") else cupy.asarray(argument)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise ArgumentError(f"{name} is a {type(argument).__name__} that CuPy cannot share: {error}") from error

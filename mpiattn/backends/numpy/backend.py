@@ -130,10 +130,10 @@ class NumpyBackend:
             raise ArgumentError(f"{name} is a {type(argument).__name__}; it must be a NumPy array")
         return argument
 
-    def result(self, shape, dtype):
+    def result(self, shape, dtype, like=None):
         return np.empty(shape, dtype)
 
-    def give(self, array):
+    def give(self, array, like=None):
         return array
 
     def writable(self, name, argument):
@@ -152,6 +152,9 @@ class NumpyBackend:
 
     def accumulates(self, array):
         return array.flags.c_contiguous and array.flags.aligned
+
+    def new_call(self):
+        pass
 
     def begin(self):
         pass
