@@ -335,6 +335,30 @@ def test_gpu_0_of_the_callers_own_choice(gpu, monkeypatch, opened, aware, device
     assert devices.choose_device(fake_cupy, 3) == device == fake_cupy.runtime.getDevice()
 
 
+def test_bfloat16_needs_a_numpy_that_cupy_has_it_of(gpu, monkeypatch):
+    """An error when a plan is made, and when a tensor comes before there is a plan; other dtypes do not care."""
+    monkeypatch.setattr(np, "__version__", "2.1.1")
+    wanted = "needs NumPy 2.1.2 or newer, .* is 2.1.1: pip install 'numpy>=2.1.2'"
+    shape = {"seqlen": 5, "heads": 1, "head_dim": 16, "backend": "cuda"}
+    with pytest.raises(ArgumentError, match=f"dtype is 'bfloat16', which on a GPU {wanted}"):
+        MeshAttention(MPI.COMM_SELF, **shape, dtype="bfloat16")
+    MeshAttention(MPI.COMM_SELF, **shape, dtype="float16").close()
+
+    class Tensor:
+        dtype = "torch.bfloat16"
+
+        def __dlpack_device__(self):
+            return (2, 0)
+
+        def __dlpack__(self, **options):
+            raise NotImplementedError("CuPy does not support bfloat16. Please install ml_dtypes to use bfloat16.")
+
+    with pytest.raises(ArgumentError, match=f"q has dtype 'torch.bfloat16', which on a GPU {wanted}"):
+        gpu.array("q", Tensor())
+    monkeypatch.setattr(np, "__version__", "2.1.2")
+    MeshAttention(MPI.COMM_SELF, **shape, dtype="bfloat16").close()
+
+
 def test_tune_goes_by_the_back_end(gpu, monkeypatch):
     """It measures the dtypes that kernels take, and its figures are those of one transport."""
     asked = []

@@ -3,11 +3,13 @@
 import sys
 
 import numpy as np
+from numpy.lib import NumpyVersion
 
 from ...errors import ArgumentError
 from ...problem.tensors import is_tensor
 
 DLPACK_CUDA = 2  # kDLCUDA, DLPack's device type of CUDA memory
+WITH_BFLOAT16 = "2.1.2"  # the oldest NumPy with which CuPy knows it
 EXTRAS = ("cuda12", "cuda13")  # this package's extras that install CuPy
 
 
@@ -22,6 +24,15 @@ def missing():
         return "" if runtime.getDeviceCount() else "CuPy counts 0 GPUs"
     except runtime.CUDARuntimeError as error:
         return f"CuPy finds no GPU: {error}"
+
+
+def check_bfloat16(what, dtype):
+    """Raise ArgumentError for bfloat16 if NumPy is too old for it on a GPU.  what: begins the message: "dtype is"."""
+    if "bfloat16" in str(dtype) and NumpyVersion(np.__version__) < WITH_BFLOAT16:
+        raise ArgumentError(
+            f"{what} {str(dtype)!r}, which on a GPU needs NumPy {WITH_BFLOAT16} or newer, and NumPy here is "
+            f"{np.__version__}: pip install 'numpy>={WITH_BFLOAT16}'"
+        )
 
 
 def device_of(array):
@@ -72,4 +83,5 @@ def as_cupy(cupy, name, argument):
                 return cupy.from_dlpack(argument)
         return cupy.from_dlpack(argument) if hasattr(argument, "__dlpack__") else cupy.asarray(argument)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        check_bfloat16(f"{name} has dtype", getattr(argument, "dtype", ""))
         raise ArgumentError(f"{name} is a {type(argument).__name__} that CuPy cannot share: {error}") from error

@@ -19,7 +19,7 @@ from ...model.machine import H100
 from ...problem.tensors import is_tensor
 from ..wire import WireBytes
 from . import kernel_source
-from .arrays import as_cupy, missing
+from .arrays import as_cupy, check_bfloat16, missing
 from .callers import Callers
 from .devices import choose_device, stay_on
 from .kernels import KernelLaunches
@@ -219,6 +219,10 @@ class CudaBackend(_CupyLaunches):
 
     def accumulates(self, array):
         return self._fits(array)
+
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
+        check_bfloat16("dtype is", dtype)
+        return super().scratch_bytes(head_dim, value_dim, dtype, backward, shared_kv)
 
     # Begin and end of a library call
 
