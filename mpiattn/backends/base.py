@@ -63,6 +63,10 @@ class Backend(Protocol):
         """How its arrays reach MPI; None if the back end has no choice of transports."""
 
     @property
+    def transport_why(self) -> str:
+        """Why it has that transport, in words; "" if nobody chose."""
+
+    @property
     def assumed_machine(self) -> Machine:
         """The `Machine` that plans assume where `mpiattn tune` has measured none."""
 

@@ -184,6 +184,8 @@ def _run(job, args):
             "causal": not args.full,
             "scale": problems[0].scale,
         }
+        if cache.transport is not None:
+            chosen["transport"], chosen["transport_why"] = cache.transport
         output = Output(
             peers,
             args.output,

@@ -89,6 +89,12 @@ class Collective(ABC):
         self._unclosed = weakref.finalize(self, home.drop)
         self._unclosed.atexit = False
 
+    @property
+    def transport(self) -> tuple[str, str] | None:
+        """How arrays on GPUs reach MPI, "staged" or "device", and why, in words; None without a GPU."""
+        how, why = self._backend.transport, self._backend.transport_why
+        return None if how is None else (how, why or "as asked for")
+
     def call(self, method: str) -> Call:
         """The context of a collective call; for the modules of this package."""
         return Call(self, method, self._backend.new_call)

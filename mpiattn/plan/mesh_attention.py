@@ -221,6 +221,7 @@ class MeshAttention(Described, Distributed):
             other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
             other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
             other._backend = local_backend(self._peers.rank, home.nodes, self.backend, self._backend.transport)
+            other._backend.transport_why = self._backend.transport_why
             other._prepare(home)
             same["schedule"] = other.schedule  # built separately on every rank
         home.share(self._mesh)

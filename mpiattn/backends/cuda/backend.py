@@ -106,6 +106,7 @@ class CudaBackend(_CupyLaunches):
     name = "cuda"
     assumed_machine = H100
     emulated_flops = None
+    transport_why = ""
     strided = False
     sends_blocks = False
 

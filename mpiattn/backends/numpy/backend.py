@@ -102,6 +102,7 @@ class NumpyBackend:
     version = np.__version__
     dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
     transport = None
+    transport_why = ""
     assumed_machine = DEFAULT
     emulated_flops = None
     staged_bytes = 0
