@@ -170,7 +170,9 @@ def test_pieces_are_ready_one_after_another(gpu, monkeypatch):
 def test_pinned_memory_is_of_the_back_ends_gpu(gpu, monkeypatch):
     """Whatever GPU is current in the thread that calls, no other gets a context for it, nor as it is freed."""
     used = []
-    monkeypatch.setattr(fake_cupy.PinnedMemory, "__del__", lambda self: used.append(fake_cupy.runtime.getDevice()), False)
+    monkeypatch.setattr(
+        fake_cupy.PinnedMemory, "__del__", lambda self: used.append(fake_cupy.runtime.getDevice()), False
+    )
     allocated = fake_cupy.PinnedMemory.__init__
 
     def allocate(self, size, flags=0):
@@ -319,7 +321,8 @@ def test_devices(gpu):
 
 
 @pytest.mark.parametrize(
-    ("opened", "aware", "device"), [([], False, 1), ([0], False, 0), ([0, 1], False, 1), ([1], False, 1), ([0], True, 1)]
+    ("opened", "aware", "device"),
+    [([], False, 1), ([0], False, 0), ([0, 1], False, 1), ([1], False, 1), ([0], True, 1)],
 )
 def test_gpu_0_of_the_callers_own_choice(gpu, monkeypatch, opened, aware, device):
     """It is kept where it alone is in use, unless MPI may have opened it; the driver says which GPUs are."""

@@ -101,7 +101,9 @@ def test_backward(torch, plan, stream):
     sinks = np.array([0.5, -1], np.float32)
     results = plan.forward(*map(fake_cupy.asarray, (q, k, v)), sinks=fake_cupy.asarray(sinks))
     out, lse = (array.get() for array in results)
-    expected = [array.get() for array in plan.backward(*(map(fake_cupy.asarray, (dout, q, k, v, out, lse))), sinks=sinks)]
+    expected = [
+        array.get() for array in plan.backward(*(map(fake_cupy.asarray, (dout, q, k, v, out, lse))), sinks=sinks)
+    ]
     for _ in stream():
         given = [torch.tensor(array) for array in (dout, q, k, v, out, lse)]
         late_sinks = torch.tensor(np.zeros(2, np.float32))
@@ -167,7 +169,7 @@ def test_whole_arrays(torch, plan, stream):
 
 
 def test_what_a_call_before_has_taken_does_not_matter(torch, plan):
-    """A call of CuPy arrays is ordered by CuPy's stream alone, after one of tensors, too, whether that failed or not."""
+    """A call of CuPy arrays is ordered by CuPy's stream alone, also after one of tensors, failed or not."""
     arrays = drawn()
     expected, _ = reference.attention(*arrays, causal=True)
     for bad in (False, True, True):
@@ -180,7 +182,7 @@ def test_what_a_call_before_has_taken_does_not_matter(torch, plan):
         torch_stream = fake_cupy.Stream(non_blocking=True)
         with torch.cuda.stream(torch_stream), fake_cupy.Stream(non_blocking=True) as cupys:
             before = len(torch_stream.queue)
-            out, lse = plan.forward(*map(fake_cupy.asarray, arrays))
+            out, _ = plan.forward(*map(fake_cupy.asarray, arrays))
             assert isinstance(out, fake_cupy.ndarray) and len(torch_stream.queue) == before
             seen_by_cupy = fake_cupy.empty(out.shape, np.float32)
             target, source = seen_by_cupy.values, out.values

@@ -37,7 +37,9 @@ def test_messages_of_a_direction_stay_in_order(exchange):
     answers = {"second"}
     into = [np.zeros(4, np.uint8) for _ in range(2)]
     posted = [exchange.receive(MPI.COMM_SELF, WireBytes(array), 0, 1)[0] for array in into]
-    sends = [exchange.send(MPI.COMM_SELF, wire(f"{name}", n, answers), 0, 1)[0] for n, name in ((1, "first"), (2, "second"))]
+    sends = [
+        exchange.send(MPI.COMM_SELF, wire(f"{name}", n, answers), 0, 1)[0] for n, name in ((1, "first"), (2, "second"))
+    ]
     assert [send.request for send in sends] == [None, None]
     answers.add("first")
     exchange.wait([*posted, *sends])

@@ -104,7 +104,13 @@ CASES = {
     "not aware": ("", "yes", "", "", "staged: this MPI does not take device memory"),
     "aware": ("1", "yes", "a child process sent", "", "device: a test says so; a child process sent"),
     "crashes": ("1", "no", "a child process was ended by SIGSEGV", "", "staged: a child process was ended by SIGSEGV"),
-    "unknown": ("1", "unknown", "all GPUs are busy", "", "device: a test says so; all GPUs are busy; the ranks sent each other some"),
+    "unknown": (
+        "1",
+        "unknown",
+        "all GPUs are busy",
+        "",
+        "device: a test says so; all GPUs are busy; tried by the ranks themselves",
+    ),
     "lost": ("1", "unknown", "all GPUs are busy", "1", "staged: what the ranks sent each other did not arrive"),
 }
 
@@ -134,10 +140,12 @@ def test_a_run_says_which_transport_it_takes_and_why(tmp_path, case):
 
 @pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 def test_one_rank_tries_nothing():
-    words = *"1 unknown busy".split(), "", *"bench --decode --backend cuda --seqlen 9 --heads 1 --head-dim 16 --runs 1".split()
+    words = (
+        *"1 unknown busy".split(),
+        "",
+        *"bench --decode --backend cuda --seqlen 9 --heads 1 --head-dim 16 --runs 1".split(),
+    )
     outcome = mpirun(
-        1,
-        [sys.executable, "-c", LAUNCH, *words],
-        env={"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))},
+        1, [sys.executable, "-c", LAUNCH, *words], env={"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
     )
     assert "now send each other" not in outcome.stderr

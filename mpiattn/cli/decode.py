@@ -304,6 +304,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                     "ranks",
                     f"{len(ranks)} on {chosen['nodes']} node{'s' * (chosen['nodes'] > 1)}, {cache.backend} back end",
                 ),
+                *([("transport", ": ".join(cache.transport))] if cache.transport else []),
                 ("tokens per rank", span("tokens")),
                 ("memory per rank", f"{span('nbytes', size)} of pages"),
                 ("combined by", chosen["algorithm"]),

@@ -72,8 +72,8 @@ class Exchange:
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0
-        # By verb the transfers without bytes yet, in order: (Posted, ready(), post()).  MPI matches messages by the order
-        # of sends and by that of receives; a receive that waited for a send would only be late.
+        # By verb, in order, the transfers without bytes yet: (Posted, ready(), post()).  MPI matches messages by the
+        # order of the sends and by that of the receives.  A receive that waited for a send would only be late.
         self._later = {"send": deque(), "receive": deque()}
         self._coming = []  # posted transfers with a `then` to call
 
@@ -112,7 +112,10 @@ class Exchange:
         return bool(self._coming or any(self._later.values()))
 
     def progress(self):
-        """Post the transfers that have become ready, sends in order and receives in order, and call `then` of those that are complete."""
+        """Post the transfers that have become ready, and call `then` of those that are complete.
+
+        Sends are posted in their order, receives in theirs.
+        """
         for waiting in self._later.values():
             while waiting and waiting[0][1]():
                 transfer, _, post = waiting.popleft()

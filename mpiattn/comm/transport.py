@@ -54,27 +54,28 @@ def make_backend(peers, nodes, name, transport, agreed=None):
     if backends.find(name).on_gpu and transport == "auto":
         transport, why, sure = _chosen(peers)
     with agreement(peers):
-        backend = local_backend(peers.rank, nodes, name, transport)
-    if not sure:
-        if device_trial.succeeds(peers, backend, why):
-            why += "; the ranks sent each other some"
-        else:
-            backend.close()
-            why = "what the ranks sent each other did not arrive as it was"
-            with agreement(peers):
-                backend = local_backend(peers.rank, nodes, name, "staged")
+        backend = local_backend(peers.rank, nodes, name, transport, why)
+    if sure or device_trial.succeeds(peers, backend, why):
+        return backend
+    backend.close()
+    why = f"what the ranks sent each other did not arrive as it was ({why})"
+    with agreement(peers):
+        return local_backend(peers.rank, nodes, name, "staged", why)
+
+
+def local_backend(rank, nodes, name, transport, why=""):
+    """A new back end on the device of a rank, if it has one; not collective.
+
+    transport: not "auto".  why: the reason for it, in words.
+    """
+    backend = backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
     if why:
         backend.transport_why = why
     return backend
 
 
-def local_backend(rank, nodes, name, transport):
-    """A new back end on the device of a rank, if it has one; transport: not "auto".  Not collective."""
-    return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
-
-
 def _chosen(peers):
-    """The transport, why in words, and whether that is sure; else the ranks have to try it (`device_trial`); collective.
+    """The transport, why in words, and whether that is sure; else the ranks have to try (`device_trial`); collective.
 
     "device" if the MPI of every rank claims to take device memory and the probe of rank 0 confirms it.  The claim alone
     is not enough: an MPI that does not take device memory crashes.
@@ -92,4 +93,4 @@ def _chosen(peers):
         return "device", f"{claim}; {probed['text']}", True
     if probed["answer"] == "no" or peers.size == 1:
         return "staged", probed["text"], True
-    return "device", f"{claim}; {probed['text']}", False
+    return "device", f"{claim}; {probed['text']}; tried by the ranks themselves", False

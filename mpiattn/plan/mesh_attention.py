@@ -220,8 +220,8 @@ class MeshAttention(Described, Distributed):
             shape, options = self._asked
             other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
             other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
-            other._backend = local_backend(self._peers.rank, home.nodes, self.backend, self._backend.transport)
-            other._backend.transport_why = self._backend.transport_why
+            how = self.backend, self._backend.transport, self._backend.transport_why
+            other._backend = local_backend(self._peers.rank, home.nodes, *how)
             other._prepare(home)
             same["schedule"] = other.schedule  # built separately on every rank
         home.share(self._mesh)

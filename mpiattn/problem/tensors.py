@@ -71,9 +71,9 @@ def as_given(given: object, *results: Any) -> tuple[Any, ...]:
     return tuple(_taken_over(given, result) for result in results)
 
 
-def _taken_over(given: Any, result: Any) -> Any:
+def _taken_over(given: object, result: Any) -> Any:
     """A result on a GPU as an array of the library of `given`, if that can take it."""
     if type(result) is type(given) or not hasattr(result, "__cuda_array_interface__"):
         return result
-    namespace = given.__array_namespace__() if hasattr(given, "__array_namespace__") else None
+    namespace: Any = given.__array_namespace__() if hasattr(given, "__array_namespace__") else None
     return namespace.from_dlpack(result) if hasattr(namespace, "from_dlpack") else result

@@ -15,8 +15,8 @@ LIBRARY = r"^libp?mpi.*\.so"
 QUERY = "MPIX_Query_cuda_support"
 CRAY, CRAY_SWITCH = "CRAY MPICH", "MPICH_GPU_SUPPORT_ENABLED"
 CRAY_ADVICE = (
-    "load the module of the GPUs (craype-accel-nvidia80 or craype-accel-nvidia90) and rebuild mpi4py with it, so that it "
-    "is linked (MPICC='cc -shared' pip install --force-reinstall --no-binary=mpi4py mpi4py), or set "
+    "load the module of the GPUs (craype-accel-nvidia80 or craype-accel-nvidia90) and rebuild mpi4py with it, so that "
+    "it is linked (MPICC='cc -shared' pip install --force-reinstall --no-binary=mpi4py mpi4py), or set "
     "LD_PRELOAD=$CRAY_MPICH_ROOTDIR/gtl/lib/libmpi_gtl_cuda.so for all ranks, or, to do without GPU-aware MPI, "
     f"unset {CRAY_SWITCH}"
 )
