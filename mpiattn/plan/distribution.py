@@ -86,6 +86,7 @@ class Distributed(Collective):
         -------
         chunk : array
             In `array`'s dtype and native byte order: a torch tensor if the root's array is one, else the back end's.
+            With "cuda" on this rank's GPU.
 
         Raises
         ------
@@ -112,7 +113,8 @@ class Distributed(Collective):
         Returns
         -------
         whole : array or None
-            A NumPy array, as one GPU may lack the memory; a torch tensor if this rank's chunk is one.  None off `root`.
+            In host memory, as one GPU may lack the memory: a torch tensor if this rank's chunk is one, else a NumPy
+            array.  None off `root`.
 
         Raises
         ------

@@ -49,7 +49,7 @@ def attention(
     ----------
     q : array, (batch, tokens, heads, head_dim)
         This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor
-        on the CPU or, for the back end "cuda", an array on a GPU.  With the default layout, chunks are consecutive
+        or, for the back end "cuda", any array on a GPU.  With the default layout, chunks are consecutive
         pieces of the sequence in order of rank, of any lengths; the ranks exchange these lengths.  With "striped" or
         "zigzag", chunks are as in `Layout`.
     k : array, (batch, tokens_k, kv_heads, head_dim)
@@ -74,7 +74,7 @@ def attention(
     Returns
     -------
     out : array, (batch, tokens, heads, value_dim)
-        In q's dtype, a tensor if q is one.  0 for a query that sees no key.
+        In q's dtype, of q's library as in `MeshAttention`.  0 for a query that sees no key.
     lse : array, (batch, heads, tokens)
         Natural logarithms of the rows' sums of exponentials, float32 (float64 for float64).  -inf for a query that
         sees no key.
