@@ -7,7 +7,6 @@ split.
 from .. import backends
 from ..errors import ArgumentError
 from ..system import gpu_aware_mpi, gpu_probe
-from . import device_trial
 from .agreement import agreement
 from .available import agreed_backend
 
@@ -55,7 +54,11 @@ def make_backend(peers, nodes, name, transport, agreed=None):
         transport, why, sure = _chosen(peers)
     with agreement(peers):
         backend = local_backend(peers.rank, nodes, name, transport, why)
-    if sure or device_trial.succeeds(peers, backend, why):
+    if sure:
+        return backend
+    from . import device_trial  # only here, as it loads MPI, and commands name transports before that
+
+    if device_trial.succeeds(peers, backend, why):
         return backend
     backend.close()
     why = f"what the ranks sent each other did not arrive as it was ({why})"
