@@ -305,7 +305,8 @@ class PinnedMemoryPointer(np.ndarray):
     """As CuPy's, a buffer with an address."""
 
     def __new__(cls, mem, offset):
-        return mem.values[offset:].view(cls)
+        held = types.SimpleNamespace(__array_interface__=mem.values[offset:].__array_interface__, mem=mem)
+        return np.asarray(held).view(cls)
 
     @property
     def ptr(self):
