@@ -114,8 +114,9 @@ setup(
         "mpich": ["mpich>=4.3"],
         "openmpi": ["openmpi>=5.0"],
         "impi": ["impi-rt>=2021.14"],
-        "cuda13": ["cupy-cuda13x[ctk]>=14"],
-        "cuda12": ["cupy-cuda12x[ctk]>=14"],
+        # CuPy knows bfloat16 from this NumPy on
+        "cuda13": ["cupy-cuda13x[ctk]>=14", "numpy>=2.1.2"],
+        "cuda12": ["cupy-cuda12x[ctk]>=14", "numpy>=2.1.2"],
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13", "nvidia-cuda-nvdisasm>=13"],
         "convert": ["safetensors>=0.4", "torch>=2.5"],
         "plot": ["matplotlib>=3.8"],

@@ -5,17 +5,13 @@
     out, lse = attention(plan, q, k, v)        # this rank's chunks, as plan.forward takes them
     loss(out).backward()                       # collective too: calls plan.backward
 
-Tensors and the plan's arrays share memory in both directions.  CPU tensors share it with NumPy arrays (see
-`problem.tensors`).  With the back end "cuda", CUDA tensors share it with CuPy arrays, on torch's current stream.
+Tensors are the plan's arguments and results as they are, see `MeshAttention.forward`.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 try:
     import torch
@@ -28,11 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from . import backends
 from .errors import ArgumentError
-from .problem.tensors import as_tensor, shared
+from .problem.tensors import shared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .plan.mesh_attention import MeshAttention
     from .problem.documents import PerDocument
 
@@ -96,8 +90,7 @@ def attention(
     """
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     with plan.call("torch.attention") as call, call.agreement(check) as same:
-        for name, tensor in tensors.items():
-            _array(plan, name, tensor)
+        _check(plan, tensors)
         # if this differed, only some ranks would run the backward pass
         same["requires_grad (of any of q, k, v and sinks)"] = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors.values()
@@ -121,10 +114,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: MeshAttention, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        with _torch_stream(plan):
-            out, lse = map(
-                _tensor, plan.forward(*_arrays(plan, q=q, k=k, v=v), sinks=_array(plan, "sinks", sinks), **options)
-            )
+        out, lse = plan.forward(q, k, v, sinks=sinks, **options)
         ctx.plan, ctx.options = plan, options
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.set_materialize_grads(False)  # plan.backward accepts dlse=None
@@ -140,12 +130,8 @@ class _Attention(torch.autograd.Function):
                 raise changed
             q, k, v, out, lse, sinks = saved
             dout = torch.zeros_like(out) if dout is None else dout
-            arrays = _arrays(plan, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-            more = {"dlse": _array(plan, "dlse", dlse), "sinks": _array(plan, "sinks", sinks)}
-        with _torch_stream(plan):
-            dq, dk, dv, *dsinks = (
-                None if array is None else _tensor(array) for array in plan.backward(*arrays, **more, **ctx.options)
-            )
+            _check(plan, {"dout": dout, "dlse": dlse})
+        dq, dk, dv, *dsinks = plan.backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, **ctx.options)
         share = dsinks[0] / plan.q_layout.chunks if dsinks else None
         return None, None, dq, dk, dv, share
 
@@ -161,45 +147,16 @@ def _saved(ctx: Any) -> tuple[Any, RuntimeError | None]:
         return None, error
 
 
-class _Stream:
-    """Torch's current stream, in the protocol by which CuPy accepts other libraries' streams."""
-
-    def __init__(self) -> None:
-        self.pointer = torch.cuda.current_stream().cuda_stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.pointer
-
-
-@contextmanager
-def _torch_stream(plan: MeshAttention) -> Iterator[None]:
-    """Context that makes torch's stream CuPy's: the pass runs after torch's work, and memory is freed in its order."""
-    if not backends.find(plan.backend).on_gpu:
-        yield
-        return
-    import cupy
-
-    with cupy.cuda.Stream.from_external(_Stream()):
-        yield
-
-
-def _arrays(plan: MeshAttention, **tensors: Any) -> list[Any]:
-    return [_array(plan, name, tensor) for name, tensor in tensors.items()]
-
-
-def _array(plan: MeshAttention, name: str, tensor: Any) -> Any:
-    """A tensor's memory as a strided array; on a GPU the tensor itself, which the plan shares.  None for None."""
-    if tensor is None and name in ("sinks", "dlse", *["v"] * plan.problem.shared_kv):
-        return None
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
+def _check(plan: MeshAttention, tensors: dict[str, Any]) -> None:
+    """Raise ArgumentError unless all are tensors where the plan computes, or None where that may be."""
     kind = backends.find(plan.backend)
-    if tensor.device.type != kind.device:
-        place = "its plan's GPU" if kind.on_gpu else "the CPU"
-        raise ArgumentError(f"{name} is on device {tensor.device}; it must be on {place}")
-    return tensor.detach() if kind.on_gpu else shared(name, tensor)
-
-
-def _tensor(array: Any) -> torch.Tensor:
-    """A tensor that shares an array's memory."""
-    return as_tensor(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+    for name, tensor in tensors.items():
+        if tensor is None and name in ("sinks", "dlse", *["v"] * plan.problem.shared_kv):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
+        if tensor.device.type != kind.device:
+            place = "its plan's GPU" if kind.on_gpu else "the CPU"
+            raise ArgumentError(f"{name} is on device {tensor.device}; it must be on {place}")
+        if not kind.on_gpu:
+            shared(name, tensor)

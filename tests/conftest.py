@@ -157,10 +157,10 @@ def gpu():
     import fake_cupy
 
     from mpiattn import backends
-    from mpiattn.backends.cuda import backend
+    from mpiattn.backends.cuda import devices
 
     with fake_cupy.install():
-        backend._dealt.clear()
+        devices._dealt.clear()
         made = backends.get("cuda")
         yield made
         made.close()

@@ -57,6 +57,10 @@ class Stream:
         self.serial, self.device_id = next(_serials), _devices[-1]
         _streams[self.ptr] = self
 
+    @classmethod
+    def from_external(cls, obj):
+        return _streams[obj.__cuda_stream__()[1]]
+
     def put(self, work):
         self.queue.append(work)
         _busy[self.serial] = self
@@ -222,6 +226,10 @@ def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
     return ndarray.of(memory, np.asarray(held))
 
 
+def from_dlpack(array, *, device=None, copy=None):
+    return array.__dlpack__(stream=_current[-1].ptr or 1)  # as which CUDA knows the null stream, too
+
+
 def take(a, indices, axis=None, out=None):
     source, rows, target = a.values, indices.values, out.values
     _later(lambda: np.copyto(target, source[rows]))
@@ -297,7 +305,8 @@ class PinnedMemoryPointer(np.ndarray):
     """As CuPy's, a buffer with an address."""
 
     def __new__(cls, mem, offset):
-        return mem.values[offset:].view(cls)
+        held = types.SimpleNamespace(__array_interface__=mem.values[offset:].__array_interface__, mem=mem)
+        return np.asarray(held).view(cls)
 
     @property
     def ptr(self):

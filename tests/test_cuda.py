@@ -14,7 +14,7 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
-from mpiattn.backends.cuda import backend
+from mpiattn.backends.cuda import backend, devices
 from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
@@ -286,10 +286,10 @@ def test_memory_goes_back_to_those_whose_it_is(gpu):
 def test_devices(gpu):
     """Ranks of a node take turns; the caller's own choice is respected, and arrays on another GPU are refused."""
     fake_cupy._devices[:], gpu.device = [0], 0
-    backend._dealt.clear()
-    assert [backend.choose_device(fake_cupy, 3), backend.choose_device(fake_cupy, 0)] == [1, 1]
+    devices._dealt.clear()
+    assert [devices.choose_device(fake_cupy, 3), devices.choose_device(fake_cupy, 0)] == [1, 1]
     fake_cupy.Device(0).use()
-    assert backend.choose_device(fake_cupy, 1) == 0
+    assert devices.choose_device(fake_cupy, 1) == 0
     with fake_cupy.Device(1), pytest.raises(ArgumentError, match=r"q is on GPU 1; it must be on GPU 0"):
         gpu.array("q", fake_cupy.empty((3,)))
     with fake_cupy.Device(1):  # as in a thread of the caller's, where no GPU has been chosen

@@ -63,6 +63,10 @@ class Backend(Protocol):
         """How its arrays reach MPI; None if the back end has no choice of transports."""
 
     @property
+    def transport_why(self) -> str:
+        """Why it has that transport, in words; "" if nobody chose."""
+
+    @property
     def assumed_machine(self) -> Machine:
         """The `Machine` that plans assume where `mpiattn tune` has measured none."""
 
@@ -103,11 +107,14 @@ class Backend(Protocol):
         Raises ArgumentError if it is not an array of this back end or is read-only.
         """
 
-    def result(self, shape: Shape, dtype: Any) -> Array:
-        """A new, uninitialized array to return to the caller."""
+    def result(self, shape: Shape, dtype: Any, like: Array = None) -> Array:
+        """A new, uninitialized array to return to the caller; `array` makes it one that launches take.
 
-    def give(self, array: Array) -> Array:
-        """A NumPy array as a result for the caller, who then owns it."""
+        like: an argument of the call, of whose library it is if the back end can have memory of that; None for any.
+        """
+
+    def give(self, array: Array, like: Array = None) -> Array:
+        """A NumPy array as a result for the caller, who then owns it.  like: as for `result`."""
 
     def contiguous(self, array: Array, alignment: int | None = None, empty: Scratch | None = None) -> Array:
         """The array itself if it belongs to this back end and is contiguous, else a contiguous copy, as a launch.
@@ -130,8 +137,14 @@ class Backend(Protocol):
 
     # Begin and end of a library call
 
+    def new_call(self) -> None:
+        """A call of the library begins, whose arguments are still to come to `array` and `writable`."""
+
     def begin(self) -> None:
-        """Order all later launches and copies after the caller's work so far and after all launches so far."""
+        """Order all later launches and copies after the caller's work so far and after all launches so far.
+
+        The caller's work is that of the libraries whose arrays the call was given, on their current streams.
+        """
 
     def finish(self) -> None:
         """Order the caller's later work after all launches and copies so far."""

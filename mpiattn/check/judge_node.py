@@ -85,7 +85,8 @@ def gpu_aware(ranks, probes):
             "GPU-aware MPI",
             WARN,
             text,
-            "find out why the probe cannot run; until then device buffers go through host memory",
+            "find out why the probe cannot run; until then "
+            + ("the ranks of a job try it themselves" if claim else "device buffers go through host memory"),
         )
     if worst["answer"] == "no" and claim:
         return Item(

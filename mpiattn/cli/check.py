@@ -30,6 +30,7 @@ from ..console.message import SILENT
 from ..console.progress import Progress
 from ..console.startup import defer
 from ..errors import FileError
+from ..system import gpu_aware_mpi
 from ..system.launch_variables import launch_rank
 from ..system.launcher import ADVICE, foreign
 from ..system.sources import test_dir
@@ -63,9 +64,9 @@ def run(args):
         return _full(args)
     if args.pytest:
         args.wrong(f"{args.pytest[0]!r} is for pytest, which --full runs")
-    wrong = foreign()
-    if wrong:
-        items = [Item("ranks", FAIL, wrong, ADVICE)]
+    unfit, wrong = gpu_aware_mpi.unfit(), foreign()
+    if unfit or wrong:  # MPI must not be started
+        items = [Item("GPU-aware MPI", FAIL, *unfit)] if unfit else [Item("ranks", FAIL, wrong, ADVICE)]
         if launch_rank() == 0:
             _write(args, items, {})
             _print(args, items)

@@ -184,6 +184,8 @@ def _run(job, args):
             "causal": not args.full,
             "scale": problems[0].scale,
         }
+        if cache.transport is not None:
+            chosen["transport"], chosen["transport_why"] = cache.transport
         output = Output(
             peers,
             args.output,
@@ -302,6 +304,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                     "ranks",
                     f"{len(ranks)} on {chosen['nodes']} node{'s' * (chosen['nodes'] > 1)}, {cache.backend} back end",
                 ),
+                *([("transport", ": ".join(cache.transport))] if cache.transport else []),
                 ("tokens per rank", span("tokens")),
                 ("memory per rank", f"{span('nbytes', size)} of pages"),
                 ("combined by", chosen["algorithm"]),

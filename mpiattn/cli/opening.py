@@ -108,6 +108,7 @@ def text(plan, made, hosts, problem, passes, warning):
                     f"{span([each.cores for each in hosts])}",
                 ),
                 ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
+                *([("transport", ": ".join(plan.transport))] if plan.transport else []),
                 ("problem", problem),
                 (
                     "predicted",

@@ -341,6 +341,8 @@ def _chosen(plan, args):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
     if args.max_memory is not None:
         asked |= {"max_memory": args.max_memory, "memory_cost": plan.memory_cost}
+    if plan.transport is not None:
+        asked["transport"], asked["transport_why"] = plan.transport
     return {
         "axes": args.axes or "bshd",
         "tile": str(plan.tile),

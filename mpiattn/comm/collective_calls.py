@@ -11,12 +11,13 @@ from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
 from .agreement import agreement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from types import TracebackType
 
     from typing_extensions import Self
 
+    from ..backends.base import Backend
     from .mesh import Home, Mesh
     from .peers import Peers
 
@@ -26,16 +27,18 @@ class Call:
 
     name: in words, the same on all ranks that make the same call.  peers: the ranks.  kept: objects besides the plan or
     cache that hold buffers of the call's transfers.
+    begun: called when no other call is running any more.
     """
 
-    def __init__(self, owner: Collective, method: str) -> None:
-        self._owner, self._home = owner, owner._check_open()
+    def __init__(self, owner: Collective, method: str, begun: Callable[[], object]) -> None:
+        self._owner, self._home, self._begun = owner, owner._check_open(), begun
         self.name, self.peers = f"call {owner._calls + 1} of {owner._name}, {method}", owner._peers
         self.kept: list[object] = []
 
     def __enter__(self) -> Call:
         try:
             self._home.begin(self.name, self)
+            self._begun()
         except BaseException:
             self._home.withdraw(self.name, self)
             raise
@@ -64,6 +67,7 @@ class Collective(ABC):
     _home: Home | None = None
     _hashes: dict[tuple[str, ...], tuple[dict[str, Any], int]]  # as for `agreement`
     _peers: Peers
+    _backend: Backend
     _mesh: Mesh | None = None
     _raising = False
 
@@ -85,9 +89,15 @@ class Collective(ABC):
         self._unclosed = weakref.finalize(self, home.drop)
         self._unclosed.atexit = False
 
+    @property
+    def transport(self) -> tuple[str, str] | None:
+        """How arrays on GPUs reach MPI, "staged" or "device", and why, in words; None without a GPU."""
+        how, why = self._backend.transport, self._backend.transport_why
+        return None if how is None else (how, why or "as asked for")
+
     def call(self, method: str) -> Call:
         """The context of a collective call; for the modules of this package."""
-        return Call(self, method)
+        return Call(self, method, self._backend.new_call)
 
     def drop(self) -> None:
         """Release what is this object's own, without the other ranks; for the modules of this package."""

@@ -72,7 +72,9 @@ class Exchange:
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0
-        self._later = deque()  # transfers without bytes yet, in order: (Posted, ready(), post())
+        # By verb, in order, the transfers without bytes yet: (Posted, ready(), post()).  MPI matches messages by the
+        # order of the sends and by that of the receives.  A receive that waited for a send would only be late.
+        self._later = {"send": deque(), "receive": deque()}
         self._coming = []  # posted transfers with a `then` to call
 
     def send(self, comm, wire, dest, tag):
@@ -97,19 +99,27 @@ class Exchange:
             if wire.ready is None:
                 transfer.request = post(*message)
             else:
-                self._later.append((transfer, partial(wire.ready, stop), partial(post, *message)))
+                self._later[verb].append((transfer, partial(wire.ready, stop), partial(post, *message)))
             if transfer.then:
                 self._coming.append(transfer)
             posted.append(transfer)
-        if self._later or self._coming:
+        if self._unfinished():
             self.progress()
         return posted
 
+    def _unfinished(self):
+        """Whether `progress` has anything to do."""
+        return bool(self._coming or any(self._later.values()))
+
     def progress(self):
-        """Post the transfers that have become ready, in order, and call `then` of those that are complete."""
-        while self._later and self._later[0][1]():
-            transfer, _, post = self._later.popleft()
-            transfer.request = post()
+        """Post the transfers that have become ready, and call `then` of those that are complete.
+
+        Sends are posted in their order, receives in theirs.
+        """
+        for waiting in self._later.values():
+            while waiting and waiting[0][1]():
+                transfer, _, post = waiting.popleft()
+                transfer.request = post()
         if self._coming:
             requested = [transfer for transfer in self._coming if transfer.request is not None]
             for i in MPI.Request.Testsome([transfer.request for transfer in requested]) or ():
@@ -119,7 +129,7 @@ class Exchange:
 
     def whole(self, wire):
         """Wait until all bytes are ready; returns their array, for a collective call."""
-        if wire.ready is None and not (self._later or self._coming):
+        if wire.ready is None and not self._unfinished():
             return wire.array
 
         def ready():
@@ -186,7 +196,7 @@ class Exchange:
 
     def complete(self, posted):
         """Poll MPI; returns whether all transfers of `posted` are complete."""
-        if self._later or self._coming:
+        if self._unfinished():
             self.progress()
             if any(transfer.request is None or transfer.then for transfer in posted):
                 return False
@@ -202,7 +212,7 @@ class Exchange:
         def tell():
             return f"{where} to {self._missing(posted)}".lstrip()
 
-        if self._later or self._coming:
+        if self._unfinished():
             self.peers.until(partial(self.complete, posted), tell, posted)
         else:
             self.peers.wait([transfer.request for transfer in posted], tell)

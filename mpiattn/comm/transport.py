@@ -49,26 +49,51 @@ def make_backend(peers, nodes, name, transport, agreed=None):
     if name not in agreed:
         agreed[name] = agreed_backend(peers, name)
     name = agreed[name]
+    why, sure = "", True
     if backends.find(name).on_gpu and transport == "auto":
-        transport = _chosen(peers)
+        transport, why, sure = _chosen(peers)
     with agreement(peers):
-        return local_backend(peers.rank, nodes, name, transport)
+        backend = local_backend(peers.rank, nodes, name, transport, why)
+    if sure:
+        return backend
+    from . import device_trial  # only here, as it loads MPI, and commands name transports before that
+
+    if device_trial.succeeds(peers, backend, why):
+        return backend
+    backend.close()
+    why = f"what the ranks sent each other did not arrive as it was ({why})"
+    with agreement(peers):
+        return local_backend(peers.rank, nodes, name, "staged", why)
 
 
-def local_backend(rank, nodes, name, transport):
-    """A new back end on the device of a rank, if it has one; transport: not "auto".  Not collective."""
-    return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
+def local_backend(rank, nodes, name, transport, why=""):
+    """A new back end on the device of a rank, if it has one; not collective.
+
+    transport: not "auto".  why: the reason for it, in words.
+    """
+    backend = backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
+    if why:
+        backend.transport_why = why
+    return backend
 
 
 def _chosen(peers):
-    """ "device" if the MPI of every rank claims to take device memory and the probe of rank 0 confirms it.
+    """The transport, why in words, and whether that is sure; else the ranks have to try (`device_trial`); collective.
 
-    The claim alone is not enough: an MPI that does not take device memory crashes.
+    "device" if the MPI of every rank claims to take device memory and the probe of rank 0 confirms it.  The claim alone
+    is not enough: an MPI that does not take device memory crashes.
     """
-    aware, _ = gpu_aware_mpi.gpu_aware()
-    if peers.largest([not aware])[0]:
-        return "staged"
+    claims = peers.allgather(gpu_aware_mpi.gpu_aware())
+    lacking = [rank for rank, (aware, _) in enumerate(claims) if not aware]
+    if lacking:
+        of = f" of rank {lacking[0]}" if lacking[0] else ""
+        return "staged", f"this MPI{of} does not take device memory ({claims[lacking[0]][1]})", True
     with agreement(peers, only=0):
         if peers.rank == 0 and not _probed:
             _probed.update(gpu_probe.probe())
-    return "device" if peers.allgather(_probed.get("answer"))[0] == "yes" else "staged"
+    probed, claim = peers.allgather(_probed)[0], claims[0][1]
+    if probed["answer"] == "yes":
+        return "device", f"{claim}; {probed['text']}", True
+    if probed["answer"] == "no" or peers.size == 1:
+        return "staged", probed["text"], True
+    return "device", f"{claim}; {probed['text']}; tried by the ranks themselves", False

@@ -51,8 +51,11 @@ def on_all_ranks(work, timeout=None, alone=False):
     others waiting: that rank prints the error and where it happened, and aborts the launch.
     alone: run the work even if another MPI's launcher has started every rank in a world of its own.
     """
-    from ..system import launcher
+    from ..system import gpu_aware_mpi, launcher
 
+    unfit = gpu_aware_mpi.unfit()
+    if unfit:
+        return _refuse("{}. Nothing was done. {}".format(*unfit))
     wrong = None if alone else launcher.foreign()
     comm = None if wrong else start(timeout)
     wrong = wrong or (None if alone else launcher.copies(comm.size))
@@ -81,7 +84,7 @@ def on_all_ranks(work, timeout=None, alone=False):
 
 
 def _refuse(text):
-    """Print once why ranks that do not share a world do nothing; returns the exit code."""
+    """Print once why ranks that share no world, or cannot start MPI, do nothing; returns the exit code."""
     if launch_rank() == 0:
         print(f"mpiattn: {text}", file=sys.stderr, flush=True)
     else:

@@ -267,6 +267,7 @@ class KVCache(DescribedCache, Collective):
         self._check_open()
         sequence = self._number(sequence)
         count = self.storage.ledgers[sequence].length(self.rank)
+        self._backend.new_call()
         copies = [self._backend.result((count, self.kv_heads, dim), self.dtype) for dim in self.dims]
         self._backend.begin()
         self.storage.copy_out(sequence, [copy.swapaxes(0, 1) for copy in copies])

@@ -83,7 +83,8 @@ class Call:
             self.queries, self.heads = q.shape[1:3]
             self.problem, ends = _asked(cache, self.queries, self.heads, causal, window, softcap, scale)
             if sinks is not None:
-                sinks = on_host(checked(self.backend, "sinks", sinks, (self.heads,), cache.partial_dtype))
+                wanted = (self.heads,), cache.partial_dtype
+                sinks = on_host(checked(self.backend, "sinks", on_host(sinks), *wanted))
             self.rows = len(self.sequences) * self.queries
             shape = len(self.sequences), self.queries, self.heads
             self.results = Results(
@@ -204,7 +205,7 @@ class Call:
             self.backend.wait(event)  # launches below do not wait for a partial that has just arrived
         if self.sinks is not None:
             self.backend.sink(partial.out, partial.lse, self.backend.contiguous(self.sinks))
-        out, lse = self.results.arrays()
+        out, lse = self.results.arrays(self.given)
         self.backend.copy(out, partial.out.reshape(out.shape))
         self.backend.copy(lse, partial.lse.reshape(out.shape[:3]).transpose(0, 2, 1))
         return self.results.returned(self.given)

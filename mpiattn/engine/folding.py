@@ -4,11 +4,16 @@ from functools import partial
 
 from ..backends.kept import Kept
 from ..errors import ArgumentError
-from ..problem.tensors import as_array
+from ..problem.tensors import as_array, is_tensor
 
 
 def on_host(array):
-    """An array of any back end as a NumPy array: itself if on the host, else a copy from the device."""
+    """An array of any back end as a NumPy array: itself if on the host, else a copy from the device.
+
+    A tensor as a tensor in host memory.
+    """
+    if is_tensor(array):
+        return array.cpu()
     return array.get() if hasattr(array, "__cuda_array_interface__") and hasattr(array, "get") else array
 
 

@@ -22,23 +22,32 @@ class Results:
 
     def __init__(self, backend, asked, inputs):
         self._backend, self._asked, self._arrays, others = backend, asked, {}, dict(inputs)
+        self._new = {}  # those that the caller did not give, as they are returned
         for name, (memory, shape, dtype) in asked.items():
             if memory is not None:
                 array = checked(backend, name, memory, shape, dtype, writable=True)
                 _check_own_memory(name, array, others)
                 self._arrays[name] = others[name] = array
 
-    def arrays(self):
-        """The arrays in the order of `asked`.  The first call makes those that the caller did not give."""
-        for name, (memory, shape, dtype) in self._asked.items():
-            if memory is None and name not in self._arrays:
-                self._arrays[name] = self._backend.result(shape, dtype)
+    def arrays(self, given=None):
+        """The arrays in the order of `asked`.  The first call makes those that the caller did not give.
+
+        given: an argument of the call, of whose library these are.
+        """
+        for name, (_, shape, dtype) in self._asked.items():
+            if name not in self._arrays:
+                self._new[name] = self._backend.result(shape, dtype, given)
+                self._arrays[name] = self._backend.array(name, self._new[name])
         return tuple([self._arrays[name] for name in self._asked])
 
     def returned(self, given):
-        """What the call returns, after `arrays`: the caller's arrays, and new ones, as tensors if `given` is one."""
-        asked = [(memory, self._arrays[name]) for name, (memory, _, _) in self._asked.items()]
-        return tuple([as_given(given, array)[0] if memory is None else memory for memory, array in asked])
+        """What the call returns, after `arrays`: the caller's arrays, and new ones of the library of `given`."""
+        return tuple(
+            [
+                as_given(given, self._new[name])[0] if memory is None else memory
+                for name, (memory, *_) in self._asked.items()
+            ]
+        )
 
 
 def _check_own_memory(name, array, others):

@@ -56,7 +56,7 @@ class Arguments:
 
     def sinks(self, sinks: Array | None) -> Array | None:
         """The sinks as a NumPy array, since all ranks compare them; None if there are none.  Raises ArgumentError."""
-        return None if sinks is None else on_host(self.checked(sinks=sinks)["sinks"])
+        return None if sinks is None else on_host(self.checked(sinks=on_host(sinks))["sinks"])
 
     def results(self, memory: dict[str, Array | None], inputs: dict[str, Array | None]) -> Results:
         """The `Results` of a call, without dv if dk takes it too.  Raises ArgumentError.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..comm.collective_calls import Collective
 from ..comm.whole_arrays import gather, scatter
 from ..engine.folding import on_host
-from ..problem.tensors import is_tensor
+from ..problem.tensors import as_array, as_given
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,6 +86,7 @@ class Distributed(Collective):
         -------
         chunk : array
             In `array`'s dtype and native byte order: a torch tensor if the root's array is one, else the back end's.
+            With "cuda" on this rank's GPU.
 
         Raises
         ------
@@ -97,7 +98,7 @@ class Distributed(Collective):
         """
         with self.call("scatter") as call:
             chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
-        return chunk if is_tensor(chunk) else self._backend.give(chunk)
+        return as_given(chunk, self._backend.give(as_array("chunk", chunk), chunk))[0]
 
     def gather(self, chunk: Array, *, root: int | None = 0, axis: int = 1, keys: bool = False) -> Array:
         """The whole array, in natural order, from the ranks' chunks; collective.
@@ -112,7 +113,8 @@ class Distributed(Collective):
         Returns
         -------
         whole : array or None
-            A NumPy array, as one GPU may lack the memory; a torch tensor if this rank's chunk is one.  None off `root`.
+            In host memory, as one GPU may lack the memory: a torch tensor if this rank's chunk is one, else a NumPy
+            array.  None off `root`.
 
         Raises
         ------

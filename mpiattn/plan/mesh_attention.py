@@ -80,8 +80,8 @@ class MeshAttention(Described, Distributed):
         Dtype of partials (out, dq, dk, dv, not lse) in a plane's messages; narrower: route "direct" only, rounded once.
     backend, transport : str, default "auto"
         backend: "cpu" (compiled kernels), "numpy", "auto" ("cpu" where every rank has it, else "numpy") or "cuda"
-        (CuPy; no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy and other
-        libraries, and returns CuPy arrays.
+        (no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy, torch and others,
+        and returns arrays on the GPU, of q's library where that can have them, else of CuPy.
         transport of "cuda": "staged" (pinned host memory), "device" (GPU memory) or "auto" (what works).
     max_message, max_memory : int, max_memory by default None
         max_message: bytes of the longest MPI message.  Collectives, scatter and gather split down to one token's row.
@@ -220,7 +220,7 @@ class MeshAttention(Described, Distributed):
             shape, options = self._asked
             other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
             other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
-            other._backend = local_backend(self._peers.rank, home.nodes, self.backend, self._backend.transport)
+            other._backend = local_backend(self._peers.rank, home.nodes, self.backend, *(self.transport or (None,)))
             other._prepare(home)
             same["schedule"] = other.schedule  # built separately on every rank
         home.share(self._mesh)
@@ -247,7 +247,7 @@ class MeshAttention(Described, Distributed):
     ) -> tuple[Array, Array]:
         """Attention of this rank's chunks; collective.
 
-        Inputs are never changed.  All calls accept torch tensors on the CPU.  Arrays that are not contiguous with
+        Inputs are never changed.  All calls accept torch tensors.  Arrays that are not contiguous with
         tokens first, as all contiguous ones are if batch = 1, are copied into memory that the plan keeps.
 
         Parameters
@@ -296,7 +296,7 @@ class MeshAttention(Described, Distributed):
                     causal_documents=causal_documents,
                 )
                 same |= compared(activity, sinks)
-                whole = results.arrays()
+                whole = results.arrays(q)
                 chunks = self._passes.fold_forward(inputs, activity, whole[0])
             self._passes.forward(chunks, sinks, progress, *whole)
         return results.returned(q)
@@ -367,13 +367,13 @@ class MeshAttention(Described, Distributed):
                     causal_documents=causal_documents,
                 )
                 same |= compared(activity, sinks)
-                grads = results.arrays()
+                grads = results.arrays(q)
                 chunks = self._passes.fold_backward(inputs, rows, activity, grads)
             dsinks = self._passes.backward(chunks, sinks, progress, grads)
             grads = *results.returned(q), *[None] * self.problem.shared_kv
             if dsinks is not None:
                 dsinks = np.sum(self._peers.allgather(dsinks), axis=0)  # in order of rank: the same bits on all ranks
-                return *grads, *as_given(q, self._backend.give(dsinks))
+                return *grads, *as_given(q, self._backend.give(dsinks, q))
         return grads
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from ..comm.transport import one_of
 from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
 from ..problem.layout import LAYOUTS, Layout
-from ..problem.tensors import as_array, as_given
+from ..problem.tensors import as_array
 from .mesh_attention import MeshAttention
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def attention(
     ----------
     q : array, (batch, tokens, heads, head_dim)
         This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor
-        on the CPU or, for the back end "cuda", an array on a GPU.  With the default layout, chunks are consecutive
+        or, for the back end "cuda", any array on a GPU.  With the default layout, chunks are consecutive
         pieces of the sequence in order of rank, of any lengths; the ranks exchange these lengths.  With "striped" or
         "zigzag", chunks are as in `Layout`.
     k : array, (batch, tokens_k, kv_heads, head_dim)
@@ -74,7 +74,7 @@ def attention(
     Returns
     -------
     out : array, (batch, tokens, heads, value_dim)
-        In q's dtype, a tensor if q is one.  0 for a query that sees no key.
+        In q's dtype, of q's library as in `MeshAttention`.  0 for a query that sees no key.
     lse : array, (batch, heads, tokens)
         Natural logarithms of the rows' sums of exponentials, float32 (float64 for float64).  -inf for a query that
         sees no key.
@@ -96,7 +96,7 @@ def attention(
     >>> out.shape, lse.shape
     ((1, 100, 4, 16), (1, 4, 100))
     """
-    limit, given = time_limit(options.get("timeout")), q
+    limit, given = time_limit(options.get("timeout")), (q, k, v)
     call = {name: options.pop(name) for name in OF_CALL if name in options}
     home = Home.enter(comm, limit)
     peers = home.peers(limit)
@@ -138,7 +138,7 @@ def attention(
         plan = home.plans.pop(of_ranks.tobytes(), None)
         if plan is not None:
             home.plans[of_ranks.tobytes()] = plan  # now the newest
-            return as_given(given, *plan.forward(q, k, v, **call))
+            return plan.forward(*given, **call)
         q_sizes, k_sizes, _ = map(tuple, of_ranks.T.tolist())
         if isinstance(layout, str) and layout in LAYOUTS:  # the chunks are in place: a plan must not deal them out
             uneven = layout == "contiguous"
@@ -165,11 +165,11 @@ def attention(
         )
         if backends.find(backend).on_gpu or chunk_bytes(plan.problem, max(q_sizes), max(k_sizes)) > KEPT_BYTES:
             with plan:
-                return as_given(given, *plan.forward(q, k, v, **call))
+                return plan.forward(*given, **call)
         home.plans[of_ranks.tobytes()] = plan
         if len(home.plans) > KEPT:
             home.plans.pop(next(iter(home.plans))).close()
-        return as_given(given, *plan.forward(q, k, v, **call))
+        return plan.forward(*given, **call)
     finally:
         home.leave()
 

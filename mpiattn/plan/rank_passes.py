@@ -192,8 +192,8 @@ class RankPasses:
         for grad, partial, accumulator in zip(grads, (*partials["dQ"], *partials["dKV"]), accumulators):
             self._copy(grad, partial, accumulator)
         if sinks is not None:
-            dsinks = self._backend.result((p.batch * p.heads,), p.partial_dtype)
-            self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta)
+            dsinks = self._backend.empty((p.batch * p.heads,), p.partial_dtype)
+            self._backend.wait(self._backend.sink_gradient(dsinks, self._folded_sinks(sinks), lse, delta))
         self._finish()
         return None if sinks is None else on_host(dsinks).reshape(p.batch, p.heads).sum(axis=0)
 

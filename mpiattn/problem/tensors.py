@@ -1,4 +1,4 @@
-"""PyTorch CPU tensors as NumPy arrays and back, sharing memory without a copy.
+"""PyTorch CPU tensors as NumPy arrays and back, sharing memory without a copy; results of the caller's library.
 
 torch is optional.  A caller with a tensor has imported it already, so it is taken from sys.modules.  bfloat16 is passed
 as int16, because NumPy and torch do not know each other's bfloat16.
@@ -37,17 +37,17 @@ def shared(name: str, tensor: Any) -> np.ndarray:
 
 
 def as_array(name: str, argument: Any) -> Any:
-    """The memory of a CPU tensor as an array; any other argument is returned as it is.
+    """The memory of a CPU tensor as an array, a tensor on a GPU without its history; all else as it is.
 
     Raises ArgumentError if the tensor requires a gradient while torch records gradients, since it would be lost.
     """
-    if type(argument) is np.ndarray or not is_tensor(argument) or argument.device.type != "cpu":
+    if type(argument) is np.ndarray or not is_tensor(argument):
         return argument
     if argument.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise ArgumentError(
             f"{name} requires a gradient, which would be lost here; use mpiattn.torch.attention, or pass it detached"
         )
-    return shared(name, argument)
+    return shared(name, argument) if argument.device.type == "cpu" else argument.detach()
 
 
 def as_tensor(array: np.ndarray) -> Any:
@@ -59,7 +59,21 @@ def as_tensor(array: np.ndarray) -> Any:
 
 
 def as_given(given: object, *results: Any) -> tuple[Any, ...]:
-    """The results as a tuple; NumPy arrays become tensors if `given`, an argument of the call, is a tensor."""
-    if type(given) is np.ndarray or not is_tensor(given):
+    """The results as a tuple, of the library of `given`, an argument of the call, where that takes other's arrays.
+
+    NumPy arrays become tensors if `given` is a tensor.  Arrays on a GPU become those of a library whose arrays know its
+    namespace, as the array API has it.
+    """
+    if isinstance(given, np.ndarray):
         return results
-    return tuple(as_tensor(result) if isinstance(result, np.ndarray) else result for result in results)
+    if is_tensor(given):
+        return tuple(as_tensor(result) if isinstance(result, np.ndarray) else result for result in results)
+    return tuple(_taken_over(given, result) for result in results)
+
+
+def _taken_over(given: object, result: Any) -> Any:
+    """A result on a GPU as an array of the library of `given`, if that can take it."""
+    if type(result) is type(given) or not hasattr(result, "__cuda_array_interface__"):
+        return result
+    namespace: Any = given.__array_namespace__() if hasattr(given, "__array_namespace__") else None
+    return namespace.from_dlpack(result) if hasattr(namespace, "from_dlpack") else result

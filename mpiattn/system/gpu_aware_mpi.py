@@ -2,6 +2,8 @@
 
 An MPI that is not GPU-aware ends in a segmentation fault on a device buffer, which cannot be caught.  So the answer is
 no unless the library itself, or a documented setting of it, says yes.
+
+Cray MPICH ends a process in MPI_Init if it is to take device memory and lacks its library for that.
 """
 
 import os
@@ -11,6 +13,37 @@ from .host import ask, loaded
 
 LIBRARY = r"^libp?mpi.*\.so"
 QUERY = "MPIX_Query_cuda_support"
+CRAY, CRAY_SWITCH = "CRAY MPICH", "MPICH_GPU_SUPPORT_ENABLED"
+CRAY_ADVICE = (
+    "load the module of the GPUs (craype-accel-nvidia80 or craype-accel-nvidia90) and rebuild mpi4py with it, so that "
+    "it is linked (MPICC='cc -shared' pip install --force-reinstall --no-binary=mpi4py mpi4py), or set "
+    "LD_PRELOAD=$CRAY_MPICH_ROOTDIR/gtl/lib/libmpi_gtl_cuda.so for all ranks, or, to do without GPU-aware MPI, "
+    f"unset {CRAY_SWITCH}"
+)
+
+
+def unfit():
+    """(why, what to do) if MPI would end this process as it starts, else None.  Call it before MPI starts."""
+    from mpi4py import MPI
+
+    if MPI.Is_initialized():
+        return None
+    return without_transport(MPI.Get_library_version(), os.environ, loaded(r"^libmpi_gtl_"))
+
+
+def without_transport(version, environ, transports):
+    """As `unfit`, from the collected evidence.  transports: Cray's GPU transport libraries that are in this process."""
+    if CRAY not in version.upper() or not _is_set(environ, CRAY_SWITCH) or transports:
+        return None
+    return (
+        f"{CRAY_SWITCH} is {environ[CRAY_SWITCH]}, but libmpi_gtl_cuda, the library by which Cray MPICH takes device "
+        "memory, is not in this process: MPI would end every rank ('GTL library is not linked')",
+        CRAY_ADVICE,
+    )
+
+
+def _is_set(environ, name):
+    return environ.get(name, "").strip().lower() in ("1", "yes", "true", "on", "enable")
 
 
 def gpu_aware():
@@ -32,20 +65,16 @@ def verdict(version, environ, answer, transport_loaded):
     version: the library's version text.  answer: (path, result) of MPIX_Query_cuda_support, or None without it.
     transport_loaded: whether Cray's GPU transport library is in this process.
     """
-
-    def is_set(name):
-        return environ.get(name, "").strip().lower() in ("1", "yes", "true", "on", "enable")
-
-    if "CRAY MPICH" in version.upper():
-        if not is_set("MPICH_GPU_SUPPORT_ENABLED"):
+    if CRAY in version.upper():
+        if not _is_set(environ, CRAY_SWITCH):
             return False, "Cray MPICH without MPICH_GPU_SUPPORT_ENABLED=1"
         if not transport_loaded:
             return False, "MPICH_GPU_SUPPORT_ENABLED=1, but libmpi_gtl_cuda is not loaded"
         return True, "Cray MPICH with MPICH_GPU_SUPPORT_ENABLED=1 and libmpi_gtl_cuda"
-    if "MVAPICH2" in version.upper() and not is_set("MV2_USE_CUDA"):
+    if "MVAPICH2" in version.upper() and not _is_set(environ, "MV2_USE_CUDA"):
         return False, "MVAPICH2 without MV2_USE_CUDA=1"
     enabled = environ.get("MPIR_CVAR_ENABLE_GPU")
-    if "MPICH" in version.upper() and enabled is not None and not is_set("MPIR_CVAR_ENABLE_GPU"):
+    if "MPICH" in version.upper() and enabled is not None and not _is_set(environ, "MPIR_CVAR_ENABLE_GPU"):
         return False, f"MPIR_CVAR_ENABLE_GPU={enabled}"
     configured = re.search(r"--with-cuda(?!=no\b|lib)\S*", version)
     if answer is not None:
@@ -54,6 +83,6 @@ def verdict(version, environ, answer, transport_loaded):
         if not yes and "MPICH" in version.upper() and not configured:
             why += "; MPICH was configured without --with-cuda"
         return bool(yes), why
-    if "MPICH" in version.upper() and configured and is_set("MPIR_CVAR_ENABLE_GPU"):
+    if "MPICH" in version.upper() and configured and _is_set(environ, "MPIR_CVAR_ENABLE_GPU"):
         return True, f"MPICH configured {configured[0]}, with MPIR_CVAR_ENABLE_GPU={enabled}"
     return False, f"unknown, so no: this MPI has no {QUERY}"

@@ -39,7 +39,7 @@ if os.environ.get("MPIATTN_CUPY") == "fake":  # a GPU that is none; given "devic
     sys.modules["cupy"], backend.PIECE = fake_cupy, 1000
     if os.environ["MPIATTN_TRANSPORT"] == "device":
         gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
-        gpu_probe.probe = lambda: {"answer": "yes"}
+        gpu_probe.probe = lambda: {"answer": "yes", "text": "and that it works"}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -143,9 +143,9 @@ def test_memory_is_shared(comm, dtype):
         out, lse = attention(plan, q, k, v)
         grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
 
-        def same(tensors, arrays):
-            assert [tensor.data_ptr() for tensor in tensors] == [array.ctypes.data for array in arrays]
-            assert {array.dtype.name for array in arrays} <= {dtype, plan.problem.partial_dtype}
+        def same(tensors, others):
+            assert [tensor.data_ptr() for tensor in tensors] == [other.data_ptr() for other in others]
+            assert {str(other.dtype) for other in others} <= {f"torch.{dtype}", f"torch.{plan.problem.partial_dtype}"}
 
         same((q, k, v), seen["forward"][0])
         same((out, lse), seen["forward"][1])

@@ -1,11 +1,11 @@
 """The CUDA back end: it launches the kernels on a GPU through CuPy.
 
 Launches go to one stream, copies to the wire to a second and copies from the wire to a third; only events order the
-three.  A library call starts after the work queued on the caller's current stream, and that stream continues after it.
+three.  A library call starts after the work queued on its callers' streams, and these continue after it.
 
 Memory: CuPy's pool reuses freed memory at once for the next allocation on the same stream.  So work arrays are
 allocated on the stream of the launches, and an array being copied is held until launches are ordered after the copy.
-Results are allocated on the caller's stream, where the caller uses and frees them.
+Results are memory of the caller's library, see `callers`.
 """
 
 import os
@@ -16,9 +16,12 @@ import numpy as np
 
 from ...errors import ArgumentError, MpiattnError
 from ...model.machine import H100
+from ...problem.tensors import is_tensor
 from ..wire import WireBytes
 from . import kernel_source
-from .arrays import as_cupy, missing
+from .arrays import as_cupy, check_bfloat16, missing
+from .callers import Callers
+from .devices import choose_device, stay_on
 from .kernels import KernelLaunches
 from .pinned import PinnedBlocks
 
@@ -27,29 +30,6 @@ CAPABILITY = 80  # the minimum compute capability that the kernels are compiled 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
 ALIGNMENT = 16  # bytes; of arrays that kernels read by asynchronous copies
 NOT_READY = 600  # cudaErrorNotReady
-
-
-_dealt: list[int] = []  # the GPUs that were chosen for this process; empty before the first choice
-
-
-def choose_device(cupy, local_rank):
-    """The number of this rank's GPU, among those in CUDA_VISIBLE_DEVICES; it becomes the current one.
-
-    The current GPU is kept if it is not GPU 0, or if this process has chosen a GPU before.  Else the choice is
-    local_rank, the rank's number on its node, modulo the number of GPUs.
-    """
-    runtime = cupy.cuda.runtime
-    device = runtime.getDevice()
-    if not device and not _dealt:
-        device = local_rank % runtime.getDeviceCount()
-    stay_on(cupy, device)
-    return device
-
-
-def stay_on(cupy, device):
-    """Make a GPU the current one, and the GPU of all back ends that this process creates later."""
-    cupy.cuda.Device(device).use()
-    _dealt.append(device)
 
 
 class _CupyLaunches(KernelLaunches):
@@ -118,7 +98,7 @@ class CudaBackend(_CupyLaunches):
     transport: "device" passes device arrays to MPI, except in collectives, because no MPI's nonblocking collectives
     reliably take device memory.  "staged" passes pinned host memory.  "auto" means "staged" here, where there is no
     MPI to ask.
-    local_rank: see `choose_device`.
+    local_rank: see `devices.choose_device`.
 
     stream: the stream of the launches.  device: the number of the GPU.  Raises ArgumentError if the GPU is too old.
     """
@@ -126,6 +106,7 @@ class CudaBackend(_CupyLaunches):
     name = "cuda"
     assumed_machine = H100
     emulated_flops = None
+    transport_why = ""
     strided = False
     sends_blocks = False
 
@@ -163,7 +144,8 @@ class CudaBackend(_CupyLaunches):
         self.processors = device.attributes["MultiProcessorCount"]
         with device:
             self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
-        self._pinned = PinnedBlocks(self.cupy)
+        self._callers = Callers(self.cupy, self.device)
+        self._pinned = PinnedBlocks(self.cupy, self.device)
         self._leaving, self._arriving = {}, {}  # staging state by the array's id; it holds the array
         self._begun = self._event(self.stream)  # the start of the library call
 
@@ -176,9 +158,8 @@ class CudaBackend(_CupyLaunches):
         with self.cupy.cuda.Device(self.device):  # another thread of the caller may have another current GPU
             return stream.record(self.cupy.cuda.Event(disable_timing=True))
 
-    def _caller(self):
-        """The current stream of the library's caller."""
-        return self.cupy.cuda.get_current_stream(self.device)
+    def _wait_for_callers(self):
+        _wait_for(self.stream, map(self._event, self._callers.streams()))
 
     def idle(self):
         os.sched_yield()
@@ -196,7 +177,7 @@ class CudaBackend(_CupyLaunches):
 
     def array(self, name, argument):
         with self.cupy.cuda.Device(self.device):
-            array = as_cupy(self.cupy, name, argument)
+            array = self._callers.array(name, argument)
         if not isinstance(array, np.ndarray) and array.size and array.device.id != self.device:
             raise ArgumentError(
                 f"{name} is on GPU {array.device.id}; it must be on GPU {self.device}, the GPU of this rank (the one "
@@ -208,17 +189,17 @@ class CudaBackend(_CupyLaunches):
         array = self.array(name, argument)
         if isinstance(array, np.ndarray):
             raise ArgumentError(f"{name} is a NumPy array; it must be a CuPy array or another library's on the GPU")
-        if getattr(argument, "__cuda_array_interface__", {"data": (0, False)})["data"][1]:
+        if not is_tensor(argument) and getattr(argument, "__cuda_array_interface__", {"data": (0, False)})["data"][1]:
             raise ArgumentError(f"{name} is read-only; it must be an array that can be written to")
         return array
 
-    def result(self, shape, dtype):
-        with self._on(self._caller()):
-            return self.cupy.empty(shape, np.dtype(dtype))
+    def result(self, shape, dtype, like=None):
+        with self.cupy.cuda.Device(self.device):
+            return self._callers.empty(shape, dtype, like)
 
-    def give(self, array):
-        with self._on(self._caller()):
-            return self.cupy.asarray(array)
+    def give(self, array, like=None):
+        with self.cupy.cuda.Device(self.device):
+            return self._callers.copied(array, like)
 
     def _address(self, array):
         return array.data.ptr
@@ -229,7 +210,7 @@ class CudaBackend(_CupyLaunches):
                 return self.cupy.asarray(np.ascontiguousarray(array))
         if self._fits(array, alignment):
             return array
-        _wait_for(self.stream, [self._event(self._caller())])
+        self._wait_for_callers()
         copy = (empty or self.empty)(array.shape, array.dtype)
         self.copy(copy, array)
         return copy
@@ -240,17 +221,26 @@ class CudaBackend(_CupyLaunches):
     def accumulates(self, array):
         return self._fits(array)
 
+    def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
+        check_bfloat16("dtype is", dtype)
+        return super().scratch_bytes(head_dim, value_dim, dtype, backward, shared_kv)
+
     # Begin and end of a library call
 
+    def new_call(self):
+        self._callers.new_call()
+
     def begin(self):
-        _wait_for(self.stream, [self._event(self._caller())])
+        self._wait_for_callers()
         self._begun = self._event(self.stream)
         for stream in (self._out, self._in):
             _wait_for(stream, [self._begun])
 
     def finish(self):
         _wait_for(self.stream, [self._event(self._in)])
-        _wait_for(self._caller(), [self._event(self.stream)])
+        end = self._event(self.stream)
+        for stream in self._callers.streams():
+            _wait_for(stream, [end])
 
     def drain(self):
         try:

@@ -17,10 +17,14 @@ class Block:
 
 
 class PinnedBlocks:
-    """A pool of pinned blocks.  nbytes: bytes of all allocated blocks."""
+    """A pool of pinned blocks.  nbytes: bytes of all allocated blocks.
 
-    def __init__(self, cupy):
-        self.cupy, self.nbytes, self._free = cupy, 0, []
+    device: the number of the GPU.  It is made current to allocate and to free: either opens the current GPU, which in
+    another thread of the caller's may be another one.
+    """
+
+    def __init__(self, cupy, device):
+        self.cupy, self.device, self.nbytes, self._free = cupy, device, 0, []
 
     def take(self, nbytes):
         """A free block of at least `nbytes` bytes, newly allocated if there is none."""
@@ -29,7 +33,8 @@ class PinnedBlocks:
             block = min(free, key=lambda block: len(block.bytes))
             self._free.remove(block)
         else:
-            block = Block(self.cupy, -(-nbytes // GRAIN) * GRAIN)
+            with self.cupy.cuda.Device(self.device):
+                block = Block(self.cupy, -(-nbytes // GRAIN) * GRAIN)
             self.nbytes += len(block.bytes)
         return block
 
@@ -41,4 +46,5 @@ class PinnedBlocks:
     def clear(self):
         """Free the blocks that are not in use."""
         self.nbytes -= sum(len(block.bytes) for block in self._free)
-        self._free.clear()
+        with self.cupy.cuda.Device(self.device):
+            self._free.clear()

@@ -102,6 +102,7 @@ class NumpyBackend:
     version = np.__version__
     dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
     transport = None
+    transport_why = ""
     assumed_machine = DEFAULT
     emulated_flops = None
     staged_bytes = 0
@@ -130,10 +131,10 @@ class NumpyBackend:
             raise ArgumentError(f"{name} is a {type(argument).__name__}; it must be a NumPy array")
         return argument
 
-    def result(self, shape, dtype):
+    def result(self, shape, dtype, like=None):
         return np.empty(shape, dtype)
 
-    def give(self, array):
+    def give(self, array, like=None):
         return array
 
     def writable(self, name, argument):
@@ -152,6 +153,9 @@ class NumpyBackend:
 
     def accumulates(self, array):
         return array.flags.c_contiguous and array.flags.aligned
+
+    def new_call(self):
+        pass
 
     def begin(self):
         pass

@@ -1,0 +1,151 @@
+"""MPI and GPU memory: what is judged before MPI starts, and how a launch says which transport it takes and why."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import launch
+import pytest
+from files import write_input
+from launch import ROOT, TESTS, mpirun
+
+from mpiattn.backends.testing import emulated
+
+# A command whose MPI says that it is Cray's.
+CRAY = """
+import mpi4py, sys
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+MPI.Get_library_version = lambda: "MPI VERSION    : CRAY MPICH version 8.1.30 (ANL base 3.4a2)"
+from mpiattn.cli import main
+code = main(sys.argv[1:])
+print("MPI started:", MPI.Is_initialized())
+sys.exit(code)
+"""
+
+
+def on_a_cray(*words, **variables):
+    launch.require_launch()
+    return subprocess.run(
+        [sys.executable, "-c", CRAY, *words],
+        env=launch.environment(variables),
+        text=True,
+        capture_output=True,
+        timeout=60 * launch.time_factor(),
+    )
+
+
+@pytest.fixture(scope="module")
+def gtl(tmp_path_factory):
+    """A library of the name of Cray's GPU transport."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path_factory.mktemp("gtl") / "libmpi_gtl_cuda.so"
+    (library.parent / "empty.c").write_text("")
+    subprocess.run([compiler, "-shared", "-o", library, library.parent / "empty.c"], check=True)
+    return str(library)
+
+
+@pytest.mark.parametrize("command", ["info", "check", "run"])
+def test_an_mpi_that_would_end_every_rank_is_not_started(tmp_path, command):
+    """Cray's does so in MPI_Init, where it is to take device memory and lacks the library for that."""
+    words = {"run": ("run", tmp_path / "in.h5", tmp_path / "out.h5")}.get(command, (command,))
+    outcome = on_a_cray(*map(str, words), MPICH_GPU_SUPPORT_ENABLED="1")
+    said = " ".join((outcome.stdout + outcome.stderr).split())
+    assert outcome.returncode == 1 and "MPI started: False" in said
+    assert "MPICH_GPU_SUPPORT_ENABLED is 1" in said and "libmpi_gtl_cuda" in said and "not linked" in said
+    for cure in ("craype-accel-nvidia90", "LD_PRELOAD=", "rebuild mpi4py", "unset MPICH_GPU_SUPPORT_ENABLED"):
+        assert cure in said, said
+    assert ("FAIL GPU-aware MPI" in said) == (command == "check")
+
+
+def test_check_tells_programs_as_well(tmp_path):
+    outcome = on_a_cray("check", "--json", str(tmp_path / "check.json"), MPICH_GPU_SUPPORT_ENABLED="1")
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert outcome.returncode == 1 and not report["passed"]
+    assert [item["name"] for item in report["items"]] == ["GPU-aware MPI"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}])
+def test_an_mpi_that_can_start_is_started(gtl, variables):
+    """Where no GPU support is asked for, or its library is there, however it has come."""
+    preload = {"LD_PRELOAD": gtl} if variables.get("MPICH_GPU_SUPPORT_ENABLED") == "1" else {}
+    outcome = on_a_cray("info", **variables, **preload)
+    assert outcome.returncode == 0 and "MPI started: True" in outcome.stdout, outcome.stderr
+    aware = "GPU-aware MPI   yes: Cray MPICH with" if preload else "GPU-aware MPI   no: Cray MPICH without"
+    assert " ".join(aware.split()) in " ".join(outcome.stdout.split())
+
+
+# Which transport a launch takes
+
+LAUNCH = """
+import sys, fake_cupy
+sys.modules["cupy"] = fake_cupy
+from mpiattn.backends.cuda.backend import CudaBackend
+from mpiattn.system import gpu_aware_mpi, gpu_probe
+aware, answer, text, broken = sys.argv[1:5]
+if aware:
+    gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
+gpu_probe.probe = lambda: {"answer": answer, "text": text}
+if broken:
+    as_it_is = CudaBackend._as_it_is
+    def lost(self, array, after):
+        return as_it_is(self, fake_cupy.empty(array.shape, array.dtype), after)
+    incoming = CudaBackend.incoming
+    CudaBackend.incoming = lambda self, array, after=(), collective=False: (
+        lost(self, array, after) if self.transport == "device" else incoming(self, array, after, collective))
+from mpiattn.cli import main
+sys.exit(main(sys.argv[5:]))
+"""
+CASES = {
+    "not aware": ("", "yes", "", "", "staged: this MPI does not take device memory"),
+    "aware": ("1", "yes", "a child process sent", "", "device: a test says so; a child process sent"),
+    "crashes": ("1", "no", "a child process was ended by SIGSEGV", "", "staged: a child process was ended by SIGSEGV"),
+    "unknown": (
+        "1",
+        "unknown",
+        "all GPUs are busy",
+        "",
+        "device: a test says so; all GPUs are busy; tried by the ranks themselves",
+    ),
+    "lost": ("1", "unknown", "all GPUs are busy", "1", "staged: what the ranks sent each other did not arrive"),
+}
+
+
+@pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_says_which_transport_it_takes_and_why(tmp_path, case):
+    aware, answer, text, broken, expected = CASES[case]
+    source = write_input(tmp_path / "in.h5", seqlen=43, kv_heads=2, heads=4, head_dim=16)
+    words = "run", source, tmp_path / "out.h5", "--backend", "cuda", "--verify", "--json", tmp_path / "run.json"
+    outcome = mpirun(
+        2,
+        [sys.executable, "-c", LAUNCH, aware, answer, text, broken, *words],
+        env={"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))},
+    )
+    (line,) = [line for line in outcome.stdout.splitlines() if line.startswith("transport")]
+    assert expected in line, line
+    assert outcome.stdout.count("passed") == 1
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert expected.startswith(report["transport"]) and expected.split(": ", 1)[1] in report["transport_why"]
+    tried = "mpiattn: ranks now send each other device memory"
+    assert (tried in outcome.stderr) == (answer == "unknown")
+    if answer == "unknown":  # if it had crashed, this would be the last that anybody says
+        (said,) = [line for line in outcome.stderr.splitlines() if tried in line]
+        assert text in said and "a test says so" in said and "transport 'staged'" in said
+
+
+@pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
+def test_one_rank_tries_nothing():
+    words = (
+        *"1 unknown busy".split(),
+        "",
+        *"bench --decode --backend cuda --seqlen 9 --heads 1 --head-dim 16 --runs 1".split(),
+    )
+    outcome = mpirun(
+        1, [sys.executable, "-c", LAUNCH, *words], env={"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
+    )
+    assert "now send each other" not in outcome.stderr
