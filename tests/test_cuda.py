@@ -14,7 +14,7 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
-from mpiattn.backends.cuda import backend
+from mpiattn.backends.cuda import backend, staging
 from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
@@ -148,7 +148,7 @@ def test_a_block(gpu):
 
 def test_pieces_are_ready_one_after_another(gpu, monkeypatch):
     """Of what leaves and what comes, and the memory in between is used again."""
-    monkeypatch.setattr(backend, "PIECE", 1000)
+    monkeypatch.setattr(staging, "PIECE", 1000)
     sent = np.arange(777, dtype=np.float32)
     array, arrived = gpu.contiguous(sent), gpu.empty((777,), "float32")
     gpu.begin()

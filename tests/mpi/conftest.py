@@ -33,10 +33,10 @@ from runs import settle, subcomm
 if os.environ.get("MPIATTN_CUPY") == "fake":  # a GPU that is none; given "device", an MPI that can use its memory
     import fake_cupy
 
-    from mpiattn.backends.cuda import backend
+    from mpiattn.backends.cuda import staging
     from mpiattn.system import gpu_aware_mpi, gpu_probe
 
-    sys.modules["cupy"], backend.PIECE = fake_cupy, 1000
+    sys.modules["cupy"], staging.PIECE = fake_cupy, 1000
     if os.environ["MPIATTN_TRANSPORT"] == "device":
         gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
         gpu_probe.probe = lambda: {"answer": "yes"}

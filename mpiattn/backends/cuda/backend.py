@@ -20,9 +20,8 @@ from ..wire import WireBytes
 from . import kernel_source
 from .arrays import as_cupy, missing
 from .kernels import KernelLaunches
-from .pinned import PinnedBlocks
+from .staging import Staging
 
-PIECE = 4 * 2**20  # maximum bytes of a staged message
 CAPABILITY = 80  # the minimum compute capability that the kernels are compiled for
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
 ALIGNMENT = 16  # bytes; of arrays that kernels read by asynchronous copies
@@ -98,7 +97,7 @@ def _launched(method):
 
     @wraps(method)
     def launch(self, *args, after=(), **options):
-        with self.cupy.cuda.Device(self.device), self.stream:  # as `_on` and `_event`, at half their cost
+        with self.cupy.cuda.Device(self.device), self.stream:  # as `_on` and `event`, at half their cost
             _wait_for(self.stream, after)
             method(self, *args, **options)
             return self.stream.record(self.cupy.cuda.Event(disable_timing=True))
@@ -163,18 +162,22 @@ class CudaBackend(_CupyLaunches):
         self.processors = device.attributes["MultiProcessorCount"]
         with device:
             self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
-        self._pinned = PinnedBlocks(self.cupy)
-        self._leaving, self._arriving = {}, {}  # staging state by the array's id; it holds the array
-        self._begun = self._event(self.stream)  # the start of the library call
+        self._staging = Staging(self, self._out, self._in)
+        self._begun = self.event(self.stream)  # the start of the library call
 
     @contextmanager
     def _on(self, stream):
         with self.cupy.cuda.Device(self.device), stream:
             yield
 
-    def _event(self, stream):
+    def event(self, stream):
+        """A new event: all that has been given to a stream so far."""
         with self.cupy.cuda.Device(self.device):  # another thread of the caller may have another current GPU
             return stream.record(self.cupy.cuda.Event(disable_timing=True))
+
+    def wait_on(self, stream, events):
+        """Let a stream wait for events; None stands for finished work."""
+        _wait_for(stream, events)
 
     def _caller(self):
         """The current stream of the library's caller."""
@@ -188,7 +191,7 @@ class CudaBackend(_CupyLaunches):
     @property
     def staged_bytes(self):
         """Bytes of pinned host memory that are allocated."""
-        return self._pinned.nbytes
+        return self._staging.nbytes
 
     def empty(self, shape, dtype):
         with self._on(self.stream):
@@ -229,7 +232,7 @@ class CudaBackend(_CupyLaunches):
                 return self.cupy.asarray(np.ascontiguousarray(array))
         if self._fits(array, alignment):
             return array
-        _wait_for(self.stream, [self._event(self._caller())])
+        _wait_for(self.stream, [self.event(self._caller())])
         copy = (empty or self.empty)(array.shape, array.dtype)
         self.copy(copy, array)
         return copy
@@ -243,14 +246,14 @@ class CudaBackend(_CupyLaunches):
     # Begin and end of a library call
 
     def begin(self):
-        _wait_for(self.stream, [self._event(self._caller())])
-        self._begun = self._event(self.stream)
+        _wait_for(self.stream, [self.event(self._caller())])
+        self._begun = self.event(self.stream)
         for stream in (self._out, self._in):
             _wait_for(stream, [self._begun])
 
     def finish(self):
-        _wait_for(self.stream, [self._event(self._in)])
-        _wait_for(self._caller(), [self._event(self.stream)])
+        _wait_for(self.stream, [self.event(self._in)])
+        _wait_for(self._caller(), [self.event(self.stream)])
 
     def drain(self):
         try:
@@ -286,77 +289,30 @@ class CudaBackend(_CupyLaunches):
             self.wait(event)
         return status == 0
 
-    def _all_done(self, events):
+    def all_done(self, events):
+        """Whether events are done; raises as `wait`."""
         return all(event is None or self._done(event) for event in events)
 
     def _as_it_is(self, array, after):
         """`WireBytes` of a device array.  MPI does not know streams, so `ready` lets the host wait for the events."""
         events = after or (self._begun,)
-        return WireBytes(array.reshape(-1).view(np.uint8), lambda stop: self._all_done(events))
+        return WireBytes(array.reshape(-1).view(np.uint8), lambda stop: self.all_done(events))
 
     def outgoing(self, array, after=(), collective=False):
         if self.transport == "device" and not collective:
             return self._as_it_is(array, after)
-        if not array.nbytes:
-            return WireBytes(np.empty(0, np.uint8))
-        if id(array) in self._leaving:  # already staged for another rank, and unchanged since
-            held = self._leaving[id(array)]
-        else:
-            held = self._leaving[id(array)] = _Leaving(array, self._pinned.take(array.nbytes))
-            _wait_for(self._out, after)
-            for start in range(0, array.nbytes, PIECE):
-                self._copy_out(held, start, min(PIECE, array.nbytes - start))
-        held.users += 1
-        return WireBytes(
-            held.block.bytes[: array.nbytes], lambda stop: self._all_done(held.copied[: -(-stop // PIECE)]), piece=PIECE
-        )
-
-    def _copy_out(self, held, start, count):
-        runtime = self.cupy.cuda.runtime
-        runtime.memcpyAsync(
-            held.block.pointer + start, held.array.data.ptr + start, count, runtime.memcpyDeviceToHost, self._out.ptr
-        )
-        held.copied.append(self._event(self._out))
+        return self._staging.outgoing(array, after)
 
     def sent(self, array):
-        held = self._leaving.get(id(array))
-        if held is None:
-            return
-        held.users -= 1
-        if not held.users:
-            self._pinned.give(self._leaving.pop(id(array)).block)
+        self._staging.sent(array)
 
     def incoming(self, array, after=(), collective=False):
         if self.transport == "device" and not collective:
             return self._as_it_is(array, after)
-        if not array.nbytes:
-            return WireBytes(np.empty(0, np.uint8))
-        held = self._arriving[id(array)] = _Arriving(array, self._pinned.take(array.nbytes), after, collective)
-        return WireBytes(
-            held.block.bytes[: array.nbytes], taken=lambda start, stop: self._copy_in(held, start, stop), piece=PIECE
-        )
-
-    def _copy_in(self, held, start, stop):
-        runtime = self.cupy.cuda.runtime
-        _wait_for(self._in, held.after)  # only now, so that earlier copies need not wait for them
-        held.after = ()
-        runtime.memcpyAsync(
-            held.array.data.ptr + start,
-            held.block.pointer + start,
-            stop - start,
-            runtime.memcpyHostToDevice,
-            self._in.ptr,
-        )
+        return self._staging.incoming(array, after, collective)
 
     def arrived(self, array):
-        held = self._arriving.pop(id(array), None)
-        if held is None:
-            return None  # MPI has written the array itself
-        if held.collective:
-            self._copy_in(held, 0, array.nbytes)
-        event = self._event(self._in)
-        self._pinned.give(held.block, event)
-        return event
+        return self._staging.arrived(array)
 
     def forget(self, array):
         pass
@@ -374,20 +330,6 @@ class CudaBackend(_CupyLaunches):
     def close(self):
         with suppress(MpiattnError):  # calls that waited have already raised it
             self.drain()
-        self._pinned.clear()
+        self._staging.clear()
         self._work_array.clear()
         self._functions.clear()
-
-
-class _Leaving:
-    """An array being sent.  block: its pinned memory.  copied: events of its pieces' copies.  users: pending sends."""
-
-    def __init__(self, array, block):
-        self.array, self.block, self.copied, self.users = array, block, [], 0
-
-
-class _Arriving:
-    """An array being received into a pinned block.  after: the events of its last uses."""
-
-    def __init__(self, array, block, after, collective):
-        self.array, self.block, self.after, self.collective = array, block, after, collective

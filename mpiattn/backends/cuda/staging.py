@@ -1,0 +1,112 @@
+"""Copies between a GPU's arrays and pinned host memory, which MPI sends and receives, in pieces."""
+
+import numpy as np
+
+from ..wire import WireBytes
+from .pinned import PinnedBlocks
+
+PIECE = 4 * 2**20  # maximum bytes of a staged message
+
+
+class Staging:
+    """The arrays of one `CudaBackend` that travel through host memory.
+
+    gpu: the back end.  leaving, arriving: the streams of the copies to the host and from it.
+    """
+
+    def __init__(self, gpu, leaving, arriving):
+        self.gpu, self._out, self._in = gpu, leaving, arriving
+        self._runtime = gpu.cupy.cuda.runtime
+        self._pinned = PinnedBlocks(gpu.cupy)
+        self._leaving, self._arriving = {}, {}  # by the array's id; what is in them holds the array
+
+    @property
+    def nbytes(self):
+        """Bytes of pinned host memory that are allocated."""
+        return self._pinned.nbytes
+
+    def outgoing(self, array, after):
+        """As `Backend.outgoing`."""
+        if not array.nbytes:
+            return WireBytes(np.empty(0, np.uint8))
+        if id(array) in self._leaving:  # already staged for another rank, and unchanged since
+            held = self._leaving[id(array)]
+        else:
+            held = self._leaving[id(array)] = _Leaving(array, self._pinned.take(array.nbytes))
+            self.gpu.wait_on(self._out, after)
+            for start in range(0, array.nbytes, PIECE):
+                self._copy_out(held, start, min(PIECE, array.nbytes - start))
+        held.users += 1
+        return WireBytes(
+            held.block.bytes[: array.nbytes],
+            lambda stop: self.gpu.all_done(held.copied[: -(-stop // PIECE)]),
+            piece=PIECE,
+        )
+
+    def _copy_out(self, held, start, count):
+        self._runtime.memcpyAsync(
+            held.block.pointer + start,
+            held.array.data.ptr + start,
+            count,
+            self._runtime.memcpyDeviceToHost,
+            self._out.ptr,
+        )
+        held.copied.append(self.gpu.event(self._out))
+
+    def sent(self, array):
+        """As `Backend.sent`."""
+        held = self._leaving.get(id(array))
+        if held is None:
+            return
+        held.users -= 1
+        if not held.users:
+            self._pinned.give(self._leaving.pop(id(array)).block)
+
+    def incoming(self, array, after, collective=False):
+        """As `Backend.incoming`."""
+        if not array.nbytes:
+            return WireBytes(np.empty(0, np.uint8))
+        held = self._arriving[id(array)] = _Arriving(array, self._pinned.take(array.nbytes), after, collective)
+        return WireBytes(
+            held.block.bytes[: array.nbytes], taken=lambda start, stop: self._copy_in(held, start, stop), piece=PIECE
+        )
+
+    def _copy_in(self, held, start, stop):
+        self.gpu.wait_on(self._in, held.after)  # only now, so that earlier copies need not wait for them
+        held.after = ()
+        self._runtime.memcpyAsync(
+            held.array.data.ptr + start,
+            held.block.pointer + start,
+            stop - start,
+            self._runtime.memcpyHostToDevice,
+            self._in.ptr,
+        )
+
+    def arrived(self, array):
+        """As `Backend.arrived`."""
+        held = self._arriving.pop(id(array), None)
+        if held is None:
+            return None  # MPI has written the array itself
+        if held.collective:
+            self._copy_in(held, 0, array.nbytes)
+        event = self.gpu.event(self._in)
+        self._pinned.give(held.block, event)
+        return event
+
+    def clear(self):
+        """Free the blocks that are not in use."""
+        self._pinned.clear()
+
+
+class _Leaving:
+    """An array being sent.  block: its pinned memory.  copied: events of its pieces' copies.  users: pending sends."""
+
+    def __init__(self, array, block):
+        self.array, self.block, self.copied, self.users = array, block, [], 0
+
+
+class _Arriving:
+    """An array being received into a pinned block.  after: the events of its last uses."""
+
+    def __init__(self, array, block, after, collective):
+        self.array, self.block, self.after, self.collective = array, block, after, collective
