@@ -14,7 +14,7 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
-from mpiattn.backends.cuda import backend, staging
+from mpiattn.backends.cuda import backend
 from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
@@ -146,17 +146,16 @@ def test_a_block(gpu):
             assert np.allclose(on_host(array), expected, atol=1e-5)
 
 
-def test_pieces_are_ready_one_after_another(gpu, monkeypatch):
+def test_pieces_are_ready_one_after_another(gpu):
     """Of what leaves and what comes, and the memory in between is used again."""
-    monkeypatch.setattr(staging, "PIECE", 1000)
     sent = np.arange(777, dtype=np.float32)
     array, arrived = gpu.contiguous(sent), gpu.empty((777,), "float32")
     gpu.begin()
     for _ in range(3):
         leaving, coming = gpu.outgoing(array), gpu.incoming(arrived, (gpu.zero((arrived,)),))
-        for start in range(0, 3108, 1000):
-            stop = min(start + 1000, 3108)
-            while not leaving.ready(stop):
+        pieces = [(start, min(start + 1000, 3108)) for start in range(0, 3108, 1000)]
+        for (start, stop), ready in zip(pieces, [leaving.ready(*piece) for piece in pieces]):
+            while not ready():
                 pass
             assert (leaving.array[:stop] == sent.view(np.uint8)[:stop]).all()
             coming.array[start:stop] = leaving.array[start:stop]
@@ -329,7 +328,7 @@ def test_a_gpu_that_fails_is_told(gpu, monkeypatch):
 
     monkeypatch.setattr(fake_cupy.Event, "synchronize", fail)
     monkeypatch.setattr(fake_cupy.runtime, "eventQuery", lambda pointer: 700)
-    for ask in (lambda: gpu.wait(event), lambda: leaving.ready(1)):
+    for ask in (lambda: gpu.wait(event), leaving.ready(0, 1)):
         with pytest.raises(MpiattnError, match=r"the GPU .* has failed: an illegal memory access"):
             ask()
 

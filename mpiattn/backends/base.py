@@ -260,7 +260,7 @@ class Backend(Protocol):
         """
 
     # Wire.  Either every outgoing array has `ready` or none does; mixing would reorder messages.  The same holds for
-    # incoming arrays.  collective: for an MPI collective, which takes the whole array at once.
+    # incoming arrays, and of empty ones too.  collective: for an MPI collective.
 
     def outgoing(self, array: Array, after: Sequence[Event] = (), collective: bool = False) -> WireBytes:
         """`WireBytes` to send an array as it is after the events `after`; it must not change until `sent`."""

@@ -54,14 +54,15 @@ class WireBytes(NamedTuple):
     """The bytes that MPI sends or receives for an array: a flat uint8 array, in memory that MPI can access.
 
     blocks: where in the array the bytes of the message lie; None if it is all of the array.
-    ready: ready(stop) returns whether MPI may use the bytes before `stop` now; None if MPI may use all at once.
+    ready: ready(start, stop) begins to make these bytes ready; it returns a function that says whether MPI may use them
+        now.  None if MPI may use all bytes at once.
     taken: taken(start, stop) is called as soon as MPI has received these bytes; None if no call is needed.
     piece: maximum bytes of a message, the same on every rank.  It lets one piece travel while the next is made ready.
-    None for no maximum.
+        None for no maximum.
     """
 
     array: Any
-    ready: Callable[[int], bool] | None = None
+    ready: Callable[[int, int], Callable[[], bool]] | None = None
     taken: Callable[[int, int], object] | None = None
     piece: int | None = None
     blocks: Blocks | None = None

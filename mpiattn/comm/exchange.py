@@ -34,6 +34,20 @@ def _part(lengths, offsets, first, step):
     return counts, [offset + min(first, n) for offset, n in zip(offsets, lengths)]
 
 
+def _bytes(array, first, count, row_bytes):
+    """The bytes of some consecutive tokens."""
+    return array[first * row_bytes : (first + count) * row_bytes]
+
+
+def _call_each(function, arguments):
+    for each in arguments:
+        function(*each)
+
+
+def _all_true(questions):
+    return all(question() for question in questions)
+
+
 def _post_blocks(post, wire, peer, tag):
     """Post one message of bytes that lie in blocks; MPI packs and unpacks them."""
     blocks = MPI.BYTE.Create_hvector(*wire.blocks).Commit()
@@ -61,8 +75,7 @@ class Posted:
 class Exchange:
     """Posts and completes transfers for one plan.
 
-    peers: the ranks of the plan; errors name ranks by their numbers there.  Messages are `WireBytes`, collectives flat
-    arrays of uint8, see `whole`.
+    peers: the ranks of the plan; errors name ranks by their numbers there.  What travels is `WireBytes`.
     max_message: bytes of the longest message; longer ones are split.  sent_bytes, sent_messages: handed to MPI for
     other ranks so far.
     """
@@ -97,7 +110,7 @@ class Exchange:
             if wire.ready is None:
                 transfer.request = post(*message)
             else:
-                self._later.append((transfer, partial(wire.ready, stop), partial(post, *message)))
+                self._later.append((transfer, wire.ready(start, stop), partial(post, *message)))
             if transfer.then:
                 self._coming.append(transfer)
             posted.append(transfer)
@@ -117,17 +130,18 @@ class Exchange:
                 then()
             self._coming = [transfer for transfer in self._coming if transfer.then]
 
-    def whole(self, wire):
-        """Wait until all bytes are ready; returns their array, for a collective call."""
-        if wire.ready is None and not (self._later or self._coming):
-            return wire.array
+    def pieces(self, wire, item_bytes):
+        """The bytes [start, stop) of consecutive pieces for collective calls; each is yielded when it is ready.
 
-        def ready():
-            self.progress()
-            return wire.ready is None or wire.ready(len(wire.array))
-
-        self.peers.until(ready, lambda: "for its own work")
-        return wire.array
+        item_bytes: bytes of an item, which no piece cuts.  Several pieces are made ready at a time.
+        """
+        size, total = self._step(item_bytes, wire.piece) * item_bytes, len(wire.array)
+        pieces = [(start, min(start + size, total)) for start in range(0, total, size)]
+        ready = [wire.ready(*piece) for piece in pieces] if wire.ready else None
+        for i, piece in enumerate(pieces):
+            if ready:
+                self.peers.until(ready[i], lambda: "for its own work")
+            yield piece
 
     def _row_type(self, row_bytes):
         """A datatype of one token's bytes, so that counts and displacements, in tokens, do not overflow."""
@@ -135,23 +149,29 @@ class Exchange:
             self._row_types[row_bytes] = MPI.BYTE.Create_contiguous(row_bytes).Commit()
         return self._row_types[row_bytes]
 
-    def _step(self, row_bytes):
-        """Most tokens of a chunk in a round, which keep messages within the limit."""
-        return max(1, self.max_message // row_bytes)
+    def _step(self, row_bytes, piece, parts=1):
+        """Most tokens of a chunk in a round, which keep messages within the limit, and within a piece all `parts`."""
+        return max(1, min(self.max_message, (piece or self.max_message * parts) // parts) // row_bytes)
 
     def allgather(self, comm, chunk, arena, lengths, offsets, row_bytes):
-        """Post an allgather of every rank's chunk into `arena`; returns a list of Posted.
+        """Post an allgather of every rank's chunk, all `WireBytes`, into `arena`; returns a list of Posted.
 
         lengths, offsets: tokens of each rank's chunk and its offset in the arena, by rank of `comm`.
         """
-        row_type, posted, step = self._row_type(row_bytes), [], self._step(row_bytes)
+        row_type, posted, step = self._row_type(row_bytes), [], self._step(row_bytes, chunk.piece)
         for first in range(0, max(lengths), step):
             counts, starts = _part(lengths, offsets, first, step)
-            own_count = counts[comm.rank]
-            piece = chunk[first * row_bytes : (first + own_count) * row_bytes]
-            request = comm.Iallgatherv([piece, own_count, row_type], [arena, counts, starts, row_type])
-            posted.append(Posted(hold(request, piece, arena), "gather", sum(counts) * row_bytes, comm))
-            self._count(own_count * row_bytes, comm.size - 1)
+            own = first, counts[comm.rank]
+            piece, total = _bytes(chunk.array, *own, row_bytes), sum(counts) * row_bytes
+
+            def post(piece=piece, own_count=own[1], counts=counts, starts=starts):
+                request = comm.Iallgatherv([piece, own_count, row_type], [arena.array, counts, starts, row_type])
+                return hold(request, piece, arena.array)
+
+            posted.append(Posted(None, "gather", total, comm))
+            self._post_round(posted[-1], post, chunk, [own], arena, zip(starts, counts), row_bytes)
+            self._count(own[1] * row_bytes, comm.size - 1)
+        self.progress()
         return posted
 
     def alltoall(self, comm, outgoing, out_lengths, out_offsets, incoming, in_lengths, in_offsets, row_bytes, longest):
@@ -161,15 +181,36 @@ class Exchange:
         in_offsets[j] of `incoming`.  longest: tokens of the longest chunk between any two ranks, which determines the
         number of rounds on all ranks.
         """
-        row_type, posted, step = self._row_type(row_bytes), [], self._step(row_bytes)
+        row_type, posted = self._row_type(row_bytes), []
+        step = self._step(row_bytes, outgoing.piece, max(1, comm.size - 1))
         for first in range(0, longest, step):
             counts, starts = _part(out_lengths, out_offsets, first, step)
             in_counts, in_starts = _part(in_lengths, in_offsets, first, step)
-            request = comm.Ialltoallv([outgoing, counts, starts, row_type], [incoming, in_counts, in_starts, row_type])
-            posted.append(Posted(request, "exchange", sum(counts + in_counts) * row_bytes, comm))
+            sent = [outgoing.array, counts, starts, row_type]
+            posted.append(Posted(None, "exchange", sum(counts + in_counts) * row_bytes, comm))
+            post = partial(comm.Ialltoallv, sent, [incoming.array, in_counts, in_starts, row_type])
+            own, theirs = zip(starts, counts), zip(in_starts, in_counts)
+            self._post_round(posted[-1], post, outgoing, own, incoming, theirs, row_bytes)
             for rank, count in enumerate(counts):
                 self._count(count * row_bytes, rank != comm.rank)
+        self.progress()
         return posted
+
+    def _post_round(self, transfer, post, outgoing, sent, incoming, received, row_bytes):
+        """Post one collective call, now or when its bytes are ready.
+
+        sent, received: first token and number of tokens of each part of the two arrays.  All ranks post the calls on a
+        communicator in one order, since `_later` keeps it.
+        """
+        if incoming.taken:
+            parts = [(start * row_bytes, (start + count) * row_bytes) for start, count in received if count]
+            transfer.then = partial(_call_each, incoming.taken, parts)
+            self._coming.append(transfer)
+        if outgoing.ready is None:
+            transfer.request = post()
+        else:
+            parts = [outgoing.ready(start * row_bytes, (start + count) * row_bytes) for start, count in sent if count]
+            self._later.append((transfer, partial(_all_true, parts), post))
 
     def _count(self, nbytes, messages):
         if nbytes:

@@ -10,7 +10,7 @@ Results are allocated on the caller's stream, where the caller uses and frees th
 
 import os
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 
 import numpy as np
 
@@ -296,7 +296,7 @@ class CudaBackend(_CupyLaunches):
     def _as_it_is(self, array, after):
         """`WireBytes` of a device array.  MPI does not know streams, so `ready` lets the host wait for the events."""
         events = after or (self._begun,)
-        return WireBytes(array.reshape(-1).view(np.uint8), lambda stop: self.all_done(events))
+        return WireBytes(array.reshape(-1).view(np.uint8), lambda start, stop: partial(self.all_done, events))
 
     def outgoing(self, array, after=(), collective=False):
         if self.transport == "device" and not collective:
@@ -309,7 +309,7 @@ class CudaBackend(_CupyLaunches):
     def incoming(self, array, after=(), collective=False):
         if self.transport == "device" and not collective:
             return self._as_it_is(array, after)
-        return self._staging.incoming(array, after, collective)
+        return self._staging.incoming(array, after)
 
     def arrived(self, array):
         return self._staging.arrived(array)

@@ -1,5 +1,7 @@
 """Copies between a GPU's arrays and pinned host memory, which MPI sends and receives, in pieces."""
 
+from functools import partial
+
 import numpy as np
 
 from ..wire import WireBytes
@@ -28,30 +30,27 @@ class Staging:
     def outgoing(self, array, after):
         """As `Backend.outgoing`."""
         if not array.nbytes:
-            return WireBytes(np.empty(0, np.uint8))
+            return WireBytes(np.empty(0, np.uint8), lambda start, stop: lambda: True, piece=PIECE)
         if id(array) in self._leaving:  # already staged for another rank, and unchanged since
             held = self._leaving[id(array)]
         else:
             held = self._leaving[id(array)] = _Leaving(array, self._pinned.take(array.nbytes))
             self.gpu.wait_on(self._out, after)
-            for start in range(0, array.nbytes, PIECE):
-                self._copy_out(held, start, min(PIECE, array.nbytes - start))
         held.users += 1
-        return WireBytes(
-            held.block.bytes[: array.nbytes],
-            lambda stop: self.gpu.all_done(held.copied[: -(-stop // PIECE)]),
-            piece=PIECE,
-        )
+        return WireBytes(held.block.bytes[: array.nbytes], partial(self._copy_out, held), piece=PIECE)
 
-    def _copy_out(self, held, start, count):
-        self._runtime.memcpyAsync(
-            held.block.pointer + start,
-            held.array.data.ptr + start,
-            count,
-            self._runtime.memcpyDeviceToHost,
-            self._out.ptr,
-        )
-        held.copied.append(self.gpu.event(self._out))
+    def _copy_out(self, held, start, stop):
+        copied = held.copied.get((start, stop))
+        if copied is None and stop > start:
+            self._runtime.memcpyAsync(
+                held.block.pointer + start,
+                held.array.data.ptr + start,
+                stop - start,
+                self._runtime.memcpyDeviceToHost,
+                self._out.ptr,
+            )
+            copied = held.copied[start, stop] = self.gpu.event(self._out)
+        return partial(self.gpu.all_done, [copied])
 
     def sent(self, array):
         """As `Backend.sent`."""
@@ -62,14 +61,12 @@ class Staging:
         if not held.users:
             self._pinned.give(self._leaving.pop(id(array)).block)
 
-    def incoming(self, array, after, collective=False):
+    def incoming(self, array, after):
         """As `Backend.incoming`."""
         if not array.nbytes:
-            return WireBytes(np.empty(0, np.uint8))
-        held = self._arriving[id(array)] = _Arriving(array, self._pinned.take(array.nbytes), after, collective)
-        return WireBytes(
-            held.block.bytes[: array.nbytes], taken=lambda start, stop: self._copy_in(held, start, stop), piece=PIECE
-        )
+            return WireBytes(np.empty(0, np.uint8), piece=PIECE)
+        held = self._arriving[id(array)] = _Arriving(array, self._pinned.take(array.nbytes), after)
+        return WireBytes(held.block.bytes[: array.nbytes], taken=partial(self._copy_in, held), piece=PIECE)
 
     def _copy_in(self, held, start, stop):
         self.gpu.wait_on(self._in, held.after)  # only now, so that earlier copies need not wait for them
@@ -87,8 +84,6 @@ class Staging:
         held = self._arriving.pop(id(array), None)
         if held is None:
             return None  # MPI has written the array itself
-        if held.collective:
-            self._copy_in(held, 0, array.nbytes)
         event = self.gpu.event(self._in)
         self._pinned.give(held.block, event)
         return event
@@ -99,14 +94,17 @@ class Staging:
 
 
 class _Leaving:
-    """An array being sent.  block: its pinned memory.  copied: events of its pieces' copies.  users: pending sends."""
+    """An array being sent.
+
+    block: its pinned memory.  copied: events of its pieces' copies, by their bytes.  users: pending sends.
+    """
 
     def __init__(self, array, block):
-        self.array, self.block, self.copied, self.users = array, block, [], 0
+        self.array, self.block, self.copied, self.users = array, block, {}, 0
 
 
 class _Arriving:
     """An array being received into a pinned block.  after: the events of its last uses."""
 
-    def __init__(self, array, block, after, collective):
-        self.array, self.block, self.after, self.collective = array, block, after, collective
+    def __init__(self, array, block, after):
+        self.array, self.block, self.after = array, block, after
