@@ -60,7 +60,11 @@ class Backend(Protocol):
 
     @property
     def transport(self) -> str | None:
-        """How its arrays reach MPI; None if the back end has no choice of transports."""
+        """How its arrays reach other ranks; None if the back end has no choice of transports."""
+
+    @property
+    def transport_why(self) -> str:
+        """Why it has this transport, in words; "" if it has no choice."""
 
     @property
     def assumed_machine(self) -> Machine:

@@ -60,8 +60,8 @@ def _post_blocks(post, wire, peer, tag):
 class Posted:
     """A transfer: its request and, for error messages, its verb, its bytes and its peer's rank in `comm`.
 
-    request: None until the bytes are ready.  peer: None for a collective call.  then: called once when the transfer is
-    complete, then None.
+    request: None until the bytes are ready.  peer: None for a collective call.  then: called once when the request is
+    complete, then None.  over: called after that until it returns true, then None; the transfer is complete then.
     """
 
     request: MPI.Request | None
@@ -70,6 +70,12 @@ class Posted:
     comm: MPI.Comm
     peer: int | None = None
     then: Callable[[], object] | None = None
+    over: Callable[[], bool] | None = None
+
+    @property
+    def pending(self):
+        """Whether something has to be done before or after what the request does."""
+        return self.request is None or self.then or self.over
 
 
 class Exchange:
@@ -86,10 +92,12 @@ class Exchange:
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0
         self._later = deque()  # transfers without bytes yet, in order: (Posted, ready(), post())
-        self._coming = []  # posted transfers with a `then` to call
+        self._coming = []  # posted transfers with a `then` or an `over` to call
+        self._ranks = {}  # by communicator and rank there, the rank in `peers`
 
     def send(self, comm, wire, dest, tag):
         """Post a send, now or when its bytes are ready; returns a list of Posted.  No bytes: nothing is sent."""
+        wire = self._for_peer(wire, comm, dest)
         posted = self._messages(comm.Isend, "send", comm, wire, dest, tag)
         self.sent_bytes += wire.nbytes
         self.sent_messages += len(posted)
@@ -97,7 +105,15 @@ class Exchange:
 
     def receive(self, comm, wire, source, tag):
         """Post a receive of exactly these bytes, now or when they may be written; returns a list of Posted."""
-        return self._messages(comm.Irecv, "receive", comm, wire, source, tag)
+        return self._messages(comm.Irecv, "receive", comm, self._for_peer(wire, comm, source), source, tag)
+
+    def _for_peer(self, wire, comm, peer):
+        if wire.by_peer is None:
+            return wire
+        key = comm.py2f(), peer
+        if key not in self._ranks:
+            (self._ranks[key],) = translate_ranks(comm, [peer], self.peers.comm)
+        return wire.by_peer(self._ranks[key])
 
     def _messages(self, post, verb, comm, wire, peer, tag):
         if wire.blocks is not None:
@@ -105,13 +121,16 @@ class Exchange:
         posted, size, total = [], min(self.max_message, wire.piece or self.max_message), len(wire.array)
         for start in range(0, total, size):
             stop = min(start + size, total)
-            transfer = Posted(None, verb, stop - start, comm, peer, wire.taken and partial(wire.taken, start, stop))
+            nbytes = (stop - start) * wire.nbytes // total
+            transfer = Posted(None, verb, nbytes, comm, peer)
+            transfer.then = wire.taken and partial(wire.taken, start, stop)
+            transfer.over = wire.over and partial(wire.over, start, stop)
             message = [wire.array[start:stop] if size < total else wire.array, MPI.BYTE], peer, tag
             if wire.ready is None:
                 transfer.request = post(*message)
             else:
                 self._later.append((transfer, wire.ready(start, stop), partial(post, *message)))
-            if transfer.then:
+            if transfer.then or transfer.over:
                 self._coming.append(transfer)
             posted.append(transfer)
         if self._later or self._coming:
@@ -119,16 +138,21 @@ class Exchange:
         return posted
 
     def progress(self):
-        """Post the transfers that have become ready, in order, and call `then` of those that are complete."""
+        """Post the transfers that have become ready, in order; call `then` and `over` of those that MPI has done."""
         while self._later and self._later[0][1]():
             transfer, _, post = self._later.popleft()
             transfer.request = post()
         if self._coming:
             requested = [transfer for transfer in self._coming if transfer.request is not None]
-            for i in MPI.Request.Testsome([transfer.request for transfer in requested]) or ():
-                then, requested[i].then = requested[i].then, None
-                then()
-            self._coming = [transfer for transfer in self._coming if transfer.then]
+            MPI.Request.Testsome([transfer.request for transfer in requested])
+            for transfer in requested:
+                if transfer.request == MPI.REQUEST_NULL:
+                    if transfer.then:
+                        then, transfer.then = transfer.then, None
+                        then()
+                    if transfer.over and transfer.over():
+                        transfer.over = None
+            self._coming = [transfer for transfer in self._coming if transfer.then or transfer.over]
 
     def pieces(self, wire, item_bytes):
         """The bytes [start, stop) of consecutive pieces for collective calls; each is yielded when it is ready.
@@ -229,7 +253,7 @@ class Exchange:
         """Poll MPI; returns whether all transfers of `posted` are complete."""
         if self._later or self._coming:
             self.progress()
-            if any(transfer.request is None or transfer.then for transfer in posted):
+            if any(transfer.pending for transfer in posted):
                 return False
         return MPI.Request.Testall([transfer.request for transfer in posted])
 
@@ -258,7 +282,8 @@ class Exchange:
         """The incomplete transfers, in words."""
         missing = []
         for transfer in posted:
-            if transfer.request is not None and (transfer.request == MPI.REQUEST_NULL or transfer.request.Test()):
+            request = transfer.request
+            if request is not None and not transfer.over and (request == MPI.REQUEST_NULL or request.Test()):
                 continue
             ranks = range(transfer.comm.size) if transfer.peer is None else [transfer.peer]
             names = ", ".join(str(rank) for rank in translate_ranks(transfer.comm, ranks, self.peers.comm))

@@ -1,4 +1,8 @@
-"""Transports of device memory: staged through host memory, or by an MPI that takes device memory; and their choice.
+"""Transports of device memory, and their choice.
+
+    device  MPI takes device memory
+    ipc     GPUs of ranks of one node copy from each other by CUDA IPC, messages between nodes are staged
+    staged  through host memory
 
 Only a back end with a device has a transport.  All ranks must choose the same, since it determines how messages are
 split.
@@ -7,10 +11,11 @@ split.
 from .. import backends
 from ..errors import ArgumentError
 from ..system import gpu_aware_mpi, gpu_probe
-from .agreement import agreement
+from .agreement import agreement, everywhere
 from .available import agreed_backend
+from .near import connect
 
-TRANSPORTS = ("auto", "staged", "device")
+TRANSPORTS = ("auto", "staged", "ipc", "device")
 _probed: dict[str, str] = {}  # the result of the probe, which runs once per process
 
 
@@ -38,37 +43,83 @@ def check_transport(backend, transport):
             )
 
 
-def make_backend(peers, nodes, name, transport, agreed=None):
+class Known:
+    """What the ranks of a communicator have found out about back ends, for all that are made on it.
+
+    names: the name of the back end that all ranks can run, by the name that was asked for.
+    near: the `mpiattn.comm.near.Near` of this rank for its GPU `device`, or None and why.
+    """
+
+    def __init__(self):
+        self.names, self.device, self.near, self.why = {}, None, None, ""
+
+    def near_for(self, peers, nodes, backend):
+        """(near, why) for a back end; collective: the ranks try it when one of them uses its GPU for the first time."""
+        if peers.largest([self.device != backend.device])[0]:
+            self.device, (self.near, self.why) = backend.device, connect(peers, nodes, backend)
+        return self.near, self.why
+
+
+def make_backend(peers, nodes, name, transport, known=None):
     """A new back end, on this rank's device if it has one; collective.
 
     nodes: node number of every rank.  name, transport: checked, the same on every rank.
-    agreed: what `agreed_backend` has said of names to these ranks before; the answer is added.
+    known: the `Known` of these ranks.
     Raises ArgumentError on every rank.
     """
-    agreed = {} if agreed is None else agreed
-    if name not in agreed:
-        agreed[name] = agreed_backend(peers, name)
-    name = agreed[name]
-    if backends.find(name).on_gpu and transport == "auto":
-        transport = _chosen(peers)
+    known = known or Known()
+    if name not in known.names:
+        known.names[name] = agreed_backend(peers, name)
+    name, asked, why = known.names[name], transport, "as asked for"
+    on_gpu = backends.find(name).on_gpu
+    if on_gpu and asked == "auto":
+        transport, why = _chosen(peers)
     with agreement(peers):
-        return local_backend(peers.rank, nodes, name, transport)
+        backend = local_backend(peers.rank, nodes, name, "staged" if transport == "ipc" else transport)
+    if on_gpu and (asked == "ipc" or (asked == "auto" and transport == "staged")):
+        near, lacking = known.near_for(peers, nodes, backend)
+        if near is not None:
+            backend.connect(near)
+            why = f"{why}; ranks of a node copy from each other's GPU" if asked == "auto" else why
+        elif asked == "ipc":
+            backend.close()
+            raise everywhere(ArgumentError(f"transport is 'ipc', but {lacking}; take 'staged' or 'auto'"), peers)
+        else:
+            why = f"{why}, and no CUDA IPC: {lacking}"
+    if on_gpu:
+        backend.transport_why = why
+    return backend
 
 
 def local_backend(rank, nodes, name, transport):
-    """A new back end on the device of a rank, if it has one; transport: not "auto".  Not collective."""
+    """A new back end on the device of a rank, if it has one; transport: "staged" or "device".  Not collective."""
     return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
 
 
-def _chosen(peers):
-    """ "device" if the MPI of every rank claims to take device memory and the probe of rank 0 confirms it.
+def another(backend, rank, nodes):
+    """A new back end like one of this rank, with its transport.  Not collective.  Raises ArgumentError."""
+    near = backend.near if backend.transport == "ipc" else None
+    made = local_backend(rank, nodes, backend.name, "staged" if near else backend.transport)
+    if near:
+        made.connect(near)
+    if made.transport:
+        made.transport_why = backend.transport_why
+    return made
 
-    The claim alone is not enough: an MPI that does not take device memory crashes.
+
+def _chosen(peers):
+    """("device", why) if the MPI of every rank claims to take device memory and the probe of rank 0 confirms it.
+
+    Else ("staged", why).  The claim alone is not enough: an MPI that does not take device memory crashes.
     """
-    aware, _ = gpu_aware_mpi.gpu_aware()
+    aware, why = gpu_aware_mpi.gpu_aware()
     if peers.largest([not aware])[0]:
-        return "staged"
+        unaware = next((each for each in peers.allgather("" if aware else why) if each), "")
+        return "staged", f"MPI takes no GPU memory ({unaware})"
     with agreement(peers, only=0):
         if peers.rank == 0 and not _probed:
             _probed.update(gpu_probe.probe())
-    return "device" if peers.allgather(_probed.get("answer"))[0] == "yes" else "staged"
+    answer, text = peers.allgather((_probed.get("answer"), _probed.get("text", "")))[0]
+    if answer == "yes":
+        return "device", f"MPI takes GPU memory ({text or why})"
+    return "staged", f"MPI takes no GPU memory ({text})"

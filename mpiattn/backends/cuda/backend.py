@@ -15,11 +15,13 @@ from functools import partial, wraps
 import numpy as np
 
 from ...errors import ArgumentError, MpiattnError
-from ...model.machine import H100
+from ...model.machine import H100, H100_STAGED
 from ..wire import WireBytes
 from . import kernel_source
 from .arrays import as_cupy, missing
+from .ipc import Ipc
 from .kernels import KernelLaunches
+from .slots import opened, slots_of
 from .staging import Staging
 
 CAPABILITY = 80  # the minimum compute capability that the kernels are compiled for
@@ -116,15 +118,15 @@ class CudaBackend(_CupyLaunches):
 
     transport: "device" passes device arrays to MPI, except in collectives, because no MPI's nonblocking collectives
     reliably take device memory.  "staged" passes pinned host memory.  "auto" means "staged" here, where there is no
-    MPI to ask.
+    MPI to ask.  `connect` makes it "ipc": GPUs of ranks of one node copy from each other, all else is staged.
     local_rank: see `choose_device`.
 
     stream: the stream of the launches.  device: the number of the GPU.  Raises ArgumentError if the GPU is too old.
     """
 
     name = "cuda"
-    assumed_machine = H100
     emulated_flops = None
+    transport_why = ""
     strided = False
     sends_blocks = False
 
@@ -162,8 +164,12 @@ class CudaBackend(_CupyLaunches):
         self.processors = device.attributes["MultiProcessorCount"]
         with device:
             self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
-        self._staging = Staging(self, self._out, self._in)
+        self._staging, self._ipc = Staging(self, self._out, self._in), None
         self._begun = self.event(self.stream)  # the start of the library call
+
+    @property
+    def assumed_machine(self):
+        return H100_STAGED if self.transport == "staged" else H100
 
     @contextmanager
     def _on(self, stream):
@@ -282,6 +288,27 @@ class CudaBackend(_CupyLaunches):
 
     # Wire
 
+    def slots(self):
+        """The memory of this process on this GPU that other processes of the node may read."""
+        return slots_of(self.cupy, self.device)
+
+    def opened(self, handles):
+        """That of another process, opened here; raises whatever CUDA does if it cannot be."""
+        return opened(self.cupy, self.device, handles)
+
+    def connect(self, near):
+        """Take the transport "ipc" with these ranks, a `mpiattn.comm.near.Near`.  Raises ArgumentError."""
+        if near.device != self.device:
+            raise ArgumentError(
+                f"the current GPU is {self.device}; it must be {near.device}, through which other ranks are reached"
+            )
+        self.transport, self._ipc = "ipc", Ipc(self, self._out, self._in, near)
+
+    @property
+    def near(self):
+        """What `connect` was given; None before."""
+        return self._ipc and self._ipc.near
+
     def _done(self, event):
         """Whether an event is done; raises if the GPU has failed, because the event would then never be done."""
         status = self.cupy.cuda.runtime.eventQuery(event.ptr)
@@ -301,6 +328,14 @@ class CudaBackend(_CupyLaunches):
     def outgoing(self, array, after=(), collective=False):
         if self.transport == "device" and not collective:
             return self._as_it_is(array, after)
+        if self.transport == "ipc" and not collective:
+            return WireBytes(None, by_peer=partial(self._outgoing_to, array, after))
+        return self._staging.outgoing(array, after)
+
+    def _outgoing_to(self, array, after, rank):
+        if rank in self._ipc.near.opened:
+            self._staging.count(array)
+            return self._ipc.outgoing(array, after or (self._begun,), rank)
         return self._staging.outgoing(array, after)
 
     def sent(self, array):
@@ -309,6 +344,13 @@ class CudaBackend(_CupyLaunches):
     def incoming(self, array, after=(), collective=False):
         if self.transport == "device" and not collective:
             return self._as_it_is(array, after)
+        if self.transport == "ipc" and not collective:
+            return WireBytes(None, by_peer=partial(self._incoming_from, array, after))
+        return self._staging.incoming(array, after)
+
+    def _incoming_from(self, array, after, rank):
+        if rank in self._ipc.near.opened:
+            return self._ipc.incoming(array, after, rank)
         return self._staging.incoming(array, after)
 
     def arrived(self, array):

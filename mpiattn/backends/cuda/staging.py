@@ -31,13 +31,17 @@ class Staging:
         """As `Backend.outgoing`."""
         if not array.nbytes:
             return WireBytes(np.empty(0, np.uint8), lambda start, stop: lambda: True, piece=PIECE)
-        if id(array) in self._leaving:  # already staged for another rank, and unchanged since
-            held = self._leaving[id(array)]
-        else:
-            held = self._leaving[id(array)] = _Leaving(array, self._pinned.take(array.nbytes))
+        self.count(array)
+        held = self._leaving[id(array)]
+        if held.block is None:  # else it is staged for another rank already, and unchanged since
+            held.block = self._pinned.take(array.nbytes)
             self.gpu.wait_on(self._out, after)
-        held.users += 1
         return WireBytes(held.block.bytes[: array.nbytes], partial(self._copy_out, held), piece=PIECE)
+
+    def count(self, array):
+        """Count a send of an array, which may go another way: `sent` is called for each, and its block is in use."""
+        if array.nbytes:
+            self._leaving.setdefault(id(array), _Leaving(array)).users += 1
 
     def _copy_out(self, held, start, stop):
         copied = held.copied.get((start, stop))
@@ -59,7 +63,9 @@ class Staging:
             return
         held.users -= 1
         if not held.users:
-            self._pinned.give(self._leaving.pop(id(array)).block)
+            del self._leaving[id(array)]
+            if held.block is not None:
+                self._pinned.give(held.block)
 
     def incoming(self, array, after):
         """As `Backend.incoming`."""
@@ -96,11 +102,12 @@ class Staging:
 class _Leaving:
     """An array being sent.
 
-    block: its pinned memory.  copied: events of its pieces' copies, by their bytes.  users: pending sends.
+    block: its pinned memory, None before it is needed.  copied: events of its pieces' copies, by their bytes.
+    users: pending sends.
     """
 
-    def __init__(self, array, block):
-        self.array, self.block, self.copied, self.users = array, block, {}, 0
+    def __init__(self, array):
+        self.array, self.block, self.copied, self.users = array, None, {}, 0
 
 
 class _Arriving:
