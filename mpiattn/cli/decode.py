@@ -181,6 +181,7 @@ def _run(job, args):
             "nodes": len(set(cache.nodes)),
             "page_size": cache.page_size,
             "backend": cache.backend,
+            **({"transport": cache.transport} if cache.transport else {}),
             "causal": not args.full,
             "scale": problems[0].scale,
         }
@@ -302,6 +303,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                     "ranks",
                     f"{len(ranks)} on {chosen['nodes']} node{'s' * (chosen['nodes'] > 1)}, {cache.backend} back end",
                 ),
+                *([("transport", cache.transport)] if cache.transport else []),
                 ("tokens per rank", span("tokens")),
                 ("memory per rank", f"{span('nbytes', size)} of pages"),
                 ("combined by", chosen["algorithm"]),

@@ -114,6 +114,7 @@ def text(plan, made, hosts, problem, passes, warning):
                     f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
                     + (f": {machine.assumes}" if machine.assumes else ""),
                 ),
+                *([("transport", plan.transport)] if plan.transport else []),
                 *([("WARNING", warning)] if warning else []),
             ]
         )

@@ -335,6 +335,7 @@ def _chosen(plan, args):
         "causal_block": p.causal_block,
         "softcap": p.softcap,
         "documents": args.documents,
+        "transport": plan.transport or None,
         "documents_k": args.documents_k,
     }
     if p.window != (None, None):

@@ -107,6 +107,11 @@ def another(backend, rank, nodes):
     return made
 
 
+def in_words(backend):
+    """The transport of a back end and why it has it; "" if it has no choice."""
+    return f"{backend.transport}: {backend.transport_why}" if backend.transport else ""
+
+
 def _chosen(peers):
     """("device", why) if the MPI of every rank claims to take device memory and the probe of rank 0 confirms it.
 

@@ -82,7 +82,7 @@ class MeshAttention(Described, Distributed):
         backend: "cpu" (compiled kernels), "numpy", "auto" ("cpu" where every rank has it, else "numpy") or "cuda"
         (CuPy; no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy and other
         libraries, and returns CuPy arrays.
-        transport of "cuda": "device" (MPI gets GPU memory), "ipc" (CUDA IPC inside nodes), "staged" or the first possible.
+        transport of "cuda": "device" (MPI gets GPU memory), "ipc" (CUDA IPC inside nodes), "staged"; "auto": the first.
     max_message, max_memory : int, max_memory by default None
         max_message: bytes of the longest MPI message.  Collectives, scatter and gather split down to one token's row.
         max_memory: bytes that a rank may need, without scratch; tiles, schedules and receiving ahead go by it.  Calls
