@@ -1,14 +1,11 @@
-"""What `fake_cupy` has of CUDA IPC: memory and events in files that processes share, under /dev/shm.
+"""What `fake_cupy` has of CUDA IPC: memory and events in memory that processes share.
 
 A process's streams go on only when it asks for something of its own, or when it idles while another waits for one of
 its events: then no further than that event.
 """
 
-import atexit
-import itertools
 import mmap
 import os
-import tempfile
 import time
 import types
 
@@ -16,7 +13,6 @@ import numpy as np
 
 HANDLE = 64  # bytes, as CUDA's
 LONGEST = 60.0  # seconds that another process may take
-_numbers = itertools.count()
 _sched_yield = os.sched_yield
 
 
@@ -28,23 +24,17 @@ class Shared:
     """Bytes that are this process's own, or that it has opened by the handle of another's."""
 
     def __init__(self, size, handle=None):
-        self.own = handle is None
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        self.name = f"{os.getpid()}-{next(_numbers)}-{size}" if self.own else handle.rstrip(b"\0").decode()
-        if not self.own and int(self.name.split("-")[0]) == os.getpid():
-            raise Refused("cudaErrorDeviceUninitialized: invalid device context")  # a handle of one's own
-        path = f"{folder}/mpiattn-fake-{self.name}"
-        size = int(self.name.split("-")[2])
-        with open(path, "x+b" if self.own else "r+b") as file:
-            if self.own:
-                file.truncate(size)
-                atexit.register(os.unlink, path)
-            self.bytes = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+        if handle is None:
+            self.file = os.memfd_create("mpiattn")
+            os.truncate(self.file, size)
+            self.handle = f"{os.getpid()} {self.file}".encode().ljust(HANDLE, b"\0")
+        else:
+            self.handle, (process, file) = handle, map(int, handle.rstrip(b"\0").split())
+            if process == os.getpid():
+                raise Refused("cudaErrorDeviceUninitialized: invalid device context")  # a handle of one's own
+            self.file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+        self.bytes = np.frombuffer(mmap.mmap(self.file, 0), np.uint8)
         self.ptr = self.bytes.ctypes.data
-
-    @property
-    def handle(self):
-        return self.name.encode().ljust(HANDLE, b"\0")
 
 
 class SharedEvent:

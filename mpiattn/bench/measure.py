@@ -178,8 +178,9 @@ class Measured(NamedTuple):
     """The measurements of one size on all ranks.
 
     problem, machine, backend, transport: of its plans.  compute: "real" or EMULATED.
-    which: the index of each case's plan.  plans: for each its "facts" and its "passes", by pass a list by rank of `Subject.measurements`.  timelines:
-    (predicted, measured) of the first case by pass, each by rank of the mesh.
+    which: the index of each case's plan.
+    plans: for each its "facts" and its "passes", by pass a list by rank of `Subject.measurements`.
+    timelines: (predicted, measured) of the first case by pass, each by rank of the mesh.
     """
 
     problem: object
