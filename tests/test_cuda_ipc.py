@@ -102,8 +102,7 @@ def near(gpu, monkeypatch):
     monkeypatch.setattr(slots, "NUMBER", 2)
     own = gpu.slots()
     theirs = SimpleNamespace(pointer=own.pointer, events=[event.ptr for event in own.events], nbytes=own.nbytes)
-    near = Near(gpu.device, own, {1: theirs}, None)
-    near.acks = Returned()
+    near = Near(gpu.device, own, {1: theirs}, Returned())
     gpu.connect(near)
     return near
 

@@ -3,7 +3,6 @@
 import os
 
 from ..errors import MpiattnError
-from .acks import Acks
 from .agreement import which_ranks
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -13,10 +12,11 @@ class Near:
     """The ranks whose slots this rank reads, and that read its own.
 
     device: the GPU of this rank.  own: its slots; None if no other rank is on its node.  opened: theirs, by rank.
+    acks: the `mpiattn.comm.acks.Acks` among all ranks.
     """
 
-    def __init__(self, device, own, opened, comm):
-        self.device, self.own, self.opened, self.acks = device, own, opened, Acks(comm)
+    def __init__(self, device, own, opened, acks):
+        self.device, self.own, self.opened, self.acks = device, own, opened, acks
 
     def collect(self):
         """Take back the slots that have been read."""
@@ -37,6 +37,8 @@ def connect(peers, nodes, backend):
 
     nodes: the node of every rank.  backend: of this rank, on a GPU.
     """
+    from .acks import Acks  # here: the command line lists the transports without starting MPI
+
     if len(set(nodes)) == len(nodes):
         return None, "no two ranks share a node"
     node = [rank for rank in range(peers.size) if nodes[rank] == nodes[peers.rank]]
@@ -55,7 +57,7 @@ def connect(peers, nodes, backend):
                     break
         failures = {rank: why for rank, why in enumerate(peers.allgather(why)) if why}
     if not failures:
-        return Near(backend.device, own, opened, peers.comm), ""
+        return Near(backend.device, own, opened, Acks(peers.comm)), ""
     rank, text = next(iter(failures.items()))
     return None, text + _hidden({other: shared[other][2] for other in range(peers.size) if nodes[other] == nodes[rank]})
 

@@ -269,6 +269,7 @@ DEFAULT = Machine(
 
 # Links, from datasheets: 400 Gb/s are 50 GB/s each way, NVLink 4 has 450 GB/s each way.  Messages of megabytes are
 # assumed to reach 80 % of both.
+# Collectives pass host memory, at 20 GB/s.
 # Blocks: published figures of FlashAttention-2 on an H100, forward and backward, head_dim 128; float32 on TF32 cores.
 H100 = Machine(
     "h100",
@@ -280,6 +281,7 @@ H100 = Machine(
     launch=10e-6,
     edge=0.3 * EDGE,  # a tile of keys in half types
     merging=1e12,
+    collective=18.0,
     assumes="nodes of 8 H100 joined by NVLink, one 400 Gb/s card a GPU, 80 % of the rates of the "
     "datasheets; blocks as fast as FlashAttention-2's published figures. Not measured here",
 )
