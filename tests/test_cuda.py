@@ -34,6 +34,9 @@ needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emu
     ("transport", "file"),
     [
         ("staged", "test_kernels.py"),
+        ("ipc", "test_kernels.py"),
+        ("ipc", "test_cases.py"),
+        ("ipc", "test_decode.py"),
         ("device", "test_kernels.py"),
         ("staged", "test_cases.py"),
         ("device", "test_decode.py"),
@@ -348,7 +351,8 @@ def test_without_cupy_or_gpu(monkeypatch):
     [
         ("numpy", "staged", "the back end 'numpy' has no device; only cuda has"),
         ("emulated", "device", "has no device"),
-        ("cuda", "nvlink", "it may be auto, staged, device"),
+        ("cuda", "nvlink", "it may be auto, staged, ipc, device"),
+        ("numpy", "ipc", "the back end 'numpy' has no device"),
         ("cuda", "device", "this MPI does not take device memory"),
     ],
 )

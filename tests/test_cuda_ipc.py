@@ -103,7 +103,9 @@ def near(gpu, monkeypatch):
     own = gpu.slots()
     theirs = SimpleNamespace(pointer=own.pointer, events=[event.ptr for event in own.events], nbytes=own.nbytes)
     near = Near(gpu.device, own, {1: theirs}, Returned())
+    assert gpu.transport == "staged" and gpu.assumed_machine.name == "h100-staged"
     gpu.connect(near)
+    assert gpu.transport == "ipc" and gpu.assumed_machine.name == "h100"
     return near
 
 
