@@ -7,13 +7,14 @@ import time
 from types import SimpleNamespace
 
 import fake_cupy
+import fake_ipc
 import launch
 import numpy as np
 import pytest
 from files import write_input
 from launch import ROOT, TESTS, mpirun
 
-from mpiattn.backends.cuda import slots
+from mpiattn.backends.cuda import ipc, slots
 from mpiattn.backends.testing import emulated
 from mpiattn.engine.folding import on_host
 
@@ -154,6 +155,21 @@ def test_slots_that_are_lost(gpu, near):
     near.own.take()
     again = gpu.slots()
     assert again is not near.own and not again.lost and gpu.slots() is again
+
+
+def test_closing_does_not_wait_for_the_dead(gpu, near, monkeypatch):
+    """A process was killed before its GPU came to an event."""
+    monkeypatch.setattr(ipc, "CLOSING", 0.1)
+    event = fake_ipc.SharedEvent()
+    event.record()  # which no stream ever comes to
+    monkeypatch.setitem(fake_ipc.opened_events, id(event), event)
+    fake_cupy.runtime.streamWaitEvent(gpu._in.ptr, id(event))
+    start = time.monotonic()
+    gpu.close()
+    assert 0.1 < time.monotonic() - start < 10
+    gpu._in.queue.clear()
+    del fake_cupy._busy[gpu._in.serial]
+    fake_ipc.own_events.remove(event)
 
 
 def test_the_fence(gpu, near):

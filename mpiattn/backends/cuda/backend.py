@@ -371,7 +371,8 @@ class CudaBackend(_CupyLaunches):
 
     def close(self):
         with suppress(MpiattnError):  # calls that waited have already raised it
-            self.drain()
+            if self._ipc is None or self._ipc.quiet():
+                self.drain()
         self._staging.clear()
         self._work_array.clear()
         self._functions.clear()

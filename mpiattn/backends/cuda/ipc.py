@@ -6,11 +6,14 @@ Once the host has seen that this is done it returns the slot, by a message to it
 then neither transfer is complete, and no other piece is written to the slot, nor its event recorded again.
 """
 
+import time
 from functools import partial
 
 import numpy as np
 
 from ..wire import WireBytes
+
+CLOSING = 10.0  # seconds that a back end waits at its end for copies from other GPUs
 
 
 class Ipc:
@@ -23,6 +26,15 @@ class Ipc:
     def __init__(self, gpu, leaving, arriving, near):
         self.gpu, self._out, self._in, self.near = gpu, leaving, arriving, near
         self._runtime = gpu.cupy.cuda.runtime
+
+    def quiet(self):
+        """Whether all copies from other GPUs are soon done: the event of a process that was killed may never be."""
+        event, end = self.gpu.event(self._in), time.monotonic() + CLOSING
+        while not self.gpu.all_done([event]):
+            if time.monotonic() > end:
+                return False
+            self.gpu.idle()
+        return True
 
     def outgoing(self, array, events, rank):
         """`WireBytes` to send an array to a rank after these events."""

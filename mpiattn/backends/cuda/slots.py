@@ -102,11 +102,13 @@ class Opened:
             raise
 
     def _try(self, cupy, handles):
-        runtime, read = self._runtime, np.zeros(TRIED, np.uint8)
+        """Copy as messages are copied: from the other's memory to this GPU's."""
+        runtime, read, here = self._runtime, np.zeros(TRIED, np.uint8), cupy.cuda.Memory(TRIED)
         stream = cupy.cuda.Stream(non_blocking=True)
         runtime.streamWaitEvent(stream.ptr, self.events[-1])
         last = self.pointer + handles.number * handles.nbytes
-        runtime.memcpyAsync(read.ctypes.data, last, TRIED, runtime.memcpyDeviceToHost, stream.ptr)
+        runtime.memcpyAsync(here.ptr, last, TRIED, runtime.memcpyDeviceToDevice, stream.ptr)
+        runtime.memcpyAsync(read.ctypes.data, here.ptr, TRIED, runtime.memcpyDeviceToHost, stream.ptr)
         stream.synchronize()
         if read.tobytes() != handles.written:
             raise MpiattnError("other bytes were read than were written")
