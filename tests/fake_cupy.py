@@ -350,7 +350,9 @@ class runtime:
         _streams[stream].put(lambda: np.copyto(target, source))
 
 
-for _name, _function in vars(fake_ipc.runtime_of(CUDARuntimeError, _streams, lambda event: _events[event])).items():
+for _name, _function in vars(
+    fake_ipc.runtime_of(CUDARuntimeError, _streams, lambda event: _events[event], runtime.getDevice)
+).items():
     setattr(runtime, _name, staticmethod(_function))
 
 

@@ -107,7 +107,7 @@ def idle_with(some_steps):
     os.sched_yield = sched_yield
 
 
-def runtime_of(error, streams, own_event):
+def runtime_of(error, streams, own_event, current_device):
     """The functions of CuPy's `runtime`, as a namespace; error: what they raise."""
     opened = {}  # by the pointer that the process was given
 
@@ -121,8 +121,9 @@ def runtime_of(error, streams, own_event):
         return memories[devPtr].handle  # KeyError: not where an allocation begins
 
     def openMemHandle(handle, flags=1):
-        assert all(shared.handle != handle for shared in opened.values()), "it is open already"
         shared = guarded(lambda: Shared(0, handle))
+        shared.device = current_device()
+        assert (handle, shared.device) not in [(o.handle, o.device) for o in opened.values()], "it is open already"
         opened[shared.ptr] = shared
         return shared.ptr
 

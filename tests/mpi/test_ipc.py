@@ -173,11 +173,19 @@ def test_ranks_that_are_alone(comm, fresh, monkeypatch):
         KVCache(fresh, capacity=8, kv_heads=1, head_dim=16, backend="cuda", transport="ipc")
 
 
-def test_another_gpu(comm, fresh, at_least):
-    """A plan made while another GPU is current shares memory of that one; `like` stays on its plan's."""
+def test_another_gpu(comm, fresh, at_least, monkeypatch):
+    """A plan made while another GPU is current shares memory of that one, which opens that of the others too.
+
+    `like` stays on its plan's GPU.
+    """
     import cupy
 
     at_least(2)
+    runtime, opened_on = cupy.cuda.runtime, set()
+    counted = runtime.ipcOpenMemHandle
+    monkeypatch.setattr(
+        runtime, "ipcOpenMemHandle", lambda handle: opened_on.add(runtime.getDevice()) or counted(handle)
+    )
     with MeshAttention(fresh, **SHAPE) as plan:
         assert right(plan)
         device = plan._backend.device
@@ -191,6 +199,7 @@ def test_another_gpu(comm, fresh, at_least):
                 assert other._backend.near.device == (1 - device if comm.rank == 1 else device)
         finally:
             cupy.cuda.Device(device).use()
+        assert opened_on == ({0, 1} if comm.rank == 1 else {device})
         assert right(plan)
 
 

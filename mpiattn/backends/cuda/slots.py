@@ -2,7 +2,8 @@
 
 It is an allocation of its own, since CUDA shares whole allocations: the arrays of CuPy's pool, of torch and of the
 caller lie in others' allocations, some of which CUDA cannot share.  A process allocates it once for each GPU and opens
-that of another process once.  Both stay until the process ends: to free it, all would have to wait for each other.
+that of another process once for each GPU that reads it.  Both stay until the process ends: to free it, all
+would have to wait for each other.
 """
 
 import os
@@ -74,7 +75,7 @@ class Slots:
 
 _slots: dict[int, Slots] = {}  # by GPU
 _lost: list[Slots] = []  # memory that is still being read, or was when a call failed
-_opened: dict[bytes, "Opened"] = {}  # by the handle of the memory
+_opened: dict[tuple[int, bytes], "Opened"] = {}  # by the GPU that reads, and the handle of the memory
 
 
 def slots_of(cupy, device):
@@ -122,7 +123,7 @@ class Opened:
 
 def opened(cupy, device, handles):
     """The slots of another process, opened by this one on a GPU of its own unless they already are."""
-    key = handles.memory
+    key = device, handles.memory
     if key not in _opened:
         with cupy.cuda.Device(device):
             _opened[key] = Opened(cupy, handles)
