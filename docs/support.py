@@ -149,9 +149,9 @@ def tables():
     return "\n".join(lines) + "\n\n"
 
 
-def make_backend(peers, nodes, name, wanted, agreed):
+def make_backend(peers, nodes, name, wanted, known):
     """In place of `mpiattn.comm.transport.make_backend`."""
-    return RefusesAsCuda() if name == "cuda" else transport.make_backend(peers, nodes, name, wanted, agreed)
+    return RefusesAsCuda() if name == "cuda" else transport.make_backend(peers, nodes, name, wanted, known)
 
 
 def places(feature):

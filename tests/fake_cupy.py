@@ -6,6 +6,8 @@ begins as NaN, and becomes NaN again before the last that its stream had to do w
 work of those who had it before; what is freed becomes NaN in its turn on that stream, as CuPy's pool may give it to the
 next who asks there.  Kernels are the emulation's.  So a missing event shows as a wrong result.
 
+CUDA IPC is `fake_ipc`'s.
+
 `install` puts it in CuPy's place; test_fake_cupy.py compares its names and arguments with CuPy's.
 """
 
@@ -19,6 +21,7 @@ import weakref
 from contextlib import contextmanager
 from functools import cached_property, partial
 
+import fake_ipc
 import numpy as np
 
 DEVICES = 2
@@ -35,6 +38,8 @@ class CUDARuntimeError(RuntimeError):
 class Event:
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         self.mark, self.ptr, self.device = types.SimpleNamespace(done=True), id(self), runtime.getDevice()
+        assert disable_timing or not interprocess, "CUDA shares no event that takes the time"
+        self.shared_event = fake_ipc.SharedEvent() if interprocess else None
         _events[self.ptr] = self
 
     @property
@@ -68,8 +73,12 @@ class Stream:
     def record(self, event=None):
         event = event or Event()
         assert event.device == self.device_id or not self.ptr, "CUDA does not record an event of another GPU's"
-        mark = event.mark = types.SimpleNamespace(done=False)
-        self.put(lambda: setattr(mark, "done", True))
+        if event.shared_event:
+            event.mark, work = event.shared_event.record()
+        else:
+            mark = event.mark = types.SimpleNamespace(done=False)
+            work = partial(setattr, mark, "done", True)
+        self.put(lambda: work())
         return event
 
     def wait_event(self, event):
@@ -95,7 +104,7 @@ class Stream:
     def step(self):
         """Do the next thing; whether that was possible."""
         head = self.queue[0]
-        if isinstance(head, types.SimpleNamespace) and not head.done:
+        if not callable(head) and not head.done:
             return False
         self.queue.popleft()
         if not self.queue:
@@ -123,9 +132,19 @@ def _some_steps(count):
     return True
 
 
+def _waits_for_others():
+    return any(isinstance(stream.queue[0], fake_ipc.Mark) for stream in _busy.values())
+
+
 def _run_until(done):
+    patience = fake_ipc.patience(_some_steps)
     while not done():
-        assert _some_steps(1), "streams wait for each other"
+        if not _some_steps(1):
+            assert _waits_for_others(), "streams wait for each other"
+            patience()
+
+
+fake_ipc.idle_with(_some_steps)
 
 
 def _later(work):
@@ -315,7 +334,7 @@ class PinnedMemoryPointer(np.ndarray):
 
 class runtime:
     CUDARuntimeError = CUDARuntimeError
-    memcpyHostToDevice, memcpyDeviceToHost = 1, 2
+    memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
 
     @staticmethod
     def getDeviceCount():
@@ -338,6 +357,12 @@ class runtime:
     def memcpyAsync(dst, src, size, kind, stream):
         target, source = (_at(pointer, size) for pointer in (dst, src))
         _streams[stream].put(lambda: np.copyto(target, source))
+
+
+for _name, _function in vars(
+    fake_ipc.runtime_of(CUDARuntimeError, _streams, lambda event: _events[event], runtime.getDevice)
+).items():
+    setattr(runtime, _name, staticmethod(_function))
 
 
 def _at(pointer, size):
@@ -363,6 +388,7 @@ cuda = types.SimpleNamespace(
     Event=Event,
     Device=Device,
     get_current_stream=get_current_stream,
+    Memory=fake_ipc.Memory,
     PinnedMemory=PinnedMemory,
     PinnedMemoryPointer=PinnedMemoryPointer,
     runtime=runtime,

@@ -34,6 +34,9 @@ needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emu
     ("transport", "file"),
     [
         ("staged", "test_kernels.py"),
+        ("ipc", "test_kernels.py"),
+        ("ipc", "test_cases.py"),
+        ("ipc", "test_decode.py"),
         ("device", "test_kernels.py"),
         ("staged", "test_cases.py"),
         ("device", "test_decode.py"),
@@ -146,17 +149,16 @@ def test_a_block(gpu):
             assert np.allclose(on_host(array), expected, atol=1e-5)
 
 
-def test_pieces_are_ready_one_after_another(gpu, monkeypatch):
+def test_pieces_are_ready_one_after_another(gpu):
     """Of what leaves and what comes, and the memory in between is used again."""
-    monkeypatch.setattr(backend, "PIECE", 1000)
     sent = np.arange(777, dtype=np.float32)
     array, arrived = gpu.contiguous(sent), gpu.empty((777,), "float32")
     gpu.begin()
     for _ in range(3):
         leaving, coming = gpu.outgoing(array), gpu.incoming(arrived, (gpu.zero((arrived,)),))
-        for start in range(0, 3108, 1000):
-            stop = min(start + 1000, 3108)
-            while not leaving.ready(stop):
+        pieces = [(start, min(start + 1000, 3108)) for start in range(0, 3108, 1000)]
+        for (start, stop), ready in zip(pieces, [leaving.ready(*piece) for piece in pieces]):
+            while not ready():
                 pass
             assert (leaving.array[:stop] == sent.view(np.uint8)[:stop]).all()
             coming.array[start:stop] = leaving.array[start:stop]
@@ -329,7 +331,7 @@ def test_a_gpu_that_fails_is_told(gpu, monkeypatch):
 
     monkeypatch.setattr(fake_cupy.Event, "synchronize", fail)
     monkeypatch.setattr(fake_cupy.runtime, "eventQuery", lambda pointer: 700)
-    for ask in (lambda: gpu.wait(event), lambda: leaving.ready(1)):
+    for ask in (lambda: gpu.wait(event), leaving.ready(0, 1)):
         with pytest.raises(MpiattnError, match=r"the GPU .* has failed: an illegal memory access"):
             ask()
 
@@ -349,7 +351,8 @@ def test_without_cupy_or_gpu(monkeypatch):
     [
         ("numpy", "staged", "the back end 'numpy' has no device; only cuda has"),
         ("emulated", "device", "has no device"),
-        ("cuda", "nvlink", "it may be auto, staged, device"),
+        ("cuda", "nvlink", "it may be auto, staged, ipc, device"),
+        ("numpy", "ipc", "the back end 'numpy' has no device"),
         ("cuda", "device", "this MPI does not take device memory"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_run_says_which_transport_it_takes_and_why(tmp_path, case):
     assert expected in line, line
     assert outcome.stdout.count("passed") == 1
     report = json.loads((tmp_path / "run.json").read_text())
-    assert expected.startswith(report["transport"]) and expected.split(": ", 1)[1] in report["transport_why"]
+    assert expected in report["transport"]
     tried = "mpiattn: ranks now send each other device memory"
     assert (tried in outcome.stderr) == (answer == "unknown")
     if answer == "unknown":  # if it had crashed, this would be the last that anybody says

@@ -147,8 +147,12 @@ def test_what_is_named_goes_first(tmp_path, monkeypatch):
     assert store.resolve(KEY) == (other, f"MPIATTN_MACHINE={file}")
     assert store.resolve(KEY, "h100")[0] == H100  # the argument before the variable
     monkeypatch.setenv(store.VARIABLE, "no such")
-    with pytest.raises(ArgumentError, match=r"MPIATTN_MACHINE is 'no such'; .* it may be default, h100 or a file"):
+    with pytest.raises(
+        ArgumentError, match=r"MPIATTN_MACHINE is 'no such'; .* it may be default, h100, h100-staged or a file"
+    ):
         store.resolve(KEY)
-    with pytest.raises(ArgumentError, match="machine is 3; it may be None, a Machine, default, h100 or a file"):
+    with pytest.raises(
+        ArgumentError, match="machine is 3; it may be None, a Machine, default, h100, h100-staged or a file"
+    ):
         store.resolve(KEY, 3)
     assert isinstance(store.resolve(KEY, "default")[0], Machine)

@@ -60,11 +60,11 @@ class Backend(Protocol):
 
     @property
     def transport(self) -> str | None:
-        """How its arrays reach MPI; None if the back end has no choice of transports."""
+        """How its arrays reach other ranks; None if the back end has no choice of transports."""
 
     @property
     def transport_why(self) -> str:
-        """Why it has that transport, in words; "" if nobody chose."""
+        """Why it has this transport, in words; "" if it has no choice."""
 
     @property
     def assumed_machine(self) -> Machine:
@@ -273,7 +273,7 @@ class Backend(Protocol):
         """
 
     # Wire.  Either every outgoing array has `ready` or none does; mixing would reorder messages.  The same holds for
-    # incoming arrays.  collective: for an MPI collective, which takes the whole array at once.
+    # incoming arrays, and of empty ones too.  collective: for an MPI collective.
 
     def outgoing(self, array: Array, after: Sequence[Event] = (), collective: bool = False) -> WireBytes:
         """`WireBytes` to send an array as it is after the events `after`; it must not change until `sent`."""

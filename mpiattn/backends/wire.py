@@ -53,22 +53,33 @@ def in_place(array: Any, max_message: int) -> bool:
 class WireBytes(NamedTuple):
     """The bytes that MPI sends or receives for an array: a flat uint8 array, in memory that MPI can access.
 
+    by_peer: by_peer(rank) returns the `WireBytes` of a message to or from that rank of the plan, where they depend on
+        the rank; the other fields then mean nothing.  Not for collective calls.
     blocks: where in the array the bytes of the message lie; None if it is all of the array.
-    ready: ready(stop) returns whether MPI may use the bytes before `stop` now; None if MPI may use all at once.
+    ready: ready(start, stop) begins to make these bytes ready; it returns a function that says whether MPI may use them
+        now.  None if MPI may use all bytes at once.
     taken: taken(start, stop) is called as soon as MPI has received these bytes; None if no call is needed.
     piece: maximum bytes of a message, the same on every rank.  It lets one piece travel while the next is made ready.
-    None for no maximum.
+        None for no maximum.
+    over: over(start, stop) is called, once MPI has sent or received these bytes and `taken` has returned, until it
+        returns true: the transfer is not complete before.  None if no call is needed.
+    stands_for: bytes of the message that the array stands for, if its own bytes only say where they are.
     """
 
     array: Any
-    ready: Callable[[int], bool] | None = None
+    ready: Callable[[int, int], Callable[[], bool]] | None = None
     taken: Callable[[int, int], object] | None = None
     piece: int | None = None
     blocks: Blocks | None = None
+    over: Callable[[int, int], bool] | None = None
+    stands_for: int | None = None
+    by_peer: Callable[[int], WireBytes] | None = None
 
     @property
     def nbytes(self) -> int:
         """Length of the messages."""
+        if self.stands_for is not None:
+            return self.stands_for
         return len(self.array) if self.blocks is None else self.blocks.number * self.blocks.nbytes
 
 

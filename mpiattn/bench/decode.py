@@ -106,7 +106,7 @@ def measure(job, args):
     }
     for context in args.seqlen:
         result = _measure(job.peers, args, context)
-        data |= {name: result.pop(name) for name in ("nodes", "backend")}
+        data |= {name: result.pop(name) for name in ("nodes", "backend", "transport")}
         data["results"].append(result)
         yield data
 
@@ -166,6 +166,7 @@ def _measure(peers, args, context):
             "chosen": chosen,
             "nodes": len(set(cache.nodes)),
             "backend": cache.backend,
+            "transport": cache.transport,
             "partial_bytes": call.partial_bytes[0],
             "key_bytes": int(nbytes[0]),
             "difference": difference,
@@ -270,6 +271,7 @@ def head_text(data):
                 "ranks",
                 f"{data['ranks']} on {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['backend']} back end",
             ),
+            *([("transport", data["transport"])] if data["transport"] else []),
             (
                 "machine",
                 f"{machine['processor']}; NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}, threads: "

@@ -177,14 +177,16 @@ class OneRank:
 class Measured(NamedTuple):
     """The measurements of one size on all ranks.
 
-    problem, machine, backend: of its plans.  compute: "real" or EMULATED.  which: the index of each case's plan.
-    plans: for each its "facts" and its "passes", by pass a list by rank of `Subject.measurements`.  timelines:
-    (predicted, measured) of the first case by pass, each by rank of the mesh.
+    problem, machine, backend, transport: of its plans.  compute: "real" or EMULATED.
+    which: the index of each case's plan.
+    plans: for each its "facts" and its "passes", by pass a list by rank of `Subject.measurements`.
+    timelines: (predicted, measured) of the first case by pass, each by rank of the mesh.
     """
 
     problem: object
     machine: object
     backend: str
+    transport: str
     compute: str
     which: list
     plans: list
@@ -273,4 +275,5 @@ def measure(job, cases, how, passes, runs, warmup):
     for subject in subjects:
         subject.plan.close()
     one_rank.close()
-    return Measured(problem, machine, backend, EMULATED if one_rank.known else "real", which, plans, timelines)
+    compute = EMULATED if one_rank.known else "real"
+    return Measured(problem, machine, backend, plan.transport, compute, which, plans, timelines)

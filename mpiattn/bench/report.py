@@ -126,6 +126,7 @@ def head_text(data):
         ("problem", _problem(data)),
         ("ranks", f"{data['ranks']} on {data['hosts']} host{'s' * (data['hosts'] > 1)}"),
         ("back end", data["backend"] + (f": {EMULATED}, as are all times" if emulated else "")),
+        *([("transport", data["transport"])] if data["transport"] else []),
         (
             "machine",
             f"{machine['processor']}, {machine['cores']} cores for {machine['ranks_on_host']} ranks on the "

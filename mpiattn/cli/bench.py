@@ -208,6 +208,7 @@ def _run(job, args):
         passes += [by_plan[i] for i in measured.which]
         data |= {
             "backend": measured.backend,
+            "transport": measured.transport,
             "compute": measured.compute,
             "machine": measured.machine.as_dict(),
             "problem": _problem(measured.problem),

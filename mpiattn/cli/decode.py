@@ -181,11 +181,10 @@ def _run(job, args):
             "nodes": len(set(cache.nodes)),
             "page_size": cache.page_size,
             "backend": cache.backend,
+            **({"transport": cache.transport} if cache.transport else {}),
             "causal": not args.full,
             "scale": problems[0].scale,
         }
-        if cache.transport is not None:
-            chosen["transport"], chosen["transport_why"] = cache.transport
         output = Output(
             peers,
             args.output,
@@ -304,7 +303,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                     "ranks",
                     f"{len(ranks)} on {chosen['nodes']} node{'s' * (chosen['nodes'] > 1)}, {cache.backend} back end",
                 ),
-                *([("transport", ": ".join(cache.transport))] if cache.transport else []),
+                *([("transport", cache.transport)] if cache.transport else []),
                 ("tokens per rank", span("tokens")),
                 ("memory per rank", f"{span('nbytes', size)} of pages"),
                 ("combined by", chosen["algorithm"]),

@@ -21,7 +21,7 @@ from ..console import options
 from ..console.json_file import write_json
 from ..console.launch import on_all_ranks
 from ..console.table import facts, table
-from ..errors import ArgumentError, FileError
+from ..errors import ArgumentError, FileError, MpiattnError
 from ..model import store
 from ..system import host, installation
 from ..system.launch_variables import launch_rank
@@ -55,6 +55,7 @@ def _run(job, args):
     from ..comm.mesh import nodes_of
 
     comm, nodes = job.comm, nodes_of(job.peers)
+    transports = _transports(job.peers, nodes)
     facts_of_hosts = _hosts(job.peers, nodes)
     data = None
     with agreement(job.peers, only=0):
@@ -70,6 +71,7 @@ def _run(job, args):
                 "backends": backends.missing(),
                 "backends_for_tests": backends.usages(tests=True),
                 "auto": _auto(),
+                "transports": transports,
                 "kernels": _kernels(),
             }
             if args.json:
@@ -155,6 +157,25 @@ def _hosts(peers, nodes):
     return list(hosts.values())
 
 
+def _transports(peers, nodes):
+    """How plans of these ranks send, by the name of each back end on a GPU that can run on all of them."""
+    from ..comm.transport import in_words, make_backend
+
+    transports = {}
+    for name in backends.usages(on_gpu=True):
+        if not peers.largest([backends.find(name).missing() != ""])[0]:
+            try:
+                backend = make_backend(peers, nodes, name, "auto")
+            except MpiattnError as error:
+                if not error.everywhere:
+                    raise
+                transports[name] = f"{error}"
+            else:
+                transports[name] = in_words(backend)
+                backend.close()
+    return transports
+
+
 def _kernels():
     try:
         return str(kernel_dir())
@@ -202,6 +223,7 @@ def _lines(data):
     yield "thread level", mpi["thread_level"]
     yield "largest tag", mpi["largest_tag"]
     yield "GPU-aware MPI", f"{'yes' if mpi['gpu_aware'] else 'no'}: {mpi['gpu_aware_why']}"
+    yield from ((f"transport of {name}", words) for name, words in data["transports"].items())
     yield "ranks", f"{mpi['ranks']} on {len(data['hosts'])} host{'s' * (len(data['hosts']) > 1)}"
     if (mpi["launched_ranks"] or 1) != mpi["ranks"]:
         yield (

@@ -108,13 +108,13 @@ def text(plan, made, hosts, problem, passes, warning):
                     f"{span([each.cores for each in hosts])}",
                 ),
                 ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
-                *([("transport", ": ".join(plan.transport))] if plan.transport else []),
                 ("problem", problem),
                 (
                     "predicted",
                     f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
                     + (f": {machine.assumes}" if machine.assumes else ""),
                 ),
+                *([("transport", plan.transport)] if plan.transport else []),
                 *([("WARNING", warning)] if warning else []),
             ]
         )

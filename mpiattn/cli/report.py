@@ -112,6 +112,7 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
             + number(hosts, "host"),
         ),
         ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {_layout(chosen)}, {chosen['backend']} back end"),
+        *([("transport", plan.transport)] if plan.transport else []),
         ("tokens per rank", span([rank["tokens"] for rank in ranks])),
         ("pairs per rank", span([rank["pairs"] for rank in ranks]) + f", at most {_balance(ranks):.3g} times the mean"),
         ("time", f"{_times(seconds, passes)}; {_times(seconds, [name for name in seconds if name not in passes])}"),

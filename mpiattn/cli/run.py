@@ -335,14 +335,13 @@ def _chosen(plan, args):
         "causal_block": p.causal_block,
         "softcap": p.softcap,
         "documents": args.documents,
+        "transport": plan.transport or None,
         "documents_k": args.documents_k,
     }
     if p.window != (None, None):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
     if args.max_memory is not None:
         asked |= {"max_memory": args.max_memory, "memory_cost": plan.memory_cost}
-    if plan.transport is not None:
-        asked["transport"], asked["transport_why"] = plan.transport
     return {
         "axes": args.axes or "bshd",
         "tile": str(plan.tile),

@@ -34,6 +34,20 @@ def _part(lengths, offsets, first, step):
     return counts, [offset + min(first, n) for offset, n in zip(offsets, lengths)]
 
 
+def _bytes(array, first, count, row_bytes):
+    """The bytes of some consecutive tokens."""
+    return array[first * row_bytes : (first + count) * row_bytes]
+
+
+def _call_each(function, arguments):
+    for each in arguments:
+        function(*each)
+
+
+def _all_true(questions):
+    return all(question() for question in questions)
+
+
 def _post_blocks(post, wire, peer, tag):
     """Post one message of bytes that lie in blocks; MPI packs and unpacks them."""
     blocks = MPI.BYTE.Create_hvector(*wire.blocks).Commit()
@@ -46,8 +60,8 @@ def _post_blocks(post, wire, peer, tag):
 class Posted:
     """A transfer: its request and, for error messages, its verb, its bytes and its peer's rank in `comm`.
 
-    request: None until the bytes are ready.  peer: None for a collective call.  then: called once when the transfer is
-    complete, then None.
+    request: None until the bytes are ready.  peer: None for a collective call.  then: called once when the request is
+    complete, then None.  over: called after that until it returns true, then None; the transfer is complete then.
     """
 
     request: MPI.Request | None
@@ -56,13 +70,18 @@ class Posted:
     comm: MPI.Comm
     peer: int | None = None
     then: Callable[[], object] | None = None
+    over: Callable[[], bool] | None = None
+
+    @property
+    def pending(self):
+        """Whether something has to be done before or after what the request does."""
+        return self.request is None or self.then or self.over
 
 
 class Exchange:
     """Posts and completes transfers for one plan.
 
-    peers: the ranks of the plan; errors name ranks by their numbers there.  Messages are `WireBytes`, collectives flat
-    arrays of uint8, see `whole`.
+    peers: the ranks of the plan; errors name ranks by their numbers there.  What travels is `WireBytes`.
     max_message: bytes of the longest message; longer ones are split.  sent_bytes, sent_messages: handed to MPI for
     other ranks so far.
     """
@@ -75,10 +94,12 @@ class Exchange:
         # By verb, in order, the transfers without bytes yet: (Posted, ready(), post()).  MPI matches messages by the
         # order of the sends and by that of the receives.  A receive that waited for a send would only be late.
         self._later = {"send": deque(), "receive": deque()}
-        self._coming = []  # posted transfers with a `then` to call
+        self._coming = []  # posted transfers with a `then` or an `over` to call
+        self._ranks = {}  # by communicator and rank there, the rank in `peers`
 
     def send(self, comm, wire, dest, tag):
         """Post a send, now or when its bytes are ready; returns a list of Posted.  No bytes: nothing is sent."""
+        wire = self._for_peer(wire, comm, dest)
         posted = self._messages(comm.Isend, "send", comm, wire, dest, tag)
         self.sent_bytes += wire.nbytes
         self.sent_messages += len(posted)
@@ -86,7 +107,15 @@ class Exchange:
 
     def receive(self, comm, wire, source, tag):
         """Post a receive of exactly these bytes, now or when they may be written; returns a list of Posted."""
-        return self._messages(comm.Irecv, "receive", comm, wire, source, tag)
+        return self._messages(comm.Irecv, "receive", comm, self._for_peer(wire, comm, source), source, tag)
+
+    def _for_peer(self, wire, comm, peer):
+        if wire.by_peer is None:
+            return wire
+        key = comm.py2f(), peer
+        if key not in self._ranks:
+            (self._ranks[key],) = translate_ranks(comm, [peer], self.peers.comm)
+        return wire.by_peer(self._ranks[key])
 
     def _messages(self, post, verb, comm, wire, peer, tag):
         if wire.blocks is not None:
@@ -94,13 +123,16 @@ class Exchange:
         posted, size, total = [], min(self.max_message, wire.piece or self.max_message), len(wire.array)
         for start in range(0, total, size):
             stop = min(start + size, total)
-            transfer = Posted(None, verb, stop - start, comm, peer, wire.taken and partial(wire.taken, start, stop))
+            nbytes = (stop - start) * wire.nbytes // total
+            transfer = Posted(None, verb, nbytes, comm, peer)
+            transfer.then = wire.taken and partial(wire.taken, start, stop)
+            transfer.over = wire.over and partial(wire.over, start, stop)
             message = [wire.array[start:stop] if size < total else wire.array, MPI.BYTE], peer, tag
             if wire.ready is None:
                 transfer.request = post(*message)
             else:
-                self._later[verb].append((transfer, partial(wire.ready, stop), partial(post, *message)))
-            if transfer.then:
+                self._later[verb].append((transfer, wire.ready(start, stop), partial(post, *message)))
+            if transfer.then or transfer.over:
                 self._coming.append(transfer)
             posted.append(transfer)
         if self._unfinished():
@@ -112,7 +144,7 @@ class Exchange:
         return bool(self._coming or any(self._later.values()))
 
     def progress(self):
-        """Post the transfers that have become ready, and call `then` of those that are complete.
+        """Post the transfers that have become ready; call `then` and `over` of those that MPI has done.
 
         Sends are posted in their order, receives in theirs.
         """
@@ -122,22 +154,28 @@ class Exchange:
                 transfer.request = post()
         if self._coming:
             requested = [transfer for transfer in self._coming if transfer.request is not None]
-            for i in MPI.Request.Testsome([transfer.request for transfer in requested]) or ():
-                then, requested[i].then = requested[i].then, None
-                then()
-            self._coming = [transfer for transfer in self._coming if transfer.then]
+            MPI.Request.Testsome([transfer.request for transfer in requested])
+            for transfer in requested:
+                if transfer.request == MPI.REQUEST_NULL:
+                    if transfer.then:
+                        then, transfer.then = transfer.then, None
+                        then()
+                    if transfer.over and transfer.over():
+                        transfer.over = None
+            self._coming = [transfer for transfer in self._coming if transfer.then or transfer.over]
 
-    def whole(self, wire):
-        """Wait until all bytes are ready; returns their array, for a collective call."""
-        if wire.ready is None and not self._unfinished():
-            return wire.array
+    def pieces(self, wire, item_bytes):
+        """The bytes [start, stop) of consecutive pieces for collective calls; each is yielded when it is ready.
 
-        def ready():
-            self.progress()
-            return wire.ready is None or wire.ready(len(wire.array))
-
-        self.peers.until(ready, lambda: "for its own work")
-        return wire.array
+        item_bytes: bytes of an item, which no piece cuts.  Several pieces are made ready at a time.
+        """
+        size, total = self._step(item_bytes, wire.piece) * item_bytes, len(wire.array)
+        pieces = [(start, min(start + size, total)) for start in range(0, total, size)]
+        ready = [wire.ready(*piece) for piece in pieces] if wire.ready else None
+        for i, piece in enumerate(pieces):
+            if ready:
+                self.peers.until(ready[i], lambda: "for its own work")
+            yield piece
 
     def _row_type(self, row_bytes):
         """A datatype of one token's bytes, so that counts and displacements, in tokens, do not overflow."""
@@ -145,23 +183,29 @@ class Exchange:
             self._row_types[row_bytes] = MPI.BYTE.Create_contiguous(row_bytes).Commit()
         return self._row_types[row_bytes]
 
-    def _step(self, row_bytes):
-        """Most tokens of a chunk in a round, which keep messages within the limit."""
-        return max(1, self.max_message // row_bytes)
+    def _step(self, row_bytes, piece, parts=1):
+        """Most tokens of a chunk in a round, which keep messages within the limit, and within a piece all `parts`."""
+        return max(1, min(self.max_message, (piece or self.max_message * parts) // parts) // row_bytes)
 
     def allgather(self, comm, chunk, arena, lengths, offsets, row_bytes):
-        """Post an allgather of every rank's chunk into `arena`; returns a list of Posted.
+        """Post an allgather of every rank's chunk, all `WireBytes`, into `arena`; returns a list of Posted.
 
         lengths, offsets: tokens of each rank's chunk and its offset in the arena, by rank of `comm`.
         """
-        row_type, posted, step = self._row_type(row_bytes), [], self._step(row_bytes)
+        row_type, posted, step = self._row_type(row_bytes), [], self._step(row_bytes, chunk.piece)
         for first in range(0, max(lengths), step):
             counts, starts = _part(lengths, offsets, first, step)
-            own_count = counts[comm.rank]
-            piece = chunk[first * row_bytes : (first + own_count) * row_bytes]
-            request = comm.Iallgatherv([piece, own_count, row_type], [arena, counts, starts, row_type])
-            posted.append(Posted(hold(request, piece, arena), "gather", sum(counts) * row_bytes, comm))
-            self._count(own_count * row_bytes, comm.size - 1)
+            own = first, counts[comm.rank]
+            piece, total = _bytes(chunk.array, *own, row_bytes), sum(counts) * row_bytes
+
+            def post(piece=piece, own_count=own[1], counts=counts, starts=starts):
+                request = comm.Iallgatherv([piece, own_count, row_type], [arena.array, counts, starts, row_type])
+                return hold(request, piece, arena.array)
+
+            posted.append(Posted(None, "gather", total, comm))
+            self._post_round(posted[-1], post, chunk, [own], arena, zip(starts, counts), row_bytes)
+            self._count(own[1] * row_bytes, comm.size - 1)
+        self.progress()
         return posted
 
     def alltoall(self, comm, outgoing, out_lengths, out_offsets, incoming, in_lengths, in_offsets, row_bytes, longest):
@@ -171,15 +215,36 @@ class Exchange:
         in_offsets[j] of `incoming`.  longest: tokens of the longest chunk between any two ranks, which determines the
         number of rounds on all ranks.
         """
-        row_type, posted, step = self._row_type(row_bytes), [], self._step(row_bytes)
+        row_type, posted = self._row_type(row_bytes), []
+        step = self._step(row_bytes, outgoing.piece, max(1, comm.size - 1))
         for first in range(0, longest, step):
             counts, starts = _part(out_lengths, out_offsets, first, step)
             in_counts, in_starts = _part(in_lengths, in_offsets, first, step)
-            request = comm.Ialltoallv([outgoing, counts, starts, row_type], [incoming, in_counts, in_starts, row_type])
-            posted.append(Posted(request, "exchange", sum(counts + in_counts) * row_bytes, comm))
+            sent = [outgoing.array, counts, starts, row_type]
+            posted.append(Posted(None, "exchange", sum(counts + in_counts) * row_bytes, comm))
+            post = partial(comm.Ialltoallv, sent, [incoming.array, in_counts, in_starts, row_type])
+            own, theirs = zip(starts, counts), zip(in_starts, in_counts)
+            self._post_round(posted[-1], post, outgoing, own, incoming, theirs, row_bytes)
             for rank, count in enumerate(counts):
                 self._count(count * row_bytes, rank != comm.rank)
+        self.progress()
         return posted
+
+    def _post_round(self, transfer, post, outgoing, sent, incoming, received, row_bytes):
+        """Post one collective call, now or when its bytes are ready.
+
+        sent, received: first token and number of tokens of each part of the two arrays.  All ranks post the calls on a
+        communicator in one order, since `_later` keeps it.
+        """
+        if incoming.taken:
+            parts = [(start * row_bytes, (start + count) * row_bytes) for start, count in received if count]
+            transfer.then = partial(_call_each, incoming.taken, parts)
+            self._coming.append(transfer)
+        if outgoing.ready is None:
+            transfer.request = post()
+        else:
+            parts = [outgoing.ready(start * row_bytes, (start + count) * row_bytes) for start, count in sent if count]
+            self._later.append((transfer, partial(_all_true, parts), post))
 
     def _count(self, nbytes, messages):
         if nbytes:
@@ -198,7 +263,7 @@ class Exchange:
         """Poll MPI; returns whether all transfers of `posted` are complete."""
         if self._unfinished():
             self.progress()
-            if any(transfer.request is None or transfer.then for transfer in posted):
+            if any(transfer.pending for transfer in posted):
                 return False
         return MPI.Request.Testall([transfer.request for transfer in posted])
 
@@ -227,7 +292,8 @@ class Exchange:
         """The incomplete transfers, in words."""
         missing = []
         for transfer in posted:
-            if transfer.request is not None and (transfer.request == MPI.REQUEST_NULL or transfer.request.Test()):
+            request = transfer.request
+            if request is not None and not transfer.over and (request == MPI.REQUEST_NULL or request.Test()):
                 continue
             ranks = range(transfer.comm.size) if transfer.peer is None else [transfer.peer]
             names = ", ".join(str(rank) for rank in translate_ranks(transfer.comm, ranks, self.peers.comm))

@@ -31,6 +31,7 @@ from .agreement import agreement, is_everywhere
 from .blocking import blocking
 from .channel import Channel
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
+from .transport import Known
 
 REMEMBERED = 64  # groups of ranks
 UNUSED = 2  # meshes of a home that are kept without users; an MPI has some 2000 communicators
@@ -124,13 +125,13 @@ class Home:
 
     nodes: of every rank, see `nodes_of`.  hosts: the host name of every rank.  channel: for messages about failures.
     plans: that `attention` keeps for its next call, by what they were made for, the oldest first.
-    backends: the name of the back end that all ranks can run, by the name that was asked for.
+    known: what the ranks have found out about back ends.
     abandoned: why this home cannot be used any more; "" if it can.
     """
 
     def __init__(self, comm, timeout):
         self.owner, self.abandoned, self._kept = comm, "", []
-        self.meshes, self.plans, self.backends = {}, {}, {}  # before what may fail: `abandon` takes them
+        self.meshes, self.plans, self.known = {}, {}, Known()  # before what may fail: `abandon` takes them
         self.comm, request = comm.Idup()
         Peers(comm, timeout).wait([request])
         self.hosts, marks = zip(*Peers(self.comm, timeout).allgather((socket.gethostname(), os.urandom(8))))

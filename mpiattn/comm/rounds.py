@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from ..backends.wire import in_memory, in_place
+from ..backends.wire import WireBytes, in_memory, in_place
 from .exchange import Exchange
 from .peers import keep_forever
 
@@ -73,7 +73,7 @@ class Rounds:
         unpack: (array, buffer) pairs of parts of the arena and the arrays they go to at the end of the round.
         """
         if row_bytes:
-            self._posting = own, arena = as_bytes(packed(array)), as_bytes(arena)
+            self._posting = own, arena = WireBytes(as_bytes(packed(array))), WireBytes(as_bytes(arena))
             self._posted += self._exchange.allgather(self._comm, own, arena, lengths, starts, row_bytes)
         self._unpack += unpack
 

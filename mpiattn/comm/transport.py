@@ -1,4 +1,8 @@
-"""Transports of device memory: staged through host memory, or by an MPI that takes device memory; and their choice.
+"""Transports of device memory, and their choice.
+
+    device  MPI takes device memory
+    ipc     GPUs of ranks of one node copy from each other by CUDA IPC, messages between nodes are staged
+    staged  through host memory
 
 Only a back end with a device has a transport.  All ranks must choose the same, since it determines how messages are
 split.
@@ -7,10 +11,11 @@ split.
 from .. import backends
 from ..errors import ArgumentError
 from ..system import gpu_aware_mpi, gpu_probe
-from .agreement import agreement
+from .agreement import agreement, everywhere
 from .available import agreed_backend
+from .near import connect
 
-TRANSPORTS = ("auto", "staged", "device")
+TRANSPORTS = ("auto", "staged", "ipc", "device")
 _probed: dict[str, str] = {}  # the result of the probe, which runs once per process
 
 
@@ -38,43 +43,81 @@ def check_transport(backend, transport):
             )
 
 
-def make_backend(peers, nodes, name, transport, agreed=None):
+class Known:
+    """What the ranks of a communicator have found out about back ends, for all that are made on it.
+
+    names: the name of the back end that all ranks can run, by the name that was asked for.
+    near: the `mpiattn.comm.near.Near` of this rank for its GPU `device`, or None and why.
+    """
+
+    def __init__(self):
+        self.names, self.device, self.near, self.why = {}, None, None, ""
+
+    def near_for(self, peers, nodes, backend):
+        """(near, why) for a back end; collective: the ranks try it when one of them uses its GPU for the first time."""
+        if peers.largest([self.device != backend.device])[0]:
+            self.device, (self.near, self.why) = backend.device, connect(peers, nodes, backend)
+        return self.near, self.why
+
+
+def make_backend(peers, nodes, name, transport, known=None):
     """A new back end, on this rank's device if it has one; collective.
 
     nodes: node number of every rank.  name, transport: checked, the same on every rank.
-    agreed: what `agreed_backend` has said of names to these ranks before; the answer is added.
+    known: the `Known` of these ranks.
     Raises ArgumentError on every rank.
     """
-    agreed = {} if agreed is None else agreed
-    if name not in agreed:
-        agreed[name] = agreed_backend(peers, name)
-    name = agreed[name]
-    why, sure = "", True
-    if backends.find(name).on_gpu and transport == "auto":
+    known = known or Known()
+    if name not in known.names:
+        known.names[name] = agreed_backend(peers, name)
+    name, asked, why, sure = known.names[name], transport, "as asked for", True
+    on_gpu = backends.find(name).on_gpu
+    if on_gpu and asked == "auto":
         transport, why, sure = _chosen(peers)
     with agreement(peers):
-        backend = local_backend(peers.rank, nodes, name, transport, why)
-    if sure:
-        return backend
-    from . import device_trial  # only here, as it loads MPI, and commands name transports before that
+        backend = local_backend(peers.rank, nodes, name, "staged" if transport == "ipc" else transport)
+    if not sure:
+        from . import device_trial  # only here, as it loads MPI, and commands name transports before that
 
-    if device_trial.succeeds(peers, backend, why):
-        return backend
-    backend.close()
-    why = f"what the ranks sent each other did not arrive as it was ({why})"
-    with agreement(peers):
-        return local_backend(peers.rank, nodes, name, "staged", why)
-
-
-def local_backend(rank, nodes, name, transport, why=""):
-    """A new back end on the device of a rank, if it has one; not collective.
-
-    transport: not "auto".  why: the reason for it, in words.
-    """
-    backend = backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
-    if why:
+        if not device_trial.succeeds(peers, backend, why):
+            backend.close()
+            transport, why = "staged", f"what the ranks sent each other did not arrive as it was ({why})"
+            with agreement(peers):
+                backend = local_backend(peers.rank, nodes, name, transport)
+    if on_gpu and (asked == "ipc" or (asked == "auto" and transport == "staged")):
+        near, lacking = known.near_for(peers, nodes, backend)
+        if near is not None:
+            backend.connect(near)
+            why = f"{why}; ranks of a node copy from each other's GPU" if asked == "auto" else why
+        elif asked == "ipc":
+            backend.close()
+            raise everywhere(ArgumentError(f"transport is 'ipc', but {lacking}; take 'staged' or 'auto'"), peers)
+        else:
+            why = f"{why}, and no CUDA IPC: {lacking}"
+    if on_gpu:
         backend.transport_why = why
     return backend
+
+
+def local_backend(rank, nodes, name, transport):
+    """A new back end on the device of a rank, if it has one; transport: "staged" or "device".  Not collective."""
+    return backends.get(name, transport, sum(node == nodes[rank] for node in nodes[:rank]))
+
+
+def another(backend, rank, nodes):
+    """A new back end like one of this rank, with its transport.  Not collective.  Raises ArgumentError."""
+    near = backend.near if backend.transport == "ipc" else None
+    made = local_backend(rank, nodes, backend.name, "staged" if near else backend.transport)
+    if near:
+        made.connect(near)
+    if made.transport:
+        made.transport_why = backend.transport_why
+    return made
+
+
+def in_words(backend):
+    """The transport of a back end and why it has it; "" if it has no choice."""
+    return f"{backend.transport}: {backend.transport_why}" if backend.transport else ""
 
 
 def _chosen(peers):

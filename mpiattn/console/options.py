@@ -136,8 +136,9 @@ def add_transport(parser):
         "--transport",
         default="auto",
         choices=TRANSPORTS,
-        help=f"how the back end {' or '.join(usages(on_gpu=True))} sends. staged: copies through pinned host memory; "
-        "device: MPI gets GPU memory; auto: device if a test at the start succeeds, else staged (default: %(default)s)",
+        help=f"how the back end {' or '.join(usages(on_gpu=True))} sends. device: MPI gets GPU memory; ipc: GPUs "
+        "of one node copy from each other by CUDA IPC, else staged; staged: copies through pinned host memory; "
+        "auto: the first of these that works, which is tried at the start (default: %(default)s)",
     )
 
 

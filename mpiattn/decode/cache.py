@@ -137,7 +137,7 @@ class KVCache(DescribedCache, Collective):
                     "timeout": timeout,
                 },
             )
-            self._backend = make_backend(peers, home.nodes, backend, transport, home.backends)
+            self._backend = make_backend(peers, home.nodes, backend, transport, home.known)
             peers.idle = self._backend.idle
             self.rank, self.ranks = peers.rank, peers.size
             self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim

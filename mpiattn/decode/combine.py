@@ -4,8 +4,6 @@ The paper is Tree Attention, arXiv 2408.04093, Algorithm 3.  A partial is one ar
 travels as one message.
 """
 
-import math
-
 import numpy as np
 from mpi4py import MPI
 
@@ -113,13 +111,11 @@ class Combiner:
     def _reduce(self, array, ready, result, free, operation, where, root=None):
         """Reduce an array into `result`, on all ranks or on `root`; returns the events of the result."""
         whole = root is None or root == self.peers.rank
-        leaving = self.exchange.whole(self.backend.outgoing(array, ready, collective=True)).view(array.dtype)
-        arriving = None
-        if whole:
-            arriving = self.exchange.whole(self.backend.incoming(result, free, collective=True)).view(array.dtype)
-        step = max(1, self.exchange.max_message // array.dtype.itemsize)
-        for start in range(0, math.prod(array.shape), step):
-            given, taken = leaving[start : start + step], arriving[start : start + step] if whole else None
+        leaving = self.backend.outgoing(array, ready, collective=True)
+        arriving = self.backend.incoming(result, free, collective=True) if whole else None
+        for start, stop in self.exchange.pieces(leaving, array.dtype.itemsize):
+            given = leaving.array[start:stop].view(array.dtype)
+            taken = arriving.array[start:stop].view(array.dtype) if whole else None
             with keeping(given, taken):
                 request = (
                     self.comm.Iallreduce(given, taken, operation)
@@ -127,6 +123,8 @@ class Combiner:
                     else self.comm.Ireduce(given, taken, operation, root)
                 )
                 self.exchange.finish(request, "reduce", given.nbytes, where)
+            if whole and arriving.taken:
+                arriving.taken(start, stop)
         self.backend.sent(array)
         return (self.backend.arrived(result),) if whole else ()
 

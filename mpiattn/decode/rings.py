@@ -232,12 +232,10 @@ def _gather(call: Call, own: Partial, chunks: list[range]) -> Partial:
     arena, whole = backend.empty((call.rows * row,), call.cache.partial_dtype), call.partial()
     call.buffers = own.packed, arena
     so_far = (backend.clear(whole.out, whole.lse),)  # earlier launches may still use the arena's memory
-    leaving = exchange.whole(backend.outgoing(own.packed, own.ready, collective=True))
-    arriving = exchange.whole(backend.incoming(arena, so_far, collective=True))
     posted = exchange.allgather(
         comm,
-        leaving,
-        arriving,
+        backend.outgoing(own.packed, own.ready, collective=True),
+        backend.incoming(arena, so_far, collective=True),
         [len(rows) for rows in chunks],
         [rows.start for rows in chunks],
         row * arena.dtype.itemsize,

@@ -157,11 +157,10 @@ class Transfers:
         (leaving,) = own.parts(sent) if sent else [own.arrays]
         group, requests = self._group(kind), []
         for array, arena, nbytes in zip(leaving, gathered.arrays, row_bytes):
-            outgoing = self.exchange.whole(self.backend.outgoing(array, own.ready, collective=True))
             requests += self.exchange.allgather(
                 group,
-                outgoing if sent else outgoing[:0],
-                self.exchange.whole(self.backend.incoming(arena, collective=True)),
+                self.backend.outgoing(array, own.ready, collective=True),
+                self.backend.incoming(arena, collective=True),
                 counts,
                 starts,
                 nbytes,
@@ -203,10 +202,10 @@ class Transfers:
         for array, arena, nbytes in zip(leaving, received.arrays, self._row_bytes(arena_of(kind))):
             requests += self.exchange.alltoall(
                 self._group(kind),
-                self.exchange.whole(self.backend.outgoing(array, ready, collective=True)),
+                self.backend.outgoing(array, ready, collective=True),
                 out_counts,
                 out_starts,
-                self.exchange.whole(self.backend.incoming(arena, self.buffers.launched, collective=True)),
+                self.backend.incoming(arena, self.buffers.launched, collective=True),
                 in_counts,
                 in_starts,
                 nbytes,

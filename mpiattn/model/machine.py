@@ -269,6 +269,7 @@ DEFAULT = Machine(
 
 # Links, from datasheets: 400 Gb/s are 50 GB/s each way, NVLink 4 has 450 GB/s each way.  Messages of megabytes are
 # assumed to reach 80 % of both.
+# Collectives pass host memory, at 20 GB/s.
 # Blocks: published figures of FlashAttention-2 on an H100, forward and backward, head_dim 128; float32 on TF32 cores.
 H100 = Machine(
     "h100",
@@ -280,11 +281,24 @@ H100 = Machine(
     launch=10e-6,
     edge=0.3 * EDGE,  # a tile of keys in half types
     merging=1e12,
+    collective=18.0,
     assumes="nodes of 8 H100 joined by NVLink, one 400 Gb/s card a GPU, 80 % of the rates of the "
     "datasheets; blocks as fast as FlashAttention-2's published figures. Not measured here",
 )
 
-BUILT_IN = {machine.name: machine for machine in (DEFAULT, H100)}
+# The same where messages pass host memory: a GPU's copies to the host and back, and MPI's copy there, take turns with
+# those of the node's other ranks for the host's memory.
+H100_STAGED = replace(
+    H100,
+    name="h100-staged",
+    inside=Link(30e-6, 20e9),
+    between=Link(35e-6, 20e9),
+    collective=1.0,
+    assumes="nodes of 8 H100 whose messages pass host memory at 20 GB/s; blocks as fast as FlashAttention-2's "
+    "published figures. Not measured here",
+)
+
+BUILT_IN = {machine.name: machine for machine in (DEFAULT, H100, H100_STAGED)}
 
 
 def load(path: Machine | str | os.PathLike[str]) -> Machine:

@@ -10,7 +10,7 @@ from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE, Exchange
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
-from ..comm.transport import local_backend
+from ..comm.transport import another
 from ..problem.tensors import as_given
 from ..schedule.needed import Activity
 from .arguments import Arguments, compared
@@ -82,7 +82,7 @@ class MeshAttention(Described, Distributed):
         backend: "cpu" (compiled kernels), "numpy", "auto" ("cpu" where every rank has it, else "numpy") or "cuda"
         (no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy, torch and others,
         and returns arrays on the GPU, of q's library where that can have them, else of CuPy.
-        transport of "cuda": "staged" (pinned host memory), "device" (GPU memory) or "auto" (what works).
+        transport of "cuda": "device" (MPI gets GPU memory), "ipc" (CUDA IPC inside nodes), "staged"; "auto": the first.
     max_message, max_memory : int, max_memory by default None
         max_message: bytes of the longest MPI message.  Collectives, scatter and gather split down to one token's row.
         max_memory: bytes that a rank may need, without scratch; tiles, schedules and receiving ahead go by it.  Calls
@@ -220,7 +220,7 @@ class MeshAttention(Described, Distributed):
             shape, options = self._asked
             other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
             other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
-            other._backend = local_backend(self._peers.rank, home.nodes, self.backend, *(self.transport or (None,)))
+            other._backend = another(self._backend, self._peers.rank, home.nodes)
             other._prepare(home)
             same["schedule"] = other.schedule  # built separately on every rank
         home.share(self._mesh)

@@ -87,7 +87,7 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
         checked = asked.checked(problem, ranks)
         same |= {name: getattr(problem, name) for name in OF_PROBLEM}
         same |= {name: getattr(checked, name) for name in options}
-    backend = make_backend(peers, home.nodes, asked.backend, asked.transport, home.backends)
+    backend = make_backend(peers, home.nodes, asked.backend, asked.transport, home.known)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]

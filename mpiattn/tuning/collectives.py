@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from ..backends.wire import WireBytes
 from .samples import Sample, take_turns
 from .wire import ITEMSIZE, TAG, Wire
 
@@ -27,30 +26,29 @@ def measure(peers, backend, bandwidth, seconds, progress):
     counts, starts = [tokens] * peers.size, [tokens * rank for rank in range(peers.size)]
     others = [tokens * (rank != peers.rank) for rank in range(peers.size)]
 
-    def part(buffer, rank):
-        return buffer[rank * tokens * row : (rank + 1) * tokens * row]
+    def parts(buffer):
+        return [buffer[start : start + tokens] for start in starts]
 
-    def arrays():
-        return (
-            exchange.whole(backend.outgoing(wire.given, collective=True)),
-            exchange.whole(backend.incoming(wire.taken, collective=True)),
-        )
+    given, taken = parts(wire.given), parts(wire.taken)  # by the rank that they go to, or come from
 
     def gather(turn):
-        given, taken = arrays()
-        wire.complete(exchange.allgather(comm, part(given, peers.rank), taken, counts, starts, row))
+        own = backend.outgoing(given[peers.rank], collective=True)
+        arena = backend.incoming(wire.taken, collective=True)
+        wire.complete(exchange.allgather(comm, own, arena, counts, starts, row), [given[peers.rank]])
 
     def alltoall(turn):
-        given, taken = arrays()
-        wire.complete(exchange.alltoall(comm, given, others, starts, taken, others, starts, row, tokens))
+        own, arena = backend.outgoing(wire.given, collective=True), backend.incoming(wire.taken, collective=True)
+        wire.complete(exchange.alltoall(comm, own, others, starts, arena, others, starts, row, tokens))
 
     def pairs(turn):
-        (given, taken), posted = arrays(), []
+        posted = []
         for hop in range(1, peers.size):
             dest, source = (peers.rank + hop) % peers.size, (peers.rank - hop) % peers.size
-            posted += exchange.receive(comm, WireBytes(part(taken, source)), source, TAG)
-            posted += exchange.send(comm, WireBytes(part(given, dest)), dest, TAG)
-        wire.complete(posted)
+            posted += exchange.receive(comm, backend.incoming(taken[source]), source, TAG)
+            posted += exchange.send(comm, backend.outgoing(given[dest]), dest, TAG)
+        wire.complete(
+            posted, *([each[rank] for rank in range(peers.size) if rank != peers.rank] for each in (given, taken))
+        )
 
     took = take_turns(peers, [gather, alltoall, pairs], seconds, progress)
     exchange.close()

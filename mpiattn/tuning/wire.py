@@ -26,11 +26,16 @@ class Wire:
         """Post a send; returns what was posted."""
         return self.exchange.send(self.peers.comm, self.backend.outgoing(self.given), dest, TAG)
 
-    def complete(self, posted):
-        """Wait until the posted transfers are complete."""
+    def complete(self, posted, given=(), taken=()):
+        """Wait until the posted transfers are complete.
+
+        given, taken: the arrays that they send and receive; by default those of this object.
+        """
         self.exchange.wait(posted)
-        self.backend.sent(self.given)
-        self.backend.wait(self.backend.arrived(self.taken))
+        for array in given or [self.given]:
+            self.backend.sent(array)
+        for event in [self.backend.arrived(array) for array in taken or [self.taken]]:
+            self.backend.wait(event)
 
     def swap(self, ends):
         """Send and receive once; ends: (dest, source)."""

@@ -141,8 +141,8 @@ class Work:
             raise RuntimeError(f"nothing was tested: {record['result'] or 'no tests'}")
         return text
 
-    def ranks(self, run, record, file):
-        """Four ranks on the GPU, staged through host memory."""
+    def ranks(self, run, record, file, transport="staged"):
+        """Four ranks on the GPU, staged through host memory or by CUDA IPC."""
         self.pytest(
             run,
             record,
@@ -150,7 +150,7 @@ class Work:
             CASES[file],
             (4, "mpich"),
             MPIATTN_BACKENDS=self.args.backend,
-            MPIATTN_TRANSPORT="staged",
+            MPIATTN_TRANSPORT=transport,
         )
 
     def openmpi(self, run, record):
@@ -282,6 +282,12 @@ SECTIONS = {
     **{
         f"ranks-{file[5:-3]}": Section("ranks", 60, 200, f"four ranks, staged: tests/mpi/{file}", Work.ranks, (file,))
         for file in CASES
+    },
+    **{
+        f"ipc-{file[5:-3]}": Section(
+            "ranks", 60, 200, f"four ranks, CUDA IPC: tests/mpi/{file}", Work.ranks, (file, "ipc")
+        )
+        for file in ("test_kernels.py", "test_decode.py")
     },
     "openmpi": Section("ranks", 5, 90, "unpack Open MPI with CUDA; four ranks of it", Work.openmpi, gpu=False),
     "probe": Section("ranks", 5, 60, "device memory through Open MPI, one process", Work.probe),

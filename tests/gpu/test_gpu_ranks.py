@@ -1,4 +1,4 @@
-"""Four ranks on one GPU: the cases of tests/mpi on the CUDA back end, staged through host memory."""
+"""Four ranks on one GPU: the cases of tests/mpi on the CUDA back end, staged through host memory or by CUDA IPC."""
 
 import sys
 
@@ -8,7 +8,8 @@ from rank_cases import CASES
 
 
 @pytest.mark.parametrize("file", CASES)
-def test_cases(file):
+@pytest.mark.parametrize("transport", ["staged", "ipc"])
+def test_cases(transport, file):
     outcome = mpirun(
         4,
         [
@@ -20,6 +21,6 @@ def test_cases(file):
         ],
         timeout=300,
         cwd=ROOT,
-        env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_TRANSPORT": "staged"},
+        env={"MPIATTN_BACKENDS": "cuda", "MPIATTN_TRANSPORT": transport},
     )
     assert " passed" in outcome.stdout, outcome.stdout

@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from mpiattn import MeshAttention, PeerFailure
+from mpiattn.backends.wire import WireBytes
 from mpiattn.comm import channel
 from mpiattn.comm.exchange import Exchange
 from mpiattn.comm.peers import Peers
@@ -38,7 +39,8 @@ def test_a_given_up_request_holds_its_buffers(comm, at_least, monkeypatch, call)
             return peers.reduce(array(3, 4, 5), MPI.MAX)
         exchange = Exchange(peers)
         chunk, arena = array(7).view(np.uint8), array(*range(comm.size)).view(np.uint8)
-        exchange.wait(exchange.allgather(fresh, chunk, arena, [1] * comm.size, [*range(comm.size)], 8))
+        wires = WireBytes(chunk), WireBytes(arena)
+        exchange.wait(exchange.allgather(fresh, *wires, [1] * comm.size, [*range(comm.size)], 8))
 
     if not late:
         lost = []

@@ -10,22 +10,23 @@ Results are memory of the caller's library, see `callers`.
 
 import os
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 
 import numpy as np
 
 from ...errors import ArgumentError, MpiattnError
-from ...model.machine import H100
+from ...model.machine import H100, H100_STAGED
 from ...problem.tensors import is_tensor
 from ..wire import WireBytes
 from . import kernel_source
 from .arrays import as_cupy, check_bfloat16, missing
 from .callers import Callers
 from .devices import choose_device, stay_on
+from .ipc import Ipc
 from .kernels import KernelLaunches
-from .pinned import PinnedBlocks
+from .slots import opened, slots_of
+from .staging import Staging
 
-PIECE = 4 * 2**20  # maximum bytes of a staged message
 CAPABILITY = 80  # the minimum compute capability that the kernels are compiled for
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
 ALIGNMENT = 16  # bytes; of arrays that kernels read by asynchronous copies
@@ -78,7 +79,7 @@ def _launched(method):
 
     @wraps(method)
     def launch(self, *args, after=(), **options):
-        with self.cupy.cuda.Device(self.device), self.stream:  # as `_on` and `_event`, at half their cost
+        with self.cupy.cuda.Device(self.device), self.stream:  # as `_on` and `event`, at half their cost
             _wait_for(self.stream, after)
             method(self, *args, **options)
             return self.stream.record(self.cupy.cuda.Event(disable_timing=True))
@@ -97,14 +98,13 @@ class CudaBackend(_CupyLaunches):
 
     transport: "device" passes device arrays to MPI, except in collectives, because no MPI's nonblocking collectives
     reliably take device memory.  "staged" passes pinned host memory.  "auto" means "staged" here, where there is no
-    MPI to ask.
+    MPI to ask.  `connect` makes it "ipc": GPUs of ranks of one node copy from each other, all else is staged.
     local_rank: see `devices.choose_device`.
 
     stream: the stream of the launches.  device: the number of the GPU.  Raises ArgumentError if the GPU is too old.
     """
 
     name = "cuda"
-    assumed_machine = H100
     emulated_flops = None
     transport_why = ""
     strided = False
@@ -145,21 +145,29 @@ class CudaBackend(_CupyLaunches):
         with device:
             self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
         self._callers = Callers(self.cupy, self.device)
-        self._pinned = PinnedBlocks(self.cupy, self.device)
-        self._leaving, self._arriving = {}, {}  # staging state by the array's id; it holds the array
-        self._begun = self._event(self.stream)  # the start of the library call
+        self._staging, self._ipc = Staging(self, self._out, self._in), None
+        self._begun = self.event(self.stream)  # the start of the library call
+
+    @property
+    def assumed_machine(self):
+        return H100_STAGED if self.transport == "staged" else H100
 
     @contextmanager
     def _on(self, stream):
         with self.cupy.cuda.Device(self.device), stream:
             yield
 
-    def _event(self, stream):
+    def event(self, stream):
+        """A new event: all that has been given to a stream so far."""
         with self.cupy.cuda.Device(self.device):  # another thread of the caller may have another current GPU
             return stream.record(self.cupy.cuda.Event(disable_timing=True))
 
+    def wait_on(self, stream, events):
+        """Let a stream wait for events; None stands for finished work."""
+        _wait_for(stream, events)
+
     def _wait_for_callers(self):
-        _wait_for(self.stream, map(self._event, self._callers.streams()))
+        _wait_for(self.stream, map(self.event, self._callers.streams()))
 
     def idle(self):
         os.sched_yield()
@@ -169,7 +177,7 @@ class CudaBackend(_CupyLaunches):
     @property
     def staged_bytes(self):
         """Bytes of pinned host memory that are allocated."""
-        return self._pinned.nbytes
+        return self._staging.nbytes
 
     def empty(self, shape, dtype):
         with self._on(self.stream):
@@ -232,13 +240,13 @@ class CudaBackend(_CupyLaunches):
 
     def begin(self):
         self._wait_for_callers()
-        self._begun = self._event(self.stream)
+        self._begun = self.event(self.stream)
         for stream in (self._out, self._in):
             _wait_for(stream, [self._begun])
 
     def finish(self):
-        _wait_for(self.stream, [self._event(self._in)])
-        end = self._event(self.stream)
+        _wait_for(self.stream, [self.event(self._in)])
+        end = self.event(self.stream)
         for stream in self._callers.streams():
             _wait_for(stream, [end])
 
@@ -269,6 +277,27 @@ class CudaBackend(_CupyLaunches):
 
     # Wire
 
+    def slots(self):
+        """The memory of this process on this GPU that other processes of the node may read."""
+        return slots_of(self.cupy, self.device)
+
+    def opened(self, handles):
+        """That of another process, opened here; raises whatever CUDA does if it cannot be."""
+        return opened(self.cupy, self.device, handles)
+
+    def connect(self, near):
+        """Take the transport "ipc" with these ranks, a `mpiattn.comm.near.Near`.  Raises ArgumentError."""
+        if near.device != self.device:
+            raise ArgumentError(
+                f"the current GPU is {self.device}; it must be {near.device}, through which other ranks are reached"
+            )
+        self.transport, self._ipc = "ipc", Ipc(self, self._out, self._in, near)
+
+    @property
+    def near(self):
+        """What `connect` was given; None before."""
+        return self._ipc and self._ipc.near
+
     def _done(self, event):
         """Whether an event is done; raises if the GPU has failed, because the event would then never be done."""
         status = self.cupy.cuda.runtime.eventQuery(event.ptr)
@@ -276,77 +305,45 @@ class CudaBackend(_CupyLaunches):
             self.wait(event)
         return status == 0
 
-    def _all_done(self, events):
+    def all_done(self, events):
+        """Whether events are done; raises as `wait`."""
         return all(event is None or self._done(event) for event in events)
 
     def _as_it_is(self, array, after):
         """`WireBytes` of a device array.  MPI does not know streams, so `ready` lets the host wait for the events."""
         events = after or (self._begun,)
-        return WireBytes(array.reshape(-1).view(np.uint8), lambda stop: self._all_done(events))
+        return WireBytes(array.reshape(-1).view(np.uint8), lambda start, stop: partial(self.all_done, events))
 
     def outgoing(self, array, after=(), collective=False):
         if self.transport == "device" and not collective:
             return self._as_it_is(array, after)
-        if not array.nbytes:
-            return WireBytes(np.empty(0, np.uint8))
-        if id(array) in self._leaving:  # already staged for another rank, and unchanged since
-            held = self._leaving[id(array)]
-        else:
-            held = self._leaving[id(array)] = _Leaving(array, self._pinned.take(array.nbytes))
-            _wait_for(self._out, after)
-            for start in range(0, array.nbytes, PIECE):
-                self._copy_out(held, start, min(PIECE, array.nbytes - start))
-        held.users += 1
-        return WireBytes(
-            held.block.bytes[: array.nbytes], lambda stop: self._all_done(held.copied[: -(-stop // PIECE)]), piece=PIECE
-        )
+        if self.transport == "ipc" and not collective:
+            return WireBytes(None, by_peer=partial(self._outgoing_to, array, after))
+        return self._staging.outgoing(array, after)
 
-    def _copy_out(self, held, start, count):
-        runtime = self.cupy.cuda.runtime
-        runtime.memcpyAsync(
-            held.block.pointer + start, held.array.data.ptr + start, count, runtime.memcpyDeviceToHost, self._out.ptr
-        )
-        held.copied.append(self._event(self._out))
+    def _outgoing_to(self, array, after, rank):
+        if rank in self._ipc.near.opened:
+            self._staging.count(array)
+            return self._ipc.outgoing(array, after or (self._begun,), rank)
+        return self._staging.outgoing(array, after)
 
     def sent(self, array):
-        held = self._leaving.get(id(array))
-        if held is None:
-            return
-        held.users -= 1
-        if not held.users:
-            self._pinned.give(self._leaving.pop(id(array)).block)
+        self._staging.sent(array)
 
     def incoming(self, array, after=(), collective=False):
         if self.transport == "device" and not collective:
             return self._as_it_is(array, after)
-        if not array.nbytes:
-            return WireBytes(np.empty(0, np.uint8))
-        held = self._arriving[id(array)] = _Arriving(array, self._pinned.take(array.nbytes), after, collective)
-        return WireBytes(
-            held.block.bytes[: array.nbytes], taken=lambda start, stop: self._copy_in(held, start, stop), piece=PIECE
-        )
+        if self.transport == "ipc" and not collective:
+            return WireBytes(None, by_peer=partial(self._incoming_from, array, after))
+        return self._staging.incoming(array, after)
 
-    def _copy_in(self, held, start, stop):
-        runtime = self.cupy.cuda.runtime
-        _wait_for(self._in, held.after)  # only now, so that earlier copies need not wait for them
-        held.after = ()
-        runtime.memcpyAsync(
-            held.array.data.ptr + start,
-            held.block.pointer + start,
-            stop - start,
-            runtime.memcpyHostToDevice,
-            self._in.ptr,
-        )
+    def _incoming_from(self, array, after, rank):
+        if rank in self._ipc.near.opened:
+            return self._ipc.incoming(array, after, rank)
+        return self._staging.incoming(array, after)
 
     def arrived(self, array):
-        held = self._arriving.pop(id(array), None)
-        if held is None:
-            return None  # MPI has written the array itself
-        if held.collective:
-            self._copy_in(held, 0, array.nbytes)
-        event = self._event(self._in)
-        self._pinned.give(held.block, event)
-        return event
+        return self._staging.arrived(array)
 
     def forget(self, array):
         pass
@@ -363,22 +360,9 @@ class CudaBackend(_CupyLaunches):
 
     def close(self):
         with suppress(MpiattnError):  # calls that waited have already raised it
-            self.drain()
-        self._pinned.clear()
+            if self._ipc is None or self._ipc.quiet():
+                self.drain()
+        self._staging.clear()
         self._work_array.clear()
         self._works.clear()
         self._functions.clear()
-
-
-class _Leaving:
-    """An array being sent.  block: its pinned memory.  copied: events of its pieces' copies.  users: pending sends."""
-
-    def __init__(self, array, block):
-        self.array, self.block, self.copied, self.users = array, block, [], 0
-
-
-class _Arriving:
-    """An array being received into a pinned block.  after: the events of its last uses."""
-
-    def __init__(self, array, block, after, collective):
-        self.array, self.block, self.after, self.collective = array, block, after, collective

@@ -101,8 +101,7 @@ class NumpyBackend:
     name = "numpy"
     version = np.__version__
     dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
-    transport = None
-    transport_why = ""
+    transport, transport_why = None, ""
     assumed_machine = DEFAULT
     emulated_flops = None
     staged_bytes = 0

@@ -1,15 +1,14 @@
 """A test-only back end that runs late: code that orders launches wrongly on a GPU fails here too.
 
-Launches run in one thread, copies to the wire in a second and copies from it in a third, each after a random delay.
-Copies are made piece by piece; those to the wire in random order.  Launches do not call `meanwhile`, because only the
-calling thread may call MPI.  A buffer that is not ready, or was released, holds NaN.  Writing to a buffer that MPI is
-still sending raises.  Results equal those of the NumPy back end bit for bit.
+Launches run in one thread, copies to the wire in two others and copies from it in a fourth, each after a random delay.
+Copies are made piece by piece, and those to the wire may overtake one another.  Launches do not call `meanwhile`,
+because only the calling thread may call MPI.  A buffer that is not ready, or was released, holds NaN.  Writing to a
+buffer that MPI is still sending raises.  Results equal those of the NumPy back end bit for bit.
 """
 
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 
@@ -30,7 +29,7 @@ class DeferredBackend(NumpyBackend):
     def __init__(self):
         super().__init__()
         self._launches = ThreadPoolExecutor(1)
-        self._copies_out, self._copies_in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._copies_out, self._copies_in = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
         self._delays = random.Random(0)
         self._sending = []
         self._arriving = {}
@@ -161,22 +160,22 @@ class DeferredBackend(NumpyBackend):
         source, staged = flat(array), np.full(array.nbytes, NAN, np.uint8)
         if array.size:
             self._sending.append((array, staged))
-        starts, copied = range(0, len(staged), PIECE), {}
-        for start in self._delays.sample(starts, len(starts)):
-            piece = slice(start, start + PIECE)
-            copied[start] = self._later(
-                self._copies_out, after, np.copyto, staged[piece], source[piece], share=len(starts)
-            )
-        return WireBytes(staged, lambda stop: all(copied[start].done() for start in range(0, stop, PIECE)), piece=PIECE)
+        share = max(1, -(-array.nbytes // PIECE))
+
+        def ready(start, stop):
+            piece = slice(start, stop)
+            return self._later(self._copies_out, after, np.copyto, staged[piece], source[piece], share=share).done
+
+        return WireBytes(staged, ready, piece=PIECE)
 
     def sent(self, array):
         self._sending = [busy for busy in self._sending if busy[0] is not array]
 
     def incoming(self, array, after=(), collective=False):
         self._check_not_sending(array)
-        self._later(self._copies_in, after, array.fill, np.nan)
+        spoiled = self._later(self._copies_in, after, array.fill, np.nan)
         staged, target = np.full(array.nbytes, NAN, np.uint8), flat(array)
-        pieces = []
+        pieces = [spoiled][: array.size]
 
         def taken(start, stop):
             pieces.append(
@@ -190,13 +189,11 @@ class DeferredBackend(NumpyBackend):
                 )
             )
 
-        self._arriving[id(array)] = pieces, partial(taken, 0, len(staged)) if collective else None, staged
+        self._arriving[id(array)] = pieces, staged
         return WireBytes(staged, taken=taken, piece=PIECE)
 
     def arrived(self, array):
-        pieces, take_all, _ = self._arriving.pop(id(array))
-        if take_all:
-            take_all()
+        pieces, _ = self._arriving.pop(id(array))
         return pieces[-1] if pieces else None
 
     def forget(self, array):
