@@ -46,7 +46,9 @@ def main():
             step(f"forward d{dim} {mask}, stats by token", probe.forward, dim, mask)
     step("forward d128 causal, stats by head", probe.forward, 128, "causal", by_token=False)
     step("forward d128 causal, float32 output", probe.forward, 128, "causal", wide=True)
-    step("forward d128 full, float32 output", probe.forward, 128, "full", wide=True)
+    for dim in (64, 128, 256):
+        step(f"forward d{dim} full, float32 output", probe.forward, dim, "full", wide=True, composite=True)
+    step("forward d128 full, composite", probe.forward, 128, "full", composite=True)
     step("forward d128 causal float16", probe.forward, 128, "causal", bfloat=False)
     step("forward d128 full, 8 heads a KV head, odd ends", probe.forward, 128, "full", (500, 333))
     step("forward d192 values 128 causal", probe.forward, 192, "causal", value_dim=128)
@@ -67,17 +69,24 @@ def main():
     step("backward d128 causal, stats by head", probe.backward, 128, "causal", by_token=False)
     step("backward d128 causal, float32 gradients", probe.backward, 128, "causal", wide=True)
     step("backward d128 causal, float32 dq alone", probe.backward, 128, "causal", wide=("dq",))
-    step("backward d128 causal, float32 o", probe.backward, 128, "causal", wide_o=True)
+    for name, wide in (("half", ()), ("float32 dq", ("dq",))):
+        step(f"backward d128 2k full, {name}", probe.backward, 128, "full", shape=(2048, 2048), wide=wide, wide_o=True)
+    for dim in (64, 128, 256):
+        step(f"backward d{dim} causal, float32 o", probe.backward, dim, "causal", wide_o=True)
     step("backward d128 causal, one head a KV head", probe.backward, 128, "causal", heads=(4, 4))
     step("backward d128 causal, one head a KV head, float32", probe.backward, 128, "causal", heads=(4, 4), wide=True)
     step("host time of an execution", probe.host_time)
     if speed:
         for mask in ("full", "causal"):
             step(f"speed forward {mask}", probe.speed_forward, mask)
-            step(f"speed forward {mask}, float32 output", probe.speed_forward, mask, wide=True)
+            step(f"speed forward {mask}, composite", probe.speed_forward, mask, composite=True)
+            step(f"speed forward {mask}, float32 output", probe.speed_forward, mask, wide=True, composite=True)
             for deterministic in (True, False):
                 name = f"speed backward {mask}, deterministic {deterministic}"
                 step(name, probe.speed_backward, mask, deterministic)
+            for tokens, heads in ((8192, (8, 1)), (4096, (32, 4)), (4096, (8, 1)), (2048, (32, 4))):
+                name = f"speed backward {mask}, deterministic, {tokens} tokens, {heads[0]} heads over {heads[1]}"
+                step(name, probe.speed_backward, mask, True, tokens, heads)
         for name in ("cudnn", "flash"):
             for causal in (False, True):
                 step(f"speed torch {name} {'causal' if causal else 'full'}", probe.speed_torch, name, causal)
@@ -211,11 +220,13 @@ class Probe:
         size = graph.get_workspace_size()
         return self.cupy.empty(max(size, 1), np.uint8), size
 
-    def forward_graph(self, q, k, v, mask, scale, by_token=True, wide=False, bfloat=True):
+    def forward_graph(self, q, k, v, mask, scale, by_token=True, wide=False, bfloat=True, composite=False):
         """(execute, out, lse, bytes of workspace) of a forward pass."""
         graph, (tokens, heads, _) = self.graph(bfloat), q.shape
         inputs = [self.tensor(graph, array) for array in (q, k, v)]
         options, _ = self.mask(mask, tokens, len(k))
+        if composite:  # the other implementation, which alone can write float32
+            options["implementation"] = self.cudnn.attention_implementation.COMPOSITE
         o, stats = graph.sdpa(*inputs, attn_scale=scale, generate_stats=True, name="forward", **options)
         out = self.cupy.full((tokens, heads, v.shape[2]), 0x7FC0, np.float32 if wide else np.uint16)
         lse = self.cupy.full((tokens, heads) if by_token else (heads, tokens), np.nan, np.float32)
@@ -377,13 +388,14 @@ class Probe:
         run, _, _, size = self.forward_graph(q, k, v, mask, 128**-0.5, **options)
         return f"{self.timed(run, self.flops(q, mask, FLOPS_FORWARD))}, workspace {size / 2**20:.0f} MiB"
 
-    def speed_backward(self, mask, deterministic):
-        """One backward pass of 8192 tokens."""
-        q, k, v = self.large()
+    def speed_backward(self, mask, deterministic, tokens=8192, heads=(32, 4)):
+        """One backward pass."""
+        q, k, v = self.large(tokens, heads)
         forward, out, lse, _ = self.forward_graph(q, k, v, mask, 128**-0.5)
         forward()
-        arrays = [q, k, v, out, self.halves(out.shape), lse]
-        run, _, size = self.backward_graph(arrays, mask, 128**-0.5, deterministic)
+        o = self.wide(out).astype(np.float32)
+        arrays = [q, k, v, o, self.halves(out.shape), lse]
+        run, _, size = self.backward_graph(arrays, mask, 128**-0.5, deterministic, wide_o=True)
         return f"{self.timed(run, self.flops(q, mask, FLOPS_BACKWARD))}, workspace {size / 2**20:.0f} MiB"
 
     def speed_torch(self, name, causal):
