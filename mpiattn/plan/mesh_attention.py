@@ -332,7 +332,8 @@ class MeshAttention(Described, Distributed):
         Parameters
         ----------
         dout, dlse : array, dlse by default None for 0
-            Gradients with respect to out and lse, in their shapes and dtypes.
+            Gradients with respect to out and lse, in their shapes and dtypes.  With the back end `cuda+cudnn` all ranks
+            give dlse, or none does.
         q, k, v, out, lse : array
             Arguments and results of `forward`.
         cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, sinks, check, progress
@@ -366,7 +367,7 @@ class MeshAttention(Described, Distributed):
                     prefixes=prefixes,
                     causal_documents=causal_documents,
                 )
-                same |= compared(activity, sinks)
+                same |= compared(activity, sinks, self._backend.dlse_on_all and dlse is not None)
                 grads = results.arrays()
                 chunks = self._passes.fold_backward(inputs, rows, activity, grads)
             dsinks = self._passes.backward(chunks, sinks, progress, grads)

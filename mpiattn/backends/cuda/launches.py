@@ -75,10 +75,11 @@ def backward_launches(q_shape, k_shape, value_dim, groups, dtype, scale, softcap
 
 
 @cache
-def partials_kernel(name, dtype):
-    """The kernel `name` of partials.cu, for partials or outputs of a dtype."""
+def partials_kernel(name, dtype, vector=1):
+    """The kernel `name` of partials.cu, for partials or outputs of a dtype.  vector: elements at a time."""
     shared = {"sink_gradient": WARPS * 8, "merge_parts": THREADS * 16}.get(name, 0)  # bytes
-    return Kernel(name, "partials.cu", (("ELEMENT", element(dtype)), ("THREADS", THREADS)), THREADS, shared)
+    defines = ("ELEMENT", element(dtype)), ("THREADS", THREADS), ("VECTOR", vector)
+    return Kernel(name, "partials.cu", defines, THREADS, shared)
 
 
 @cache
