@@ -2,7 +2,7 @@
 
 A block is cut into runs of consecutive rows.  The rows of a run see a staircase: each one key more than the row before,
 until all keys of the run are seen.  Every block of a full or causal mask is one run, in any layout: the first rows of a
-zigzag or striped chunk may see nothing, and are in no run.
+zigzag or striped chunk may see nothing, and are in no run.  A launch of several chunks has a few runs.
 """
 
 from itertools import pairwise
@@ -31,29 +31,30 @@ def runs_of(begin, end):
 
     begin, end: NumPy's, as for `mpiattn.backends.base.Backend.attend`.
 
-    Windows have none, nor have documents that begin inside a chunk of keys, nor groups of heads that differ.
+    Windows have none, nor have most documents, nor groups of heads that differ.
     """
     if (begin != begin[0]).any() or (end != end[0]).any():
         return None
-    rows = np.flatnonzero(begin[0] < end[0])
-    if not len(rows):
+    ends = np.where(begin[0] < end[0], end[0], 0)
+    if not ends.any():
         return ()
-    first, keys = int(rows[0]), end[0, rows[0] :]
-    # Documents alone have other keys, or rows that see none behind rows that see some.  Their shapes change from call
-    # to call, and a library plans for every shape anew.
-    if len(rows) < len(keys) or begin[0, first:].any():
+    # Documents alone have keys before those that a row sees, or rows at the end that see none.  Their shapes change
+    # from call to call, and a library plans for every shape anew.
+    if begin[0, ends > 0].any() or not ends[-1]:
         return None
-    steps = np.diff(keys)
-    if ((steps != 0) & (steps != 1)).any():
-        return None
-    starts = 1 + np.flatnonzero((steps[1:] == 1) & (steps[:-1] == 0)) + 1  # steps up again after a landing
-    bounds = [0, *starts.tolist(), len(keys)]
-    if len(bounds) > MOST_RUNS + 1:
+    steps = np.diff(ends, prepend=-1)
+    follows = (steps == 1) | (steps == 0)
+    follows[1:] &= ~((steps[1:] == 1) & (steps[:-1] == 0))  # up again after a landing
+    follows[1:] &= (ends[1:] > 0) == (ends[:-1] > 0)
+    follows[0] = False
+    bounds = [*np.flatnonzero(~follows).tolist(), len(ends)]
+    parts = [(start, stop) for start, stop in pairwise(bounds) if ends[start]]
+    if len(parts) > MOST_RUNS:
         return None
     runs = []
-    for start, stop in pairwise(bounds):
-        last, right = int(keys[stop - 1]), int(keys[start]) - 1
-        runs.append(Run(first + start, first + stop, last, None if right + 1 == last else right))
+    for start, stop in parts:
+        keys, seen = int(ends[stop - 1]), int(ends[start])
+        runs.append(Run(start, stop, keys, None if seen == keys else seen - 1))
     if any(run.stop - run.start < LEAST or run.keys < LEAST for run in runs):
         return None
     return tuple(runs)
