@@ -223,21 +223,22 @@ out_of_delta(T* __restrict__ out, const T* __restrict__ dout, const float* __res
         largest = fmaxf(largest, fabsf(to_float(read.element[e])));
     for (int mask = lanes / 2; mask; mask /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, mask));
-    const float unit = largest == 0 ? 1 : largest;                   // squares of numbers in units of it do not overflow
-    float sum = 0;
+    // Squares of numbers in units of the largest neither overflow nor vanish; nor does the unit's inverse.
+    const float inverse = largest < 0x1p-100f ? 0x1p100f : largest > 0x1p100f ? 0x1p-100f : 1 / largest;
+    float value[VECTOR], sum = 0;
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) {
-        const float value = to_float(read.element[e]) / unit;
-        sum += value * value;
+        value[e] = to_float(read.element[e]) * inverse;
+        sum += value[e] * value[e];
     }
     sum = row_sum(sum, lanes);
     if (!inside)
         return;
-    const float factor = sum == 0 ? 0 : delta[row] / unit / sum;
+    const float factor = sum == 0 ? 0 : delta[row] * inverse / sum;
     Elements<T, VECTOR> written;
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e)
-        written.element[e] = Element<T>::round(to_float(read.element[e]) / unit * factor);
+        written.element[e] = Element<T>::round(value[e] * factor);
     store<VECTOR>(out + row * dim + column, written);
 }
 
