@@ -130,7 +130,7 @@ def test_the_order_of_warps_changes_no_bit(dim):
 @pytest.mark.parametrize("dim", [8, 24, 64, 128, 200, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_an_out_of_delta(backend, dtype, dim):
-    """Its rowsum with dout is delta, to half an epsilon as all terms have one sign; no row is longer than the real out."""
+    """Its rowsum with dout is delta, to half an epsilon as terms have one sign; no row is longer than the real out."""
     rng = np.random.default_rng(dim)
     info = ml_dtypes.finfo(dtype)
     size = np.ones((50, 3, 1))
