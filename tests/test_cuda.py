@@ -347,7 +347,7 @@ def test_without_cupy_or_gpu(monkeypatch):
 @pytest.mark.parametrize(
     "backend, transport, message",
     [
-        ("numpy", "staged", "the back end 'numpy' has no device; only cuda has"),
+        ("numpy", "staged", "the back end 'numpy' has no device; only these have: cuda, cuda\\+cudnn"),
         ("emulated", "device", "has no device"),
         ("cuda", "nvlink", "it may be auto, staged, device"),
         ("cuda", "device", "this MPI does not take device memory"),

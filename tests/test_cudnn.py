@@ -259,18 +259,16 @@ def test_row_intervals_are_looked_at_once(made, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["staged"])
-def test_ranks(ranks, transport):
-    """Forward and backward against float64, in every layout; most blocks are cuDNN's."""
-    env = {"MPIATTN_CUPY": "fake", "MPIATTN_TRANSPORT": transport, "OPENBLAS_NUM_THREADS": "1"}
-    outcome = mpirun(
-        ranks,
-        [sys.executable, *"-m pytest -q --color=no -p no:cacheprovider".split(), TESTS / "mpi" / "test_cudnn.py"],
-        timeout=200,
-        cwd=ROOT,
-        env=env,
-    )
+@pytest.mark.workshop
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks(ranks):
+    """Those numbers of ranks of which the launch of tests/mpi has few tests."""
+    command = [
+        sys.executable,
+        *"-m pytest -q --color=no -p no:cacheprovider".split(),
+        TESTS / "mpi" / "test_cudnn_ranks.py",
+    ]
+    outcome = mpirun(ranks, command, timeout=200, cwd=ROOT, env={"OPENBLAS_NUM_THREADS": "1"})
     assert " passed" in outcome.stdout and " skipped" not in outcome.stdout, outcome.stdout
 
 

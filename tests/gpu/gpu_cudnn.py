@@ -8,6 +8,7 @@ Arrays are those of the block protocol: (tokens, heads, dim), lse (tokens, heads
 """
 
 import argparse
+import contextlib
 import ctypes
 import glob
 import itertools
@@ -17,6 +18,13 @@ import time
 
 import numpy as np
 
+STAIRCASES = (  # of the masks in `Probe.mask`, with numbers of queries and keys
+    ("bottom right", (512, 768)),
+    ("bottom right", (333, 500)),
+    ("offset", (512, 768)),
+    ("causal", (512, 768)),
+    ("causal", (512, 256)),
+)
 FLOPS_FORWARD, FLOPS_BACKWARD = 4, 10  # of a pair of query and key, for each column
 
 
@@ -41,81 +49,49 @@ def main():
         print(f"no probe: {type(error).__name__}: {error}", flush=True)
         sys.exit(1)
     step("versions", probe.versions)
+    forward, backward = probe.forward, probe.backward
     for dim in (64, 128, 256):
         for mask in ("full", "causal"):
-            step(f"forward d{dim} {mask}, stats by token", probe.forward, dim, mask)
-    step("forward d128 causal, stats by head", probe.forward, 128, "causal", by_token=False)
-    step("forward d128 causal, float32 output", probe.forward, 128, "causal", wide=True)
-    for dim in (64, 128, 256):
-        step(f"forward d{dim} full, float32 output", probe.forward, dim, "full", wide=True, composite=True)
-    step("forward d128 full, composite", probe.forward, 128, "full", composite=True)
-    step("forward d128 causal float16", probe.forward, 128, "causal", bfloat=False)
-    step("forward d128 full, 8 heads a KV head, odd ends", probe.forward, 128, "full", (500, 333))
-    step("forward d192 values 128 causal", probe.forward, 192, "causal", value_dim=128)
-    step("forward d80 causal", probe.forward, 80, "causal")
-    step("forward bottom right", probe.forward, 128, "bottom right", (512, 768))
-    step("forward bottom right, odd ends", probe.forward, 128, "bottom right", (333, 500))
-    step("forward top left, right bound 256", probe.forward, 128, "offset", (512, 768))
-    step("forward top left, more keys than queries", probe.forward, 128, "causal", (512, 768))
-    step("forward top left, fewer keys than queries", probe.forward, 128, "causal", (512, 256))
+            step(f"forward d{dim} {mask}", forward, dim, mask)
+    step("forward d128 causal, float32 output", forward, 128, "causal", wide=True)
+    step("forward d128 full, float32 output", forward, 128, "full", wide=True, composite=True)
+    step("forward d128 causal float16", forward, 128, "causal", bfloat=False)
+    step("forward d128 full, odd ends", forward, 128, "full", (500, 333))
+    step("forward d192 values 128 causal", forward, 192, "causal", value_dim=128)
+    step("forward d80 causal", forward, 80, "causal")
+    for mask, shape in STAIRCASES:
+        step(f"forward {mask} {shape}", forward, 128, mask, shape)
     for dim in (64, 128, 192, 256):
-        for deterministic in (True, False):
-            step(f"backward d{dim} causal, deterministic {deterministic}", probe.backward, dim, "causal", deterministic)
-    step("backward d128 full", probe.backward, 128, "full")
-    step("backward d128 full, odd ends", probe.backward, 128, "full", shape=(500, 333))
-    step("backward d128 bottom right", probe.backward, 128, "bottom right", shape=(512, 768))
-    step("backward d128 bottom right, odd ends", probe.backward, 128, "bottom right", shape=(333, 500))
-    step("backward d128 top left, right bound 256", probe.backward, 128, "offset", shape=(512, 768))
-    step("backward d128 causal, stats by head", probe.backward, 128, "causal", by_token=False)
-    step("backward d128 causal, float32 gradients", probe.backward, 128, "causal", wide=True)
-    step("backward d128 causal, float32 dq alone", probe.backward, 128, "causal", wide=("dq",))
-    for name, wide in (("half", ()), ("float32 dq", ("dq",))):
-        step(f"backward d128 2k full, {name}", probe.backward, 128, "full", shape=(2048, 2048), wide=wide, wide_o=True)
-    for dim in (64, 128, 256):
-        step(f"backward d{dim} causal, float32 o", probe.backward, dim, "causal", wide_o=True)
-    step("backward d128 causal, one head a KV head", probe.backward, 128, "causal", heads=(4, 4))
-    step("backward d128 causal, one head a KV head, float32", probe.backward, 128, "causal", heads=(4, 4), wide=True)
+        step(f"backward d{dim} causal", backward, dim, "causal")
+    step("backward d128 causal, deterministic", backward, 128, "causal", True)
+    step("backward d128 full", backward, 128, "full")
+    step("backward d128 full, odd ends", backward, 128, "full", shape=(500, 333))
+    for mask, shape in STAIRCASES:
+        step(f"backward {mask} {shape}", backward, 128, mask, shape=shape)
     step("host time of an execution", probe.host_time)
     if speed:
-        for mask in ("full", "causal"):
+        for mask in ("full", "causal", "full", "causal"):  # twice: the first may find another clock
             step(f"speed forward {mask}", probe.speed_forward, mask)
+            step(f"speed backward {mask}", probe.speed_backward, mask, False)
+            for name in ("cudnn", "flash"):
+                step(f"speed torch {name} {mask}", probe.speed_torch, name, mask == "causal")
+        for mask in ("full", "causal"):
             step(f"speed forward {mask}, composite", probe.speed_forward, mask, composite=True)
-            step(f"speed forward {mask}, float32 output", probe.speed_forward, mask, wide=True, composite=True)
-            for deterministic in (True, False):
-                name = f"speed backward {mask}, deterministic {deterministic}"
-                step(name, probe.speed_backward, mask, deterministic)
-            for tokens, heads in ((8192, (8, 1)), (4096, (32, 4)), (4096, (8, 1)), (2048, (32, 4))):
-                name = f"speed backward {mask}, deterministic, {tokens} tokens, {heads[0]} heads over {heads[1]}"
-                step(name, probe.speed_backward, mask, True, tokens, heads)
-        for name in ("cudnn", "flash"):
-            for causal in (False, True):
-                step(f"speed torch {name} {'causal' if causal else 'full'}", probe.speed_torch, name, causal)
-    step("device properties", probe.properties)
+            step(f"speed forward {mask}, every plan", probe.plans, mask)
+            step(f"speed backward {mask}, deterministic", probe.speed_backward, mask, True)
 
 
-def load(cudnn_name="cudnn"):
-    """The frontend's module.  It opens libcudart by name, so one is loaded before."""
-    errors = []
-    folders = [os.path.join(folder, "nvidia", "*", "lib") for folder in sys.path if folder]
-    paths = ["libcudart.so.13", "libcudart.so.12"]
-    paths += [path for folder in folders for path in sorted(glob.glob(os.path.join(folder, "libcudart.so.1*")))]
-    for path in paths:
-        try:
-            ctypes.CDLL(path)
-            break
-        except OSError as error:
-            errors.append(str(error))
-    else:
-        print("libcudart:", "; ".join(errors), flush=True)
-    module = __import__(cudnn_name)
-    try:
-        module.backend_version()
-    except Exception:  # the frontend looks in one folder alone; torch brings a cuDNN of its own
-        found = [path for folder in folders for path in glob.glob(os.path.join(folder, "libcudnn.so.9"))]
-        if not found:
-            raise
-        module._pybind_module._set_dlhandle_cudnn(ctypes.CDLL(found[0])._handle)
-    return module
+def load():
+    """The frontend's module.  It opens the CUDA runtime and cuDNN by name, and finds what is loaded already."""
+    for name in ("libcudart.so.13", "libcudnn.so.9"):
+        folders = [os.path.join(folder, "nvidia", "*", "lib", name) for folder in sys.path if folder]
+        for path in [*(path for folder in folders for path in glob.glob(folder)), name]:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(path)
+                break
+    import cudnn
+
+    return cudnn
 
 
 class Probe:
@@ -142,10 +118,6 @@ class Probe:
             f"{cupy.__version__}, NumPy {np.__version__}, frontend {self.cudnn.__version__}, cuDNN "
             f"{self.cudnn.backend_version_string()}"
         )
-
-    def properties(self):
-        """The description of this GPU by which cuDNN builds plans elsewhere."""
-        return bytes(self.cudnn.create_device_properties(0).serialize()).decode(errors="replace")
 
     # Arrays.  Half types are kept as their bits, which no version of CuPy can misunderstand.
 
@@ -185,17 +157,10 @@ class Probe:
         tokens, heads, columns = shape
         return (1, heads, tokens, columns), (tokens * heads * columns, columns, heads * columns, 1)
 
-    def tensor(self, graph, array, wide=False):
+    def tensor(self, graph, array):
         """The graph's tensor for an array (tokens, heads, columns)."""
         dim, stride = self.layout(array.shape)
-        if wide:
-            return graph.tensor(dim=dim, stride=stride, data_type=self.cudnn.data_type.FLOAT)
         return graph.tensor(dim=dim, stride=stride)
-
-    def stats(self, tokens, heads, by_token):
-        """(dim, stride) of lse, kept as (tokens, heads) or as (heads, tokens)."""
-        stride = (tokens * heads, 1, heads, 1) if by_token else (tokens * heads, tokens, 1, 1)
-        return (1, heads, tokens, 1), stride
 
     def mask(self, mask, tokens, keys):
         """Keywords for the mask, and one past the last key of every query."""
@@ -220,44 +185,45 @@ class Probe:
         size = graph.get_workspace_size()
         return self.cupy.empty(max(size, 1), np.uint8), size
 
-    def forward_graph(self, q, k, v, mask, scale, by_token=True, wide=False, bfloat=True, composite=False):
+    def forward_graph(self, q, k, v, mask, scale, wide=False, bfloat=True, composite=False):
         """(execute, out, lse, bytes of workspace) of a forward pass."""
         graph, (tokens, heads, _) = self.graph(bfloat), q.shape
         inputs = [self.tensor(graph, array) for array in (q, k, v)]
         options, _ = self.mask(mask, tokens, len(k))
-        if composite:  # the other implementation, which alone can write float32
+        if composite:  # the other implementation, the only one with plans for float32 outputs
             options["implementation"] = self.cudnn.attention_implementation.COMPOSITE
         o, stats = graph.sdpa(*inputs, attn_scale=scale, generate_stats=True, name="forward", **options)
         out = self.cupy.full((tokens, heads, v.shape[2]), 0x7FC0, np.float32 if wide else np.uint16)
-        lse = self.cupy.full((tokens, heads) if by_token else (heads, tokens), np.nan, np.float32)
-        for tensor, (dim, stride) in ((o, self.layout(out.shape)), (stats, self.stats(tokens, heads, by_token))):
+        lse = self.cupy.full((tokens, heads), np.nan, np.float32)
+        for tensor, (dim, stride) in ((o, self.layout(out.shape)), (stats, self.layout((tokens, heads, 1)))):
             tensor.set_output(True).set_dim(dim).set_stride(stride)
         stats.set_data_type(self.cudnn.data_type.FLOAT)
         if wide:
             o.set_data_type(self.cudnn.data_type.FLOAT)
         workspace, size = self.build(graph)
         pointers = {t: a.data.ptr for t, a in zip([*inputs, o, stats], [q, k, v, out, lse])}
-        return (lambda: graph.execute(pointers, workspace.data.ptr, handle=self.handle)), out, lse, size
 
-    def backward_graph(self, arrays, mask, scale, deterministic=True, by_token=True, wide=(), wide_o=False):
+        def run():
+            graph.execute(pointers, workspace.data.ptr, handle=self.handle)
+
+        run.parts = graph, pointers
+        return run, out, lse, size
+
+    def backward_graph(self, arrays, mask, scale, deterministic=False):
         """(execute, (dq, dk, dv), bytes of workspace); arrays: q, k, v, o, dout, lse."""
         graph, (tokens, heads, _) = self.graph(), arrays[0].shape
-        types, names = self.cudnn.data_type, ("dq", "dk", "dv")
-        inputs = [self.tensor(graph, array, wide_o and i == 3) for i, array in enumerate(arrays[:5])]
-        dim, stride = self.stats(tokens, heads, by_token)
-        inputs.append(graph.tensor(dim=dim, stride=stride, data_type=types.FLOAT))
+        inputs = [self.tensor(graph, array) for array in arrays[:5]]
+        dim, stride = self.layout((tokens, heads, 1))
+        inputs.append(graph.tensor(dim=dim, stride=stride, data_type=self.cudnn.data_type.FLOAT))
         options, _ = self.mask(mask, tokens, len(arrays[1]))
         if deterministic:
             options["use_deterministic_algorithm"] = True
         outputs = graph.sdpa_backward(*inputs, attn_scale=scale, name="backward", **options)
-        wide = names if wide is True else wide
         gradients = []
-        for name, tensor, like in zip(names, outputs, arrays):
+        for tensor, like in zip(outputs, arrays):
             dim, stride = self.layout(like.shape)
             tensor.set_output(True).set_dim(dim).set_stride(stride)
-            if name in wide:
-                tensor.set_data_type(types.FLOAT)
-            gradients.append(self.cupy.full(like.shape, 0x7FC0, np.float32 if name in wide else np.uint16))
+            gradients.append(self.cupy.full(like.shape, 0x7FC0, np.uint16))
         workspace, size = self.build(graph)
         pointers = {t: a.data.ptr for t, a in zip([*inputs, *outputs], [*arrays, *gradients])}
         return (lambda: graph.execute(pointers, workspace.data.ptr, handle=self.handle)), gradients, size
@@ -296,16 +262,12 @@ class Probe:
         self.stream.synchronize()
         _, end = self.mask(mask, *shape)
         exact, exact_lse, _ = self.expected(*(self.wide(array, bfloat) for array in (q, k, v)), end, scale)
-        by_token = options.get("by_token", True)
-        result = self.wide(out, bfloat) if out.dtype != np.float32 else out.astype(np.float64)
         return (
-            f"out off by {self.off(result.transpose(1, 0, 2), exact)}, "
-            f"lse by {self.off(lse.T if by_token else lse, exact_lse)}, workspace {size} bytes"
+            f"out off by {self.off(self.wide(out, bfloat).transpose(1, 0, 2), exact)}, "
+            f"lse by {self.off(lse.T, exact_lse)}, workspace {size} bytes"
         )
 
-    def backward(
-        self, dim, mask, deterministic=True, shape=(512, 512), heads=(8, 1), by_token=True, wide=(), wide_o=False
-    ):
+    def backward(self, dim, mask, deterministic=False, shape=(512, 512), heads=(8, 1)):
         """One backward pass against float64: a block whose rows see other keys elsewhere, by delta's trick."""
         cupy = self.cupy
         q, k, v = self.inputs(dim, shape, heads)
@@ -327,10 +289,10 @@ class Probe:
             product = cupy.matmul(left.transpose(0, 2, 1), right)
             exact.append(product.reshape(heads[1], group, *product.shape[1:]).sum(1))
         o = (wd * delta / (wd * wd).sum(-1, keepdims=True)).transpose(1, 0, 2)
-        o = o.astype(np.float32) if wide_o else self.rounded(o)
-        stats = cupy.ascontiguousarray(lse.T if by_token else lse, np.float32)
+        o = self.rounded(o)
+        stats = cupy.ascontiguousarray(lse.T, np.float32)
         arrays = [q, k, v, cupy.ascontiguousarray(o), dout, stats]
-        run, gradients, size = self.backward_graph(arrays, mask, scale, deterministic, by_token, wide, wide_o)
+        run, gradients, size = self.backward_graph(arrays, mask, scale, deterministic)
         run()
         self.stream.synchronize()
         first = [array.copy() for array in gradients]
@@ -373,9 +335,9 @@ class Probe:
         ms = sorted(self.cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events))[repeats // 2]
         return f"{flops / ms / 1e9:.0f} TFLOP/s, {ms:.3f} ms"
 
-    def large(self, tokens=8192, heads=(32, 4), dim=128):
+    def large(self):
         """Inputs of the size at which speeds are published."""
-        return self.inputs(dim, (tokens, tokens), heads)
+        return self.inputs(128, (8192, 8192), (32, 4))
 
     def flops(self, q, mask, each):
         """Useful operations of a block."""
@@ -388,14 +350,31 @@ class Probe:
         run, _, _, size = self.forward_graph(q, k, v, mask, 128**-0.5, **options)
         return f"{self.timed(run, self.flops(q, mask, FLOPS_FORWARD))}, workspace {size / 2**20:.0f} MiB"
 
-    def speed_backward(self, mask, deterministic, tokens=8192, heads=(32, 4)):
-        """One backward pass."""
-        q, k, v = self.large(tokens, heads)
+    def plans(self, mask):
+        """Each of the plans that cuDNN proposes for a forward pass, the one that it thinks the best first."""
+        q, k, v = self.large()
+        run, *_ = self.forward_graph(q, k, v, mask, 128**-0.5)
+        graph, pointers = run.parts
+        answers = []
+        for number in range(graph.get_execution_plan_count()):
+            with contextlib.suppress(Exception):  # not every plan that is proposed can be built
+                graph.build_plan_at_index(number)
+                memory = self.cupy.empty(max(graph.get_workspace_size_plan_at_index(number), 1), np.uint8)
+
+                def launch(number=number, memory=memory):
+                    graph.execute_plan_at_index(pointers, memory.data.ptr, number, handle=self.handle)
+
+                name = graph.get_plan_name_at_index(number)
+                answers.append(f"{name} {self.timed(launch, self.flops(q, mask, FLOPS_FORWARD))}")
+        return "; ".join(answers)
+
+    def speed_backward(self, mask, deterministic):
+        """One backward pass of 8192 tokens."""
+        q, k, v = self.large()
         forward, out, lse, _ = self.forward_graph(q, k, v, mask, 128**-0.5)
         forward()
-        o = self.wide(out).astype(np.float32)
-        arrays = [q, k, v, o, self.halves(out.shape), lse]
-        run, _, size = self.backward_graph(arrays, mask, 128**-0.5, deterministic, wide_o=True)
+        arrays = [q, k, v, out, self.halves(out.shape), lse]
+        run, _, size = self.backward_graph(arrays, mask, 128**-0.5, deterministic)
         return f"{self.timed(run, self.flops(q, mask, FLOPS_BACKWARD))}, workspace {size / 2**20:.0f} MiB"
 
     def speed_torch(self, name, causal):

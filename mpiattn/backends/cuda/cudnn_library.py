@@ -2,8 +2,10 @@
 
 import ctypes
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from sysconfig import get_path
 
 EXTRA = "cudnn"  # this package's extra that installs it
 LEAST_VERSION = 91900  # the first cuDNN on which the back end has run
@@ -15,30 +17,24 @@ def _files(pattern):
 
 
 def _load_first(names):
-    """Load the first of some libraries that loads; returns it, None if none does."""
+    """Load the first of some libraries that loads."""
     for name in names:
-        try:
-            return ctypes.CDLL(str(name))
-        except OSError:
-            pass
-    return None
+        with suppress(OSError):
+            ctypes.CDLL(str(name))
+            return
 
 
 @cache
 def load():
     """The module, with cuDNN behind it.  Raises ImportError or RuntimeError if either is missing."""
-    # The frontend opens the CUDA runtime by this name, which lies in no folder that the loader searches if pip has
-    # installed it.  What is loaded already, it finds.
+    # The frontend opens both libraries by name, and cuDNN also in the folder of this interpreter's packages.  It finds
+    # what is loaded already; the loader does not search the folders into which pip installs them.
     _load_first(["libcudart.so.13", "libcudart.so.12", *_files("libcudart.so.1?")])
+    if not list(Path(get_path("purelib")).glob("nvidia/cudnn/lib/libcudnn.so.9")):
+        _load_first(_files("libcudnn.so.9"))
     import cudnn
 
-    try:
-        cudnn.backend_version()
-    except RuntimeError:  # it looks for cuDNN in one folder of packages alone
-        library = _load_first(_files("libcudnn.so.9"))
-        if library is None:
-            raise
-        cudnn._pybind_module._set_dlhandle_cudnn(library._handle)
+    cudnn.backend_version()
     return cudnn
 
 

