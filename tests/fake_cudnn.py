@@ -6,6 +6,7 @@ that it is given.  `install` puts it and the made-up CuPy in place; test_cudnn_l
 """
 
 import enum
+import itertools
 import sys
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ heur_mode = enum.Enum("heur_mode", "A FALLBACK")
 diagonal_alignment = enum.Enum("diagonal_alignment", "TOP_LEFT BOTTOM_RIGHT")
 DTYPES = {data_type.FLOAT: np.float32, data_type.HALF: np.float16, data_type.BFLOAT16: ml_dtypes.bfloat16}
 WORKSPACE = 1000
-_streams = {}  # by handle
+_streams, _handles = {}, itertools.count(1)  # by handle
 
 
 class cudnnGraphNotSupportedError(RuntimeError):
@@ -34,8 +35,9 @@ def backend_version_string():
 
 
 def create_handle():
-    _streams[len(_streams) + 1] = 0
-    return len(_streams)
+    handle = next(_handles)
+    _streams[handle] = 0
+    return handle
 
 
 def destroy_handle(handle):

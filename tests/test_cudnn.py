@@ -34,6 +34,7 @@ def made():
         made = backends.get("cuda+cudnn")
         yield made
         made.close()
+        assert not fake_cudnn._streams, "a handle is left"
     fake_cupy._devices[:] = [0]
 
 
@@ -201,6 +202,35 @@ def test_what_goes_to_the_kernels(made):
     made.architecture = 90
     assert launch(head_dim=136, backward=True) == ["cudnn"]
     made.drain()
+
+
+@needs_compiler
+def test_arrays_that_begin_anywhere(made):
+    """What cuDNN reads begins at a multiple of 16 bytes; results are added wherever they are."""
+
+    def shifted(array):
+        memory = made.empty((array.size + 1,), array.dtype)
+        made.copy(memory[1:].reshape(array.shape), array)
+        return memory[1:].reshape(array.shape)
+
+    q, k, v = halves(40, 24)
+    begin, end = everything(40, 24)
+    out, lse = dense(q, k, v, begin, end, 0.3)
+    half = out.astype(q.dtype)
+    given = [shifted(array) for array in (q, half, lse.astype(np.float32), k, v)]
+    bounds, delta = on_device(made, begin, end), shifted(np.zeros(lse.shape, np.float32))
+    partial_of = [shifted(np.full(array.shape, fill, np.float32)) for array, fill in ((out, 0), (lse, -np.inf))]
+    made.attend(given[0], *given[3:], *bounds, *partial_of, 0.3)
+    made.delta(delta, given[1], given[1], None)
+    grads = [shifted(np.zeros(array.shape, np.float32)) for array in (q, k, v)]
+    made.attend_backward(*given[:3], delta, *given[3:], *bounds, *grads, 0.3)
+    made.drain()
+    assert made.blocks == {"cudnn": 2, "kernels": 0}
+    assert error(on_host(partial_of[0]), out) <= EPSILON["bfloat16"] * largest(out)
+    exact = (half.astype(np.float64) ** 2).sum(-1)
+    refs, sizes = dense_gradients(q, half, lse, exact, k, v, begin, end, 0.3)
+    for grad, ref, size in zip(grads, refs, sizes):
+        assert error(on_host(grad), ref) <= 2 * EPSILON["bfloat16"] * largest(size)
 
 
 @needs_compiler
