@@ -31,12 +31,13 @@ from mpi4py import MPI
 from runs import settle, subcomm
 
 if os.environ.get("MPIATTN_CUPY") == "fake":  # a GPU that is none; given "device", an MPI that can use its memory
+    import fake_cudnn
     import fake_cupy
 
-    from mpiattn.backends.cuda import backend
+    from mpiattn.backends.cuda import backend, row_runs
     from mpiattn.system import gpu_aware_mpi, gpu_probe
 
-    sys.modules["cupy"], backend.PIECE = fake_cupy, 1000
+    sys.modules["cupy"], sys.modules["cudnn"], backend.PIECE, row_runs.LEAST = fake_cupy, fake_cudnn, 1000, 2
     if os.environ["MPIATTN_TRANSPORT"] == "device":
         gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
         gpu_probe.probe = lambda: {"answer": "yes"}
