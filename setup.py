@@ -116,7 +116,7 @@ setup(
         "impi": ["impi-rt>=2021.14"],
         "cuda13": ["cupy-cuda13x[ctk]>=14"],
         "cuda12": ["cupy-cuda12x[ctk]>=14"],
-        "cudnn": ["nvidia-cudnn-frontend>=1.18", "nvidia-cudnn-cu13>=9.19"],
+        "cudnn": ["nvidia-cudnn-frontend>=1.18,<1.27", "nvidia-cudnn-cu13>=9.19"],  # later ones bring a compiler
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13", "nvidia-cuda-nvdisasm>=13"],
         "convert": ["safetensors>=0.4", "torch>=2.5"],
         "plot": ["matplotlib>=3.8"],
