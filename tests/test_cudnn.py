@@ -22,6 +22,7 @@ from mpiattn.problem.layout import Layout
 from mpiattn.problem.mask import Mask
 from mpiattn.schedule.needed import Activity
 from mpiattn.schedule.tile import Tile
+from mpiattn.tuning.blocks import Blocks
 
 needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 
@@ -320,6 +321,14 @@ def test_without_cudnn(monkeypatch):
 
 def test_what_is_measured_is_measured_of_this_cudnn(made):
     assert made.version == "no GPU, but NumPy, cuDNN 9.19.0" and made.name == "cuda+cudnn"
+
+
+@needs_compiler
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_is_tuned_is_cudnn(made, direction):
+    """`mpiattn tune` times blocks of which cuDNN computes those that it can take."""
+    Blocks(made, 32, "bfloat16", 16, direction, heads=2).run()
+    assert made.blocks == {"cudnn": 1, "kernels": 0}
 
 
 @needs_compiler
