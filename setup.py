@@ -117,6 +117,7 @@ setup(
         # CuPy knows bfloat16 from this NumPy on
         "cuda13": ["cupy-cuda13x[ctk]>=14", "numpy>=2.1.2"],
         "cuda12": ["cupy-cuda12x[ctk]>=14", "numpy>=2.1.2"],
+        "cudnn": ["nvidia-cudnn-frontend>=1.18,<1.27", "nvidia-cudnn-cu13>=9.19"],  # later ones bring a compiler
         "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13", "nvidia-cuda-nvdisasm>=13"],
         "convert": ["safetensors>=0.4", "torch>=2.5"],
         "plot": ["matplotlib>=3.8"],

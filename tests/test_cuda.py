@@ -349,7 +349,7 @@ def test_without_cupy_or_gpu(monkeypatch):
 @pytest.mark.parametrize(
     "backend, transport, message",
     [
-        ("numpy", "staged", "the back end 'numpy' has no device; only cuda has"),
+        ("numpy", "staged", "the back end 'numpy' has no device; only these have: cuda, cuda\\+cudnn"),
         ("emulated", "device", "has no device"),
         ("cuda", "nvlink", "it may be auto, staged, ipc, device"),
         ("numpy", "ipc", "the back end 'numpy' has no device"),

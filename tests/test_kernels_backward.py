@@ -145,3 +145,34 @@ def test_the_order_of_warps_changes_no_bit(dim):
         backend.descending = descending
         results.add(bits(*run(backend, arguments)))
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 128, 200, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_out_of_delta(backend, dtype, dim):
+    """Its rowsum with dout is delta, to half an epsilon as terms have one sign; no row is longer than the real out."""
+    rng = np.random.default_rng(dim)
+    info = ml_dtypes.finfo(dtype)
+    size = np.ones((50, 3, 1))
+    size[1], size[2], size[3] = float(info.max) / 2048, float(info.smallest_subnormal) * 8, 0
+    dout = (rng.standard_normal((50, 3, dim)).clip(-4, 4) * size).astype(dtype)
+    real = rng.standard_normal((50, 3, dim)).astype(dtype)
+    exact, lengths = dout.astype(np.float64), np.linalg.norm(real.astype(np.float64), axis=-1)
+    delta = (exact * real.astype(np.float64)).sum(-1).astype(np.float32)
+    delta[4] = 0
+    dout[5, 1, 3] = exact[5, 1, 3] = np.nan
+    out = np.full_like(dout, np.nan)
+    backend._out_of_delta(out, dout, delta)
+    got, kept = out.astype(np.float64), np.ones(delta.shape, bool)
+    assert np.isnan(got[5, 1]).all() and not got[3:5].any()
+    kept[3:6] = False
+    largest_of_row = np.abs(exact).max(-1, keepdims=True)
+    unit = exact[kept] / largest_of_row[kept]
+    expected = unit * (delta[kept][:, None] / largest_of_row[kept] / (unit**2).sum(-1, keepdims=True))
+    rounding = np.maximum(0.51 * float(info.eps) * np.abs(expected), float(info.smallest_subnormal))
+    assert (np.abs(got[kept] - expected) <= rounding).all()
+    assert error(expected, expected.astype(np.float32)) <= NOISE * largest(expected)
+    sums = (exact[kept] * got[kept]).sum(-1)
+    lost = (np.abs(exact[kept]) * float(info.smallest_subnormal)).sum(-1)  # of numbers too small for the dtype
+    assert (np.abs(sums - delta[kept]) <= 0.51 * float(info.eps) * np.abs(delta[kept]) + lost).all()
+    assert (np.linalg.norm(got[kept], axis=-1) <= 1.01 * lengths[kept]).all()

@@ -48,7 +48,12 @@ def test_every_kernel_compiles(architecture):
     """On the architectures that the table was not made for; capped scores, odd dims, packed heads; small kernels."""
     number = int(architecture[3:])
     kernels = [partials_kernel(name, "float32") for name in PARTIALS]
-    kernels += [partials_kernel(name, dtype) for name in ("merge", "add", "delta") for dtype in ("float16", "bfloat16")]
+    kernels += [
+        partials_kernel(name, dtype, vector)
+        for name in ("merge", "add", "delta", "out_of_delta")
+        for dtype in ("float32", "float16", "bfloat16")
+        for vector in (1, 8)
+    ]
     kernels += [cast_kernel("float16", "float32"), cast_kernel("bfloat16", "float16", 4, False)]
     for work in TILES:
         kernels += [

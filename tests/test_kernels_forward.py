@@ -159,6 +159,7 @@ def test_the_order_of_warps_changes_no_bit():
 
 
 def random_partials(rows=70, heads=3, dim=40):
+    """Two; of 16 bytes a thread where dim is a multiple of 8, and by elements else."""
     rng = np.random.default_rng(0)
     for _ in range(2):
         out, lse = rng.standard_normal((rows, heads, dim)), 3 * rng.standard_normal((rows, heads))
@@ -167,9 +168,10 @@ def random_partials(rows=70, heads=3, dim=40):
         yield out.astype(np.float32), lse.astype(np.float32)
 
 
+@pytest.mark.parametrize("dim", [8, 40, 256, 7, 130])
 @pytest.mark.parametrize("wire", ["float32", "float16", "bfloat16"])
-def test_merge_and_add(backend, wire):
-    (out, lse), (out_b, lse_b) = random_partials()
+def test_merge_and_add(backend, wire, dim):
+    (out, lse), (out_b, lse_b) = random_partials(dim=dim)
     out_b = out_b.astype(wire)
     with np.errstate(all="ignore"):
         total = np.logaddexp(lse, lse_b, dtype=np.float64)
@@ -180,6 +182,31 @@ def test_merge_and_add(backend, wire):
     backend.add([summed], [out_b])
     assert error(out, ref) <= NOISE * largest(ref) and error(lse, total) <= NOISE * largest(total)
     assert (summed == added).all()
+
+
+def test_what_begins_anywhere_is_merged_and_added(backend):
+    """By elements: threads read 16 bytes where they can."""
+    (out, lse), (out_b, lse_b) = random_partials(dim=16)
+    expected, summed = (out.copy(), lse.copy()), out + out_b
+    backend.merge(*expected, out_b, lse_b)
+    shifted = np.empty(out_b.size + 1, np.float32)[1:].reshape(out_b.shape)
+    shifted[:] = out_b
+    assert shifted.ctypes.data % 16
+    backend.add([shifted], [out])
+    assert (shifted == summed).all()
+    shifted[:] = out_b
+    backend.merge(out, lse, shifted, lse_b)
+    assert (out == expected[0]).all() and (lse == expected[1]).all()
+
+
+def test_out_of_an_empty_row_is_not_read(backend):
+    """Merging is limited by memory; and the row may hold anything."""
+    (out, lse), (out_b, lse_b) = random_partials()
+    empty = np.isneginf(lse)
+    out[empty] = np.nan
+    backend.merge(out, lse, out_b, lse_b)
+    filled = empty & ~np.isneginf(lse_b)
+    assert filled.any() and (out[filled] == out_b[filled]).all() and (lse[filled] == lse_b[filled]).all()
 
 
 @pytest.mark.parametrize("dim", [128, 36, 7])
@@ -243,11 +270,12 @@ def test_identity_of_merge(backend):
     assert far[0] == 1 and far[1] == np.float32(3e4)
 
 
+@pytest.mark.parametrize("dim", [40, 256, 7])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_delta_and_sinks(backend, dtype):
+def test_delta_and_sinks(backend, dtype, dim):
     """As the NumPy back end has them."""
     numpy = backends.get("numpy")
-    (out, lse), (dout, dlse) = random_partials()
+    (out, lse), (dout, dlse) = random_partials(dim=dim)
     lse[3], dlse[np.isneginf(dlse)] = -np.inf, 1
     given = dout.astype(dtype), out.astype(dtype)
     sinks = np.array([-np.inf, 0.5, 2], np.float32)

@@ -9,7 +9,7 @@ import pytest
 from mpiattn import ArgumentError, backends
 from mpiattn.backends import registry
 from mpiattn.backends.base import Backend
-from mpiattn.backends.cuda import arrays
+from mpiattn.backends.cuda import arrays, cudnn_library
 from mpiattn.backends.numpy.backend import NumpyBackend
 from mpiattn.comm.available import _described
 
@@ -26,15 +26,17 @@ def test_entries(entry):
 
 
 def test_properties():
-    assert backends.usages(on_gpu=True) == ["cuda"]
-    assert backends.usages(tests=False) == ["numpy", "cpu[:THREADS]", "cuda"]
+    assert backends.usages(on_gpu=True) == ["cuda", "cuda+cudnn"]
+    assert backends.usages(tests=False) == ["numpy", "cpu[:THREADS]", "cuda", "cuda+cudnn"]
     assert not any(backends.find(name).tests for name in registry.AUTO), "auto is never a back end for tests"
     assert backends.candidates("auto") == registry.AUTO and backends.candidates("deferred") == ("deferred",)
 
 
-@pytest.mark.parametrize("name", ["abacus", "numpy:", "cuda:0", "paced", "numpy:2", "auto:1", "", None, 3])
+@pytest.mark.parametrize(
+    "name", ["abacus", "numpy:", "cuda:0", "cuda+", "cuda+cudnn:1", "paced", "numpy:2", "auto:1", "", None, 3]
+)
 def test_names_that_are_none(name):
-    message = f"backend is {name!r}; it may be auto, numpy, cpu[:THREADS], cuda, def"
+    message = f"backend is {name!r}; it may be auto, numpy, cpu[:THREADS], cuda, cuda+cudnn, def"
     with pytest.raises(ArgumentError, match=re.escape(message)):
         backends.find(name)
 
@@ -68,7 +70,9 @@ def test_hosts_and_reasons():
 
 @pytest.mark.workshop
 def test_the_extras_exist():
-    assert all(f'"{extra}": [' in (launch.ROOT / "setup.py").read_text() for extra in arrays.EXTRAS)
+    assert all(
+        f'"{extra}": [' in (launch.ROOT / "setup.py").read_text() for extra in (*arrays.EXTRAS, cudnn_library.EXTRA)
+    )
 
 
 @pytest.mark.workshop

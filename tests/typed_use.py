@@ -15,6 +15,7 @@ import mpiattn.torch
 from mpiattn import backends
 from mpiattn.backends.base import Backend
 from mpiattn.backends.cuda.backend import CudaBackend
+from mpiattn.backends.cuda.cudnn_backend import CudnnBackend
 from mpiattn.backends.numpy.backend import NumpyBackend
 from mpiattn.backends.testing.deferred import DeferredBackend
 from mpiattn.backends.testing.emulated import DeferredEmulatedBackend, EmulatedBackend
@@ -23,6 +24,7 @@ from mpiattn.backends.testing.paced import PacedBackend
 # Every back end has all that the protocol names, with as many arguments.  (mypy compares no names of arguments here.)
 on_numpy: type[Backend] = NumpyBackend
 on_cuda: type[Backend] = CudaBackend
+with_cudnn: type[Backend] = CudnnBackend
 deferred: type[Backend] = DeferredBackend
 emulated: type[Backend] = EmulatedBackend
 deferred_emulated: type[Backend] = DeferredEmulatedBackend

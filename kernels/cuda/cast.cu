@@ -10,11 +10,6 @@
 
 #include "element.cuh"
 
-template <class T>
-struct alignas(VECTOR * sizeof(T)) Vector {
-    T element[VECTOR];
-};
-
 extern "C" __global__ void
 __launch_bounds__(THREADS)
 cast(TARGET* __restrict__ dst, const ELEMENT* __restrict__ src, long long n0, long long n1, long long n2, long long n3,
@@ -29,11 +24,11 @@ cast(TARGET* __restrict__ dst, const ELEMENT* __restrict__ src, long long n0, lo
             const INDEX i0 = line / INDEX(n1), i1 = line - i0 * INDEX(n1);
             to = i0 * d0 + i1 * d1 + i2 * d2 + i3 * d3, from = i0 * s0 + i1 * s1 + i2 * s2 + i3 * s3;
         }
-        const Vector<ELEMENT> read = *reinterpret_cast<const Vector<ELEMENT>*>(src + from);
-        Vector<TARGET> written;
+        const Elements<ELEMENT, VECTOR> read = load<VECTOR>(src + from);
+        Elements<TARGET, VECTOR> written;
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e)
             written.element[e] = Element<TARGET>::round(to_float(read.element[e]));
-        *reinterpret_cast<Vector<TARGET>*>(dst + to) = written;
+        store<VECTOR>(dst + to, written);
     }
 }

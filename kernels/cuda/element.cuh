@@ -45,6 +45,22 @@ __device__ __forceinline__ bool not_finite(unsigned word) {
     return (low && (word & low) == low) || (word & high) == high;
 }
 
+// COUNT consecutive elements in global memory, read and written up to 16 bytes at a time.
+template <class T, int COUNT>
+struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) Elements {
+    T element[COUNT];
+};
+
+template <int COUNT, class T>
+__device__ __forceinline__ Elements<T, COUNT> load(const T* from) {
+    return *reinterpret_cast<const Elements<T, COUNT>*>(from);
+}
+
+template <int COUNT, class T>
+__device__ __forceinline__ void store(T* to, const Elements<T, COUNT>& elements) {
+    *reinterpret_cast<Elements<T, COUNT>*>(to) = elements;
+}
+
 // Two consecutive elements in shared memory, as floats.
 template <class T>
 __device__ __forceinline__ float2 pair_at(unsigned offset) {

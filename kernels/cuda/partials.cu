@@ -1,9 +1,11 @@
 // Kernels on whole partials and gradients: merge, add, delta, sinks.  All are limited by memory bandwidth.
 //
 // A row is a (token, head) pair of arrays (tokens, heads, dim).  T is the dtype of the incoming partials or outputs.
+// In merge, add, delta and out_of_delta a thread takes VECTOR elements at a time; if VECTOR > 1, rows and addresses are
+// multiples of 16 bytes.  In all of these but add, `lanes` of a warp share a row, a power of two.
 //
-// grid: rows / WARPS, one warp per row, except for merge_parts (rows, one block per row), add and add_splits (any)
-// and sink_gradient (heads, one block per head).
+// grid: any for add and add_splits; rows / (THREADS / lanes) for the others of these; rows / WARPS, one warp per row, for the
+// rest, except for merge_parts (rows, one block per row) and sink_gradient (heads, one block per head).
 // block: THREADS threads.
 // shared memory: none, except for the warps' sums: THREADS * 16 bytes in merge_parts, WARPS * 8 in sink_gradient.
 // tile sizes: none.  A warp steps through its row by 32 columns, and in merge_parts by 128 if dim is a multiple of 4.
@@ -17,20 +19,42 @@ constexpr int WARPS = THREADS / 32;
 
 __device__ __forceinline__ long long my_row() { return (long long)blockIdx.x * WARPS + warp_index(); }
 
-// Merges a partial (out_b, lse_b) into (out, lse).
+// The row of a thread where `lanes` of a warp share a row, and the first column that the thread takes.
+__device__ __forceinline__ long long shared_row(int lanes) {
+    return (long long)blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes;
+}
+__device__ __forceinline__ int my_column(int lanes) { return threadIdx.x % lanes * VECTOR; }
+
+// The sum over the lanes of a row, in the same order on each.
+__device__ __forceinline__ float row_sum(float x, int lanes) {
+    for (int mask = lanes / 2; mask; mask /= 2)
+        x += __shfl_xor_sync(ALL_LANES, x, mask);
+    return x;
+}
+
+// Merges a partial (out_b, lse_b) into (out, lse).  out of a row without keys is not read.
 extern "C" __global__ void
 __launch_bounds__(THREADS)
 merge(float* __restrict__ out, float* __restrict__ lse, const T* __restrict__ out_b, const float* __restrict__ lse_b,
-      long long rows, int dim) {
-    const long long row = my_row();
-    if (row >= rows)
-        return;
-    const float held = lse[row], other = lse_b[row], weight = merge_weight(held, other);
+      long long rows, int dim, int lanes) {
+    const long long row = shared_row(lanes);
+    const bool inside = row < rows;
+    const float held = inside ? lse[row] : minus_infinity(), other = inside ? lse_b[row] : minus_infinity();
+    const float weight = merge_weight(held, other);
     if (other != minus_infinity())
-        for (int column = lane_index(); column < dim; column += 32)
-            out[row * dim + column] = out[row * dim + column] * (1 - weight) + to_float(out_b[row * dim + column]) * weight;
+        for (int column = my_column(lanes); column < dim; column += lanes * VECTOR) {
+            const long long at = row * dim + column;
+            const Elements<T, VECTOR> read = load<VECTOR>(out_b + at);
+            Elements<float, VECTOR> sum = {};
+            if (held != minus_infinity())
+                sum = load<VECTOR>(out + at);
+#pragma unroll
+            for (int e = 0; e < VECTOR; ++e)
+                sum.element[e] = sum.element[e] * (1 - weight) + to_float(read.element[e]) * weight;
+            store<VECTOR>(out + at, sum);
+        }
     __syncwarp();                                                    // all lanes have read lse
-    if (lane_index() == 0)
+    if (inside && threadIdx.x % lanes == 0)
         lse[row] = merge_lse(held, other);
 }
 
@@ -163,8 +187,15 @@ normalize(float* __restrict__ out, float* __restrict__ lse, const float* __restr
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 add(float* __restrict__ array, const T* __restrict__ other, long long size) {
-    for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < size; i += (long long)gridDim.x * THREADS)
-        array[i] += to_float(other[i]);
+    const long long first = ((long long)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
+    for (long long i = first; i < size; i += (long long)gridDim.x * THREADS * VECTOR) {
+        const Elements<T, VECTOR> read = load<VECTOR>(other + i);
+        Elements<float, VECTOR> sum = load<VECTOR>(array + i);
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e)
+            sum.element[e] += to_float(read.element[e]);
+        store<VECTOR>(array + i, sum);
+    }
 }
 
 // Adds the sums of all splits, parts (splits, size), to an array of `size` numbers, four at a time.
@@ -182,21 +213,60 @@ add_splits(float4* __restrict__ array, const float4* __restrict__ parts, long lo
 // keys, has rowsum 0 even if its dout is NaN, as the padding of a batch may be.
 extern "C" __global__ void __launch_bounds__(THREADS)
 delta(float* delta, const T* __restrict__ dout, const T* __restrict__ out, const float* dlse, long long rows, int dim,
-      int with_dlse) {
-    const long long row = my_row();
-    if (row >= rows)
-        return;
-    float sum = 0;
-    bool other = false;
-    for (int column = lane_index(); column < dim; column += 32) {
-        const float value = to_float(out[row * dim + column]);
-        sum += to_float(dout[row * dim + column]) * value;
-        other |= value != 0;
+      int lanes, int with_dlse) {
+    const long long row = shared_row(lanes);
+    const bool inside = row < rows;
+    float sum = 0, others = 0;
+    for (int column = my_column(lanes); inside && column < dim; column += lanes * VECTOR) {
+        const Elements<T, VECTOR> of_out = load<VECTOR>(out + row * dim + column);
+        const Elements<T, VECTOR> of_dout = load<VECTOR>(dout + row * dim + column);
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e) {
+            const float value = to_float(of_out.element[e]);
+            sum += to_float(of_dout.element[e]) * value;
+            others += value != 0;
+        }
     }
-    sum = warp_sum(sum);
-    const bool counts = __ballot_sync(ALL_LANES, other) != 0;
-    if (lane_index() == 0)
-        delta[row] = (counts ? sum : 0) - (with_dlse ? dlse[row] : 0);
+    sum = row_sum(sum, lanes), others = row_sum(others, lanes);
+    if (inside && threadIdx.x % lanes == 0)
+        delta[row] = (others ? sum : 0) - (with_dlse ? dlse[row] : 0);
+}
+
+// An out with rowsum(dout * out) = delta: dout * delta / |dout|^2.  It is for a library that computes delta itself.
+// Where delta is that of an attention's out, no row is longer than that out.  A row of dout that is 0 has delta 0.
+// lanes * VECTOR is dim or more.
+extern "C" __global__ void __launch_bounds__(THREADS)
+out_of_delta(T* __restrict__ out, const T* __restrict__ dout, const float* __restrict__ delta, long long rows, int dim,
+             int lanes) {
+    const long long row = shared_row(lanes);
+    const int column = my_column(lanes);
+    const bool inside = row < rows && column < dim;
+    Elements<T, VECTOR> read = {};
+    if (inside)
+        read = load<VECTOR>(dout + row * dim + column);
+    float largest = 0;
+#pragma unroll
+    for (int e = 0; e < VECTOR; ++e)
+        largest = fmaxf(largest, fabsf(to_float(read.element[e])));
+    for (int mask = lanes / 2; mask; mask /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, mask));
+    // Squares of numbers in units of the largest neither overflow nor vanish; nor does the unit's inverse.
+    const float inverse = largest < 0x1p-100f ? 0x1p100f : largest > 0x1p100f ? 0x1p-100f : 1 / largest;
+    float value[VECTOR], sum = 0;
+#pragma unroll
+    for (int e = 0; e < VECTOR; ++e) {
+        value[e] = to_float(read.element[e]) * inverse;
+        sum += value[e] * value[e];
+    }
+    sum = row_sum(sum, lanes);
+    if (!inside)
+        return;
+    const float factor = sum == 0 ? 0 : delta[row] * inverse / sum;
+    Elements<T, VECTOR> written;
+#pragma unroll
+    for (int e = 0; e < VECTOR; ++e)
+        written.element[e] = Element<T>::round(value[e] * factor);
+    store<VECTOR>(out + row * dim + column, written);
 }
 
 // Adds one key of score sinks[head] and value 0 to every query of a head.  out of a row without other keys stays 0.

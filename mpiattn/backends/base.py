@@ -47,6 +47,10 @@ class Backend(Protocol):
         """Whether `outgoing` and `incoming` take an array that lies in `Blocks`.  Else it must be contiguous."""
 
     @property
+    def dlse_on_all(self) -> bool:
+        """Whether all ranks of a backward pass, or none, must give `delta` a dlse."""
+
+    @property
     def name(self) -> str:
         """What users call it, with its parameters.  With `version` it is a key of what was measured on a machine."""
 

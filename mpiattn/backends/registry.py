@@ -64,6 +64,13 @@ REGISTRY = {
         Entry("numpy", "numpy.backend:NumpyBackend", "NumPy and its BLAS", tests=False),
         Entry("cpu", "cpu.backend:CpuBackend", "compiled kernels", tests=False, parameters="[:THREADS]"),
         Entry("cuda", "cuda.backend:CudaBackend", "one GPU for each rank", device="cuda", tests=False),
+        Entry(
+            "cuda+cudnn",
+            "cuda.cudnn_backend:CudnnBackend",
+            "cuda, with cuDNN for the blocks that it can take",
+            device="cuda",
+            tests=False,
+        ),
         Entry("deferred", "testing.deferred:DeferredBackend", "launches and copies are late on purpose"),
         Entry("emulated", "testing.emulated:EmulatedBackend", "the CUDA kernels on the CPU"),
         Entry("deferred-emulated", "testing.emulated:DeferredEmulatedBackend", "the CUDA kernels on the CPU, late"),

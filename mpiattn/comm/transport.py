@@ -33,7 +33,7 @@ def check_transport(backend, transport):
         if transport != "auto":
             raise ArgumentError(
                 f"transport is {transport!r}, but the back end {' or '.join(map(repr, names))} has no "
-                f"device; only {', '.join(backends.usages(on_gpu=True))} has"
+                f"device; only these have: {', '.join(backends.usages(on_gpu=True))}"
             )
     elif transport == "device":
         aware, why = gpu_aware_mpi.gpu_aware()

@@ -67,9 +67,13 @@ class Arguments:
         return Results(self._backend, asked, inputs)
 
 
-def compared(activity: Activity, sinks: Array | None) -> dict[str, Any]:
-    """What must be the same on every rank: each end of a transfer decides from the documents whether it happens."""
+def compared(activity: Activity, sinks: Array | None, dlse: bool = False) -> dict[str, Any]:
+    """What must be the same on every rank: each end of a transfer decides from the documents whether it happens.
+
+    dlse: whether dlse is given, if that must be the same.
+    """
     return {
         "documents (cu_seqlens, lengths, prefixes or causal_documents)": activity.as_lists,
         "sinks": None if sinks is None else sinks.tolist(),
+        "whether dlse is given": dlse,
     }

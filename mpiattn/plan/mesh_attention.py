@@ -38,8 +38,8 @@ class MeshAttention(Described, Distributed):
 
     Every rank holds a chunk of the tokens (`positions`) of q, k and v, and gets the same chunk of the result.  Making a
     plan, `like`, `forward`, `backward`, `scatter`, `gather` and `close` are collective: all ranks call them in the same
-    order.  The same mesh, layout, schedule, route and back end give the same bits.  `q_layout`, `k_layout` and
-    `schedule` hold what was chosen, `problem` holds the problem as given.
+    order.  The same mesh, layout, schedule, route and back end give the same bits (not backward with `cuda+cudnn`).
+    `q_layout`, `k_layout` and `schedule` hold what was chosen, `problem` holds the problem as given.
 
     Parameters
     ----------
@@ -332,7 +332,7 @@ class MeshAttention(Described, Distributed):
         Parameters
         ----------
         dout, dlse : array, dlse by default None for 0
-            Gradients with respect to out and lse, in their shapes and dtypes.
+            Gradients of out and lse, in their shapes and dtypes.  With `cuda+cudnn`, dlse is for all ranks or none.
         q, k, v, out, lse : array
             Arguments and results of `forward`.
         cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, sinks, check, progress
@@ -366,7 +366,7 @@ class MeshAttention(Described, Distributed):
                     prefixes=prefixes,
                     causal_documents=causal_documents,
                 )
-                same |= compared(activity, sinks)
+                same |= compared(activity, sinks, self._backend.dlse_on_all and dlse is not None)
                 grads = results.arrays(q)
                 chunks = self._passes.fold_backward(inputs, rows, activity, grads)
             dsinks = self._passes.backward(chunks, sinks, progress, grads)

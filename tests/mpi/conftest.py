@@ -32,12 +32,13 @@ from runs import settle, subcomm
 
 TRANSPORT = os.environ.get("MPIATTN_TRANSPORT")
 if os.environ.get("MPIATTN_CUPY") == "fake":  # a GPU that is none; given "device", an MPI that can use its memory
+    import fake_cudnn
     import fake_cupy
 
-    from mpiattn.backends.cuda import staging
+    from mpiattn.backends.cuda import row_runs, staging
     from mpiattn.system import gpu_aware_mpi, gpu_probe
 
-    sys.modules["cupy"], staging.PIECE = fake_cupy, 1000
+    sys.modules["cupy"], sys.modules["cudnn"], staging.PIECE, row_runs.LEAST = fake_cupy, fake_cudnn, 1000, 2
     if TRANSPORT == "device":
         gpu_aware_mpi.gpu_aware = lambda: (True, "a test says so")
         gpu_probe.probe = lambda: {"answer": "yes", "text": "and that it works"}

@@ -22,7 +22,7 @@ from mpiattn.verify import reference
 
 OF_PROBLEM = tuple(signature(Problem).parameters)
 BACKENDS = tuple(os.environ.get("MPIATTN_BACKENDS", "numpy,deferred").split(","))
-OF_KERNELS = {"cuda", "emulated", "deferred-emulated"}
+OF_KERNELS = {"cuda", "cuda+cudnn", "emulated", "deferred-emulated"}
 
 
 def on(*ranks):

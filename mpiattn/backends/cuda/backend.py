@@ -109,6 +109,7 @@ class CudaBackend(_CupyLaunches):
     transport_why = ""
     strided = False
     sends_blocks = False
+    dlse_on_all = False
 
     @classmethod
     def missing(cls):
@@ -138,7 +139,7 @@ class CudaBackend(_CupyLaunches):
         self.architecture = int(device.compute_capability)
         if self.architecture < CAPABILITY:
             raise ArgumentError(
-                f"backend is 'cuda', but {self.version} has compute capability "
+                f"backend is {self.name!r}, but {self.version} has compute capability "
                 f"{device.compute_capability}; the kernels need {CAPABILITY}"
             )
         self.processors = device.attributes["MultiProcessorCount"]

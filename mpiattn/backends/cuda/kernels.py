@@ -30,6 +30,7 @@ from .launches import (
 
 ELEMENTS_PER_THREAD = 8  # of the memory-bound kernels, so that grids stay small
 VECTOR = 4  # elements per load and store of a cast, if they are contiguous in both arrays
+ROW_VECTOR = 8  # of merge, add and delta, if rows and addresses are multiples of 16 bytes
 
 
 KEPT_WORKS = 256  # lists of work; a list takes some 10 KiB
@@ -259,10 +260,29 @@ class KernelLaunches:
         """Run a kernel of partials.cu with one warp per row."""
         self._run(partials_kernel(name, dtype), (-(-rows // WARPS), 1, 1), *arguments)
 
-    def merge(self, out, lse, out_b, lse_b, after=()):
-        self._run_rows(
-            "merge", out_b.dtype.name, lse.size, out, lse, out_b, lse_b, np.int64(lse.size), np.int32(out.shape[-1])
+    def _row_vector(self, dim, *arrays):
+        """Elements that a thread takes at a time of arrays with rows of `dim` numbers."""
+        wide = dim % ROW_VECTOR == 0 and not any(self._address(array) % 16 for array in arrays)
+        return ROW_VECTOR if wide else 1
+
+    def _run_lanes(self, name, of_rows, rows, *arguments, more=()):
+        """Run a kernel of partials.cu, with as many lanes for a row as it has vectors.
+
+        of_rows: the arrays among the arguments whose rows have columns; the last has the kernel's dtype.
+        """
+        dim = of_rows[-1].shape[-1]
+        vector = self._row_vector(dim, *of_rows)
+        lanes = min(32, 1 << (-(-dim // vector) - 1).bit_length())
+        self._run(
+            partials_kernel(name, of_rows[-1].dtype.name, vector),
+            (-(-rows * lanes // THREADS), 1, 1),
+            *arguments,
+            np.int64(rows),
+            *map(np.int32, (dim, lanes, *more)),
         )
+
+    def merge(self, out, lse, out_b, lse_b, after=()):
+        self._run_lanes("merge", (out, out_b), lse.size, out, lse, out_b, lse_b)
 
     def unnormalize(self, out, lse, top):
         self._run_rows("unnormalize", "float32", lse.size, out, lse, top, np.int64(lse.size), np.int32(out.shape[-1]))
@@ -272,22 +292,16 @@ class KernelLaunches:
 
     def add(self, arrays, others, after=()):
         for array, other in zip(arrays, others):
-            self._run(partials_kernel("add", other.dtype.name), _flat_grid(array), array, other, np.int64(array.size))
+            kernel = partials_kernel("add", other.dtype.name, self._row_vector(array.size, array, other))
+            self._run(kernel, _flat_grid(array), array, other, np.int64(array.size))
 
     def delta(self, delta, dout, out, dlse):
         given = dlse is not None
-        self._run_rows(
-            "delta",
-            dout.dtype.name,
-            delta.size,
-            delta,
-            dout,
-            out,
-            dlse if given else delta,
-            np.int64(delta.size),
-            np.int32(dout.shape[-1]),
-            np.int32(given),
-        )
+        self._run_lanes("delta", (out, dout), delta.size, delta, dout, out, dlse if given else delta, more=(given,))
+
+    def _out_of_delta(self, out, dout, delta):
+        """Set out to one with rowsum(dout * out) = delta; dims are multiples of ROW_VECTOR, up to 256."""
+        self._run_lanes("out_of_delta", (out, dout), delta.size, out, dout, delta)
 
     def sink(self, out, lse, sinks):
         self._run_rows(

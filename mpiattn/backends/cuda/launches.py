@@ -151,25 +151,25 @@ def scratch_bytes(dtype, head_dim, value_dim, architecture, processors, backward
 
     def held(work):
         """Rows of the tiles that the GPU holds at a time."""
-        kernel, cut = attention_kernel(
-            work, dtype, head_dim, value_dim, 1, 0, architecture, shared_kv=shared_kv
-        )
+        kernel, cut = attention_kernel(work, dtype, head_dim, value_dim, 1, 0, architecture, shared_kv=shared_kv)
         return places(kernel, architecture, processors) * cut.rows
 
     if backward:  # sums of dk, and of dv, of all splits
         return 4 * ROUNDS * held("gradient_kv") * (head_dim + (0 if shared_kv else value_dim))
     return 4 * (value_dim + 1) * max(held("forward"), held("decode")) * MOST_ITEMS
 
+
 @cache
-def partials_kernel(name, dtype, threads=THREADS):
-    """The kernel `name` of partials.cu, for partials or outputs of a dtype."""
+def partials_kernel(name, dtype, vector=1, threads=THREADS):
+    """The kernel `name` of partials.cu, for partials or outputs of a dtype.  vector: elements at a time."""
     shared = {"sink_gradient": threads // 32 * 8, "merge_parts": threads * 16}.get(name, 0)  # bytes
-    return Kernel(name, "partials.cu", (("ELEMENT", element(dtype)), ("THREADS", threads)), threads, shared)
+    defines = ("ELEMENT", element(dtype)), ("THREADS", threads), ("VECTOR", vector)
+    return Kernel(name, "partials.cu", defines, threads, shared)
 
 
 def merge_kernel(parts):
     """The kernel that merges at most so many parts of a row: with many, more warps wait for memory at a time."""
-    return partials_kernel("merge_parts", "float32", THREADS if parts <= 32 else 4 * THREADS)
+    return partials_kernel("merge_parts", "float32", threads=THREADS if parts <= 32 else 4 * THREADS)
 
 
 @cache

@@ -107,6 +107,7 @@ class NumpyBackend:
     staged_bytes = 0
     strided = False
     sends_blocks = True
+    dlse_on_all = False
     idle = staticmethod(os.sched_yield)
 
     def __init__(self):
