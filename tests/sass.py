@@ -270,7 +270,7 @@ def attention(work, dtype, dim, architecture, page_size=0):
 def merge(parts, architecture):
     """What a warp executes at most to merge up to 128 parts of a row of 128 columns.
 
-    The warps of the block share the parts, PARTS_AHEAD at a time.  All other loops are unrolled, so once through is enough.
+    The warps of the block share the parts, PARTS_AHEAD at a time.  All other loops are unrolled.
     """
     kernel = merge_kernel(parts)
     blocks = disassembled_blocks(kernel, architecture)

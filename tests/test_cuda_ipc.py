@@ -45,7 +45,7 @@ def test_commands_say_so(tmp_path):
     """What goes how, and why, in the text and in OUT."""
     import h5py
 
-    why = r"ipc: MPI takes no GPU memory \(.+\); ranks of a node copy from each other's GPU"
+    why = r"ipc: this MPI does not take device memory \(.+\); ranks of a node copy from each other's GPU"
     source, out = write_input(tmp_path / "in.h5", seqlen=43, kv_heads=2, heads=4, head_dim=16), tmp_path / "out.h5"
     for arguments in (["info"], ["run", source, out, "--backend", "cuda", "--verify"]):
         text = mpirun(2, [sys.executable, "-c", BEGIN + COMMAND, *arguments], env=FAKE).stdout

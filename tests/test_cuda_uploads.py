@@ -48,7 +48,7 @@ def test_row_intervals_are_kept_on_the_device(uploads):
 
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_block_tables_are_kept_on_the_device(uploads, sequences):
-    """Decoding sends what the queries see, and block tables only after pages have changed."""
+    """Decoding sends what the queries see, block tables only after pages have changed, and a list of work once."""
     of_tokens = fake_cupy.asarray(np.ones((sequences, 5, 1, 16), np.float32))
     token, q = of_tokens[:, :1], fake_cupy.asarray(np.ones((sequences, 1, 2, 16), np.float32))
     with KVCache(
@@ -60,5 +60,6 @@ def test_block_tables_are_kept_on_the_device(uploads, sequences):
             uploads.clear()
             out, _ = tree_decode(q, cache)
             assert on_host(out) == pytest.approx(1)
-            intervals, tables = (2, sequences), (sequences, -(-length // 4))
-            assert uploads == [intervals, tables][: 1 + (length in (6, 9))], length  # the first time, and a third page
+            intervals, tables = (2 * sequences,), (sequences + sequences * -(-length // 4),)
+            work = (4 * sequences + sequences + 1,)  # an item for each, and the numbers of their partials
+            assert uploads == [work] * (length == 6) + [intervals] + [tables] * (length in (6, 9)), length

@@ -13,7 +13,7 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import MeshAttention, backends
-from mpiattn.backends.cuda import backend, cudnn_library, row_runs
+from mpiattn.backends.cuda import cudnn_library, devices, row_runs
 from mpiattn.backends.cuda.row_runs import Run, runs_of
 from mpiattn.backends.testing import emulated
 from mpiattn.engine.folding import on_host
@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emu
 def made():
     """The back end on a made-up cuDNN and CuPy."""
     with fake_cudnn.install():
-        backend._dealt.clear()
+        devices._dealt.clear()
         made = backends.get("cuda+cudnn")
         yield made
         made.close()

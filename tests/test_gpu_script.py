@@ -76,7 +76,7 @@ def test_sections(tmp_path):
         tmp_path,
         "--openmpi",
         tmp_path / "openmpi.tar",
-        *"--sections smoke mpi openmpi probe ranks-decode bench-d64".split(),
+        *"--sections smoke mpi openmpi probe ranks-decode bench-kernel".split(),
         code=1,
     )
     assert statuses(done) == {
@@ -87,7 +87,7 @@ def test_sections(tmp_path):
         "ranks-decode": "passed",
         "openmpi": "failed",
         "probe": "skipped",
-        "bench-d64": "passed",
+        "bench-kernel": "passed",
     }
     assert "ReadError" in done["openmpi"]["why"] and "section openmpi" in done["probe"]["why"]
     assert list(done["smoke"]["record"]["steps"]) == [
@@ -99,9 +99,15 @@ def test_sections(tmp_path):
         "decode",
     ]
     assert " passed" in done["ranks-decode"]["record"]["result"] and "add up to 6" in done["mpi"]["record"]["result"]
-    assert [table["what"] for table in done["bench-d64"]["record"]["tables"]] == ["forward", "backward", "launch"]
-    assert "forward bfloat16 d64, 2 heads over 2, 40 causal: TFLOP/s: mpiattn" in text
-    assert "no PyTorch here" in done["bench-d64"]["record"]["result"]
+    assert [table["what"] for table in done["bench-kernel"]["record"]["tables"]] == [
+        "forward",
+        "backward",
+        "decode",
+        "carry",
+        "launch",
+    ]
+    assert "forward bfloat16 d128, 2 heads over 2, 40 causal: TFLOP/s: mpiattn" in text
+    assert "no PyTorch here" in done["bench-kernel"]["record"]["result"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == HANDED_OVER
     with tarfile.open(tmp_path / "out" / "results.tar.gz") as packed:
         names = packed.getnames()
@@ -159,21 +165,21 @@ def test_commands_in_turn(tmp_path):
     run_all(tmp_path, "--sections", "mpi")
     for path in (tmp_path / "out").iterdir():
         path.unlink()
-    done, _ = run_all(tmp_path, "--limit", "0.4", "--sections", "bench-d64", code=1)
-    assert statuses(done) == {"mpi": "passed", "install": "passed", "device": "skipped", "bench-d64": "failed"}
-    assert "no time is left" in done["bench-d64"]["why"]
+    done, _ = run_all(tmp_path, "--limit", "0.4", "--sections", "bench-kernel", code=1)
+    assert statuses(done) == {"mpi": "passed", "install": "passed", "device": "skipped", "bench-kernel": "failed"}
+    assert "no time is left" in done["bench-kernel"]["why"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is here, and perhaps a GPU")
 def test_without_a_gpu(tmp_path):
     """It is told once, and what needs none is done."""
-    done, _ = run_all(tmp_path, "--backend", "cuda", "--sections", "smoke", "mpi", "forward", code=1)
+    done, _ = run_all(tmp_path, "--backend", "cuda", "--sections", "smoke", "mpi", "blocks", code=1)
     assert statuses(done) == {
         "install": "passed",
         "device": "failed",
         "smoke": "skipped",
         "mpi": "passed",
-        "forward": "skipped",
+        "blocks": "skipped",
     }
     assert done["smoke"]["why"] == done["device"]["why"] and "no GPU that CuPy can use" in done["smoke"]["why"]
 
@@ -255,5 +261,5 @@ def test_list():
     """Every group fits into one command by its estimates."""
     text = subprocess.run([sys.executable, SCRIPT, "--list"], text=True, capture_output=True, check=True).stdout
     groups = [line.split() for line in text.splitlines() if not line.startswith(" ")]
-    assert [words[0] for words in groups] == ["smoke:", "blocks:", "ranks:", "bench:", "sanitizer:"]
+    assert [words[0] for words in groups] == ["smoke:", "blocks:", "bench:", "sanitizer:", "ranks:"]
     assert all(int(words[1]) < int(words[3]) < 540 for words in groups)

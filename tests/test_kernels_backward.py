@@ -99,7 +99,9 @@ def test_splits_of_the_queries(backend, monkeypatch, dtype, dim, mask):
     Rows that are no multiple of 16 bytes are not split.
     """
     launched, launch = [], backend._run
-    monkeypatch.setattr(backend, "_run", lambda kernel, grid, *rest: (launched.append((kernel.name, grid)), launch(kernel, grid, *rest)))
+    monkeypatch.setattr(
+        backend, "_run", lambda kernel, grid, *rest: (launched.append((kernel.name, grid)), launch(kernel, grid, *rest))
+    )
     arguments = block(310, 40, 4, 1, dim, dim, dtype, MASKS[mask])
     all_bits = set()
     for _ in range(2):

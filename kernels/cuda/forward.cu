@@ -18,12 +18,12 @@
 // With few row tiles the keys are split.  Each split then takes its share of the keys and writes a partial of its own,
 // out (splits, tokens, heads, VALUE_DIM) and lse (splits, tokens, heads); merge_parts (partials.cu) merges them.
 //
-// If PAGE_SIZE is not 0, the keys lie in pages (keys.cuh), there are several sequences with `tokens` queries each, stored
-// one after another, and `work` lists what there is to do: items (sequence, first key, end of the keys, part).  Sequences
-// may differ much in length, so a long one has many items (mpiattn/backends/cuda/decode_work.py).  An item that has all
-// keys of its sequence, with part -1, sets (out, lse).  The others write partials number `part` of the same form as a split's.
-// `pages` begins with an index for each sequence: where its table begins in `pages`.  `begin` holds the ends as well,
-// after the beginnings of all queries.
+// If PAGE_SIZE is not 0, the keys lie in pages (keys.cuh), there are several sequences with `tokens` queries each,
+// stored one after another, and `work` lists what there is to do: items (sequence, first key, end of the keys, part).
+// Sequences may differ much in length, so a long one has many items (mpiattn/backends/cuda/decode_work.py).  An item
+// that has all keys of its sequence, with part -1, sets (out, lse).  The others write partials number `part` of the
+// same form as a split's. `pages` begins with an index for each sequence: where its table begins in `pages`.  `begin`
+// holds the ends as well, after the beginnings of all queries.
 
 #include "columns.cuh"
 #include "keys.cuh"

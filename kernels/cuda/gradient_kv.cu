@@ -9,8 +9,8 @@
 // shared memory, where the other warps of these keys read them.
 //
 // With few keys the row tiles are split, so that all multiprocessors have work, and about the same under a causal mask.
-// Each split then adds to arrays of its own, dk (splits, keys, kv_heads, HEAD_DIM) and dv likewise, which begin as zeros;
-// add_splits (partials.cu) adds them up, always in the same order.
+// Each split then adds to arrays of its own, dk (splits, keys, kv_heads, HEAD_DIM) and dv likewise, which begin as
+// zeros; add_splits (partials.cu) adds them up, always in the same order.
 //
 // grid: (key tiles * KV heads, PARTS, splits); each part computes its share of the columns of dk and dv.
 // block: 32 * WARPS threads; each warp owns TILE_ROWS / (WARPS / COLUMN_WARPS) keys.
@@ -72,12 +72,16 @@ struct RowTiles {
     static constexpr int NONE = 0, FULL = 1, MASKED = 2;
 
     const int4* hulls;
-    int count, split_count, first, last;           // all tiles; those of a split
+    int count, split_count, first, last;  // all tiles; those of a split
     int base;  // bit i of the masks stands for tile base + i
     unsigned touching = 0, covered = 0;  // tiles still to do; tiles whose rows all see all of the keys
 
     __device__ __forceinline__ RowTiles(const int4* hulls_, int count_, int split_count_, int first_, int last_)
-        : hulls(hulls_), count(count_), split_count(split_count_), first(first_), last(last_),
+        : hulls(hulls_),
+          count(count_),
+          split_count(split_count_),
+          first(first_),
+          last(last_),
           base(split_index() * split_count_ - 32) {
         look();
     }

@@ -4,11 +4,11 @@
 // In merge, add, delta and out_of_delta a thread takes VECTOR elements at a time; if VECTOR > 1, rows and addresses are
 // multiples of 16 bytes.  In all of these but add, `lanes` of a warp share a row, a power of two.
 //
-// grid: any for add and add_splits; rows / (THREADS / lanes) for the others of these; rows / WARPS, one warp per row, for the
-// rest, except for merge_parts (rows, one block per row) and sink_gradient (heads, one block per head).
-// block: THREADS threads.
-// shared memory: none, except for the warps' sums: THREADS * 16 bytes in merge_parts, WARPS * 8 in sink_gradient.
-// tile sizes: none.  A warp steps through its row by 32 columns, and in merge_parts by 128 if dim is a multiple of 4.
+// grid: any for add and add_splits; rows / (THREADS / lanes) for the others of these; rows / WARPS, one warp per row,
+// for the rest, except for merge_parts (rows, one block per row) and sink_gradient (heads, one block per head). block:
+// THREADS threads. shared memory: none, except for the warps' sums: THREADS * 16 bytes in merge_parts, WARPS * 8 in
+// sink_gradient. tile sizes: none.  A warp steps through its row by 32 columns, and in merge_parts by 128 if dim is a
+// multiple of 4.
 
 #include "element.cuh"
 #include "merge.cuh"

@@ -91,9 +91,10 @@ class Exchange:
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0
-        # By verb, in order, the transfers without bytes yet: (Posted, ready(), post()).  MPI matches messages by the
-        # order of the sends and by that of the receives.  A receive that waited for a send would only be late.
-        self._later = {"send": deque(), "receive": deque()}
+        # The transfers without bytes yet, in order: (Posted, ready(), post()).  MPI matches messages by the order of
+        # the sends, by that of the receives, and by that of the collective calls.  A receive that waited for a send
+        # would only be late.
+        self._later = {"send": deque(), "receive": deque(), "collective": deque()}
         self._coming = []  # posted transfers with a `then` or an `over` to call
         self._ranks = {}  # by communicator and rank there, the rank in `peers`
 
@@ -146,7 +147,7 @@ class Exchange:
     def progress(self):
         """Post the transfers that have become ready; call `then` and `over` of those that MPI has done.
 
-        Sends are posted in their order, receives in theirs.
+        Sends are posted in their order, receives in theirs, and collective calls in theirs.
         """
         for waiting in self._later.values():
             while waiting and waiting[0][1]():
@@ -244,7 +245,7 @@ class Exchange:
             transfer.request = post()
         else:
             parts = [outgoing.ready(start * row_bytes, (start + count) * row_bytes) for start, count in sent if count]
-            self._later.append((transfer, partial(_all_true, parts), post))
+            self._later["collective"].append((transfer, partial(_all_true, parts), post))
 
     def _count(self, nbytes, messages):
         if nbytes:

@@ -1,6 +1,6 @@
 """Compiles the kernels that gpu_speed.py and gpu_tiles.py launch into CuPy's cache, many at a time.
 
-  python gpu_compile.py [--processes N]
+python gpu_compile.py [--processes N]
 """
 
 import argparse
@@ -20,9 +20,9 @@ def kernels():
     for dim, packed in ((128, 8), (64, 8), (256, 4), (128, 4)):
         for work in ("gradient_kv", "gradient_q", "forward", "decode"):
             for page in (0, 64) if work == "decode" else (0,):
-                yield tile_table.attention_kernel(
-                    work, "bfloat16", dim, dim, packed, 0, architecture, page_size=page
-                )[0]
+                yield tile_table.attention_kernel(work, "bfloat16", dim, dim, packed, 0, architecture, page_size=page)[
+                    0
+                ]
     yield tile_table.attention_kernel("decode", "bfloat16", 128, 128, 1, 0, architecture, page_size=64)[0]
     for name in ("merge", "merge_parts", "delta", "add"):
         yield launches.partials_kernel(name, "bfloat16" if name == "delta" else "float32")

@@ -1,11 +1,11 @@
 """Launches once what a profiler is to look at: forward, gradients and decoding, bfloat16, head dim 128.
 
-  ncu --clock-control none --set full -k regex:forward\\|gradient -o report python gpu_profile.py
+ncu --clock-control none --set full -k regex:forward\\|gradient -o report python gpu_profile.py
 """
 
 import sys
 
-from gpu_speed import Block, Decode, Own
+from gpu_subjects import Block, Decode, Own
 
 from mpiattn import backends
 

@@ -32,7 +32,11 @@ CANDIDATES = {  # by work and head dim
     ("gradient_q", 256): [Tile(64, 32, 4, 1, 2), Tile(64, 32, 4, 1), Tile(64, 64, 4, 1), Tile(128, 32, 8, 1)],
     ("gradient_kv", 64): [Tile(128, 32, 4, 2), Tile(64, 64, 4, 1, column_warps=2), Tile(128, 32, 4, 1)],
     ("gradient_kv", 128): [Tile(128, 64, 8, 2, column_warps=2), Tile(64, 64, 4, 1, column_warps=2)],
-    ("gradient_kv", 256): [Tile(64, 64, 8, 1, column_warps=2), Tile(32, 32, 4, 1, column_warps=2), Tile(64, 32, 8, 1, column_warps=2)],
+    ("gradient_kv", 256): [
+        Tile(64, 64, 8, 1, column_warps=2),
+        Tile(32, 32, 4, 1, column_warps=2),
+        Tile(64, 32, 8, 1, column_warps=2),
+    ],
 }
 
 

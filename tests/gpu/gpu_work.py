@@ -4,10 +4,9 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from gpu_install import HELLO, Installed, greeting
 from gpu_sections import Skip
@@ -28,20 +27,15 @@ print(json.dumps({"count": count, "name": of["name"].decode(), "memory": of["tot
       "nvrtc": cupy.cuda.nvrtc.getVersion()}))
 """
 PYTEST = ("-m", "pytest", "-v", "--color=no", "--tb=short", "--durations=5", "-p", "no:cacheprovider")
-SMALL = "not 256 and (windows or causal)"  # of the blocks' cases, under the sanitizer
 
 
-class Section(NamedTuple):
-    """A section: seconds that it should take and that it may take, and what does it."""
-
-    group: str
-    estimate: float
-    limit: float
-    about: str
-    function: Callable
-    arguments: tuple = ()
-    options: dict = {}
-    gpu: bool = True  # whether it needs one
+def found(name):
+    """The path of a program of CUDA's."""
+    places = [shutil.which(name), *map(str, Path("/usr/local").glob(f"cuda*/bin/{name}"))]
+    program = next((place for place in places if place and os.access(place, os.X_OK)), None)
+    if program is None:
+        raise Skip(f"{name} is neither on PATH nor in /usr/local/cuda*/bin")
+    return program
 
 
 class Work:
@@ -127,6 +121,8 @@ class Work:
         ranks: (how many, of which MPI); before: what runs Python.
         """
         words = [*before, sys.executable, *PYTEST, TESTS / file, "-k", cases]
+        if not ranks and not before and self.has("xdist"):  # most of their time is the compiler's and the references'
+            words += ["-n", str(max(1, len(os.sched_getaffinity(0)) - 2))]
         if ranks:
             words = [self.installed.mpiexec(ranks[1]), "-n", ranks[0], *words]
             environment |= {"mpi": ranks[1], "OPENBLAS_NUM_THREADS": "1"}
@@ -201,6 +197,63 @@ class Work:
         if not (self.installed.openmpi / "bin" / "mpiexec").exists():
             raise Skip("there is no Open MPI with CUDA: see the section openmpi")
 
+    def script(self, run, record, name, *more, seconds=GROUP_SECONDS):
+        """A script of this folder, which writes RESULT.json; the lines that it prints are the result."""
+        path = self.args.results / f"{name}.json"
+        path.unlink(missing_ok=True)
+
+        def read(text):
+            record["lines"] = [line for line in text.splitlines() if ": " in line and "Warning" not in line]
+            record["data"] = json.loads(path.read_text()) if path.is_file() else None
+
+        run([sys.executable, HERE / f"gpu_{name}.py", path, *more], seconds, read, PYTHONWARNINGS="ignore")
+
+    def ahead(self, run, record):
+        """Kernels into CuPy's cache."""
+        record["result"] = run([sys.executable, HERE / "gpu_compile.py"], GROUP_SECONDS).strip().splitlines()[-1]
+
+    def speed(self, run, record, what):
+        """Own kernels and cuDNN's beside PyTorch's, in one process."""
+        self.needs("torch")
+        names = ["cuda"] + ["cuda+cudnn"] * (what == "blocks" and self.has("cudnn"))
+        self.script(run, record, "speed", "--what", what, "--backends", *names)
+
+    def profile(self, run, record):
+        """What ncu counts on a forward pass, the gradients, and decoding."""
+        self.needs("torch")
+        program = found("ncu")
+        report = self.args.results / "profile.ncu-rep"
+        counted = [program, "--clock-control", "none", "--set", "full", "-k", "regex:forward|gradient|merge_parts"]
+        run([*counted, "-f", "-o", report, sys.executable, HERE / "gpu_profile.py"], GROUP_SECONDS)
+        text = run([program, "--import", report, "--page", "details"], 60)
+        kernels = re.findall(r"^  (\w+) \(.*?Duration +(\w+) +([\d.,]+)", text, re.MULTILINE | re.DOTALL)
+        record["result"] = "; ".join(f"{name} {time} {unit}" for name, unit, time in kernels)
+        source = run([program, "--import", report, "--page", "source", "--csv"], 60)
+        (self.args.results / "profile-source.csv").write_text(source)  # what each instruction waits for
+        report.unlink()
+
+    def has(self, module):
+        """Whether Python finds a module, of the machine or brought along."""
+        words = [sys.executable, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"]
+        return subprocess.run(words, env=self.environment(), check=False).returncode == 0
+
+    def needs(self, module):
+        """Skip where there is no such module."""
+        if not self.has(module):
+            raise Skip(f"there is no {module}")
+
+    def hopper(self, run, record):
+        """Matrix instructions, copies and registers of sm_90a."""
+        if self.architecture != "sm_90":
+            raise Skip(f"this GPU is {self.architecture}")
+        self.script(run, record, "hopper")
+
+    def cudnn(self, run, record):
+        """What cuDNN takes and gives."""
+        self.needs("cudnn")
+        text = run([sys.executable, HERE / "gpu_cudnn.py", "--no-speed"], GROUP_SECONDS)
+        record["lines"] = [line for line in text.splitlines() if ": " in line]
+
     def bench(self, run, record, tokens, *more, decode=0, carry=0):
         """Tables; decode, carry: keys of theirs, of which 0 leaves them out."""
         path = self.args.results / "table.json"
@@ -244,91 +297,19 @@ class Work:
 
     def sanitize(self, run, record, tool, file, cases):
         """compute-sanitizer over small blocks, without CuPy's pool, which hides what is written beyond an array."""
-        places = [shutil.which("compute-sanitizer"), *map(str, Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))]
-        program = next((place for place in places if place and os.access(place, os.X_OK)), None)
-        if program is None:
-            raise Skip("compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin")
-        before = [program, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
+        before = [
+            found("compute-sanitizer"),
+            "--tool",
+            tool,
+            "--report-api-errors",
+            "no",
+            "--error-exitcode",
+            "9",
+            "--print-limit",
+            "20",
+        ]
         text = self.pytest(run, record, file, cases, before=before, MPIATTN_CUPY="unpooled")
         summaries = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", text, re.MULTILINE)
         if not summaries:
             raise RuntimeError("the sanitizer printed no summary")
         record["result"] += f"; {summaries[-1]}"
-
-
-BLOCKS, CALLERS = "gpu/test_gpu_blocks.py", "gpu/test_gpu_callers.py"
-FORWARD, BACKWARD, PAGES = f"test_carry_in or (test_forward and {SMALL})", f"test_backward and {SMALL}", "test_pages"
-FEW_PAGES = "test_pages and not 256 and not long"  # racecheck takes longer
-LONG, BACKWARDS, BOTH = (8192, 16384), ("--direction", "backward"), ("--direction", "both", "--causal")
-# In the order in which they are run.  Estimates are for an H100 with 16 cores, and nothing has been run there yet.
-SECTIONS = {
-    "install": Section("smoke", 15, 300, "wheels of what the machine lacks", Work.install, gpu=False),
-    "device": Section("smoke", 5, 120, "the GPU, as CuPy sees it", Work.device, gpu=False),
-    "smoke": Section("smoke", 20, 200, "forward, backward, decode, against float64", Work.smoke),
-    "mpi": Section("smoke", 2, 60, "four ranks of the MPI that is used", Work.mpi, gpu=False),
-    "compile": Section("smoke", 30, 400, "registers, spills, shared memory of the tile table", Work.compile, gpu=False),
-    "forward": Section(
-        "blocks",
-        60,
-        200,
-        "blocks against float64, forward",
-        Work.pytest,
-        (BLOCKS, "test_forward or test_scores or test_carry_in"),
-    ),
-    "backward": Section("blocks", 60, 200, "the same, backward", Work.pytest, (BLOCKS, "test_backward")),
-    "pages": Section("blocks", 40, 150, "keys in pages", Work.pytest, (BLOCKS, "test_pages")),
-    "callers": Section("blocks", 15, 60, "streams and arrays of other libraries", Work.pytest, (CALLERS,)),
-    "tiles": Section("blocks", 90, 200, "other tile sizes than the table's, timed", Work.tiles),
-    **{
-        f"ranks-{file[5:-3]}": Section("ranks", 60, 200, f"four ranks, staged: tests/mpi/{file}", Work.ranks, (file,))
-        for file in CASES
-    },
-    **{
-        f"ipc-{file[5:-3]}": Section(
-            "ranks", 60, 200, f"four ranks, CUDA IPC: tests/mpi/{file}", Work.ranks, (file, "ipc")
-        )
-        for file in ("test_kernels.py", "test_decode.py")
-    },
-    "openmpi": Section("ranks", 5, 90, "unpack Open MPI with CUDA; four ranks of it", Work.openmpi, gpu=False),
-    "probe": Section("ranks", 5, 60, "device memory through Open MPI, one process", Work.probe),
-    **{
-        f"direct-{file[5:-3]}": Section(
-            "ranks", 60, 200, f"four ranks, device memory: tests/mpi/{file}", Work.direct, (file,)
-        )
-        for file in ("test_kernels.py", "test_decode.py")
-    },
-    "bench-forward": Section("bench", 50, 150, "bf16 d128 beside PyTorch, full", Work.bench, (LONG,)),
-    "bench-forward-causal": Section("bench", 50, 150, "the same, causal", Work.bench, (LONG, "--causal")),
-    "bench-decode": Section(
-        "bench", 25, 100, "a query of 8 heads a KV head over 64k keys", Work.bench, ((512,),), {"decode": 65536}
-    ),
-    "bench-carry": Section(
-        "bench", 25, 100, "adding 4k keys to 8k queries' partial", Work.bench, ((8192,),), {"carry": 4096}
-    ),
-    "bench-backward": Section("bench", 70, 180, "full, backward", Work.bench, (LONG, *BACKWARDS)),
-    "bench-backward-causal": Section("bench", 70, 180, "causal, backward", Work.bench, (LONG, *BACKWARDS, "--causal")),
-    "bench-lone-heads": Section(
-        "bench", 40, 100, "as many KV heads as heads, causal", Work.bench, ((8192,), *BOTH, "--kv-heads", "32")
-    ),
-    "bench-d64": Section("bench", 40, 100, "head dim 64, causal", Work.bench, ((8192,), *BOTH, "--head-dim", "64")),
-    "bench-d256": Section("bench", 40, 100, "head dim 256, causal", Work.bench, ((8192,), *BOTH, "--head-dim", "256")),
-    "bench-float32": Section("bench", 40, 100, "float32, causal", Work.bench, ((4096,), *BOTH, "--dtype", "float32")),
-    "memcheck-forward": Section(
-        "sanitizer", 60, 150, "accesses outside of arrays", Work.sanitize, ("memcheck", BLOCKS, FORWARD)
-    ),
-    "memcheck-backward": Section(
-        "sanitizer", 60, 150, "the same, backward", Work.sanitize, ("memcheck", BLOCKS, BACKWARD)
-    ),
-    "memcheck-pages": Section(
-        "sanitizer", 60, 150, "the same, keys in pages, decoding", Work.sanitize, ("memcheck", BLOCKS, PAGES)
-    ),
-    "racecheck-forward": Section(
-        "sanitizer", 90, 200, "hazards in shared memory", Work.sanitize, ("racecheck", BLOCKS, FORWARD)
-    ),
-    "racecheck-backward": Section(
-        "sanitizer", 90, 200, "the same, backward", Work.sanitize, ("racecheck", BLOCKS, BACKWARD)
-    ),
-    "racecheck-pages": Section(
-        "sanitizer", 60, 150, "the same, keys in pages", Work.sanitize, ("racecheck", BLOCKS, FEW_PAGES)
-    ),
-}

@@ -2,7 +2,7 @@
 
   python3 tests/gpu/run_all.py OUT --group smoke --wheels WHEELS [--openmpi openmpi-cuda.tar.gz]
 
-Groups, in the order in which to run them, each in less than nine minutes: smoke, blocks, ranks, bench, sanitizer.
+Groups, in the order in which to run them, each in less than nine minutes: smoke, blocks, bench, sanitizer, ranks.
 --list tells their sections, and how long each should take.  Without --group or --sections all are run.  It needs this
 Python's standard library and pip.  WHEELS and openmpi-cuda.tar.gz are made where there is a network:
 
@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_results import Results, facts
 from gpu_sections import Skip, run_section, stopped
-from gpu_work import GROUP_SECONDS, ROOT, SECTIONS, Work
+from gpu_table import SECTIONS
+from gpu_work import GROUP_SECONDS, ROOT, Work
 
 PREPARATIONS = ("install", "device")  # what every group begins with
 GROUPS = list(dict.fromkeys(section.group for section in SECTIONS.values()))

@@ -82,7 +82,7 @@ def test_a_refusal(comm, fresh, at_least, monkeypatch, function, says):
     ):
         texts += plan.transport, cache.transport
         assert right(plan)
-    assert re.match(r"staged: MPI takes no GPU memory \(.*\), and no CUDA IPC: ", texts[0])
+    assert re.match(r"staged: this MPI does not take device memory \(.*\), and no CUDA IPC: ", texts[0])
     assert says.format(victim) in texts[0] and "different GPUs" not in texts[0]
     with pytest.raises(ArgumentError) as caught:
         MeshAttention(fresh, **SHAPE, transport="ipc")

@@ -4,8 +4,8 @@ Sequences of a batch may differ much in length.  If each were split into equally
 few thread blocks for a long time while the others had nothing to do.  So a sequence has items by its length.
 
 The list is made for lengths that are rounded, so that it serves many calls while sequences grow.  It is right for any
-lengths: the first item of a sequence begins at its first key, the last has no end, and the kernel leaves out what a query
-does not see.  As it depends on the rounded lengths alone, a call gives the same bits whatever calls were before it.
+lengths: the first item of a sequence begins at its first key, the last has no end, and the kernel leaves out what a
+query does not see.  As it depends on the rounded lengths alone, a call gives the same bits whatever calls were before.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 FILLS = (1, 2, 4)  # how many items there are for each place on the GPU, at most, besides one for each sequence
-MOST_ITEMS = 2 * max(FILLS)  # that write partials, for each place; half of them may be there because items are whole tiles
+MOST_ITEMS = 2 * max(
+    FILLS
+)  # that write partials, for each place; half of them may be there because items are whole tiles
 LEAST_TILES = 2  # of an item: shorter ones wait for memory as long as these do
 MERGE_TILES = 0.5  # time to write and merge an item's partial, in that of a tile
 # A decoding launch reads memory at the full rate with a third of the thread blocks that the GPU holds.
@@ -50,8 +52,8 @@ def rounded(begin, end):
 def decode_work(spans, columns, blocks, places, work="decode"):
     """The `Work` of sequences whose queries see the keys `spans`, from `rounded`.
 
-    columns: keys of a tile.  blocks: thread blocks of an item, such as one for each KV head.  places: thread blocks that
-    the GPU holds at a time.  work: "decode" or "forward", as in `tile_table`.
+    columns: keys of a tile.  blocks: thread blocks of an item, such as one for each KV head.  places: thread blocks
+    that the GPU holds at a time.  work: "decode" or "forward", as in `tile_table`.
     """
     first, last = spans
     tiles = np.maximum(0, -(-(last - first) // columns))

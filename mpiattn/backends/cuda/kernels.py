@@ -39,8 +39,8 @@ KEPT_WORKS = 256  # lists of work; a list takes some 10 KiB
 class _Work(NamedTuple):
     """A list of work of `decode_work` on the device.
 
-    array: int32, the items, then `firsts`.  items, parts: numbers of items and of partials.  most: the largest number of
-    partials of a sequence.  launch: the launch that it was made for, which lives as long as this: its id is a key.
+    array: int32, the items, then `firsts`.  items, parts: numbers of items and of partials.  most: the largest number
+    of partials of a sequence.  launch: what it was made for, which lives as long as this: its id is a key.
     """
 
     array: Array
@@ -97,15 +97,7 @@ class KernelLaunches:
         q, k = self.contiguous(q), self.contiguous(k)
         begin, end = self._numbers(begin, end)
         self._run(
-            launch.kernel,
-            launch.grid,
-            q,
-            k,
-            k if v is None else self.contiguous(v),
-            begin,
-            end,
-            *into,
-            *launch.numbers,
+            launch.kernel, launch.grid, q, k, k if v is None else self.contiguous(v), begin, end, *into, *launch.numbers
         )
         if splits > 1:
             self._merge(out, lse, *into, begin, 0, lse.size, splits, splits)  # `begin` is not read
@@ -225,11 +217,14 @@ class KernelLaunches:
         sums = results
         if splits > 1:
             sums = [
-                self._work_array(name, (splits, *result.shape), "float32") for name, result in zip(("dk", "dv"), results)
+                self._work_array(name, (splits, *result.shape), "float32")
+                for name, result in zip(("dk", "dv"), results)
             ]
             for of_splits in sums:
                 of_splits.fill(0)
-        self._run(of_kv.kernel, of_kv.grid, *inputs, hulls, sums[0], sums[-1], *of_kv.numbers)  # without v, dv is unused
+        self._run(
+            of_kv.kernel, of_kv.grid, *inputs, hulls, sums[0], sums[-1], *of_kv.numbers
+        )  # without v, dv is unused
         if splits > 1:
             for result, of_splits in zip(results, sums):
                 fours = result.size // 4

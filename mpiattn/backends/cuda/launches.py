@@ -49,15 +49,13 @@ def places(kernel, architecture, processors):
 
 
 @lru_cache(KEPT)
-def forward_launch(
-    q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, processors, shared_kv
-):
+def forward_launch(q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, processors, shared_kv):
     """The `Launch` of attention of q to the keys of a chunk.
 
     groups: groups of heads with their own intervals.  shared_kv: whether keys hold the values.
 
-    The grid is (row tiles * KV heads, splits, 1).  If there would be fewer thread blocks than all multiprocessors hold at
-    a time, each tile's keys are split.
+    The grid is (row tiles * KV heads, splits, 1).  If there would be fewer thread blocks than all multiprocessors hold
+    at a time, each tile's keys are split.
     """
     (tokens, heads, head_dim), (keys, kv_heads, _) = q_shape, k_shape
     _, kernel, cut, factors = _forward(
@@ -72,8 +70,8 @@ def forward_launch(
 class PagesLaunch(NamedTuple):
     """A launch on the keys of a pool, but for what its work decides.
 
-    work: "decode" or "forward".  columns: keys of a tile.  blocks: thread blocks of an item of work.  places: thread blocks that the
-    GPU holds at a time.  The others are as of `Launch`.
+    work: "decode" or "forward".  columns: keys of a tile.  blocks: thread blocks of an item of work.  places: thread
+    blocks that the GPU holds at a time.  The others are as of `Launch`.
     """
 
     kernel: Kernel
@@ -116,9 +114,7 @@ def pages_launch(
 
 
 @lru_cache(KEPT)
-def backward_launches(
-    q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, processors, shared_kv
-):
+def backward_launches(q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, processors, shared_kv):
     """The launches of a block's gradients: dq, then the hulls of gradient_kv's row tiles, then dk and dv.
 
     The grid of the last is (key tiles * KV heads, parts, splits).
