@@ -6,6 +6,8 @@ import pytest
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, tree_decode
+from mpiattn.backends.cuda import uploads as ring
+from mpiattn.backends.cuda.backend import CudaBackend
 from mpiattn.backends.testing import emulated
 from mpiattn.engine.folding import on_host
 
@@ -14,15 +16,20 @@ pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulati
 
 @pytest.fixture
 def uploads(gpu, monkeypatch):
-    """Shapes of NumPy arrays that are copied to the GPU."""
-    shapes, asarray = [], fake_cupy.asarray
+    """Shapes of NumPy arrays that are copied to the GPU, by CuPy or by way of the ring of uploads."""
+    shapes, asarray, upload = [], fake_cupy.asarray, CudaBackend._upload
 
     def counted(a, *rest, **named):
         if isinstance(a, np.ndarray):
             shapes.append(a.shape)
         return asarray(a, *rest, **named)
 
+    def sent(backend, array):
+        shapes.append(array.shape)
+        return upload(backend, array)
+
     monkeypatch.setattr(fake_cupy, "asarray", counted)
+    monkeypatch.setattr(CudaBackend, "_upload", sent)
     return shapes
 
 
@@ -63,3 +70,27 @@ def test_block_tables_are_kept_on_the_device(uploads, sequences):
             intervals, tables = (2 * sequences,), (sequences + sequences * -(-length // 4),)
             work = (4 * sequences + sequences + 1,)  # an item for each, and the numbers of their partials
             assert uploads == [work] * (length == 6) + [intervals] + [tables] * (length in (6, 9)), length
+
+
+def test_the_ring_is_not_overtaken(gpu, monkeypatch):
+    """Calls of any number before the first copy's turn comes: each launch still reads its own numbers."""
+    monkeypatch.setattr(ring, "LENGTH", 1024)
+    rng = np.random.default_rng(0)
+    sent, kept = [], []
+    for number in range(200):
+        array = np.full(rng.integers(1, 129), number, np.int32)
+        with gpu._on(gpu.stream):
+            copy = gpu.cupy.empty(array.shape, np.int32)
+            gpu.cupy.take(gpu._uploads(array), gpu.cupy.asarray(np.arange(len(array))), axis=0, out=copy)
+        sent.append(array)
+        kept.append(copy)
+    assert all((on_host(copy) == array).all() for copy, array in zip(kept, sent))
+    assert gpu._uploads(np.zeros(1024 // 8 + 1, np.int32)) is None
+
+
+def test_more_queries_than_the_ring_takes(gpu, monkeypatch):
+    monkeypatch.setattr(ring, "LENGTH", 8)
+    ones = fake_cupy.asarray(np.ones((3, 5, 1, 16), np.float32))
+    with KVCache(MPI.COMM_SELF, capacity=64, sequences=3, kv_heads=1, head_dim=16, backend="cuda") as cache:
+        cache.append(ones, ones)
+        assert on_host(tree_decode(ones[:, :1], cache)[0]) == pytest.approx(1)

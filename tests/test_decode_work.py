@@ -5,9 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpiattn.backends.cuda.decode_work import MOST_ITEMS, NO_END, decode_work, rounded
+from mpiattn.backends.cuda.decode_work import MOST_ITEMS, NO_END, decode_work, in_units, spans_of
 
 COLUMNS, HEADS, PLACES = 32, 8, 792  # as of head dim 128 on an H100
+
+
+def rounded(begin, end):
+    return spans_of(*in_units(begin, end))
 
 
 def of_lengths(lengths):

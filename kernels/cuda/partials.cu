@@ -2,13 +2,17 @@
 //
 // A row is a (token, head) pair of arrays (tokens, heads, dim).  T is the dtype of the incoming partials or outputs.
 // In merge, add, delta and out_of_delta a thread takes VECTOR elements at a time; if VECTOR > 1, rows and addresses are
-// multiples of 16 bytes.  In all of these but add, `lanes` of a warp share a row, a power of two.
+// multiples of as many bytes, or of 16.  In all of these but add, `lanes` of a warp share a row, a power of two.
 //
-// grid: any for add and add_splits; rows / (THREADS / lanes) for the others of these; rows / WARPS, one warp per row,
-// for the rest, except for merge_parts (rows, one block per row) and sink_gradient (heads, one block per head). block:
-// THREADS threads. shared memory: none, except for the warps' sums: THREADS * 16 bytes in merge_parts, WARPS * 8 in
-// sink_gradient. tile sizes: none.  A warp steps through its row by 32 columns, and in merge_parts by 128 if dim is a
-// multiple of 4.
+// grid: any for add and add_splits; rows / (THREADS / lanes) for the others of these, of which a thread of merge takes
+// BATCH; rows / WARPS, one warp per row, for the rest, except for merge_parts (rows, one block per row) and
+// sink_gradient (heads, one block per head).
+//
+// block: THREADS threads.
+//
+// shared memory: none, except for the warps' sums: THREADS * 16 bytes in merge_parts, WARPS * 8 in sink_gradient.
+//
+// tile sizes: none.  A warp steps through its row by 32 columns, and in merge_parts by 128 if dim is a multiple of 4.
 
 #include "element.cuh"
 #include "merge.cuh"
@@ -32,30 +36,48 @@ __device__ __forceinline__ float row_sum(float x, int lanes) {
     return x;
 }
 
+constexpr int BATCH = 4;  // rows or vectors of a thread that are on their way at a time
+
 // Merges a partial (out_b, lse_b) into (out, lse).  out of a row without keys is not read.
 extern "C" __global__ void
 __launch_bounds__(THREADS)
 merge(float* __restrict__ out, float* __restrict__ lse, const T* __restrict__ out_b, const float* __restrict__ lse_b,
       long long rows, int dim, int lanes) {
-    const long long row = shared_row(lanes);
-    const bool inside = row < rows;
-    const float held = inside ? lse[row] : minus_infinity(), other = inside ? lse_b[row] : minus_infinity();
-    const float weight = merge_weight(held, other);
-    if (other != minus_infinity())
-        for (int column = my_column(lanes); column < dim; column += lanes * VECTOR) {
-            const long long at = row * dim + column;
-            const Elements<T, VECTOR> read = load<VECTOR>(out_b + at);
-            Elements<float, VECTOR> sum = {};
-            if (held != minus_infinity())
-                sum = load<VECTOR>(out + at);
+    const int apart = THREADS / lanes;                               // rows of the block that its threads take at a time
+    const long long first = (long long)blockIdx.x * apart * BATCH + threadIdx.x / lanes;
+    float held[BATCH], other[BATCH];
 #pragma unroll
-            for (int e = 0; e < VECTOR; ++e)
-                sum.element[e] = sum.element[e] * (1 - weight) + to_float(read.element[e]) * weight;
-            store<VECTOR>(out + at, sum);
-        }
+    for (int i = 0; i < BATCH; ++i) {
+        const long long row = first + i * apart;
+        held[i] = row < rows ? lse[row] : minus_infinity();
+        other[i] = row < rows ? lse_b[row] : minus_infinity();
+    }
+    for (int column = my_column(lanes); column < dim; column += lanes * VECTOR) {
+        Elements<T, VECTOR> read[BATCH];
+        Elements<float, VECTOR> sum[BATCH] = {};
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (other[i] != minus_infinity()) {
+                const long long at = (first + i * apart) * dim + column;
+                read[i] = load<VECTOR>(out_b + at);
+                if (held[i] != minus_infinity())
+                    sum[i] = load<VECTOR>(out + at);
+            }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (other[i] != minus_infinity()) {
+                const float weight = merge_weight(held[i], other[i]);
+#pragma unroll
+                for (int e = 0; e < VECTOR; ++e)
+                    sum[i].element[e] = sum[i].element[e] * (1 - weight) + to_float(read[i].element[e]) * weight;
+                store<VECTOR>(out + (first + i * apart) * dim + column, sum[i]);
+            }
+    }
     __syncwarp();                                                    // all lanes have read lse
-    if (inside && threadIdx.x % lanes == 0)
-        lse[row] = merge_lse(held, other);
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+        if (first + i * apart < rows && threadIdx.x % lanes == 0)
+            lse[first + i * apart] = merge_lse(held[i], other[i]);
 }
 
 constexpr int AHEAD = 8;                           // loads of a lane of merge_parts in flight at a time
@@ -187,14 +209,25 @@ normalize(float* __restrict__ out, float* __restrict__ lse, const float* __restr
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 add(float* __restrict__ array, const T* __restrict__ other, long long size) {
-    const long long first = ((long long)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
-    for (long long i = first; i < size; i += (long long)gridDim.x * THREADS * VECTOR) {
-        const Elements<T, VECTOR> read = load<VECTOR>(other + i);
-        Elements<float, VECTOR> sum = load<VECTOR>(array + i);
+    const long long apart = (long long)gridDim.x * THREADS * VECTOR;
+    long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
+    for (; at < size; at += BATCH * apart) {
+        Elements<T, VECTOR> read[BATCH];
+        Elements<float, VECTOR> sum[BATCH];
 #pragma unroll
-        for (int e = 0; e < VECTOR; ++e)
-            sum.element[e] += to_float(read.element[e]);
-        store<VECTOR>(array + i, sum);
+        for (int i = 0; i < BATCH; ++i)
+            if (at + i * apart < size) {
+                read[i] = load<VECTOR>(other + at + i * apart);
+                sum[i] = load<VECTOR>(array + at + i * apart);
+            }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (at + i * apart < size) {
+#pragma unroll
+                for (int e = 0; e < VECTOR; ++e)
+                    sum[i].element[e] += to_float(read[i].element[e]);
+                store<VECTOR>(array + at + i * apart, sum[i]);
+            }
     }
 }
 

@@ -30,6 +30,24 @@ void call(void (*kernel)(A...), void** at) {
     Call{kernel, *static_cast<A*>(*at++)...};
 }
 
+// Floats too small for a normal exponent count as 0 while this lives, as CuPy compiles kernels (-ftz=true).
+struct FlushToZero {
+#if defined(__SSE2__)
+    static constexpr unsigned MODES = 0x8040;      // of results and of operands
+    const unsigned before = __builtin_ia32_stmxcsr();
+    FlushToZero() { __builtin_ia32_ldmxcsr(before | MODES); }
+    ~FlushToZero() { __builtin_ia32_ldmxcsr(before); }
+#elif defined(__aarch64__)
+    static constexpr unsigned long MODES = 1ul << 24;
+    unsigned long before;
+    FlushToZero() {
+        asm volatile("mrs %0, fpcr" : "=r"(before));
+        asm volatile("msr fpcr, %0" : : "r"(before | MODES));
+    }
+    ~FlushToZero() { asm volatile("msr fpcr, %0" : : "r"(before)); }
+#endif
+};
+
 }  // namespace emulation
 
 extern "C" __attribute__((visibility("default"))) const char* emulate(const unsigned* grid, unsigned threads,
@@ -37,6 +55,7 @@ extern "C" __attribute__((visibility("default"))) const char* emulate(const unsi
                                                                       int count) {
     if (count != emulation::count_of(KERNEL))
         return "the number of arguments is not the kernel's";
+    const emulation::FlushToZero flush;
     return emulation::run_grid(
         {grid[0], grid[1], grid[2]}, threads, shared_bytes, descending,
         [](void** arguments) { emulation::call(KERNEL, arguments); }, at);

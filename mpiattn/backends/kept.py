@@ -15,10 +15,14 @@ class Kept:
     def __call__(self, name, shape, dtype):
         """A contiguous, uninitialized array, valid until the next request for that name and dtype."""
         size = math.prod(shape)
+        return self.memory(name, size, dtype)[:size].reshape(shape)
+
+    def memory(self, name, size, dtype):
+        """The same as a flat array of `size` elements or more; making views takes longer than a short launch."""
         held = self._memory.get((name, dtype))
         if held is None or held.size < size:
             held = self._memory[name, dtype] = self._empty((size,), dtype)
-        return held[:size].reshape(shape)
+        return held
 
     def names(self):
         """The names that have memory."""

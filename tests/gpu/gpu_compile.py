@@ -24,8 +24,11 @@ def kernels():
                     0
                 ]
     yield tile_table.attention_kernel("decode", "bfloat16", 128, 128, 1, 0, architecture, page_size=64)[0]
-    for name in ("merge", "merge_parts", "delta", "add"):
-        yield launches.partials_kernel(name, "bfloat16" if name == "delta" else "float32")
+    for name, vector in (("merge", 4), ("add", 4), ("delta", 8), ("out_of_delta", 8)):
+        yield launches.partials_kernel(name, "bfloat16", vector)
+    yield launches.partials_kernel("add_splits", "float32")
+    yield launches.merge_kernel(9)
+    yield launches.merge_kernel(99)
     yield launches.cast_kernel("bfloat16", "float32", 4)
 
 
@@ -48,7 +51,7 @@ def main():
     args = parser.parse_args()
     from multiprocessing import get_context
 
-    count, start = 26, time.perf_counter()
+    count, start = len(list(kernels())), time.perf_counter()
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         seconds = list(pool.map(compiled, range(count)))
     print(f"{count} kernels in {time.perf_counter() - start:.1f} s, {sum(seconds):.1f} s of compiling")

@@ -26,6 +26,7 @@ from .ipc import Ipc
 from .kernels import KernelLaunches
 from .slots import opened, slots_of
 from .staging import Staging
+from .uploads import Uploads
 
 CAPABILITY = 80  # the minimum compute capability that the kernels are compiled for
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may use without an explicit request
@@ -147,6 +148,7 @@ class CudaBackend(_CupyLaunches):
             self.stream, self._out, self._in = (cuda.Stream(non_blocking=True) for _ in range(3))
         self._callers = Callers(self.cupy, self.device)
         self._staging, self._ipc = Staging(self, self._out, self._in), None
+        self._uploads = Uploads(self)
         self._begun = self.event(self.stream)  # the start of the library call
 
     @property
@@ -223,6 +225,10 @@ class CudaBackend(_CupyLaunches):
         copy = (empty or self.empty)(array.shape, array.dtype)
         self.copy(copy, array)
         return copy
+
+    def _upload(self, array):
+        memory = self._uploads(array)
+        return super()._upload(array) if memory is None else memory
 
     def _fits(self, array, alignment=ALIGNMENT):
         return array.flags.c_contiguous and array.data.ptr % alignment == 0

@@ -20,7 +20,7 @@ LEAST_TILES = 2  # of an item: shorter ones wait for memory as long as these do
 MERGE_TILES = 0.5  # time to write and merge an item's partial, in that of a tile
 # A decoding launch reads memory at the full rate with a third of the thread blocks that the GPU holds.
 SATURATING = {"decode": 1 / 3, "forward": 1}
-LEAST_GRAIN, GRAINS = 5, 4  # keys are rounded to 2**5 at least, and to 1/8 to 1/16 of a sequence's length
+UNIT, GRAINS = 5, 4  # lengths are rounded to 2**UNIT keys, and to 1/8 to 1/16 of themselves
 NO_END = 2**31 - 1
 
 
@@ -35,22 +35,27 @@ class Work(NamedTuple):
     firsts: np.ndarray
 
 
-def rounded(begin, end):
+def in_units(begin, end):
+    """The bounds of the keys [begin, end) in units of 32 keys, outwards: all that the list of work depends on."""
+    return begin >> UNIT, (end + (2**UNIT - 1)) >> UNIT
+
+
+def spans_of(first, last):
     """The keys that any query of each sequence sees, rounded outwards: int64 (2, sequences), first and end.
 
-    begin, end: int32 (sequences, queries); a query sees the keys [begin, end).
+    first, last: bounds (sequences, queries) from `in_units`.
     """
-    if begin.shape[1] == 1:
-        first, last = begin[:, 0], end[:, 0]
+    if first.shape[1] == 1:
+        first, last = first[:, 0], last[:, 0]
     else:
-        sees = begin < end
-        first, last = np.where(sees, begin, NO_END).min(1), np.where(sees, end, 0).max(1)
-    grain = np.maximum(np.frexp(np.maximum(last - first, 0))[1] - GRAINS, LEAST_GRAIN)
-    return np.stack((first >> grain, -(-last.astype(np.int64) >> grain))) << grain
+        sees = first < last
+        first, last = np.where(sees, first, NO_END).min(1), np.where(sees, last, 0).max(1)
+    grain = np.maximum(np.frexp(np.maximum(last - first, 0))[1] - GRAINS, 0)
+    return np.stack((first >> grain, -(-last.astype(np.int64) >> grain))) << (grain + UNIT)
 
 
 def decode_work(spans, columns, blocks, places, work="decode"):
-    """The `Work` of sequences whose queries see the keys `spans`, from `rounded`.
+    """The `Work` of sequences whose queries see the keys `spans`, from `spans_of`.
 
     columns: keys of a tile.  blocks: thread blocks of an item, such as one for each KV head.  places: thread blocks
     that the GPU holds at a time.  work: "decode" or "forward", as in `tile_table`.

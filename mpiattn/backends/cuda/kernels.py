@@ -15,7 +15,7 @@ from ..base import Array
 from ..kept import Kept
 from ..pages import Tables
 from . import launches, tile_table
-from .decode_work import decode_work, rounded
+from .decode_work import decode_work, in_units, spans_of
 from .launches import (
     THREADS,
     WARPS,
@@ -28,12 +28,15 @@ from .launches import (
     partials_kernel,
 )
 
-ELEMENTS_PER_THREAD = 8  # of the memory-bound kernels, so that grids stay small
+ELEMENTS_PER_THREAD = 16  # of the memory-bound kernels, so that grids stay small and several loads are on their way
 VECTOR = 4  # elements per load and store of a cast, if they are contiguous in both arrays
-ROW_VECTOR = 8  # of merge, add and delta, if rows and addresses are multiples of 16 bytes
+# Elements that a thread takes at a time, if rows and addresses allow: 16 bytes of a half type, or of float32.  If it
+# took 32 bytes, the threads of a warp would not read and write consecutive ones.
+ROW_VECTOR = {"delta": 8, "out_of_delta": 8, "merge": 4, "add": 4}
+BATCH = 4  # rows of a thread of merge
 
 
-KEPT_WORKS = 256  # lists of work; a list takes some 10 KiB
+KEPT_WORKS = 512  # lists of work, of some 10 KiB, and ways to find them
 
 
 class _Work(NamedTuple):
@@ -58,7 +61,7 @@ class KernelLaunches:
     def __init__(self):
         super().__init__()
         self._work_array = Kept(self.empty)  # each reused by the next launches
-        self._works = {}  # `_Work` by launch and rounded lengths
+        self._works = {}  # `_Work` by launch and rounded lengths, and by lengths in units
 
     def scratch_bytes(self, head_dim, value_dim, dtype, backward=False, shared_kv=False):
         tile_table.itemsize(dtype)  # raises ArgumentError for another dtype
@@ -126,9 +129,10 @@ class KernelLaunches:
         rows = len(q) // len(tables)
         into = (out, lse)
         if work.parts:
+            count = work.parts * rows * lse.shape[1]
             into = (
-                self._work_array("out", (work.parts * rows, *out.shape[1:]), "float32"),
-                self._work_array("lse", (work.parts * rows, *lse.shape[1:]), "float32"),
+                self._work_array.memory("out", count * out.shape[2], "float32"),
+                self._work_array.memory("lse", count, "float32"),
             )
         q, keys = self.contiguous(q), self.contiguous(keys)
         self._run(
@@ -138,7 +142,7 @@ class KernelLaunches:
             keys,
             keys if values is None else self.contiguous(values),
             work.array,
-            self.contiguous(np.concatenate((begin, end)), 4),  # one copy to the device for both
+            self._upload(np.concatenate((begin, end))),  # one copy to the device for both
             tables.kept(self._on_device),
             out,
             lse,
@@ -148,18 +152,28 @@ class KernelLaunches:
         if work.parts:
             self._merge(out, lse, *into, work.array, 4 * work.items, rows * lse.shape[1], work.most, 0)
 
+    def _upload(self, array):
+        """A flat int32 NumPy array on the device, for the next launch."""
+        return self.contiguous(array, 4)
+
     def _work_of(self, launch, begin, end):
         """The `_Work` of a launch on pages whose queries see the keys [begin, end), (sequences, queries)."""
-        spans = rounded(begin, end)
+        units = in_units(begin, end)
+        in_short = id(launch), *(bounds.tobytes() for bounds in units)  # takes less time than `spans_of`
+        work = self._works.get(in_short)
+        if work is not None:
+            return work
+        if len(self._works) >= KEPT_WORKS:
+            self._works.clear()
+        spans = spans_of(*units)
         key = id(launch), spans.tobytes()
         work = self._works.get(key)
         if work is None:
-            if len(self._works) >= KEPT_WORKS:
-                self._works.clear()
             items, firsts = decode_work(spans, launch.columns, launch.blocks, launch.places, launch.work)
             array = self.contiguous(np.concatenate((items, firsts), axis=None))
             most = int(np.diff(firsts).max(initial=0))
             work = self._works[key] = _Work(array, len(items), int(firsts[-1]), most, launch)
+        self._works[in_short] = work
         return work
 
     def _on_device(self, tables):
@@ -255,29 +269,31 @@ class KernelLaunches:
         """Run a kernel of partials.cu with one warp per row."""
         self._run(partials_kernel(name, dtype), (-(-rows // WARPS), 1, 1), *arguments)
 
-    def _row_vector(self, dim, *arrays):
-        """Elements that a thread takes at a time of arrays with rows of `dim` numbers."""
-        wide = dim % ROW_VECTOR == 0 and not any(self._address(array) % 16 for array in arrays)
-        return ROW_VECTOR if wide else 1
+    def _row_vector(self, name, dim, *arrays):
+        """Elements that a thread of a kernel takes at a time of arrays with rows of `dim` numbers."""
+        vector = ROW_VECTOR[name]
+        wide = dim % vector == 0 and not any(self._address(array) % 16 for array in arrays)
+        return vector if wide else 1
 
-    def _run_lanes(self, name, of_rows, rows, *arguments, more=()):
+    def _run_lanes(self, name, of_rows, rows, *arguments, more=(), batch=1):
         """Run a kernel of partials.cu, with as many lanes for a row as it has vectors.
 
         of_rows: the arrays among the arguments whose rows have columns; the last has the kernel's dtype.
+        batch: rows of a thread.
         """
         dim = of_rows[-1].shape[-1]
-        vector = self._row_vector(dim, *of_rows)
+        vector = self._row_vector(name, dim, *of_rows)
         lanes = min(32, 1 << (-(-dim // vector) - 1).bit_length())
         self._run(
             partials_kernel(name, of_rows[-1].dtype.name, vector),
-            (-(-rows * lanes // THREADS), 1, 1),
+            (-(-rows * lanes // (THREADS * batch)), 1, 1),
             *arguments,
             np.int64(rows),
             *map(np.int32, (dim, lanes, *more)),
         )
 
     def merge(self, out, lse, out_b, lse_b, after=()):
-        self._run_lanes("merge", (out, out_b), lse.size, out, lse, out_b, lse_b)
+        self._run_lanes("merge", (out, out_b), lse.size, out, lse, out_b, lse_b, batch=BATCH)
 
     def unnormalize(self, out, lse, top):
         self._run_rows("unnormalize", "float32", lse.size, out, lse, top, np.int64(lse.size), np.int32(out.shape[-1]))
@@ -287,7 +303,7 @@ class KernelLaunches:
 
     def add(self, arrays, others, after=()):
         for array, other in zip(arrays, others):
-            kernel = partials_kernel("add", other.dtype.name, self._row_vector(array.size, array, other))
+            kernel = partials_kernel("add", other.dtype.name, self._row_vector("add", array.size, array, other))
             self._run(kernel, _flat_grid(array), array, other, np.int64(array.size))
 
     def delta(self, delta, dout, out, dlse):
@@ -295,7 +311,7 @@ class KernelLaunches:
         self._run_lanes("delta", (out, dout), delta.size, delta, dout, out, dlse if given else delta, more=(given,))
 
     def _out_of_delta(self, out, dout, delta):
-        """Set out to one with rowsum(dout * out) = delta; dims are multiples of ROW_VECTOR, up to 256."""
+        """Set out to one with rowsum(dout * out) = delta; dims are multiples of 8, up to 256."""
         self._run_lanes("out_of_delta", (out, dout), delta.size, out, dout, delta)
 
     def sink(self, out, lse, sinks):

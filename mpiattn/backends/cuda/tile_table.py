@@ -16,6 +16,9 @@ from .kernel_source import Kernel
 LARGEST_DIM = 256
 LARGEST_SHARED_DIM = 576  # of keys that hold the values
 ELEMENTS = {"float32": "float", "float16": "f16", "bfloat16": "bf16"}
+# With a larger softcap, s / softcap would become too small for a normal float and be flushed to 0.  Such a cap bends no
+# score of which exp() is finite, so it is left out.
+LARGEST_CAP = 2.0**100
 DECODE_ROWS = 64  # KV heads with at most so many packed rows use the decode tiles
 
 
@@ -239,7 +242,7 @@ def itemsize(dtype):
 
 def score_form(scale, softcap):
     """The constants (SCORE, inner, factor) that kernels/cuda/softmax.cuh defines."""
-    if softcap is not None:
+    if softcap is not None and softcap <= LARGEST_CAP:
         return 2, scale / softcap, softcap * math.log2(math.e)
     if scale > 0:
         return 0, 0.0, scale * math.log2(math.e)
