@@ -222,7 +222,7 @@ class Decode:
         self.begin = np.maximum(0, self.end - window) if window else np.zeros_like(self.end)
         self.nbytes = 2 * 2 * 128 * kv_heads * int((self.end - self.begin).sum())
         self.arrays = [shared(each) for each in (self.q, *self.pools)]
-        self.given = Tables.of(self.tables) if len(keys) > 1 else self.tables[0]
+        self.given = Tables.of(self.tables)
         self.bounds = self.begin, self.end
         self.out, self.lse = (backend.empty(shape, "float32") for shape in (self.q.shape, self.q.shape[:2]))
         torch.cuda.synchronize()
