@@ -249,11 +249,12 @@ def error(got, ref):
     return largest(np.subtract(got, ref, where=np.isfinite(ref), out=np.zeros(ref.shape)))
 
 
-def wrong(problem, got, ref, inputs, at, at_k, call=None, terms=False):
+def wrong(problem, got, ref, inputs, at, at_k, call=None, terms=False, flushed=0.0):
     """The first error of one rank's result, as text; None if it is right.
 
     got: of the queries at `at` and the keys at `at_k`.  ref, inputs: of the whole problem.  terms: allow also the
     rounding of the terms of each sum, for problems whose results may cancel to nothing, and of the lse in exp(S - lse).
+    flushed: what a back end takes for 0.
     """
     p, allowance = problem, {}
 
@@ -287,7 +288,7 @@ def wrong(problem, got, ref, inputs, at, at_k, call=None, terms=False):
         if array.dtype != dtype:
             return f"{name} has dtype {array.dtype}"
         off = error(array, whole[places.get(name, (slice(None), at))])
-        allowed = TOLERANCE.get(dtype, 0) * max(largest(whole), name == "lse")
+        allowed = TOLERANCE.get(dtype, 0) * max(largest(whole), name == "lse") + flushed
         if not off <= allowed and name != "lse":
             allowed = max(allowed, limit(name))
         if not off <= allowed:
