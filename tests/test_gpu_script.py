@@ -120,7 +120,7 @@ def test_sections(tmp_path):
 def test_other_tiles_than_the_tables(tmp_path):
     done, _ = run_all(tmp_path, "--backend", "emulated", "--sections", "tiles", code=0)
     tiles = done["tiles"]["record"]["tiles"]
-    assert len(tiles) == 6 and all(len(each) > 2 for each in tiles.values())
+    assert len(tiles) == 8 and all(len(each) > 1 for each in tiles.values())
     assert all(next(iter(each.values()))["of_table"] == 1 for each in tiles.values())
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
 from .agreement import agreement
+from .transport import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,10 +91,9 @@ class Collective(ABC):
         self._unclosed.atexit = False
 
     @property
-    def transport(self) -> tuple[str, str] | None:
-        """How arrays on GPUs reach MPI, "staged" or "device", and why, in words; None without a GPU."""
-        how, why = self._backend.transport, self._backend.transport_why
-        return None if how is None else (how, why or "as asked for")
+    def transport(self) -> str:
+        """How arrays on a GPU reach other ranks, and why so: "staged: ...", "ipc: ..." or "device: ..."; else ""."""
+        return in_words(self._backend)
 
     def call(self, method: str) -> Call:
         """The context of a collective call; for the modules of this package."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..comm.transport import in_words
 from ..problem.problem import dims_in_words
 from ..schedule import reduction
 from .arguments import sequence_numbers
@@ -65,11 +64,6 @@ class DescribedCache:
     def backend(self) -> str:
         """Name of the back end."""
         return self._backend.name
-
-    @property
-    def transport(self) -> str:
-        """How arrays on a GPU reach other ranks, and why so: "staged: ...", "ipc: ..." or "device: ..."; else ""."""
-        return in_words(self._backend)
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..comm.transport import in_words
 from ..engine.executor import KEPT_BYTES
 from ..model.search import times_as_long
 from ..problem.documents import documents
@@ -100,11 +99,6 @@ class Described:
     def backend(self) -> str:
         """Name of the back end."""
         return self._backend.name
-
-    @property
-    def transport(self) -> str:
-        """How arrays on a GPU reach other ranks, and why so: "staged: ...", "ipc: ..." or "device: ..."; else ""."""
-        return in_words(self._backend)
 
     @property
     def nbytes(self) -> int:

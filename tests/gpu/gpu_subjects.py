@@ -141,6 +141,7 @@ class Own:
     def seconds(self, direction, times):
         """Of a pass, by events around each; the host runs ahead."""
         pairs, launch = [], getattr(self, direction)
+        launch()  # keeps the GPU busy while the host launches what is measured
         for _ in range(times):
             self.prepare(direction)
             pairs.append((self.event(), self.event()))
