@@ -98,6 +98,7 @@ def test_bytes_that_differ_are_marked():
         "hosts": 1,
         "compute": "emulated compute",
         "backend": "paced:1",
+        "transport": "",
         "runs": 3,
         "warmup": 1,
         "direction": "forward",

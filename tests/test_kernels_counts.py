@@ -37,10 +37,10 @@ def test_a_lane_reads_the_page_table_once(page_size):
 def test_merge_of_splits_and_cast():
     """Estimates of seconds on an H100."""
     code = sass.merge(99, "sm_90")
-    assert sass.counts(code)["shuffle"] >= 32, "all 25 parts of a warp"
+    assert sass.counts(code)["shuffle"] >= 18, "all 7 parts of a warp"
     assert 1e-6 < sass.merge_seconds(code) <= 10e-6, sass.described("merge", code)
     code = sass.cast("sm_90")
-    assert sass.counts(code)["load"] == sass.counts(code)["store"] == 2, sass.described("cast", code)
+    assert sass.counts(code)["load"] == sass.counts(code)["store"] == 4, sass.described("cast", code)
     assert sass.cast_seconds(code, 8192 * 32 * 128) <= 100e-6, sass.described("cast", code)
 
 
