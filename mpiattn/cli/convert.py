@@ -25,7 +25,7 @@ from ..console.table import size
 from ..errors import ArgumentError, FileError
 from ..files import hdf5
 from ..files.hdf5 import AXES
-from ..files.tensor_files import open_tensors, pieces
+from ..files.tensor_files import not_there, open_tensors, pieces
 from ..problem.problem import ITEMSIZE, Problem, dtype_name
 from ..system.atomic_file import NewFile
 from ..system.launch_variables import launch_rank
@@ -115,6 +115,10 @@ def _chosen(args, tensors):
     for part in wanted:
         name = args.names.get(part, part)
         if name not in tensors:
+            for path in args.sources:
+                why = not_there(path, name)
+                if why:
+                    raise FileError(f"FILES has {path!r}; it cannot be read: {why}")
             near = closest(name, tensors)
             raise FileError(
                 f"FILES has no tensor {name!r}{f'; did you mean {near!r}?' if near else ''}"

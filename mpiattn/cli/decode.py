@@ -32,7 +32,7 @@ from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
 from ..engine.folding import on_host
 from ..errors import FileError, VerificationError
-from ..files.hdf5 import dtype_of, file_errors, natural
+from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural
 from ..files.io import Input, Output
 from ..problem.layout import Layout
 from ..problem.problem import Problem
@@ -99,10 +99,11 @@ def _query_shape(path, axes):
     if not os.path.isfile(path):
         raise FileError(f"QUERIES is {str(path)!r}; there is no such file")
     with file_errors("QUERIES", path, "read"), h5py.File(path, "r") as file:
-        if not isinstance(file.get("q"), h5py.Dataset) or file["q"].ndim != 4:
+        q = dataset_of(file, "q")
+        if q is None or q.ndim != 4:
             sizes = ", ".join(natural(("sequences", "queries", "heads", "head_dim"), axes))
             raise FileError(f"QUERIES is {str(path)!r}; it must have a dataset q ({sizes})")
-        return {"shape": natural(file["q"].shape, axes), "dtype": dtype_of(file["q"])}
+        return {"shape": natural(q.shape, axes), "dtype": dtype_of(q)}
 
 
 def _problems(args, cache, asked):

@@ -3,11 +3,11 @@
 import io
 import re
 
-import h5py
 import numpy as np
 
 from ..comm.agreement import agreement
 from ..errors import FileError
+from ..files.hdf5 import dataset_of
 
 
 def read_documents(peers, file, specs):
@@ -30,8 +30,9 @@ def read_file(option, path):
 
 def _read(file, option, spec):
     try:
-        if file is not None and isinstance(file.get(spec), h5py.Dataset):
-            return _checked(file[spec])
+        dataset = None if file is None else dataset_of(file, spec)
+        if dataset is not None:
+            return _checked(dataset)
         with open(spec, "rb") as stream:
             data = stream.read()  # once, because it may be a pipe
         return _checked(np.load(io.BytesIO(data))) if data.startswith(b"\x93NUMPY") else _of_text(data.decode())
@@ -48,7 +49,11 @@ def _checked(array):
         raise ValueError(
             f"it holds {array.dtype} of shape {array.shape}, it must hold whole numbers in one or two dimensions"
         )
-    return array[...].astype(np.int64)
+    values = array[...]
+    largest = np.iinfo(np.int64).max
+    if values.size and values.max() > largest:
+        raise ValueError(f"it holds {values.max()}, it must hold numbers up to {largest}")
+    return values.astype(np.int64)
 
 
 def _of_text(text):

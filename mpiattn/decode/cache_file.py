@@ -14,7 +14,7 @@ import numpy as np
 from ..comm.agreement import agreement
 from ..engine.folding import on_host
 from ..errors import ArgumentError, FileError
-from ..files.hdf5 import dtype_of, file_errors, natural
+from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural
 from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
 from ..problem.problem import ITEMSIZE, dtype_name
@@ -38,9 +38,9 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
         raise no("there is no such file")
     with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
         shared = "v" not in file and "value_dim" in file.attrs
-        datasets = [file.get(name) for name in ("k", "k" if shared else "v")]
+        datasets = [dataset_of(file, name) for name in ("k", "k" if shared else "v")]
         for name, dataset in zip("kv", datasets):
-            if not isinstance(dataset, h5py.Dataset):
+            if dataset is None:
                 raise no(f"it has no dataset {name!r}, it must have k and v, or k and an attribute value_dim")
         k, v = (natural(dataset.shape, axes) for dataset in datasets)
         if not (len(k) == len(v) == 4 and k[:3] == v[:3]):
@@ -55,8 +55,9 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
         dtype_name(names[0])  # registers bfloat16 with NumPy
         batch, tokens = k[:2]
         spans = [(entry, 0, tokens) for entry in range(batch)]
-        if "cu_seqlens" in file:
-            cuts = np.atleast_2d(file["cu_seqlens"][()])
+        cu_seqlens = dataset_of(file, "cu_seqlens")
+        if cu_seqlens is not None:
+            cuts = np.atleast_2d(cu_seqlens[()])
             if (
                 cuts.ndim != 2
                 or cuts.dtype.kind not in "iu"

@@ -58,11 +58,15 @@ def dtype_of(dataset):
     return dataset.dtype.name
 
 
-def place_of(dataset):
-    """(offset, shape, dtype) of a dataset whose elements lie one after another, as they would in memory, else None."""
+def place_of(dataset, file):
+    """(offset, shape, dtype) of a dataset whose elements lie one after another in the bytes of a file, else None.
+
+    They must lie there as they would in memory.  A link in the file may lead to a dataset of another one.
+    """
     name, how = dtype_of(dataset), dataset.id.get_create_plist()
     if (
-        name not in ITEMSIZE
+        h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno
+        or name not in ITEMSIZE
         or dataset.id.get_type() != stored_type(np.dtype(dtype_name(name)))
         or how.get_layout() != h5py.h5d.CONTIGUOUS
         or how.get_external_count()
@@ -110,15 +114,80 @@ def write(dataset, starts, array, how=None):
 
 
 def contents(file):
-    """The (shape, dtype name) of every dataset of an open file, by its path in the file."""
-    datasets = {}
+    """The (shape, dtype name) of every dataset of an open file, by its path in the file; links are followed."""
+    datasets, entered = {}, set()
 
-    def note(name, item):
-        if isinstance(item, h5py.Dataset):
-            datasets[name] = item.shape, dtype_of(item)
+    def see(group, path):
+        info = h5py.h5o.get_info(group.id)
+        if (info.fileno, info.addr) in entered:  # links may lead back
+            return
+        entered.add((info.fileno, info.addr))
+        for name in group:
+            item = group.get(name)  # None behind a link that leads nowhere
+            if isinstance(item, h5py.Dataset):
+                datasets[path + name] = item.shape, dtype_of(item)
+            elif isinstance(item, h5py.Group):
+                see(item, f"{path}{name}/")
 
-    file.visititems(note)
+    see(file, "")
     return datasets
+
+
+def missing_source(file, name):
+    """What HDF5 does not find of a dataset of an open file, in words; "" if all is there or there is no such name.
+
+    It may be behind a link, or a part of a virtual dataset, which HDF5 would read as its fill value.
+    """
+    path = ""
+    for part in name.strip("/").split("/"):
+        path += f"/{part}"
+        link = file.get(path, getlink=True) if file.get(path) is None else None
+        if isinstance(link, h5py.ExternalLink):
+            at = _existing(file.filename, link.filename, "HDF5_EXT_PREFIX")
+            what = f"{link.path!r} of the file {link.filename!r}"
+            return f"{path[1:]!r} is a link to {what}, which {'has none' if at else 'is not there'}"
+        if isinstance(link, h5py.SoftLink):
+            behind = missing_source(file, link.path)
+            return f"{path[1:]!r} is a link to {link.path!r}, " + (f"and {behind}" if behind else "which is not there")
+        if link is not None or file.get(path) is None:
+            return ""
+    data = file[name]
+    if isinstance(data, h5py.Dataset) and data.is_virtual:
+        for source in data.virtual_sources():
+            if "%b" in source.file_name or source.file_name == ".":
+                continue  # a pattern of any number of files; this file
+            at = _existing(data.file.filename, source.file_name, "HDF5_VDS_PREFIX")
+            what = f"{name!r} is virtual: a part of it is {source.dset_name!r} of the file {source.file_name!r}, which"
+            if at is None:
+                return f"{what} is not there"
+            with h5py.File(at, "r") as other:
+                if source.dset_name not in other:
+                    return f"{what} has none"
+    return ""
+
+
+def _existing(path, name, variable):
+    """Where HDF5 finds the file that another one, at `path`, names; None if it is nowhere."""
+    folders = [*os.environ.get(variable, "").split(":"), os.path.dirname(os.path.abspath(path)), os.curdir]
+    return next(filter(os.path.isfile, (os.path.join(folder, name) for folder in folders if folder)), None)
+
+
+def dataset_of(file, name):
+    """The dataset of an open file, or None if there is none of that name.
+
+    Raises ValueError if it is behind a link that leads nowhere, a part of it is in a file that is not there, or nothing
+    was ever written to it: HDF5 would give its fill value for every element.
+    """
+    missing = missing_source(file, name)
+    if missing:
+        raise ValueError(missing)
+    data = file.get(name)
+    if not isinstance(data, h5py.Dataset):
+        return None
+    own = data.size and not data.is_virtual and not data.id.get_create_plist().get_external_count()
+    if own and data.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED:
+        raise ValueError(f"nothing was ever written to its dataset {name!r}")
+    return data
 
 
 def listing(tensors):
@@ -155,8 +224,8 @@ def read_shapes(path, backward=False, names=None, axes="bshd"):
             value_dim = int(file.attrs["value_dim"])
         for name in (*(INPUTS if value_dim is None else ("q", "k")), *["dout"] * backward):
             dataset = names.get(name, name)
-            data = file.get(dataset)
-            if not isinstance(data, h5py.Dataset):
+            data = dataset_of(file, dataset)
+            if data is None:
                 needs = "q, k and v, and dout for gradients" if backward else "q, k and v"
                 raise FileError(
                     f"IN is {str(path)!r}; it has no dataset {dataset!r}, it must have {needs}, or "

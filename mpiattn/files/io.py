@@ -156,7 +156,9 @@ class Input:
         """The `_Source` of a role, "q" and so on; made once, since a cache reads its sequences one by one."""
         if name not in self._sources:
             data = self.file[self.names.get(name, name)]
-            self._sources[name] = _Source(data, natural(data.shape, self.axes), dtype_of(data), place_of(data))
+            self._sources[name] = _Source(
+                data, natural(data.shape, self.axes), dtype_of(data), place_of(data, self.file)
+            )
         return self._sources[name]
 
     def chunks(self, wanted, progress=None):

@@ -86,7 +86,8 @@ def _open(path, argument, stack):
     if h5py.is_hdf5(path):
         file = stack.enter_context(h5py.File(path, "r"))
         return {
-            name: _of_dataset(file[name], *shape_and_dtype) for name, shape_and_dtype in hdf5.contents(file).items()
+            name: _of_dataset(file, name, *shape_and_dtype, argument)
+            for name, shape_and_dtype in hdf5.contents(file).items()
         }
     raise FileError(f"{argument} is {str(path)!r}; it is none of {KINDS}")
 
@@ -132,11 +133,21 @@ def _of_member(archive, member, stack):
     return Tensor(shape, "bfloat16" if dtype == RAW_BFLOAT16 else dtype.name, read)
 
 
-def _of_dataset(dataset, shape, dtype):
+def not_there(path, name):
+    """What HDF5 does not find of a tensor of this name in a file, in words; "" if that is not why there is none."""
+    if not h5py.is_hdf5(path):
+        return ""
+    with h5py.File(path, "r") as file:
+        return hdf5.missing_source(file, name)
+
+
+def _of_dataset(file, name, shape, dtype, argument):
     def read(index):
         *leading, last = index
         starts = (*leading, last.start, *[0] * (len(shape) - len(index)))
         count = last.stop - last.start
+        with hdf5.file_errors(argument, file.filename, "read"):
+            dataset = hdf5.dataset_of(file, name)
         array = hdf5.read(dataset, starts, (*[1] * len(leading), count, *shape[len(index) :]))
         return array.reshape(count, *shape[len(index) :])
 
