@@ -55,7 +55,7 @@ def test_two_nodes_and_a_file(run, tmp_path):
     if launch.vendor() != "mpich":
         pytest.skip("only MPICH can pretend to have two nodes")
     file = tmp_path / "machine.json"
-    outcome = run(4, *QUICK, "--out", file, "--no-store", "--json", tmp_path / "all.json", env=TWO_NODES)
+    outcome = run(4, *QUICK, "--out", file, "--json", tmp_path / "all.json", env=TWO_NODES)
     lines = outcome.stdout.splitlines()
     assert "ranks     4 on 2 nodes, 2 a node at most" in lines and "plans    unchanged" in lines, outcome.stdout
     assert sum("hidden by blocks" in line for line in lines) == 2

@@ -147,3 +147,34 @@ def test_boundaries_beyond_what_an_integer_holds(tmp_path):
     words = "run", source, tmp_path / "out.h5", "--documents", "cu_seqlens"
     outcome = mpirun(1, [*MPIATTN, *words], check=False)
     assert f"it holds {2**63}, it must hold numbers up to {2**63 - 1}" in outcome.stderr, outcome.stderr
+
+
+@pytest.mark.parametrize("command", ["convert", "generate", "run", "decode"])
+def test_a_file_that_is_no_hdf5_is_not_replaced(tmp_path, command, capsys):
+    """`convert q.npy k.npy v.npy`, with OUT forgotten, would replace v.npy."""
+    source = write_input(tmp_path / "in.h5")
+    other = tmp_path / "v.npy"
+    np.save(other, NUMBERS)
+    before = other.read_bytes()
+    words = {
+        "convert": ["convert", str(source), str(other)],
+        "generate": ["generate", str(other), "--seqlen", "9", "--heads", "1", "--head-dim", "8"],
+        "run": ["run", str(source), str(other)],
+        "decode": ["decode", str(source), str(source), str(other)],
+    }[command]
+    if command in ("convert", "generate"):
+        assert main(words) != 0
+        said = capsys.readouterr().err
+    else:
+        outcome = mpirun(2, [*MPIATTN, *words], check=False)
+        assert outcome.returncode
+        said = outcome.stderr
+    name = "FILE" if command == "generate" else "OUT"
+    assert said.count(f"it was taken for {name}") == 1 and str(other) in said, said
+    assert other.read_bytes() == before
+
+
+def test_an_empty_file_may_be_replaced(tmp_path):
+    """As `mktemp` makes one."""
+    (tmp_path / "out.h5").touch()
+    assert main(["generate", str(tmp_path / "out.h5"), *"--seqlen 9 --heads 1 --head-dim 8".split()]) == 0

@@ -66,6 +66,30 @@ def test_rows_that_saw_nothing():
         assert np.isfinite(whole).all()
 
 
+def test_infinity_is_no_key_either():
+    """FlashAttention-2 gives a row without keys lse +inf and out 0."""
+    ((out, lse), (out_b, lse_b)), _ = states([0, 9, 30], "float32", "float32")
+    lse[0, :, 2] = lse_b[1, 1] = lse[1, 0, 0] = lse_b[1, 0, 0] = -np.inf
+    plus = [np.where(np.isneginf(each), np.inf, each).astype(each.dtype) for each in (lse, lse_b)]
+    expected = merge(out, lse, out_b, lse_b)
+    for sums in ((plus[0], plus[1]), (plus[0], lse_b), (lse, plus[1])):
+        assert all((a == b).all() for a, b in zip(merge(out, sums[0], out_b, sums[1]), expected))
+
+
+def test_many_at_once():
+    """As one after another, bit for bit; an odd number of arrays is an error."""
+    parts, _ = states([0, 3, 3, 11, 29, 30], "bfloat16", "float32")
+    one_by_one = [array.astype(np.float32) for array in parts[0]]
+    for out, lse in parts[1:]:
+        one_by_one = merge(*one_by_one, out.astype(np.float32), lse)
+    got = merge(*(array for part in parts for array in part))
+    assert (got[0] == one_by_one[0].astype("bfloat16")).all() and (got[1] == one_by_one[1]).all()
+    with pytest.raises(ArgumentError, match="5 arrays are to be merged"):
+        merge(*parts[0], *parts[1], parts[2][0])
+    with pytest.raises(ArgumentError, match="lse of result 3 has shape"):
+        merge(*parts[0], *parts[1], parts[2][0], parts[2][1][:, :1])
+
+
 def test_not_a_number_stays_in_its_row():
     ((out, lse), other), _ = states([0, 9, 30], "float32", "float32")
     out[0, 1, 2, 3] = np.nan

@@ -27,7 +27,7 @@ from ..files import hdf5
 from ..files.hdf5 import AXES
 from ..files.tensor_files import not_there, open_tensors, pieces
 from ..problem.problem import ITEMSIZE, Problem, dtype_name
-from ..system.atomic_file import NewFile
+from ..system.atomic_file import HDF5, NewFile
 from ..system.launch_variables import launch_rank
 from .names import CUTS, TENSORS, add_names
 
@@ -67,7 +67,7 @@ def run(args):
     """`mpiattn convert`; under a launcher only rank 0 works."""
     if launch_rank():
         return 0
-    new = NewFile("OUT", args.output, args.sources)
+    new = NewFile("OUT", args.output, args.sources, HDF5)
     try:
         with contextlib.ExitStack() as stack:
             taken = _chosen(args, _all(args.sources, stack))

@@ -16,7 +16,7 @@ from ..console.table import size
 from ..errors import ArgumentError
 from ..files import hdf5
 from ..problem.problem import ITEMSIZE, Problem
-from ..system.atomic_file import NewFile
+from ..system.atomic_file import HDF5, NewFile
 from ..system.launch_variables import launch_rank
 
 PIECE_ELEMENTS = 2**22
@@ -76,7 +76,7 @@ def run(args):
     if args.dout:
         shapes["dout"] = (p.batch, p.seqlen, p.heads, p.value_dim)
     cuts = _documents(args)
-    new = NewFile("FILE", args.file)
+    new = NewFile("FILE", args.file, (), HDF5)
     try:
         with hdf5.file_errors("FILE", args.file, "written"):
             with hdf5.writing(new.partial, create=True) as file:

@@ -11,7 +11,7 @@ set, plans read that file instead.
 
 examples:
   mpiexec -n 4 mpiattn tune
-  srun mpiattn tune --quick --head-dim 64 --out cluster.json --no-store
+  srun mpiattn tune --quick --head-dim 64 --out cluster.json
 """
 
 import argparse
@@ -86,7 +86,8 @@ def add_arguments(parser):
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="write the machine to a file too, for MeshAttention(machine=FILE) and MPIATTN_MACHINE=FILE",
+        help="write the machine to this file and leave the store as it is; for MeshAttention(machine=FILE) and "
+        "MPIATTN_MACHINE=FILE",
     )
     parser.add_argument("--no-store", action="store_true", help="do not change the store")
     parser.add_argument(
@@ -113,6 +114,7 @@ def _run(job, args):
     from ..tuning.measure import measure
 
     peers, speaks = job.peers, job.comm.rank == 0
+    stored = not (args.no_store or args.out)
     with agreement(peers):
         check_transport(args.backend, args.transport)
     nodes = nodes_of(peers)
@@ -123,7 +125,7 @@ def _run(job, args):
             check_json(args.json)
             if args.out:
                 check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [])
-            if not args.no_store:
+            if stored:
                 store.check_store()
     with Progress("tune", args.seconds, " s") as progress:
         tuned = measure(job, nodes, backend, args.dtype or backend.dtypes, args.head_dim, args.seconds, progress)
@@ -133,7 +135,7 @@ def _run(job, args):
             key = key_of(backend, nodes, args.head_dim)
             samples = {name: sample._asdict() for name, sample in tuned.samples.items()}
             entry = store.Entry(key, tuned.machine, store.now(), samples)
-            replaced = None if args.no_store else store.store(entry)
+            replaced = store.store(entry) if stored else None
             if args.out:
                 _write_machine(args.out, tuned.machine)
             if args.json:
@@ -143,7 +145,7 @@ def _run(job, args):
                         **entry.as_dict(),
                         "default": tuned.lacking,
                         "replaced": replaced,
-                        "store": None if args.no_store else store.path(),
+                        "store": store.path() if stored else None,
                         "out": args.out,
                         "seconds": job.seconds,
                     },
@@ -246,7 +248,7 @@ def _text(args, key, nodes, tuned, replaced, seconds):
         )
     if args.out:
         tail.append(("written", args.out))
-    if args.no_store:
+    if args.no_store or args.out:
         tail += [("stored", "no"), ("plans", "unchanged")]
     else:
         tail.append(("stored", f"{store.path()}{', in place of what was measured before' * replaced}"))

@@ -23,7 +23,7 @@ from ..comm.redistribute import Redistribution, all_on
 from ..errors import FileError
 from ..problem.layout import Layout
 from ..system import partial_files
-from ..system.atomic_file import NewFile
+from ..system.atomic_file import HDF5, NewFile
 from . import hdf5
 from .hdf5 import create_datasets, dtype_of, file_errors, natural, needed_bytes, place_of, read_shapes, reserve
 from .lines import Lines
@@ -250,7 +250,7 @@ class Output:
         try:
             with agreement(peers, only=0), file_errors(argument, path, "written"):
                 if peers.rank == 0:
-                    self.new = NewFile(argument, path, inputs)
+                    self.new = NewFile(argument, path, inputs, HDF5)
                     with hdf5.writing(self.new.partial, create=True) as file:
                         create_datasets(
                             file, {name: (natural(shape, axes), dtype) for name, (shape, dtype) in shapes.items()}

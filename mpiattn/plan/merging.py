@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ..backends.base import Array
 
 
-def merge(out: Array, lse: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """Combine the attention of the same queries over two disjoint sets of keys; local, sends nothing.
+def merge(out: Array, lse: Array, out_b: Array, lse_b: Array, *more: Array) -> tuple[Array, Array]:
+    """Combine the attention of the same queries over two or more disjoint sets of keys; local, sends nothing.
 
     Arithmetic is in the dtype of lse, and out is rounded once.  A NaN in lse makes its row of the result NaN; a NaN in
-    out makes its element NaN.  Attention sinks must be counted in only one of the two results.
+    out makes its element NaN.  Attention sinks must be counted in only one of the results.
 
     Parameters
     ----------
@@ -30,14 +30,16 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array) -> tuple[Array, Ar
     lse, lse_b : array, (batch, heads, tokens)
         Natural logarithms of the rows' sums of exponentials, both float32 or both float64, as `MeshAttention.forward`,
         `tree_decode` and FlashAttention return them.  A row with lse -inf has seen no key, and its out is
-        ignored.
+        ignored.  So it is with +inf, which FlashAttention-2 gives such a row.
+    more : array
+        out and lse of further results, in turn.
 
     Returns
     -------
     out : array, (batch, tokens, heads, value_dim)
-        New, in the dtype of the first out, a tensor if that is one.  0 in a row that has seen no key in either result.
+        New, in the dtype of the first out, a tensor if that is one.  0 in a row that has seen no key in any result.
     lse : array, (batch, heads, tokens)
-        New, in the dtype of the first lse.  -inf in a row that has seen no key in either result.
+        New, in the dtype of the first lse.  -inf in a row that has seen no key in any result.
 
     Raises
     ------
@@ -59,7 +61,13 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array) -> tuple[Array, Ar
     True
     """
     backend, given = NumpyBackend(), out
+    if len(more) % 2:
+        raise ArgumentError(f"{4 + len(more)} arrays are to be merged; it must be an out and an lse for each result")
     arrays = {"out": out, "lse": lse, "out_b": out_b, "lse_b": lse_b}
+    names = [("out", "lse"), ("out_b", "lse_b")]
+    for number, pair in enumerate(zip(more[::2], more[1::2]), 3):
+        names.append((f"out of result {number}", f"lse of result {number}"))
+        arrays.update(zip(names[-1], pair))
     dtypes = [getattr(array, "dtype", None) for array in (out, lse)]
     wide = dtype_name(dtypes[1], "the dtype of lse", ("float32", "float64"))
     dtypes = [dtype_name(dtypes[0], "the dtype of out"), wide]
@@ -69,16 +77,18 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array) -> tuple[Array, Ar
     batch, tokens, heads, _ = shape
     shapes = [tuple(shape), (batch, heads, tokens)]
     folding, states = Folding(backend, batch), []
-    for state in (("out", "lse"), ("out_b", "lse_b")):
+    for state in names:
         of_rows, sums = (checked(backend, name, arrays[name], *kind) for name, kind in zip(state, zip(shapes, dtypes)))
         of_rows, sums = (
             folding.fold(name, array)
             for name, array in zip(state, (of_rows.astype(wide), sums.transpose(0, 2, 1).copy()))
         )
+        sums[sums == np.inf] = -np.inf
         of_rows[sums == -np.inf] = 0
         states.append((of_rows, sums))
-    (whole, total), other = states
-    backend.merge(whole, total, *other)
+    (whole, total), *others = states
+    for other in others:
+        backend.merge(whole, total, *other)
     result = np.empty(shapes[0], dtypes[0])
     folding.unfold(result, whole)
     return as_given(given, result, folding.by_batch(total).transpose(1, 2, 0).copy())

@@ -11,15 +11,16 @@ from . import partial_files
 class NewFile:
     """A file that will appear under the name `path`.
 
+    signature: bytes with which an existing file must begin to be replaced; an empty one may always be.
     Write to `partial`, a new and unique name, until `publish`.  Symbolic links are followed: the file they point to is
     replaced, not the link.  The new file keeps the permissions of the replaced one.  Partials of the same file that
     killed jobs have left are removed.  Raises FileError, naming the argument `name`, where no regular file can be made,
     where it must not be written, or where it would replace one of `inputs`.
     """
 
-    def __init__(self, name, path, inputs=()):
+    def __init__(self, name, path, inputs=(), signature=b""):
         self.name, self.path = name, path
-        self.target = check_target(name, path, inputs)
+        self.target = check_target(name, path, inputs, signature)
         folder, base = os.path.split(self.target)
         partial_files.remove_stale(folder, base)
         try:
@@ -50,8 +51,14 @@ class NewFile:
             return 0o666 & ~_umask()
 
 
-def check_target(name, path, inputs=()):
-    """The real path of an output file; FileError unless it is, or can become, a regular file that is not an input."""
+HDF5 = b"\x89HDF\r\n\x1a\n"  # how its files begin
+
+
+def check_target(name, path, inputs=(), signature=b""):
+    """The real path of an output file; FileError unless it is, or can become, a regular file that is not an input.
+
+    signature: as of `NewFile`.
+    """
 
     def no(why):
         return FileError(f"{name} is {str(path)!r}; {why}")
@@ -69,11 +76,25 @@ def check_target(name, path, inputs=()):
         raise no("it is not a regular file")
     if os.path.exists(target) and not (os.access(target, os.W_OK) and os.stat(target).st_mode & 0o222):
         raise no("it exists and is read-only; remove it or make it writable (chmod u+w) to have it replaced")
+    if signature and os.path.exists(target) and _beginning(target, len(signature)) not in (b"", signature):
+        raise no(
+            f"it was taken for {name}, which would be replaced, but it holds something else; give the name of {name} "
+            "too, or remove the file"
+        )
     if not os.path.isdir(folder):
         raise no(f"there is no folder {folder!r}")
     if not os.access(folder, os.W_OK):
         raise no(f"its folder {folder!r} is not writable")
     return target
+
+
+def _beginning(path, count):
+    """The first bytes of a file; none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(count)
+    except OSError:
+        return b""
 
 
 def _umask():
