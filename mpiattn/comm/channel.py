@@ -38,7 +38,7 @@ def listen():
 
 
 class Channel:
-    """The messages about failures among the ranks of `comm`, on which nothing else uses `TAG`.
+    """The messages about failures among the ranks of `comm`, on which nothing else uses `tag`.
 
     hosts: the host name of every rank; None where unknown.
     mark: identifies the communicator, the same on every rank.  MPI may reuse the number of a freed communicator for a
@@ -46,8 +46,8 @@ class Channel:
     failure: the text that another rank has sent about its failure, else None.
     """
 
-    def __init__(self, comm, hosts=None, mark=b""):
-        self.comm, self.hosts, self.mark, self.failure = comm, hosts, mark, None
+    def __init__(self, comm, hosts=None, mark=b"", tag=TAG):
+        self.comm, self.hosts, self.mark, self.failure, self.tag = comm, hosts, mark, None, tag
         self._answers, self._sending, self._alarmed = {}, [], False
         if comm.size > 1:
             _channels.append(self)
@@ -68,7 +68,7 @@ class Channel:
         data = pickle.dumps((self.mark, kind, text and text[:LONGEST]))
         with contextlib.suppress(MPI.Exception):  # the rank or the link may be gone
             self._sending = [request for request in self._sending if not request.Test()]
-            self._sending += [self.comm.Isend([data, MPI.BYTE], rank, TAG) for rank in ranks]
+            self._sending += [self.comm.Isend([data, MPI.BYTE], rank, self.tag) for rank in ranks]
 
     def alarm(self, failure):
         """Tell all other ranks that this one has failed: they raise PeerFailure with that text.
@@ -82,7 +82,7 @@ class Channel:
     def poll(self):
         """Read and answer the messages that have come."""
         status = MPI.Status()
-        while (message := self.comm.Improbe(MPI.ANY_SOURCE, TAG, status)) is not None:
+        while (message := self.comm.Improbe(MPI.ANY_SOURCE, self.tag, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([data, MPI.BYTE])
             mark, kind, text = pickle.loads(data)

@@ -33,6 +33,9 @@ from .channel import Channel
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 from .transport import Known
 
+FIRST = "the first plan or cache on this communicator"
+# Until there is a duplicate, messages about failures pass the caller's communicator, with a tag that nobody takes.
+FROM_LAST = 7  # less than the largest tag
 REMEMBERED = 64  # groups of ranks
 UNUSED = 2  # meshes of a home that are kept without users; an MPI has some 2000 communicators
 _NODES: dict[tuple[int, ...], list[int]] = {}  # the node of every rank, by ranks of MPI_COMM_WORLD
@@ -132,10 +135,13 @@ class Home:
     def __init__(self, comm, timeout):
         self.owner, self.abandoned, self._kept = comm, "", []
         self.meshes, self.plans, self.known = {}, {}, Known()  # before what may fail: `abandon` takes them
+        first = Channel(comm, tag=comm.Get_attr(MPI.TAG_UB) - FROM_LAST)
         self.comm, request = comm.Idup()
-        Peers(comm, timeout).wait([request])
-        self.hosts, marks = zip(*Peers(self.comm, timeout).allgather((socket.gethostname(), os.urandom(8))))
+        Peers(comm, timeout, channel=first).wait([request], lambda: f"for the other ranks to begin {FIRST}")
+        peers = Peers(self.comm, timeout, channel=first)
+        self.hosts, marks = zip(*peers.allgather((socket.gethostname(), os.urandom(8))))
         self.channel = Channel(self.comm, self.hosts, marks[0])
+        first.close()  # if a rank has failed it stays open, and answers others
         self.nodes = nodes_of(self.peers(timeout))
         self.users = self.dropped = self.members = 0
         self._turn, self._holder, self._running = threading.Lock(), None, ""
@@ -157,7 +163,14 @@ class Home:
         if home is not None and not home._shared(timeout):
             home = None
         if home is None:
-            home = cls(comm, timeout)
+            channels.begin(FIRST)
+            try:
+                home = cls(comm, timeout)
+            except PeerFailure:  # MPI_Finalize would wait for the rank that does not come
+                endings.abort_if_uncaught()
+                raise
+            finally:
+                channels.end(FIRST)
             comm.Set_attr(_KEY, home)
         home.users += 1
         return home
