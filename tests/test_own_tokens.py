@@ -34,11 +34,11 @@ def test_only_what_lies_as_in_memory(tmp_path, how, has, userblock):
         file.create_dataset("k", data=WHOLE, **how)
         file.create_dataset("later", WHOLE.shape, "f4")
     with h5py.File(tmp_path / "x.h5") as file:
-        assert (place_of(file["k"]) is not None) == has
-        assert place_of(file["later"]) is None  # has no place in the file yet
+        assert (place_of(file["k"], file) is not None) == has
+        assert place_of(file["later"], file) is None  # has no place in the file yet
         if has:
             into = np.empty((1, 13, 3, 5), file["k"].dtype)
-            read(tmp_path / "x.h5", into, Layout("striped", 38, 3), 1, place_of(file["k"]), first=1, entry=1)
+            read(tmp_path / "x.h5", into, Layout("striped", 38, 3), 1, place_of(file["k"], file), first=1, entry=1)
             assert np.array_equal(into, WHOLE[1:2, 2:39:3])
 
 
@@ -46,7 +46,7 @@ def test_numbers_in_another_file(tmp_path):
     WHOLE.tofile(tmp_path / "numbers")
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("k", WHOLE.shape, "f4", external=[("numbers", 0, WHOLE.nbytes)])
-        assert place_of(file["k"]) is None
+        assert place_of(file["k"], file) is None
 
 
 def read(path, into, layout, rank, place, axis=1, **which):
