@@ -13,7 +13,7 @@ from launch import mpirun
 from thinning import thinned
 
 from mpiattn.system import partial_files
-from mpiattn.system.atomic_file import NewFile
+from mpiattn.system.atomic_file import HDF5, NewFile
 
 SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "ended by SIGHUP"}
 GENERATE = ["--seqlen", "40", "--heads", "2"]
@@ -174,10 +174,10 @@ def test_a_read_only_file_is_refused(tmp_path):
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
 def test_a_file_that_is_replaced_hands_on_its_permissions(tmp_path, mode):
     path = tmp_path / "x.h5"
-    path.write_text("older")
+    path.write_bytes(HDF5 + b"older")
     path.chmod(mode)
     generate(path)
-    assert path.stat().st_mode & 0o7777 == mode and path.read_bytes() != b"older"
+    assert path.stat().st_mode & 0o7777 == mode and path.read_bytes() != HDF5 + b"older"
 
 
 # Signals

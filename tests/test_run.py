@@ -149,7 +149,7 @@ def test_json_on_standard_output(tmp_path):
 
 def test_replaces_an_older_file(tmp_path):
     source = write_input(tmp_path / "in.h5")
-    (tmp_path / "out.h5").write_text("older")
+    write_input(tmp_path / "out.h5", seqlen=9)
     run(2, source, tmp_path / "out.h5")
     assert_right(source, tmp_path / "out.h5")
 
