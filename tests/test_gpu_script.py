@@ -103,6 +103,7 @@ def test_sections(tmp_path):
         "forward",
         "backward",
         "decode",
+        "decode",
         "carry",
         "launch",
     ]
