@@ -135,7 +135,7 @@ class Home:
     def __init__(self, comm, timeout):
         self.owner, self.abandoned, self._kept = comm, "", []
         self.meshes, self.plans, self.known = {}, {}, Known()  # before what may fail: `abandon` takes them
-        first = Channel(comm, tag=comm.Get_attr(MPI.TAG_UB) - FROM_LAST)
+        first = Channel(comm, tag=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - FROM_LAST)
         self.comm, request = comm.Idup()
         Peers(comm, timeout, channel=first).wait([request], lambda: f"for the other ranks to begin {FIRST}")
         peers = Peers(self.comm, timeout, channel=first)
