@@ -78,8 +78,8 @@ def test_a_cache_is_read_from_where_it_lies(tmp_path):
     for name in ("master.h5", "data.h5"):
         words = "decode", tmp_path / name, tmp_path / "queries.h5", tmp_path / f"of-{name}"
         mpirun(2, [*MPIATTN, *words])
-    with h5py.File(tmp_path / "of-master.h5") as one, h5py.File(tmp_path / "of-data.h5") as other:
-        assert (one["out"][...] == other["out"][...]).all()
+    with h5py.File(tmp_path / "of-master.h5") as linked, h5py.File(tmp_path / "of-data.h5") as direct:
+        assert (linked["out"][...] == direct["out"][...]).all()
     assert source.exists()
 
 

@@ -224,8 +224,8 @@ class Exchange:
             sent = [outgoing.array, counts, starts, row_type]
             posted.append(Posted(None, "exchange", sum(counts + in_counts) * row_bytes, comm))
             post = partial(comm.Ialltoallv, sent, [incoming.array, in_counts, in_starts, row_type])
-            own, theirs = zip(starts, counts), zip(in_starts, in_counts)
-            self._post_round(posted[-1], post, outgoing, own, incoming, theirs, row_bytes)
+            sends, receives = zip(starts, counts), zip(in_starts, in_counts)
+            self._post_round(posted[-1], post, outgoing, sends, incoming, receives, row_bytes)
             for rank, count in enumerate(counts):
                 self._count(count * row_bytes, rank != comm.rank)
         self.progress()

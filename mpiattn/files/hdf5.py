@@ -144,8 +144,8 @@ def missing_source(file, name):
         link = file.get(path, getlink=True) if file.get(path) is None else None
         if isinstance(link, h5py.ExternalLink):
             at = _existing(file.filename, link.filename, "HDF5_EXT_PREFIX")
-            what = f"{link.path!r} of the file {link.filename!r}"
-            return f"{path[1:]!r} is a link to {what}, which {'has none' if at else 'is not there'}"
+            target = f"{link.path!r} of the file {link.filename!r}"
+            return f"{path[1:]!r} is a link to {target}, which {'has none' if at else 'is not there'}"
         if isinstance(link, h5py.SoftLink):
             behind = missing_source(file, link.path)
             return f"{path[1:]!r} is a link to {link.path!r}, " + (f"and {behind}" if behind else "which is not there")
@@ -157,12 +157,12 @@ def missing_source(file, name):
             if "%b" in source.file_name or source.file_name == ".":
                 continue  # a pattern of any number of files; this file
             at = _existing(data.file.filename, source.file_name, "HDF5_VDS_PREFIX")
-            what = f"{name!r} is virtual: a part of it is {source.dset_name!r} of the file {source.file_name!r}, which"
+            part = f"{name!r} is virtual: a part of it is {source.dset_name!r} of the file {source.file_name!r}, which"
             if at is None:
-                return f"{what} is not there"
+                return f"{part} is not there"
             with h5py.File(at, "r") as other:
                 if source.dset_name not in other:
-                    return f"{what} has none"
+                    return f"{part} has none"
     return ""
 
 

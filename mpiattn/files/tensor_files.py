@@ -9,6 +9,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import h5py
@@ -142,13 +143,17 @@ def not_there(path, name):
 
 
 def _of_dataset(file, name, shape, dtype, argument):
+    @cache
+    def dataset():
+        """Looked up when it is read first: what is missing of a dataset that nobody reads does not matter."""
+        with hdf5.file_errors(argument, file.filename, "read"):
+            return hdf5.dataset_of(file, name)
+
     def read(index):
         *leading, last = index
         starts = (*leading, last.start, *[0] * (len(shape) - len(index)))
         count = last.stop - last.start
-        with hdf5.file_errors(argument, file.filename, "read"):
-            dataset = hdf5.dataset_of(file, name)
-        array = hdf5.read(dataset, starts, (*[1] * len(leading), count, *shape[len(index) :]))
+        array = hdf5.read(dataset(), starts, (*[1] * len(leading), count, *shape[len(index) :]))
         return array.reshape(count, *shape[len(index) :])
 
     return Tensor(shape, dtype, read)

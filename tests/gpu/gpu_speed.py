@@ -117,8 +117,8 @@ def main():
             sys.exit("the time is over")
 
     made = {name: backends.get(name) for name in args.backends}
-    for what in args.what:
-        {"blocks": blocks, "decode": decode}[what](made, record)
+    for kind in args.what:
+        {"blocks": blocks, "decode": decode}[kind](made, record)
     return int(bool(failed))
 
 
