@@ -7,8 +7,9 @@
 
 Without a launcher, tests/mpi is collected only if it is named, and then runs on one rank.
 
-Tests marked `slow` (sweeps: more rank counts, more cases of the same kind) run with --slow, and alone with
---slow -m slow.  `mpiattn check --full`, on somebody's cluster, leaves out those marked `workshop`.
+Of a sweep, a test marked `draw`, a few cases are run, drawn by a seed (see draws.py); --all runs every case.
+Tests marked `slow` run with --slow, and alone with --slow -m slow.  `mpiattn check --full`, on somebody's cluster,
+leaves out those marked `workshop`.
 """
 
 import importlib.util
@@ -25,7 +26,8 @@ HERE = Path(__file__).resolve().parent
 if importlib.util.find_spec("mpiattn") is None:
     sys.path.insert(0, str(HERE.parent))
 
-import launch  # noqa: E402  (beside this file; pytest puts the folder on the path)
+import draws  # noqa: E402  (beside this file; pytest puts the folder on the path)
+import launch  # noqa: E402
 
 MPI_TESTS = HERE / "mpi"
 # Machines that somebody measured here must not decide what is tested, nor may a test change them.
@@ -37,12 +39,14 @@ if LAUNCHED:
     from mpi4py import MPI
 
     RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    os.environ[draws.VARIABLE] = MPI.COMM_WORLD.bcast(str(draws.seed()) if RANK == 0 else None)
 else:
     RANK, SIZE = 0, 1
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--all", action="store_true", help="run every case of each sweep, not a few drawn ones")
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is there
@@ -51,7 +55,8 @@ def pytest_configure(config):
     for line in (
         "many: a multi-rank test that is also worth its time on 5, 6, 7, 8 and 12 ranks",
         "group: a multi-rank test of a given number of ranks (set by itself)",
-        "slow: takes long and adds cases of the same kind; runs with --slow",
+        "slow: takes long; runs with --slow",
+        "draw(n): a sweep, of whose cases n are drawn by the seed; all run with --all",
         "workshop: of no use on a cluster, since it builds networks, emulates GPUs or tests developers' tools",
         "gpu: needs a GPU and CuPy; skipped where there is none",
     ):
@@ -80,9 +85,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_report_header(config):
+    cases = "all cases" if config.option.all else f"cases drawn by {draws.VARIABLE}={draws.seed()}; --all runs all"
     if LAUNCHED:
-        return f"MPI: {MPI.Get_library_version().splitlines()[0].strip()}; ranks: {SIZE}"
-    return f"MPI: {launch.vendor()}, {launch.mpiexec()}; ranks: none here, tests/test_launch.py starts them"
+        return f"MPI: {MPI.Get_library_version().splitlines()[0].strip()}; ranks: {SIZE}; {cases}"
+    return f"MPI: {launch.vendor()}, {launch.mpiexec()}; ranks: none here, tests/test_launch.py starts them; {cases}"
 
 
 def _is_multi_rank(path):
@@ -104,13 +110,13 @@ def pytest_itemcollected(item):
         item.add_marker("group")
 
 
+@pytest.hookimpl(trylast=True)  # what -m and -k leave
 def pytest_collection_modifyitems(config, items):
     """Multi-rank tests first, so that the other ranks don't spin in MPI while rank 0 runs the serial ones."""
-    items.sort(key=lambda item: not _is_multi_rank(item.path))
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow and not config.option.slow:
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+    kept = items if config.option.slow else [item for item in items if not item.get_closest_marker("slow")]
+    kept = kept if config.option.all else draws.drawn(kept, SIZE)
+    config.hook.pytest_deselected(items=list(set(items).difference(kept)))
+    items[:] = sorted(kept, key=lambda item: not _is_multi_rank(item.path))
 
 
 def _end_the_job(text):

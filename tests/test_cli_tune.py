@@ -5,7 +5,6 @@ import sys
 
 import launch
 import pytest
-from thinning import every
 
 MPIATTN = [sys.executable, "-m", "mpiattn"]
 QUICK = ["tune", "--seconds", "0.2", "--head-dim", "8", "--dtype", "float32,float64"]
@@ -78,19 +77,17 @@ def test_trouble_with_the_store(run, tmp_path):
     assert outcome.returncode and outcome.stderr.count("its folder cannot be made") == 1
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "arguments, text",
-    every(
-        2,
-        [
-            (["--seconds", "0"], "0 is not a positive number"),
-            (["--head-dim", "0"], "0 is not a whole number"),
-            (["--dtype", "float8"], "--dtype is 'float8'; it may be float16"),
-            (["--quick", "--seconds", "3"], "not allowed with"),
-            (["--out", "/no/such/machine.json"], "--out is '/no/such/machine.json'; there is no folder"),
-            (["--timeout", "0"], "timeout is 0"),
-        ],
-    ),
+    [
+        (["--seconds", "0"], "0 is not a positive number"),
+        (["--head-dim", "0"], "0 is not a whole number"),
+        (["--dtype", "float8"], "--dtype is 'float8'; it may be float16"),
+        (["--quick", "--seconds", "3"], "not allowed with"),
+        (["--out", "/no/such/machine.json"], "--out is '/no/such/machine.json'; there is no folder"),
+        (["--timeout", "0"], "timeout is 0"),
+    ],
 )
 def test_wrong_options_are_said_once(run, arguments, text):
     outcome = run(2, "tune", *arguments, check=False)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from files import write_input
 from launch import mpirun
-from thinning import every
 
 from mpiattn.verify import reference
 
@@ -47,22 +46,20 @@ def assert_decoded(cache, queries, out, tolerance=1e-5, **masks):
         return dict(made.attrs)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "save_ranks, ranks, dtype, options, masks",
-    every(
-        3,
-        [
-            (3, 4, "float32", ["--algorithm", "allreduce", "--page-size", "1"], {}),
-            (4, 2, "bfloat16", ["--window", "9,0", "--algorithm", "levels"], {"window": (9, 0)}),
-            (
-                1,
-                3,
-                "float64",
-                ["--softcap", "2", "--scale", "0.5", "--full", "--backend", "deferred"],
-                {"softcap": 2, "scale": 0.5, "causal": False},
-            ),
-        ],
-    ),
+    [
+        (3, 4, "float32", ["--algorithm", "allreduce", "--page-size", "1"], {}),
+        (4, 2, "bfloat16", ["--window", "9,0", "--algorithm", "levels"], {"window": (9, 0)}),
+        (
+            1,
+            3,
+            "float64",
+            ["--softcap", "2", "--scale", "0.5", "--full", "--backend", "deferred"],
+            {"softcap": 2, "scale": 0.5, "causal": False},
+        ),
+    ],
 )
 def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, masks):
     cache, out = tmp_path / "cache.h5", tmp_path / "out.h5"
@@ -112,30 +109,28 @@ def test_decode_of_generated_files(tmp_path):
         assert np.abs(made["out"][:] - ref).max() < 1e-5 * np.abs(ref).max()
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     "break_it, message",
-    every(
-        2,
-        [
-            (lambda files: files[0].unlink(), "CACHE is '{0}'; there is no such file"),
-            (lambda files: files[1].unlink(), "QUERIES is '{1}'; there is no such file"),
-            (
-                lambda files: write_input(files[1], batch=2, k=None, v=None),
-                "QUERIES is '{1}'; its q is (2, 67, 4, 16) in f",
-            ),
-            (lambda files: write_input(files[1], k=None, v=None, dtype="float16"), "in float16; for CACHE it must be"),
-            (lambda files: write_input(files[0], v=None), "CACHE is '{0}'; it has no dataset 'v'"),
-            (
-                lambda files: write_input(files[0], cu_seqlens=[0, 9, 5]),
-                "its cu_seqlens is [[0 9 5]]; it must be two or more positions from 0 to 67 that never decrease",
-            ),
-            (
-                lambda files: write_input(files[0], cu_seqlens=np.uint64([0, 9, 5])),
-                "its cu_seqlens is [[0 9 5]]; it must be two or more positions from 0 to 67 that never decrease",
-            ),
-            (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
-        ],
-    ),
+    [
+        (lambda files: files[0].unlink(), "CACHE is '{0}'; there is no such file"),
+        (lambda files: files[1].unlink(), "QUERIES is '{1}'; there is no such file"),
+        (
+            lambda files: write_input(files[1], batch=2, k=None, v=None),
+            "QUERIES is '{1}'; its q is (2, 67, 4, 16) in f",
+        ),
+        (lambda files: write_input(files[1], k=None, v=None, dtype="float16"), "in float16; for CACHE it must be"),
+        (lambda files: write_input(files[0], v=None), "CACHE is '{0}'; it has no dataset 'v'"),
+        (
+            lambda files: write_input(files[0], cu_seqlens=[0, 9, 5]),
+            "its cu_seqlens is [[0 9 5]]; it must be two or more positions from 0 to 67 that never decrease",
+        ),
+        (
+            lambda files: write_input(files[0], cu_seqlens=np.uint64([0, 9, 5])),
+            "its cu_seqlens is [[0 9 5]]; it must be two or more positions from 0 to 67 that never decrease",
+        ),
+        (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
+    ],
 )
 def test_errors_are_said_once(tmp_path, break_it, message):
     files = [tmp_path / name for name in ("cache.h5", "q.h5", "out.h5")]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from blocks import MASKS, chunks, dense, dense_gradients, everything, windows
 from dense import bits, error, largest
-from thinning import every
 
 from mpiattn import backends
 from mpiattn.backends.testing import emulated
@@ -61,7 +60,8 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", every(3, zip(SHAPES)), ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.draw(8)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_backward(backend, shape):
     dtype, head_dim, value_dim, heads, kv_heads, queries, keys = shape
     for mask in MASKS.values():
@@ -116,7 +116,8 @@ def test_splits_of_the_queries(backend, monkeypatch, dtype, dim, mask):
 DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
 
 
-@pytest.mark.parametrize("dim, architecture, dtype", every(5, product(DIMS, (80, 89, 90), ("bfloat16", "float32"))))
+@pytest.mark.draw(4)
+@pytest.mark.parametrize("dim, architecture, dtype", list(product(DIMS, (80, 89, 90), ("bfloat16", "float32"))))
 def test_every_tile(backend, dim, architecture, dtype):
     """Of every entry of the tile table, and of each architecture."""
     backend.architecture = architecture

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from blocks import MASKS, assert_rounded, windows
 from dense import bits, error, largest
-from thinning import every
 
 from mpiattn import backends
 from mpiattn.backends.cuda.tile_table import DECODE_ROWS
@@ -49,7 +48,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", every(2, zip(CASES)), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.draw(4)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_pages(backend, case):
     """As NumPy has it, whatever the slots hold that nobody sees: neither other pages nor the end of the last one."""
     dtype, page_size, keys, queries, heads, kv_heads, head_dim, value_dim, softcap = case

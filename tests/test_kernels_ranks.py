@@ -5,7 +5,6 @@ import sys
 import pytest
 from files import assert_right, write_input
 from launch import mpirun
-from thinning import every
 
 from mpiattn.backends.testing import emulated
 
@@ -16,17 +15,15 @@ pytestmark = [
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "n, options",
-    every(
-        2,
-        [
-            (4, ["--causal", "--tile", "2x2", "--schedule", "greedy", "--layout", "striped"]),
-            (3, ["--tile", "3x1", "--schedule", "collective", "--window", "20,5"]),
-            (4, ["--causal", "--tile", "2x1x2", "--layout", "contiguous", "--mesh-layout", "zigzag"]),
-        ],
-    ),
+    [
+        (4, ["--causal", "--tile", "2x2", "--schedule", "greedy", "--layout", "striped"]),
+        (3, ["--tile", "3x1", "--schedule", "collective", "--window", "20,5"]),
+        (4, ["--causal", "--tile", "2x1x2", "--layout", "contiguous", "--mesh-layout", "zigzag"]),
+    ],
 )
 def test_right(tmp_path, dtype, n, options):
     source = write_input(tmp_path / "in.h5", seqlen=131, batch=2, dtype=dtype, backward=True)

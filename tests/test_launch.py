@@ -13,10 +13,10 @@ import pytest
 
 pytestmark = pytest.mark.workshop
 WHOLE = (2,)  # rank counts that run all tests
-BRIEF = 1, 3, 4  # that run few by default, all with --slow
-SLOW = 5, 6, 7, 8, 12  # that run few, with --slow
+BRIEF = 1, 3, 4  # that run few by default, the others with --slow
+MORE = 5, 6, 7, 8, 12  # that run few, with --slow
 CHOSEN = os.environ.get("MPIATTN_RANKS")
-RANKS = [int(n) for n in CHOSEN.split(",")] if CHOSEN else sorted(WHOLE + BRIEF + SLOW)
+RANKS = [int(n) for n in CHOSEN.split(",")] if CHOSEN else sorted(WHOLE + BRIEF + MORE)
 FEW = "many or group"  # ranks that share few cores take their time
 LIMIT = 450  # seconds
 
@@ -27,29 +27,42 @@ def run_pytest(n, *arguments, **options):
     )
 
 
-def run_multi_rank(n, *selection):
-    outcome = run_pytest(
-        n,
-        str(launch.TESTS / "mpi"),
-        *selection,
-        timeout=LIMIT,
-        cwd=launch.ROOT,
-        env={"MPIATTN_LAUNCHES": ",".join(map(str, RANKS))},
-    )
-    assert " passed" in outcome.stdout, outcome.stdout  # a run that collects nothing must not pass
-    print(outcome.stdout)
+@pytest.fixture
+def run_multi_rank(pytestconfig):
+    """run_multi_rank(n, *arguments of pytest) runs tests/mpi on n ranks."""
+
+    def run(n, *selection):
+        outcome = run_pytest(
+            n,
+            str(launch.TESTS / "mpi"),
+            *selection,
+            *(["--all"] if pytestconfig.option.all else []),
+            timeout=LIMIT,
+            cwd=launch.ROOT,
+            env={"MPIATTN_LAUNCHES": ",".join(map(str, RANKS))},
+        )
+        assert " passed" in outcome.stdout, outcome.stdout  # a run that collects nothing must not pass
+        print(outcome.stdout)
+
+    return run
 
 
-@pytest.mark.parametrize(
-    "n", [n if CHOSEN or n in WHOLE + BRIEF else pytest.param(n, marks=pytest.mark.slow) for n in RANKS]
-)
-def test_multi_rank(n):
+@pytest.mark.parametrize("n", [n for n in RANKS if CHOSEN or n not in MORE])
+def test_multi_rank(run_multi_rank, n):
     run_multi_rank(n, *([] if CHOSEN or n in WHOLE else ["-m", FEW]))
 
 
 @pytest.mark.slow
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("n", [] if CHOSEN else MORE)
+def test_multi_rank_more(run_multi_rank, n):
+    run_multi_rank(n, "-m", FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("n", RANKS)
-def test_multi_rank_slow(n):
+def test_multi_rank_slow(run_multi_rank, n):
     """The tests of tests/mpi that are slow themselves, and on a few ranks what is left out above."""
     rest = f"slow or not ({FEW})" if n in BRIEF else f"slow and ({FEW})"
     run_multi_rank(n, "--slow", "-m", "slow" if CHOSEN or n in WHOLE else rest)
@@ -159,8 +172,8 @@ def test_selections():
         )
         return {line.rsplit("::")[-1] for line in outcome.stdout.splitlines() if "::" in line}
 
-    quick, both, slow = collected(), collected("--slow"), collected("--slow", "-m", "slow")
+    quick, both, slow = collected("--all"), collected("--all", "--slow"), collected("--all", "--slow", "-m", "slow")
     assert quick | slow == both and not quick & slow
     assert {"test_multi_rank[3]", "test_selections"} <= quick
-    assert {"test_multi_rank[8]", "test_multi_rank_slow[3]"} <= slow
+    assert {"test_multi_rank_more[8]", "test_multi_rank_slow[3]"} <= slow
     assert collected("-m", "slow") == set() and collected("-k", "alive") == set()

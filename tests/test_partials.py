@@ -5,12 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import product
 
 import launch
 import pytest
 from files import RANK_1_RAISES, write_input
 from launch import mpirun
-from thinning import thinned
 
 from mpiattn.system import partial_files
 from mpiattn.system.atomic_file import HDF5, NewFile
@@ -249,7 +249,8 @@ READING = (
 )
 
 
-@pytest.mark.parametrize("number, victim", thinned([signal.SIGINT, signal.SIGTERM], ["launcher", 2, 0]))
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("number, victim", list(product([signal.SIGINT, signal.SIGTERM], ["launcher", 2, 0])))
 def test_signals_to_a_launch(tmp_path, number, victim):
     """To mpiexec, as Ctrl-C sends them, or to one rank, as an operator may: said once, no OUT, nothing left."""
     launch.require_launch()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from files import assert_right, write_input
 from launch import environment, mpiexec, mpirun, require_launch, time_factor
-from thinning import every
 
 from mpiattn.system.host import BLAS_VARIABLES
 from mpiattn.verify import reference
@@ -22,20 +21,18 @@ def run(n, source, out, *options, **how):
     return mpirun(n, [*RUN, source, out, *options], **how)
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     "n, options, shape",
-    every(
-        2,
-        [
-            (1, [], {}),
-            (2, ["--causal", "--layout", "striped"], {"batch": 2, "dtype": "float64"}),
-            (3, ["--causal", "--tile", "3x1", "--schedule", "collective"], {"value_dim": 24, "dtype": "float16"}),
-            (4, ["--causal", "--tile", "2x2", "--route", "ring", "--scale", "0.5"], {"batch": 3, "seqlen_k": 101}),
-            (4, ["--causal", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous"], {"seqlen_k": 40}),
-            (5, ["--tile", "ring", "--backend", "deferred", "--max-message", "999"], {"seqlen": 3, "kv_heads": 4}),
-            (6, ["--causal", "--tile", "2x3", "--schedule", "greedy", "--layout", "zigzag"], {"kv_heads": 1}),
-        ],
-    ),
+    [
+        (1, [], {}),
+        (2, ["--causal", "--layout", "striped"], {"batch": 2, "dtype": "float64"}),
+        (3, ["--causal", "--tile", "3x1", "--schedule", "collective"], {"value_dim": 24, "dtype": "float16"}),
+        (4, ["--causal", "--tile", "2x2", "--route", "ring", "--scale", "0.5"], {"batch": 3, "seqlen_k": 101}),
+        (4, ["--causal", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous"], {"seqlen_k": 40}),
+        (5, ["--tile", "ring", "--backend", "deferred", "--max-message", "999"], {"seqlen": 3, "kv_heads": 4}),
+        (6, ["--causal", "--tile", "2x3", "--schedule", "greedy", "--layout", "zigzag"], {"kv_heads": 1}),
+    ],
 )
 def test_right(tmp_path, n, options, shape):
     source = write_input(tmp_path / "in.h5", **shape)

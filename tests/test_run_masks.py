@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from files import assert_right, write_input
 from launch import mpirun
-from thinning import every
 
 from mpiattn.problem.mask import Group, Mask
 
@@ -20,63 +19,56 @@ def run(n, source, out, *options, **how):
     return mpirun(n, [*RUN, source, out, "--verify", *options], **how)
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     "n, options, shape, masks",
-    every(
-        2,
-        [
-            (
-                3,
-                ["--causal", "--window", "9,0", "--softcap", "4"],
-                {"dtype": "bfloat16"},
-                {"causal": True, "window": (9, 0), "softcap": 4.0},
-            ),
-            (1, ["--backward", "--softcap", "3"], {}, {"softcap": 3.0}),
-            (
-                2,
-                ["--backward", "--causal", "--layout", "striped", "--tile", "2x1"],
-                {"dtype": "bfloat16", "batch": 2},
-                {"causal": True},
-            ),
-            (
-                3,
-                "--backward --window 9,0 --tile 1x3 --layout contiguous --schedule collective".split(),
-                {"dtype": "float16", "value_dim": 24},
-                {"window": (9, 0)},
-            ),
-            (
-                4,
-                "--backward --window=,3 --softcap 5 --tile 2x2 --schedule greedy --layout zigzag".split(),
-                {"dtype": "float64", "seqlen_k": 101, "batch": 2},
-                {"window": (None, 3), "softcap": 5.0},
-            ),
-            (
-                4,
-                ["--backward", "--tile", "4x1", "--route", "ring", "--window", "20,", "--causal", "--scale", "0.3"],
-                {"kv_heads": 4},
-                {"window": (20, None), "causal": True, "scale": 0.3},
-            ),
-            (3, ["--backward", "--prefix", "20"], {}, {"causal": True, "prefix": 20}),
-            (
-                4,
-                ["--causal-block", "16", "--window", "40,", "--layout", "striped"],
-                {"seqlen_k": 101, "batch": 2},
-                {"causal": True, "causal_block": 16, "window": (40, None)},
-            ),
-            (
-                6,
-                ["--backward", "--tile", "2x3", "--wire-dtype", "bfloat16", "--schedule", "greedy"],
-                {"kv_heads": 1},
-                {},
-            ),
-            (
-                5,
-                ["--backward", "--tile", "ring", "--backend", "deferred", "--max-message", "999", "--causal"],
-                {"seqlen": 3},
-                {"causal": True},
-            ),
-        ],
-    ),
+    [
+        (
+            3,
+            ["--causal", "--window", "9,0", "--softcap", "4"],
+            {"dtype": "bfloat16"},
+            {"causal": True, "window": (9, 0), "softcap": 4.0},
+        ),
+        (1, ["--backward", "--softcap", "3"], {}, {"softcap": 3.0}),
+        (
+            2,
+            ["--backward", "--causal", "--layout", "striped", "--tile", "2x1"],
+            {"dtype": "bfloat16", "batch": 2},
+            {"causal": True},
+        ),
+        (
+            3,
+            "--backward --window 9,0 --tile 1x3 --layout contiguous --schedule collective".split(),
+            {"dtype": "float16", "value_dim": 24},
+            {"window": (9, 0)},
+        ),
+        (
+            4,
+            "--backward --window=,3 --softcap 5 --tile 2x2 --schedule greedy --layout zigzag".split(),
+            {"dtype": "float64", "seqlen_k": 101, "batch": 2},
+            {"window": (None, 3), "softcap": 5.0},
+        ),
+        (
+            4,
+            ["--backward", "--tile", "4x1", "--route", "ring", "--window", "20,", "--causal", "--scale", "0.3"],
+            {"kv_heads": 4},
+            {"window": (20, None), "causal": True, "scale": 0.3},
+        ),
+        (3, ["--backward", "--prefix", "20"], {}, {"causal": True, "prefix": 20}),
+        (
+            4,
+            ["--causal-block", "16", "--window", "40,", "--layout", "striped"],
+            {"seqlen_k": 101, "batch": 2},
+            {"causal": True, "causal_block": 16, "window": (40, None)},
+        ),
+        (6, ["--backward", "--tile", "2x3", "--wire-dtype", "bfloat16", "--schedule", "greedy"], {"kv_heads": 1}, {}),
+        (
+            5,
+            ["--backward", "--tile", "ring", "--backend", "deferred", "--max-message", "999", "--causal"],
+            {"seqlen": 3},
+            {"causal": True},
+        ),
+    ],
 )
 def test_right(tmp_path, n, options, shape, masks):
     backward = "--backward" in options
@@ -98,7 +90,8 @@ CUTS, CUTS_K = [0, 20, 21, 60], [3, 40, 55, 101]
 EACH = [[0, 30, 50, 67], [5, 5, 60, 66]]
 
 
-@pytest.mark.parametrize("kind", every(3, zip(["dataset", "npy", "text", "a line each", "one a line", "of keys"])))
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("kind", ["dataset", "npy", "text", "a line each", "one a line", "of keys"])
 def test_documents(tmp_path, kind):
     text, seqlen_k = tmp_path / "documents", 101 if kind == "of keys" else 67
     nested = kind in ("npy", "a line each")
@@ -214,7 +207,8 @@ def test_memory_is_what_was_planned(tmp_path, schedule):
         assert rank["peak_bytes"] <= 1.1 * rank["nbytes"] + 80e6
 
 
-@pytest.mark.parametrize("name", every(3, zip(["dq", "dk", "dv"])))
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
 def test_verify_fails_on_a_wrong_gradient(tmp_path, name):
     """One element that is off on its way to the file: exit code 1, the size of the error, no OUT."""
     source = write_input(tmp_path / "in.h5", backward=True)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from files import write_input
 from test_run_errors import fails
-from thinning import every
 
 
 @pytest.fixture
@@ -24,9 +23,8 @@ def test_wrong_dout(tmp_path, out, dout):
     assert "(1, 67, 4, 16) in float32" in message
 
 
-@pytest.mark.parametrize(
-    "dtype, other", every(3, [("bfloat16", "float16"), ("float16", "bfloat16"), ("float32", "bfloat16")])
-)
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("dtype, other", [("bfloat16", "float16"), ("float16", "bfloat16"), ("float32", "bfloat16")])
 def test_mixed_dtypes(tmp_path, out, dtype, other):
     """bfloat16 is told from what h5py reads it as."""
     source, foreign = tmp_path / "in.h5", tmp_path / "other.h5"
@@ -38,25 +36,24 @@ def test_mixed_dtypes(tmp_path, out, dtype, other):
     assert f"{dtype}, {dtype}, {other}" in fails(source, out)
 
 
-@pytest.mark.parametrize("window", every(3, zip(["5", "1,2,3", "a,b", "1.5,0", ""])))
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("window", ["5", "1,2,3", "a,b", "1.5,0", ""])
 def test_window_that_cannot_be_read(tmp_path, out, window):
     message = fails(write_input(tmp_path / "in.h5"), out, "--window", window, code=2)
     assert f"--window: {window!r} is not a window; write LEFT,RIGHT" in message
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "option, says",
-    every(
-        2,
-        [
-            ("--window=-2,0", "window is (-2, 0); it must be"),
-            ("--softcap=-1", "softcap is -1.0; it must be positive"),
-            ("--softcap=nan", "softcap is nan"),
-            ("--prefix=-1", "prefix is -1"),
-            ("--causal-block=0", "--causal-block is 0"),
-            ("--wire-dtype=float64", "--wire-dtype is 'float64'; it may be"),
-        ],
-    ),
+    [
+        ("--window=-2,0", "window is (-2, 0); it must be"),
+        ("--softcap=-1", "softcap is -1.0; it must be positive"),
+        ("--softcap=nan", "softcap is nan"),
+        ("--prefix=-1", "prefix is -1"),
+        ("--causal-block=0", "--causal-block is 0"),
+        ("--wire-dtype=float64", "--wire-dtype is 'float64'; it may be"),
+    ],
 )
 def test_options(tmp_path, out, option, says):
     assert says in fails(write_input(tmp_path / "in.h5"), out, option)
@@ -68,37 +65,33 @@ def test_narrow_wire_on_the_ring_route(tmp_path, out):
     )
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "text, says",
-    every(
-        2,
-        [
-            ("0 40 20", "cu_seqlens is [ 0 40 20]; it must be"),
-            ("0 68", "positions from 0 to 67"),
-            ("0 1\n2 3\n4 5", "one for each of 2"),
-            ("0 half 67", "--documents is"),
-            ("0 3.5", "--documents is"),
-            ("", "it holds no numbers"),
-        ],
-    ),
+    [
+        ("0 40 20", "cu_seqlens is [ 0 40 20]; it must be"),
+        ("0 68", "positions from 0 to 67"),
+        ("0 1\n2 3\n4 5", "one for each of 2"),
+        ("0 half 67", "--documents is"),
+        ("0 3.5", "--documents is"),
+        ("", "it holds no numbers"),
+    ],
 )
 def test_wrong_documents(tmp_path, out, text, says):
     (tmp_path / "cuts").write_text(text)
     assert says in fails(write_input(tmp_path / "in.h5", batch=2), out, "--documents", tmp_path / "cuts")
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "options, says",
-    every(
-        2,
-        [
-            (["--documents", "none"], "it must be a dataset of IN or a file, and there is none"),
-            (["--documents", "/"], "it cannot be read"),
-            (["--documents", "q"], "it must hold whole numbers"),
-            (["--documents-k", "cuts"], "cu_seqlens_k is given without cu_seqlens"),
-            (["--documents", "cuts", "--documents-k", "more"], "cu_seqlens_k has 3 documents; it must have 2"),
-        ],
-    ),
+    [
+        (["--documents", "none"], "it must be a dataset of IN or a file, and there is none"),
+        (["--documents", "/"], "it cannot be read"),
+        (["--documents", "q"], "it must hold whole numbers"),
+        (["--documents-k", "cuts"], "cu_seqlens_k is given without cu_seqlens"),
+        (["--documents", "cuts", "--documents-k", "more"], "cu_seqlens_k has 3 documents; it must have 2"),
+    ],
 )
 def test_documents_that_are_not_there(tmp_path, out, options, says):
     source = write_input(tmp_path / "in.h5", cuts=np.array([0, 9, 67]), more=np.array([0, 9, 10, 67]))

@@ -8,7 +8,6 @@ from blocks import MASKS, NOISE, dense, dense_gradients, partial
 from cpu_kernels import EMULATED, SETS, compiled, kernels_of
 from dense import epsilon, error, largest
 from test_cpu_decode import pool
-from thinning import every, thinned
 
 from mpiattn import ArgumentError, backends
 from mpiattn.backends.testing import emulated
@@ -107,7 +106,8 @@ def check(backend, shape, mask):
         assert error(array, ref + 1) <= 3 * noise(dtype, backend) * max(largest(size), 1)
 
 
-@pytest.mark.parametrize("shape, mask", thinned(SHAPES, list(MASKS)))
+@pytest.mark.draw(30)
+@pytest.mark.parametrize("shape, mask", list(product(SHAPES, MASKS)))
 def test_blocks(backend, shape, mask):
     if shape[0] not in backend.dtypes:
         pytest.skip("a dtype that it does not take")
@@ -123,7 +123,8 @@ def test_tiles_of_other_architectures(architecture):
     check(backend, SHAPES[1], "windows")
 
 
-@pytest.mark.parametrize("shape, page_size, mask", every(len(MASKS) + 1, PAGED))
+@pytest.mark.draw(15)
+@pytest.mark.parametrize("shape, page_size, mask", PAGED)
 def test_pages(backend, shape, page_size, mask):
     """Slots that nobody sees hold NaN."""
     if shape[0] not in backend.dtypes:

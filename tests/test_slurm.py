@@ -13,7 +13,6 @@ import pytest
 import slurm_cluster
 import slurm_jobs
 from files import assert_right, write_input
-from thinning import every
 
 pytestmark = pytest.mark.workshop
 
@@ -62,8 +61,9 @@ def launchers(test):
     )(test)
 
 
+@pytest.mark.draw(1)
 @launchers
-@pytest.mark.parametrize("nodes, per_node", every(2, [(2, 2), (3, 1)]))
+@pytest.mark.parametrize("nodes, per_node", [(2, 2), (3, 1)])
 def test_run(submit, tmp_path, site, launcher, nodes, per_node):
     if site:
         needs_pmi2()
@@ -152,7 +152,8 @@ def test_bench(submit, tmp_path, variables, counts, options):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("mpiattn-")] == []
 
 
-@pytest.mark.parametrize("nodes, per_node", every(2, [(2, 2), (3, 1)]))
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("nodes, per_node", [(2, 2), (3, 1)])
 def test_check(submit, nodes, per_node):
     job = submit("slurm/check.sbatch", options=[f"--nodes={nodes}", f"--ntasks-per-node={per_node}"])
     assert job.state == "COMPLETED", job.log
@@ -160,25 +161,23 @@ def test_check(submit, nodes, per_node):
     assert "0 FAIL" in job.log
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     "script, arguments, site, variables, message",
-    every(
-        2,
-        [
-            ("run", ["no.h5", "out.h5"], "", {}, "no file 'no.h5' that"),
-            ("run", ["in.h5"], "", {}, "usage: sbatch slurm/run.sbatch IN.h5 OUT.h5"),
-            ("run", ["in.h5", "--causal"], "", {}, "usage: "),
-            ("bench", [], "", {}, "usage: sbatch slurm/bench.sbatch IN.h5"),
-            ("bench", ["no.h5"], "", {}, "no file 'no.h5' that"),
-            ("bench", ["in.h5"], "", {"MPIATTN_NODES": "1 9"}, "MPIATTN_NODES is '1 9'; it must be numbers from 1 to"),
-            ("bench", ["in.h5"], "", {"MPIATTN_SCRATCH": "/none"}, "MPIATTN_SCRATCH is '/none'; it must be a folder"),
-            ("check", [], "", {"MPIATTN_SLURM": "elsewhere"}, "submit beside slurm/ or export MPIATTN_SLURM"),
-            ("check", [], "source none/activate || return\n", {}, "slurm/env.sh failed, see above"),
-            ("check", [], "python3() { return 1; }\n", {}, "has no mpiattn: activate its environment in slurm/env.sh"),
-            ("check", [], SRUN + "srun() { echo none; }\n", {}, "or set MPIATTN_LAUNCH, in slurm/env.sh"),
-            ("check", [], 'python3() { [ "$1" = -c ]; }\n', {}, "mpi4py can't load its MPI, see above"),
-        ],
-    ),
+    [
+        ("run", ["no.h5", "out.h5"], "", {}, "no file 'no.h5' that"),
+        ("run", ["in.h5"], "", {}, "usage: sbatch slurm/run.sbatch IN.h5 OUT.h5"),
+        ("run", ["in.h5", "--causal"], "", {}, "usage: "),
+        ("bench", [], "", {}, "usage: sbatch slurm/bench.sbatch IN.h5"),
+        ("bench", ["no.h5"], "", {}, "no file 'no.h5' that"),
+        ("bench", ["in.h5"], "", {"MPIATTN_NODES": "1 9"}, "MPIATTN_NODES is '1 9'; it must be numbers from 1 to"),
+        ("bench", ["in.h5"], "", {"MPIATTN_SCRATCH": "/none"}, "MPIATTN_SCRATCH is '/none'; it must be a folder"),
+        ("check", [], "", {"MPIATTN_SLURM": "elsewhere"}, "submit beside slurm/ or export MPIATTN_SLURM"),
+        ("check", [], "source none/activate || return\n", {}, "slurm/env.sh failed, see above"),
+        ("check", [], "python3() { return 1; }\n", {}, "has no mpiattn: activate its environment in slurm/env.sh"),
+        ("check", [], SRUN + "srun() { echo none; }\n", {}, "or set MPIATTN_LAUNCH, in slurm/env.sh"),
+        ("check", [], 'python3() { [ "$1" = -c ]; }\n', {}, "mpi4py can't load its MPI, see above"),
+    ],
 )
 def test_clear_errors(submit, tmp_path, script, arguments, site, variables, message):
     """Said before any rank is started, and the job has failed."""

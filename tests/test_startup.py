@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
+from itertools import product
 
 import launch
 import pytest
 from files import write_input
-from thinning import thinned
 
 MPIATTN = [sys.executable, "-m", "mpiattn"]
 COMMANDS = {
@@ -48,7 +48,8 @@ def of_another_mpi():
     return "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"
 
 
-@pytest.mark.parametrize("launcher, command", thinned(["srun", "mpiexec"], list(COMMANDS)))
+@pytest.mark.draw(4)
+@pytest.mark.parametrize("launcher, command", list(product(["srun", "mpiexec"], COMMANDS)))
 def test_ranks_that_do_not_know_of_each_other_do_nothing(tmp_path, launcher, command):
     launch.require_launch()
     write_input(tmp_path / "in.h5")

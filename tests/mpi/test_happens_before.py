@@ -3,9 +3,9 @@
 MPIATTN_SEED=s chooses other random plans.
 """
 
-import os
 import random
 
+import draws
 import numpy as np
 import pytest
 from dense import draw_all
@@ -17,7 +17,7 @@ from mpiattn.backends.testing import deferred
 from mpiattn.schedule.greedy import greedy
 from mpiattn.schedule.steps import Costs
 
-SEED = os.environ.get("MPIATTN_SEED", "1")
+SEED = draws.seed()
 
 
 # Plans by their number of ranks.  The gaps for alignment make buffers share memory that would not without them.

@@ -1,7 +1,7 @@
 """Random cases, forward and backward: a new draw for every rank count, on sub-communicators in any order.
 
-MPIATTN_CASES=n and MPIATTN_SEED=s choose how many and which; MPIATTN_CASE=i runs the i-th alone.  A failure
-prints the line that runs it again.
+MPIATTN_CASES=n and MPIATTN_SEED=s choose how many and which (see draws.py); MPIATTN_CASE=i runs the i-th alone.
+A failure prints the line that runs it again.
 """
 
 import os
@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 
+import draws
 import pytest
 from dense import bits, draw_all, expected, masks, wrong
 from random_cases import draw_case
@@ -18,7 +19,7 @@ from mpiattn import MeshAttention
 from mpiattn.engine import coming
 from mpiattn.schedule.greedy import greedy
 
-SEED = int(os.environ.get("MPIATTN_SEED", "1"))
+SEED = draws.seed()
 CASES = int(os.environ.get("MPIATTN_CASES", "50"))
 FIRST = CASES if "MPIATTN_CASES" in os.environ else 12  # that are not slow
 ONLY = os.environ.get("MPIATTN_CASE")

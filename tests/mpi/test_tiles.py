@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 from dense import bits, draw, draw_all, expected, masks, wrong
 from runs import BACKENDS, agreed, attend, check, my_chunks, on, problem_of, run, subcomm, tiles, use_schedule
-from thinning import every
 
 from mpiattn import MeshAttention
 from mpiattn.schedule.greedy import greedy
@@ -35,7 +34,8 @@ def test_named_tiles(comm):
         assert plan.tile.ranks == comm.size
 
 
-@pytest.mark.parametrize("costs", every(2, zip(EXTREME_COSTS)))
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("costs", EXTREME_COSTS)
 def test_any_costs(comm, costs):
     """However the blocks fall on the steps, every slot and event must be right: deferred would show NaN."""
     for a, b in tiles(comm.size):

@@ -1,0 +1,51 @@
+"""A sweep runs a few of its cases at a time, drawn by a seed; they are others at the next commit.
+
+    @pytest.mark.draw(3)                     three of the test's cases, of each group of ranks where it runs on several
+
+--all runs every case.  The seed is MPIATTN_SEED, else it is made of the commit; each run prints it.
+"""
+
+import os
+import subprocess
+from collections import defaultdict
+from hashlib import sha256
+from pathlib import Path
+
+VARIABLE = "MPIATTN_SEED"
+
+
+def seed():
+    """The seed of this run, a positive number; in the environment too, for the runs that tests start."""
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = str(_of_the_commit() or 1)
+    return int(os.environ[VARIABLE])
+
+
+def _of_the_commit():
+    """From the checkout's commit; None where mpiattn is installed or there is no git."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "--short=7", "HEAD"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout, 16)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def drawn(items, ranks):
+    """The items to run, in their order: of each sweep a few.  ranks: of this run; each rank count draws others."""
+    sweeps = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("draw"):
+            sweeps[item.parent, item.originalname, _group(item), mark.args].append(item)
+    left_out = set()
+    for (*_, (count,)), cases in sweeps.items():
+        cases.sort(key=lambda item: sha256(f"{seed()} {ranks} {item.name}".encode()).digest())
+        left_out.update(cases[count:])
+    return [item for item in items if item not in left_out]
+
+
+def _group(item):
+    """The ranks that a case of tests/mpi is for: a launch has some groups and not others."""
+    return item.callspec.params.get("group") if hasattr(item, "callspec") else None

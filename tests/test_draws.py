@@ -1,0 +1,57 @@
+"""Which cases of a sweep are run."""
+
+from types import SimpleNamespace
+
+import draws
+import pytest
+
+pytestmark = pytest.mark.workshop
+
+
+class Item(SimpleNamespace):
+    """A case of a sweep that draws two, or of a test that is no sweep, as pytest collects it."""
+
+    def __hash__(self):
+        return hash(self.name)
+
+    def get_closest_marker(self, name):
+        return SimpleNamespace(args=(2,)) if name == "draw" and self.originalname == "sweep" else None
+
+
+def case(name, number, **params):
+    return Item(originalname=name, name=f"{name}[{number}]", parent="file", callspec=SimpleNamespace(params=params))
+
+
+def names(seed, monkeypatch, items, ranks=1):
+    monkeypatch.setenv(draws.VARIABLE, str(seed))
+    return [item.name for item in draws.drawn(items, ranks)]
+
+
+def test_a_few_cases_in_their_order(monkeypatch):
+    items = [case("sweep", number) for number in range(5)] + [case("other", number) for number in range(3)]
+    every = [item.name for item in items]
+    drawn = [names(seed, monkeypatch, items) for seed in range(1, 20)]
+    for some in drawn:
+        assert some == sorted(some, key=every.index) and len(some) == 2 + 3 and some[2:] == every[5:]
+    assert drawn[3] == names(4, monkeypatch, items), "a seed always draws the same"
+    assert set().union(*drawn) == set(every), "others come in turn"
+    assert any(names(seed, monkeypatch, items, ranks=3) != drawn[seed - 1] for seed in range(1, 20))
+    assert names(1, monkeypatch, items[:1]) == every[:1], "of what -k leaves"
+
+
+def test_each_group_of_ranks_draws(monkeypatch):
+    """A launch of few ranks skips the cases of more: it has some of its own."""
+    items = [case("sweep", f"{number}-{ranks}", group=ranks) for number in range(4) for ranks in (2, 8)]
+    drawn = names(7, monkeypatch, items)
+    assert sorted(name[-2] for name in drawn) == ["2", "2", "8", "8"]
+
+
+def test_the_seed_is_of_the_commit_or_given(monkeypatch, tmp_path):
+    monkeypatch.setenv(draws.VARIABLE, "12")
+    assert draws.seed() == 12
+    monkeypatch.delenv(draws.VARIABLE)
+    monkeypatch.setattr(draws, "__file__", str(tmp_path / "tests" / "draws.py"))
+    assert draws.seed() == 1, "where there is no commit"
+    monkeypatch.delenv(draws.VARIABLE)
+    monkeypatch.setattr(draws, "_of_the_commit", lambda: 99)
+    assert draws.seed() == draws.seed() == 99
