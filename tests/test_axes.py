@@ -25,6 +25,7 @@ def turned(source, path, but=("lse",)):
     return path
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "n, options, shape",
     [

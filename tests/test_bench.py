@@ -15,6 +15,7 @@ needs_torch = pytest.mark.skipif(
 )
 
 
+@pytest.mark.draw(1)
 @needs_torch
 @pytest.mark.parametrize(
     "dtype, options, products",
@@ -54,6 +55,7 @@ def test_sdpa_without_torch_names_the_extra(tmp_path):
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "arguments, message",
     [

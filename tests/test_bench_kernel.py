@@ -20,6 +20,7 @@ def bench(*options, **how):
     return mpirun(1, [*KERNEL, *options], **how)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "backend, dtype",
     [("numpy", "bfloat16"), ("deferred", "float32"), pytest.param("emulated", "bfloat16", marks=pytest.mark.slow)],
@@ -66,6 +67,7 @@ def test_sections(tmp_path, backend, dtype):
     assert "C's memchr" in text and "onto a partial" in text and ("for tests" in text) == (backend != "numpy")
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "broken, complaint",
     [("attend", "against float64"), ("attend_backward", "against float64"), ("attend_pages", "over 150 keys")],
@@ -83,6 +85,7 @@ def test_a_wrong_result_is_not_measured(broken, complaint):
     assert outcome.stderr.count(complaint) == 1 and "nothing is measured" in outcome.stderr
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "ranks, options, message",
     [

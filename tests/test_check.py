@@ -138,6 +138,7 @@ def test_wrong_results():
     assert "out off by " in items["results"]["text"] and "FAILED" in items["results"]["text"]
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("folder", ["/proc", "/no/such/folder"])
 def test_folder_that_takes_no_file(folder):
     items, *_ = check(2, "--folder", folder, code=1)
@@ -153,16 +154,8 @@ def test_ranks_that_see_another_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "facts.inside",
-        *(
-            pytest.param(place, marks=pytest.mark.slow)
-            for place in (None, "results._run", "links.take_turns", "folder.gather")
-        ),
-    ],
-)
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("place", ["facts.inside", None, "results._run", "links.take_turns", "folder.gather"])
 def test_a_rank_that_stops(tmp_path, place):
     spoil = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"  # at the start
     if place == "facts.inside":  # in a call of MPI that has no nonblocking form, once all had come
@@ -224,6 +217,7 @@ def arange(size, dtype):
 """
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "spoil, says",
     [
@@ -243,6 +237,7 @@ def test_probe_from_inside_a_launch(tmp_path, spoil, says):
     assert data["probes"][0] and data["probes"][1] is None
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "arguments, text",
     [
@@ -286,6 +281,7 @@ def test_full_without_pytest():
     assert outcome.returncode and outcome.stderr.count("--full needs pytest: pip install") == 1, outcome.stderr
 
 
+@pytest.mark.slow
 def test_full_from_an_installed_package(tmp_path):
     """The tests are there without the checkout, run on all ranks, and pytest gets its arguments and gives its code."""
     launch.require_launch()

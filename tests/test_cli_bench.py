@@ -159,6 +159,7 @@ def test_what_is_done_is_kept(tmp_path, place, options):
         assert list(file) == ["60"]
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks, options", [(1, ["--kv-heads", "1"]), (3, ["--queries", "2", "--batch", "2"])])
 def test_decode(ranks, options):
     """Two contexts, the shorter one shorter than a page: every algorithm is there, and what it sends."""
@@ -213,7 +214,9 @@ def test_errors(options, message):
     assert outcome.returncode and outcome.stderr.count(message) == 1 and "Traceback" not in outcome.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_limits(ranks, tmp_path):
     """Every operation is there beside its bound, and no file stays."""
     path, folder = tmp_path / "limits.json", tmp_path / "temporary"
@@ -257,6 +260,7 @@ def test_limits_on_several_hosts():
     assert "files: the ranks are on 2 hosts" in outcome.stdout
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "group, change, message",
     [

@@ -107,6 +107,7 @@ def test_alone_and_under_the_mpiexec_of_another_mpi():
     assert "the launcher started 2 ranks, this MPI sees 1" in texts[1]
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "runtime, seen",
     [

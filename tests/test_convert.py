@@ -65,6 +65,7 @@ def assert_holds(path, expected):
             assert np.array_equal(file[name][...].astype(np.float64), array.astype(np.float64)), name
 
 
+@pytest.mark.draw(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["npy", "npz", "packed.npz", "safetensors", "pt", "old.pth"])
 @pytest.mark.parametrize("axes, piece", [("bshd", 2**22), ("bhsd", 7), ("bhsd", 100)])

@@ -86,6 +86,7 @@ def jumping(queries, keys):
     return tuple(np.ascontiguousarray(side[:, order]) for side in steady(queries, keys))
 
 
+@pytest.mark.draw(12)
 @pytest.mark.parametrize("mask", [steady, jumping])
 @pytest.mark.parametrize("dtype", WORK)
 def test_narrow_windows(backend, monkeypatch, dtype, mask):

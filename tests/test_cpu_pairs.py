@@ -55,6 +55,7 @@ def test_weights_are_rounded_once(kernels):
     assert error(lse, arguments[2].astype(np.float64)) <= NOISE * largest(lse)
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("shape", [(257, 2049, 32), (33, 257, 65), (31, 31, 31), (1, 33, 1), (2100, 40, 8)])
 def test_beyond_the_tiles(kernels, shape):
     """Dims, rows and keys just past a tile, a block, a panel and the rows that are packed at a time."""

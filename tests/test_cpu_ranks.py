@@ -11,14 +11,10 @@ from mpiattn.backends.cpu import library
 pytestmark = [pytest.mark.workshop, pytest.mark.skipif(library.missing() != "", reason=library.missing())]
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "selection",
-    [
-        ["test_kernels.py"],
-        ["test_decode.py"],
-        ["test_planes.py"],
-        pytest.param(["test_tiles.py", "test_masks.py"], marks=pytest.mark.slow),
-    ],
+    [["test_kernels.py"], ["test_decode.py"], ["test_planes.py"], ["test_tiles.py", "test_masks.py"]],
     ids=lambda selection: selection[0],
 )
 def test_ranks(selection):
@@ -37,6 +33,7 @@ def test_ranks(selection):
     assert " passed" in outcome.stdout and " failed" not in outcome.stdout, outcome.stdout
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("kernels", ["plain", None])
 def test_commands(tmp_path, kernels):
     """From file to file, verified."""

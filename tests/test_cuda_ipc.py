@@ -26,6 +26,7 @@ BEGIN = (
 COMMAND = "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
+@pytest.mark.draw(1)
 @needs_compiler
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks(ranks):

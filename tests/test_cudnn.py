@@ -289,6 +289,7 @@ def test_row_intervals_are_looked_at_once(made, monkeypatch):
 # The library
 
 
+@pytest.mark.draw(1)
 @needs_compiler
 @pytest.mark.workshop
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -4,8 +4,9 @@ import faults
 import launch
 import pytest
 
-QUICK = "decode/decode/kill/1/0", "program/append/exit/3/2"
-SLOW = (
+TRIALS = (
+    "decode/decode/kill/1/0",
+    "program/append/exit/3/2",
     "backward/read again/raise/2/0",
     "program/decode/stop/0/1",
     "run/planning/leave/3/0",
@@ -15,7 +16,8 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize("trial", [*QUICK, *(pytest.param(trial, marks=pytest.mark.slow) for trial in SLOW)])
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("trial", TRIALS)
 def test_what_is_promised(tmp_path, trial):
     launch.require_launch()
     outcome = faults.run(faults.Trial.parse(trial), tmp_path)

@@ -62,6 +62,7 @@ CUT_AT_VERIFY = (
 )
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "lines", [CUT_AT_READ, BY_HDF5 + CUT_AT_READ, CUT_AT_VERIFY], ids=["read", "by HDF5", "verify"]
 )

@@ -115,6 +115,7 @@ CASES = {
 }
 
 
+@pytest.mark.draw(2)
 @pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_says_which_transport_it_takes_and_why(tmp_path, case):

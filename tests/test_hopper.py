@@ -37,6 +37,7 @@ def built(script, step, folder, monkeypatch, change=lambda text: text):
     return paths[0].read_bytes(), paths[1].read_text()
 
 
+@pytest.mark.draw(2)
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize("step", INSTRUCTIONS)
 def test_kernels_compile(script, step, tmp_path, monkeypatch):

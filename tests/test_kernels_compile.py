@@ -18,6 +18,7 @@ DTYPES = kernel_table.DTYPES
 PARTIALS = ("merge", "merge_parts", "add", "add_splits", "unnormalize", "normalize", "delta", "sink", "sink_gradient")
 
 
+@pytest.mark.draw(2)
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("heads_per_kv", [1, 4, 7, 8])
@@ -28,6 +29,7 @@ def test_no_entry_of_the_tile_table_spills(heads_per_kv, architecture):
         assert "warning" not in report.log.lower(), report.log
 
 
+@pytest.mark.draw(1)
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_pages_spill_nothing(architecture):
@@ -42,6 +44,7 @@ def test_pages_spill_nothing(architecture):
         assert not report.spilled and not report.stack, kernel
 
 
+@pytest.mark.draw(1)
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_100"])
 def test_every_kernel_compiles(architecture):
