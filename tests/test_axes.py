@@ -58,13 +58,14 @@ def test_right(tmp_path, n, options, shape):
 def test_decode(tmp_path):
     """CACHE, QUERIES and OUT alike."""
     files = {
-        "cache": write_input(tmp_path / "cache.h5", cu_seqlens=[0, 40, 67]),
+        "cache": write_input(tmp_path / "cache.h5", cu_seqlens=[0, 40, 60]),
         "q": write_input(tmp_path / "q.h5", batch=2, seqlen=3, k=None, v=None),
     }
     decode = [sys.executable, "-m", "mpiattn", "decode"]
-    mpirun(2, [*decode, *files.values(), tmp_path / "out.h5", "--verify"])
+    outcome = mpirun(2, [*decode, *files.values(), tmp_path / "out.h5", "--verify", "--padding"])
+    assert "7 more tokens of CACHE" in outcome.stdout
     other = [turned(path, tmp_path / f"{name}_bhsd.h5") for name, path in files.items()]
-    mpirun(2, [*decode, *other, tmp_path / "out_bhsd.h5", "--verify", "--axes", "bhsd"])
+    mpirun(2, [*decode, *other, tmp_path / "out_bhsd.h5", "--verify", "--padding", "--axes", "bhsd"])
     with h5py.File(tmp_path / "out.h5") as natural, h5py.File(tmp_path / "out_bhsd.h5") as made:
         assert np.array_equal(natural["out"][:].swapaxes(1, 2), made["out"][:])
         assert np.array_equal(natural["lse"][:], made["lse"][:])

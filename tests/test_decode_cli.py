@@ -133,6 +133,10 @@ def test_decode_of_generated_files(tmp_path):
                 lambda files: write_input(files[0], cu_seqlens=np.uint64([0, 9, 5])),
                 "its cu_seqlens is [[0 9 5]]; it must be two or more positions from 0 to 67 that never decrease",
             ),
+            (
+                lambda files: write_input(files[0], cu_seqlens=[0, 60]),
+                "its cu_seqlens is [ 0 60]; it must begin with 0 and end with 67, the number of tokens; if the tokens ",
+            ),
             (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
         ],
     ),

@@ -50,6 +50,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--full", action="store_true", help="a query also sees the tokens of later queries (default: causal)"
     )
+    options.add_padding(parser, "the first document of CACHE")
     options.add_window(parser)
     parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
     parser.add_argument("--scale", type=float, help="factor of the scores q.k (default: 1/sqrt(head_dim))")
@@ -142,7 +143,11 @@ def _run(job, args):
             check_json(args.json, (args.cache, args.queries, args.output))
     axes = args.axes or "bshd"
     source = Input(
-        peers, args.cache, look=lambda path: read_cache_shapes(path, "CACHE", axes), argument="CACHE", axes=axes
+        peers,
+        args.cache,
+        look=lambda path: read_cache_shapes(path, "CACHE", axes, args.padding),
+        argument="CACHE",
+        axes=axes,
     )
     queries = Input(peers, args.queries, look=lambda path: _query_shape(path, axes), argument="QUERIES", axes=axes)
     spans, arrays = source.shapes["spans"], 1 if source.shapes["shared_kv"] else 2
@@ -164,6 +169,7 @@ def _run(job, args):
                 "CACHE",
                 progress,
                 axes,
+                args.padding,
             ),
         )
     with cache:
@@ -185,6 +191,7 @@ def _run(job, args):
             **({"transport": cache.transport} if cache.transport else {}),
             "causal": not args.full,
             "scale": problems[0].scale,
+            **({"padding": source.shapes["padding"]} if args.padding else {}),
         }
         output = Output(
             peers,
@@ -299,6 +306,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                     f"{len(lengths)} sequence{'s' * (len(lengths) > 1)} of {tokens} tokens, {cache.kv_heads} KV heads, "
                     f"head_dim {cache.head_dim}, {cache.dtype}",
                 ),
+                *([("padding", f"{padding} more tokens of CACHE")] if (padding := chosen.get("padding")) else []),
                 ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
                 (
                     "ranks",

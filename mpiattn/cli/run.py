@@ -33,6 +33,7 @@ from ..files.finite import nonfinite
 from ..files.io import Input, Output, Wanted, Written
 from ..plan.mesh_attention import MeshAttention
 from ..problem.documents import documents as check_documents
+from ..problem.documents import padding_of
 from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.needed import Activity
@@ -106,7 +107,7 @@ def _run(job, args):
         peers,
         source.file,
         {"cu_seqlens": ("--documents", args.documents), "cu_seqlens_k": ("--documents-k", args.documents_k)},
-    )
+    ) | ({"padding": True} if args.padding else {})
     with agreement(peers):
         check_documents(Problem(**source.shapes), **documents)
     plan = MeshAttention(
@@ -135,7 +136,7 @@ def _run(job, args):
     )
     peers.timeout = max(peers.timeout, plan.timeout)  # phases may take as long as a pass
     activity = plan.activity_of(**documents)
-    chosen = {**opening.origin(peers, args.words), **_chosen(plan, args)}
+    chosen = {**opening.origin(peers, args.words), **_chosen(plan, args, activity)}
     _open(peers, args, plan, chosen)
     output = Output(
         peers,
@@ -307,14 +308,16 @@ def _write(output, plan, results):
 
 
 def _local(comm, plan, activity):
-    """The work of this rank; pairs: of one head, summed over the batch."""
+    """The work of this rank; pairs: of one head, summed over the batch; empty: tokens of the batch that see no key."""
     entries = plan.problem.batch // len(activity.documents or [0])  # batch entries per group of documents
+    begin, end = plan.problem.mask.key_interval(plan.positions, activity.documents)
     return {
         "rank": comm.rank,
         "host": socket.gethostname(),
         "tokens": len(plan.positions),
         "tokens_k": len(plan.positions_k),
         "pairs": entries * plan.pairs(activity),
+        "empty": entries * int((begin >= end).sum()),
     }
 
 
@@ -327,8 +330,11 @@ def _formulas(plan, rank, activity, direction):
     return {"formula_bytes": plan.formula(direction, activity), "ring_bytes": ring_bytes}
 
 
-def _chosen(plan, args):
-    """The chosen plan and the options given, for the attributes of OUT and the report; unset options are left out."""
+def _chosen(plan, args, activity):
+    """The chosen plan and the options given, for the attributes of OUT and the report; unset options are left out.
+
+    padding, padding_k: tokens of the batch.
+    """
     p = plan.problem
     asked = {
         "prefix": p.prefix or None,
@@ -338,6 +344,9 @@ def _chosen(plan, args):
         "transport": plan.transport or None,
         "documents_k": args.documents_k,
     }
+    if args.padding:
+        of_batch = padding_of(activity.documents, p.batch, p.seqlen, p.seqlen_k)
+        asked |= dict(zip(("padding", "padding_k"), of_batch))
     if p.window != (None, None):
         asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
     if args.max_memory is not None:

@@ -297,7 +297,7 @@ class KVCache(DescribedCache, Collective):
             save(self, path)
 
     @classmethod
-    def load(cls, comm: MPI.Intracomm, path: str | os.PathLike[str], **options: Any) -> Self:
+    def load(cls, comm: MPI.Intracomm, path: str | os.PathLike[str], *, padding: bool = False, **options: Any) -> Self:
         """A cache with the sequences of an HDF5 file, on any number of ranks; collective.
 
         Parameters
@@ -306,7 +306,9 @@ class KVCache(DescribedCache, Collective):
             The ranks; it stays the caller's.
         path : str or path
             File of `save`, or any with k and v (batch, seqlen, kv_heads, dim).  Its sequences are the batch entries,
-            or the documents of a dataset cu_seqlens.
+            or the documents of a dataset cu_seqlens, from 0 to the number of tokens.
+        padding : bool, default False
+            Whether tokens before the first document and after the last are padding, which no rank holds; else an error.
         **options
             As in `KVCache`, without those that the file fixes; capacity is by default the file's number of tokens.
 
@@ -323,7 +325,7 @@ class KVCache(DescribedCache, Collective):
         """
         from .cache_file import load
 
-        return load(cls, comm, path, options)
+        return load(cls, comm, path, options, padding=padding)
 
     def _check_tokens(
         self, k: Array, v: Array, sequences: list[int] | range, layout: Layout | None

@@ -17,6 +17,7 @@ from ..errors import ArgumentError, FileError
 from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural
 from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
+from ..problem.documents import check_padding, left_out
 from ..problem.problem import ITEMSIZE, dtype_name
 
 # Bytes of a run of keys that a rank gets at a time, or of values if they are longer.  Longer runs are not read faster
@@ -24,12 +25,14 @@ from ..problem.problem import ITEMSIZE, dtype_name
 RUN_BYTES = 2**16
 
 
-def read_cache_shapes(path, argument="path", axes="bshd"):
-    """What a file fixes: a dict of kv_heads, head_dim, value_dim, shared_kv, dtype and spans.
+def read_cache_shapes(path, argument="path", axes="bshd", padding=False):
+    """What a file fixes: a dict of kv_heads, head_dim, value_dim, shared_kv, dtype, spans and padding.
 
-    spans has (batch entry, first token, number of tokens) of every sequence.  axes: as of `mpiattn.files.io.Input`.
+    spans has (batch entry, first token, number of tokens) of every sequence; padding is the number of tokens in none.
+    axes: as of `mpiattn.files.io.Input`.  padding: whether there may be any.
     Raises FileError if the file is not a valid cache.
     """
+    check_padding(padding)
 
     def no(why):
         return FileError(f"{argument} is {str(path)!r}; {why}")
@@ -72,6 +75,9 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
                     f"positions from 0 to {tokens} that never decrease, one row for all {batch} batch entries or "
                     "one for each"
                 )
+            wrong = "" if padding else next(filter(None, (left_out("cu_seqlens", row, tokens) for row in cuts)), "")
+            if wrong:
+                raise no(f"its {wrong}")
             spans = [
                 (entry, start, stop - start)
                 for entry in range(batch)
@@ -84,6 +90,7 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
             "shared_kv": shared,
             "dtype": names[0],
             "spans": spans,
+            "padding": batch * tokens - sum(length for *_, length in spans),
         }
 
 
@@ -118,7 +125,7 @@ def _chunks(cache, starts):
             yield Written(name, chunk[None], ledger, first=start)
 
 
-def load(make, comm, path, options, argument="path", progress=None, axes="bshd"):
+def load(make, comm, path, options, argument="path", progress=None, axes="bshd", padding=False):
     """A cache with a file's sequences, constructed by make(comm, **options); collective.  See `mpiattn.KVCache.load`.
 
     progress: called with the number of tokens that this rank has just read.  axes: as of `mpiattn.files.io.Input`.
@@ -133,7 +140,7 @@ def load(make, comm, path, options, argument="path", progress=None, axes="bshd")
             source = Input(
                 peers,
                 path,
-                look=lambda path: read_cache_shapes(path, argument, axes),
+                look=lambda path: read_cache_shapes(path, argument, axes, padding),
                 argument=argument,
                 axes=axes,
                 call="loading a cache",
@@ -148,7 +155,7 @@ def load(make, comm, path, options, argument="path", progress=None, axes="bshd")
 
 def _fill(make, comm, home, source, options, progress):
     spans = source.shapes["spans"]
-    fixed = {name: value for name, value in source.shapes.items() if name != "spans"}
+    fixed = {name: value for name, value in source.shapes.items() if name not in ("spans", "padding")}
     given = sorted(set(options) & {*fixed, "sequences"})
     with home.call("loading a cache"), agreement(source.peers):
         if given:

@@ -224,7 +224,7 @@ class Described:
         Parameters
         ----------
         **of_documents
-            cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes and causal_documents, as in `forward`.
+            cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents and padding, as in `forward`.
 
         Returns
         -------

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ..backends.base import Array
 
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
-OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "sinks")
+OF_CALL = (
+    "cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "padding", "sinks"
+)  # fmt: skip
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
 KEPT, KEPT_BYTES = 4, 2**24
 
@@ -67,9 +69,9 @@ def attention(
     layout : str or Layout or pair of Layout, default "contiguous"
         The tokens of each rank: "contiguous", "striped" or "zigzag".
     **options
-        Other arguments of `MeshAttention`, and cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents
-        and sinks of `MeshAttention.forward`, whose positions and lengths are those of the whole sequence.  The default
-        backend is "cuda" if q is on a GPU, else "auto".
+        Other arguments of `MeshAttention`, and cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes,
+        causal_documents, padding and sinks of `MeshAttention.forward`, whose positions and lengths are those of the
+        whole sequence.  The default backend is "cuda" if q is on a GPU, else "auto".
 
     Returns
     -------

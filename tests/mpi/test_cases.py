@@ -152,7 +152,7 @@ def test_case_9_window_documents_heads_and_uneven_chunks(group, window):
     documents(group, [0, 33, 34, 90, 131], 4, True, window=window, dtype="float64")
     uneven = Layout("contiguous", 131, 4, (40, 0, 81, 10))
     for schedule, route in WAYS:
-        for call in ({"cu_seqlens": [[0, 33, 90], [5, 100, 131]]}, {"lengths": [131, 17]}):
+        for call in ({"cu_seqlens": [[0, 33, 90], [5, 100, 131]], "padding": True}, {"lengths": [131, 17]}):
             check(
                 group,
                 batch=2,
@@ -293,7 +293,7 @@ def test_layouts_and_dtypes(comm, dtype, layout, way):
 @pytest.mark.parametrize("schedule", ["greedy", "collective"])
 def test_sinks(group, schedule, dlse):
     """Also of queries that see no key: their lse is the sink.  dsinks is the same on every rank, to the bit."""
-    for call in (None, {"lengths": [0, 23]}, {"cu_seqlens": [[3, 10, 38], [0, 38]]}):
+    for call in (None, {"lengths": [0, 23]}, {"cu_seqlens": [[3, 10, 38], [0, 38]], "padding": True}):
         result = check(
             group,
             batch=2,
@@ -375,7 +375,8 @@ def test_one_plan_for_many_calls(comm):
     """What a call had, documents, padding, sinks, does not stay for the next one."""
     shape = {"batch": 2, "seqlen": 40, "heads": 2, "head_dim": 4, "dtype": "float64"}
     inputs, problem = draw_all(problem_of(shape), sinks=True), problem_of(shape)
-    calls = [{}, {"cu_seqlens": [0, 11, 40]}, {"lengths": [40, 0]}, {"cu_seqlens": [[0, 40], [3, 5]]}, {}]
+    padded = {"cu_seqlens": [[0, 40], [3, 5]], "padding": True}
+    calls = [{}, {"cu_seqlens": [0, 11, 40]}, {"lengths": [40, 0]}, padded, {}]
     with MeshAttention(comm, **shape, backend="deferred") as plan:
         chunks = my_chunks(plan, *inputs)
         for i, call in enumerate(calls):
