@@ -15,6 +15,7 @@ examples:
 import math
 import os
 import socket
+from functools import partial
 
 import h5py
 import numpy as np
@@ -32,7 +33,7 @@ from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
 from ..engine.folding import on_host
 from ..errors import FileError, VerificationError
-from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural
+from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.io import Input, Output
 from ..problem.layout import Layout
 from ..problem.problem import Problem
@@ -95,16 +96,19 @@ def run(args):
     return on_all_ranks(lambda job: _run(job, args), args.timeout)
 
 
-def _query_shape(path, axes):
-    """Shape (in the order bshd) and dtype of a file's queries."""
+def _query_shape(path, axes, of_cache):
+    """Shape (in the order bshd) and dtype of a file's queries, and their order.
+
+    of_cache: the order of CACHE, which they have too where nobody says another.
+    """
     if not os.path.isfile(path):
         raise FileError(f"QUERIES is {str(path)!r}; there is no such file")
     with file_errors("QUERIES", path, "read"), h5py.File(path, "r") as file:
-        q = dataset_of(file, "q")
+        q, axes = dataset_of(file, "q"), order_of(file, "QUERIES", axes) or of_cache
         if q is None or q.ndim != 4:
             sizes = ", ".join(natural(("sequences", "queries", "heads", "head_dim"), axes))
             raise FileError(f"QUERIES is {str(path)!r}; it must have a dataset q ({sizes})")
-        return {"shape": natural(q.shape, axes), "dtype": dtype_of(q)}
+        return {"shape": natural(q.shape, axes), "dtype": dtype_of(q)}, axes
 
 
 def _problems(args, cache, asked):
@@ -141,15 +145,10 @@ def _run(job, args):
     with agreement(peers, only=0):
         if comm.rank == 0:
             check_json(args.json, (args.cache, args.queries, args.output))
-    axes = args.axes or "bshd"
-    source = Input(
-        peers,
-        args.cache,
-        look=lambda path: read_cache_shapes(path, "CACHE", axes, args.padding),
-        argument="CACHE",
-        axes=axes,
-    )
-    queries = Input(peers, args.queries, look=lambda path: _query_shape(path, axes), argument="QUERIES", axes=axes)
+    look = partial(read_cache_shapes, argument="CACHE", padding=args.padding)
+    source = Input(peers, args.cache, look=look, argument="CACHE", axes=args.axes)
+    look = partial(_query_shape, of_cache=source.axes)
+    queries = Input(peers, args.queries, look=look, argument="QUERIES", axes=args.axes)
     spans, arrays = source.shapes["spans"], 1 if source.shapes["shared_kv"] else 2
     with Progress("read", arrays * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
         cache = job(
@@ -168,7 +167,7 @@ def _run(job, args):
                 },
                 "CACHE",
                 progress,
-                axes,
+                source.axes,
                 args.padding,
             ),
         )
@@ -182,7 +181,7 @@ def _run(job, args):
         algorithm = args.algorithm if args.algorithm != "auto" else cache.algorithm(*nbytes)
         chosen = {
             **origin(peers, args.words),
-            "axes": axes,
+            "axes": queries.axes,
             "algorithm": algorithm,
             "ranks": comm.size,
             "nodes": len(set(cache.nodes)),
@@ -203,7 +202,7 @@ def _run(job, args):
             chosen,
             (args.cache, args.queries),
             args.max_message,
-            axes=axes,
+            axes=queries.axes,
         )
         try:
             out, lse = map(

@@ -154,12 +154,13 @@ def parse_window(text):
 
 
 def add_axes(parser, files):
-    """--axes, for `mpiattn.files.io.Input`; None where it is not given, which means bshd."""
+    """--axes, for `mpiattn.files.io.Input`; None where it is not given."""
     parser.add_argument(
         "--axes",
         choices=AXES,
         help=f"the order of dimensions in {files}: bshd is (batch, seqlen, heads, head_dim), bhsd is "
-        "(batch, heads, seqlen, head_dim), the order of PyTorch's attention (default: bshd)",
+        "(batch, heads, seqlen, head_dim), the order of PyTorch's attention (default: what the file's attribute axes "
+        "says, else bshd; an error if there would then be more heads than tokens)",
     )
 
 

@@ -297,7 +297,15 @@ class KVCache(DescribedCache, Collective):
             save(self, path)
 
     @classmethod
-    def load(cls, comm: MPI.Intracomm, path: str | os.PathLike[str], *, padding: bool = False, **options: Any) -> Self:
+    def load(
+        cls,
+        comm: MPI.Intracomm,
+        path: str | os.PathLike[str],
+        *,
+        axes: str | None = None,
+        padding: bool = False,
+        **options: Any,
+    ) -> Self:
         """A cache with the sequences of an HDF5 file, on any number of ranks; collective.
 
         Parameters
@@ -307,6 +315,9 @@ class KVCache(DescribedCache, Collective):
         path : str or path
             File of `save`, or any with k and v (batch, seqlen, kv_heads, dim).  Its sequences are the batch entries,
             or the documents of a dataset cu_seqlens, from 0 to the number of tokens.
+        axes : str, default None
+            Order of the dimensions in the file: "bshd", or "bhsd" for (batch, kv_heads, seqlen, dim).  None: as its
+            attribute axes says, else "bshd"; an error if there would then be more heads than tokens.
         padding : bool, default False
             Whether tokens before the first document and after the last are padding, which no rank holds; else an error.
         **options
@@ -325,7 +336,7 @@ class KVCache(DescribedCache, Collective):
         """
         from .cache_file import load
 
-        return load(cls, comm, path, options, padding=padding)
+        return load(cls, comm, path, options, axes=axes, padding=padding)
 
     def _check_tokens(
         self, k: Array, v: Array, sequences: list[int] | range, layout: Layout | None
