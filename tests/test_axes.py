@@ -92,7 +92,9 @@ def of(shape, path):
             "its q would have 300 heads and 4 tokens; say --axes",
         ),
         ({"seqlen": 4, "seqlen_k": 2, "heads": 4, "kv_heads": 4}, "its k would have 4 heads and 2 tokens; say --axes"),
-        ({"seqlen": 4}, None),
+        ({"seqlen": 4, "heads": 300, "kv_heads": 150}, "its q would have 300 heads and 4 tokens; say --axes"),
+        ({"seqlen": 4, "kv_heads": 4, "heads": 8}, None),
+        ({"seqlen": 3}, None),
         ({"seqlen": 1, "heads": 8, "seqlen_k": 50}, None),  # of 50 heads of keys, which do not divide 1
         ({"seqlen": 2, "heads": 8, "seqlen_k": 3, "kv_heads": 8}, None),
     ],

@@ -71,7 +71,7 @@ def run(n, source, out, *options, **how):
             ),
             (
                 5,
-                ["--axes", "bshd", *"--backward --tile ring --backend deferred --max-message 999 --causal".split()],
+                "--backward --tile ring --backend deferred --max-message 999 --causal".split(),
                 {"seqlen": 3},
                 {"causal": True},
             ),

@@ -18,6 +18,7 @@ from ..problem.problem import ITEMSIZE, dtype_name
 INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
+MOST_HEADS = 256  # more are rather tokens
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
 
 
@@ -225,9 +226,12 @@ def check_order(argument, path, q, k):
     """Raise FileError if tensors of an order that nobody says look like (batch, heads, seqlen, head_dim).
 
     q, k: shapes, as (batch, seqlen, heads, head_dim); q may be None.  They look so if they have more heads than tokens
-    and the other order is possible, in which the heads of k divide those of q.
+    and the other order is possible, in which the heads of k divide those of q.  Few tokens of grouped heads, as many of
+    k as of q, are none of the other order, of which q and k seldom have other numbers of tokens.
     """
     shapes = {"q": q, "k": k} if q else {"k": k}
+    if q and q[1] == k[1] and q[2] != k[2] and q[2] <= MOST_HEADS:
+        return
     possible = all(shape[1] for shape in shapes.values()) and not (q and q[1] % k[1])
     for name, (_, tokens, heads, _) in shapes.items():
         if possible and heads > tokens:
