@@ -140,6 +140,15 @@ def _problems(args, cache, asked):
     ]
 
 
+def _empty(problems):
+    """Number of queries of all sequences that see no key."""
+    empty = 0
+    for problem in problems:
+        begin, end = problem.mask.key_interval(np.arange(problem.seqlen))
+        empty += int((begin >= end).sum())
+    return empty
+
+
 def _run(job, args):
     comm, peers = job.comm, job.peers
     with agreement(peers, only=0):
@@ -228,7 +237,7 @@ def _run(job, args):
             output.abandon()  # does nothing once the file has its name
             source.close()
             queries.close()
-        _tell(job, args, cache, shape, nbytes, chosen, report)
+        _tell(job, args, cache, shape, nbytes, {**chosen, "empty": _empty(problems)}, report)
     return 0
 
 
@@ -295,6 +304,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
         low, high = (show(pick(rank[name] for rank in ranks)) for pick in (min, max))
         return low if low == high else f"{low} to {high}"
 
+    empty, rows = chosen["empty"], shape[0] * shape[1]
     lengths, equal = cache.lengths, all(rank["sent_bytes"] == rank["formula_bytes"] for rank in ranks)
     tokens = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
     print(
@@ -321,6 +331,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                     f"{span('sent_bytes', size)}; formula: {span('formula_bytes', size)}, "
                     f"{'equal on every rank' if equal else 'DIFFERENT'}",
                 ),
+                *([("no keys", f"{empty} of {rows} queries see no key; out 0, lse -inf")] if empty else []),
                 *([("verify", report)] if report else []),
                 ("written", args.output),
             ]

@@ -276,6 +276,8 @@ def test_ranks_wait_as_their_back_end_does(group, monkeypatch):
     looks = []
     monkeypatch.setattr(PacedBackend, "idle", lambda backend: looks.append(time.sleep(1e-3)))
     with KVCache(group, capacity=10, kv_heads=1, head_dim=2, backend="paced:1:1") as cache:
+        cache.append(*np.ones((2, 1, 1, 1, 2), np.float32))
+        looks.clear()
         if group.rank == 0:
             time.sleep(0.05)
         tree_decode(np.ones((1, 1, 1, 2), np.float32), cache, check=False)
@@ -296,6 +298,7 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
 
     monkeypatch.setattr(call, "Partial", Watched)
     with KVCache(group, capacity=10, kv_heads=1, head_dim=2) as cache:
+        cache.append(*np.ones((2, 1, 1, 1, 2), np.float32))
         settle(group)  # the other rank has made the cache, too
         if group.rank == 0:
             cache._peers.idle = interrupt
@@ -353,9 +356,13 @@ def test_errors_are_the_same_on_every_rank(group):
             for number in (1, -1, "first"):
                 with pytest.raises(ArgumentError, match=f"sequences is .{number!r}.; it must be different numbers"):
                     method(number)
+        cache.free()
+        for decode in (tree_decode, *RINGS.values()):
+            with pytest.raises(ArgumentError, match="cache has no token in any sequence of the call; append the keys"):
+                decode(q, cache)
     with pytest.raises(ArgumentError, match="the cache is closed"):
         tree_decode(q, cache)
-    assert cache.lengths == (9,) and cache.nbytes == 0
+    assert cache.lengths == (0,) and cache.nbytes == 0
 
 
 @on(2)
