@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..backends.base import Array
     from ..model.machine import Machine
     from ..problem.documents import PerDocument
-    from ..problem.layout import Layout
+    from ..problem.layout import AnyLayout
     from ..schedule.tile import Tile
 
 
@@ -67,8 +67,9 @@ class MeshAttention(Described, Distributed):
     tile : str, tuple of int or Tile, default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks); "HxAxB" (the same on each of H planes, which have 1/H of
         batch and heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "auto".
-    layout : str or Layout or pair of Layout, default "auto"
-        "contiguous", "striped", "zigzag", "auto", or a `Layout` of uneven contiguous chunks, or two: (queries, keys).
+    layout : str, Layout, tuple of int, or pair of the latter two, default "auto"
+        "contiguous", "striped", "zigzag", "auto", a `Layout`, or the number of tokens of every rank, of consecutive
+        chunks in order of rank; or two: (queries, keys).
     mesh_layout : str, default "auto"
         Kind of layout in which the mesh computes.  An all-to-all before and after makes it of `layout` where it is
         another kind, or where there are planes.  "auto": what is predicted to be faster.
@@ -142,7 +143,7 @@ class MeshAttention(Described, Distributed):
         value_dim: int | None = None,
         shared_kv: bool = False,
         tile: str | tuple[int, int] | Tile = "auto",
-        layout: str | Layout | tuple[Layout, Layout] = "auto",
+        layout: AnyLayout = "auto",
         mesh_layout: str = "auto",
         schedule: str = "auto",
         route: str = "auto",

@@ -52,7 +52,7 @@ def test_case_3_uneven_layouts_of_queries_and_keys(comm):
     n = comm.size
     q_sizes = tuple(0 if rank == 1 else 3 + 5 * (rank % 3) for rank in range(n))
     k_sizes = tuple(7 if rank == n - 1 else 2 * (rank % 4) for rank in range(n))
-    layout = tuple(Layout("contiguous", sum(sizes), n, sizes) for sizes in (q_sizes, k_sizes))
+    layout = Layout("contiguous", sum(q_sizes), n, q_sizes), k_sizes
     for schedule, route in WAYS:
         check(
             comm,

@@ -64,7 +64,8 @@ class Mirror:
                 np.concatenate([held, more[:count]]) for held, more in zip(self.whole[sequence], new)
             )
         if layout is not None:
-            how["layout"] = layout = Layout(layout, tokens, self.comm.size)
+            layout = Layout(layout, tokens, self.comm.size)
+            how["layout"] = layout.lengths if layout.kind == "contiguous" else layout
             own = layout.positions(self.comm.rank)
             k, v = k[:, own], v[:, own]
         with caller(self.cache.backend) as (give, take):
@@ -327,6 +328,7 @@ def test_errors_are_the_same_on_every_rank(group):
             (lambda: cache.append(token, token, counts=[int(odd)]), r"counts is \[0\] on rank 0 but \[1\] on rank 1"),
             (lambda: cache.append(token, token, sequences=[1]), r"sequences is \[1\]; it must be different numbers"),
             (lambda: cache.append(token, token, layout=Layout("striped", 1, 2)), "it must be a Layout of 3 chunks"),
+            (lambda: cache.append(token, token, layout=(1, 0)), r"layout is \(1, 0\); as sizes of chunks it must"),
             (lambda: cache.append(*np.zeros((2, 1, 40, 2, 4), np.float32)), "the cache is full: rank 0 would need 5 "),
             (lambda: cache.append(token, token, counts=5), "counts is 5; it must be a sequence of whole numbers"),
             (lambda: cache.truncate(2.0), "lengths is 2.0; it must be a sequence of whole numbers"),
