@@ -200,11 +200,12 @@ class KVCache(DescribedCache, Collective):
         """
         with self.call("append") as call:
             with call.agreement(check) as same:
-                sequences, layout = sequence_numbers(sequences, self.sequences), of_sizes(layout, self.ranks)
-                arrays, tokens = self._check_tokens(k, v, sequences, layout)
+                sequences = sequence_numbers(sequences, self.sequences)
+                placed: Layout | None = of_sizes(layout, self.ranks)
+                arrays, tokens = self._check_tokens(k, v, sequences, placed)
                 counts = token_counts(counts, len(sequences), tokens)
-                same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
-            self.storage.append(sequences, counts, arrays, layout)
+                same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": placed}
+            self.storage.append(sequences, counts, arrays, placed)
 
     def truncate(self, lengths: ArrayLike, *, sequences: ArrayLike | None = None, check: bool = True) -> None:
         """Keep the first tokens of sequences and free the pages of the others; collective.
