@@ -164,7 +164,8 @@ def test_json(tmp_path):
         4,
         source,
         tmp_path / "out.h5",
-        *"--backward --tile 1x4 --schedule greedy --layout contiguous --window 900, --documents cuts --padding --json".split(),
+        *"--backward --tile 1x4 --schedule greedy --layout contiguous --window 900,".split(),
+        *"--documents cuts --padding --json".split(),
         tmp_path / "run.json",
     )
     report = json.loads((tmp_path / "run.json").read_text())
@@ -183,7 +184,7 @@ def test_json(tmp_path):
         assert sum(rank[name]["sent_bytes"] for rank in report["per_rank"]) > 0
     assert report["verify"]["passed"] and report["verify_gradients"]["passed"]
     assert report["verify_gradients"]["rows"] == report["verify_gradients"]["keys"] == 67
-    assert report["problem"]["window"] == [134, None] and report["window"] == "900,", "which is said as it was asked for"
+    assert report["problem"]["window"] == [134, None] and report["window"] == "900,", "as it was asked for"
 
 
 def test_nothing_to_see(tmp_path):

@@ -95,7 +95,7 @@ class MeshAttention(Described, Distributed):
     timeout : float, default 600 or ten times the predicted time of the passes, whichever is longer
         Seconds that this rank waits for others in a call or a transfer before it raises PeerFailure; inf for no limit.
     expected_cu_seqlens : as cu_seqlens of `forward`, default None
-        For "auto" and predicted times: documents like those that calls will have.  Results do not depend on them.
+        For "auto" and predicted times: documents like those of calls, or without padding.  No result depends on it.
 
     Raises
     ------
