@@ -79,6 +79,7 @@ FEATURES = {
     "causal_documents": Feature(
         {}, {"cu_seqlens": [0, 5, 12], "causal_documents": [True, False]}, options=("causal_documents",)
     ),
+    "padding around documents": Feature({}, {"cu_seqlens": [2, 5, 9], "padding": True}, options=("padding",)),
     "padding: lengths": Feature({}, {"lengths": [7]}, options=("lengths",)),
     "softcap": Feature({"softcap": 5.0}, decode={"softcap": 5.0}, options=("softcap",)),
     "scale": Feature({"scale": 0.5}, decode={"scale": 0.5}, options=("scale",)),

@@ -43,6 +43,7 @@ def attention(
     lengths_k: PerDocument = None,
     prefixes: PerDocument = None,
     causal_documents: PerDocument = None,
+    padding: bool = False,
     sinks: torch.Tensor | None = None,
     check: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +69,7 @@ def attention(
         As q; tokens as in plan.positions_k.
     v : torch.Tensor, (batch, tokens_k, kv_heads, value_dim)
         As k; None in a plan with shared_kv, where k's gradient is that of keys and values.
-    cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents : default None
+    cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding
         As in `MeshAttention.forward`; the backward pass uses them too.
     sinks : torch.Tensor, (heads,), default None
         In lse's dtype, the same on every rank.
@@ -104,6 +105,7 @@ def attention(
             "lengths_k": lengths_k,
             "prefixes": prefixes,
             "causal_documents": causal_documents,
+            "padding": padding,
         }
     )
     return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)

@@ -81,7 +81,7 @@ def masks(problem, call=None):
             if name.startswith(("lengths", "cu"))
         }
         if "lengths" in call
-        else dict(call)
+        else {name: value for name, value in call.items() if name != "padding"}
     )
     for name in {"prefixes", "causal_documents"} & set(call):  # without cu_seqlens one for each batch entry
         cuts[name] = call[name] if "cu_seqlens" in call else [[value] for value in call[name]]

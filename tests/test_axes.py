@@ -7,6 +7,13 @@ import numpy as np
 import pytest
 from files import assert_right, write_input
 from launch import mpirun
+from mpi4py import MPI
+
+import mpiattn
+from mpiattn import ArgumentError, FileError
+from mpiattn.cli import main
+from mpiattn.decode.cache_file import read_cache_shapes
+from mpiattn.files import hdf5
 
 RUN = [sys.executable, "-m", "mpiattn", "run"]
 
@@ -59,34 +66,86 @@ def test_right(tmp_path, n, options, shape):
 def test_decode(tmp_path):
     """CACHE, QUERIES and OUT alike."""
     files = {
-        "cache": write_input(tmp_path / "cache.h5", cu_seqlens=[0, 40, 67]),
+        "cache": write_input(tmp_path / "cache.h5", cu_seqlens=[0, 40, 60]),
         "q": write_input(tmp_path / "q.h5", batch=2, seqlen=3, k=None, v=None),
     }
     decode = [sys.executable, "-m", "mpiattn", "decode"]
-    mpirun(2, [*decode, *files.values(), tmp_path / "out.h5", "--verify"])
+    outcome = mpirun(2, [*decode, *files.values(), tmp_path / "out.h5", "--verify", "--padding"])
+    assert "7 more tokens of CACHE" in outcome.stdout
     other = [turned(path, tmp_path / f"{name}_bhsd.h5") for name, path in files.items()]
-    mpirun(2, [*decode, *other, tmp_path / "out_bhsd.h5", "--verify", "--axes", "bhsd"])
+    mpirun(2, [*decode, *other, tmp_path / "out_bhsd.h5", "--verify", "--padding", "--axes", "bhsd"])
     with h5py.File(tmp_path / "out.h5") as natural, h5py.File(tmp_path / "out_bhsd.h5") as made:
         assert np.array_equal(natural["out"][:].swapaxes(1, 2), made["out"][:])
         assert np.array_equal(natural["lse"][:], made["lse"][:])
 
 
+def of(shape, path):
+    """A file of q, k and v, of these shapes."""
+    sizes = {"seqlen": 67, "heads": 4, "kv_heads": 2, **shape}
+    return write_input(path, **sizes)
+
+
 @pytest.mark.parametrize(
-    "shape, options, says",
+    "shape, says",
     [
-        ({"seqlen": 4, "heads": 300, "kv_heads": 2}, [], "IN has heads 300 and seqlen 4; "),
-        ({"seqlen": 4, "seqlen_k": 3, "kv_heads": 4}, [], "IN has kv_heads 4 and seqlen_k 3; "),
-        ({"seqlen": 4, "heads": 300, "kv_heads": 2}, ["--axes", "bshd"], None),
-        ({"seqlen": 4}, [], None),
+        (
+            {"seqlen": 4, "heads": 300, "kv_heads": 2, "seqlen_k": 2},
+            "its q would have 300 heads and 4 tokens; say --axes",
+        ),
+        ({"seqlen": 4, "seqlen_k": 2, "heads": 4, "kv_heads": 4}, "its k would have 4 heads and 2 tokens; say --axes"),
+        ({"seqlen": 4, "heads": 300, "kv_heads": 150}, "its q would have 300 heads and 4 tokens; say --axes"),
+        ({"seqlen": 4, "kv_heads": 4, "heads": 8}, None),
+        ({"seqlen": 3}, None),
+        ({"seqlen": 1, "heads": 8, "seqlen_k": 50}, None),  # of 50 heads of keys, which do not divide 1
+        ({"seqlen": 2, "heads": 8, "seqlen_k": 3, "kv_heads": 8}, None),
     ],
 )
-def test_more_heads_than_tokens(tmp_path, shape, options, says):
-    """What PyTorch's order looks like is said, once; who says what it is is not warned."""
-    outcome = mpirun(2, [*RUN, write_input(tmp_path / "in.h5", **shape), tmp_path / "out.h5", *options])
-    warned = [line for line in outcome.stderr.splitlines() if "--axes" in line]
-    assert len(warned) == (says is not None)
-    if says:
-        assert f"mpiattn run: WARNING: {says}" in warned[0] and "add --axes bhsd" in warned[0]
+def test_an_order_that_nobody_says(tmp_path, shape, says):
+    """Who says what it is may have any shape, and so may a file that says it."""
+    path = of(shape, tmp_path / "in.h5")
+    if says is None:
+        assert hdf5.read_shapes(path)[1] == "bshd"
+    else:
+        with pytest.raises(FileError) as caught:
+            hdf5.read_shapes(path)
+        assert str(caught.value).startswith(f"IN is {str(path)!r}; {says} bhsd if it is (batch, heads, seqlen, ")
+    assert hdf5.read_shapes(path, "bshd")[0]["seqlen"] == shape["seqlen"]
+    with h5py.File(path, "r+") as file:
+        file.attrs["axes"] = "bshd"
+    assert hdf5.read_shapes(path)[0]["seqlen"] == shape["seqlen"]
+    with pytest.raises(FileError, match="its attribute axes is 'bshd', but the call says 'bhsd'"):
+        hdf5.read_shapes(path, "bhsd")
+
+
+def test_the_order_of_a_cache(tmp_path):
+    """Of keys alone; what mpiattn writes says its order."""
+    path = write_input(tmp_path / "cache.h5", seqlen=3, kv_heads=5, q=None)
+    with pytest.raises(FileError, match='its k would have 5 heads and 3 tokens; say axes="bhsd" if it is'):
+        read_cache_shapes(path)
+    assert [read_cache_shapes(path, axes)[0]["kv_heads"] for axes in hdf5.AXES] == [5, 3]
+    with pytest.raises(ArgumentError, match="axes is 'bsdh'; it may be bshd, bhsd"):
+        read_cache_shapes(path, "bsdh")
+    with mpiattn.KVCache(MPI.COMM_SELF, capacity=3, kv_heads=5, head_dim=2) as cache:
+        cache.append(*np.ones((2, 1, 3, 5, 2), np.float32))
+        cache.save(path)
+    with mpiattn.KVCache.load(MPI.COMM_SELF, path) as cache:
+        assert cache.lengths == (3,)
+    assert main(["generate", str(path), "--seqlen", "2", "--heads", "5"]) == 0
+    assert read_cache_shapes(path)[0]["kv_heads"] == 5
+
+
+def test_every_command_refuses(tmp_path, capsys):
+    """By the same rule; decode reads CACHE by it, and QUERIES as CACHE."""
+    wrong = turned(write_input(tmp_path / "in.h5"), tmp_path / "wrong.h5")
+    out, says = tmp_path / "out.h5", "heads and {} tokens; say --axes bhsd if it is (batch, heads, seqlen, head_dim)"
+    assert main(["convert", str(wrong), str(out)]) == 1
+    assert "its q would have 67 " + says.format(4) in capsys.readouterr().err
+    assert main(["convert", str(wrong), str(out), "--only", "k,v"]) == 1
+    assert "its k would have 67 " + says.format(2) in capsys.readouterr().err
+    assert main(["convert", str(wrong), str(out), "--only", "q"]) == 0  # queries may be a few, of many heads
+    for command, of_command in ((RUN[-1:], []), (["decode"], [wrong])):
+        outcome = mpirun(2, [*RUN[:-1], *command, wrong, *of_command, tmp_path / "no.h5"], check=False)
+        assert outcome.returncode == 1 and outcome.stderr.count(says.format(4 if command == ["run"] else 2)) == 1
 
 
 def test_shapes_that_do_not_fit(tmp_path):

@@ -74,6 +74,8 @@ def test_decode_of_a_saved_cache(tmp_path, save_ranks, ranks, dtype, options, ma
     assert chosen["command"].startswith(f"mpiattn decode {cache} {queries} {out}") and chosen["date"]
     report = json.loads(report_file.read_text())
     assert chosen["ranks"] == report["ranks"] == ranks
+    seen = "3 of 9 queries see no key; out 0, lse -inf", "all 9 rows, 3 tokens that see no key"
+    assert all(words in outcome.stdout for words in seen) and report["empty"] == 3
     assert report["sequences"] == [79, 0, 39] and report["verify"]["passed"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.h5", "out.h5", "q.h5", "report.json"]
 
@@ -128,6 +130,14 @@ def test_decode_of_generated_files(tmp_path):
         (
             lambda files: write_input(files[0], cu_seqlens=np.uint64([0, 9, 5])),
             "its cu_seqlens is [[0 9 5]]; it must be two or more positions from 0 to 67 that never decrease",
+        ),
+        (
+            lambda files: write_input(files[0], cu_seqlens=[0, 60]),
+            "its cu_seqlens is [ 0 60]; it must begin with 0 and end with 67, the number of tokens; if the tokens ",
+        ),
+        (
+            lambda files: write_input(files[0], **dict.fromkeys("kv", np.zeros((1, 0, 2, 16), "f4"))),
+            "cache has no token in any sequence of the call; append the keys and values",
         ),
         (lambda files: write_input(files[0], kv_heads=3), "kv_heads is 3; it must divide heads, which is 4"),
     ],

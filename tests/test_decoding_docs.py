@@ -59,3 +59,23 @@ def test_code_of_the_page():
 def test_code_of_masks():
     code = code_of("masks.md", "masks") + "\nassert np.isfinite(lse).all() and out.shape == q.shape"
     launch.mpirun(3, [sys.executable, "-c", code], timeout=60)
+
+
+@needs_docs
+def test_neighbourhoods_on_a_grid():
+    """Forward and backward, against dense attention of the whole grid on one rank."""
+    check = """
+whole = [np.concatenate(comm.allgather(array), axis=1) for array in (q, k, v, out, dq, dk, dv)]
+y, x = np.divmod(np.arange(rows * columns), columns)
+seen = (abs(y[:, None] - y) <= R) & (abs(x[:, None] - x) <= R)
+q, k, v, out, *grads = (array[0].swapaxes(0, 1).astype(np.float64) for array in whole)
+score = np.where(seen, q @ k.swapaxes(1, 2) / 4, -np.inf)
+weight = np.exp(score - score.max(axis=2, keepdims=True))
+weight /= weight.sum(axis=2, keepdims=True)
+ref = weight @ v
+dscore = weight * (ref @ v.swapaxes(1, 2) - (ref * ref).sum(axis=2, keepdims=True)) / 4
+expected = ref, dscore @ k, dscore.swapaxes(1, 2) @ q, weight.swapaxes(1, 2) @ ref
+for got, right in zip((out, *grads), expected):
+    assert np.abs(got - right).max() < 1e-5 * np.abs(right).max()
+"""
+    launch.mpirun(3, [sys.executable, "-c", code_of("masks.md", "grid") + check], timeout=60)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError, Layout
+from mpiattn.model.search import layouts
 from mpiattn.problem.layout import LAYOUTS, even_part, within
+from mpiattn.problem.problem import Problem
 
 
 def test_positions_by_hand():
@@ -22,6 +24,27 @@ def test_own_sizes():
     layout = Layout("contiguous", 9, 4, (0, 5, 0, 4))
     assert [layout.positions(chunk).tolist() for chunk in range(4)] == [[], [0, 1, 2, 3, 4], [], [5, 6, 7, 8]]
     assert layout.lengths == (0, 5, 0, 4)
+
+
+def test_sizes_as_an_argument():
+    """Of a plan: for both, or for queries and for keys; whatever holds whole numbers."""
+    problem = Problem(seqlen=9, heads=1, head_dim=1)
+    uneven = Layout("contiguous", 9, 2, (4, 5))
+    for given in ((4, 5), [4, 5], tuple(np.array([4, 5])), (uneven, (4, 5)), ((4, 5), [4, 5])):
+        assert layouts(given, problem, 2) == [(uneven, uneven)], given
+    (pair,) = layouts(((4, 5), (0, 7)), Problem(seqlen=9, seqlen_k=7, heads=1, head_dim=1), 2)
+    assert [layout.sizes for layout in pair] == [(4, 5), (0, 7)]
+    for given, says in (
+        ((4, 4), r"layout is .*; it must be of 9 queries and 9 keys on 2 ranks"),
+        ((4, 5, 0), r"layout is \(4, 5, 0\); as sizes of chunks it must be 2 numbers from 0, one a rank"),
+        ((-1, 10), "it must be 2 numbers from 0"),
+        ((), "it must be 2 numbers from 0"),
+        (((4, 5), 3), r"layout is \(\(4, 5\), 3\); it may be auto, .* a tuple of the ranks' numbers of tokens, or"),
+        ((4.0, 5.0), "it may be auto"),
+        ((True, 8), "it may be auto"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            layouts(given, problem, 2)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

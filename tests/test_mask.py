@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError
-from mpiattn.problem.documents import documents
+from mpiattn.problem.documents import documents, padding_of
 from mpiattn.problem.layout import LAYOUTS, Layout
 from mpiattn.problem.mask import Mask, columns_of
 from mpiattn.problem.problem import Problem
@@ -171,9 +171,9 @@ def test_a_kind_by_document(causal, kinds, prefixes, block, window):
     )
     if prefixes and not causal and not kinds:
         with pytest.raises(ArgumentError, match="prefixes are given, but nothing is causal"):
-            documents(problem, cuts, cuts_k, prefixes=prefixes)
+            documents(problem, cuts, cuts_k, prefixes=prefixes, padding=True)
         return
-    (group,) = documents(problem, cuts, cuts_k, prefixes=prefixes, causal_documents=kinds)
+    (group,) = documents(problem, cuts, cuts_k, prefixes=prefixes, causal_documents=kinds, padding=True)
     pairs = []
     for d in range(4):
         shape = cuts[d + 1] - cuts[d], cuts_k[d + 1] - cuts_k[d]
@@ -247,9 +247,27 @@ def test_shapes_of_what_documents_see():
         ),
         ({"cu_seqlens": [[0, 9], [0, 4, 9]], "prefixes": [1, 2]}, "it must have a value for each of 1 documents"),
         ({"lengths": [3, 4], "prefixes": [1, 2, 3]}, "prefixes has 3 entries"),
+        ({"cu_seqlens": [0, 4, 8]}, "cu_seqlens is [0 4 8]; it must begin with 0 and end with 9, the number of tokens"),
+        ({"cu_seqlens": [[0, 9], [1, 9]]}, "cu_seqlens is [1 9]; it must begin with 0"),
+        ({"cu_seqlens": [0, 9], "cu_seqlens_k": [0, 8]}, "cu_seqlens_k is [0 8]; it must begin with 0 and end with 9"),
+        ({"cu_seqlens": [0, 4], "padding": 1}, "padding is 1; it must be True or False"),
+        ({"lengths": [3, 4], "padding": True}, "padding is given without cu_seqlens"),
     ],
 )
 def test_wrong_arguments_of_documents(call, says):
     with pytest.raises(ArgumentError) as caught:
         documents(Problem(seqlen=9, heads=1, head_dim=1, batch=2, causal=True), **call)
     assert says in str(caught.value)
+
+
+def test_padding_is_counted():
+    problem = Problem(seqlen=9, seqlen_k=5, heads=1, head_dim=1, batch=2)
+    for cuts, cuts_k, counted in (
+        ([0, 9], [0, 5], (0, 0)),
+        ([2, 3, 8], [0, 1, 4], (6, 2)),
+        ([[0, 9], [1, 1]], [1, 5], (9, 2)),
+    ):
+        groups = documents(problem, cuts, cuts_k, padding=True)
+        assert padding_of(groups, 2, 9, 5) == counted, cuts
+    groups = documents(problem, lengths=[3, 9], lengths_k=[5, 5])
+    assert padding_of(groups, 2, 9, 5) == (6, 0) and padding_of(None, 2, 9, 5) == (0, 0)

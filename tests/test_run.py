@@ -30,7 +30,7 @@ def run(n, source, out, *options, **how):
         (3, ["--causal", "--tile", "3x1", "--schedule", "collective"], {"value_dim": 24, "dtype": "float16"}),
         (4, ["--causal", "--tile", "2x2", "--route", "ring", "--scale", "0.5"], {"batch": 3, "seqlen_k": 101}),
         (4, ["--causal", "--tile", "qring", "--schedule", "greedy", "--layout", "contiguous"], {"seqlen_k": 40}),
-        (5, ["--tile", "ring", "--backend", "deferred", "--max-message", "999"], {"seqlen": 3, "kv_heads": 4}),
+        (5, "--axes bshd --tile ring --backend deferred --max-message 999".split(), {"seqlen": 3, "kv_heads": 4}),
         (6, ["--causal", "--tile", "2x3", "--schedule", "greedy", "--layout", "zigzag"], {"kv_heads": 1}),
     ],
 )

@@ -64,7 +64,7 @@ def run(n, source, out, *options, **how):
         (6, ["--backward", "--tile", "2x3", "--wire-dtype", "bfloat16", "--schedule", "greedy"], {"kv_heads": 1}, {}),
         (
             5,
-            ["--backward", "--tile", "ring", "--backend", "deferred", "--max-message", "999", "--causal"],
+            "--backward --tile ring --backend deferred --max-message 999 --causal".split(),
             {"seqlen": 3},
             {"causal": True},
         ),
@@ -96,6 +96,7 @@ def test_documents(tmp_path, kind):
     text, seqlen_k = tmp_path / "documents", 101 if kind == "of keys" else 67
     nested = kind in ("npy", "a line each")
     cuts, options = EACH if nested else CUTS, ["--documents", "cu_seqlens" if kind == "dataset" else text]
+    options.append("--padding")
     masks = {"cu_seqlens": cuts}
     if kind == "npy":
         with open(text, "wb") as file:
@@ -110,9 +111,15 @@ def test_documents(tmp_path, kind):
         options += ["--documents-k", "keys"]
         masks["cu_seqlens_k"] = CUTS_K
     source = write_input(tmp_path / "in.h5", batch=2, backward=True, seqlen_k=seqlen_k, **datasets)
-    run(4, source, tmp_path / "out.h5", "--tile", "2x2", "--causal", "--window", "30,", "--backward", *options)
+    how = ["--tile", "2x2", "--causal", "--window", "30,", "--backward"]
+    outcome = run(4, source, tmp_path / "out.h5", *how, *options)
     made = assert_right(source, tmp_path / "out.h5", causal=True, window=(30, None), backward=True, **masks)
     assert made["documents"] == str(options[1])
+    padding = 6 if nested else 14
+    of_keys = f", {2 * (101 - 98)} of 202 keys" if kind == "of keys" else ""
+    assert f"{padding} of 134 tokens{of_keys}; out 0, lse -inf" in outcome.stdout
+    assert f"all 67 rows, {padding} tokens of padding" in outcome.stdout
+    assert (made["padding"], made["padding_k"]) == (padding, 6 if of_keys else padding)
 
 
 @pytest.mark.parametrize("name, value", [("q", np.nan), ("v", np.inf), ("dout", np.nan)])
@@ -139,7 +146,7 @@ def test_a_dataset_wins_over_a_file(tmp_path):
 def test_documents_without_verify(tmp_path):
     """The masks reach the passes, not only their verification."""
     source = write_input(tmp_path / "in.h5", backward=True, cuts=np.array(CUTS))
-    mpirun(3, [*RUN, source, tmp_path / "out.h5", "--documents", "cuts", "--backward", "--window", "4,2"])
+    mpirun(3, [*RUN, source, tmp_path / "out.h5", "--documents", "cuts", "--padding", "--backward", "--window", "4,2"])
     assert_right(source, tmp_path / "out.h5", cu_seqlens=CUTS, window=(4, 2), backward=True)
 
 
@@ -150,7 +157,8 @@ def test_json(tmp_path):
         4,
         source,
         tmp_path / "out.h5",
-        *"--backward --tile 1x4 --schedule greedy --layout contiguous --documents cuts --json".split(),
+        *"--backward --tile 1x4 --schedule greedy --layout contiguous --window 900,".split(),
+        *"--documents cuts --padding --json".split(),
         tmp_path / "run.json",
     )
     report = json.loads((tmp_path / "run.json").read_text())
@@ -169,13 +177,13 @@ def test_json(tmp_path):
         assert sum(rank[name]["sent_bytes"] for rank in report["per_rank"]) > 0
     assert report["verify"]["passed"] and report["verify_gradients"]["passed"]
     assert report["verify_gradients"]["rows"] == report["verify_gradients"]["keys"] == 67
-    assert report["problem"]["window"] == [None, None]
+    assert report["problem"]["window"] == [134, None] and report["window"] == "900,", "as it was asked for"
 
 
 def test_nothing_to_see(tmp_path):
     """Documents without tokens: gradients are 0, and nobody has more work than others."""
     source = write_input(tmp_path / "in.h5", backward=True, cuts=np.array([0, 0]))
-    outcome = run(3, source, tmp_path / "out.h5", "--backward", "--documents", "cuts", "--json", "-")
+    outcome = run(3, source, tmp_path / "out.h5", "--backward", "--documents", "cuts", "--padding", "--json", "-")
     assert json.loads(outcome.stdout)["balance"] == 1
     assert_right(source, tmp_path / "out.h5", cu_seqlens=[0, 0], backward=True)
 

@@ -71,6 +71,7 @@ def test_narrow_wire_on_the_ring_route(tmp_path, out):
     [
         ("0 40 20", "cu_seqlens is [ 0 40 20]; it must be"),
         ("0 68", "positions from 0 to 67"),
+        ("0 30 60", "cu_seqlens is [ 0 30 60]; it must begin with 0 and end with 67, the number of tokens; if "),
         ("0 1\n2 3\n4 5", "one for each of 2"),
         ("0 half 67", "--documents is"),
         ("0 3.5", "--documents is"),
@@ -90,6 +91,7 @@ def test_wrong_documents(tmp_path, out, text, says):
         (["--documents", "/"], "it cannot be read"),
         (["--documents", "q"], "it must hold whole numbers"),
         (["--documents-k", "cuts"], "cu_seqlens_k is given without cu_seqlens"),
+        (["--padding"], "padding is given without cu_seqlens"),
         (["--documents", "cuts", "--documents-k", "more"], "cu_seqlens_k has 3 documents; it must have 2"),
     ],
 )

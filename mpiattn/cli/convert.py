@@ -50,10 +50,9 @@ def add_arguments(parser):
     parser.add_argument(
         "--axes",
         choices=AXES,
-        default=AXES[0],
         help="the order of the tensors' axes in FILES: b batch, s seqlen, h heads, d head_dim; bhsd is "
         "(batch, heads, seqlen, head_dim), PyTorch's; in OUT it is always bshd "
-        "(default: %(default)s)",
+        "(default: bshd; an error if there would then be more heads than tokens)",
     )
     parser.add_argument(
         "--only",
@@ -70,12 +69,13 @@ def run(args):
     new = NewFile("OUT", args.output, args.sources, HDF5)
     try:
         with contextlib.ExitStack() as stack:
-            taken = _chosen(args, _all(args.sources, stack))
-            shapes = {
-                name: (_shape(tensor, args.axes), tensor.dtype) for name, tensor in taken.items() if name in TENSORS
-            }
+            taken, axes = _chosen(args, _all(args.sources, stack)), args.axes or AXES[0]
+            sources = ", ".join(args.sources)
+            shapes = {name: (_shape(tensor, axes), tensor.dtype) for name, tensor in taken.items() if name in TENSORS}
             if set(NEEDED) <= set(shapes):
-                Problem(**hdf5.problem_of("FILES", ", ".join(args.sources), shapes))
+                Problem(**hdf5.problem_of("FILES", sources, shapes))
+            if args.axes is None and "k" in shapes:  # queries alone may be a few of many heads
+                hdf5.check_order("FILES", sources, shapes["q"][0] if "q" in shapes else None, shapes["k"][0])
             for _, dtype in shapes.values():
                 dtype_name(dtype)
             with hdf5.file_errors("OUT", args.output, "written"):
@@ -152,14 +152,17 @@ def _shape(tensor, axes):
 
 
 def _write(path, taken, shapes, axes):
+    """axes: the order that the caller says, which is then recorded; None for bshd that nobody has said."""
     cuts = {name: taken[name].read((slice(0, taken[name].shape[0]),)) for name in CUTS if name in taken}
     with hdf5.writing(path, create=True) as file:
         hdf5.create_datasets(file, shapes | {name: (cut.shape, np.int64) for name, cut in cuts.items()})
+        if axes is not None:
+            file.attrs["axes"] = AXES[0]
     hdf5.reserve(path)
     total = sum(math.prod(shape) for shape, _ in shapes.values())
     with hdf5.writing(path) as file, Progress("convert", total, " elements") as progress:
         for name in shapes:
-            _copy(taken[name], file[name], axes, progress)
+            _copy(taken[name], file[name], axes or AXES[0], progress)
         for name, cut in cuts.items():
             hdf5.write(file[name], (0,) * cut.ndim, cut.astype(np.int64))
 

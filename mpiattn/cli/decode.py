@@ -15,6 +15,7 @@ examples:
 import math
 import os
 import socket
+from functools import partial
 
 import h5py
 import numpy as np
@@ -32,7 +33,7 @@ from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
 from ..engine.folding import on_host
 from ..errors import FileError, VerificationError
-from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural
+from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.io import Input, Output
 from ..problem.layout import Layout
 from ..problem.problem import Problem
@@ -50,6 +51,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--full", action="store_true", help="a query also sees the tokens of later queries (default: causal)"
     )
+    options.add_padding(parser, "the first document of CACHE")
     options.add_window(parser)
     parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
     parser.add_argument("--scale", type=float, help="factor of the scores q.k (default: 1/sqrt(head_dim))")
@@ -94,16 +96,19 @@ def run(args):
     return on_all_ranks(lambda job: _run(job, args), args.timeout)
 
 
-def _query_shape(path, axes):
-    """Shape (in the order bshd) and dtype of a file's queries."""
+def _query_shape(path, axes, of_cache):
+    """Shape (in the order bshd) and dtype of a file's queries, and their order.
+
+    of_cache: the order of CACHE, which they have too where nobody says another.
+    """
     if not os.path.isfile(path):
         raise FileError(f"QUERIES is {str(path)!r}; there is no such file")
     with file_errors("QUERIES", path, "read"), h5py.File(path, "r") as file:
-        q = dataset_of(file, "q")
+        q, axes = dataset_of(file, "q"), order_of(file, "QUERIES", axes) or of_cache
         if q is None or q.ndim != 4:
             sizes = ", ".join(natural(("sequences", "queries", "heads", "head_dim"), axes))
             raise FileError(f"QUERIES is {str(path)!r}; it must have a dataset q ({sizes})")
-        return {"shape": natural(q.shape, axes), "dtype": dtype_of(q)}
+        return {"shape": natural(q.shape, axes), "dtype": dtype_of(q)}, axes
 
 
 def _problems(args, cache, asked):
@@ -135,16 +140,24 @@ def _problems(args, cache, asked):
     ]
 
 
+def _empty(problems):
+    """Number of queries of all sequences that see no key."""
+    empty = 0
+    for problem in problems:
+        begin, end = problem.mask.key_interval(np.arange(problem.seqlen))
+        empty += int((begin >= end).sum())
+    return empty
+
+
 def _run(job, args):
     comm, peers = job.comm, job.peers
     with agreement(peers, only=0):
         if comm.rank == 0:
             check_json(args.json, (args.cache, args.queries, args.output))
-    axes = args.axes or "bshd"
-    source = Input(
-        peers, args.cache, look=lambda path: read_cache_shapes(path, "CACHE", axes), argument="CACHE", axes=axes
-    )
-    queries = Input(peers, args.queries, look=lambda path: _query_shape(path, axes), argument="QUERIES", axes=axes)
+    look = partial(read_cache_shapes, argument="CACHE", padding=args.padding)
+    source = Input(peers, args.cache, look=look, argument="CACHE", axes=args.axes)
+    look = partial(_query_shape, of_cache=source.axes)
+    queries = Input(peers, args.queries, look=look, argument="QUERIES", axes=args.axes)
     spans, arrays = source.shapes["spans"], 1 if source.shapes["shared_kv"] else 2
     with Progress("read", arrays * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
         cache = job(
@@ -163,7 +176,8 @@ def _run(job, args):
                 },
                 "CACHE",
                 progress,
-                axes,
+                source.axes,
+                args.padding,
             ),
         )
     with cache:
@@ -176,7 +190,7 @@ def _run(job, args):
         algorithm = args.algorithm if args.algorithm != "auto" else cache.algorithm(*nbytes)
         chosen = {
             **origin(peers, args.words),
-            "axes": axes,
+            "axes": queries.axes,
             "algorithm": algorithm,
             "ranks": comm.size,
             "nodes": len(set(cache.nodes)),
@@ -185,6 +199,7 @@ def _run(job, args):
             **({"transport": cache.transport} if cache.transport else {}),
             "causal": not args.full,
             "scale": problems[0].scale,
+            **({"padding": source.shapes["padding"]} if args.padding else {}),
         }
         output = Output(
             peers,
@@ -196,7 +211,7 @@ def _run(job, args):
             chosen,
             (args.cache, args.queries),
             args.max_message,
-            axes=axes,
+            axes=queries.axes,
         )
         try:
             out, lse = map(
@@ -222,7 +237,7 @@ def _run(job, args):
             output.abandon()  # does nothing once the file has its name
             source.close()
             queries.close()
-        _tell(job, args, cache, shape, nbytes, chosen, report)
+        _tell(job, args, cache, shape, nbytes, {**chosen, "empty": _empty(problems)}, report)
     return 0
 
 
@@ -289,6 +304,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
         low, high = (show(pick(rank[name] for rank in ranks)) for pick in (min, max))
         return low if low == high else f"{low} to {high}"
 
+    empty, rows = chosen["empty"], shape[0] * shape[1]
     lengths, equal = cache.lengths, all(rank["sent_bytes"] == rank["formula_bytes"] for rank in ranks)
     tokens = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
     print(
@@ -299,6 +315,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                     f"{len(lengths)} sequence{'s' * (len(lengths) > 1)} of {tokens} tokens, {cache.kv_heads} KV heads, "
                     f"head_dim {cache.head_dim}, {cache.dtype}",
                 ),
+                *([("padding", f"{padding} more tokens of CACHE")] if (padding := chosen.get("padding")) else []),
                 ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
                 (
                     "ranks",
@@ -314,6 +331,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
                     f"{span('sent_bytes', size)}; formula: {span('formula_bytes', size)}, "
                     f"{'equal on every rank' if equal else 'DIFFERENT'}",
                 ),
+                *([("no keys", f"{empty} of {rows} queries see no key; out 0, lse -inf")] if empty else []),
                 *([("verify", report)] if report else []),
                 ("written", args.output),
             ]

@@ -85,7 +85,7 @@ def run(args):
                     {name: (shape, p.dtype) for name, shape in shapes.items()}
                     | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
                 )
-                file.attrs["seed"] = args.seed
+                file.attrs["seed"], file.attrs["axes"] = args.seed, hdf5.AXES[0]
                 if p.shared_kv:
                     file.attrs["value_dim"] = p.value_dim
             hdf5.reserve(new.partial)

@@ -157,6 +157,7 @@ def run(args):
         "schedule": args.schedule,
         "layout": args.layout,
         "documents": None if cuts is None else len(cuts) - 1,
+        "padding": 0 if cuts is None else problem.seqlen - (cuts[-1] - cuts[0]),
         "machine": on.as_dict(),
         "max_memory": args.max_memory,
         "memory_cost": search.times_as_long(auto.seconds, fastest),

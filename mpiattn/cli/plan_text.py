@@ -39,6 +39,8 @@ def head(p, data):
     """The ranks and the problem, in a line."""
     ranks = data["ranks"]
     documents = "" if data["documents"] is None else f" in {data['documents']} document{'s' * (data['documents'] != 1)}"
+    if data["padding"]:
+        documents += f" with {data['padding']} tokens of padding"
     return (
         f"{ranks} rank{'s' * (ranks > 1)}, {p}{documents}, {data['direction']}, {data['route']} route; chunks of "
         f"{-(-p.seqlen // ranks)} tokens"

@@ -98,6 +98,20 @@ def _layout(chosen):
     return f"{chosen['layout']} layout{inside}"
 
 
+def _empty(p, chosen, ranks):
+    """Rows of the table that count padding, and other tokens that see no key."""
+    padding, padding_k = chosen.get("padding", 0), chosen.get("padding_k", 0)
+    rows, of_queries = [], f"{padding} of {p.batch * p.seqlen}"
+    if padding_k and (padding, p.seqlen) != (padding_k, p.seqlen_k):
+        rows.append(("padding", f"{of_queries} tokens, {padding_k} of {p.batch * p.seqlen_k} keys; out 0, lse -inf"))
+    elif padding:
+        rows.append(("padding", f"{of_queries} tokens; out 0, lse -inf"))
+    others = sum(rank["empty"] for rank in ranks) - padding
+    if others:
+        rows.append(("no keys", f"{others} of {p.batch * p.seqlen} tokens see no key; out 0, lse -inf"))
+    return rows
+
+
 def as_text(args, plan, chosen, seconds, ranks, reports, odd):
     """The report as a table."""
     p, tile = plan.problem, plan.tile
@@ -125,6 +139,7 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
             f"{span([rank['peak_bytes'] for rank in ranks], size)}, of which "
             f"{span([rank['peak_bytes_before'] for rank in ranks], size)} before the plan",
         ),
+        *_empty(p, chosen, ranks),
         *([("WARNING", f"NaN or infinite elements: {count_text(odd)}")] if any(odd.values()) else []),
         *[("" if i else "verify", report) for i, report in enumerate(reports.values())],
         ("written", args.output),

@@ -33,6 +33,7 @@ from ..files.finite import nonfinite
 from ..files.io import Input, Output, Wanted, Written
 from ..plan.mesh_attention import MeshAttention
 from ..problem.documents import documents as check_documents
+from ..problem.documents import padding_of
 from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.needed import Activity
@@ -99,14 +100,12 @@ def _run(job, args):
         if comm.rank == 0:
             check_json(args.json, (args.input, args.output))
     before = _peak()
-    source = Input(peers, args.input, args.max_message, args.backward, names=args.names, axes=args.axes or "bshd")
-    if comm.rank == 0 and args.axes is None:
-        _warn_of_axes(source.shapes)
+    source = Input(peers, args.input, args.max_message, args.backward, names=args.names, axes=args.axes)
     documents = read_documents(
         peers,
         source.file,
         {"cu_seqlens": ("--documents", args.documents), "cu_seqlens_k": ("--documents-k", args.documents_k)},
-    )
+    ) | ({"padding": True} if args.padding else {})
     with agreement(peers):
         check_documents(Problem(**source.shapes), **documents)
     plan = MeshAttention(
@@ -135,7 +134,7 @@ def _run(job, args):
     )
     peers.timeout = max(peers.timeout, plan.timeout)  # phases may take as long as a pass
     activity = plan.activity_of(**documents)
-    chosen = {**opening.origin(peers, args.words), **_chosen(plan, args)}
+    chosen = {**opening.origin(peers, args.words), **_chosen(plan, args, source.axes, activity)}
     _open(peers, args, plan, chosen)
     output = Output(
         peers,
@@ -177,18 +176,6 @@ def _open(peers, args, plan, chosen):
     else:
         passes = ["forward", "backward"][: 1 + args.backward]
         print(opening.text(plan, chosen, hosts, problem_text(plan.problem, chosen), passes, warning), flush=True)
-
-
-def _warn_of_axes(shapes):
-    for heads, tokens in (("heads", "seqlen"), ("kv_heads", "seqlen_k")):
-        if shapes[heads] > shapes[tokens]:
-            print(
-                f"mpiattn run: WARNING: IN has {heads} {shapes[heads]} and {tokens} {shapes[tokens]}; if it is "
-                "(batch, heads, seqlen, head_dim), add --axes bhsd; if not, --axes bshd silences this warning",
-                file=sys.stderr,
-                flush=True,
-            )
-            return
 
 
 def _results(p, backward):
@@ -307,14 +294,16 @@ def _write(output, plan, results):
 
 
 def _local(comm, plan, activity):
-    """The work of this rank; pairs: of one head, summed over the batch."""
+    """The work of this rank; pairs: of one head, summed over the batch; empty: tokens of the batch that see no key."""
     entries = plan.problem.batch // len(activity.documents or [0])  # batch entries per group of documents
+    begin, end = plan.problem.mask.key_interval(plan.positions, activity.documents)
     return {
         "rank": comm.rank,
         "host": socket.gethostname(),
         "tokens": len(plan.positions),
         "tokens_k": len(plan.positions_k),
         "pairs": entries * plan.pairs(activity),
+        "empty": entries * int((begin >= end).sum()),
     }
 
 
@@ -327,8 +316,11 @@ def _formulas(plan, rank, activity, direction):
     return {"formula_bytes": plan.formula(direction, activity), "ring_bytes": ring_bytes}
 
 
-def _chosen(plan, args):
-    """The chosen plan and the options given, for the attributes of OUT and the report; unset options are left out."""
+def _chosen(plan, args, axes, activity):
+    """The chosen plan and the options given, for the attributes of OUT and the report; unset options are left out.
+
+    padding, padding_k: tokens of the batch.
+    """
     p = plan.problem
     asked = {
         "prefix": p.prefix or None,
@@ -338,12 +330,15 @@ def _chosen(plan, args):
         "transport": plan.transport or None,
         "documents_k": args.documents_k,
     }
+    if args.padding:
+        of_batch = padding_of(activity.documents, p.batch, p.seqlen, p.seqlen_k)
+        asked |= dict(zip(("padding", "padding_k"), of_batch))
     if p.window != (None, None):
-        asked["window"] = ",".join("" if side is None else str(side) for side in p.window)
+        asked["window"] = ",".join("" if side in (None, -1) else str(side) for side in args.window)
     if args.max_memory is not None:
         asked |= {"max_memory": args.max_memory, "memory_cost": plan.memory_cost}
     return {
-        "axes": args.axes or "bshd",
+        "axes": axes,
         "tile": str(plan.tile),
         "ranks": plan.tile.ranks,
         "machine": plan.machine.name,

@@ -154,12 +154,13 @@ def parse_window(text):
 
 
 def add_axes(parser, files):
-    """--axes, for `mpiattn.files.io.Input`; None where it is not given, which means bshd."""
+    """--axes, for `mpiattn.files.io.Input`; None where it is not given."""
     parser.add_argument(
         "--axes",
         choices=AXES,
         help=f"the order of dimensions in {files}: bshd is (batch, seqlen, heads, head_dim), bhsd is "
-        "(batch, heads, seqlen, head_dim), the order of PyTorch's attention (default: bshd)",
+        "(batch, heads, seqlen, head_dim), the order of PyTorch's attention (default: what the file's attribute axes "
+        "says, else bshd; an error if there would then be more heads than tokens)",
     )
 
 
@@ -197,17 +198,28 @@ def add_window(parser):
 
 
 def add_documents(parser):
-    """--documents and --documents-k, for `mpiattn.cli.documents.read_documents`."""
+    """--documents, --documents-k and --padding, for `mpiattn.cli.documents.read_documents`."""
     parser.add_argument(
         "--documents",
         metavar="SPEC",
         help="the sequence contains several packed documents, and a token sees only its own. SPEC is the name of a "
         "dataset of IN or, if IN has none of that name, a .npy or text file. It lists where each document begins, and "
-        "then the end of the last one (cu_seqlens). One row is for all batch entries; with several rows (two "
-        "dimensions, or lines of text) each entry has its own",
+        "then the end of the last one (cu_seqlens), from 0 to the number of tokens. One row is for all batch entries; "
+        "with several rows (two dimensions, or lines of text) each entry has its own",
     )
     parser.add_argument(
         "--documents-k", metavar="SPEC", help="as --documents, for keys and values, if their documents begin elsewhere"
+    )
+    add_padding(parser, "the first document")
+
+
+def add_padding(parser, first):
+    """--padding."""
+    parser.add_argument(
+        "--padding",
+        action="store_true",
+        help=f"tokens before {first} and after the last are padding, and are counted; without this option they are an "
+        "error",
     )
 
 

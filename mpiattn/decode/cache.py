@@ -13,7 +13,7 @@ from ..comm.transport import check_transport, make_backend
 from ..engine.folding import check_values, checked
 from ..errors import ArgumentError
 from ..model.tuned import machine_for
-from ..problem.layout import Layout
+from ..problem.layout import Layout, of_sizes
 from ..problem.problem import Problem
 from .arguments import check_sizes, kept_lengths, sequence_numbers, token_counts
 from .combine import Combiner
@@ -22,6 +22,7 @@ from .storage import Storage
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from mpi4py import MPI
     from numpy.typing import ArrayLike
@@ -170,7 +171,7 @@ class KVCache(DescribedCache, Collective):
         *,
         sequences: ArrayLike | None = None,
         counts: ArrayLike | None = None,
-        layout: Layout | None = None,
+        layout: Layout | Sequence[int] | None = None,
         check: bool = True,
     ) -> None:
         """Append tokens to sequences; collective.
@@ -183,8 +184,9 @@ class KVCache(DescribedCache, Collective):
             in a cache with shared_kv.
         sequences, counts : sequence of int, default all and all tokens
             Numbers of sequences, and of tokens for each (of the whole if there is a layout); the rest are padding.
-        layout : Layout, default None
-            Chunks of the ranks, as after a prefill: append(k, v, layout=plan.k_layout).
+        layout : Layout or tuple of int, default None
+            Chunks of the ranks, as after a prefill: append(k, v, layout=plan.k_layout).  Numbers: of tokens of every
+            rank, of consecutive chunks in order of rank.
         check : bool, default True
             Verify by a small allreduce that the arguments are valid and the same on all ranks.
 
@@ -199,10 +201,11 @@ class KVCache(DescribedCache, Collective):
         with self.call("append") as call:
             with call.agreement(check) as same:
                 sequences = sequence_numbers(sequences, self.sequences)
-                arrays, tokens = self._check_tokens(k, v, sequences, layout)
+                placed: Layout | None = of_sizes(layout, self.ranks)
+                arrays, tokens = self._check_tokens(k, v, sequences, placed)
                 counts = token_counts(counts, len(sequences), tokens)
-                same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": layout}
-            self.storage.append(sequences, counts, arrays, layout)
+                same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": placed}
+            self.storage.append(sequences, counts, arrays, placed)
 
     def truncate(self, lengths: ArrayLike, *, sequences: ArrayLike | None = None, check: bool = True) -> None:
         """Keep the first tokens of sequences and free the pages of the others; collective.
@@ -297,7 +300,15 @@ class KVCache(DescribedCache, Collective):
             save(self, path)
 
     @classmethod
-    def load(cls, comm: MPI.Intracomm, path: str | os.PathLike[str], **options: Any) -> Self:
+    def load(
+        cls,
+        comm: MPI.Intracomm,
+        path: str | os.PathLike[str],
+        *,
+        axes: str | None = None,
+        padding: bool = False,
+        **options: Any,
+    ) -> Self:
         """A cache with the sequences of an HDF5 file, on any number of ranks; collective.
 
         Parameters
@@ -306,7 +317,12 @@ class KVCache(DescribedCache, Collective):
             The ranks; it stays the caller's.
         path : str or path
             File of `save`, or any with k and v (batch, seqlen, kv_heads, dim).  Its sequences are the batch entries,
-            or the documents of a dataset cu_seqlens.
+            or the documents of a dataset cu_seqlens, from 0 to the number of tokens.
+        axes : str, default None
+            Order of the dimensions in the file: "bshd", or "bhsd" for (batch, kv_heads, seqlen, dim).  None: as its
+            attribute axes says, else "bshd"; an error if there would then be more heads than tokens.
+        padding : bool, default False
+            Whether tokens before the first document and after the last are padding, which no rank holds; else an error.
         **options
             As in `KVCache`, without those that the file fixes; capacity is by default the file's number of tokens.
 
@@ -323,14 +339,14 @@ class KVCache(DescribedCache, Collective):
         """
         from .cache_file import load
 
-        return load(cls, comm, path, options)
+        return load(cls, comm, path, options, axes=axes, padding=padding)
 
     def _check_tokens(
         self, k: Array, v: Array, sequences: list[int] | range, layout: Layout | None
     ) -> tuple[tuple[Array, ...], int]:
         """k and v as arrays of the back end, one for each pool, and the number of tokens over all ranks."""
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
-            raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, one a rank")
+            raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, or their sizes")
         tokens = None if layout is None else layout.length(self.rank)
         k = checked(self._backend, "k", k, (len(sequences), tokens, self.kv_heads, self.head_dim), self.dtype)
         tokens = k.shape[1] if layout is None else layout.seqlen

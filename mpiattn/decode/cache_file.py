@@ -6,6 +6,7 @@ cu_seqlens, the boundaries of the sequences.  Where keys hold the values it has 
 """
 
 import os
+from functools import partial
 from itertools import pairwise
 
 import h5py
@@ -14,9 +15,10 @@ import numpy as np
 from ..comm.agreement import agreement
 from ..engine.folding import on_host
 from ..errors import ArgumentError, FileError
-from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural
+from ..files.hdf5 import AXES, check_order, dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
+from ..problem.documents import check_padding, left_out
 from ..problem.problem import ITEMSIZE, dtype_name
 
 # Bytes of a run of keys that a rank gets at a time, or of values if they are longer.  Longer runs are not read faster
@@ -24,12 +26,17 @@ from ..problem.problem import ITEMSIZE, dtype_name
 RUN_BYTES = 2**16
 
 
-def read_cache_shapes(path, argument="path", axes="bshd"):
-    """What a file fixes: a dict of kv_heads, head_dim, value_dim, shared_kv, dtype and spans.
+def read_cache_shapes(path, axes=None, argument="path", padding=False):
+    """What a file fixes, and the order of its dimensions.
 
-    spans has (batch entry, first token, number of tokens) of every sequence.  axes: as of `mpiattn.files.io.Input`.
+    That is a dict of kv_heads, head_dim, value_dim, shared_kv, dtype, spans and padding.  spans has (batch entry, first
+    token, number of tokens) of every sequence; padding is the number of tokens in none.
+    axes: as of `mpiattn.files.hdf5.read_shapes`.  padding: whether there may be any.
     Raises FileError if the file is not a valid cache.
     """
+    check_padding(padding)
+    if axes not in (None, *AXES):
+        raise ArgumentError(f"axes is {axes!r}; it may be {', '.join(AXES)}")
 
     def no(why):
         return FileError(f"{argument} is {str(path)!r}; {why}")
@@ -37,14 +44,14 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
     if not os.path.isfile(path):
         raise no("there is no such file")
     with file_errors(argument, path, "read"), h5py.File(path, "r") as file:
-        shared = "v" not in file and "value_dim" in file.attrs
+        shared, order = "v" not in file and "value_dim" in file.attrs, order_of(file, argument, axes)
         datasets = [dataset_of(file, name) for name in ("k", "k" if shared else "v")]
         for name, dataset in zip("kv", datasets):
             if dataset is None:
                 raise no(f"it has no dataset {name!r}, it must have k and v, or k and an attribute value_dim")
-        k, v = (natural(dataset.shape, axes) for dataset in datasets)
+        k, v = (natural(dataset.shape, order or AXES[0]) for dataset in datasets)
         if not (len(k) == len(v) == 4 and k[:3] == v[:3]):
-            sizes = ", ".join(natural(("batch", "tokens", "kv_heads", "dim"), axes))
+            sizes = ", ".join(natural(("batch", "tokens", "kv_heads", "dim"), order or AXES[0]))
             shapes = "k {}, v {}".format(*(dataset.shape for dataset in datasets))
             raise no(f"its shapes do not fit: {shapes}; they must be ({sizes})")
         names = list(map(dtype_of, datasets))
@@ -53,6 +60,8 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
                 f"its k and v have dtypes {', '.join(names)}; they must have one and the same of {', '.join(ITEMSIZE)}"
             )
         dtype_name(names[0])  # registers bfloat16 with NumPy
+        if order is None:
+            check_order(argument, path, None, k)
         batch, tokens = k[:2]
         spans = [(entry, 0, tokens) for entry in range(batch)]
         cu_seqlens = dataset_of(file, "cu_seqlens")
@@ -72,19 +81,24 @@ def read_cache_shapes(path, argument="path", axes="bshd"):
                     f"positions from 0 to {tokens} that never decrease, one row for all {batch} batch entries or "
                     "one for each"
                 )
+            wrong = "" if padding else next(filter(None, (left_out("cu_seqlens", row, tokens) for row in cuts)), "")
+            if wrong:
+                raise no(f"its {wrong}")
             spans = [
                 (entry, start, stop - start)
                 for entry in range(batch)
                 for start, stop in pairwise(cuts[entry % len(cuts)].tolist())
             ]
-        return {
+        fixed = {
             "kv_heads": k[2],
             "head_dim": k[3],
             "value_dim": int(file.attrs["value_dim"]) if shared else v[3],
             "shared_kv": shared,
             "dtype": names[0],
             "spans": spans,
+            "padding": batch * tokens - sum(length for *_, length in spans),
         }
+        return fixed, order or AXES[0]
 
 
 def save(cache, path, argument="path"):
@@ -96,7 +110,7 @@ def save(cache, path, argument="path"):
         peers,
         path,
         {**shapes, "cu_seqlens": ((len(starts),), "int64")},
-        {"page_size": cache.page_size} | ({"value_dim": cache.value_dim} if cache.shared_kv else {}),
+        {"page_size": cache.page_size, "axes": AXES[0]} | ({"value_dim": cache.value_dim} if cache.shared_kv else {}),
         max_message=cache.combiner.exchange.max_message,
         argument=argument,
     )
@@ -118,10 +132,11 @@ def _chunks(cache, starts):
             yield Written(name, chunk[None], ledger, first=start)
 
 
-def load(make, comm, path, options, argument="path", progress=None, axes="bshd"):
+def load(make, comm, path, options, argument="path", progress=None, axes=None, padding=False):
     """A cache with a file's sequences, constructed by make(comm, **options); collective.  See `mpiattn.KVCache.load`.
 
-    progress: called with the number of tokens that this rank has just read.  axes: as of `mpiattn.files.io.Input`.
+    progress: called with the number of tokens that this rank has just read.  axes, padding: as of
+    `read_cache_shapes`.
     """
     from ..comm.mesh import Home
     from ..comm.peers import time_limit
@@ -133,7 +148,7 @@ def load(make, comm, path, options, argument="path", progress=None, axes="bshd")
             source = Input(
                 peers,
                 path,
-                look=lambda path: read_cache_shapes(path, argument, axes),
+                look=partial(read_cache_shapes, argument=argument, padding=padding),
                 argument=argument,
                 axes=axes,
                 call="loading a cache",
@@ -148,7 +163,7 @@ def load(make, comm, path, options, argument="path", progress=None, axes="bshd")
 
 def _fill(make, comm, home, source, options, progress):
     spans = source.shapes["spans"]
-    fixed = {name: value for name, value in source.shapes.items() if name != "spans"}
+    fixed = {name: value for name, value in source.shapes.items() if name not in ("spans", "padding")}
     given = sorted(set(options) & {*fixed, "sequences"})
     with home.call("loading a cache"), agreement(source.peers):
         if given:

@@ -81,6 +81,11 @@ class Call:
             self.some = cache.storage.some(self.sequences)
             lengths = cache.storage.ledgers.lengths[self.some]
             self.queries, self.heads = q.shape[1:3]
+            if len(lengths) and self.queries and not lengths.any():
+                raise ArgumentError(
+                    "cache has no token in any sequence of the call; append the keys and values of the queries' tokens "
+                    "before decoding"
+                )
             self.problem, ends = _asked(cache, self.queries, self.heads, causal, window, softcap, scale)
             if sinks is not None:
                 wanted = (self.heads,), cache.partial_dtype

@@ -18,6 +18,7 @@ from ..problem.problem import ITEMSIZE, dtype_name
 INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
+MOST_HEADS = 256  # more are rather tokens
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
 
 
@@ -208,18 +209,53 @@ def needed_bytes(file):
     return max(ends)
 
 
-def read_shapes(path, backward=False, names=None, axes="bshd"):
-    """The keyword arguments of `Problem` that an input file determines; FileError where the file does not fit.
+def order_of(file, argument, axes=None):
+    """The order of dimensions in an open file, one of AXES: as asked for, or as its attribute says, or None.
 
-    backward: the file must hold dout too, the gradient of the result.  names: role ("q", ...) -> name of the dataset,
-    where they differ.  axes: the order of the datasets' dimensions, one of AXES.  A file with an attribute value_dim
-    needs no v: a value is then as many numbers of its key.
+    Files of mpiattn have that attribute.  Raises FileError if it says something else than what is asked for.
+    """
+    said = file.attrs.get("axes")
+    if not (isinstance(said, str) and said in AXES):
+        return axes
+    if axes not in (None, said):
+        raise FileError(f"{argument} is {file.filename!r}; its attribute axes is {said!r}, but the call says {axes!r}")
+    return said
+
+
+def check_order(argument, path, q, k):
+    """Raise FileError if tensors of an order that nobody says look like (batch, heads, seqlen, head_dim).
+
+    q, k: shapes, as (batch, seqlen, heads, head_dim); q may be None.  They look so if they have more heads than tokens
+    and the other order is possible, in which the heads of k divide those of q.  Few tokens of grouped heads, as many of
+    k as of q, are none of the other order, of which q and k seldom have other numbers of tokens.
+    """
+    shapes = {"q": q, "k": k} if q else {"k": k}
+    if q and q[1] == k[1] and q[2] != k[2] and q[2] <= MOST_HEADS:
+        return
+    possible = all(shape[1] for shape in shapes.values()) and not (q and q[1] % k[1])
+    for name, (_, tokens, heads, _) in shapes.items():
+        if possible and heads > tokens:
+            say = 'axes="{}"' if argument == "path" else "--axes {}"
+            raise FileError(
+                f"{argument} is {str(path)!r}; its {name} would have {heads} heads and {tokens} tokens; say "
+                f"{say.format(AXES[1])} if it is (batch, heads, seqlen, head_dim), and {say.format(AXES[0])} if it is "
+                "(batch, seqlen, heads, head_dim) nevertheless"
+            )
+
+
+def read_shapes(path, axes=None, backward=False, names=None):
+    """The keyword arguments of `Problem` that an input file determines, and the order of its datasets' dimensions.
+
+    axes: that order, one of AXES, or None: as the file says, else "bshd".  backward: the file must hold dout too, the
+    gradient of the result.  names: role ("q", ...) -> name of the dataset, where they differ.  A file with an attribute
+    value_dim needs no v: a value is then as many numbers of its key.
+    Raises FileError where the file does not fit.
     """
     if not os.path.isfile(path):
         raise FileError(f"IN is {str(path)!r}; there is no such file")
     names = names or {}
     with file_errors("IN", path, "read"), h5py.File(path, "r") as file:
-        tensors, value_dim = {}, None
+        tensors, value_dim, order = {}, None, order_of(file, "IN", axes)
         if names.get("v", "v") not in file and "value_dim" in file.attrs:
             value_dim = int(file.attrs["value_dim"])
         for name in (*(INPUTS if value_dim is None else ("q", "k")), *["dout"] * backward):
@@ -232,7 +268,10 @@ def read_shapes(path, backward=False, names=None, axes="bshd"):
                     f"datasets that --names names; it has{listing(contents(file)) or ' none'}"
                 )
             tensors[name] = data.shape, dtype_of(data)
-    return problem_of("IN", path, tensors, axes, value_dim)
+    problem = problem_of("IN", path, tensors, order or AXES[0], value_dim)
+    if order is None:
+        check_order("IN", path, tensors["q"][0], tensors["k"][0])
+    return problem, order or AXES[0]
 
 
 def problem_of(argument, path, tensors, axes="bshd", value_dim=None):

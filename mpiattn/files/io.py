@@ -105,10 +105,11 @@ class Written(NamedTuple):
 class Input:
     """An input file, open on every rank; made, used and closed collectively.
 
-    shapes: what look(path) returns; by default the keyword arguments of `Problem` that the file determines.
+    shapes, axes: what look(path, axes) returns: by default the keyword arguments of `Problem` that the file determines,
+    and the order of dimensions in the file, one of `mpiattn.files.hdf5.AXES`.  Arrays are returned in the order bshd.
     max_message: as for `MeshAttention`.  backward: the file must hold dout besides q, k, v.  argument: its name in
-    errors.  names: role ("q", ...) -> name of the dataset, where they differ.  axes: order of the dimensions in the
-    file, one of `mpiattn.files.hdf5.AXES`; arrays are returned in the order bshd.  call: as for `agreement`.
+    errors.  names: role ("q", ...) -> name of the dataset, where they differ.  axes: the order, None if nobody says
+    it.  call: as for `agreement`.
     """
 
     def __init__(
@@ -120,14 +121,15 @@ class Input:
         look=None,
         argument="IN",
         names=None,
-        axes="bshd",
+        axes=None,
         call="",
     ):
-        self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
+        self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
         self.names, self._watched, self._sources = names or {}, None, {}
         with agreement(peers, call=call):  # every rank looks itself: hosts may see different files
-            self.shapes = look(path) if look else read_shapes(path, backward, names, axes)
-        agree_on(peers, {f"the content of {argument}, {str(path)!r}": self.shapes})
+            look = look or partial(read_shapes, backward=backward, names=names)
+            self.shapes, self.axes = look(path, axes)
+        agree_on(peers, {f"the content of {argument}, {str(path)!r}": (self.shapes, self.axes)})
         with agreement(peers), file_errors(argument, path, "read"):
             self.file = _open(path, "r", peers.comm)
             self._watched = open(path, "rb")  # noqa: SIM115  (keeps this file even if the name is replaced)

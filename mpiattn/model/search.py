@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.layout import LAYOUTS, Layout
+from ..problem.layout import LAYOUTS, Layout, of_sizes
 from ..schedule.remembered import Remembered
 from ..schedule.route import ROUTES, passed_on
 from ..schedule.tile import Tile, tiles
@@ -84,17 +84,24 @@ def pair_of(kinds, problem, chunks):
 def layouts(argument, problem, ranks, mask=None):
     """The pairs of layouts, (of queries, of keys), that an argument allows.  Raises ArgumentError.
 
-    argument: a kind, "auto", a `Layout` or a pair of them.  "auto" without a mask allows "contiguous" only, because all
-        kinds balance equally well then.
+    argument: a kind, "auto", a `Layout`, sizes of chunks, or a pair of these two.  "auto" without a mask allows
+        "contiguous" only, because all kinds balance equally well then.
     """
     if isinstance(argument, str):
         if argument not in (*LAYOUTS, "auto"):
             raise ArgumentError(f"layout is {argument!r}; it may be {', '.join(LAYOUTS)}, auto")
         kinds = [argument] if argument != "auto" else balancing(mask or problem.mask, ranks)
         return [pair_of((kind, kind), problem, ranks) for kind in kinds]
-    pair = (argument, argument) if isinstance(argument, Layout) else argument
+    pair = of_sizes(argument, ranks)
+    if isinstance(pair, Layout):
+        pair = pair, pair
+    elif isinstance(pair, tuple):
+        pair = tuple(of_sizes(layout, ranks) for layout in pair)
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(layout, Layout) for layout in pair)):
-        raise ArgumentError(f"layout is {argument!r}; it may be auto, {', '.join(LAYOUTS)}, a Layout or a pair of them")
+        raise ArgumentError(
+            f"layout is {argument!r}; it may be auto, {', '.join(LAYOUTS)}, a Layout, a tuple of the ranks' numbers of "
+            "tokens, or a pair of these two"
+        )
     if [(layout.seqlen, layout.chunks) for layout in pair] != [(problem.seqlen, ranks), (problem.seqlen_k, ranks)]:
         raise ArgumentError(
             f"layout is {argument!r}; it must be of {problem.seqlen} queries and {problem.seqlen_k} "

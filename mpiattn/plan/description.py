@@ -218,11 +218,13 @@ class Described:
         """The blocks and transfers that the plan's own masks need (`mpiattn.schedule.needed.Activity`)."""
         return self._activity
 
-    def activity_of(self, **of_documents: PerDocument) -> Activity:
+    def activity_of(self, *, padding: bool = False, **of_documents: PerDocument) -> Activity:
         """The blocks and transfers that a call needs; kept for calls with the same documents.  Not collective.
 
         Parameters
         ----------
+        padding : bool, default False
+            As in `forward`.
         **of_documents
             cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes and causal_documents, as in `forward`.
 
@@ -235,10 +237,10 @@ class Described:
         ArgumentError
             On this rank only: the documents are invalid.
         """
-        given = _as_bytes(of_documents)
+        given = _as_bytes({**of_documents, "padding": padding})
         known = [activity for activity, arguments in self._recent.items() if given and arguments == given]
         if not known:
-            groups = documents(self.problem, **of_documents)
+            groups = documents(self.problem, padding=padding, **of_documents)
             if groups is None:
                 return self._activity
             known = [activity for activity in self._recent if _same_cuts(activity.documents, groups)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..backends.base import Array
     from ..model.machine import Machine
     from ..problem.documents import PerDocument
-    from ..problem.layout import Layout
+    from ..problem.layout import AnyLayout
     from ..schedule.tile import Tile
 
 
@@ -67,8 +67,9 @@ class MeshAttention(Described, Distributed):
     tile : str, tuple of int or Tile, default "auto"
         "AxB" (A query chunks x B KV chunks, A * B = ranks); "HxAxB" (the same on each of H planes, which have 1/H of
         batch and heads, H * A * B = ranks); the numbers; "ring", "qring", "ulysses" (a rank a plane) or "auto".
-    layout : str or Layout or pair of Layout, default "auto"
-        "contiguous", "striped", "zigzag", "auto", or a `Layout` of uneven contiguous chunks, or two: (queries, keys).
+    layout : str, Layout, tuple of int, or pair of the latter two, default "auto"
+        "contiguous", "striped", "zigzag", "auto", a `Layout`, or the number of tokens of every rank, of consecutive
+        chunks in order of rank; or two: (queries, keys).
     mesh_layout : str, default "auto"
         Kind of layout in which the mesh computes.  An all-to-all before and after makes it of `layout` where it is
         another kind, or where there are planes.  "auto": what is predicted to be faster.
@@ -94,7 +95,7 @@ class MeshAttention(Described, Distributed):
     timeout : float, default 600 or ten times the predicted time of the passes, whichever is longer
         Seconds that this rank waits for others in a call or a transfer before it raises PeerFailure; inf for no limit.
     expected_cu_seqlens : as cu_seqlens of `forward`, default None
-        For "auto" and predicted times: documents like those that calls will have.  Results do not depend on them.
+        For "auto" and predicted times: documents like those of calls, or without padding.  No result depends on it.
 
     Raises
     ------
@@ -142,7 +143,7 @@ class MeshAttention(Described, Distributed):
         value_dim: int | None = None,
         shared_kv: bool = False,
         tile: str | tuple[int, int] | Tile = "auto",
-        layout: str | Layout | tuple[Layout, Layout] = "auto",
+        layout: AnyLayout = "auto",
         mesh_layout: str = "auto",
         schedule: str = "auto",
         route: str = "auto",
@@ -239,6 +240,7 @@ class MeshAttention(Described, Distributed):
         lengths_k: PerDocument = None,
         prefixes: PerDocument = None,
         causal_documents: PerDocument = None,
+        padding: bool = False,
         sinks: Array | None = None,
         out: Array | None = None,
         lse: Array | None = None,
@@ -256,8 +258,15 @@ class MeshAttention(Described, Distributed):
             In the plan's dtype; tokens as in `positions`.
         k, v : array, (batch, tokens_k, kv_heads, head_dim or value_dim)
             In the plan's dtype; tokens as in `positions_k`.  v is None in a plan with shared_kv.
-        cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents : default None
-            Documents, padding and what documents see, the same on every rank: `mpiattn.problem.documents.documents`.
+        cu_seqlens, cu_seqlens_k : sequence of int, (documents + 1,), or one for each batch entry, default None
+            Where the documents of queries and of keys (default: the same) begin, and the last one's end: from 0 to the
+            number of tokens, unless there is padding.  A document sees only itself.
+        padding : bool, default False
+            Whether tokens before the first document and after the last are padding, whose out is 0 and lse -inf.
+        lengths, lengths_k : sequence of int, (batch,), default None
+            Without cu_seqlens: tokens of each batch entry that are not padding, which comes last.
+        prefixes, causal_documents : sequence of int or of bool, (documents,), or one for each batch entry, default None
+            The prefix of each document, and whether it is causal, in place of the plan's.  Without cu_seqlens (batch,).
         sinks : array, (heads,), default None
             Attention sinks in lse's dtype, the same on every rank: one more score per query of a head, with value 0.
         out, lse : array, default None
@@ -288,13 +297,8 @@ class MeshAttention(Described, Distributed):
                 inputs, sinks = self._arguments.checked(q=q, k=k, v=v), self._arguments.sinks(sinks)
                 results = self._arguments.results({"out": out, "lse": lse}, {**inputs, "sinks": sinks})
                 activity = self.activity_of(
-                    cu_seqlens=cu_seqlens,
-                    cu_seqlens_k=cu_seqlens_k,
-                    lengths=lengths,
-                    lengths_k=lengths_k,
-                    prefixes=prefixes,
-                    causal_documents=causal_documents,
-                )
+                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths, lengths_k=lengths_k,
+                    prefixes=prefixes, causal_documents=causal_documents, padding=padding)  # fmt: skip
                 same |= compared(activity, sinks)
                 whole = results.arrays(q)
                 chunks = self._passes.fold_forward(inputs, activity, whole[0])
@@ -317,6 +321,7 @@ class MeshAttention(Described, Distributed):
         lengths_k: PerDocument = None,
         prefixes: PerDocument = None,
         causal_documents: PerDocument = None,
+        padding: bool = False,
         sinks: Array | None = None,
         dq: Array | None = None,
         dk: Array | None = None,
@@ -335,7 +340,7 @@ class MeshAttention(Described, Distributed):
             Gradients of out and lse, in their shapes and dtypes.  With `cuda+cudnn`, dlse is for all ranks or none.
         q, k, v, out, lse : array
             Arguments and results of `forward`.
-        cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, sinks, check, progress
+        cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding, sinks, check, progress
             As in `forward`, with the same documents and sinks.
         dq, dk, dv : array, default None
             Memory for any of the results, as `out` in `forward`.  It is overwritten, not added to.
@@ -359,13 +364,8 @@ class MeshAttention(Described, Distributed):
                 sinks = self._arguments.sinks(sinks)
                 results = self._arguments.results({"dq": dq, "dk": dk, "dv": dv}, {**inputs, **rows, "sinks": sinks})
                 activity = self.activity_of(
-                    cu_seqlens=cu_seqlens,
-                    cu_seqlens_k=cu_seqlens_k,
-                    lengths=lengths,
-                    lengths_k=lengths_k,
-                    prefixes=prefixes,
-                    causal_documents=causal_documents,
-                )
+                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths, lengths_k=lengths_k,
+                    prefixes=prefixes, causal_documents=causal_documents, padding=padding)  # fmt: skip
                 same |= compared(activity, sinks, self._backend.dlse_on_all and dlse is not None)
                 grads = results.arrays(q)
                 chunks = self._passes.fold_backward(inputs, rows, activity, grads)

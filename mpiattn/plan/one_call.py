@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from ..backends.base import Array
+    from ..problem.layout import AnyLayout
 
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
-OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "sinks")
+OF_CALL = (
+    "cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "padding", "sinks"
+)  # fmt: skip
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
 KEPT, KEPT_BYTES = 4, 2**24
 
@@ -36,7 +39,7 @@ def attention(
     value_dim: int | None = None,
     causal: bool = False,
     scale: float | None = None,
-    layout: str | Layout | tuple[Layout, Layout] = "contiguous",
+    layout: AnyLayout = "contiguous",
     **options: Any,
 ) -> tuple[Array, Array]:
     """Attention in one call: makes a plan for these chunks and runs it; collective.
@@ -64,12 +67,12 @@ def attention(
         Whether query i sees only keys j <= i + seqlen_k - seqlen (bottom-right aligned).
     scale : float, default 1/sqrt(head_dim)
         Factor of the scores.
-    layout : str or Layout or pair of Layout, default "contiguous"
-        The tokens of each rank: "contiguous", "striped" or "zigzag".
+    layout : str, Layout, tuple of int, or pair of the latter two, default "contiguous"
+        The tokens of each rank: "contiguous", "striped", "zigzag" or as in `MeshAttention`.
     **options
-        Other arguments of `MeshAttention`, and cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents
-        and sinks of `MeshAttention.forward`, whose positions and lengths are those of the whole sequence.  The default
-        backend is "cuda" if q is on a GPU, else "auto".
+        Other arguments of `MeshAttention`, and cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes,
+        causal_documents, padding and sinks of `MeshAttention.forward`, whose positions and lengths are those of the
+        whole sequence.  The default backend is "cuda" if q is on a GPU, else "auto".
 
     Returns
     -------

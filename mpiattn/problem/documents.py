@@ -32,11 +32,14 @@ def documents(
     lengths_k: PerDocument = None,
     prefixes: PerDocument = None,
     causal_documents: PerDocument = None,
+    padding: bool = False,
 ) -> tuple[Group, ...] | None:
     """The groups of documents of a call; None without arguments.  Raises ArgumentError.
 
     cu_seqlens: start of every document and the end of the last, as in FlashAttention: int (documents + 1,) for all
-        batch entries, or a sequence of one such array per entry.
+        batch entries, or a sequence of one such array per entry.  The first is 0 and the last the number of tokens,
+        unless there is padding.
+    padding: whether tokens before the first document and after the last are padding.
     lengths: tokens of every batch entry without padding, int (batch,); padding comes last.
     cu_seqlens_k, lengths_k: the same for the keys, if they differ from the queries'.
     prefixes: number of leading keys of every document that all its queries see in spite of `causal`; replaces the
@@ -46,9 +49,12 @@ def documents(
     """
     if cu_seqlens is not None and lengths is not None:
         raise ArgumentError(
-            "lengths and cu_seqlens are both given; give cu_seqlens alone, and let the last document end where padding "
-            "begins"
+            "lengths and cu_seqlens are both given; give cu_seqlens alone, let the last document end where padding "
+            "begins, and say padding=True"
         )
+    check_padding(padding)
+    if padding and cu_seqlens is None:
+        raise ArgumentError("padding is given without cu_seqlens, of which it says that tokens outside are padding")
     for name, keys_alone in (
         ("cu_seqlens", cu_seqlens is None and cu_seqlens_k is not None),
         ("lengths", lengths is None and lengths_k is not None),
@@ -56,6 +62,12 @@ def documents(
         if keys_alone:
             raise ArgumentError(f"{name}_k is given without {name}")
     pairs = _pairs(problem, cu_seqlens, cu_seqlens_k, lengths, lengths_k)
+    if cu_seqlens is not None and not padding:
+        for q_cuts, k_cuts in pairs or ():
+            wrong = left_out("cu_seqlens", q_cuts, problem.seqlen)
+            wrong = wrong or left_out("cu_seqlens_k", k_cuts, problem.seqlen_k)
+            if wrong:
+                raise ArgumentError(wrong)
     if prefixes is None and causal_documents is None:
         return None if pairs is None else tuple(Group(*pair) for pair in pairs)
     if causal_documents is None and not problem.causal:
@@ -70,6 +82,31 @@ def documents(
         Group(q_cuts, k_cuts, prefix, causal)
         for (q_cuts, k_cuts), prefix, causal in zip(*(_spread(parts, groups) for parts in (pairs, *kinds)))
     )
+
+
+def left_out(name: str, cuts: IntArray, tokens: int) -> str:
+    """What is wrong with documents that do not hold all tokens, in words; "" if they do."""
+    if cuts[0] == 0 and cuts[-1] == tokens:
+        return ""
+    return (
+        f"{name} is {_brief(cuts)}; it must begin with 0 and end with {tokens}, the number of tokens; if the tokens "
+        "outside are padding, say padding=True (of a command: --padding)"
+    )
+
+
+def check_padding(padding: Any) -> None:
+    """Raise ArgumentError unless the argument is True or False."""
+    if not isinstance(padding, bool | np.bool_):
+        raise ArgumentError(f"padding is {padding!r}; it must be True or False")
+
+
+def padding_of(groups: tuple[Group, ...] | None, batch: int, seqlen: int, seqlen_k: int) -> tuple[int, int]:
+    """Number of tokens that are padding, of queries and of keys, summed over the batch.  groups: of `documents`."""
+    if groups is None:
+        return 0, 0
+    held = [sum(int(cuts[-1] - cuts[0]) for cuts in of_side) for of_side in zip(*(group[:2] for group in groups))]
+    entries = batch // len(groups)  # of a group
+    return batch * seqlen - entries * held[0], batch * seqlen_k - entries * held[1]
 
 
 def expected_cuts(problem: Problem, given: PerDocument, name: str = "expected_cu_seqlens") -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -304,3 +304,19 @@ class Layout:
             Increasing.
         """
         return np.concatenate([np.arange(t.start, t.stop, t.step, dtype=np.int64) for t in self.ranges(chunk)])
+
+
+Chunks: TypeAlias = "Layout | Sequence[int]"  # a layout, or the sizes of contiguous chunks
+AnyLayout: TypeAlias = "str | Chunks | tuple[Chunks, Chunks]"  # or a kind, or those of queries and of keys
+
+
+def of_sizes(given: Any, chunks: int, name: str = "layout") -> Any:
+    """The contiguous `Layout` of chunks of these sizes; what is no tuple or list of whole numbers, as it is.
+
+    Raises ArgumentError, which names the argument, unless there are `chunks` sizes, none below 0.
+    """
+    if not isinstance(given, tuple | list) or any(isinstance(n, bool) or not isinstance(n, Integral) for n in given):
+        return given
+    if len(given) != chunks or min(given) < 0:
+        raise ArgumentError(f"{name} is {given!r}; as sizes of chunks it must be {chunks} numbers from 0, one a rank")
+    return Layout("contiguous", int(sum(given)), chunks, given)

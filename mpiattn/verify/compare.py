@@ -52,6 +52,9 @@ class Report(NamedTuple):
     lse_tolerance: float
     differing: int  # elements that are finite on one side only
     nonfinite: int = 0  # rows of out with elements that are NaN or infinite on both sides alike
+    # of the rows, over the batch: tokens in no document, and others that see no key
+    padding: int = 0
+    without_keys: int = 0
 
     @property
     def passed(self):
@@ -62,6 +65,10 @@ class Report(NamedTuple):
         rows = f"all {self.rows} rows"
         if self.rows != self.of_rows:
             rows = f"{self.rows} of {self.of_rows} rows, a seeded sample with the first, last and edges"
+        if self.padding:
+            rows += f", {self.padding} tokens of padding"
+        if self.without_keys:
+            rows += f", {self.without_keys} tokens that see no key"
         text = (
             f"{rows}: out off by {self.out_error:.1e} (may be {self.tolerance:.0e}), "
             f"lse by {self.lse_error:.1e} (may be {self.lse_tolerance:.0e})"
@@ -143,6 +150,12 @@ class Source:
         if some.any():
             yield from self.pieces("k", "v", within=(begin[some].min(), end[some].max()))
 
+    def empty(self, positions):
+        """How many of the batch's queries at some positions are padding, and how many others see no key: an array."""
+        begin, end = reference.bounds(positions, self.problem.batch, **self.masks)
+        padding = reference.padding(positions, self.problem.batch, self.masks.get("cu_seqlens"))
+        return np.array([padding, (begin >= end).sum() - padding])
+
     def rows(self, name, positions):
         """A tensor's tokens at increasing positions."""
         rows = np.empty((self.problem.batch, len(positions), *self._row(name)), self.problem.dtype)
@@ -202,7 +215,7 @@ def masks_of(problem, documents=None):
         "prefix": p.prefix,
         "causal_block": p.causal_block,
         "lengths": (p.seqlen, p.seqlen_k),
-        **(documents or {}),
+        **{name: value for name, value in (documents or {}).items() if name != "padding"},
     }
 
 
@@ -236,13 +249,16 @@ def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LI
             see(rows, expected_out, expected_lse)
         if progress:
             progress(len(rows))
-    return conclude(peers, problem, outs, lses, len(chosen), len(positions))
+    return conclude(peers, problem, outs, lses, len(chosen), len(positions), source.empty(positions[chosen]))
 
 
-def conclude(peers, problem, outs, lses, checked, rows):
-    """Combine the ranks' `Errors` of out and lse, over `checked` of `rows` rows each, to a Report; collective."""
+def conclude(peers, problem, outs, lses, checked, rows, empty):
+    """Combine the ranks' `Errors` of out and lse, over `checked` of `rows` rows each, to a Report; collective.
+
+    empty: from `Source.empty`, of the rows that were checked.
+    """
     maxima = np.array([outs.error, outs.magnitude, lses.error, lses.magnitude])
-    counts = np.array([checked, rows, outs.differing + lses.differing, outs.nonfinite])
+    counts = np.array([checked, rows, outs.differing + lses.differing, outs.nonfinite, *empty])
     peers.reduce(maxima, MPI.MAX)
     peers.reduce(counts, MPI.SUM)
     out_error, out_size, lse_error, lse_size = maxima.tolist()

@@ -30,7 +30,7 @@ def verify_decode(peers, problems, q, out, lse, read, limit=WORK_LIMIT, seed=0, 
     same on every rank.
     """
     chosen, share = choose(problems, peers.rank, peers.size, limit, seed)
-    outs, lses = Errors(), Errors()
+    outs, lses, empty = Errors(), Errors(), np.zeros(2, np.int64)
     for sequence, problem in enumerate(problems):
         rows = np.array([query for of, query in chosen if of == sequence], np.int64)
         if not len(rows):
@@ -39,6 +39,7 @@ def verify_decode(peers, problems, q, out, lse, read, limit=WORK_LIMIT, seed=0, 
         expected_out, expected_lse = source.attention(rows, q[sequence : sequence + 1, rows])
         outs.add(out[sequence : sequence + 1, rows], expected_out)
         lses.add(lse[sequence : sequence + 1, :, rows], expected_lse)
+        empty += source.empty(rows)
         if progress:
             progress(len(rows))
-    return conclude(peers, problems[0], outs, lses, len(chosen), share)
+    return conclude(peers, problems[0], outs, lses, len(chosen), share, empty)

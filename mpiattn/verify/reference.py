@@ -96,6 +96,14 @@ def bounds(positions, batch, lengths, causal=False, window=(None, None), causal_
     )
 
 
+def padding(positions, batch, cu_seqlens=None):
+    """Number of a batch's tokens at some positions that are in no document.  cu_seqlens: as for `attention`."""
+    if cu_seqlens is None:
+        return 0
+    of_entries = [cu_seqlens[b] if np.ndim(cu_seqlens[0]) else cu_seqlens for b in range(batch)]
+    return sum(int(((positions < cuts[0]) | (positions >= cuts[-1])).sum()) for cuts in of_entries)
+
+
 def _of_entry(positions, lengths, causal, documents, b):
     """`Rows` of a batch entry."""
     of_entry = {

@@ -49,6 +49,8 @@ def draw_call(rng, batch, seqlen, seqlen_k, causal):
         call = {
             f"cu_seqlens{side}": [documents(rng, tokens, count) for _ in range(batch)] for side, tokens in sides.items()
         }
+    if call:
+        call["padding"] = True
     if kind == "padding":
         call = {f"lengths{side}": [rng.randint(0, tokens) for _ in range(batch)] for side, tokens in sides.items()}
     if kind == "packed" and rng.random() < 0.3:  # what they see then differs by entry

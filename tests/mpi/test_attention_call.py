@@ -71,7 +71,7 @@ def test_other_layouts(comm, layout):
     "call",
     [
         {"cu_seqlens": [0, 4, 13]},
-        {"cu_seqlens": [0, 4, 4], "cu_seqlens_k": [2, 9, 10]},
+        {"cu_seqlens": [0, 4, 4], "cu_seqlens_k": [2, 9, 10], "padding": True},
         {"lengths": [9, 12]},
         {"lengths": [9, 12], "lengths_k": [0, 5]},
         {},

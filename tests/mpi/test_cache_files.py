@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpiattn import ArgumentError, KVCache
+from mpiattn import ArgumentError, FileError, KVCache
 from mpiattn.comm import rounds
 from mpiattn.decode import cache_file
 from mpiattn.files import hdf5
@@ -67,7 +67,7 @@ def test_saved_and_loaded(comm, monkeypatch, path, dtype, piece, run, lengths, s
             assert np.array_equal(stored[0], np.concatenate(given)), "as it was loaded"
 
 
-def test_too_small_a_cache_is_refused(comm, path):
+def test_too_small_a_cache_and_padding_that_is_not_asked_for_are_refused(comm, path):
     kv = [np.ones((1, 40, 3, dim), np.float32) for dim in (5, 4)]
     with KVCache(comm, capacity=40, kv_heads=3, head_dim=5, value_dim=4) as cache:
         cache.append(*kv)
@@ -75,3 +75,13 @@ def test_too_small_a_cache_is_refused(comm, path):
     with pytest.raises(ArgumentError, match="the cache is full"):
         KVCache.load(comm, path, capacity=8, page_size=1)
     KVCache.load(comm, path).close()
+    if comm.rank == 0:
+        with h5py.File(path, "r+") as file:
+            file["cu_seqlens"][...] = 3, 30
+    comm.Barrier()
+    with pytest.raises(FileError, match=r"its cu_seqlens is \[ 3 30\]; it must begin with 0 and end with 40"):
+        KVCache.load(comm, path)
+    with pytest.raises(ArgumentError, match="padding is 'no'; it must be True or False"):
+        KVCache.load(comm, path, padding="no")
+    with KVCache.load(comm, path, padding=True) as cache:
+        assert cache.lengths == (27,)

@@ -54,7 +54,7 @@ def test_case_3_uneven_layouts_of_queries_and_keys(comm):
     n = comm.size
     q_sizes = tuple(0 if rank == 1 else 3 + 5 * (rank % 3) for rank in range(n))
     k_sizes = tuple(7 if rank == n - 1 else 2 * (rank % 4) for rank in range(n))
-    layout = tuple(Layout("contiguous", sum(sizes), n, sizes) for sizes in (q_sizes, k_sizes))
+    layout = Layout("contiguous", sum(q_sizes), n, q_sizes), k_sizes
     for schedule, route in WAYS:
         check(
             comm,
@@ -157,7 +157,7 @@ def test_case_9_window_documents_heads_and_uneven_chunks(group, window):
     documents(group, [0, 33, 34, 90, 131], 4, True, window=window, dtype="float64")
     uneven = Layout("contiguous", 131, 4, (40, 0, 81, 10))
     for schedule, route in WAYS:
-        for call in ({"cu_seqlens": [[0, 33, 90], [5, 100, 131]]}, {"lengths": [131, 17]}):
+        for call in ({"cu_seqlens": [[0, 33, 90], [5, 100, 131]], "padding": True}, {"lengths": [131, 17]}):
             check(
                 group,
                 batch=2,
@@ -304,7 +304,7 @@ def test_layouts_and_dtypes(comm, dtype, layout, way):
 @pytest.mark.parametrize("schedule", ["greedy", "collective"])
 def test_sinks(group, schedule, dlse):
     """Also of queries that see no key: their lse is the sink.  dsinks is the same on every rank, to the bit."""
-    for call in (None, {"lengths": [0, 23]}, {"cu_seqlens": [[3, 10, 38], [0, 38]]}):
+    for call in (None, {"lengths": [0, 23]}, {"cu_seqlens": [[3, 10, 38], [0, 38]], "padding": True}):
         result = check(
             group,
             batch=2,
@@ -386,7 +386,8 @@ def test_one_plan_for_many_calls(comm):
     """What a call had, documents, padding, sinks, does not stay for the next one."""
     shape = {"batch": 2, "seqlen": 40, "heads": 2, "head_dim": 4, "dtype": "float64"}
     inputs, problem = draw_all(problem_of(shape), sinks=True), problem_of(shape)
-    calls = [{}, {"cu_seqlens": [0, 11, 40]}, {"lengths": [40, 0]}, {"cu_seqlens": [[0, 40], [3, 5]]}, {}]
+    padded = {"cu_seqlens": [[0, 40], [3, 5]], "padding": True}
+    calls = [{}, {"cu_seqlens": [0, 11, 40]}, {"lengths": [40, 0]}, padded, {}]
     with MeshAttention(comm, **shape, backend="deferred") as plan:
         chunks = my_chunks(plan, *inputs)
         for i, call in enumerate(calls):

@@ -63,7 +63,8 @@ class Mirror:
                 np.concatenate([held, more[:count]]) for held, more in zip(self.whole[sequence], new)
             )
         if layout is not None:
-            how["layout"] = layout = Layout(layout, tokens, self.comm.size)
+            layout = Layout(layout, tokens, self.comm.size)
+            how["layout"] = layout.lengths if layout.kind == "contiguous" else layout
             own = layout.positions(self.comm.rank)
             k, v = k[:, own], v[:, own]
         with caller(self.cache.backend) as (give, take):
@@ -274,6 +275,8 @@ def test_ranks_wait_as_their_back_end_does(group, monkeypatch):
     looks = []
     monkeypatch.setattr(PacedBackend, "idle", lambda backend: looks.append(time.sleep(1e-3)))
     with KVCache(group, capacity=10, kv_heads=1, head_dim=2, backend="paced:1:1") as cache:
+        cache.append(*np.ones((2, 1, 1, 1, 2), np.float32))
+        looks.clear()
         if group.rank == 0:
             time.sleep(0.05)
         tree_decode(np.ones((1, 1, 1, 2), np.float32), cache, check=False)
@@ -294,6 +297,7 @@ def test_what_mpi_may_still_write_outlives_an_interrupted_call(group, monkeypatc
 
     monkeypatch.setattr(call, "Partial", Watched)
     with KVCache(group, capacity=10, kv_heads=1, head_dim=2) as cache:
+        cache.append(*np.ones((2, 1, 1, 1, 2), np.float32))
         settle(group)  # the other rank has made the cache, too
         if group.rank == 0:
             cache._peers.idle = interrupt
@@ -322,6 +326,7 @@ def test_errors_are_the_same_on_every_rank(group):
             (lambda: cache.append(token, token, counts=[int(odd)]), r"counts is \[0\] on rank 0 but \[1\] on rank 1"),
             (lambda: cache.append(token, token, sequences=[1]), r"sequences is \[1\]; it must be different numbers"),
             (lambda: cache.append(token, token, layout=Layout("striped", 1, 2)), "it must be a Layout of 3 chunks"),
+            (lambda: cache.append(token, token, layout=(1, 0)), r"layout is \(1, 0\); as sizes of chunks it must"),
             (lambda: cache.append(*np.zeros((2, 1, 40, 2, 4), np.float32)), "the cache is full: rank 0 would need 5 "),
             (lambda: cache.append(token, token, counts=5), "counts is 5; it must be a sequence of whole numbers"),
             (lambda: cache.truncate(2.0), "lengths is 2.0; it must be a sequence of whole numbers"),
@@ -351,9 +356,13 @@ def test_errors_are_the_same_on_every_rank(group):
             for number in (1, -1, "first"):
                 with pytest.raises(ArgumentError, match=f"sequences is .{number!r}.; it must be different numbers"):
                     method(number)
+        cache.free()
+        for decode in (tree_decode, *RINGS.values()):
+            with pytest.raises(ArgumentError, match="cache has no token in any sequence of the call; append the keys"):
+                decode(q, cache)
     with pytest.raises(ArgumentError, match="the cache is closed"):
         tree_decode(q, cache)
-    assert cache.lengths == (9,) and cache.nbytes == 0
+    assert cache.lengths == (0,) and cache.nbytes == 0
 
 
 @on(2)

@@ -60,7 +60,7 @@ def test_keys_that_hold_the_values(group, dtype):
 
 CALLS = {
     "documents": {"cu_seqlens": [0, 7, 30, 43]},
-    "documents of each": {"cu_seqlens": [[0, 7, 43], [5, 5, 40]]},
+    "documents of each": {"cu_seqlens": [[0, 7, 43], [5, 5, 40]], "padding": True},
     "padding": {"lengths": [43, 9]},
 }
 

@@ -22,11 +22,12 @@ MASKS = [
     {"causal_block": 10, "window": (12, 3)},
 ]
 CALLS = [
-    {"cu_seqlens": [0, 13, 13, 40, 58], "prefixes": [4, 0, 100, 7]},
+    {"cu_seqlens": [0, 13, 13, 40, 58], "prefixes": [4, 0, 100, 7], "padding": True},
     {
         "cu_seqlens": [[2, 30, 61], [0, 5, 60]],
         "prefixes": [[3, 0], [9, 20]],
         "causal_documents": [[True, False], [False, True]],
+        "padding": True,
     },
     {"lengths": [61, 20], "prefixes": [25, 25]},
     {"causal_documents": [False, True], "prefixes": [5, 5]},

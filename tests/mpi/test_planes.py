@@ -88,7 +88,7 @@ def test_tokens_that_come_late(group, monkeypatch):
         # a fused launch, and a rank that sends none of its keys
         check(group, **{**PROBLEM, **how}, tile=(1, 2, 2), layout=layout, schedule="collective", route="ring")
         # gradients of sinks, on ranks whose queries see nothing
-        call = {"cu_seqlens": [32, 64]}
+        call = {"cu_seqlens": [32, 64], "padding": True}
         check(group, **{**PROBLEM, **how}, tile=(2, 1, 2), layout=layout, schedule="greedy", sinks=True, call=call)
 
 
@@ -126,7 +126,7 @@ def test_documents_and_padding(group):
         # each plane has some of the sequences, whose padding or documents differ
         check(group, call={"lengths": [33, 12, 40, 0]}, batch=4, sinks=True, **how)
         cuts = [[0, 7, 40], [0, 20, 40], [0, 39, 40], [0, 0, 40], [3, 9, 30], [0, 40, 40]]
-        check(group, call={"cu_seqlens": cuts}, batch=6, **how)
+        check(group, call={"cu_seqlens": cuts, "padding": True}, batch=6, **how)
 
 
 @on(3, 4)

@@ -201,7 +201,7 @@ def test_progress_of_files(comm, tmp_path_factory, monkeypatch):
         output.write("k", whole[:, positions(layout, comm.rank)], layout, progress=done.append)
         output.commit()
         assert comm.allreduce(sum(done)) == pytest.approx(29 * comm.size)
-        source = io.Input(Peers(comm), f"{folder}/x.h5", look=lambda path: {}, axes="bhsd")
+        source = io.Input(Peers(comm), f"{folder}/x.h5", look=lambda path, axes: ({}, axes), axes="bhsd")
         done.clear()
         source.chunks([io.Wanted("k", layout)], done.append)
         source.close()

@@ -153,7 +153,7 @@ def test_what_requires_a_gradient(comm):
     "documents",
     [
         {"cu_seqlens": torch.tensor([0, 11, 29], dtype=torch.int32)},
-        {"cu_seqlens": torch.tensor([[0, 11, 29], [2, 2, 20]])},
+        {"cu_seqlens": torch.tensor([[0, 11, 29], [2, 2, 20]]), "padding": True},
         {"cu_seqlens": [torch.tensor([0, 11, 29]), torch.tensor([0, 29])]},
         {"lengths": torch.tensor([29, 7], dtype=torch.int32), "lengths_k": torch.tensor([5, 29], dtype=torch.int16)},
     ],
@@ -163,18 +163,22 @@ def test_documents(comm, documents):
     plain = {
         name: [x.tolist() for x in value] if isinstance(value, list) else value.tolist()
         for name, value in documents.items()
+        if name != "padding"
     }
+    padding = documents.get("padding", False)
+    documents = {name: documents[name] for name in plain}
     with MeshAttention(comm, **SHAPE) as plan:
         q, k = tensor(2, len(plan.positions), 4, 8).requires_grad_(), tensor(2, len(plan.positions), 2, 8)
-        out, lse = mpiattn.torch.attention(plan, q, k, k, **documents)
+        out, lse = mpiattn.torch.attention(plan, q, k, k, **documents, padding=padding)
         for value in documents.values():  # the backward pass has those of its forward pass
             for part in value if isinstance(value, list) else [value]:
                 part.zero_()
         out.sum().backward()
         arrays = [array(x.detach()) for x in (q, k, k)]
-        expected = plan.forward(*arrays, **plain)
+        expected = plan.forward(*arrays, **plain, padding=padding)
         same((out.detach(), lse.detach()), expected)
-        same([q.grad], plan.backward(np.ones_like(expected[0]), *arrays, *expected, **plain)[:1])
+        grads = plan.backward(np.ones_like(expected[0]), *arrays, *expected, **plain, padding=padding)
+        same([q.grad], grads[:1])
         for value, part in zip(documents.values(), plain.values()):
             for value_of, whole in zip(
                 value if isinstance(value, list) else [value], part if isinstance(value, list) else [part]
