@@ -314,6 +314,7 @@ def test_picture():
     assert "4095" in large
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     "arguments, code, message",
     [

@@ -230,6 +230,7 @@ def test_any_strides(backend):
         assert not whole[(*(slice(None),) * axis, slice(1, None, 2))].any()
 
 
+@pytest.mark.draw(1)
 def test_it_asks_meanwhile(backend):
     """With shares that grow; it changes no bit, and what it raises ends the launch."""
     if "aarch64" in backend.version:

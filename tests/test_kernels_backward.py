@@ -91,6 +91,7 @@ def test_gradients_are_added(backend):
     assert bits(*grads) == before
 
 
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 128), ("float32", 36), ("float16", 6)])
 def test_splits_of_the_queries(backend, monkeypatch, dtype, dim, mask):
@@ -125,6 +126,7 @@ def test_every_tile(backend, dim, architecture, dtype):
     assert_right(arguments, run(backend, arguments))
 
 
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("where", [0, 1, 4, 5])
 @pytest.mark.parametrize(("dtype", "dim"), [("float32", 64), ("bfloat16", 64), ("bfloat16", 128)])
 def test_not_finite(backend, where, dtype, dim):
@@ -150,6 +152,7 @@ def test_the_order_of_warps_changes_no_bit(dim):
     assert len(results) == 1
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("dim", [8, 24, 64, 128, 200, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_an_out_of_delta(backend, dtype, dim):

@@ -72,6 +72,7 @@ def test_scores(backend, scale, softcap):
     assert_rounded(attend(backend, q, k, v, begin, end, scale, softcap), dense(q, k, v, begin, end, scale, softcap), v)
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(8, 1, 1), (4, 2, 3), (2, 2, 20)])
 def test_decode(backend, dtype, heads, kv_heads, queries):
@@ -112,6 +113,7 @@ def test_carry_in(backend, dtype):
     assert bits(*into) == before
 
 
+@pytest.mark.draw(12)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -169,6 +171,7 @@ def random_partials(rows=70, heads=3, dim=40):
         yield out.astype(np.float32), lse.astype(np.float32)
 
 
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("dim", [8, 40, 256, 7, 130])
 @pytest.mark.parametrize("wire", ["float32", "float16", "bfloat16"])
 def test_merge_and_add(backend, wire, dim):
@@ -210,6 +213,7 @@ def test_out_of_an_empty_row_is_not_read(backend):
     assert filled.any() and (out[filled] == out_b[filled]).all() and (lse[filled] == lse_b[filled]).all()
 
 
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("dim", [128, 36, 7])
 @pytest.mark.parametrize("fresh, parts", [(False, 99), (True, 99), (True, 9)])
 def test_merge_of_many_parts(backend, dim, fresh, parts):

@@ -46,6 +46,7 @@ def checked(ledger, expected, ranks, rng):
     assert [position for part in parts for position in part] == [p for p in own if cut <= p < stop]
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks, page_size", [(4, 1), (5, 16), (9, 64)])
 def test_ten_thousand_appends_and_truncates(ranks, page_size):
     """Three sequences that share one rank's pages: owners and slots are those of a plain list of tokens."""
@@ -90,6 +91,7 @@ def test_ten_thousand_appends_and_truncates(ranks, page_size):
         assert len(set(taken.tolist())) == len(taken) == pages.count - pages.free, "a page belongs to one sequence"
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_many_ledgers_at_once(ranks):
     """Changes of some of five sequences at a time, and of all: each is as its own ledger is."""

@@ -37,6 +37,7 @@ if not comm.rank:
 """
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_rows_sit_inside_a_node(nodes):
     launch.require_launch()

@@ -38,6 +38,7 @@ def parallel_h5py():
         pytest.skip(f"{PYTHON} has no h5py with MPI: {outcome.stderr.strip().splitlines()[-1:]}")
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     "n, shape",
     [(1, {}), (3, {"batch": 2, "seqlen_k": 101}), (4, {"seqlen": 3}), (4, {"seqlen": 1001, "dtype": "float16"})],

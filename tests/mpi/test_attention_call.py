@@ -21,6 +21,7 @@ def pieces(comm, lengths):
     return start, start + lengths[comm.rank]
 
 
+@pytest.mark.draw(3)
 @pytest.mark.many
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])

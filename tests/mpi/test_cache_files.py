@@ -31,6 +31,7 @@ def filled(comm, kv, lengths, **how):
     return cache
 
 
+@pytest.mark.draw(12)
 @pytest.mark.many
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("piece, run", [(60, 2**16), (2**20, 2**16), (2**20, 240), (60, 480)])

@@ -211,6 +211,7 @@ def taken(call):
     return peak - before
 
 
+@pytest.mark.draw(3)
 @on(1, 3)
 @pytest.mark.parametrize(
     "options",
@@ -249,6 +250,7 @@ def test_a_warm_pass_allocates_nothing(group, options):
     agreed(group, None if max(peaks.values()) < MOMENTARY else peaks)
 
 
+@pytest.mark.draw(4)
 @on(1, 2, 4)
 @pytest.mark.parametrize("schedule", ["greedy", "collective"])
 @pytest.mark.parametrize("batch", [1, 2])
@@ -278,6 +280,7 @@ def test_passes_share_their_memory(group, batch, schedule):
 
 # Bytes of a pass that are taken at a time, in tensors of the size of this rank's q: three gradients, or out, and what
 # the schedule needs together in any step.  Slots of chunks that all blocks have read take the partials that come.
+@pytest.mark.draw(2)
 @on(2)
 @pytest.mark.parametrize(
     "tile, options, forward, backward",

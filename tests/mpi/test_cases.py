@@ -77,6 +77,7 @@ def test_case_4_long_on_prime_ranks(group):
     check_long(group, every=50, seqlen=10_000, heads=1, head_dim=16)
 
 
+@pytest.mark.draw(4)
 @on(2, 4)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (8, 2), (6, 1), (3, 3)])
@@ -130,7 +131,7 @@ def test_case_8_window(group, window):
     check(group, seqlen=4096, heads=1, head_dim=16, window=window)
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 @on(4, 8)
 @pytest.mark.parametrize("window", [(50, 0), (50, 40), (None, 30), (45, None)])
 def test_case_8_window_over_several_chunks(group, window):
@@ -175,6 +176,7 @@ def test_case_9_window_documents_heads_and_uneven_chunks(group, window):
             )
 
 
+@pytest.mark.draw(2)
 @on(4)
 @pytest.mark.parametrize(
     "options",

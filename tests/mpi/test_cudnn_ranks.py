@@ -39,6 +39,7 @@ def drawn(plan, dtype):
     return [array.astype(np.float64) for array in arrays], [array[:, plan.positions] for array in arrays]
 
 
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("dtype", OFF)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("causal", [True, False])

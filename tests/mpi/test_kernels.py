@@ -28,6 +28,7 @@ SHAPE = {"seqlen": 43, "heads": 4, "kv_heads": 2, "head_dim": 16, "backends": BA
 ROUTES = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))  # schedule and route
 
 
+@pytest.mark.draw(1)
 @on(4)
 @pytest.mark.parametrize(("schedule", "route"), ROUTES)
 def test_tiles(group, schedule, route):
@@ -35,6 +36,7 @@ def test_tiles(group, schedule, route):
         check(group, **SHAPE, causal=True, tile=tile, layout=layout, schedule=schedule, route=route)
 
 
+@pytest.mark.draw(1)
 @on(4)
 @pytest.mark.parametrize(("tile", "mesh_layout"), [((2, 1, 2), "zigzag"), ((2, 2, 1), "striped"), ((4, 1, 1), "auto")])
 def test_planes(group, tile, mesh_layout):

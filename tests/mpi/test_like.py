@@ -48,6 +48,7 @@ def description(plan):
     )
 
 
+@pytest.mark.draw(2)
 @pytest.mark.many
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_as_a_new_plan(comm, how):

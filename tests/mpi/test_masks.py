@@ -34,6 +34,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.draw(6)
 @on(1, 2, 3, 4, 5, 6)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_case_37_of_a_plan(group, mask):
@@ -55,6 +56,7 @@ def test_case_37_of_a_plan(group, mask):
             )
 
 
+@pytest.mark.draw(6)
 @on(1, 2, 3, 4, 5, 6)
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_case_37_of_a_call(group, call):
@@ -78,6 +80,7 @@ def test_case_37_of_a_call(group, call):
         )
 
 
+@pytest.mark.draw(3)
 @on(3, 5)
 @pytest.mark.parametrize("shape", [(41, 90), (90, 41), (7, 60), (3, 3)])
 def test_case_37_other_number_of_keys(group, shape):

@@ -42,6 +42,7 @@ def positions(layout, rank):
     return [position for tokens in layout.ranges(rank) for position in tokens]
 
 
+@pytest.mark.draw(12)
 @pytest.mark.many
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("seqlen", [0, 1, 7, 61])
@@ -107,6 +108,7 @@ def test_an_error_of_one_rank_is_raised_on_all(comm, monkeypatch, kind, failing)
     assert chunk.tolist() == positions(layout, comm.rank)
 
 
+@pytest.mark.draw(30)
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("axes", hdf5.AXES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])

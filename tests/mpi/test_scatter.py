@@ -24,6 +24,7 @@ def uneven(comm, seqlen):
 LAYOUTS = ("contiguous", "striped", "zigzag", uneven)
 
 
+@pytest.mark.draw(6)
 @pytest.mark.many
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seqlen", [0, 1, 5, 61])

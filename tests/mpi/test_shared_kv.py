@@ -138,6 +138,7 @@ def test_errors(comm):
         assert "shared_kv" in same_error(comm, lambda: MeshAttention(comm, **shape, shared_kv=comm.rank == 0))
 
 
+@pytest.mark.draw(8)
 @on(1, 3, 4)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("backend", ["numpy", "deferred", "cpu"])
