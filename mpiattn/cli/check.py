@@ -5,7 +5,7 @@ mesh of these ranks, measures links, and writes a small file. Each item is PASS,
 code is 1 if one is FAIL.
 
 --full runs the tests of mpiattn on these ranks instead (extra `test`), a few minutes on four ranks. Arguments after --
-go to pytest; --slow adds the tests that take longer.
+go to pytest: --slow adds the tests that take longer, --all every case of those that draw a few.
 
 examples:
   mpiexec -n 4 mpiattn check
