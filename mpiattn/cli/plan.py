@@ -21,6 +21,7 @@ from ..plots.page import page
 from ..problem.documents import expected_cuts
 from ..problem.problem import ITEMSIZE, Problem
 from ..schedule import travels
+from ..schedule.least_sent import least_sent
 from ..schedule.regroup import split_of
 from ..schedule.tile import Tile, parse_tile
 from ..schedule.validate import validate
@@ -147,7 +148,8 @@ def run(args):
     best = {**bounds, **best}
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
     shown = best[asked or auto.tile]
-    rows = [_tile(problem, args, best[tile], ring) for tile in _listed(best, auto.tile, shown.tile)]
+    least = least_sent(problem, args.ranks, mask.pairs(), args.direction)
+    rows = [_tile(problem, args, best[tile], ring, least) for tile in _listed(best, auto.tile, shown.tile)]
     data = {
         "mpiattn": __version__,
         "ranks": args.ranks,
@@ -162,8 +164,9 @@ def run(args):
         "memory_cost": search.times_as_long(auto.seconds, fastest),
         "auto": str(auto.tile),
         "tile": str(shown.tile),
+        "least_sent_bytes": least,
         "tiles": rows,
-        "others": _others(problem, args, ring),
+        "others": _others(problem, args, ring, least),
     }
     nodes = nodes_of(args.ranks, on).tolist()
     decision = Decision(problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest=shown.seconds)
@@ -235,8 +238,16 @@ def _saving(value, ring):
     return 1 - value / ring if ring else None
 
 
-def _tile(problem, args, choice, ring):
-    """The JSON of one tile.  ring: bytes that tile 1xN sends.  What a `LowerBound` does not know is None."""
+def _times_least(value, least):
+    """How many times the least possible; None where that is nothing."""
+    return value / least if least else None
+
+
+def _tile(problem, args, choice, ring, least):
+    """The JSON of one tile.
+
+    ring: bytes that tile 1xN sends.  least: those of `least_sent`.  What a `LowerBound` does not know is None.
+    """
     known = isinstance(choice, search.Choice)
     volumes = [
         travels.volume(tile, travels.kv_share_of(problem, split_of(problem, tile.h)[1]), args.direction)
@@ -252,6 +263,7 @@ def _tile(problem, args, choice, ring):
         "sent_bytes": {**sent, "total": choice.sent_bytes},
         "saving": _saving(choice.sent_bytes, ring),
         "saving_elements": _saving(*volumes),
+        "times_least": _times_least(choice.sent_bytes, least),
         "memory_bytes": choice.nbytes if known else None,
         "balance": choice.balance if known else None,
         "seconds": choice.seconds if known else None,
@@ -265,7 +277,7 @@ def _tile(problem, args, choice, ring):
     }
 
 
-def _others(problem, args, ring):
+def _others(problem, args, ring, least):
     """Ulysses, USP and, with a window, a halo exchange: the bytes they send, or why they are not possible."""
     ranks, share = args.ranks, travels.kv_share_of(problem)
     ring_volume = travels.volume(Tile(1, 1, ranks), share, args.direction)
@@ -278,6 +290,7 @@ def _others(problem, args, ring):
             "sent_bytes": nbytes,
             "saving": _saving(nbytes, ring),
             "saving_elements": group and _saving(volume, ring_volume),
+            "times_least": _times_least(nbytes, least),
         }
 
     methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"

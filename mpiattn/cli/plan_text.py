@@ -12,6 +12,8 @@ saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
 regrouped  sent before and after the passes, so that every plane of a tile HxAxB has its share, or the mesh its layout
 elements   the same as saved, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
            {row}(a-1) + {column}(b-1){share} chunks, and what is regrouped
+x least    how many times {least}, below which no schedule gets if ranks have equal shares of tokens and of attended
+           pairs; whether one gets there is not known{mask}
 memory     q, k, v, results and buffers of a rank, without the back end's scratch{memory}
 balance    attended pairs of the busiest rank / mean over ranks
 time       predicted, by simulating the schedule on the machine {machine}:
@@ -33,6 +35,10 @@ SENT = {
 
 def _percent(share):
     return "-" if share is None else percent(share)
+
+
+def _times(times):
+    return "-" if times is None else f"{times:.3g}" if times < 999.5 else f"{times:.0f}"
 
 
 def head(p, data):
@@ -58,6 +64,8 @@ def as_text(problem, tile, data, on):
         same=search.SAME_TIME,
         share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
         machine=on.name,
+        least=size(data["least_sent_bytes"]),
+        mask="" if p.mask.full and data["documents"] is None else ". Of a mask only the number of pairs counts",
         memory="" if data["documents"] is None else "; enough for calls without documents",
         facts=on,
         assumes=on.assumes,
@@ -71,6 +79,7 @@ def as_text(problem, tile, data, on):
         *kinds,
         "saved",
         "elements",
+        "x least",
         "memory/rank",
         "balance",
         "time",
@@ -100,6 +109,7 @@ def _rows(data, kinds):
             *(size(sent[kind]) if kind in sent else "" for kind in kinds),
             _percent(row["saving"]),
             _percent(row["saving_elements"]),
+            _times(row["times_least"]),
             *_predicted(row),
             f"<- {', '.join(marks)}" if marks else "",
         )
@@ -111,6 +121,7 @@ def _rows(data, kinds):
                 *("" for _ in kinds),
                 _percent(row["saving"]),
                 _percent(row["saving_elements"]),
+                _times(row["times_least"]),
                 *[""] * 7,
             )
 
