@@ -11,6 +11,7 @@ from functools import partial
 from .. import __version__
 from ..console import options
 from ..console.json_file import write_json
+from ..console.table import duration
 from ..errors import ArgumentError
 from ..model import cost, machine, planes, search
 from ..model.simulate import nodes_of, simulate
@@ -22,7 +23,7 @@ from ..problem.documents import expected_cuts
 from ..problem.problem import ITEMSIZE, Problem
 from ..schedule import travels
 from ..schedule.least_sent import least_sent
-from ..schedule.regroup import split_of
+from ..schedule.regroup import method_of, split, split_of
 from ..schedule.tile import Tile, parse_tile
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
@@ -39,6 +40,7 @@ examples:
 
 # Up to so many ranks, the time of every tile is predicted; with more, of those that may be the best, and of --tile.
 EVERY_TILE = 256
+SHORTEST = 1e-3  # share of a predicted time that a picture names
 
 
 def add_arguments(parser):
@@ -166,7 +168,7 @@ def run(args):
         "tile": str(shown.tile),
         "least_sent_bytes": least,
         "tiles": rows,
-        "others": _others(problem, args, ring, least),
+        "others": _others(problem, args, mask, ring, least) if args.ranks > 1 else [],
     }
     nodes = nodes_of(args.ranks, on).tolist()
     decision = Decision(problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest=shown.seconds)
@@ -197,17 +199,22 @@ def _machine(args):
 
 
 def _plot(path, data, decision, schedules):
-    """Draw the page of the shown tile: of one plane of it."""
+    """Draw the page of the shown tile."""
     of_mesh, shown = decision.of_mesh, decision.choice
     work = Work(decision.mask, *shown.mesh_layouts)
     load = Load(work, of_mesh.choice.tile)
+    timelines = [simulate(schedule, of_mesh.problem, load, of_mesh.machine, of_mesh.nodes) for schedule in schedules]
+    around = shown.seconds - sum(predicted.seconds for predicted in timelines)
+    parts = [(predicted.direction, predicted.seconds) for predicted in timelines]
+    if around > SHORTEST * shown.seconds:
+        parts.append((("regrouping" if decision.regrouping else "copying") + " before and after", around))
     title = (
         f"{head(decision.problem, data)}\ntile {shown.tile}, {shown.schedule} schedule, {shown.route} route, "
-        f"{shown.mesh_layouts[0].kind} layout" + (", one plane" if shown.tile.h > 1 else "")
+        f"{shown.mesh_layouts[0].kind} layout: {duration(shown.seconds)} predicted for machine {decision.machine.name}"
     )
-    timelines = [simulate(schedule, of_mesh.problem, load, of_mesh.machine, of_mesh.nodes) for schedule in schedules]
-    machine = f"machine {decision.machine.name}"
-    style.save(page(of_mesh.problem, work.pairs, load, schedules, timelines, title, machine), path, "--plot")
+    if len(parts) > 1:
+        title += f" ({', '.join(f'{name} {duration(seconds)}' for name, seconds in parts)})"
+    style.save(page(of_mesh.problem, work.pairs, load, schedules, timelines, title, data), path, "--plot")
 
 
 def _listed(best, *named):
@@ -260,6 +267,7 @@ def _tile(problem, args, choice, ring, least):
     )
     return {
         "tile": str(choice.tile),
+        "method": method_of(problem, choice.tile),
         "sent_bytes": {**sent, "total": choice.sent_bytes},
         "saving": _saving(choice.sent_bytes, ring),
         "saving_elements": _saving(*volumes),
@@ -277,8 +285,11 @@ def _tile(problem, args, choice, ring, least):
     }
 
 
-def _others(problem, args, ring, least):
-    """Ulysses, USP and, with a window, a halo exchange: the bytes they send, or why they are not possible."""
+def _others(problem, args, mask, ring, least):
+    """Ulysses, USP and, with a window, a halo exchange: the bytes they send, or why they are not possible.
+
+    Ulysses and USP are left out where a tile is that method.  The formula of USP knows no mask, and its name says so.
+    """
     ranks, share = args.ranks, travels.kv_share_of(problem)
     ring_volume = travels.volume(Tile(1, 1, ranks), share, args.direction)
 
@@ -293,16 +304,25 @@ def _others(problem, args, ring, least):
             "times_least": _times_least(nbytes, least),
         }
 
+    def is_tile(group):
+        return split(group, problem.heads, problem.kv_heads, problem.batch) and method_of(
+            problem, Tile(group, 1, ranks // group)
+        )
+
     methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
     nbytes = travels.ulysses(problem, ranks, args.direction)
     if nbytes is None:
-        methods.append({"method": "Ulysses", "not_possible": f"{ranks} ranks do not divide {heads}"})
-    else:
+        why = f"{ranks} ranks do not divide {heads}"
+        if split(ranks, problem.heads, problem.kv_heads):
+            why += f"; {ranks}x1x1 has each KV head on {ranks // problem.kv_heads} ranks"
+        methods.append({"method": "Ulysses", "not_possible": why})
+    elif not is_tile(ranks):
         methods.append(method("Ulysses", ranks, nbytes))
     group, nbytes = travels.best_usp(problem, ranks, args.direction)
-    if group > 1:
-        methods.append(method(f"USP {group}x{ranks // group}", group, nbytes))
-    elif ranks > 1:
+    if group == 1:
         methods.append({"method": "USP", "not_possible": f"no group of more than 1 of {ranks} ranks divides {heads}"})
+    elif group < ranks and not is_tile(group):
+        name = f"USP {group}x{ranks // group}" + ("" if mask.full else ", no mask")
+        methods.append(method(name, group, nbytes))
     nbytes = travels.halo(problem, ranks, args.direction)
     return methods if nbytes is None else [*methods, method("halo exchange", None, nbytes)]

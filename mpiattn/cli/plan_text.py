@@ -1,6 +1,6 @@
 """The table, legend and picture of `mpiattn plan` as text."""
 
-from ..console.table import duration, percent, size, table
+from ..console.table import duration, number, percent, size, table
 from ..model import search
 from ..schedule import travels
 from ..schedule.route import passed_on
@@ -46,8 +46,8 @@ def head(p, data):
     ranks = data["ranks"]
     documents = "" if data["documents"] is None else f" in {data['documents']} document{'s' * (data['documents'] != 1)}"
     return (
-        f"{ranks} rank{'s' * (ranks > 1)}, {p}{documents}, {data['direction']}, {data['route']} route; chunks of "
-        f"{-(-p.seqlen // ranks)} tokens"
+        f"{number(ranks, 'rank')}, {p}{documents}, {data['direction']}, {data['route']} route; chunks of "
+        f"{number(-(-p.seqlen // ranks), 'token')}"
     )
 
 
@@ -95,16 +95,13 @@ def as_text(problem, tile, data, on):
 
 
 def _rows(data, kinds):
-    n = data["ranks"]
-    names = {f"1x{n}": "Ring", f"{n}x1": "Q-ring", f"{n}x1x1": "Ulysses"}
-    names |= {f"{h}x1x{n // h}": "USP" for h in range(2, n) if n % h == 0}
     for row in data["tiles"]:
         tile, sent = row["tile"], row["sent_bytes"]
         marks = [mark for mark, marked in (("auto", data["auto"]), ("--tile", data["tile"])) if marked == tile]
         if data["auto"] == data["tile"]:
             marks = marks[:1]
         yield (
-            f"{tile} {names.get(tile, '')}",
+            f"{tile} {row['method'] or ''}",
             size(sent["total"]),
             *(size(sent[kind]) if kind in sent else "" for kind in kinds),
             _percent(row["saving"]),
