@@ -7,6 +7,7 @@ from pathlib import Path
 import mpi4py
 
 HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 mpi4py.rc.initialize = mpi4py.rc.finalize = False  # modules are read, nothing is run
 
@@ -33,6 +34,24 @@ SECTION = re.compile(r"^(Parameters|Returns|Attributes|Raises|Examples)\n-+$", r
 ARGUMENT = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): +(?=\S)")
 
 
+# Pages of the site that include a file from elsewhere.
+INCLUDED = {"kernels/README.md": "kernels.md", "slurm/README.md": "cluster.md"}
+
+
+def front_page(app, docname, source):
+    """Put the README into the front page, without its table of pages, which the site lists itself."""
+    if docname != "index":
+        return
+    app.env.note_dependency(README)
+    text, table, _ = README.read_text(encoding="utf-8").partition("\n## Read on\n")
+    if not table or "{{ README }}" not in source[0]:
+        raise ValueError("README.md has no section 'Read on', or index.md no place for the README")
+    text = re.sub(r"\[docs/([^]]*)\]\(docs/", r"[\1](", text).replace("](docs/", "](")
+    for file, page in INCLUDED.items():
+        text = text.replace(f"]({file}", f"]({page}")
+    source[0] = source[0].replace("{{ README }}", text)
+
+
 def prose_to_terms(app, what, name, obj, options, lines):
     """Make a list of the arguments in docstrings without numpydoc sections, "name: meaning" and an indented rest."""
     if SECTION.search("\n".join(lines)):
@@ -56,5 +75,6 @@ def skip_fields(app, what, name, obj, skip, options):
 
 def setup(app):
     """Called by Sphinx."""
+    app.connect("source-read", front_page)
     app.connect("autodoc-process-docstring", prose_to_terms, priority=400)  # before numpydoc, at 500
     app.connect("autodoc-skip-member", skip_fields)

@@ -3,8 +3,9 @@
     python docs/paper.py
 
 256 GPUs, 32 heads x 128, 128k to 1M tokens, Ring against the tile that is predicted to be fastest.  The machine is the
-built-in "h100", from datasheets; the paper's GPUs, network, dtype and mask are not known here, so what would change the
-comparison is varied: links and blocks twice as fast and half as fast, full and causal attention.
+built-in "h100", links from datasheets and blocks as measured on an H200.  The paper's GPUs, network, dtype and mask are
+not known here, so what would change the comparison is varied: links and blocks twice as fast and half as fast, full and
+causal attention.
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """The pages of docs/ that say what the code is: what is supported, the walks of values, the first program."""
 
 import re
+import subprocess
 import sys
 
 import launch
@@ -97,6 +98,30 @@ def test_pages_name_files_that_there_are():
             assert (launch.ROOT / path).exists(), f"{page.name} names {path}"
         for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+FRONT_PAGE = """
+import runpy, sys
+from unittest.mock import Mock
+source = [open(sys.argv[2]).read()]
+runpy.run_path(sys.argv[1])["front_page"](Mock(), "index", source)
+print(source[0])
+"""
+
+
+def test_the_front_page_of_the_site_is_the_readme():
+    """All of it but its list of pages; links lead to pages of the site."""
+    words = [sys.executable, "-c", FRONT_PAGE, launch.DOCS / "conf.py", launch.DOCS / "index.md"]
+    page = subprocess.run(
+        words, env=launch.environment(), text=True, capture_output=True, check=True, timeout=60
+    ).stdout
+    readme = (launch.ROOT / "README.md").read_text().split("## Read on")[0]
+    for line in readme.splitlines():
+        assert line in page or "](" in line
+    assert page.startswith("# mpiattn\n") and "```{toctree}" in page.split("## Read on")[1]
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page)
+    assert "testing.md" in links and "kernels.md" in links
+    assert not [link for link in links if "/" in link or not (launch.DOCS / link).exists()]
 
 
 def test_first_program():

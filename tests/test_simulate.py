@@ -176,9 +176,9 @@ def test_memory_bounds_how_far_ahead(monkeypatch):
 def test_machines_for_json():
     for machine in (DEFAULT, H100):
         assert Machine.from_dict(machine.as_dict()) == machine
-    assert H100.compute(4e12, "bfloat16") == 0.01
+    assert H100.compute(3.3e12, "bfloat16") == pytest.approx(0.01)  # measured: kernels/README.md
     assert DEFAULT.compute(1.0, "bfloat16") == DEFAULT.compute(1.0, "float32") == DEFAULT.compute(0.5, "float64")
-    assert H100.compute(1.0, "float32", "backward") == pytest.approx(2.5 / 0.8 * H100.compute(1.0, "float32"))
+    assert H100.compute(1.0, "float32", "backward") == pytest.approx(2.5 / 0.68 * H100.compute(1.0, "float32"))
 
 
 def test_the_edge_takes_its_time_where_products_are_faster():

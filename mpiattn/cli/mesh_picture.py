@@ -1,5 +1,7 @@
 """A mesh drawn in characters."""
 
+from ..console.table import number
+
 MOST_COLUMNS, MOST_ROWS = 8, 6  # of the picture; larger meshes are abbreviated
 
 
@@ -16,9 +18,11 @@ def picture(tile):
     def line(label, cells):
         return f"  {label:<{len(str(b - 1)) + 4}}|" + "".join(f"{cell:>{width}}" for cell in cells)
 
+    planes = f"; n of plane p is rank {h} * n + p" if h > 1 else ""
     lines = [
         (f"each of the {h} planes" if h > 1 else "mesh")
-        + f" of tile {tile}: {b} row{'s' * (b > 1)} x {a} column{'s' * (a > 1)}, rank = {a} * row + column",
+        + f" of tile {tile}: A = {number(a, 'column')} x B = {number(b, 'row')}, "
+        + f"{'n' if planes else 'rank'} = {a} * row + column{planes}",
         line("", ["..." if c is None else f"c={c}" for c in columns]),
     ]
     for r in _some(b, MOST_ROWS):

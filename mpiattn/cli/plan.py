@@ -11,6 +11,7 @@ from functools import partial
 from .. import __version__
 from ..console import options
 from ..console.json_file import write_json
+from ..console.table import duration
 from ..errors import ArgumentError
 from ..model import cost, machine, planes, search
 from ..model.simulate import nodes_of, simulate
@@ -21,7 +22,8 @@ from ..plots.page import page
 from ..problem.documents import expected_cuts
 from ..problem.problem import ITEMSIZE, Problem
 from ..schedule import travels
-from ..schedule.regroup import split_of
+from ..schedule.least_sent import least_sent
+from ..schedule.regroup import method_of, split, split_of
 from ..schedule.tile import Tile, parse_tile
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
@@ -38,6 +40,7 @@ examples:
 
 # Up to so many ranks, the time of every tile is predicted; with more, of those that may be the best, and of --tile.
 EVERY_TILE = 256
+SHORTEST = 1e-3  # share of a predicted time that a picture names
 
 
 def add_arguments(parser):
@@ -147,7 +150,8 @@ def run(args):
     best = {**bounds, **best}
     ring = best[Tile(1, 1, args.ranks)].sent_bytes
     shown = best[asked or auto.tile]
-    rows = [_tile(problem, args, best[tile], ring) for tile in _listed(best, auto.tile, shown.tile)]
+    least = least_sent(problem, args.ranks, mask.pairs(), args.direction)
+    rows = [_tile(problem, args, best[tile], ring, least) for tile in _listed(best, auto.tile, shown.tile)]
     data = {
         "mpiattn": __version__,
         "ranks": args.ranks,
@@ -163,8 +167,9 @@ def run(args):
         "memory_cost": search.times_as_long(auto.seconds, fastest),
         "auto": str(auto.tile),
         "tile": str(shown.tile),
+        "least_sent_bytes": least,
         "tiles": rows,
-        "others": _others(problem, args, ring),
+        "others": _others(problem, args, mask, ring, least) if args.ranks > 1 else [],
     }
     nodes = nodes_of(args.ranks, on).tolist()
     decision = Decision(problem, shown, on, None, nodes, fastest, overlap=True, mask=mask, longest=shown.seconds)
@@ -195,17 +200,22 @@ def _machine(args):
 
 
 def _plot(path, data, decision, schedules):
-    """Draw the page of the shown tile: of one plane of it."""
+    """Draw the page of the shown tile."""
     of_mesh, shown = decision.of_mesh, decision.choice
     work = Work(decision.mask, *shown.mesh_layouts)
     load = Load(work, of_mesh.choice.tile)
+    timelines = [simulate(schedule, of_mesh.problem, load, of_mesh.machine, of_mesh.nodes) for schedule in schedules]
+    around = shown.seconds - sum(predicted.seconds for predicted in timelines)
+    parts = [(predicted.direction, predicted.seconds) for predicted in timelines]
+    if around > SHORTEST * shown.seconds:
+        parts.append((("regrouping" if decision.regrouping else "copying") + " before and after", around))
     title = (
         f"{head(decision.problem, data)}\ntile {shown.tile}, {shown.schedule} schedule, {shown.route} route, "
-        f"{shown.mesh_layouts[0].kind} layout" + (", one plane" if shown.tile.h > 1 else "")
+        f"{shown.mesh_layouts[0].kind} layout: {duration(shown.seconds)} predicted for machine {decision.machine.name}"
     )
-    timelines = [simulate(schedule, of_mesh.problem, load, of_mesh.machine, of_mesh.nodes) for schedule in schedules]
-    machine = f"machine {decision.machine.name}"
-    style.save(page(of_mesh.problem, work.pairs, load, schedules, timelines, title, machine), path, "--plot")
+    if len(parts) > 1:
+        title += f" ({', '.join(f'{name} {duration(seconds)}' for name, seconds in parts)})"
+    style.save(page(of_mesh.problem, work.pairs, load, schedules, timelines, title, data), path, "--plot")
 
 
 def _listed(best, *named):
@@ -236,8 +246,16 @@ def _saving(value, ring):
     return 1 - value / ring if ring else None
 
 
-def _tile(problem, args, choice, ring):
-    """The JSON of one tile.  ring: bytes that tile 1xN sends.  What a `LowerBound` does not know is None."""
+def _times_least(value, least):
+    """How many times the least possible; None where that is nothing."""
+    return value / least if least else None
+
+
+def _tile(problem, args, choice, ring, least):
+    """The JSON of one tile.
+
+    ring: bytes that tile 1xN sends.  least: those of `least_sent`.  What a `LowerBound` does not know is None.
+    """
     known = isinstance(choice, search.Choice)
     volumes = [
         travels.volume(tile, travels.kv_share_of(problem, split_of(problem, tile.h)[1]), args.direction)
@@ -250,9 +268,11 @@ def _tile(problem, args, choice, ring):
     )
     return {
         "tile": str(choice.tile),
+        "method": method_of(problem, choice.tile),
         "sent_bytes": {**sent, "total": choice.sent_bytes},
         "saving": _saving(choice.sent_bytes, ring),
         "saving_elements": _saving(*volumes),
+        "times_least": _times_least(choice.sent_bytes, least),
         "memory_bytes": choice.nbytes if known else None,
         "balance": choice.balance if known else None,
         "seconds": choice.seconds if known else None,
@@ -266,8 +286,11 @@ def _tile(problem, args, choice, ring):
     }
 
 
-def _others(problem, args, ring):
-    """Ulysses, USP and, with a window, a halo exchange: the bytes they send, or why they are not possible."""
+def _others(problem, args, mask, ring, least):
+    """Ulysses, USP and, with a window, a halo exchange: the bytes they send, or why they are not possible.
+
+    Ulysses and USP are left out where a tile is that method.  The formula of USP knows no mask, and its name says so.
+    """
     ranks, share = args.ranks, travels.kv_share_of(problem)
     ring_volume = travels.volume(Tile(1, 1, ranks), share, args.direction)
 
@@ -279,18 +302,28 @@ def _others(problem, args, ring):
             "sent_bytes": nbytes,
             "saving": _saving(nbytes, ring),
             "saving_elements": group and _saving(volume, ring_volume),
+            "times_least": _times_least(nbytes, least),
         }
+
+    def is_tile(group):
+        return split(group, problem.heads, problem.kv_heads, problem.batch) and method_of(
+            problem, Tile(group, 1, ranks // group)
+        )
 
     methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
     nbytes = travels.ulysses(problem, ranks, args.direction)
     if nbytes is None:
-        methods.append({"method": "Ulysses", "not_possible": f"{ranks} ranks do not divide {heads}"})
-    else:
+        why = f"{ranks} ranks do not divide {heads}"
+        if split(ranks, problem.heads, problem.kv_heads):
+            why += f"; {ranks}x1x1 has each KV head on {ranks // problem.kv_heads} ranks"
+        methods.append({"method": "Ulysses", "not_possible": why})
+    elif not is_tile(ranks):
         methods.append(method("Ulysses", ranks, nbytes))
     group, nbytes = travels.best_usp(problem, ranks, args.direction)
-    if group > 1:
-        methods.append(method(f"USP {group}x{ranks // group}", group, nbytes))
-    elif ranks > 1:
+    if group == 1:
         methods.append({"method": "USP", "not_possible": f"no group of more than 1 of {ranks} ranks divides {heads}"})
+    elif group < ranks and not is_tile(group):
+        name = f"USP {group}x{ranks // group}" + ("" if mask.full else ", no mask")
+        methods.append(method(name, group, nbytes))
     nbytes = travels.halo(problem, ranks, args.direction)
     return methods if nbytes is None else [*methods, method("halo exchange", None, nbytes)]

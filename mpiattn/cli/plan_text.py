@@ -1,6 +1,6 @@
 """The table, legend and picture of `mpiattn plan` as text."""
 
-from ..console.table import duration, percent, size, table
+from ..console.table import duration, number, percent, size, table
 from ..model import search
 from ..schedule import travels
 from ..schedule.route import passed_on
@@ -12,6 +12,8 @@ saved      share of sent/rank saved compared with Ring (tile 1x{ranks})
 regrouped  sent before and after the passes, so that every plane of a tile HxAxB has its share, or the mesh its layout
 elements   the same as saved, counted in elements without a mask, as Mesh-Attention (arXiv 2512.20968) counts:
            {row}(a-1) + {column}(b-1){share} chunks, and what is regrouped
+x least    how many times {least}, below which no schedule gets if ranks have equal shares of tokens and of attended
+           pairs; whether one gets there is not known{mask}
 memory     q, k, v, results and buffers of a rank, without the back end's scratch{memory}
 balance    attended pairs of the busiest rank / mean over ranks
 time       predicted, by simulating the schedule on the machine {machine}:
@@ -35,6 +37,10 @@ def _percent(share):
     return "-" if share is None else percent(share)
 
 
+def _times(times):
+    return "-" if times is None else f"{times:.3g}" if times < 999.5 else f"{times:.0f}"
+
+
 def head(p, data):
     """The ranks and the problem, in a line."""
     ranks = data["ranks"]
@@ -42,8 +48,8 @@ def head(p, data):
     if data["padding"]:
         documents += f" with {data['padding']} tokens of padding"
     return (
-        f"{ranks} rank{'s' * (ranks > 1)}, {p}{documents}, {data['direction']}, {data['route']} route; chunks of "
-        f"{-(-p.seqlen // ranks)} tokens"
+        f"{number(ranks, 'rank')}, {p}{documents}, {data['direction']}, {data['route']} route; chunks of "
+        f"{number(-(-p.seqlen // ranks), 'token')}"
     )
 
 
@@ -60,6 +66,8 @@ def as_text(problem, tile, data, on):
         same=search.SAME_TIME,
         share=f" x {p.kv_heads}/{p.heads}" if p.kv_heads != p.heads else "",
         machine=on.name,
+        least=size(data["least_sent_bytes"]),
+        mask="" if p.mask.full and data["documents"] is None else ". Of a mask only the number of pairs counts",
         memory="" if data["documents"] is None else "; enough for calls without documents",
         facts=on,
         assumes=on.assumes,
@@ -73,6 +81,7 @@ def as_text(problem, tile, data, on):
         *kinds,
         "saved",
         "elements",
+        "x least",
         "memory/rank",
         "balance",
         "time",
@@ -88,20 +97,18 @@ def as_text(problem, tile, data, on):
 
 
 def _rows(data, kinds):
-    n = data["ranks"]
-    names = {f"1x{n}": "Ring", f"{n}x1": "Q-ring", f"{n}x1x1": "Ulysses"}
-    names |= {f"{h}x1x{n // h}": "USP" for h in range(2, n) if n % h == 0}
     for row in data["tiles"]:
         tile, sent = row["tile"], row["sent_bytes"]
         marks = [mark for mark, marked in (("auto", data["auto"]), ("--tile", data["tile"])) if marked == tile]
         if data["auto"] == data["tile"]:
             marks = marks[:1]
         yield (
-            f"{tile} {names.get(tile, '')}",
+            f"{tile} {row['method'] or ''}",
             size(sent["total"]),
             *(size(sent[kind]) if kind in sent else "" for kind in kinds),
             _percent(row["saving"]),
             _percent(row["saving_elements"]),
+            _times(row["times_least"]),
             *_predicted(row),
             f"<- {', '.join(marks)}" if marks else "",
         )
@@ -113,6 +120,7 @@ def _rows(data, kinds):
                 *("" for _ in kinds),
                 _percent(row["saving"]),
                 _percent(row["saving_elements"]),
+                _times(row["times_least"]),
                 *[""] * 7,
             )
 

@@ -7,10 +7,9 @@ other ranks; a Ring's row of n blocks needs n-1.
 
 import numpy as np
 
-from ..console.table import size
+from ..console.table import number, size
 from ..errors import ArgumentError
-from ..schedule.kinds import GATHERED, IN_COLUMNS, REDUCED, matrices
-from ..schedule.travels import ELEMENTS
+from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
 from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
 
 MOST_NUMBERED = 16  # with up to this many ranks every block has its rank's number and color
@@ -18,6 +17,7 @@ MOST_CELLS = 256  # per side of the image of the work; more blocks are averaged
 LIGHT = 0.75  # share of a rank's color; the rest is white
 LONG = 100  # from this many ranks on, chunk numbers leave no room for the kind
 MOST_LINES = 32  # lines between the rows of a mesh
+WIDE = 1.15  # least width of the drawing of a tile over its height
 MOST_CHUNKS = 9  # chunks per side of a tile that are drawn; larger tiles are abbreviated
 
 
@@ -35,8 +35,8 @@ def _color_of(rank, tile):
     return 1 - LIGHT * (1 - np.array(colormaps["cividis_r"]((column * tile.b + row) / max(1, tile.ranks - 1))[:3]))
 
 
-def draw_assignment(axes, tile, rank=0, work=None):
-    """Draw the n x n blocks of a mesh, the tile of `rank` with a frame around it.
+def draw_assignment(axes, tile, rank=0, work=None, planes=1):
+    """Draw the n x n blocks of a mesh, or of one of several planes, the tile of `rank` with a frame around it.
 
     work: attended pairs of every block, (n, n), from `model.pairs.Pairs`: blocks with less work are paler,
     empty ones white.  Up to MOST_NUMBERED ranks every block has its rank's number and color; with more ranks only the
@@ -85,7 +85,8 @@ def draw_assignment(axes, tile, rank=0, work=None):
         )
     _chunk_axes(axes, n)
     axes.set_title(
-        f"Blocks of {n} rank{'s' * (n > 1)}, tile {tile}\n"
+        f"Blocks of {n} rank{'s' * (n > 1)}, tile {tile}"
+        + (f", in one of {planes} planes\n" if planes > 1 else "\n")
         + (
             f"number: the rank that computes it; framed: rank {rank}"
             if n <= MOST_NUMBERED
@@ -137,39 +138,44 @@ def _chunk_axes(axes, n):
         spine.set_visible(True)
 
 
-def _shown(count):
+def shown(count):
     """The hops to show of `count`; None stands for those left out."""
     return list(range(count)) if count <= MOST_CHUNKS else [*range(MOST_CHUNKS - 2), None, count - 1]
 
 
 class Needs:
-    """What a rank's tile needs under a mask: whether each query chunk, KV chunk and block has work, by hop."""
+    """What a rank's tile needs under a mask: whether each query chunk, KV chunk and block has work, by hop.
 
-    def __init__(self, tile, rank, work):
+    moved: {kind: whether its chunks move}, by hop, if that is not what the tile needs.
+    """
+
+    def __init__(self, tile, rank, work, moved=None):
         self.queries, self.keys = tile.row(rank), tile.column(rank)
         work = np.ones((tile.ranks, tile.ranks), bool) if work is None else np.asarray(work) > 0
         self.blocks = work[np.ix_(self.queries, self.keys)]
         self.rows, self.columns = self.blocks.any(axis=1), self.blocks.any(axis=0)
-        self.moved = int(self.rows[1:].sum()), int(self.columns[1:].sum())  # in the row, in the column
-        self.on_ring = int(work[rank].sum() - work[rank, rank])
+        self._moved = moved
 
     def of(self, kind):
-        """The chunks of a kind by hop, whether each is needed, and how many are sent."""
-        column = kind in IN_COLUMNS
-        return ((self.keys, self.columns) if column else (self.queries, self.rows)) + (self.moved[column],)
+        """The chunks of a kind by hop, whether each moves, and how many do."""
+        chunks, moves = (self.keys, self.columns) if kind in IN_COLUMNS else (self.queries, self.rows)
+        if self._moved is not None:
+            moves = self._moved[kind]
+        return chunks, moves, int(moves[1:].sum())
 
 
-def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None):
+def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None, moved=None, in_part=False):
     """Draw the tile of one rank: its blocks, the chunks that it receives and the partials that it sends.
 
     work: as for `draw_assignment`; chunks that the mask makes needless are left empty.  direction: "forward" or
-    "backward".  nbytes: bytes that the rank receives or sends, by kind, for the labels.
+    "backward".  nbytes: bytes that the rank receives or sends, by kind, for the labels.  moved: as of `Needs`.
+    in_part: whether some chunks move only in part.
     """
     from matplotlib.patches import Rectangle
 
     check_rank(rank, tile)
-    needs = Needs(tile, rank, work)
-    rows, columns = _shown(tile.a), _shown(tile.b)
+    needs = Needs(tile, rank, work, moved)
+    rows, columns = shown(tile.a), shown(tile.b)
     down = len(rows) + (5.2 if direction == "backward" else 2.8)
     width, height = axes.figure.get_size_inches() * axes.get_position().size  # changed later by the layout
     unit = POINTS * min(1.25 * width / (len(columns) + 7.6), 0.83 * height / down)  # side of a block in points, about
@@ -179,9 +185,15 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None):
         axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.4 * unit / max(1, len(text))))
 
     def chunk(x, y, kind, hop):
-        """A chunk beside the tile: filled if it is sent, framed if it is the rank's own, dotted if neither."""
-        chunks, needed, _ = needs.of(kind)
-        state = "left out" if hop is None else "own" if hop == 0 else "moved" if needed[hop] else "not needed"
+        """A chunk beside the tile: filled if it is sent, framed if it is the rank's own, dotted if neither.
+
+        Those that are left out are filled if one of them is sent.
+        """
+        chunks, moves, _ = needs.of(kind)
+        if hop is None:
+            state = "left out" if moves[MOST_CHUNKS - 2 : -1].any() else "left out, not needed"
+        else:
+            state = "own" if hop == 0 else "moved" if moves[hop] else "not needed"
         text = "..." if hop is None else f"{kind if tile.ranks < LONG else ''}{chunks[hop]}"
         cell(
             x,
@@ -191,7 +203,7 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None):
             edgecolor=COLORS[kind],
             linewidth=1.2,
             facecolor=COLORS[kind] if state in ("moved", "left out") else "white",
-            linestyle=":" if state == "not needed" else "-",
+            linestyle=":" if "not needed" in state else "-",
         )
 
     def label(kind, between):
@@ -234,20 +246,23 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None):
                 ha="right" if gathered else "left",
                 va="center",
             )
-    axes.set(xlim=(-3.8, len(columns) + 3.8), ylim=(down - 2.6, -2.6), aspect="equal", anchor="N")
+    beside = max(3.8, (WIDE * down - len(columns)) / 2)  # a narrow picture's title needs the width
+    axes.set(xlim=(-beside, len(columns) + beside), ylim=(down - 2.6, -2.6), aspect="equal", anchor="N")
     axes.set_axis_off()
-    axes.set_title(_tile_title(tile, rank, direction, needs))
+    axes.set_title(_tile_title(tile, rank, direction, needs, in_part))
 
 
-def _tile_title(tile, rank, direction, needs):
-    head = f"Rank {rank}, {direction}: {tile.a} x {tile.b} blocks; white: its own chunks"
-    (row, column), moved = ELEMENTS[direction], needs.moved
-    names = [", ".join(matrices(direction, in_column)) for in_column in (False, True)]
-    counts = " + ".join(f"{hops} of each {name}" for hops, name in zip(moved, names) if hops)
-    if not counts:
+def _tile_title(tile, rank, direction, needs, in_part):
+    head = f"Rank {rank}, {direction}: A x B = {tile.a} x {tile.b} blocks; white: own chunks"
+    by_count = {}
+    for kind, entry in KINDS[direction].items():
+        by_count.setdefault(needs.of(kind)[2], []).extend(array.name for array in entry.arrays if array.dim)
+    moves = {count: names for count, names in by_count.items() if count}
+    if not moves:
         return f"{head}\nnothing moves"
-    ring = f"; on a Ring {column * needs.on_ring}" if tile.a > 1 else ""
-    return f"{head}\n{counts}:\n{row * moved[0] + column * moved[1]} chunks move (filled){ring}"
+    counts = " + ".join(f"{count} of each {', '.join(names)}" for count, names in moves.items())
+    chunks = number(sum(count * len(names) for count, names in moves.items()), "chunk")
+    return f"{head}\n{counts}:\n{chunks} moved (filled)" + (", some only in part" if in_part else "")
 
 
 @styled

@@ -1,47 +1,62 @@
-"""A plan on one page: the assignment of blocks, what one rank's tile needs, bytes against ranks, and the timeline."""
+"""A plan on one page: the blocks, what one rank's tile needs, the mesh, the tiles of the table, and the timeline."""
 
+from ..schedule.kinds import IN_COLUMNS
+from ..schedule.tile import parse_tile
 from ..schedule.travels import token_bytes
 from .assignment import draw_assignment, draw_tile
+from .listed import BAR, draw_sent, draw_times, rows
+from .mesh import draw_mesh
 from .style import new_figure, styled
 from .timeline import LANE, LANES_LABEL, draw_lanes, lanes, of_rank, slowest, summary
-from .traffic import FEWEST, draw_traffic
 
 WIDTH, TOP = 13.0, 4.4  # inches
+EQUAL = 0.9  # least work of a block over the most, from which on all count as equal
 
 
 @styled
-def page(problem, work, load, schedules, timelines, title, machine):
+def page(problem, work, load, schedules, timelines, title, data):
     """A figure of a plan for a `Problem`; it shows the slowest rank of the first pass.
 
-    work, load: `model.pairs.Pairs` of its layouts and the `Load` of its mesh.  schedules, timelines: one per
-    pass, with predicted timelines.  title: the plan in words.  machine: the machine of the prediction, in words.
+    problem, work, load, schedules, timelines: of one plane.  work, load: the `pairs` of the `Work` of its layouts and
+    the `Load` of its mesh.  schedules, timelines: one per pass, with predicted timelines.  title: the plan in words.
+    data: the JSON of `mpiattn plan`.
     """
-    rank, first = slowest(timelines[0]), schedules[0]
-    tile, ranks = first.tile, first.tile.ranks
+    rank, first, whole = slowest(timelines[0]), schedules[0], parse_tile(data["tile"], data["ranks"])
     heights = [LANE * len(lanes(of_rank(predicted, rank))) + 0.25 for predicted in timelines]
-    sends = ranks >= FEWEST and problem.seqlen + problem.seqlen_k > 0
-    widths = [1, 1, 0.8] if sends else [1, 1]
-    figure = new_figure(WIDTH, TOP + sum(heights) + 0.6)
+    bars = [BAR * len(rows(data)) + 0.7] if whole.ranks > 1 else []
+    figure = new_figure(WIDTH, TOP + sum(bars) + sum(heights) + 0.6)
     figure.suptitle(title, x=0.005, ha="left", fontsize=9, weight="bold")
-    rows = figure.add_gridspec(1 + len(timelines), 1, height_ratios=[TOP, *heights])
-    top = rows[0].subgridspec(1, len(widths), width_ratios=widths)
-    shade = work if problem.causal or problem.window != (None, None) or not work.all() else None
-    draw_assignment(figure.add_subplot(top[0]), tile, rank, shade)
-    nbytes = {
-        kind: float(load.moved(kind, first.route, first.collective)[:, rank].sum() * of_token)
-        for kind, of_token in token_bytes(problem, first.direction).items()
-    }
-    draw_tile(figure.add_subplot(top[1]), tile, rank, shade, first.direction, nbytes)
-    if sends:
-        direction = first.direction if len(schedules) == 1 else "both"
-        draw_traffic(figure.add_subplot(top[2]), problem, ranks, direction, tile)
+    grid = figure.add_gridspec(1 + len(bars) + len(timelines), 1, height_ratios=[TOP, *bars, *heights])
+    top = grid[0].subgridspec(1, 3, width_ratios=[1, 1, 0.75])
+    needed = work if not work.all() or work.min() < EQUAL * work.max() else None
+    draw_assignment(figure.add_subplot(top[0]), first.tile, rank, needed, whole.h)
+    of_token = token_bytes(problem, first.direction)
+    tokens = {kind: load.moved(kind, first.route, first.collective)[:, rank] for kind in of_token}
+    draw_tile(
+        figure.add_subplot(top[1]),
+        first.tile,
+        rank,
+        needed,
+        first.direction,
+        nbytes={kind: float(of_token[kind] * moved.sum()) for kind, moved in tokens.items()},
+        moved={kind: moved > 0 for kind, moved in tokens.items()},
+        in_part=any((moved[moved > 0] < _chunk(problem, kind, first.tile)).any() for kind, moved in tokens.items()),
+    )
+    draw_mesh(figure.add_subplot(top[2]), whole, rank)
+    if bars:
+        beside = grid[1].subgridspec(1, 2, width_ratios=[1.5, 1])
+        draw_sent(figure.add_subplot(beside[0]), data)
+        draw_times(figure.add_subplot(beside[1]), data)
     until = max(predicted.seconds for predicted in timelines) or None
-    for row, predicted in enumerate(timelines, 1):
-        axes = figure.add_subplot(rows[row])
+    for row, predicted in enumerate(timelines, 1 + len(bars)):
+        axes = figure.add_subplot(grid[row])
         draw_lanes(axes, predicted, rank, until)
-        axes.set_title(
-            f"Rank {rank} in the {predicted.direction} pass, predicted for {machine}: "
-            f"{summary(of_rank(predicted, rank))}"
-        )
+        of_plane = " of a plane" if whole.h > 1 else ""
+        axes.set_title(f"Rank {rank}{of_plane} in the {predicted.direction} pass: {summary(of_rank(predicted, rank))}")
     axes.set_xlabel(LANES_LABEL)
     return figure
+
+
+def _chunk(problem, kind, tile):
+    """Tokens of the shortest chunk that moves as a kind."""
+    return (problem.seqlen_k if kind in IN_COLUMNS else problem.seqlen) // tile.chunks

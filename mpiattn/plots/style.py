@@ -50,6 +50,7 @@ COLORS = {
     "O": "#009e73",
     "dQ": "#009e73",
     "dKV": "#d55e00",
+    "regrouped": "#cc79a7",
 }
 HATCH = "/////"
 POINTS = 72  # in an inch

@@ -71,11 +71,8 @@ LOOK = {
 }
 
 
-def draw_traffic(axes, problem, most, direction="forward", tile=None):
-    """Draw bytes per rank against the number of ranks, up to `most`.
-
-    tile: a Tile of `most` ranks, marked if it is not the best one.
-    """
+def draw_traffic(axes, problem, most, direction="forward"):
+    """Draw bytes per rank against the number of ranks, up to `most`."""
     if most < FEWEST:
         raise ArgumentError(f"ranks is {most}; it must be at least {FEWEST} where traffic is to be drawn")
     by_method, labels = lines(problem, most, direction), []
@@ -118,10 +115,6 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
             else names[name] + ("" if names[name].endswith("Ring") else less(sent))
         )
         labels.append((ranks, sent, label, LOOK[name]["color"]))
-    if tile not in (None, best, Tile(1, 1, most)):
-        sent = mesh(problem, tile, direction)
-        axes.plot([most], [sent], marker="*", markersize=9, color=color, linestyle="", label="tile")
-        labels.append((most, sent, f"tile {tile}{less(sent)}", color))
     label_ends(axes, labels)
     if "Ulysses" in by_method:
         axes.text(
@@ -138,8 +131,8 @@ def draw_traffic(axes, problem, most, direction="forward", tile=None):
 
 
 @styled
-def traffic(problem, most, direction="forward", tile=None):
+def traffic(problem, most, direction="forward"):
     """A figure of `draw_traffic`."""
     figure = new_figure(5.6, 3.6)
-    draw_traffic(figure.subplots(), problem, most, direction, tile)
+    draw_traffic(figure.subplots(), problem, most, direction)
     return figure

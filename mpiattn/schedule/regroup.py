@@ -62,6 +62,19 @@ def every_tile(ranks: int, heads: int, kv_heads: int, batch: int = 1) -> list[Ti
     return [tile for h in numbers for tile in tiles(ranks, h)]
 
 
+def method_of(problem: Problem, tile: Tile) -> str | None:
+    """The name of the published method that a tile is; None of other tiles.
+
+    Ulysses and USP split the heads, every KV head in one part; planes may also split a batch, and may share KV heads.
+    """
+    if tile.h == 1:
+        return None if (tile.a == 1) == (tile.b == 1) else "Ring" if tile.a == 1 else "Q-ring"
+    of_batch, parts = split_of(problem, tile.h)
+    if tile.a > 1 or of_batch > 1 or problem.kv_heads % parts:
+        return None
+    return "Ulysses" if tile.b == 1 else "USP"
+
+
 def heads_of(total: int, parts: int, part: int) -> slice:
     """One of some parts of `total` heads: some of them or, of fewer heads than parts, one."""
     count = max(1, total // parts)
