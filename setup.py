@@ -1,18 +1,24 @@
-"""Package metadata; kernels, tests and Slurm's scripts are laid into the package as mpiattn/kernels and so on.
+"""What is installed: kernels, tests and Slurm's scripts lie in the package as mpiattn/kernels and so on.
 
 The CPU kernels are compiled into mpiattn/backends/cpu/_kernels.so, a plain library.  Without a C compiler the rest is
-installed, without the back end `cpu`.  `python setup.py build_ext --inplace` compiles them in a checkout.
+installed, without the back end `cpu`.  `python setup.py build_ext --inplace` compiles them in a checkout.  All else
+about the package stands in pyproject.toml.
 """
 
 import hashlib
 import platform
-import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
+
+LEAST = 77  # of pip's isolated builds too, see pyproject.toml
+if int(setuptools.__version__.split(".")[0]) < LEAST:
+    sys.exit(f"setuptools is {setuptools.__version__}; it must be {LEAST} or newer: pip install -U setuptools")
 
 here = Path(__file__).parent
 SOURCES = sorted(str(path.relative_to(here)) for path in (here / "kernels" / "cpu").glob("*.[ch]"))
@@ -83,16 +89,7 @@ class BuildKernels(build_ext):
         return fullname.replace(".", "/") + ".so"
 
 
-version = re.search(r'__version__ = "(.+)"', (here / "mpiattn" / "__init__.py").read_text())[1]
-
 setup(
-    name="mpiattn",
-    version=version,
-    description="Exact attention for sequences that do not fit one GPU, native to MPI",
-    long_description=(here / "README.md").read_text(),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.10",
     packages=[
         *find_packages(include=["mpiattn", "mpiattn.*"]),
         "mpiattn.kernels",
@@ -102,36 +99,11 @@ setup(
         "mpiattn.slurm",
     ],
     package_dir={"mpiattn.kernels": "kernels", "mpiattn.tests": "tests", "mpiattn.slurm": "slurm"},
-    ext_modules=[Extension("mpiattn.backends.cpu._kernels", SOURCES, optional=True)],
-    cmdclass={"build_ext": BuildKernels},
     package_data={
         "mpiattn": ["py.typed"],
         "mpiattn.kernels": ["README.md", "cpu/*", "cuda/*", "emulation/*"],
         "mpiattn.slurm": ["README.md", "*.sh", "*.sbatch"],
     },
-    install_requires=["numpy>=1.25", "mpi4py>=3.1", "h5py>=3.7", "tqdm>=4.60", "ml_dtypes>=0.3", "threadpoolctl>=3.5"],
-    extras_require={
-        "mpich": ["mpich>=4.3"],
-        "openmpi": ["openmpi>=5.0"],
-        "impi": ["impi-rt>=2021.14"],
-        # CuPy knows bfloat16 from this NumPy on
-        "cuda13": ["cupy-cuda13x[ctk]>=14", "numpy>=2.1.2"],
-        "cuda12": ["cupy-cuda12x[ctk]>=14", "numpy>=2.1.2"],
-        "cudnn": ["nvidia-cudnn-frontend>=1.18,<1.27", "nvidia-cudnn-cu13>=9.19"],  # later ones bring a compiler
-        "cuda-compile": ["cuda-bindings>=13", "nvidia-cuda-nvrtc>=13", "nvidia-cuda-nvdisasm>=13"],
-        "convert": ["safetensors>=0.4", "torch>=2.5"],
-        "plot": ["matplotlib>=3.8"],
-        "test": ["pytest>=7.4", "pytest-xdist>=3.7", "hypothesis>=6.100"],
-        "dev": ["pre-commit>=3.5", "mypy>=1.11"],
-        "bench": ["torch>=2.5"],
-        "torch": ["torch>=2.5"],
-        "docs": ["sphinx>=7.3", "myst-parser>=3", "numpydoc>=1.7", "furo"],
-    },
-    entry_points={"console_scripts": ["mpiattn = mpiattn.cli:main"]},
-    classifiers=[
-        "Intended Audience :: Science/Research",
-        "Operating System :: POSIX",
-        "Programming Language :: Python :: 3",
-        "Topic :: Scientific/Engineering",
-    ],
+    ext_modules=[Extension("mpiattn.backends.cpu._kernels", SOURCES, optional=True)],
+    cmdclass={"build_ext": BuildKernels},
 )

@@ -70,9 +70,8 @@ def test_hosts_and_reasons():
 
 @pytest.mark.workshop
 def test_the_extras_exist():
-    assert all(
-        f'"{extra}": [' in (launch.ROOT / "setup.py").read_text() for extra in (*arrays.EXTRAS, cudnn_library.EXTRA)
-    )
+    project = (launch.ROOT / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in project for extra in (*arrays.EXTRAS, cudnn_library.EXTRA))
 
 
 @pytest.mark.workshop
