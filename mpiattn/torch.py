@@ -45,6 +45,7 @@ def attention(
     causal_documents: PerDocument = None,
     sinks: torch.Tensor | None = None,
     check: bool = True,
+    verify: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's chunks, differentiable with respect to q, k, v and sinks; collective.
 
@@ -75,6 +76,9 @@ def attention(
     check : bool, default True
         As in `MeshAttention.forward`; the backward pass uses it too.  It adds two small allreduces to those of the
         plan in the forward pass, and one in the backward pass.
+    verify : bool, default False
+        Whether to compare a sample of out and lse with float64 attention, and in the backward pass of the gradients
+        too, by `MeshAttention.verify`, whose docstring says what that costs.
 
     Returns
     -------
@@ -87,10 +91,15 @@ def attention(
     ------
     ArgumentError
         The same on every rank.
+    VerificationError
+        The same on every rank, here or in the backward pass: with verify, and a result is wrong.
     """
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     with plan.call("torch.attention") as call, call.agreement(check) as same:
         _check(plan, tensors)
+        if not isinstance(verify, bool):
+            raise ArgumentError(f"verify is {verify!r}; it must be True or False")
+        same["verify"] = verify
         # if this differed, only some ranks would run the backward pass
         same["requires_grad (of any of q, k, v and sinks)"] = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors.values()
@@ -106,16 +115,20 @@ def attention(
             "causal_documents": causal_documents,
         }
     )
-    return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
+    return _Attention.apply(plan, {**documents, "check": check}, verify, q, k, v, sinks)
 
 
 class _Attention(torch.autograd.Function):
     """The plan's forward and backward pass as one node of torch's graph."""
 
     @staticmethod
-    def forward(ctx: Any, plan: MeshAttention, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    def forward(
+        ctx: Any, plan: MeshAttention, options: dict[str, Any], verify: bool, q: Any, k: Any, v: Any, sinks: Any
+    ) -> Any:
         out, lse = plan.forward(q, k, v, sinks=sinks, **options)
-        ctx.plan, ctx.options = plan, options
+        ctx.plan, ctx.options, ctx.verify = plan, options, verify
+        if verify:
+            plan.verify(q, k, v, out, lse, sinks=sinks, **_documents(options))
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.set_materialize_grads(False)  # plan.backward accepts dlse=None
         return out, lse
@@ -131,9 +144,18 @@ class _Attention(torch.autograd.Function):
             q, k, v, out, lse, sinks = saved
             dout = torch.zeros_like(out) if dout is None else dout
             _check(plan, {"dout": dout, "dlse": dlse})
-        dq, dk, dv, *dsinks = plan.backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, **ctx.options)
+        grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, **ctx.options)
+        if ctx.verify:
+            of_grads = {"dout": dout, "dlse": dlse, "grads": grads}
+            plan.verify(q, k, v, out, lse, sinks=sinks, **of_grads, **_documents(ctx.options))
+        dq, dk, dv, *dsinks = grads
         share = dsinks[0] / plan.q_layout.chunks if dsinks else None
-        return None, None, dq, dk, dv, share
+        return None, None, None, dq, dk, dv, share
+
+
+def _documents(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that `MeshAttention.verify` has too."""
+    return {name: value for name, value in options.items() if name != "check"}
 
 
 def _saved(ctx: Any) -> tuple[Any, RuntimeError | None]:

@@ -37,6 +37,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     layout: str | Layout | tuple[Layout, Layout] = "contiguous",
+    verify: bool = False,
     **options: Any,
 ) -> tuple[Array, Array]:
     """Attention in one call: makes a plan for these chunks and runs it; collective.
@@ -66,6 +67,8 @@ def attention(
         Factor of the scores.
     layout : str or Layout or pair of Layout, default "contiguous"
         The tokens of each rank: "contiguous", "striped" or "zigzag".
+    verify : bool, default False
+        Whether to compare a sample of the results with float64 attention, as `MeshAttention.verify` does.
     **options
         Other arguments of `MeshAttention`, and cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents
         and sinks of `MeshAttention.forward`, whose positions and lengths are those of the whole sequence.  The default
@@ -85,6 +88,8 @@ def attention(
         The same on every rank.
     PeerFailure
         Another rank failed during the call, or did not call in time.
+    VerificationError
+        The same on every rank: with verify, and a result is wrong.
 
     Examples
     --------
@@ -113,7 +118,9 @@ def attention(
                 arrays = {name: as_array(name, array) for name, array in arrays.items()}
                 backend = options.pop("backend", "auto")
                 backend = backends.for_array(arrays["q"]) if backend == "auto" else backend
-                same["backend"] = backend
+                if not isinstance(verify, bool):
+                    raise ArgumentError(f"verify is {verify!r}; it must be True or False")
+                same |= {"backend": backend, "verify": verify}
                 backends.candidates(backend)
             backend = agreed_backend(peers, backend)
             with agreement(peers):
@@ -138,7 +145,7 @@ def attention(
         plan = home.plans.pop(of_ranks.tobytes(), None)
         if plan is not None:
             home.plans[of_ranks.tobytes()] = plan  # now the newest
-            return plan.forward(*given, **call)
+            return _run(plan, given, call, verify)
         q_sizes, k_sizes, _ = map(tuple, of_ranks.T.tolist())
         if isinstance(layout, str) and layout in LAYOUTS:  # the chunks are in place: a plan must not deal them out
             uneven = layout == "contiguous"
@@ -165,13 +172,21 @@ def attention(
         )
         if backends.find(backend).on_gpu or chunk_bytes(plan.problem, max(q_sizes), max(k_sizes)) > KEPT_BYTES:
             with plan:
-                return plan.forward(*given, **call)
+                return _run(plan, given, call, verify)
         home.plans[of_ranks.tobytes()] = plan
         if len(home.plans) > KEPT:
             home.plans.pop(next(iter(home.plans))).close()
-        return plan.forward(*given, **call)
+        return _run(plan, given, call, verify)
     finally:
         home.leave()
+
+
+def _run(plan: MeshAttention, given: tuple[Array, ...], call: dict[str, Any], verify: bool) -> tuple[Array, Array]:
+    results = plan.forward(*given, **call)
+    if verify:
+        q, k, v = given
+        plan.verify(q, k, v, *results, **call)
+    return results
 
 
 def _what(array: Array) -> str:

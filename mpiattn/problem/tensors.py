@@ -50,6 +50,11 @@ def as_array(name: str, argument: Any) -> Any:
     return shared(name, argument) if argument.device.type == "cpu" else argument.detach()
 
 
+def detached(argument: Any) -> Any:
+    """A tensor without its history, for a call that gives no result that depends on it; all else as it is."""
+    return argument.detach() if is_tensor(argument) else argument
+
+
 def as_tensor(array: np.ndarray) -> Any:
     """A NumPy array's memory as a tensor."""
     torch = import_module("torch")
