@@ -24,13 +24,15 @@ from torch.autograd.function import once_differentiable
 
 from . import backends
 from .errors import ArgumentError
-from .problem.tensors import shared
+from .problem.tensors import check_transforms, shared
+from .problem.untraced import untraced
 
 if TYPE_CHECKING:
     from .plan.mesh_attention import MeshAttention
     from .problem.documents import PerDocument
 
 
+@untraced
 def attention(
     plan: MeshAttention,
     q: torch.Tensor,
@@ -57,6 +59,9 @@ def attention(
     on its results of `attention`, even for a chunk without tokens.  The backward pass computes all gradients, requested
     or not, and can itself not be differentiated.  Torch runs the backward pass of CUDA tensors in its own thread, so
     MPI must provide MPI_THREAD_SERIALIZED or more; mpi4py requests that.
+
+    Functions that call it may be compiled by torch.compile, which leaves the call as it is, but not with
+    fullgraph=True.  Transforms of torch.func and forward-mode differentiation raise ArgumentError.
 
     Parameters
     ----------
@@ -134,6 +139,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @untraced  # compiled code may hold loss.backward()
     @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         plan = ctx.plan
@@ -177,6 +183,7 @@ def _check(plan: MeshAttention, tensors: dict[str, Any]) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
+        check_transforms(name, tensor)
         if tensor.device.type != kind.device:
             place = "its plan's GPU" if kind.on_gpu else "the CPU"
             raise ArgumentError(f"{name} is on device {tensor.device}; it must be on {place}")

@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
 from ..problem.layout import LAYOUTS, Layout
 from ..problem.tensors import as_array
+from ..problem.untraced import untraced
 from .mesh_attention import MeshAttention
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "ca
 KEPT, KEPT_BYTES = 4, 2**24
 
 
+@untraced
 def attention(
     q: Array,
     k: Array,
