@@ -30,6 +30,7 @@ _HOMES = {
     "CallError": ".errors",
     "FileError": ".errors",
     "PeerFailure": ".errors",
+    "VerificationError": ".errors",
 }
 __all__ = [*_HOMES, "__version__"]
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .errors import FileError as FileError
     from .errors import MpiattnError as MpiattnError
     from .errors import PeerFailure as PeerFailure
+    from .errors import VerificationError as VerificationError
     from .model.machine import Machine as Machine
     from .plan.merging import merge as merge
     from .plan.mesh_attention import MeshAttention as MeshAttention

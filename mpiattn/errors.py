@@ -42,4 +42,9 @@ class ScheduleError(MpiattnError):
 
 
 class VerificationError(MpiattnError):
-    """A result differs from the float64 reference by more than its tolerance."""
+    """A result differs from the float64 reference by more than its tolerance.
+
+    `verification` is the `Verification` of `MeshAttention.verify`, None from a command.
+    """
+
+    verification = None

@@ -24,13 +24,15 @@ from torch.autograd.function import once_differentiable
 
 from . import backends
 from .errors import ArgumentError
-from .problem.tensors import shared
+from .problem.tensors import check_transforms, shared
+from .problem.untraced import untraced
 
 if TYPE_CHECKING:
     from .plan.mesh_attention import MeshAttention
     from .problem.documents import PerDocument
 
 
+@untraced
 def attention(
     plan: MeshAttention,
     q: torch.Tensor,
@@ -46,6 +48,7 @@ def attention(
     padding: bool = False,
     sinks: torch.Tensor | None = None,
     check: bool = True,
+    verify: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's chunks, differentiable with respect to q, k, v and sinks; collective.
 
@@ -57,6 +60,9 @@ def attention(
     on its results of `attention`, even for a chunk without tokens.  The backward pass computes all gradients, requested
     or not, and can itself not be differentiated.  Torch runs the backward pass of CUDA tensors in its own thread, so
     MPI must provide MPI_THREAD_SERIALIZED or more; mpi4py requests that.
+
+    Functions that call it may be compiled by torch.compile, which leaves the call as it is, but not with
+    fullgraph=True.  Transforms of torch.func and forward-mode differentiation raise ArgumentError.
 
     Parameters
     ----------
@@ -76,6 +82,9 @@ def attention(
     check : bool, default True
         As in `MeshAttention.forward`; the backward pass uses it too.  It adds two small allreduces to those of the
         plan in the forward pass, and one in the backward pass.
+    verify : bool, default False
+        Whether to compare a sample of out and lse with float64 attention, and in the backward pass of the gradients
+        too, by `MeshAttention.verify`, whose docstring says what that costs.
 
     Returns
     -------
@@ -88,10 +97,15 @@ def attention(
     ------
     ArgumentError
         The same on every rank.
+    VerificationError
+        The same on every rank, here or in the backward pass: with verify, and a result is wrong.
     """
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     with plan.call("torch.attention") as call, call.agreement(check) as same:
         _check(plan, tensors)
+        if not isinstance(verify, bool):
+            raise ArgumentError(f"verify is {verify!r}; it must be True or False")
+        same["verify"] = verify
         # if this differed, only some ranks would run the backward pass
         same["requires_grad (of any of q, k, v and sinks)"] = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors.values()
@@ -108,21 +122,26 @@ def attention(
             "padding": padding,
         }
     )
-    return _Attention.apply(plan, {**documents, "check": check}, q, k, v, sinks)
+    return _Attention.apply(plan, {**documents, "check": check}, verify, q, k, v, sinks)
 
 
 class _Attention(torch.autograd.Function):
     """The plan's forward and backward pass as one node of torch's graph."""
 
     @staticmethod
-    def forward(ctx: Any, plan: MeshAttention, options: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    def forward(
+        ctx: Any, plan: MeshAttention, options: dict[str, Any], verify: bool, q: Any, k: Any, v: Any, sinks: Any
+    ) -> Any:
         out, lse = plan.forward(q, k, v, sinks=sinks, **options)
-        ctx.plan, ctx.options = plan, options
+        ctx.plan, ctx.options, ctx.verify = plan, options, verify
+        if verify:
+            plan.verify(q, k, v, out, lse, sinks=sinks, **_documents(options))
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.set_materialize_grads(False)  # plan.backward accepts dlse=None
         return out, lse
 
     @staticmethod
+    @untraced  # compiled code may hold loss.backward()
     @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         plan = ctx.plan
@@ -133,9 +152,18 @@ class _Attention(torch.autograd.Function):
             q, k, v, out, lse, sinks = saved
             dout = torch.zeros_like(out) if dout is None else dout
             _check(plan, {"dout": dout, "dlse": dlse})
-        dq, dk, dv, *dsinks = plan.backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, **ctx.options)
+        grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, **ctx.options)
+        if ctx.verify:
+            of_grads = {"dout": dout, "dlse": dlse, "grads": grads}
+            plan.verify(q, k, v, out, lse, sinks=sinks, **of_grads, **_documents(ctx.options))
+        dq, dk, dv, *dsinks = grads
         share = dsinks[0] / plan.q_layout.chunks if dsinks else None
-        return None, None, dq, dk, dv, share
+        return None, None, None, dq, dk, dv, share
+
+
+def _documents(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that `MeshAttention.verify` has too."""
+    return {name: value for name, value in options.items() if name != "check"}
 
 
 def _saved(ctx: Any) -> tuple[Any, RuntimeError | None]:
@@ -157,6 +185,7 @@ def _check(plan: MeshAttention, tensors: dict[str, Any]) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
+        check_transforms(name, tensor)
         if tensor.device.type != kind.device:
             place = "its plan's GPU" if kind.on_gpu else "the CPU"
             raise ArgumentError(f"{name} is on device {tensor.device}; it must be on {place}")

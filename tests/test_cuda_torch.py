@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, attention, query_ring_decode, ring_decode, tree_decode
 from mpiattn.backends.testing import emulated
-from mpiattn.errors import ArgumentError
+from mpiattn.errors import ArgumentError, VerificationError
 from mpiattn.verify import reference
 
 pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
@@ -112,6 +112,24 @@ def test_backward(torch, plan, stream):
         assert all(isinstance(grad, torch.Tensor) for grad in grads) and len(grads) == 4
         for got, wanted in zip(seen(torch, grads, given), expected, strict=True):
             assert np.allclose(got, wanted, atol=1e-5)
+
+
+def test_verify(torch, plan, stream):
+    """Tensors and CuPy's arrays, which come late to this call too."""
+    q, k, v, dout = drawn(4)
+    sinks = np.array([0.5, -1], np.float32)
+    for _ in stream():
+        for on_gpu in (torch.tensor, fake_cupy.asarray):
+            given = [on_gpu(array) for array in (q, k, v)]
+            out, lse = plan.forward(*given, sinks=on_gpu(sinks))
+            late = on_gpu(dout)
+            grads = plan.backward(late, *given, out, lse, sinks=on_gpu(sinks))
+            options = {"sinks": on_gpu(sinks), "dout": late, "samples": 2}
+            verification = plan.verify(*given, out, lse, grads=grads, **options)
+            assert len(verification.arrays) == 6 and verification.passed
+    wrong = [array if name != 1 else fake_cupy.asarray(2 * k) for name, array in enumerate(grads)]
+    with pytest.raises(VerificationError, match="failed: dk off by"):
+        plan.verify(*given, out, lse, grads=wrong, **options)
 
 
 def test_planes(torch, stream):

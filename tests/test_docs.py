@@ -15,6 +15,7 @@ WALKS = """
 import sys
 import numpy as np
 from importlib import import_module
+from inspect import unwrap
 from mpi4py import MPI
 
 def named(text):
@@ -31,11 +32,11 @@ def named(text):
 
 def codes(value):
     if hasattr(value, "__code__"):
-        return {value.__code__}
+        return {unwrap(value).__code__}
     made = set()
     for member in vars(value).values():
         function = getattr(member, "fget", None) or getattr(member, "func", member)
-        made |= {function.__code__} if hasattr(function, "__code__") else set()
+        made |= {unwrap(function).__code__} if hasattr(function, "__code__") else set()
     return made
 
 def window():

@@ -48,13 +48,14 @@ def train(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> float:
         out, lse = plan.forward(q, k, v, cu_seqlens=[0, 1000, 4099], progress=print)
         dq, dk, dv = plan.backward(out, q, k, v, out, lse, causal_documents=[[True, False]])
         seconds: float = plan.trace().seconds  # type: ignore[union-attr]  # None before the first pass
+        verified: bool = plan.verify(q, k, v, out, lse, dout=out, grads=(dq, dk, dv), samples=None).passed
         plan.forward(q, k, v, check="no")  # type: ignore[arg-type]
         with plan.like(seqlen=100) as other:
             sent: tuple[int, int] = other.sent
         plan.predicted_trace().waiting.mean()
     mpiattn.MeshAttention(comm, heads=8, head_dim=64)  # type: ignore[call-arg]
     tensors = mpiattn.torch.attention(plan, *map(torch.from_numpy, (dq, dk, dv)))
-    return sent[0] + seconds + len(tensors) + len(plan.positions)
+    return sent[0] + seconds + len(tensors) + len(plan.positions) + verified
 
 
 def decode(comm: MPI.Intracomm, q: Any, k: Any, v: Any) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
+from ..problem.untraced import keep_untraced
 from .agreement import agreement
 from .transport import in_words
 
@@ -142,6 +143,10 @@ class Collective(ABC):
             f"a {type(self).__name__} cannot be copied or pickled: it holds communicators and buffers of "
             "this process; make a new one, on every rank"
         )
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        keep_untraced(cls)
 
     def __enter__(self) -> Self:
         return self

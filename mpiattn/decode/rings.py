@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..problem.layout import Layout
+from ..problem.untraced import untraced
 from .call import Call
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class _Keys:
         return self.parts, [np.arange(*ends, dtype=np.int32) for ends in pairwise(self.starts)], 1
 
 
+@untraced
 def ring_decode(
     q: Array,
     cache: KVCache,
@@ -136,6 +138,7 @@ def _move_messages(exchange: Exchange, posted: list[Posted], share: float) -> No
         exchange.complete(posted)
 
 
+@untraced
 def query_ring_decode(
     q: Array,
     cache: KVCache,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..problem.untraced import untraced
 from ..schedule.reduction import ALGORITHMS
 from .call import Call
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 
+@untraced
 def tree_decode(
     q: Array,
     cache: KVCache,

@@ -35,6 +35,7 @@ class Arguments:
             name: (shape, dtype) for name, shape in shapes.items()
         }
         by_head = {"lse": (p.batch, p.heads, q_tokens), "dlse": (p.batch, p.heads, q_tokens), "sinks": (p.heads,)}
+        by_head["dsinks"] = by_head["sinks"]
         self._types |= {name: (shape, of_rows) for name, shape in by_head.items()}
         self._shared_kv = p.shared_kv
 

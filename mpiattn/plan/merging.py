@@ -11,11 +11,13 @@ from ..engine.folding import Folding, checked
 from ..errors import ArgumentError
 from ..problem.problem import dtype_name
 from ..problem.tensors import as_given
+from ..problem.untraced import untraced
 
 if TYPE_CHECKING:
     from ..backends.base import Array
 
 
+@untraced
 def merge(out: Array, lse: Array, out_b: Array, lse_b: Array, *more: Array) -> tuple[Array, Array]:
     """Combine the attention of the same queries over two or more disjoint sets of keys; local, sends nothing.
 

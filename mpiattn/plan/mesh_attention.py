@@ -14,11 +14,10 @@ from ..comm.transport import another
 from ..problem.tensors import as_given
 from ..schedule.needed import Activity
 from .arguments import Arguments, compared
-from .description import Described
-from .distribution import Distributed
 from .rank_passes import RankPasses
 from .regrouped_passes import RegroupedPasses
 from .settle import resized, settle
+from .verified import Verified
 
 if TYPE_CHECKING:
     import os
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
     from ..schedule.tile import Tile
 
 
-class MeshAttention(Described, Distributed):
+class MeshAttention(Verified):
     """Exact attention of a sequence that is spread over the ranks of a communicator (arXiv 2512.20968).
 
     Every rank holds a chunk of the tokens (`positions`) of q, k and v, and gets the same chunk of the result.  Making a
-    plan, `like`, `forward`, `backward`, `scatter`, `gather` and `close` are collective: all ranks call them in the same
-    order.  The same mesh, layout, schedule, route and back end give the same bits (not backward with `cuda+cudnn`).
-    `q_layout`, `k_layout` and `schedule` hold what was chosen, `problem` holds the problem as given.
+    plan, `like`, `forward`, `backward`, `verify`, `scatter`, `gather` and `close` are collective: all ranks call them
+    in the same order.  The same mesh, layout, schedule, route and back end give the same bits (not backward with
+    `cuda+cudnn`).  `q_layout`, `k_layout` and `schedule` hold what was chosen, `problem` holds the problem as given.
 
     Parameters
     ----------

@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
 from ..problem.layout import LAYOUTS, Layout
 from ..problem.tensors import as_array
+from ..problem.untraced import untraced
 from .mesh_attention import MeshAttention
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ OF_CALL = (
 KEPT, KEPT_BYTES = 4, 2**24
 
 
+@untraced
 def attention(
     q: Array,
     k: Array,
@@ -40,6 +42,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     layout: AnyLayout = "contiguous",
+    verify: bool = False,
     **options: Any,
 ) -> tuple[Array, Array]:
     """Attention in one call: makes a plan for these chunks and runs it; collective.
@@ -69,6 +72,8 @@ def attention(
         Factor of the scores.
     layout : str, Layout, tuple of int, or pair of the latter two, default "contiguous"
         The tokens of each rank: "contiguous", "striped", "zigzag" or as in `MeshAttention`.
+    verify : bool, default False
+        Whether to compare a sample of the results with float64 attention, as `MeshAttention.verify` does.
     **options
         Other arguments of `MeshAttention`, and cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes,
         causal_documents, padding and sinks of `MeshAttention.forward`, whose positions and lengths are those of the
@@ -88,6 +93,8 @@ def attention(
         The same on every rank.
     PeerFailure
         Another rank failed during the call, or did not call in time.
+    VerificationError
+        The same on every rank: with verify, and a result is wrong.
 
     Examples
     --------
@@ -116,7 +123,9 @@ def attention(
                 arrays = {name: as_array(name, array) for name, array in arrays.items()}
                 backend = options.pop("backend", "auto")
                 backend = backends.for_array(arrays["q"]) if backend == "auto" else backend
-                same["backend"] = backend
+                if not isinstance(verify, bool):
+                    raise ArgumentError(f"verify is {verify!r}; it must be True or False")
+                same |= {"backend": backend, "verify": verify}
                 backends.candidates(backend)
             backend = agreed_backend(peers, backend)
             with agreement(peers):
@@ -141,7 +150,7 @@ def attention(
         plan = home.plans.pop(of_ranks.tobytes(), None)
         if plan is not None:
             home.plans[of_ranks.tobytes()] = plan  # now the newest
-            return plan.forward(*given, **call)
+            return _run(plan, given, call, verify)
         q_sizes, k_sizes, _ = map(tuple, of_ranks.T.tolist())
         if isinstance(layout, str) and layout in LAYOUTS:  # the chunks are in place: a plan must not deal them out
             uneven = layout == "contiguous"
@@ -168,13 +177,21 @@ def attention(
         )
         if backends.find(backend).on_gpu or chunk_bytes(plan.problem, max(q_sizes), max(k_sizes)) > KEPT_BYTES:
             with plan:
-                return plan.forward(*given, **call)
+                return _run(plan, given, call, verify)
         home.plans[of_ranks.tobytes()] = plan
         if len(home.plans) > KEPT:
             home.plans.pop(next(iter(home.plans))).close()
-        return plan.forward(*given, **call)
+        return _run(plan, given, call, verify)
     finally:
         home.leave()
+
+
+def _run(plan: MeshAttention, given: tuple[Array, ...], call: dict[str, Any], verify: bool) -> tuple[Array, Array]:
+    results = plan.forward(*given, **call)
+    if verify:
+        q, k, v = given
+        plan.verify(q, k, v, *results, **call)
+    return results
 
 
 def _what(array: Array) -> str:

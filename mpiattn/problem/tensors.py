@@ -22,6 +22,24 @@ def is_tensor(argument: object) -> bool:
     return torch is not None and isinstance(argument, torch.Tensor)
 
 
+def check_transforms(name: str, tensor: Any) -> None:
+    """Raise ArgumentError where torch follows a tensor in a way of which results would know nothing.
+
+    These are the transforms of torch.func, forward-mode differentiation, and torch.jit.trace.
+    """
+    torch, forward_ad = sys.modules["torch"], sys.modules.get("torch.autograd.forward_ad")
+    transforms = getattr(getattr(torch, "_C", None), "_are_functorch_transforms_active", bool)
+    if transforms():
+        raise ArgumentError(
+            f"{name} is used inside a transform of torch.func (grad, vjp, jvp, vmap, ...); these do not work with "
+            "mpiattn: call it outside of them, and take gradients by backward() or torch.autograd.grad"
+        )
+    if forward_ad is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise ArgumentError(f"{name} has a tangent, of forward-mode differentiation; only backward() is possible")
+    if hasattr(torch, "jit") and torch.jit.is_tracing():
+        raise ArgumentError(f"{name} is used inside torch.jit.trace, which would record results as constants")
+
+
 def shared(name: str, tensor: Any) -> np.ndarray:
     """A tensor's memory as an array of any strides.  Raises ArgumentError if NumPy cannot share it."""
     torch, tensor = sys.modules["torch"], tensor.detach()
@@ -43,11 +61,17 @@ def as_array(name: str, argument: Any) -> Any:
     """
     if type(argument) is np.ndarray or not is_tensor(argument):
         return argument
+    check_transforms(name, argument)
     if argument.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise ArgumentError(
             f"{name} requires a gradient, which would be lost here; use mpiattn.torch.attention, or pass it detached"
         )
     return shared(name, argument) if argument.device.type == "cpu" else argument.detach()
+
+
+def detached(argument: Any) -> Any:
+    """A tensor without its history, for a call that gives no result that depends on it; all else as it is."""
+    return argument.detach() if is_tensor(argument) else argument
 
 
 def as_tensor(array: np.ndarray) -> Any:

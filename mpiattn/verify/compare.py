@@ -41,6 +41,12 @@ def rounding_error(problem, of_dtype):
     return relative, absolute
 
 
+def out_tolerance(problem, largest_lse):
+    """Allowed error of out, relative to its largest value."""
+    rounding, _ = rounding_error(problem, OF_RESULT)
+    return min(rounding + accumulation_error(problem, largest_lse), MOST)
+
+
 class Report(NamedTuple):
     """The rows that were checked on all ranks, and their errors."""
 
@@ -262,13 +268,12 @@ def conclude(peers, problem, outs, lses, checked, rows, empty):
     peers.reduce(maxima, MPI.MAX)
     peers.reduce(counts, MPI.SUM)
     out_error, out_size, lse_error, lse_size = maxima.tolist()
-    rounding, absolute = rounding_error(problem, OF_RESULT)
-    tolerance = min(rounding + accumulation_error(problem, lse_size), MOST)
+    _, absolute = rounding_error(problem, OF_RESULT)
     return Report(
         *counts[:2].tolist(),
         max(0.0, out_error - absolute) / (out_size or 1),
         lse_error / max(1, lse_size),
-        tolerance,
+        out_tolerance(problem, lse_size),
         ACCUMULATION[problem.dtype],
         *counts[2:].tolist(),
     )

@@ -30,6 +30,12 @@ from .sweep import key_turns, sweep
 TIMES_ROUNDING = 3
 
 
+def gradient_tolerance(problem, largest_lse):
+    """Allowed error of a gradient, relative to its largest value."""
+    rounding, _ = rounding_error(problem, 1)
+    return min(TIMES_ROUNDING * rounding + accumulation_error(problem, largest_lse), MOST)
+
+
 class GradientReport(NamedTuple):
     """The rows and keys that were checked on all ranks, and their errors."""
 
@@ -170,15 +176,14 @@ class _Check:
         errors, sizes, (q_size, k_size, change) = maxima
         # Where the terms of dq or dk cancel, the error of out, through delta, remains: its size replaces theirs.
         sizes = np.maximum(sizes, [p.scale * k_size * change, p.scale * q_size * change, 0])
-        rounding, absolute = rounding_error(p, 1)
-        tolerance = min(TIMES_ROUNDING * rounding + accumulation_error(p, lse_size), MOST)
+        _, absolute = rounding_error(p, 1)
         relative = np.maximum(0, errors - absolute) / np.where(sizes == 0, 1, sizes)
         counts = np.array(
             [sum(e.differing for e in errors_of), self.dq.nonfinite, max(self.dk.nonfinite, self.dv.nonfinite)]
         )
         self.peers.reduce(counts, MPI.SUM)
         of_q, of_k, of_v = relative.tolist()
-        return of_q, of_k, None if p.shared_kv else of_v, tolerance, *counts.tolist()
+        return of_q, of_k, None if p.shared_kv else of_v, gradient_tolerance(p, lse_size), *counts.tolist()
 
 
 def verify_both(

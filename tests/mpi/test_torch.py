@@ -1,13 +1,16 @@
 """mpiattn.torch: values and gradients against float64, shared memory, and errors that all ranks raise."""
 
+import re
+
 import numpy as np
 import pytest
+from launch import DOCS
 from mpi4py import MPI
 from runs import agreed, tiles
 from test_agreement import same_error
 
 from mpiattn import MeshAttention
-from mpiattn.errors import MpiattnError
+from mpiattn.errors import MpiattnError, VerificationError
 from mpiattn.verify import reference
 
 if MPI.COMM_WORLD.size > 8:
@@ -210,6 +213,51 @@ def test_finite_differences(comm):
                 inputs[name][element] += step
                 moved.append(comm.allreduce(losses(inputs)[0].item()))
             assert abs((moved[0] - moved[1]) / 2e-5 - grads[name][element]) < 1e-6
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "out", "dk"])
+def test_verified(comm, monkeypatch, wrong):
+    """A result that is wrong on one rank is found in its pass, and not where nobody asks for it."""
+    forward, backward, guilty = MeshAttention.forward, MeshAttention.backward, comm.size - 1
+
+    def spoilt(self, results, name):
+        if wrong == name and comm.rank == guilty:
+            results[name == "dk"][:, -1] += 1
+        return results
+
+    monkeypatch.setattr(MeshAttention, "forward", lambda self, *a, **o: spoilt(self, forward(self, *a, **o), "out"))
+    monkeypatch.setattr(MeshAttention, "backward", lambda self, *a, **o: spoilt(self, backward(self, *a, **o), "dk"))
+    with MeshAttention(comm, **SHAPE, dtype="bfloat16", layout="striped") as plan:
+        chunks, last = cut(plan, draw(plan)), plan.q_layout.positions(guilty)[-1]
+
+        def attend(**how):
+            return attention(plan, *(chunks[name] for name in "qkv"), sinks=chunks["sinks"], **DOCUMENTS, **how)
+
+        loss_of(*attend(), chunks).backward()
+        if wrong == "out":
+            text = same_error(comm, lambda: attend(verify=True), VerificationError)
+            assert "out off by" in text and f"worst at query {last} of rank {guilty}" in text
+            return
+        loss = loss_of(*attend(verify=True), chunks)
+        if wrong == "nothing":
+            return loss.backward()
+        text = same_error(comm, loss.backward, VerificationError)
+        assert "failed: dk off by" in text and f"worst at key {last} of rank {guilty}" in text
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="takes the docs of a checkout")
+def test_verify_of_the_documentation(monkeypatch):
+    """Both passes of the first step are compared, and no others."""
+    code = re.search(r"<!-- test: verify -->\n```python\n(.*?)```", (DOCS / "training.md").read_text(), re.DOTALL)[1]
+    verify, compared = MeshAttention.verify, []
+
+    def counted(*arrays, **options):
+        compared.append(verify(*arrays, **options))
+        return compared[-1]
+
+    monkeypatch.setattr(MeshAttention, "verify", counted)
+    exec(code, {})
+    assert [len(verification.arrays) for verification in compared] == [2, 5]
 
 
 @pytest.fixture

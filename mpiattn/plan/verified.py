@@ -1,0 +1,184 @@
+"""`MeshAttention.verify`, by the base class `Verified`: results of a plan's calls compared with float64 attention."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..comm.agreement import everywhere
+from ..engine.folding import on_host
+from ..errors import ArgumentError, VerificationError
+from ..problem.tensors import as_array, detached, is_tensor
+from ..verify.spread import SAMPLES, verify
+from .arguments import compared
+from .description import Described
+from .distribution import Distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..backends.base import Array
+    from ..problem.documents import PerDocument
+    from ..verify.result import Verification
+    from .arguments import Arguments
+
+GRADIENTS = ("dq", "dk", "dv", "dsinks")
+
+
+class Verified(Described, Distributed):
+    """A plan whose results can be verified."""
+
+    _arguments: Arguments
+
+    def verify(
+        self,
+        q: Array,
+        k: Array,
+        v: Array | None,
+        out: Array,
+        lse: Array,
+        *,
+        dout: Array | None = None,
+        dlse: Array | None = None,
+        grads: Sequence[Array | None] | None = None,
+        cu_seqlens: PerDocument = None,
+        cu_seqlens_k: PerDocument = None,
+        lengths: PerDocument = None,
+        lengths_k: PerDocument = None,
+        prefixes: PerDocument = None,
+        causal_documents: PerDocument = None,
+        padding: bool = False,
+        sinks: Array | None = None,
+        samples: int | None = SAMPLES,
+        seed: int = 0,
+    ) -> Verification:
+        """Compare results with float64 attention of the same inputs, at some tokens of every rank; collective.
+
+        It checks out and lse of a call of `forward` and, given grads, the results of `backward`.  The reference shares
+        no code with what computed them.  A sample finds a wrong mask, tile, schedule or kernel, not each wrong number.
+
+        Time: each rank does 2 * batch * samples * seqlen_k * heads * (head_dim + value_dim) operations in float64 on
+        its CPU, with grads 4.5 times as many, fewer under a mask.  2e11 of them take tens of seconds on one core.
+        Bytes: each rank sends about 10 * batch * ranks * samples * heads * (head_dim + value_dim), with grads 4 times
+        as many.  Memory: some tens of MB and, with grads, 16 bytes an element of lse; arrays on a GPU are copied to
+        host memory.  No array is changed.
+
+        Parameters
+        ----------
+        q, k, v, out, lse : array
+            Arguments and results of `forward`, v None with shared_kv.  Tensors may require gradients.
+        dout, dlse : array, default None
+            Arguments of `backward`, for grads alone.
+        grads : sequence of array, default None
+            Results of `backward`: (dq, dk, dv), dv None with shared_kv, or (dq, dk, dv, dsinks).  They need dout.
+        cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding, sinks
+            As in the call of `forward`.
+        samples : int or None, default 8
+            Queries and keys of every rank that are compared, besides the first and last of each range of consecutive
+            or evenly spaced tokens.  None for all.  Unless they are all, dk and dv are compared with gradients by this
+            run's own out and lse of the other queries, and dsinks always is.
+        seed : int, default 0
+            Which tokens are drawn; another number at every step draws others.
+
+        Returns
+        -------
+        mpiattn.verify.result.Verification
+            The same on every rank: what was compared, and how far it is off.  `print` it.
+
+        Raises
+        ------
+        VerificationError
+            The same on every rank: a result is wrong.  The message names it, its error, the rank and the token, and
+            `error.verification` holds what this would have returned.  The plan can still be used.
+        ArgumentError, CallError, PeerFailure, MpiattnError
+            As in `forward`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mpi4py import MPI
+        >>> import mpiattn
+        >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 100, 4, 16), np.float32)
+        >>> with mpiattn.MeshAttention(MPI.COMM_WORLD, seqlen=100, heads=4, head_dim=16, causal=True) as plan:
+        ...     out, lse = plan.forward(q, k, v)
+        ...     grads = plan.backward(dout, q, k, v, out, lse)
+        ...     verification = plan.verify(q, k, v, out, lse, dout=dout, grads=grads)
+        >>> verification.passed, [array.name for array in verification.arrays]
+        (True, ['out', 'lse', 'dq', 'dk', 'dv'])
+        """
+        documents = {
+            "cu_seqlens": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens_k,
+            "lengths": lengths,
+            "lengths_k": lengths_k,
+            "prefixes": prefixes,
+            "causal_documents": causal_documents,
+        }
+        with self.call("verify") as call:
+            with call.agreement() as same:
+                _check_sample(samples, seed)
+                given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **_of_gradients(dout, dlse, grads, sinks)}
+                arrays = self._on_host(given)
+                scores = self._arguments.sinks(detached(sinks))
+                same |= compared(self.activity_of(padding=padding, **documents), scores)
+                same |= {"samples": samples, "seed": seed, "number of grads": None if grads is None else len(grads)}
+            layouts = self.q_layout, self.k_layout
+            of_reference = _for_reference(documents)
+            result = verify(call.peers, self.problem, layouts, arrays, of_reference, scores, samples, seed)
+            if not result.passed:
+                error = VerificationError(result.complaint)
+                error.verification = result
+                raise everywhere(error, call.peers)
+        return result
+
+    def _on_host(self, given: dict[str, Array | None]) -> dict[str, Any]:
+        """Arguments by name as NumPy arrays; those that may be missing, and are, are None.  Raises ArgumentError."""
+        arrays: dict[str, Any] = dict.fromkeys(given)
+        given = {name: detached(array) for name, array in given.items() if name != "dlse" or array is not None}
+        for name, array in self._arguments.checked(**given).items():
+            # a tensor by torch, whose stream it belongs to
+            arrays[name] = on_host(array if not is_tensor(given[name]) else as_array(name, on_host(given[name])))
+        return arrays
+
+
+def _check_sample(samples: Any, seed: Any) -> None:
+    for name, value, least, also in (("samples", samples, 1, ", or None for all"), ("seed", seed, 0, "")):
+        if value is None and also:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+            raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}{also}")
+
+
+def _of_gradients(dout: Array, dlse: Array, grads: Any, sinks: Array) -> dict[str, Array | None]:
+    """The arrays by name that are given for gradients alone, none without them.  Raises ArgumentError."""
+    if grads is None:
+        for name, array in (("dout", dout), ("dlse", dlse)):
+            if array is not None:
+                raise ArgumentError(f"{name} is given without grads, which alone depend on it; give grads too")
+        return {}
+    most = 3 if sinks is None else 4
+    if not isinstance(grads, tuple | list) or not 3 <= len(grads) <= most:
+        what = f"{len(grads)} of them" if isinstance(grads, tuple | list) else f"a {type(grads).__name__}"
+        raise ArgumentError(
+            f"grads are {what}; they must be (dq, dk, dv) or, with sinks, (dq, dk, dv, dsinks), as of backward"
+        )
+    if dout is None:
+        raise ArgumentError("dout is None; it must be the array that backward was given for these grads")
+    return {"dout": dout, "dlse": dlse, **dict(zip(GRADIENTS, grads))}
+
+
+def _for_reference(documents: dict[str, PerDocument]) -> dict[str, Any]:
+    """The documents of a call, which has accepted them, in the form of `mpiattn.verify.reference.attention`."""
+    packed = documents["cu_seqlens"] is not None
+    given: dict[str, Any] = {}
+    for name, value in documents.items():
+        if value is None:
+            continue
+        rows: Any = [np.asarray(row) for row in value]  # type: ignore[union-attr]
+        if name.startswith("lengths"):
+            given["cu_seqlens" + name.removeprefix("lengths")] = [[0, int(end)] for end in rows]
+        else:
+            given[name] = rows if packed else [[row] for row in rows]
+    return given
