@@ -16,6 +16,10 @@ class ArgumentError(MpiattnError, ValueError):
     """An argument is invalid; the message names the argument, its value and the values allowed."""
 
 
+class KeywordError(ArgumentError, TypeError):
+    """A function has no argument of that name; the message says what was probably meant."""
+
+
 class FileError(MpiattnError, OSError):
     """A file cannot be read or written as asked."""
 

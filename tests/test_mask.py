@@ -246,6 +246,9 @@ def test_shapes_of_what_documents_see():
             "must have 2, one for each of the batch, or be alike for all",
         ),
         ({"cu_seqlens": [[0, 9], [0, 4, 9]], "prefixes": [1, 2]}, "it must have a value for each of 1 documents"),
+        ({"lengths": np.ones((2, 9), bool)}, "lengths is an array (2, 9) of bool, a padding mask; it must be 2 "),
+        ({"lengths": [[1] * 9, [1] * 4 + [0] * 5]}, "lengths is an array (2, 9) of int64, a padding mask"),
+        ({"lengths": [True, False]}, "lengths is an array (2,) of bool, a padding mask"),
         ({"lengths": [3, 4], "prefixes": [1, 2, 3]}, "prefixes has 3 entries"),
     ],
 )

@@ -25,7 +25,6 @@ from ..console.table import duration, size, table
 from ..errors import ArgumentError, VerificationError
 from ..plan.mesh_attention import MeshAttention
 from ..problem.layout import Layout
-from ..problem.problem import ITEMSIZE
 from .baseline import TOLERANCE
 
 TAG = 1
@@ -43,7 +42,7 @@ def _arguments():
         ("--runs", 5, "measured runs of each"),
     ):
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
+    options.add_dtype(parser)
     for add in (
         options.add_tile, options.add_schedule, options.add_layout, options.add_route, options.add_backend,
         options.add_json,

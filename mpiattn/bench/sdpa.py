@@ -28,7 +28,6 @@ from ..console.table import duration, facts, table
 from ..errors import ArgumentError, MpiattnError, VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
-from ..problem.problem import ITEMSIZE
 from ..schedule.tile import parse_tile, tiles
 from ..system import host
 from ..system.installation import mpi_library
@@ -51,7 +50,7 @@ def _arguments():
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
     parser.add_argument("--backward", action="store_true", help="measure the backward pass alone")
-    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
+    options.add_dtype(parser)
     parser.add_argument("--threads", type=int, help="threads of torch (default: the number of ranks)")
     which = parser.add_mutually_exclusive_group()
     options.add_tile(which)

@@ -20,7 +20,6 @@ import os
 import numpy as np
 
 from ..console.progress import Progress
-from ..console.suggest import closest
 from ..console.table import size
 from ..errors import ArgumentError, FileError
 from ..files import hdf5
@@ -28,6 +27,7 @@ from ..files.hdf5 import AXES
 from ..files.tensor_files import not_there, open_tensors, pieces
 from ..problem.problem import ITEMSIZE, Problem, dtype_name
 from ..system.atomic_file import HDF5, NewFile
+from ..system.closest import closest
 from ..system.launch_variables import launch_rank
 from .names import CUTS, TENSORS, add_names
 

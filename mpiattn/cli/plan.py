@@ -19,7 +19,7 @@ from ..plan.decision import Decision
 from ..plots import style
 from ..plots.page import page
 from ..problem.documents import expected_cuts
-from ..problem.problem import ITEMSIZE, Problem
+from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.regroup import split_of
 from ..schedule.tile import Tile, parse_tile
@@ -58,9 +58,7 @@ def add_arguments(parser):
         help="documents like those that calls will have, packed in the sequence: a .npy or text file of the positions "
         "where they begin, and the end of the last (cu_seqlens)",
     )
-    parser.add_argument(
-        "--dtype", default="float32", choices=tuple(ITEMSIZE), help="of q, k, v and the result (default: %(default)s)"
-    )
+    options.add_dtype(parser, "of q, k, v and the result")
     options.add_wire_dtype(parser)
     parser.add_argument(
         "--direction",

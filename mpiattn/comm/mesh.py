@@ -24,11 +24,12 @@ import threading
 
 from mpi4py import MPI
 
-from ..errors import ArgumentError, MpiattnError, PeerFailure
+from ..errors import MpiattnError, PeerFailure
 from . import channel as channels
 from . import endings
 from .agreement import agreement, is_everywhere
 from .blocking import blocking
+from .caller_comm import check_comm
 from .channel import Channel
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 from .transport import Known
@@ -153,8 +154,7 @@ class Home:
         timeout: seconds to wait for the other ranks.
         """
         global _KEY
-        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise ArgumentError(f"comm is {comm!r}; it must be an mpi4py intracommunicator")
+        check_comm(comm)
         if _KEY is None:
             _KEY = MPI.Comm.Create_keyval(delete_fn=_forget_owner)
         while _DROPPED:

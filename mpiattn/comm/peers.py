@@ -13,6 +13,7 @@ import socket
 import time
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -35,7 +36,7 @@ Value = TypeVar("Value")
 
 
 def _is_limit(timeout: object) -> bool:
-    return isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
+    return isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) > 0
 
 
 def check_timeout(timeout: object) -> None:

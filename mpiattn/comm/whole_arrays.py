@@ -11,7 +11,7 @@ from numbers import Integral
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.tensors import as_array, as_given, as_tensor, is_tensor
+from ..problem.tensors import as_array, as_given, as_tensor, is_tensor, what_is
 from . import rounds
 from .agreement import agreement
 from .exchange import MAX_MESSAGE
@@ -54,7 +54,9 @@ class _Boxes:
 
 def _check_tokens(array, axis, length):
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError(f"array is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU")
+        raise ArgumentError(
+            f"array is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU{what_is(array)}"
+        )
     if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
         raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
     if not -array.ndim <= axis < array.ndim:

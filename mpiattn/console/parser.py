@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 
+from ..system.closest import of_choices
 from ..system.launch_variables import launch_rank
 from . import suggest
 
@@ -30,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            meant = suggest.of_choices(str(value), action.choices)
+            meant = of_choices(str(value), action.choices)
             raise argparse.ArgumentError(action, error.message + meant) from None
 
     def error(self, message):

@@ -1,20 +1,7 @@
-"""Suggestions for mistyped words."""
+"""Suggestions for mistyped options."""
 
-import difflib
-
-ALIKE = 0.6  # difflib's ratio above which words are similar enough to suggest
-
-
-def closest(word, choices):
-    """The choice most similar to the word; None if none is similar."""
-    plain = {str(choice).strip("-"): str(choice) for choice in choices}
-    return next((plain[name] for name in difflib.get_close_matches(word.strip("-").lower(), plain, 1, ALIKE)), None)
-
-
-def of_choices(word, choices):
-    """Text to append to an error about a word that is not among the choices."""
-    meant = closest(word, choices)
-    return f"; did you mean {meant}?" if meant else ""
+from ..problem import keywords
+from ..system.closest import closest
 
 
 def of_options(message, words, options):
@@ -25,10 +12,10 @@ def of_options(message, words, options):
     long, text = [option for option in options if option.startswith("--")], ""
     for word in words[: words.index("--") if "--" in words else None]:  # no options after --
         name = word.split("=")[0]
-        if (
-            name.startswith("--")
-            and not any(option.startswith(name) for option in long)
-            and (meant := closest(name, long))
-        ):
+        if not name.startswith("--") or any(option.startswith(name) for option in long):
+            continue
+        if known := keywords.option(name, long):
+            text += known
+        elif meant := closest(name, long):
             text += f"; did you mean {meant}?" if name in message else f"; did you mean {meant} by {name}?"
     return text

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..comm.refusal import refusing
 from ..problem.layout import Layout
-from .call import Call
+from .call import Call, refused
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -44,6 +45,7 @@ class _Keys:
         return self.parts, [np.arange(*ends, dtype=np.int32) for ends in pairwise(self.starts)], 1
 
 
+@refusing("ring_decode", refused("ring_decode"))
 def ring_decode(
     q: Array,
     cache: KVCache,
@@ -136,6 +138,7 @@ def _move_messages(exchange: Exchange, posted: list[Posted], share: float) -> No
         exchange.complete(posted)
 
 
+@refusing("query_ring_decode", refused("query_ring_decode"))
 def query_ring_decode(
     q: Array,
     cache: KVCache,

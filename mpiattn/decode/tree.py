@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..comm.refusal import refusing
 from ..schedule.reduction import ALGORITHMS
-from .call import Call
+from .call import Call, refused
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 
+@refusing("tree_decode", refused("tree_decode"))
 def tree_decode(
     q: Array,
     cache: KVCache,

@@ -9,11 +9,14 @@ from ..comm.agreement import agreement, digest_of
 from ..comm.available import agreed_backend
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
-from ..comm.transport import one_of
+from ..comm.refusal import of_function, refusing
 from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
+from ..problem.choices import one_of
+from ..problem.documents import OF_DOCUMENTS
+from ..problem.keywords import arguments_of, unknown
 from ..problem.layout import LAYOUTS, Layout
-from ..problem.tensors import as_array
+from ..problem.tensors import as_array, what_is
 from .mesh_attention import MeshAttention
 
 if TYPE_CHECKING:
@@ -22,11 +25,17 @@ if TYPE_CHECKING:
     from ..backends.base import Array
 
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
-OF_CALL = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "sinks")
+OF_CALL = (*OF_DOCUMENTS, "sinks")
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
 KEPT, KEPT_BYTES = 4, 2**24
 
 
+# Of a plan, `attention` takes the options that its arrays do not say.
+OF_ARRAYS = ("seqlen", "heads", "head_dim", "batch", "kv_heads", "dtype", "seqlen_k", "shared_kv")
+ARGUMENTS = ("q", "k", "v", *(name for name in arguments_of("MeshAttention") if name not in OF_ARRAYS), *OF_CALL)
+
+
+@refusing("attention", of_function("attention"), ARGUMENTS)
 def attention(
     q: Array,
     k: Array,
@@ -103,6 +112,9 @@ def attention(
     try:
         with home.call("attention"):
             with agreement(peers, call="attention") as same:
+                wrong = unknown("attention", options, ARGUMENTS)
+                if wrong:
+                    raise wrong
                 if v is None and value_dim is None:
                     raise ArgumentError(
                         "v is None; it must be an array, or value_dim must say how much of a key is its value"
@@ -120,9 +132,8 @@ def attention(
                 arrays = backends.find(backend).load().adopt(arrays)
                 for name, array in arrays.items():
                     if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
-                        raise ArgumentError(
-                            f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)"
-                        )
+                        axes = "(batch, tokens, heads, head_dim)"
+                        raise ArgumentError(f"{name} is {_what(array)}; it must be an array {axes}{what_is(array)}")
                 q, k, v = (arrays.get(name) for name in ("q", "k", "v"))
                 asked = {
                     "value_dim": value_dim,
