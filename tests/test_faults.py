@@ -4,7 +4,7 @@ import faults
 import launch
 import pytest
 
-QUICK = "decode/decode/kill/1/0", "program/append/exit/3/2"
+QUICK = "decode/decode/kill/1/0", "program/append/exit/3/2", "run/end/stop/2/0"
 SLOW = (
     "backward/read again/raise/2/0",
     "program/decode/stop/0/1",
