@@ -166,7 +166,7 @@ def test_ulysses_and_usp(capsys):
     assert (ulysses["method"], usp["method"]) == ("Ulysses", "USP 8x1")
     assert ulysses["sent_bytes"] == usp["sent_bytes"] == 4 * 7 / 64 * 1048576 * 32 * 128 * 4  # the paper's volume
     text = plan(capsys, "--ranks", 5, *MHA)
-    assert "Ulysses: not possible, 5 ranks do not divide 32 KV heads" in text
+    assert "Ulysses: not possible, 32 KV heads cannot be divided among 5 ranks" in text
     assert "USP: not possible" in text
 
 

@@ -281,13 +281,13 @@ def _others(problem, args, ring):
     methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
     nbytes = travels.ulysses(problem, ranks, args.direction)
     if nbytes is None:
-        methods.append({"method": "Ulysses", "not_possible": f"{ranks} ranks do not divide {heads}"})
+        methods.append({"method": "Ulysses", "not_possible": f"{heads} cannot be divided among {ranks} ranks"})
     else:
         methods.append(method("Ulysses", ranks, nbytes))
     group, nbytes = travels.best_usp(problem, ranks, args.direction)
     if group > 1:
         methods.append(method(f"USP {group}x{ranks // group}", group, nbytes))
     elif ranks > 1:
-        methods.append({"method": "USP", "not_possible": f"no group of more than 1 of {ranks} ranks divides {heads}"})
+        methods.append({"method": "USP", "not_possible": f"{heads} cannot be divided among a group of {ranks} ranks, of any size above 1"})
     nbytes = travels.halo(problem, ranks, args.direction)
     return methods if nbytes is None else [*methods, method("halo exchange", None, nbytes)]

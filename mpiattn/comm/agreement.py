@@ -1,7 +1,9 @@
 """Ranks agree: an error of one rank is raised on all ranks alike, so that no rank is left waiting."""
 
 import hashlib
+from dataclasses import dataclass, field
 from numbers import Real
+from typing import Any
 
 from .. import errors
 from ..errors import ArgumentError, CallError, MpiattnError
@@ -58,6 +60,17 @@ class agreement:
             if self.hashes:
                 self.hashes.clear()  # ranks remember different arguments now
             _raise_everywhere(self.peers, self.call, error, self.only, self.same)
+
+
+@dataclass(frozen=True)
+class AsGiven:
+    """An argument that ranks compare by a value made of it, and name as the caller gave it."""
+
+    value: Any
+    given: Any = field(compare=False)
+
+    def __repr__(self):
+        return repr(self.value)
 
 
 def agree_on(peers, arguments):
@@ -155,13 +168,23 @@ def _first_error(described, only):
     return getattr(errors, name)(text)
 
 
+def _in_words(value):
+    """A value as the caller gave it, for errors: None, and what stands for it, means that it was left out."""
+    if isinstance(value, AsGiven):
+        value = value.given
+    if isinstance(value, str) and value == "auto":
+        return "left out (auto)"
+    unlimited = isinstance(value, tuple) and len(value) == 2 and all(side is None for side in value)
+    return "left out" if value is None or unlimited else repr(value)
+
+
 def _different_arguments(arguments):
     """ArgumentError about the first argument that some rank gave differently from rank 0, or not at all."""
     for name in dict.fromkeys(name for given in arguments for name in given):
         compared = [repr(_comparable(given[name])) if name in given else None for given in arguments]
         other = next((rank for rank, value in enumerate(compared) if value != compared[0]), None)
         if other is not None:
-            values = [repr(given[name]) if name in given else "not given" for given in arguments]
+            values = [_in_words(given.get(name)) for given in arguments]
             return ArgumentError(
                 f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
                 f"{other}; it must be the same on every rank"

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ..comm.agreement import agreement, from_rank_0
+from ..comm.agreement import AsGiven, agreement, from_rank_0
 from ..comm.exchange import MAX_MESSAGE, message_limit
 from ..comm.peers import check_timeout
 from ..comm.transport import check_transport, make_backend
@@ -88,6 +88,7 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
         checked = asked.checked(problem, ranks)
         same |= {name: getattr(problem, name) for name in OF_PROBLEM}
         same |= {name: getattr(checked, name) for name in options}
+        same |= {name: AsGiven(same[name], options[name]) for name in ("tile", "layout", "expected_cu_seqlens")}
     backend = make_backend(peers, home.nodes, asked.backend, asked.transport, home.known)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None

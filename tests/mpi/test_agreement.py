@@ -242,7 +242,7 @@ def test_agree_on_names_the_argument(comm, at_least):
     at_least(2)
     agree_on(Peers(comm), {"x": 1, "y": None})
     text = same_error(comm, lambda: agree_on(Peers(comm), {"x": 1, "y": comm.rank if comm.rank == 1 else None}))
-    assert text.startswith("y is None on rank 0 but 1 on rank 1")
+    assert text.startswith("y is left out on rank 0 but 1 on rank 1")
 
 
 def test_equal_numbers_of_different_types_agree(comm, at_least):
