@@ -288,6 +288,11 @@ def _others(problem, args, ring):
     if group > 1:
         methods.append(method(f"USP {group}x{ranks // group}", group, nbytes))
     elif ranks > 1:
-        methods.append({"method": "USP", "not_possible": f"{heads} cannot be divided among a group of {ranks} ranks, of any size above 1"})
+        methods.append(
+            {
+                "method": "USP",
+                "not_possible": f"{heads} cannot be divided among a group of {ranks} ranks, of any size above 1",
+            }
+        )
     nbytes = travels.halo(problem, ranks, args.direction)
     return methods if nbytes is None else [*methods, method("halo exchange", None, nbytes)]

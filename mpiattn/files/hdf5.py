@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import FileError
 from ..problem.problem import ITEMSIZE, dtype_name
+from ..system.os_errors import reason
 
 INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
@@ -23,8 +24,10 @@ BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of b
 
 def _reason(error):
     """The operating system's message inside HDF5's long one."""
-    match = re.search(r"error message = '([^']*)'", str(error))
-    return match[1] if match else getattr(error, "strerror", None) or str(error)
+    match = re.search(r"errno = (\d+), error message = '([^']*)'", str(error))
+    if match:
+        error = OSError(int(match[1]), match[2])
+    return reason(error) if isinstance(error, OSError) else str(error)
 
 
 @contextlib.contextmanager
@@ -316,7 +319,11 @@ def drop(file):
         spare = os.memfd_create("mpiattn")
         os.dup2(spare, file.id.get_vfd_handle(), inheritable=False)
         os.close(spare)
-        file.close()
+        with contextlib.suppress(KeyError, OSError, RuntimeError):
+            for name in list(file):  # memory too may be limited to the length of a file: make it short
+                del file[name]
+        with contextlib.suppress(OSError, RuntimeError):  # what failed before is what the caller must hear of
+            file.close()
 
 
 def reserve(path):
