@@ -20,6 +20,7 @@ import os
 import numpy as np
 
 from ..console.progress import Progress
+from ..console.suggest import ROLE
 from ..console.table import size
 from ..errors import ArgumentError, FileError
 from ..files import hdf5
@@ -101,6 +102,11 @@ def _all(sources, stack):
     """The tensors of all files by name, with the files that have them: name -> [(path, `Tensor`)]."""
     tensors = {}
     for path in sources:
+        if not os.path.exists(path) and ROLE.match(path):
+            raise FileError(
+                f"FILES has {path!r}, which is no file; --names is one word: --names q=NAME,k=NAME,v=NAME, with commas "
+                "and without spaces"
+            )
         for name, tensor in stack.enter_context(open_tensors(path, "FILES")).items():
             tensors.setdefault(name, []).append((path, tensor))
     return tensors

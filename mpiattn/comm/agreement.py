@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import errors
 from ..errors import ArgumentError, CallError, MpiattnError
+from .mpi_errors import in_words
 
 
 def which_ranks(ranks):
@@ -25,7 +26,7 @@ def _describe(error):
         return name, str(error)
     if isinstance(error, OSError):
         return "FileError", str(error)
-    return "MpiattnError", f"{name}: {error}"
+    return "MpiattnError", in_words(error)
 
 
 class agreement:

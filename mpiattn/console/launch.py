@@ -111,6 +111,8 @@ def _part(comm):
 
 def _story(comm, phase, error):
     """What happened to this rank, where, and why."""
+    from ..comm.mpi_errors import in_words
+
     if isinstance(error, PeerFailure):
         return f"mpiattn: {error}; phase: {phase}\n"
     where = getattr(error, "where", "") or f"in phase {phase}"
@@ -118,4 +120,4 @@ def _story(comm, phase, error):
     if isinstance(error, MpiattnError):
         return f"{story}{as_typed(error)}\n"
     trace = "".join(traceback.format_exception(error))
-    return f"{story}{type(error).__name__}: {error}\n{trace}"
+    return f"{story}{in_words(error)}\n{trace}"

@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
         """Print the message on rank 0 and exit."""
         if launch_rank() == 0:
             known = [*self.options, *(self.chosen.options if self.chosen else ())]
-            super().error(message + suggest.of_options(message, self.words, known))
+            meant = suggest.of_options(message, self.words, known) + suggest.of_words(message, self.words)
+            super().error(message + meant)
         time.sleep(1)  # launchers end all ranks when the first fails: let rank 0 print first
         sys.exit(2)
 

@@ -1,7 +1,27 @@
 """Suggestions for mistyped options."""
 
+import re
+
 from ..problem import keywords
 from ..system.closest import closest
+
+ROLE = re.compile(r"(q|k|v|dout|cu_seqlens|cu_seqlens_k)=")  # how an item of --names begins
+TENSOR_FILES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
+
+
+def of_words(message, words):
+    """Text to append to an error about a command line whose words are split otherwise than they must be."""
+    kind, _, rest = message.partition(": ")
+    if kind == "argument --window" and rest.startswith("expected one argument"):  # argparse takes -1,0 for an option
+        return "; write --window=LEFT,RIGHT, for example --window=-1,0"
+    if kind != "unrecognized arguments":
+        return ""
+    spare = rest.split()
+    if any(word.split("=")[0] == "--names" for word in words) and any(ROLE.match(word) for word in spare):
+        return "; --names is one word: --names q=NAME,k=NAME,v=NAME, with commas and without spaces"
+    if any(word.endswith(TENSOR_FILES) for word in spare):
+        return "; `mpiattn convert` makes one HDF5 file of several files: mpiattn convert q.npy k.npy v.npy qkv.h5"
+    return ""
 
 
 def of_options(message, words, options):

@@ -18,6 +18,7 @@ from ..system.os_errors import reason
 
 INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
+CONVERT = "`mpiattn convert` makes one of .npy, .npz, safetensors and PyTorch files: mpiattn convert FILES OUT"
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
 
@@ -38,7 +39,10 @@ def file_errors(name, path, doing):
     except FileError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        raise FileError(f"{name} is {str(path)!r}; it cannot be {doing}: {_reason(error)}") from error
+        why = f"it cannot be {doing}: {_reason(error)}"
+        if doing == "read" and "file signature not found" in str(error):
+            why = f"it is no HDF5 file; {CONVERT}"
+        raise FileError(f"{name} is {str(path)!r}; {why}") from error
 
 
 def stored_type(dtype):
