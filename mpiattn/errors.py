@@ -5,11 +5,14 @@ class MpiattnError(Exception):
     """Base class of the errors that mpiattn raises on purpose.
 
     `everywhere` is True once the ranks of a communicator have agreed on the error: all of them raise it, none is
-    left waiting.  `among` is MPI's number of that communicator in this process, None without agreement.
+    left waiting.  `among` is MPI's number of that communicator in this process, None without agreement.  `ranks` are
+    so many, and on one of them `tells` is True, the rank that prints the error if nobody catches it.
     """
 
     everywhere = False
     among = None
+    ranks = 1
+    tells = True
 
 
 class ArgumentError(MpiattnError, ValueError):

@@ -7,7 +7,6 @@ from typing import Any
 
 from .. import errors
 from ..errors import ArgumentError, CallError, MpiattnError
-from .mpi_errors import in_words
 
 
 def which_ranks(ranks):
@@ -26,6 +25,8 @@ def _describe(error):
         return name, str(error)
     if isinstance(error, OSError):
         return "FileError", str(error)
+    from .mpi_errors import in_words  # only here, as it loads MPI, and commands import this before
+
     return "MpiattnError", in_words(error)
 
 
@@ -128,13 +129,18 @@ def _comparable(value):
 def _raise_everywhere(peers, call, error, only, arguments):
     """Raise the first of these on all ranks: different calls, an error of some rank, different arguments."""
     calls, errors_, arguments = zip(*peers.allgather((call, error and _describe(error), {} if error else arguments)))
-    common = _different_calls(calls) or _first_error(errors_, only) or _different_arguments(arguments)
-    raise everywhere(common, peers) from error
+    different, first = _different_calls(calls), _first_error(errors_, only)
+    teller = next(rank for rank, other in enumerate(errors_) if other) if first and not different else 0
+    raise everywhere(different or first or _different_arguments(arguments), peers, teller) from error
 
 
-def everywhere(error, peers):
-    """Mark an error as one that all `Peers` raise; returns it."""
+def everywhere(error, peers, teller=0):
+    """Mark an error as one that all `Peers` raise; returns it.  teller: the rank that tells it if nobody catches it."""
+    from .endings import tell_once  # only here, as it loads MPI, and commands import this before
+
     error.everywhere, error.among = True, peers.comm.py2f()
+    error.ranks, error.tells = peers.size, peers.rank == teller
+    tell_once()
     return error
 
 
