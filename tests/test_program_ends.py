@@ -100,7 +100,8 @@ def progress(share):
         raise ZeroDivisionError("on purpose")
 mpiattn.attention(ones, ones, ones, comm=comm)
 with mpiattn.MeshAttention(comm, seqlen=9 * comm.size, heads=2, head_dim=8, layout="contiguous") as plan:
-    plan.forward(ones, ones, ones, progress=progress)
+    out, _ = plan.forward(ones, ones, ones, progress=progress)
+    plan.gather(out)
 """
 
 

@@ -40,7 +40,7 @@ def tell_once():
         tells = getattr(error, "tells", True)
         if shared and not (of_all or tells):
             print(
-                f"rank {comm.rank} of {comm.size} raised {kind.__name__} too, as the rank that tells why",
+                f"rank {comm.rank} of {comm.size} ends by the same {kind.__name__}, which another rank tells",
                 file=sys.stderr,
             )
             return
