@@ -57,7 +57,7 @@ def attention(
     Parameters
     ----------
     q : array, (batch, tokens, heads, head_dim)
-        This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor
+        This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor,
         or, for the back end "cuda", any array on a GPU.  With the default layout, chunks are consecutive
         pieces of the sequence in order of rank, of any lengths; the ranks exchange these lengths.  With "striped" or
         "zigzag", chunks are as in `Layout`.
