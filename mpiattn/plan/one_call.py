@@ -58,9 +58,9 @@ def attention(
     ----------
     q : array, (batch, tokens, heads, head_dim)
         This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor,
-        any with NumPy's or DLPack's interface or, for the back end "cuda", on a GPU.  With the default layout, chunks are consecutive
-        pieces of the sequence in order of rank, of any lengths; the ranks exchange these lengths.  With "striped" or
-        "zigzag", chunks are as in `Layout`.
+        any with NumPy's or DLPack's interface or, for the back end "cuda", on a GPU.  With the default
+        layout, chunks are consecutive pieces of the sequence in order of rank, of any lengths, which are exchanged.
+        With "striped" or "zigzag", chunks are as in `Layout`.
     k : array, (batch, tokens_k, kv_heads, head_dim)
         This rank's chunk of the keys, in q's dtype.  kv_heads divides heads.
     v : array, (batch, tokens_k, kv_heads, value_dim)
