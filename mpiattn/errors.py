@@ -5,15 +5,22 @@ class MpiattnError(Exception):
     """Base class of the errors that mpiattn raises on purpose.
 
     `everywhere` is True once the ranks of a communicator have agreed on the error: all of them raise it, none is
-    left waiting.  `among` is MPI's number of that communicator in this process, None without agreement.
+    left waiting.  `among` is MPI's number of that communicator in this process, None without agreement.  `ranks` are
+    so many, and on one of them `tells` is True, the rank that prints the error if nobody catches it.
     """
 
     everywhere = False
     among = None
+    ranks = 1
+    tells = True
 
 
 class ArgumentError(MpiattnError, ValueError):
     """An argument is invalid; the message names the argument, its value and the values allowed."""
+
+
+class KeywordError(ArgumentError, TypeError):
+    """A function has no argument of that name; the message says what was probably meant."""
 
 
 class FileError(MpiattnError, OSError):

@@ -23,6 +23,7 @@ except ImportError as error:
 from torch.autograd.function import once_differentiable
 
 from . import backends
+from .comm.refusal import of_call, refusing
 from .errors import ArgumentError
 from .problem.tensors import check_transforms, shared
 from .problem.untraced import untraced
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 
 @untraced
+@refusing("mpiattn.torch.attention", of_call("torch.attention", lambda plan=None, *args, **how: plan))
 def attention(
     plan: MeshAttention,
     q: torch.Tensor,

@@ -73,8 +73,9 @@ def test_sdpa_errors(arguments, message):
 def test_other_ranks_sleep_while_rank_0_works():
     code = (
         "import time; from mpi4py import MPI; from mpiattn.bench.sdpa import asleep\n"
+        "from mpiattn.comm.peers import Peers\n"
         "comm = MPI.COMM_WORLD; comm.Barrier(); start = time.process_time()\n"
-        "asleep(comm, lambda: time.sleep(1.5))\n"
+        "asleep(Peers(comm), lambda: time.sleep(1.5))\n"
         "used = comm.gather(time.process_time() - start)\n"
         "if comm.rank == 0: print(max(used))"
     )

@@ -167,7 +167,7 @@ def test_ulysses_and_usp(capsys):
     assert row(data, "8x1x1")["sent_bytes"]["total"] == pytest.approx(paper * (1 + 1 / 512))
     assert not data["others"]
     text = plan(capsys, "--ranks", 5, *MHA)
-    assert "Ulysses: not possible, 5 ranks do not divide 32 KV heads" in text
+    assert "Ulysses: not possible, 32 KV heads cannot be divided among 5 ranks" in text
     assert "USP: not possible" in text
 
 

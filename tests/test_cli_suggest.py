@@ -6,7 +6,7 @@ import pytest
 from launch import mpirun
 
 from mpiattn.cli import main
-from mpiattn.console import suggest
+from mpiattn.system.closest import closest
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,13 @@ from mpiattn.console import suggest
         ("bench --dtype flot32", "; did you mean float32?"),
         ("generate x.h5 --seqlan 4 --heads=3", "required: --seqlen; did you mean --seqlen by --seqlan?"),
         ("generate x.h5 --Seqlen 4 --heads=3", "; did you mean --seqlen by --Seqlen?"),
+        ("decode c.h5 q.h5 out.h5 --way levels", "--way levels; --way is now called --algorithm"),
+        ("run --is-causal in.h5 out.h5", "--is-causal; --is-causal is called --causal here"),
+        ("run --dropout-p=0 in.h5 out.h5", "--dropout-p: there is no dropout here"),
+        ("run a.h5 b.h5 --names q=a k=b", "--names q=NAME,k=NAME,v=NAME, with commas and without spaces"),
+        ("run q.npy k.npy v.npy", "mpiattn convert q.npy k.npy v.npy qkv.h5"),
+        ("run a.h5 b.h5 --window -1,0", "write --window=LEFT,RIGHT, for example --window=-1,0"),
+        ("run a.h5 b.h5 --window 128", "write LEFT,RIGHT, for example 1024,0; leave a side empty for no limit"),
         ("plan --rank 4 --seqlen 9 --heads 3 --head-dm=4", "; did you mean --head-dim by --head-dm?"),
     ],
 )
@@ -45,8 +52,8 @@ def test_nothing_alike(capsys, line):
 
 
 def test_closest():
-    assert suggest.closest("", ["--a"]) is None
-    assert suggest.closest("2", [1, 2, 3]) == "2"
+    assert closest("", ["--a"]) is None
+    assert closest("2", [1, 2, 3]) == "2"
 
 
 def test_said_once_by_all_ranks():

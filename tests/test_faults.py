@@ -7,6 +7,7 @@ import pytest
 TRIALS = (
     "decode/decode/kill/1/0",
     "program/append/exit/3/2",
+    "run/end/stop/2/0",
     "backward/read again/raise/2/0",
     "program/decode/stop/0/1",
     "run/planning/leave/3/0",

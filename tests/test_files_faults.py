@@ -212,3 +212,32 @@ def test_generate_is_refused(tmp_path):
     message = fails(1, driver(*REFUSED), "generate", tmp_path / "x.h5", "--seqlen", "50", "--heads", "2")
     assert "FILE is" in message and "cannot be written: Bad file descriptor" in message
     assert left_in(tmp_path) == []
+
+
+# A limit for the length of a file
+
+
+@pytest.mark.parametrize("command", ["run", "generate"])
+def test_a_file_longer_than_allowed(tmp_path, command):
+    """The reason is the first error, and not that of closing the file, which also is in memory then."""
+    limit = 2**18
+    limited = driver(  # once MPI has its files
+        "import resource",
+        "from mpiattn.files import hdf5",
+        "create = hdf5.create_datasets",
+        "def limited(*arguments):",
+        f"    resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))",
+        "    create(*arguments)",
+        "hdf5.create_datasets = limited",
+        "from mpiattn.files import io",
+        "io.create_datasets = limited",
+    )
+    out = tmp_path / "out.h5"
+    if command == "run":
+        write_input(tmp_path / "in.h5", seqlen=500, heads=8, backward=True)
+        said = fails(2, [*limited, "run"], tmp_path / "in.h5", out, "--backward")
+    else:
+        said = fails(1, limited, "generate", out, "--seqlen", "1000", "--heads", "8")
+    assert f"is {str(out)!r}; it cannot be written: File too large: this process may write files of" in said
+    assert f"at most {limit} bytes (ulimit -f)" in said
+    assert left_in(tmp_path) == ["in.h5"][: command == "run"]

@@ -161,6 +161,7 @@ def test_pure_modules_are_pure(module):
         assert "numpy" not in outside
     if part(module) == "backends":
         facts = {"system.sources", "system.host", "system.launch_variables", "system.gpu_aware_mpi"}
+        facts.add("system.closest")
         facts |= {"model.machine", "problem.tensors"}
         assert not {other for other in inside if not within(other, {"backends", "errors", *facts})}
     if module == "verify.reference":

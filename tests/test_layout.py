@@ -134,9 +134,9 @@ def test_within():
     [
         (("diagonal", 4, 2), "diagonal.*contiguous, striped, zigzag"),
         (("striped", 4, 2, (2, 2)), "only 'contiguous'"),
-        (("contiguous", 4, 2, (2, 3)), "do not cut 4 tokens into 2"),
-        (("contiguous", 4, 2, (4,)), "do not cut"),
-        (("contiguous", 4, 2, (5, -1)), "do not cut"),
+        (("contiguous", 4, 2, (2, 3)), "whose sum is 5; it must be 2 numbers from 0, one a chunk, whose sum is .*4"),
+        (("contiguous", 4, 2, (4,)), "1 numbers whose sum is 4; it must be 2 numbers"),
+        (("contiguous", 4, 2, (5, -1)), "numbers from 0"),
         (("contiguous", 0, 0, ()), ""),
         (("contiguous", 4, 0), ""),
         (("striped", -3, 2), ""),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpiattn.errors import ArgumentError, MpiattnError
+from mpiattn.problem.byte_counts import byte_count
 from mpiattn.problem.problem import Problem
 
 SHAPE = {"seqlen": 10, "heads": 4, "head_dim": 16}
@@ -15,10 +16,15 @@ def test_defaults():
     assert (p.dtype, p.causal, p.scale) == ("float32", False, 0.25)
 
 
-@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
+@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16"), "fp16", "half"])
 def test_dtype_by_any_name(dtype):
     p = Problem(**SHAPE, dtype=dtype)
     assert (p.dtype, p.itemsize, p.partial_dtype, p.partial_itemsize) == ("float16", 2, "float32", 4)
+
+
+@pytest.mark.parametrize("text, count", [("1G", 2**30), ("1.5 GiB", 3 * 2**29), ("800", 800), (np.int64(7), 7)])
+def test_bytes_as_text(text, count):
+    assert byte_count("max_memory", text) == count
 
 
 def test_numpy_integers_are_numbers():
@@ -105,6 +111,9 @@ def test_conventions_of_flash_attention(given, means):
         ("dtype", np.complex64, "float16, bfloat16, float32, float64"),
         ("dtype", None, "float16"),
         ("wire_dtype", "float64", "float16, bfloat16, float32"),
+        ("dtype", "flaot32", "did you mean float32?"),
+        ("dtype", "float", "did you mean float32 or float64?"),  # NumPy's is not torch's
+        ("window", 128, "(128, 0) is a query's own key and the 128 before it"),
         ("wire_dtype", "int8", "float16, bfloat16, float32"),
         ("causal", "yes", "True or False"),
         ("scale", 1e39, "scores are float32 here, in which it must be 0 or from 1.18e-38 to 1.7e+38"),

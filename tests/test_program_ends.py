@@ -86,3 +86,31 @@ def test_a_program_that_catches_it_goes_on():
     outcome = launch.mpirun(RANKS, [sys.executable, "-c", program, "raise", VICTIM, 500, "forward"], timeout=100)
     assert outcome.stdout.count("caught ZeroDivisionError") == 1
     assert outcome.stdout.count("and again") == RANKS
+
+
+UNCAUGHT = """
+import sys
+import numpy as np
+from mpi4py import MPI
+import mpiattn
+comm, ones = MPI.COMM_WORLD, np.ones((1, 9, 2, 8), np.float32)
+if sys.argv[1] == "argument":
+    mpiattn.MeshAttention(comm, seqlen=9, heads=2 - 2 * (comm.rank == 1), head_dim=8)
+def progress(share):
+    if comm.rank == 1:
+        raise ZeroDivisionError("on purpose")
+mpiattn.attention(ones, ones, ones, comm=comm)
+with mpiattn.MeshAttention(comm, seqlen=9 * comm.size, heads=2, head_dim=8, layout="contiguous") as plan:
+    out, _ = plan.forward(ones, ones, ones, progress=progress)
+    plan.gather(out)
+"""
+
+
+@pytest.mark.parametrize("fault, says", [("argument", "heads is 0; "), ("progress", "ZeroDivisionError: on purpose")])
+def test_an_uncaught_error_is_told_once(fault, says):
+    """By the rank that failed; then the job ends."""
+    outcome = launch.mpirun(3, [sys.executable, "-c", UNCAUGHT, fault], check=False)
+    assert outcome.returncode and says in outcome.stderr
+    lines = [line for line in outcome.stderr.splitlines() if re.match(r"mpiattn\.errors\.|ZeroDivisionError", line)]
+    wanted = 2 if fault == "argument" else 1  # the rank's own, and what all ranks raise
+    assert len(lines) == wanted, outcome.stderr

@@ -40,7 +40,8 @@ def test_missing_file(tmp_path, out):
 
 def test_not_hdf5(tmp_path, out):
     (tmp_path / "in.h5").write_text("hello")
-    assert "IN is" in fails(tmp_path / "in.h5", out)
+    said = fails(tmp_path / "in.h5", out)
+    assert "IN is" in said and "it is no HDF5 file; `mpiattn convert` makes one of .npy" in said
 
 
 def test_missing_dataset(tmp_path, out):

@@ -16,15 +16,15 @@ COMMANDS = {
     "bench": ["--seqlen", "64", "--json", "out.h5"],
     "tune": ["--quick", "--no-store", "--out", "out.h5"],
 }
-# One rank ends before it starts MPI; the others wait there.
+# One rank ends, or stops, before it starts MPI; the others wait there.
 DRIVER = """
-import os, sys
+import os, signal, sys
 from mpiattn.cli import main
 from mpiattn.console import startup
 from mpiattn.system.launch_variables import launch_rank
 startup.LOADING = 1.0
 if launch_rank() == 1:
-    sys.exit(3)
+    sys.exit(3) if sys.argv[1] == "ends" else os.kill(os.getpid(), signal.SIGSTOP)
 sys.exit(main(["check", "--timeout", "2"]))
 """
 
@@ -78,15 +78,17 @@ def test_one_rank_that_was_meant(tmp_path, how):
     assert outcome.returncode == 0 and (tmp_path / "out.h5").exists(), outcome.stderr
 
 
-def test_a_rank_that_ends_before_mpi_is_started():
-    outcome = launch.mpirun(3, [sys.executable, "-c", DRIVER], timeout=60, check=False)
+@pytest.mark.parametrize("fate, says", [("ends", "has ended"), ("stops", "is stopped")])
+def test_a_rank_that_does_not_start_mpi(fate, says):
+    outcome = launch.mpirun(3, [sys.executable, "-c", DRIVER, fate], timeout=60, check=False)
     assert outcome.returncode and "PASS" not in outcome.stdout
-    if launch.vendor() == "openmpi":  # whose launcher ends the job by itself
+    if launch.vendor() == "openmpi" and fate == "ends":  # whose launcher ends the job by itself
         return
     said = [line for line in outcome.stderr.splitlines() if "mpiattn: " in line]
     assert len(said) == 1, outcome.stderr
     assert f" on {os.uname().nodename} was ended by SIGALRM (time was up)" in said[0]
     assert "it was at: starting MPI, for which 3 s were given" in said[0]
+    assert said[0].endswith(f"; on this host rank 1 {says}")
 
 
 def test_help_does_not_start_mpi():

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ..system.closest import of_choices
 
 if TYPE_CHECKING:
     from .base import Array, Backend
@@ -108,7 +109,8 @@ def find(name: str) -> Entry:
     base, colon, _ = name.partition(":") if isinstance(name, str) else ("", "", "")
     entry = REGISTRY.get(base)
     if entry is None or not (entry.parameters if colon else entry.parameters[:1] in ("", "[")):
-        raise ArgumentError(f"backend is {name!r}; it may be auto, {', '.join(usages())}")
+        meant = "; did you mean cuda?" if name == "gpu" else of_choices(str(name), ("auto", *REGISTRY))
+        raise ArgumentError(f"backend is {name!r}; it may be auto, {', '.join(usages())}{meant}")
     if colon:
         entry.load().parse(name)
     return entry

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from .. import __version__
 from ..comm.agreement import agreement
+from ..comm.blocking import RARELY, blocking
 from ..console.table import duration, facts, percent, size, table
 from ..decode import combine
 from ..decode.call import Call
@@ -30,6 +31,7 @@ from .baseline import TOLERANCE
 from .clock import plain_sum
 from .decode_inputs import Inputs
 
+IN_MPI = "MPI_Allreduce"  # waits for other ranks inside MPI
 RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
 OWN = {"decode", "queries", "page_size", "algorithm"}  # options that only --decode takes
 SHARED = {
@@ -111,13 +113,24 @@ def measure(job, args):
         yield data
 
 
-def _timed(peers, backend, work):
-    """Seconds of the slowest rank until all launches are complete."""
-    peers.barrier()
-    start = time.perf_counter()
-    work()
-    backend.drain()
-    seconds = np.array([time.perf_counter() - start])
+def _timed(peers, backend, work, in_mpi):
+    """Seconds of the slowest rank until all launches are complete.
+
+    in_mpi: whether the work waits for other ranks inside MPI, which knows no time limit.
+    """
+
+    def timed():
+        start = time.perf_counter()
+        work()
+        backend.drain()
+        return time.perf_counter() - start
+
+    if in_mpi:
+        took = blocking(peers, timed, RARELY)
+    else:
+        peers.barrier()
+        took = timed()
+    seconds = np.array([took])
     peers.reduce(seconds, MPI.MAX)
     return float(seconds[0])
 
@@ -153,12 +166,12 @@ def _measure(peers, args, context):
         }
         work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call), "sum": _sum(cache)}
         for _ in range(args.warmup):
-            for run in work.values():
-                run()
+            for name, run in work.items():
+                _timed(peers, cache.combiner.backend, run, name == IN_MPI)
         seconds = {name: [] for name in work}
         for _ in range(args.runs):
             for name, timed in seconds.items():
-                timed.append(_timed(peers, cache.combiner.backend, work[name]))
+                timed.append(_timed(peers, cache.combiner.backend, work[name], name == IN_MPI))
         nbytes = np.array([_key_bytes(cache)])
         peers.reduce(nbytes, MPI.MAX)
         return {
@@ -228,7 +241,7 @@ def _allreduce(cache, call):
     given = np.zeros(elements, cache.partial_dtype)
     taken = np.empty_like(given)
     return {
-        "MPI_Allreduce": lambda: peers.comm.Allreduce(given, taken),
+        IN_MPI: lambda: peers.comm.Allreduce(given, taken),
         "MPI_Iallreduce": lambda: peers.wait([peers.comm.Iallreduce(given, taken)]),
     }
 

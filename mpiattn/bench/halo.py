@@ -25,7 +25,6 @@ from ..console.table import duration, size, table
 from ..errors import ArgumentError, VerificationError
 from ..plan.mesh_attention import MeshAttention
 from ..problem.layout import Layout
-from ..problem.problem import ITEMSIZE
 from .baseline import TOLERANCE
 
 TAG = 1
@@ -43,7 +42,7 @@ def _arguments():
         ("--runs", 5, "measured runs of each"),
     ):
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
+    options.add_dtype(parser)
     for add in (
         options.add_tile, options.add_schedule, options.add_layout, options.add_route, options.add_backend,
         options.add_json,
@@ -58,8 +57,9 @@ class Halo:
     backend: has the block kernel.  layout: contiguous.  window: at most the tokens of any chunk.
     """
 
-    def __init__(self, comm, backend, layout, problem):
-        self.comm, self.backend, self.problem = comm, backend, problem
+    def __init__(self, peers, backend, layout, problem):
+        comm = peers.comm
+        self.peers, self.comm, self.backend, self.problem = peers, comm, backend, problem
         p, rank, tokens = problem, comm.rank, layout.length(comm.rank)
         window = p.window[0]
         if window > min(layout.lengths):
@@ -87,20 +87,19 @@ class Halo:
         self.backend.attend(
             q, k, v, *self.own, *self.partial, scale, meanwhile=lambda share: MPI.Request.Testall(requests)
         )
-        while not MPI.Request.Testall(requests):
-            self.backend.idle()
+        self.peers.wait(requests, lambda: "for the messages of the exchange by hand")
         if self.receives:
             first = slice(0, self.receives)
             self.backend.attend(q[first], *self.came, *self.before, *(part[first] for part in self.partial), scale)
         self.backend.copy(out, self.partial[0])
 
 
-def _timed(comm, work):
+def _timed(peers, work):
     """Seconds of the slowest rank."""
-    comm.Barrier()
+    peers.barrier()
     start = time.perf_counter()
     work()
-    return comm.allreduce(time.perf_counter() - start, MPI.MAX)
+    return max(peers.allgather(time.perf_counter() - start))
 
 
 def _measure(job, args):
@@ -118,7 +117,7 @@ def _measure(job, args):
     layout = Layout("contiguous", args.seqlen, comm.size)
     with MeshAttention(comm, **shape, **chosen) as plan, MeshAttention(comm, **shape, layout=layout) as other:
         with agreement(peers):
-            halo = Halo(comm, backends.get(plan.backend), layout, plan.problem)
+            halo = Halo(peers, backends.get(plan.backend), layout, plan.problem)
         whole = None
         if comm.rank == 0:
             size_of = (3, 1, args.seqlen, args.heads, args.head_dim)
@@ -138,12 +137,12 @@ def _measure(job, args):
                     raise VerificationError(f"the plan and the halo exchange differ by {difference:.2g} of the largest")
         before = plan.sent[0]
         plan.forward(*inputs, out=out, lse=lse)
-        sent = comm.allreduce(plan.sent[0] - before, MPI.MAX)
+        sent = max(peers.allgather(plan.sent[0] - before))
         seconds = {"plan": [], "halo": []}
         for _ in range(args.runs):
-            seconds["plan"].append(_timed(comm, lambda: plan.forward(*inputs, out=out, lse=lse, check=False)))
-            seconds["halo"].append(_timed(comm, lambda: halo.forward(q, k, v, out_by_hand[0])))
-        by_hand = comm.allreduce(halo.sends * sum(array[:1].nbytes for array in (k, v)), MPI.MAX)
+            seconds["plan"].append(_timed(peers, lambda: plan.forward(*inputs, out=out, lse=lse, check=False)))
+            seconds["halo"].append(_timed(peers, lambda: halo.forward(q, k, v, out_by_hand[0])))
+        by_hand = max(peers.allgather(halo.sends * sum(array[:1].nbytes for array in (k, v))))
         return {
             "mpiattn": __version__, "ranks": comm.size, **shape, "window": args.window, "runs": args.runs,
             "backend": plan.backend, "tile": str(plan.tile), "schedule": plan.schedule.name, "route": plan.route,

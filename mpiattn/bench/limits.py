@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from .. import __version__, backends
 from ..comm.agreement import agreement
+from ..comm.blocking import RARELY, blocking
 from ..comm.mesh import nodes_of
 from ..console.progress import Progress
 from ..console.table import duration, facts, table
@@ -116,14 +117,14 @@ def as_text(data):
 
 
 def _measured(peers, row, runs):
-    works = [row.run, row.bound] if callable(row.bound) else [row.run]
+    works = [(row.run, False), (row.bound, row.in_mpi)] if callable(row.bound) else [(row.run, False)]
     for work in works:
-        _seconds(peers, work, 1)  # warm up
-    times = [min(MOST, max(1, round(LEAST / max(_seconds(peers, work, 1), 1e-9)))) for work in works]
+        _seconds(peers, *work, 1)  # warm up
+    times = [min(MOST, max(1, round(LEAST / max(_seconds(peers, *work, 1), 1e-9)))) for work in works]
     seconds = [[] for _ in works]
     for _ in range(runs):
         for each, work, count in zip(seconds, works, times):
-            each.append(_seconds(peers, work, count))
+            each.append(_seconds(peers, *work, count))
     of_run, of_bound = (*seconds, [row.bound])[:2]
     median, bound = float(np.median(of_run)), row.worth * float(np.median(of_bound))
     ratio, limit = median / bound, PASS
@@ -142,12 +143,20 @@ def _measured(peers, row, runs):
     }
 
 
-def _seconds(peers, work, times):
-    """Seconds per call of the slowest rank."""
-    peers.barrier()
-    start = time.perf_counter()
-    for _ in range(times):
-        work()
-    seconds = np.array([(time.perf_counter() - start) / times])
+def _seconds(peers, work, in_mpi, times):
+    """Seconds per call of the slowest rank.  in_mpi: as of `Operation`."""
+
+    def timed():
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        return (time.perf_counter() - start) / times
+
+    if in_mpi:
+        took = blocking(peers, timed, RARELY)
+    else:
+        peers.barrier()
+        took = timed()
+    seconds = np.array([took])
     peers.reduce(seconds, MPI.MAX)
     return float(seconds[0])

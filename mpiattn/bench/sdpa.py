@@ -28,7 +28,6 @@ from ..console.table import duration, facts, table
 from ..errors import ArgumentError, MpiattnError, VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
-from ..problem.problem import ITEMSIZE
 from ..schedule.tile import parse_tile, tiles
 from ..system import host
 from ..system.installation import mpi_library
@@ -51,7 +50,7 @@ def _arguments():
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
     parser.add_argument("--backward", action="store_true", help="measure the backward pass alone")
-    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
+    options.add_dtype(parser)
     parser.add_argument("--threads", type=int, help="threads of torch (default: the number of ranks)")
     which = parser.add_mutually_exclusive_group()
     options.add_tile(which)
@@ -119,15 +118,15 @@ class _Affinity:
             os.sched_setaffinity(0, self.before)
 
 
-def asleep(comm, work):
+def asleep(peers, work):
     """Run work() on rank 0 while the other ranks sleep; returns its result there, None elsewhere; collective.
 
     A blocking MPI call would occupy a core that the work needs.
     """
-    result = work() if comm.rank == 0 else None
-    everyone = comm.Ibarrier()
-    while not everyone.Test():
-        time.sleep(POLL)
+    result = work() if peers.rank == 0 else None
+    idle, peers.idle = peers.idle, lambda: time.sleep(POLL)
+    peers.barrier()
+    peers.idle = idle
     time.sleep(SETTLE)
     return result
 
@@ -135,19 +134,19 @@ def asleep(comm, work):
 class _Mesh:
     """A plan and this rank's chunks; calling it runs a pass and returns seconds of the slowest rank and the results."""
 
-    def __init__(self, comm, plan, chunks, backward):
-        self.comm, self.plan, self.inputs, self.dout = comm, plan, chunks[:3], chunks[3]
+    def __init__(self, peers, plan, chunks, backward):
+        self.peers, self.plan, self.inputs, self.dout = peers, plan, chunks[:3], chunks[3]
         self.forward = plan.forward(*self.inputs) if backward else None
 
     def __call__(self):
-        self.comm.Barrier()
+        self.peers.barrier()
         start = time.perf_counter()
         if self.forward is None:
             results = self.plan.forward(*self.inputs)[:1]
         else:
             results = self.plan.backward(self.dout, *self.inputs, *self.forward)
         seconds = np.array([time.perf_counter() - start])
-        self.comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+        self.peers.reduce(seconds, MPI.MAX)
         return float(seconds[0]), results
 
 
@@ -197,13 +196,13 @@ def _run(job, args):
         )
         layout = plans[0].q_layout, plans[0].k_layout  # the first plan's layout, for all
     chunks = [plans[0].scatter(array) for array in arrays]
-    passes = [_Mesh(comm, plan, chunks, args.backward) for plan in plans]
+    passes = [_Mesh(peers, plan, chunks, args.backward) for plan in plans]
     differences = _compare(peers, args, passes, torch)
     seconds, baseline = [[] for _ in plans], []
     for _ in range(args.runs):
         for run, of_plan in zip(passes, seconds):
             of_plan.append(run()[0])
-        baseline.append(asleep(comm, lambda: torch()[0]))
+        baseline.append(asleep(peers, lambda: torch()[0]))
     with agreement(peers):
         if comm.rank == 0:
             _tell(args, comm.size, local_ranks, len(cores), plans, seconds, baseline, differences)
@@ -214,7 +213,7 @@ def _run(job, args):
 
 def _compare(peers, args, passes, torch):
     """Warm up; returns each plan's largest difference from torch's results, relative to torch's largest value."""
-    expected = asleep(peers.comm, lambda: torch.results())
+    expected = asleep(peers, lambda: torch.results())
     differences = []
     for run in passes:
         wholes = [run.plan.gather(result) for result in run()[1]]

@@ -48,7 +48,6 @@ from ..errors import ArgumentError
 from ..model import cost, search
 from ..plots import style
 from ..plots.timeline import timeline
-from ..problem.problem import ITEMSIZE
 from ..schedule.route import ROUTES
 from ..system import host
 from ..system.atomic_file import check_target
@@ -66,7 +65,7 @@ def add_arguments(parser):
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: 128)")
     options.add_values(parser)
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=tuple(ITEMSIZE), help="(default: %(default)s)")
+    options.add_dtype(parser)
     options.add_masks(parser)
     parser.add_argument(
         "--direction",

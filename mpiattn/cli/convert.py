@@ -20,7 +20,7 @@ import os
 import numpy as np
 
 from ..console.progress import Progress
-from ..console.suggest import closest
+from ..console.suggest import ROLE
 from ..console.table import size
 from ..errors import ArgumentError, FileError
 from ..files import hdf5
@@ -28,6 +28,7 @@ from ..files.hdf5 import AXES
 from ..files.tensor_files import not_there, open_tensors, pieces
 from ..problem.problem import ITEMSIZE, Problem, dtype_name
 from ..system.atomic_file import HDF5, NewFile
+from ..system.closest import closest
 from ..system.launch_variables import launch_rank
 from .names import CUTS, TENSORS, add_names
 
@@ -101,6 +102,11 @@ def _all(sources, stack):
     """The tensors of all files by name, with the files that have them: name -> [(path, `Tensor`)]."""
     tensors = {}
     for path in sources:
+        if not os.path.exists(path) and ROLE.match(path):
+            raise FileError(
+                f"FILES has {path!r}, which is no file; --names is one word: --names q=NAME,k=NAME,v=NAME, with commas "
+                "and without spaces"
+            )
         for name, tensor in stack.enter_context(open_tensors(path, "FILES")).items():
             tensors.setdefault(name, []).append((path, tensor))
     return tensors

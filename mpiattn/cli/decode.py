@@ -75,7 +75,7 @@ def add_arguments(parser):
     options.add_machine(parser)
     parser.add_argument(
         "--max-message",
-        type=int,
+        type=options.parse_bytes,
         default=MAX_MESSAGE,
         metavar="BYTES",
         help="longest MPI message; longer ones are split (default: %(default)s)",

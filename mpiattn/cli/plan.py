@@ -20,7 +20,7 @@ from ..plan.decision import Decision
 from ..plots import style
 from ..plots.page import page
 from ..problem.documents import expected_cuts
-from ..problem.problem import ITEMSIZE, Problem
+from ..problem.problem import Problem
 from ..schedule import travels
 from ..schedule.least_sent import least_sent
 from ..schedule.regroup import method_of, split, split_of
@@ -61,9 +61,7 @@ def add_arguments(parser):
         help="documents like those that calls will have, packed in the sequence: a .npy or text file of the positions "
         "where they begin, and the end of the last (cu_seqlens)",
     )
-    parser.add_argument(
-        "--dtype", default="float32", choices=tuple(ITEMSIZE), help="of q, k, v and the result (default: %(default)s)"
-    )
+    options.add_dtype(parser, "of q, k, v and the result")
     options.add_wire_dtype(parser)
     parser.add_argument(
         "--direction",
@@ -313,7 +311,7 @@ def _others(problem, args, mask, ring, least):
     methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
     nbytes = travels.ulysses(problem, ranks, args.direction)
     if nbytes is None:
-        why = f"{ranks} ranks do not divide {heads}"
+        why = f"{heads} cannot be divided among {ranks} ranks"
         if split(ranks, problem.heads, problem.kv_heads):
             why += f"; {ranks}x1x1 has each KV head on {ranks // problem.kv_heads} ranks"
         methods.append({"method": "Ulysses", "not_possible": why})
@@ -321,7 +319,8 @@ def _others(problem, args, mask, ring, least):
         methods.append(method("Ulysses", ranks, nbytes))
     group, nbytes = travels.best_usp(problem, ranks, args.direction)
     if group == 1:
-        methods.append({"method": "USP", "not_possible": f"no group of more than 1 of {ranks} ranks divides {heads}"})
+        why = f"{heads} cannot be divided among a group of {ranks} ranks, of any size above 1"
+        methods.append({"method": "USP", "not_possible": why})
     elif group < ranks and not is_tile(group):
         name = f"USP {group}x{ranks // group}" + ("" if mask.full else ", no mask")
         methods.append(method(name, group, nbytes))

@@ -1,7 +1,9 @@
 """Ranks agree: an error of one rank is raised on all ranks alike, so that no rank is left waiting."""
 
 import hashlib
+from dataclasses import dataclass, field
 from numbers import Real
+from typing import Any
 
 from .. import errors
 from ..errors import ArgumentError, CallError, MpiattnError
@@ -23,7 +25,9 @@ def _describe(error):
         return name, str(error)
     if isinstance(error, OSError):
         return "FileError", str(error)
-    return "MpiattnError", f"{name}: {error}"
+    from .mpi_errors import in_words  # only here, as it loads MPI, and commands import this before
+
+    return "MpiattnError", in_words(error)
 
 
 class agreement:
@@ -58,6 +62,17 @@ class agreement:
             if self.hashes:
                 self.hashes.clear()  # ranks remember different arguments now
             _raise_everywhere(self.peers, self.call, error, self.only, self.same)
+
+
+@dataclass(frozen=True)
+class AsGiven:
+    """An argument that ranks compare by a value made of it, and name as the caller gave it."""
+
+    value: Any
+    given: Any = field(compare=False)
+
+    def __repr__(self):
+        return repr(self.value)
 
 
 def agree_on(peers, arguments):
@@ -114,13 +129,18 @@ def _comparable(value):
 def _raise_everywhere(peers, call, error, only, arguments):
     """Raise the first of these on all ranks: different calls, an error of some rank, different arguments."""
     calls, errors_, arguments = zip(*peers.allgather((call, error and _describe(error), {} if error else arguments)))
-    common = _different_calls(calls) or _first_error(errors_, only) or _different_arguments(arguments)
-    raise everywhere(common, peers) from error
+    different, first = _different_calls(calls), _first_error(errors_, only)
+    teller = next(rank for rank, other in enumerate(errors_) if other) if first and not different else 0
+    raise everywhere(different or first or _different_arguments(arguments), peers, teller) from error
 
 
-def everywhere(error, peers):
-    """Mark an error as one that all `Peers` raise; returns it."""
+def everywhere(error, peers, teller=0):
+    """Mark an error as one that all `Peers` raise; returns it.  teller: the rank that tells it if nobody catches it."""
+    from .endings import tell_once  # only here, as it loads MPI, and commands import this before
+
     error.everywhere, error.among = True, peers.comm.py2f()
+    error.ranks, error.tells = peers.size, peers.rank == teller
+    tell_once()
     return error
 
 
@@ -155,13 +175,23 @@ def _first_error(described, only):
     return getattr(errors, name)(text)
 
 
+def _in_words(value):
+    """A value as the caller gave it, for errors: None, and what stands for it, means that it was left out."""
+    if isinstance(value, AsGiven):
+        value = value.given
+    if isinstance(value, str) and value == "auto":
+        return "left out (auto)"
+    unlimited = isinstance(value, tuple) and len(value) == 2 and all(side is None for side in value)
+    return "left out" if value is None or unlimited else repr(value)
+
+
 def _different_arguments(arguments):
     """ArgumentError about the first argument that some rank gave differently from rank 0, or not at all."""
     for name in dict.fromkeys(name for given in arguments for name in given):
         compared = [repr(_comparable(given[name])) if name in given else None for given in arguments]
         other = next((rank for rank, value in enumerate(compared) if value != compared[0]), None)
         if other is not None:
-            values = [repr(given[name]) if name in given else "not given" for given in arguments]
+            values = [_in_words(given.get(name)) for given in arguments]
             return ArgumentError(
                 f"{name} is {_brief(values[0])} on rank 0 but {_brief(values[other])} on rank "
                 f"{other}; it must be the same on every rank"

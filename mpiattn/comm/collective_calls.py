@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
 from ..problem.untraced import keep_untraced
 from .agreement import agreement
+from .caller_comm import check_running, is_running
 from .transport import in_words
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Collective(ABC):
     _raising = False
 
     @contextmanager
-    def _making(self, home: Home) -> Iterator[None]:
+    def making(self, home: Home) -> Iterator[None]:
         """Make this for a user that has entered a home, who leaves it if that fails."""
         try:
             with home.call(f"making a {self.KIND}", lambda: vars(self).copy()):
@@ -108,6 +109,7 @@ class Collective(ABC):
     def _check_open(self) -> Home:
         if self._home is None:
             raise ArgumentError(f"the {self.KIND} is closed; make a new one")
+        check_running(f"the {self.KIND} is open")
         if self._home.abandoned:  # raised on this rank only: communicating here could match stale messages
             raise MpiattnError(
                 f"a call on the communicator of this {self.KIND} did not end ({self._home.abandoned}); "
@@ -123,7 +125,7 @@ class Collective(ABC):
         """
         call = f"closing {self._name}"
         with home.call(call, lambda: vars(self).copy()):
-            if not self._raising and not home.abandoned:
+            if not self._raising and not home.abandoned and is_running():
                 self._meet(call)
             yield
             self._unclosed.detach()

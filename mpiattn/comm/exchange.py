@@ -9,21 +9,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 
 from mpi4py import MPI
 
-from ..errors import ArgumentError
+from ..problem.byte_counts import byte_count
 from .peers import hold, translate_ranks
 
 MAX_MESSAGE = 2**30  # bytes; MPI counts end at 2^31 - 1
 PROGRESS = 3e-4  # seconds between two polls of MPI while a rank computes
 
 
-def check_max_message(value):
-    """Raise ArgumentError unless `value` is valid as the bytes of the longest message."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 < value < 2**31:
-        raise ArgumentError(f"max_message is {value!r}; it must be an int, from 1 to 2^31 - 1 bytes")
+def message_limit(value):
+    """max_message, the bytes of the longest message, as an int.  Raises ArgumentError."""
+    return byte_count("max_message", value, 2**31 - 1)
 
 
 def _part(lengths, offsets, first, step):
@@ -87,7 +85,7 @@ class Exchange:
     """
 
     def __init__(self, peers, max_message=MAX_MESSAGE):
-        self.peers, self.max_message = peers, int(max_message)
+        self.peers, self.max_message = peers, message_limit(max_message)
         self.sent_bytes = self.sent_messages = 0
         self.wait_seconds = 0.0
         self._row_types, self._next = {}, 0.0

@@ -24,12 +24,14 @@ import threading
 
 from mpi4py import MPI
 
-from ..errors import ArgumentError, MpiattnError, PeerFailure
+from ..errors import MpiattnError, PeerFailure
 from . import channel as channels
 from . import endings
 from .agreement import agreement, is_everywhere
 from .blocking import blocking
+from .caller_comm import check_comm
 from .channel import Channel
+from .mpi_errors import happened, in_words
 from .peers import TIMEOUT, Peers, keep_forever, translate_ranks
 from .transport import Known
 
@@ -153,8 +155,7 @@ class Home:
         timeout: seconds to wait for the other ranks.
         """
         global _KEY
-        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise ArgumentError(f"comm is {comm!r}; it must be an mpi4py intracommunicator")
+        check_comm(comm)
         if _KEY is None:
             _KEY = MPI.Comm.Create_keyval(delete_fn=_forget_owner)
         while _DROPPED:
@@ -239,8 +240,8 @@ class Home:
 
     def _fail(self, error, kept):
         where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
-        self.channel.alarm(f"{self.channel.name(self.comm.rank)} raised {type(error).__name__} in {where}: {error}")
-        self.abandon(kept, f"{type(error).__name__}: {error}")
+        self.channel.alarm(f"{self.channel.name(self.comm.rank)} {happened(error, where)}")
+        self.abandon(kept, in_words(error))
 
     def abandon(self, kept, why=""):
         """Never use this home again; the next `enter` on the caller's communicator makes a new one."""

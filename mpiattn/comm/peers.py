@@ -11,15 +11,18 @@ import os
 import pickle
 import socket
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from ..errors import ArgumentError, PeerFailure
 from . import channel as channels
+from .mpi_errors import lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +38,7 @@ Value = TypeVar("Value")
 
 
 def _is_limit(timeout: object) -> bool:
-    return isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
+    return isinstance(timeout, Real) and not isinstance(timeout, bool) and float(timeout) > 0
 
 
 def check_timeout(timeout: object) -> None:
@@ -140,6 +143,8 @@ class Peers:
                 if waited > self.timeout:
                     return self._give_up(done, tell, kept)
                 self.idle()
+        except MPI.Exception as error:  # a rank has ended, or the link to it is lost
+            self._lost_message(error, tell, kept)
         except BaseException:  # an interrupt, a GPU that has failed
             keep_forever(kept)
             raise
@@ -151,6 +156,22 @@ class Peers:
             failure = PeerFailure(self.channel.failure)
             failure.relayed = True
             raise failure
+
+    def _lost_message(self, error: MPI.Exception, tell: Callable[[], str] | None, kept: object) -> NoReturn:
+        """Raise PeerFailure, here and on the other ranks: MPI reports an error of what this rank waits for."""
+        state = ""
+        if self.channel:
+            with suppress(MPI.Exception):
+                state = self.channel.roll_call(lambda: False)
+        self._listen(kept)  # another rank may know more
+        failure = (
+            f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
+            f"{tell() if tell else 'for the other ranks'}, {lost(error)}{state and '; '}{state}"
+        )
+        self.lost(kept)
+        if self.channel:
+            self.channel.alarm(failure)
+        raise PeerFailure(failure) from error
 
     def _give_up(self, done: Callable[[], bool], tell: Callable[[], str] | None, kept: object) -> None:
         """At the time limit: raise PeerFailure, here and on the other ranks, unless the wait just ends."""

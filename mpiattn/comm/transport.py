@@ -10,6 +10,7 @@ split.
 
 from .. import backends
 from ..errors import ArgumentError
+from ..problem.choices import one_of
 from ..system import gpu_aware_mpi, gpu_probe
 from .agreement import agreement, everywhere
 from .available import agreed_backend
@@ -17,12 +18,6 @@ from .near import connect
 
 TRANSPORTS = ("auto", "staged", "ipc", "device")
 _probed: dict[str, str] = {}  # the result of the probe, which runs once per process
-
-
-def one_of(name, value, choices):
-    """Raise ArgumentError unless a value is among the choices."""
-    if value not in choices:
-        raise ArgumentError(f"{name} is {value!r}; it may be {', '.join(map(str, choices))}")
 
 
 def check_transport(backend, transport):

@@ -11,9 +11,9 @@ from numbers import Integral
 import numpy as np
 
 from ..errors import ArgumentError
-from ..problem.tensors import as_array, as_given, as_tensor, is_tensor
+from ..problem.tensors import as_array, as_given, as_tensor, is_tensor, what_is
 from . import rounds
-from .agreement import agreement
+from .agreement import AsGiven, agreement
 from .exchange import MAX_MESSAGE
 
 RUN_BYTES = 64 * 2**10  # consecutive bytes of a chunk from which on they are worth a message of their own
@@ -54,7 +54,9 @@ class _Boxes:
 
 def _check_tokens(array, axis, length):
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError(f"array is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU")
+        raise ArgumentError(
+            f"array is a {type(array).__name__}; it must be a NumPy array or a torch tensor on the CPU{what_is(array)}"
+        )
     if array.dtype.hasobject or issubclass(array.dtype.type, np.void):
         raise ArgumentError(f"array has dtype {array.dtype}; it must be of numbers")
     if not -array.ndim <= axis < array.ndim:
@@ -76,7 +78,7 @@ def _checked(call, layout, array, root, axis, length, alike):
             raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {call.peers.size - 1}")
         if not isinstance(axis, Integral):
             raise ArgumentError(f"axis is {axis!r}; it must be a whole number")
-        same |= {"root": root, "axis": axis, "tokens": layout.seqlen}
+        same |= {"root": AsGiven(root, "every rank" if root is None else root), "axis": axis, "tokens": layout.seqlen}
         if length is not None:
             array = as_array("array", array)
             _check_tokens(array, axis, length)

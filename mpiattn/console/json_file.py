@@ -6,6 +6,7 @@ import sys
 
 from ..errors import FileError
 from ..system.atomic_file import NewFile, check_target
+from ..system.os_errors import reason
 
 
 def is_stream(path):
@@ -40,7 +41,7 @@ def write_json(path, data):
     except FileError:
         raise
     except OSError as error:
-        raise FileError(f"--json is {path!r}; it cannot be written: {error.strerror or error}") from None
+        raise FileError(f"--json is {path!r}; it cannot be written: {reason(error)}") from None
     finally:
         if new:
             new.discard()

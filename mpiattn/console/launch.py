@@ -12,7 +12,7 @@ from ..system import partial_files
 from ..system.launch_variables import launch_rank
 from . import witness
 from .message import AFTER, PARTING, SILENT, as_typed, speak
-from .startup import start
+from .startup import finish, start
 
 
 class Job:
@@ -43,6 +43,11 @@ class Job:
         self.seconds[phase] = time.perf_counter() - start
         return result
 
+    def end(self):
+        """Wait for all ranks at the end of the work: MPI_Finalize waits for them too, and knows no time limit."""
+        self.phase = "end"
+        self.peers.barrier()
+
 
 def on_all_ranks(work, timeout=None, alone=False):
     """Start MPI, run work(job) on every rank and return the exit code.
@@ -64,13 +69,17 @@ def on_all_ranks(work, timeout=None, alone=False):
     job = None
     try:
         job = Job(comm, timeout)
-        return work(job)
+        code = work(job)
+        job.end()
+        finish(timeout)
+        return code
     except BaseException as error:
         wrong_timeout = job is None and isinstance(error, ArgumentError)  # the same on every rank
         if isinstance(error, MpiattnError) and (error.everywhere or wrong_timeout or comm.size == 1):
             if comm.rank == 0:
                 print(f"mpiattn: {as_typed(error)}", file=sys.stderr, flush=True)
             _part(comm)
+            finish(None if wrong_timeout else timeout)
             return 1
         if comm.size == 1:
             raise
@@ -102,6 +111,8 @@ def _part(comm):
 
 def _story(comm, phase, error):
     """What happened to this rank, where, and why."""
+    from ..comm.mpi_errors import in_words
+
     if isinstance(error, PeerFailure):
         return f"mpiattn: {error}; phase: {phase}\n"
     where = getattr(error, "where", "") or f"in phase {phase}"
@@ -109,4 +120,4 @@ def _story(comm, phase, error):
     if isinstance(error, MpiattnError):
         return f"{story}{as_typed(error)}\n"
     trace = "".join(traceback.format_exception(error))
-    return f"{story}{type(error).__name__}: {error}\n{trace}"
+    return f"{story}{in_words(error)}\n{trace}"

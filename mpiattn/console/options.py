@@ -1,16 +1,17 @@
 """Options that several subcommands share, with the same text and meaning everywhere."""
 
 import argparse
-import re
 
 from ..backends.registry import AUTO, REGISTRY, usages
 from ..comm.transport import TRANSPORTS
+from ..errors import ArgumentError
 from ..files.hdf5 import AXES
 from ..model.cost import SCHEDULES
 from ..model.machine import BUILT_IN
 from ..model.search import SAME_TIME
+from ..problem.byte_counts import byte_count
 from ..problem.layout import LAYOUTS
-from ..problem.problem import ITEMSIZE
+from ..problem.problem import ALIASES, ITEMSIZE
 from ..schedule.route import ROUTES
 
 
@@ -85,12 +86,12 @@ def add_route(parser):
 
 def parse_bytes(text):
     """Bytes, from a number with or without a unit: 512M, 1.5 GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kKMGT]?)(?:i?B)?", text.strip())
-    if not match:
+    try:
+        return byte_count("it", text)
+    except ArgumentError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of bytes; write 800000000, 512M or 1.5G (1G is 1024 M)"
-        )
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+            f"{text!r} is not a number of bytes; write 800000000, 512M or 1.5G (1G is 1024M)"
+        ) from None
 
 
 def add_max_memory(parser):
@@ -223,10 +224,27 @@ def add_padding(parser, first):
     )
 
 
+def parse_dtype(text):
+    """The name of a dtype here, from one that is used elsewhere."""
+    return ALIASES.get(text, text)
+
+
+def add_dtype(parser, of=""):
+    """--dtype.  of: begins the help."""
+    parser.add_argument(
+        "--dtype",
+        type=parse_dtype,
+        default="float32",
+        choices=tuple(ITEMSIZE),
+        help=f"{of} (default: %(default)s)".strip(),
+    )
+
+
 def add_wire_dtype(parser):
     """--wire-dtype."""
     parser.add_argument(
         "--wire-dtype",
+        type=parse_dtype,
         choices=tuple(ITEMSIZE),
         help="dtype in which partial results are sent (default: float32, or float64 for float64). A narrower one sends "
         "fewer bytes and rounds each partial result once. It needs the direct route",

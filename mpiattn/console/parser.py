@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 
+from ..system.closest import of_choices
 from ..system.launch_variables import launch_rank
 from . import suggest
 
@@ -30,14 +31,15 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            meant = suggest.of_choices(str(value), action.choices)
+            meant = of_choices(str(value), action.choices)
             raise argparse.ArgumentError(action, error.message + meant) from None
 
     def error(self, message):
         """Print the message on rank 0 and exit."""
         if launch_rank() == 0:
             known = [*self.options, *(self.chosen.options if self.chosen else ())]
-            super().error(message + suggest.of_options(message, self.words, known))
+            meant = suggest.of_options(message, self.words, known) + suggest.of_words(message, self.words)
+            super().error(message + meant)
         time.sleep(1)  # launchers end all ranks when the first fails: let rank 0 print first
         sys.exit(2)
 

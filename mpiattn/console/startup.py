@@ -27,13 +27,22 @@ def start(timeout):
     """
     from mpi4py import MPI, rc
 
-    from ..comm.peers import time_limit
-
     if not MPI.Is_initialized():
-        seconds = time_limit(timeout) + LOADING
+        seconds = _seconds(timeout)
         with witness.limit(OVERDUE.format(seconds), seconds), interrupts.plain():
             if rc.threads:
                 MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
             else:
                 MPI.Init()
     return MPI.COMM_WORLD
+
+
+def finish(timeout):
+    """Leave it to an alarm signal to end this process if MPI's end takes longer than its start may take."""
+    witness.limit_end(_seconds(timeout))
+
+
+def _seconds(timeout):
+    from ..comm.peers import time_limit
+
+    return time_limit(timeout) + LOADING

@@ -7,23 +7,27 @@ rank; the parent, its witness, waits for it and does nothing else.
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
 
+from .absent import absent
 from .message import FLUSH, claim, speak
 
-NOTE_BYTES = 1024
+NOTE_BYTES, LIMIT_BYTES = 1024, 8  # of the text, and of the time at which the rank will be ended
+LOOK, EARLY = 0.5, 1.0  # seconds between two looks at that time, and before it, when no rank has given up yet
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 WHY = {signal.SIGKILL: " (for lack of memory, if nobody sent it)", signal.SIGALRM: " (time was up)"}
 
-ENDED = "its end"
+ENDED = "its end, at which ranks wait for all others"
 
 _note = None  # memory shared with the witness, in the rank
 launcher = None  # number of the process that started the witness, in the rank
@@ -37,7 +41,7 @@ def watch(rank):
     global _note, launcher
     if _note is not None or not sys.platform.startswith("linux") or "mpi4py.MPI" in sys.modules:
         return
-    above, note = os.getppid(), mmap.mmap(-1, NOTE_BYTES)
+    above, note = os.getppid(), mmap.mmap(-1, NOTE_BYTES + LIMIT_BYTES)
     pid = os.fork()
     if pid:
         _wait(pid, note, rank)
@@ -51,7 +55,7 @@ def tell(who=None, doing=None):
     if _note is not None:
         before = _read(_note)
         text = "\n".join(new or old for new, old in zip((who, doing), before))
-        _note[:] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
+        _note[:NOTE_BYTES] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
 
 @contextlib.contextmanager
@@ -61,13 +65,22 @@ def limit(doing, seconds):
         yield
         return
     tell(doing=doing)
+    _note[NOTE_BYTES:] = struct.pack("d", time.monotonic() + seconds)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        _note[NOTE_BYTES:] = struct.pack("d", math.inf)
     tell(doing="starting")
+
+
+def limit_end(seconds):
+    """End the rank if its process is not over in `seconds`: ranks wait for each other in MPI_Finalize."""
+    if _note is not None and seconds != float("inf"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def end():
@@ -76,7 +89,7 @@ def end():
 
 
 def _read(note):
-    who, _, doing = note[:].rstrip(b"\0").decode(errors="replace").partition("\n")
+    who, _, doing = note[:NOTE_BYTES].rstrip(b"\0").decode(errors="replace").partition("\n")
     return who, doing
 
 
@@ -89,9 +102,21 @@ def _wait(pid, note, rank):
         with contextlib.suppress(ProcessLookupError):  # the rank has just ended
             os.kill(pid, number)
 
+    missing = []
+
+    def look(number, frame):
+        (until,) = struct.unpack("d", note[NOTE_BYTES:])
+        if until and time.monotonic() > until - EARLY:
+            missing.append(absent(os.getppid(), True))
+        if missing or until == math.inf:  # MPI has been started
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
     _, status = os.waitpid(pid, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     who, doing = _read(note)
     if not os.WIFSIGNALED(status):
         code = os.WEXITSTATUS(status)
@@ -103,7 +128,10 @@ def _wait(pid, note, rank):
         os._exit(code)
     number = os.WTERMSIG(status)
     if number not in asked:
-        story = f"mpiattn: {who} was ended by {_name(number)}{WHY.get(number, '')}; it was at: {doing}\n"
+        if doing == ENDED and number == signal.SIGALRM:
+            missing.append(absent(os.getppid(), False))
+        story = f"mpiattn: {who} was ended by {_name(number)}{WHY.get(number, '')}; it was at: {doing}"
+        story = "; ".join([story, *filter(None, missing)]) + "\n"
         if number == signal.SIGALRM:  # other ranks are at their limit too: one prints
             speak(story, rank, os.getppid())
         else:

@@ -10,8 +10,13 @@ from ..problem.tensors import as_array
 def check_sizes(**sizes: Any) -> None:
     """Check whole numbers, at least 1."""
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        if not _is_count(value) or value < 1:
             raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
+
+
+def _is_count(value: object) -> bool:
+    """Whether a value is a whole number.  A truth value is none: a mask would be taken for 0 and 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def sequence_numbers(sequences: Any, count: int) -> list[int] | range:
@@ -20,7 +25,7 @@ def sequence_numbers(sequences: Any, count: int) -> list[int] | range:
         return range(count)
     sequences = as_array("sequences", sequences)
     try:
-        numbers = [int(sequence) for sequence in sequences if isinstance(sequence, Integral)]
+        numbers = [int(sequence) for sequence in sequences if _is_count(sequence)]
         wrong = len(numbers) != len(sequences)
     except TypeError:
         wrong = True
@@ -41,7 +46,7 @@ def token_counts(counts: Any, sequences: int, tokens: int) -> list[int]:
     if counts is None:
         return [tokens] * sequences
     counts = _listed("counts", counts)
-    if len(counts) != sequences or not all(isinstance(n, Integral) and 0 <= int(n) <= tokens for n in counts):
+    if len(counts) != sequences or not all(_is_count(n) and 0 <= int(n) <= tokens for n in counts):
         raise ArgumentError(
             f"counts is {counts!r}; it must be a number from 0 to {tokens} for each of {sequences} sequences"
         )
@@ -50,9 +55,9 @@ def token_counts(counts: Any, sequences: int, tokens: int) -> list[int]:
 
 def kept_lengths(lengths: Any, held: list[int]) -> list[int]:
     """Numbers of tokens to keep of sequences that hold `held` tokens, as a list; a single number is for all."""
-    lengths = [lengths] * len(held) if isinstance(lengths, Integral) else _listed("lengths", lengths)
+    lengths = [lengths] * len(held) if _is_count(lengths) else _listed("lengths", lengths)
     if len(lengths) != len(held) or not all(
-        isinstance(length, Integral) and 0 <= int(length) <= most for length, most in zip(lengths, held)
+        _is_count(length) and 0 <= int(length) <= most for length, most in zip(lengths, held)
     ):
         raise ArgumentError(
             f"lengths is {lengths!r}; it must be a number of tokens for each of the sequences, which have {held}"

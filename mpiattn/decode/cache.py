@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm.agreement import agree_on, agreement
 from ..comm.collective_calls import Collective
-from ..comm.exchange import MAX_MESSAGE, Exchange, check_max_message
+from ..comm.exchange import MAX_MESSAGE, Exchange, message_limit
 from ..comm.mesh import Home
 from ..comm.peers import check_timeout, time_limit
+from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import check_transport, make_backend
-from ..engine.folding import check_values, checked
+from ..engine.folding import Axes, check_values, checked
 from ..errors import ArgumentError
 from ..model.tuned import machine_for
 from ..problem.layout import Layout, of_sizes
@@ -86,6 +87,7 @@ class KVCache(DescribedCache, Collective):
 
     KIND = "cache"
 
+    @refusing("KVCache", of_making)
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -101,11 +103,11 @@ class KVCache(DescribedCache, Collective):
         backend: str = "auto",
         transport: str = "auto",
         machine: Machine | str | os.PathLike[str] | None = None,
-        max_message: int = MAX_MESSAGE,
+        max_message: int | str = MAX_MESSAGE,
         timeout: float | None = None,
     ) -> None:
         home = Home.enter(comm, time_limit(timeout))
-        with self._making(home):
+        with self.making(home):
             peers = home.peers(time_limit(timeout))
             with agreement(peers, call="making a cache"):
                 check_timeout(timeout)
@@ -118,7 +120,7 @@ class KVCache(DescribedCache, Collective):
                     dtype=dtype,
                 )
                 check_sizes(capacity=capacity, sequences=sequences, page_size=page_size)
-                check_max_message(max_message)
+                max_message = message_limit(max_message)
                 check_transport(backend, transport)
             agree_on(
                 peers,
@@ -164,6 +166,7 @@ class KVCache(DescribedCache, Collective):
             self._ways, self.asked = {}, {}
             self._join(home, peers)
 
+    @refusing("append", of_call("append"))
     def append(
         self,
         k: Array,
@@ -207,6 +210,7 @@ class KVCache(DescribedCache, Collective):
                 same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": placed}
             self.storage.append(sequences, counts, arrays, placed)
 
+    @refusing("truncate", of_call("truncate"))
     def truncate(self, lengths: ArrayLike, *, sequences: ArrayLike | None = None, check: bool = True) -> None:
         """Keep the first tokens of sequences and free the pages of the others; collective.
 
@@ -231,6 +235,7 @@ class KVCache(DescribedCache, Collective):
                 same |= {"sequences": sequences, "lengths": lengths}
             self.storage.truncate(sequences, lengths)
 
+    @refusing("free", of_call("truncate"))
     def free(self, sequences: ArrayLike | None = None, *, check: bool = True) -> None:
         """Remove all tokens of sequences; collective.
 
@@ -348,12 +353,14 @@ class KVCache(DescribedCache, Collective):
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
             raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, or their sizes")
         tokens = None if layout is None else layout.length(self.rank)
-        k = checked(self._backend, "k", k, (len(sequences), tokens, self.kv_heads, self.head_dim), self.dtype)
+        axes = [Axes(("sequences", "tokens", "kv_heads", dim)) for dim in ("head_dim", "value_dim")]
+        k = checked(self._backend, "k", k, (len(sequences), tokens, self.kv_heads, self.head_dim), self.dtype, axes[0])
         tokens = k.shape[1] if layout is None else layout.seqlen
         check_values(self.shared_kv, v)
         if self.shared_kv:
             return (k,), tokens
-        v = checked(self._backend, "v", v, (len(sequences), k.shape[1], self.kv_heads, self.value_dim), self.dtype)
+        wanted = len(sequences), k.shape[1], self.kv_heads, self.value_dim
+        v = checked(self._backend, "v", v, wanted, self.dtype, axes[1])
         return (k, v), tokens
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from ..files.hdf5 import AXES, check_order, dataset_of, dtype_of, file_errors, n
 from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
 from ..problem.documents import check_padding, left_out
+from ..problem.keywords import arguments_of, unknown
 from ..problem.problem import ITEMSIZE, dtype_name
 
 # Bytes of a run of keys that a rank gets at a time, or of values if they are longer.  Longer runs are not read faster
@@ -166,6 +167,9 @@ def _fill(make, comm, home, source, options, progress):
     fixed = {name: value for name, value in source.shapes.items() if name not in ("spans", "padding")}
     given = sorted(set(options) & {*fixed, "sequences"})
     with home.call("loading a cache"), agreement(source.peers):
+        wrong = unknown("KVCache.load", set(options) - set(given), arguments_of("KVCache"))
+        if wrong:
+            raise wrong
         if given:
             raise ArgumentError(f"{', '.join(given)} is given; the file fixes it")
         if not spans:

@@ -5,12 +5,18 @@ from functools import partial as bind
 
 import numpy as np
 
-from ..engine.folding import checked, on_host
+from ..comm.refusal import of_call
+from ..engine.folding import Axes, checked, on_host
 from ..engine.results import Results
 from ..errors import ArgumentError
+from ..problem.choices import one_of
 from ..problem.problem import Problem
 from .arguments import sequence_numbers
 from .combine import Partial, partial_bytes
+
+QUERIES = Axes(("sequences", "queries", "heads", "head_dim"))
+RESULTS = Axes(("sequences", "queries", "heads", "value_dim"))
+ROWS = Axes(("sequences", "heads", "queries"))
 
 
 def _asked(cache, queries, heads, causal, window, softcap, scale):
@@ -40,6 +46,11 @@ def _asked(cache, queries, heads, causal, window, softcap, scale):
         bounds = problem.mask.key_interval(np.arange(queries))
         cache.asked = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
     return cache.asked[key]
+
+
+def refused(method):
+    """What a decoding call does with a keyword that it does not have, for `mpiattn.comm.refusal.refusing`."""
+    return of_call(method, lambda q=None, cache=None, *args, **how: cache)
 
 
 class Call:
@@ -73,11 +84,12 @@ class Call:
         self.buffers = ()  # more arrays of the call's transfers, which stay alive if it fails
         with turn.agreement(check) as same:
             self.sequences = sequence_numbers(sequences, cache.sequences)
-            q = checked(self.backend, "q", q, (len(self.sequences), None, None, cache.head_dim), cache.dtype)
+            wanted = (len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES
+            q = checked(self.backend, "q", q, *wanted)
             if root is not None and root not in range(cache.ranks):
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
-            if algorithm is not None and algorithm not in ("auto", *algorithms):
-                raise ArgumentError(f"algorithm is {algorithm!r}; it may be auto, {', '.join(algorithms)}")
+            if algorithm is not None:
+                one_of("algorithm", algorithm, ("auto", *algorithms))
             self.some = cache.storage.some(self.sequences)
             lengths = cache.storage.ledgers.lengths[self.some]
             self.queries, self.heads = q.shape[1:3]
@@ -88,15 +100,15 @@ class Call:
                 )
             self.problem, ends = _asked(cache, self.queries, self.heads, causal, window, softcap, scale)
             if sinks is not None:
-                wanted = (self.heads,), cache.partial_dtype
+                wanted = (self.heads,), cache.partial_dtype, Axes(("heads",))
                 sinks = on_host(checked(self.backend, "sinks", on_host(sinks), *wanted))
             self.rows = len(self.sequences) * self.queries
             shape = len(self.sequences), self.queries, self.heads
             self.results = Results(
                 self.backend,
                 {
-                    "out": (out, (*shape, cache.value_dim), cache.dtype),
-                    "lse": (lse, (shape[0], shape[2], shape[1]), cache.partial_dtype),
+                    "out": (out, (*shape, cache.value_dim), cache.dtype, RESULTS),
+                    "lse": (lse, (shape[0], shape[2], shape[1]), cache.partial_dtype, ROWS),
                 },
                 {"q": q, "sinks": sinks},
             )

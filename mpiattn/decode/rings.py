@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..comm.refusal import refusing
 from ..problem.layout import Layout
 from ..problem.untraced import untraced
-from .call import Call
+from .call import Call, refused
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -46,6 +47,7 @@ class _Keys:
 
 
 @untraced
+@refusing("ring_decode", refused("ring_decode"))
 def ring_decode(
     q: Array,
     cache: KVCache,
@@ -139,6 +141,7 @@ def _move_messages(exchange: Exchange, posted: list[Posted], share: float) -> No
 
 
 @untraced
+@refusing("query_ring_decode", refused("query_ring_decode"))
 def query_ring_decode(
     q: Array,
     cache: KVCache,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..comm.refusal import refusing
 from ..problem.untraced import untraced
 from ..schedule.reduction import ALGORITHMS
-from .call import Call
+from .call import Call, refused
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 @untraced
+@refusing("tree_decode", refused("tree_decode"))
 def tree_decode(
     q: Array,
     cache: KVCache,

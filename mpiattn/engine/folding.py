@@ -1,6 +1,7 @@
 """The arrays of a call: checks of the caller's arrays, and the fold of the batch into the heads for the executor."""
 
 from functools import partial
+from typing import NamedTuple
 
 from ..backends.kept import Kept
 from ..errors import ArgumentError
@@ -17,10 +18,20 @@ def on_host(array):
     return array.get() if hasattr(array, "__cuda_array_interface__") and hasattr(array, "get") else array
 
 
-def checked(backend, name, argument, shape, dtype, writable=False):
+class Axes(NamedTuple):
+    """What the axes of an argument are, for errors.
+
+    names: of the axes.  tokens: which property of the plan has the positions of its tokens, "" without a plan.
+    """
+
+    names: tuple
+    tokens: str = ""
+
+
+def checked(backend, name, argument, shape, dtype, axes=None, writable=False):
     """An argument, array or tensor, as an array of a back end.  Raises ArgumentError if shape or dtype differ.
 
-    shape: the required shape, with None for an axis of any length.
+    shape: the required shape, with None for an axis of any length.  axes: its `Axes`, for errors.
     writable: True if a result will be written into it.
     """
     array = (backend.writable if writable else backend.array)(name, as_array(name, argument))
@@ -28,15 +39,30 @@ def checked(backend, name, argument, shape, dtype, writable=False):
         len(array.shape) != len(shape)
         or array.shape != tuple([m if n is None else n for m, n in zip(array.shape, shape)])  # quicker than any()
     ):
-        wanted = (
-            f"on this rank it must be {shape}"
-            if None not in shape
-            else f"it must be ({', '.join('any' if n is None else str(n) for n in shape)})"
-        )
-        raise ArgumentError(f"{name} has shape {array.shape}; {wanted}")
+        raise ArgumentError(f"{name} has shape {array.shape}; {_wanted(array.shape, shape, axes)}")
     if array.dtype != dtype:  # another byte order is another dtype
         raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
     return array
+
+
+def _in_brackets(words):
+    """Words as a tuple is written."""
+    first, *others = words
+    return f"({', '.join([first, *others])})" if others else f"({first},)"
+
+
+def _wanted(given, shape, axes):
+    """The shape that an argument must have, in words; if it has its tokens and heads in turn, that too."""
+    sizes = _in_brackets("any" if n is None else str(n) for n in shape)
+    where, names = "it" if None in shape else "on this rank it", axes and _in_brackets(axes.names)
+    text = f"{where} must be {f'{names} = {sizes}' if names else sizes}"
+    if axes and axes.tokens:
+        text += f", with the tokens of plan.{axes.tokens}"
+    if len(given) == len(shape) > 2:
+        swapped = given[0], given[2], given[1], *given[3:]
+        if all(n in (None, m) for m, n in zip(swapped, shape)):
+            text += "; axes 1 and 2 are swapped"
+    return text
 
 
 def check_values(shared_kv, v, name="v"):

@@ -14,9 +14,11 @@ import numpy as np
 
 from ..errors import FileError
 from ..problem.problem import ITEMSIZE, dtype_name
+from ..system.os_errors import reason
 
 INPUTS = ("q", "k", "v")
 LISTED = 40  # an error lists at most this many datasets
+CONVERT = "`mpiattn convert` makes one of .npy, .npz, safetensors and PyTorch files: mpiattn convert FILES OUT"
 AXES = ("bshd", "bhsd")  # (batch, seqlen, heads, dim), and PyTorch's (batch, heads, seqlen, dim)
 MOST_HEADS = 256  # more are rather tokens
 BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of bits of exponent and mantissa
@@ -24,8 +26,10 @@ BFLOAT16_FIELDS = (15, 7, 8, 0, 7)  # bit of the sign; first bit and number of b
 
 def _reason(error):
     """The operating system's message inside HDF5's long one."""
-    match = re.search(r"error message = '([^']*)'", str(error))
-    return match[1] if match else getattr(error, "strerror", None) or str(error)
+    match = re.search(r"errno = (\d+), error message = '([^']*)'", str(error))
+    if match:
+        error = OSError(int(match[1]), match[2])
+    return reason(error) if isinstance(error, OSError) else str(error)
 
 
 @contextlib.contextmanager
@@ -36,7 +40,10 @@ def file_errors(name, path, doing):
     except FileError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        raise FileError(f"{name} is {str(path)!r}; it cannot be {doing}: {_reason(error)}") from error
+        why = f"it cannot be {doing}: {_reason(error)}"
+        if doing == "read" and "file signature not found" in str(error):
+            why = f"it is no HDF5 file; {CONVERT}"
+        raise FileError(f"{name} is {str(path)!r}; {why}") from error
 
 
 def stored_type(dtype):
@@ -355,7 +362,11 @@ def drop(file):
         spare = os.memfd_create("mpiattn")
         os.dup2(spare, file.id.get_vfd_handle(), inheritable=False)
         os.close(spare)
-        file.close()
+        with contextlib.suppress(KeyError, OSError, RuntimeError):
+            for name in list(file):  # memory too may be limited to the length of a file: make it short
+                del file[name]
+        with contextlib.suppress(OSError, RuntimeError):  # what failed before is what the caller must hear of
+            file.close()
 
 
 def reserve(path):

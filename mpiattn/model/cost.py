@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..problem.choices import one_of
 from ..schedule.collective import collective
 from ..schedule.greedy import greedy
 from ..schedule.kinds import KINDS
@@ -50,8 +50,7 @@ def build(kind, tile, route, problem, machine=DEFAULT, direction="forward", node
     overlap: whether a step may have both transfers and blocks.  If False, no transfer is posted ahead either.
     Raises ArgumentError.
     """
-    if kind not in SCHEDULES:
-        raise ArgumentError(f"schedule is {kind!r}; it may be {', '.join(SCHEDULES)} or auto")
+    one_of("schedule", kind, (*SCHEDULES, "auto"))
     if kind == "collective":
         return collective(tile, route, direction)
     costs = transfer_costs(problem, tile, machine, direction, nodes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import ArgumentError
 from ..schedule.reduction import ALGORITHMS
+from ..system.closest import of_choices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -319,5 +320,6 @@ def load(path: Machine | str | os.PathLike[str]) -> Machine:
         reason = error.strerror if isinstance(error, OSError) else f"{error}"
         raise ArgumentError(
             f"machine is {path!r}; it may be {', '.join(BUILT_IN)} or a file that `mpiattn tune` wrote ({reason})"
+            f"{of_choices(str(path), BUILT_IN)}"
         ) from None
     return Machine.from_dict(data, f"machine {path!r}")

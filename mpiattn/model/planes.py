@@ -38,13 +38,13 @@ def check_heads(tile: Tile | None, problem: Problem) -> None:
     p = problem
     if tile is None or split(tile.h, p.heads, p.kv_heads, p.batch):
         return
-    heads, rule = f"{p.heads} heads and {p.kv_heads} KV heads", "the number of planes"
+    heads, rule = f"{p.heads} heads and {p.kv_heads} KV heads", "their number"
     if p.batch > 1:
         heads = f"{p.batch} sequences of {heads}"
-        rule += " must be a divisor of the sequences times P, and P"
+        rule = f"their number must be S * P, where S divides {p.batch}, the number of sequences, and P"
     raise ArgumentError(
-        f"tile is {tile}; {tile.h} planes cannot split {heads}: {rule} must divide the heads, and must divide the KV "
-        "heads or be a multiple of them"
+        f"tile is {tile}; {tile.h} planes cannot split {heads}: {rule} must divide {p.heads}, the number of heads, and "
+        f"must divide {p.kv_heads}, the number of KV heads, or be a multiple of it"
     )
 
 

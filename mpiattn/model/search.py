@@ -5,12 +5,13 @@ This is the paper's loop over every factorisation of the number of ranks (Mesh-A
 
 import copy
 from functools import lru_cache
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import ArgumentError
+from ..problem.byte_counts import byte_count
+from ..problem.choices import one_of
 from ..problem.layout import LAYOUTS, Layout, of_sizes
 from ..schedule.remembered import Remembered
 from ..schedule.route import ROUTES, passed_on
@@ -88,8 +89,7 @@ def layouts(argument, problem, ranks, mask=None):
         "contiguous" only, because all kinds balance equally well then.
     """
     if isinstance(argument, str):
-        if argument not in (*LAYOUTS, "auto"):
-            raise ArgumentError(f"layout is {argument!r}; it may be {', '.join(LAYOUTS)}, auto")
+        one_of("layout", argument, (*LAYOUTS, "auto"))
         kinds = [argument] if argument != "auto" else balancing(mask or problem.mask, ranks)
         return [pair_of((kind, kind), problem, ranks) for kind in kinds]
     pair = of_sizes(argument, ranks)
@@ -116,8 +116,7 @@ def routes(route, problem, machine):
     "auto" considers the ring route only if the ranks of a node share its card: neighbours cross nodes less often.
     Otherwise both routes cost the same.  Partials that are rounded for the wire cannot take the ring route.
     """
-    if route not in (*ROUTES, "auto"):
-        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}, auto")
+    one_of("route", route, (*ROUTES, "auto"))
     lowered = problem.wire_dtype != problem.partial_dtype
     if lowered and passed_on(route):
         raise ArgumentError(
@@ -317,11 +316,7 @@ def least_of(model, cases):
 
 def memory_limit(value):
     """max_memory as an int, or None; raises ArgumentError."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, Integral) or value <= 0:
-        raise ArgumentError(f"max_memory is {value!r}; it must be a positive number of bytes, or None")
-    return int(value)
+    return None if value is None else byte_count("max_memory", value)
 
 
 def check_memory(choices, max_memory):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..errors import ArgumentError, FileError
 from ..system.atomic_file import NewFile, check_target
+from ..system.os_errors import reason
 from .machine import BUILT_IN, DEFAULT, Machine, load
 
 VARIABLE = "MPIATTN_MACHINE"
@@ -195,7 +196,7 @@ def store(entry):
                 os.replace(path(), f"{path()}.old")
         new.publish()
     except OSError as error:
-        raise FileError(f"the store of machines is {path()!r}; it cannot be written: {error.strerror}") from None
+        raise FileError(f"the store of machines is {path()!r}; it cannot be written: {reason(error)}") from None
     finally:
         new.discard()
     return len(others) < len(entries)

@@ -6,13 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine.folding import check_values, checked, on_host
+from ..engine.folding import Axes, check_values, checked, on_host
 from ..engine.results import Results
 
 if TYPE_CHECKING:
     from ..backends.base import Array, Backend
     from ..problem.problem import Problem
     from ..schedule.needed import Activity
+
+
+_QUERIES = Axes(("batch", "tokens", "heads", "head_dim"), "positions")
+_RESULTS = Axes(("batch", "tokens", "heads", "value_dim"), "positions")
+_KEYS = Axes(("batch", "tokens_k", "kv_heads", "head_dim"), "positions_k")
+_VALUES = Axes(("batch", "tokens_k", "kv_heads", "value_dim"), "positions_k")
+_ROWS = Axes(("batch", "heads", "tokens"), "positions")
+_AXES = {
+    **dict.fromkeys(("q", "dq"), _QUERIES),
+    **dict.fromkeys(("out", "dout"), _RESULTS),
+    **dict.fromkeys(("k", "dk"), _KEYS),
+    **dict.fromkeys(("v", "dv"), _VALUES),
+    **dict.fromkeys(("lse", "dlse"), _ROWS),
+    **dict.fromkeys(("sinks", "dsinks"), Axes(("heads",))),
+}
 
 
 class Arguments:
@@ -31,12 +46,12 @@ class Arguments:
         }
         shapes |= {f"d{name}": shapes[name] for name in "qkv"}
         dtype, of_rows = np.dtype(p.dtype), np.dtype(p.partial_dtype)  # compared in less time than their names
-        self._types: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-            name: (shape, dtype) for name, shape in shapes.items()
+        self._types: dict[str, tuple[tuple[int, ...], np.dtype, Axes]] = {
+            name: (shape, dtype, _AXES[name]) for name, shape in shapes.items()
         }
         by_head = {"lse": (p.batch, p.heads, q_tokens), "dlse": (p.batch, p.heads, q_tokens), "sinks": (p.heads,)}
         by_head["dsinks"] = by_head["sinks"]
-        self._types |= {name: (shape, of_rows) for name, shape in by_head.items()}
+        self._types |= {name: (shape, of_rows, _AXES[name]) for name, shape in by_head.items()}
         self._shared_kv = p.shared_kv
 
     def checked(self, **arrays: Array | None) -> dict[str, Array]:

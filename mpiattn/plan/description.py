@@ -8,9 +8,10 @@ import numpy as np
 
 from ..engine.executor import KEPT_BYTES
 from ..model.search import times_as_long
-from ..problem.documents import documents
+from ..problem.choices import one_of
+from ..problem.documents import OF_DOCUMENTS, documents
+from ..problem.keywords import unknown
 from ..schedule.needed import Activity
-from .settle import one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -237,6 +238,9 @@ class Described:
         ArgumentError
             On this rank only: the documents are invalid.
         """
+        wrong = unknown("activity_of", of_documents, OF_DOCUMENTS)
+        if wrong:
+            raise wrong
         given = _as_bytes({**of_documents, "padding": padding})
         known = [activity for activity, arguments in self._recent.items() if given and arguments == given]
         if not known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..comm.collective_calls import Collective
+from ..comm.refusal import of_call, refusing
 from ..comm.whole_arrays import gather, scatter
 from ..engine.folding import on_host
 from ..problem.tensors import as_array, as_given
@@ -68,6 +69,7 @@ class Distributed(Collective):
         ranks = self._layout(keys).owner(positions)
         return ranks if ranks.ndim else int(ranks)
 
+    @refusing("scatter", of_call("scatter"))
     def scatter(self, array: Array | None, *, root: int | None = 0, axis: int = 1, keys: bool = False) -> Array:
         """This rank's chunk of a whole array whose tokens are in natural order along `axis`; collective.
 
@@ -100,6 +102,7 @@ class Distributed(Collective):
             chunk = scatter(call, self._layout(keys), on_host(array), root, axis, self._exchange.max_message)
         return as_given(chunk, self._backend.give(as_array("chunk", chunk), chunk))[0]
 
+    @refusing("gather", of_call("gather"))
     def gather(self, chunk: Array, *, root: int | None = 0, axis: int = 1, keys: bool = False) -> Array:
         """The whole array, in natural order, from the ranks' chunks; collective.
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..backends.numpy.backend import NumpyBackend
-from ..engine.folding import Folding, checked
+from ..engine.folding import Axes, Folding, checked
 from ..errors import ArgumentError
 from ..problem.problem import dtype_name
-from ..problem.tensors import as_given
+from ..problem.tensors import as_array, as_given
 from ..problem.untraced import untraced
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array, *more: Array) -> t
     backend, given = NumpyBackend(), out
     if len(more) % 2:
         raise ArgumentError(f"{4 + len(more)} arrays are to be merged; it must be an out and an lse for each result")
+    out, lse = as_array("out", out), as_array("lse", lse)
     arrays = {"out": out, "lse": lse, "out_b": out_b, "lse_b": lse_b}
     names = [("out", "lse"), ("out_b", "lse_b")]
     for number, pair in enumerate(zip(more[::2], more[1::2]), 3):
@@ -78,9 +79,12 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array, *more: Array) -> t
         raise ArgumentError(f"out has shape {tuple(shape)}; it must be (batch, tokens, heads, value_dim)")
     batch, tokens, heads, _ = shape
     shapes = [tuple(shape), (batch, heads, tokens)]
+    axes = Axes(("batch", "tokens", "heads", "value_dim")), Axes(("batch", "heads", "tokens"))
     folding, states = Folding(backend, batch), []
     for state in names:
-        of_rows, sums = (checked(backend, name, arrays[name], *kind) for name, kind in zip(state, zip(shapes, dtypes)))
+        of_rows, sums = (
+            checked(backend, name, arrays[name], *kind) for name, kind in zip(state, zip(shapes, dtypes, axes))
+        )
         of_rows, sums = (
             folding.fold(name, array)
             for name, array in zip(state, (of_rows.astype(wide), sums.transpose(0, 2, 1).copy()))

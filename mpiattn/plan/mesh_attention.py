@@ -10,6 +10,7 @@ from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE, Exchange
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
+from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import another
 from ..problem.tensors import as_given
 from ..schedule.needed import Activity
@@ -83,10 +84,11 @@ class MeshAttention(Verified):
         (no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy, torch and others,
         and returns arrays on the GPU, of q's library where that can have them, else of CuPy.
         transport of "cuda": "device" (MPI gets GPU memory), "ipc" (CUDA IPC inside nodes), "staged"; "auto": the first.
-    max_message, max_memory : int, max_memory by default None
-        max_message: bytes of the longest MPI message.  Collectives, scatter and gather split down to one token's row.
-        max_memory: bytes that a rank may need, without scratch; tiles, schedules and receiving ahead go by it.  Calls
-        need more if their documents see more than the masks, at most what a plan without masks needs.
+    max_message, max_memory : int or str, max_memory by default None
+        Bytes, also as "512M" or "1.5G".  max_message: of the longest MPI message.  Collectives, scatter and gather
+        split down to one token's row.  max_memory: that a rank may need, without scratch; tiles, schedules and
+        receiving ahead go by it.  Calls need more if their documents see more than the masks, at most what a plan
+        without masks needs.
     machine : Machine or str, default None
         For "auto": a `Machine`, a built-in name, a file; None for the `mpiattn tune` of such a launch, else a default.
     overlap : bool, default True
@@ -122,6 +124,7 @@ class MeshAttention(Verified):
 
     KIND = "plan"
 
+    @refusing("MeshAttention", of_making)
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -150,8 +153,8 @@ class MeshAttention(Verified):
         wire_dtype: Any = None,
         backend: str = "auto",
         transport: str = "auto",
-        max_message: int = MAX_MESSAGE,
-        max_memory: int | None = None,
+        max_message: int | str = MAX_MESSAGE,
+        max_memory: int | str | None = None,
         machine: Machine | str | os.PathLike[str] | None = None,
         overlap: bool = True,
         timeout: float | None = None,
@@ -159,7 +162,7 @@ class MeshAttention(Verified):
     ) -> None:
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
-        with self._making(home):
+        with self.making(home):
             peers = home.peers(limit)
             shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
                      "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
@@ -189,6 +192,7 @@ class MeshAttention(Verified):
         self._passes = passes(self._plan, self.schedule, self._mesh, self._backend, self._exchange, self._activity)
         self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
 
+    @refusing("like", of_call("like"))
     def like(self, *, seqlen: int | None = None, seqlen_k: int | None = None) -> MeshAttention:
         """A plan for other lengths with this plan's tile, schedule, route and kind of layout; collective.
 
@@ -227,6 +231,7 @@ class MeshAttention(Verified):
         other._join(home, other._exchange.peers)
         return other
 
+    @refusing("forward", of_call("forward"))
     def forward(
         self,
         q: Array,
@@ -304,6 +309,7 @@ class MeshAttention(Verified):
             self._passes.forward(chunks, sinks, progress, *whole)
         return results.returned(q)
 
+    @refusing("backward", of_call("backward"))
     def backward(
         self,
         dout: Array,

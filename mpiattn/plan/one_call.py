@@ -9,11 +9,14 @@ from ..comm.agreement import agreement, digest_of
 from ..comm.available import agreed_backend
 from ..comm.mesh import Home
 from ..comm.peers import time_limit
-from ..comm.transport import one_of
+from ..comm.refusal import of_function, refusing
 from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
+from ..problem.choices import one_of
+from ..problem.documents import OF_DOCUMENTS
+from ..problem.keywords import arguments_of, unknown
 from ..problem.layout import LAYOUTS, Layout
-from ..problem.tensors import as_array
+from ..problem.tensors import as_array, what_is
 from ..problem.untraced import untraced
 from .mesh_attention import MeshAttention
 
@@ -24,14 +27,20 @@ if TYPE_CHECKING:
     from ..problem.layout import AnyLayout
 
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
-OF_CALL = (
-    "cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "padding", "sinks"
-)  # fmt: skip
+OF_CALL = (*OF_DOCUMENTS, "sinks")
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
 KEPT, KEPT_BYTES = 4, 2**24
 
 
+# Of a plan, `attention` takes the options that its arrays do not say.
+OF_ARRAYS = ("seqlen", "heads", "head_dim", "batch", "kv_heads", "dtype", "seqlen_k", "shared_kv")
+ARGUMENTS = (
+    "q", "k", "v", *(name for name in arguments_of("MeshAttention") if name not in OF_ARRAYS), "verify", *OF_CALL
+)  # fmt: skip
+
+
 @untraced
+@refusing("attention", of_function("attention"), ARGUMENTS)
 def attention(
     q: Array,
     k: Array,
@@ -54,10 +63,10 @@ def attention(
     Parameters
     ----------
     q : array, (batch, tokens, heads, head_dim)
-        This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor
-        or, for the back end "cuda", any array on a GPU.  With the default layout, chunks are consecutive
-        pieces of the sequence in order of rank, of any lengths; the ranks exchange these lengths.  With "striped" or
-        "zigzag", chunks are as in `Layout`.
+        This rank's chunk of the queries, of dtype float16, bfloat16, float32 or float64: a NumPy array, a torch tensor,
+        any with NumPy's or DLPack's interface or, for the back end "cuda", on a GPU.  With the default
+        layout, chunks are consecutive pieces of the sequence in order of rank, of any lengths, which are exchanged.
+        With "striped" or "zigzag", chunks are as in `Layout`.
     k : array, (batch, tokens_k, kv_heads, head_dim)
         This rank's chunk of the keys, in q's dtype.  kv_heads divides heads.
     v : array, (batch, tokens_k, kv_heads, value_dim)
@@ -113,6 +122,9 @@ def attention(
     try:
         with home.call("attention"):
             with agreement(peers, call="attention") as same:
+                wrong = unknown("attention", options, ARGUMENTS)
+                if wrong:
+                    raise wrong
                 if v is None and value_dim is None:
                     raise ArgumentError(
                         "v is None; it must be an array, or value_dim must say how much of a key is its value"
@@ -132,9 +144,8 @@ def attention(
                 arrays = backends.find(backend).load().adopt(arrays)
                 for name, array in arrays.items():
                     if getattr(array, "ndim", None) != 4 or not hasattr(array, "dtype"):
-                        raise ArgumentError(
-                            f"{name} is {_what(array)}; it must be an array (batch, tokens, heads, dim)"
-                        )
+                        axes = "(batch, tokens, heads, head_dim)"
+                        raise ArgumentError(f"{name} is {_what(array)}; it must be an array {axes}{what_is(array)}")
                 q, k, v = (arrays.get(name) for name in ("q", "k", "v"))
                 asked = {
                     "value_dim": value_dim,

@@ -8,13 +8,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ..comm.agreement import agreement, from_rank_0
-from ..comm.exchange import MAX_MESSAGE, check_max_message
+from ..comm.agreement import AsGiven, agreement, from_rank_0
+from ..comm.exchange import MAX_MESSAGE, message_limit
 from ..comm.peers import check_timeout
-from ..comm.transport import check_transport, make_backend, one_of
+from ..comm.transport import check_transport, make_backend
 from ..model import cost, planes, search
 from ..model.machine import DEFAULT, Machine
 from ..model.tuned import machine_for
+from ..problem.choices import one_of
 from ..problem.documents import expected_cuts
 from ..problem.layout import LAYOUTS
 from ..problem.problem import Problem
@@ -44,8 +45,8 @@ class Options:
     direction: str = "forward"
     backend: str = "auto"
     transport: str = "auto"
-    max_message: int = MAX_MESSAGE
-    max_memory: int | None = None
+    max_message: int | str = MAX_MESSAGE
+    max_memory: int | str | None = None
     machine: Machine | str | None = None
     overlap: bool = True
     timeout: float | None = None
@@ -60,7 +61,6 @@ class Options:
         one_of("overlap", self.overlap, (True, False))
         check_transport(self.backend, self.transport)
         search.routes(self.route, problem, DEFAULT)
-        check_max_message(self.max_message)
         one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, "auto"))
         tile = parse_tile(self.tile, ranks)
         planes.check_heads(tile, problem)
@@ -71,6 +71,7 @@ class Options:
             expected_cu_seqlens=cuts,
             layout=search.layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
             fixed=not isinstance(self.layout, str),
+            max_message=message_limit(self.max_message),
             max_memory=search.memory_limit(self.max_memory),
         )
 
@@ -87,6 +88,7 @@ def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, A
         checked = asked.checked(problem, ranks)
         same |= {name: getattr(problem, name) for name in OF_PROBLEM}
         same |= {name: getattr(checked, name) for name in options}
+        same |= {name: AsGiven(same[name], options[name]) for name in ("tile", "layout", "expected_cu_seqlens")}
     backend = make_backend(peers, home.nodes, asked.backend, asked.transport, home.known)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
     order = home.order if isinstance(asked.layout, str) else None

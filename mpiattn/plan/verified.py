@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.agreement import everywhere
+from ..comm.refusal import of_call, refusing
 from ..engine.folding import on_host
 from ..errors import ArgumentError, VerificationError
 from ..problem.tensors import as_array, detached, is_tensor
@@ -32,6 +33,7 @@ class Verified(Described, Distributed):
 
     _arguments: Arguments
 
+    @refusing("verify", of_call("verify"))
     def verify(
         self,
         q: Array,

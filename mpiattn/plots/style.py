@@ -11,6 +11,7 @@ import re
 from ..console.table import duration, size
 from ..errors import ArgumentError, FileError
 from ..system.atomic_file import NewFile, check_target
+from ..system.os_errors import reason
 
 # Metadata that change from run to run or reveal the machine are left out of the file.
 METADATA = {
@@ -117,7 +118,7 @@ def save(figure, path, name="path"):
             _shorten(new.partial)
         new.publish()
     except OSError as error:
-        raise FileError(f"{name} is {path!r}; it cannot be written: {error.strerror or error}") from None
+        raise FileError(f"{name} is {path!r}; it cannot be written: {reason(error)}") from None
     finally:
         new.discard()
 

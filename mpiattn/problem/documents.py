@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PerDocument: TypeAlias = "ArrayLike | None"  # an argument of a call, for all entries or per entry
 Pairs: TypeAlias = "tuple[tuple[IntArray, IntArray], ...]"  # (cuts of the queries, cuts of the keys) per group
 Part = TypeVar("Part")
+# The arguments of `documents`, which a call may have.
+OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "padding")
 
 
 def documents(
@@ -193,7 +195,19 @@ def _integers(name: str, values: Any) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
+def _check_no_mask(name: str, given: Any, batch: int, tokens: int) -> None:
+    """Raise ArgumentError if lengths are given as a padding mask: of bool or of 0 and 1, with an entry a token."""
+    array = _array(given)
+    if array.dtype == bool or (array.shape == (batch, tokens) and array.size and np.isin(array, (0, 1)).all()):
+        raise ArgumentError(
+            f"{name} is an array {array.shape} of {array.dtype}, a padding mask; it must be {batch} numbers of tokens: "
+            "mask.sum(axis=1) of a mask that is True at tokens, (~mask).sum(axis=1) of one that is True at padding; "
+            "padding comes last"
+        )
+
+
 def _padding(name: str, given: Any, batch: int, tokens: int) -> tuple[IntArray, ...]:
+    _check_no_mask(name, given, batch, tokens)
     ends = _integers(name, given)
     if ends.shape != (batch,) or (ends < 0).any() or (ends > tokens).any():
         raise ArgumentError(f"{name} is {_brief(given)}; it must be {batch} numbers from 0 to {tokens}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ..errors import ArgumentError
+from .choices import one_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -98,8 +99,7 @@ class Layout:
     _ranges: dict[int, tuple[range, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in LAYOUTS:
-            raise ArgumentError(f"layout is {self.kind!r}; it may be {', '.join(LAYOUTS)}")
+        one_of("layout", self.kind, LAYOUTS)
         for name, value, least in (("seqlen", self.seqlen, 0), ("chunks", self.chunks, 1)):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
@@ -112,7 +112,10 @@ class Layout:
         if self.kind != "contiguous":
             raise ArgumentError(f"sizes are given with layout {self.kind!r}; only 'contiguous' takes them")
         if len(self.sizes) != self.chunks or sum(self.sizes) != self.seqlen or min(self.sizes) < 0:
-            raise ArgumentError(f"sizes {self.sizes} do not cut {self.seqlen} tokens into {self.chunks} chunks")
+            raise ArgumentError(
+                f"sizes is {self.sizes}, {len(self.sizes)} numbers whose sum is {sum(self.sizes)}; it must be "
+                f"{self.chunks} numbers from 0, one a chunk, whose sum is seqlen, {self.seqlen}"
+            )
 
     def __hash__(self) -> int:
         return self._hash

@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
+from ..system.closest import of_choices
 from .mask import Mask, PackedMask, Window
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# Names of dtypes elsewhere; what has two meanings, as "float" does in NumPy and torch, is not among them.
+ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+ALIASES |= {"half": "float16", "single": "float32", "double": "float64"}
 TO_FILL_IN: Any = None  # the default of fields that depend on other fields
 
 
@@ -50,7 +54,8 @@ def _window(window: Any) -> Window:
         left, right = (_side(side) for side in (left, right))
     except (TypeError, ValueError):
         raise ArgumentError(
-            f"window is {window!r}; it must be (left, right), whole numbers from 0, or None or -1 for no limit"
+            f"window is {window!r}; it must be (left, right), whole numbers from 0, or None or -1 for no limit: "
+            "(128, 0) is a query's own key and the 128 before it"
         ) from None
     return left, right
 
@@ -58,12 +63,16 @@ def _window(window: Any) -> Window:
 def dtype_name(dtype: Any, argument: str = "dtype", choices: Collection[str] = tuple(ITEMSIZE)) -> str:
     """The name of a supported dtype, given as a name, a dtype of NumPy or torch, or a scalar type.
 
+    Names that others use, of `ALIASES`, are taken too.
+
     For bfloat16 it imports ml_dtypes, after which NumPy accepts the name.  Raises ArgumentError.
     """
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", repr(dtype)))
     name = name.removeprefix("torch.")
+    name = ALIASES.get(name, name)
     if name not in choices:
-        raise ArgumentError(f"{argument} is {name!r}; it may be {', '.join(choices)}")
+        meant = "; did you mean float32 or float64?" if name == "float" else of_choices(name, choices)
+        raise ArgumentError(f"{argument} is {name!r}; it may be {', '.join(choices)}{meant}")
     if name == "bfloat16":
         try:
             import ml_dtypes  # noqa: F401  (NumPy learns the dtype)

@@ -1,4 +1,4 @@
-"""PyTorch CPU tensors as NumPy arrays and back, sharing memory without a copy; results of the caller's library.
+"""PyTorch CPU tensors, and other libraries' arrays, as NumPy arrays and back, sharing memory; results like arguments.
 
 torch is optional.  A caller with a tensor has imported it already, so it is taken from sys.modules.  bfloat16 is passed
 as int16, because NumPy and torch do not know each other's bfloat16.
@@ -14,6 +14,8 @@ import numpy as np
 
 from ..errors import ArgumentError
 from .problem import dtype_name
+
+DLPACK_CPU = 1  # kDLCPU, DLPack's device type of host memory
 
 
 def is_tensor(argument: object) -> bool:
@@ -55,12 +57,15 @@ def shared(name: str, tensor: Any) -> np.ndarray:
 
 
 def as_array(name: str, argument: Any) -> Any:
-    """The memory of a CPU tensor as an array, a tensor on a GPU without its history; all else as it is.
+    """The memory of a CPU tensor, or of another library's array on the CPU, as an array; all else as it is.
 
-    Raises ArgumentError if the tensor requires a gradient while torch records gradients, since it would be lost.
+    A tensor on a GPU is returned without its history.  Raises ArgumentError if the tensor requires a gradient while
+    torch records gradients, since it would be lost, or if NumPy cannot take an array.
     """
-    if type(argument) is np.ndarray or not is_tensor(argument):
+    if type(argument) is np.ndarray:
         return argument
+    if not is_tensor(argument):
+        return _on_cpu(name, argument)
     check_transforms(name, argument)
     if argument.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise ArgumentError(
@@ -72,6 +77,34 @@ def as_array(name: str, argument: Any) -> Any:
 def detached(argument: Any) -> Any:
     """A tensor without its history, for a call that gives no result that depends on it; all else as it is."""
     return argument.detach() if is_tensor(argument) else argument
+
+
+def _on_cpu(name: str, argument: Any) -> Any:
+    """An object with NumPy's or DLPack's interface to memory of the CPU as an array; all else as it is."""
+    if isinstance(argument, np.ndarray | np.generic) or hasattr(argument, "__cuda_array_interface__"):
+        return argument
+    try:
+        if hasattr(argument, "__array_interface__"):
+            return np.asarray(argument)
+        if hasattr(argument, "__dlpack__") and argument.__dlpack_device__()[0] == DLPACK_CPU:
+            return np.from_dlpack(argument)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"{name} is a {type(argument).__name__}, whose memory NumPy cannot take as it is ({error}); "
+            f"np.asarray({name}) may copy it"
+        ) from error
+    return argument
+
+
+def what_is(argument: Any) -> str:
+    """Text to append to an error about an argument that is no array: how to make one of it, if that is known."""
+    if isinstance(argument, np.ma.MaskedArray):
+        return "; its mask would be lost"
+    if hasattr(argument, "__cuda_array_interface__"):
+        return "; it is on a GPU, which the back end 'cuda' is for"
+    if isinstance(argument, list | tuple) or hasattr(argument, "__array__"):
+        return ", which np.asarray makes of it"
+    return ""
 
 
 def as_tensor(array: np.ndarray) -> Any:

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ..errors import ArgumentError
+from ..problem.choices import one_of
 from .kinds import GATHERED, REDUCED, arena_of, chunk_of
 from .route import ROUTES, leg_of
 
@@ -194,8 +194,7 @@ def with_slots(name: str, direction: str, tile: Tile, route: str, steps: Sequenc
 
 @lru_cache(64)  # other lengths of sequences have the same steps
 def _with_slots(name: str, direction: str, tile: Tile, route: str, steps: tuple[Step, ...], ahead: int) -> Schedule:
-    if route not in ROUTES:
-        raise ArgumentError(f"route is {route!r}; it may be {', '.join(ROUTES)}")
+    one_of("route", route, ROUTES)
     reduced = REDUCED[direction]
 
     def legs_of(t: Transfer) -> list[Leg]:

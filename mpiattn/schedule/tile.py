@@ -12,6 +12,7 @@ from operator import index
 from typing import Any
 
 from ..errors import ArgumentError
+from ..system.closest import of_choices
 from .kinds import IN_COLUMNS
 
 
@@ -102,7 +103,7 @@ def parse_tile(tile: Any, ranks: int) -> Tile | None:
         if text in named:
             return named[text]
         if not re.fullmatch(r"\d+(x\d+)+", text):
-            raise ArgumentError(f"tile is {tile!r}; {may_be}")
+            raise ArgumentError(f"tile is {tile!r}; {may_be}{of_choices(text, named)}")
         sides = tuple(map(int, text.split("x")))
     else:
         try:

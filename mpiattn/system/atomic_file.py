@@ -6,6 +6,7 @@ import stat
 
 from ..errors import FileError
 from . import partial_files
+from .os_errors import reason
 
 
 class NewFile:
@@ -26,7 +27,7 @@ class NewFile:
         try:
             self.partial = partial_files.create(name, folder, base)
         except OSError as error:
-            raise FileError(f"{name} is {str(path)!r}; it cannot be written: {error.strerror}") from error
+            raise FileError(f"{name} is {str(path)!r}; it cannot be written: {reason(error)}") from error
 
     def publish(self):
         """Flush the file to disk and give it its name."""

@@ -17,11 +17,14 @@ LAUNCHERS = {
 LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 
 
-def launch_rank(otherwise=0):
-    """This process's rank from the launcher's environment, before MPI starts; `otherwise` without a launcher."""
+def launch_rank(otherwise=0, environment=os.environ):
+    """This process's rank from the launcher's environment, before MPI starts; `otherwise` without a launcher.
+
+    environment: that of another process.
+    """
     for name in RANK_VARIABLES:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
     return otherwise
 
 

@@ -5,10 +5,10 @@ import pytest
 from dense import draw, draw_all
 from runs import attend, my_chunks, on
 
-from mpiattn import ArgumentError, KVCache, Layout, MeshAttention
+from mpiattn import ArgumentError, KVCache, Layout, MeshAttention, attention
 from mpiattn.comm.agreement import agree_on, agreement
 from mpiattn.comm.peers import Peers
-from mpiattn.errors import FileError, MpiattnError
+from mpiattn.errors import FileError, KeywordError, MpiattnError
 
 SHAPE = {"seqlen": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
 
@@ -42,10 +42,12 @@ WRONG = [
     ("tile", (1, 2, 3), ["1x2x3"]),
     ("layout", "diagonal", ["diagonal", "contiguous, striped, zigzag"]),
     ("layout", Layout("striped", 25, 1), ["seqlen=25", "24"]),
+    ("layout", "zig-zag", ["zig-zag", "did you mean zigzag?"]),
+    ("max_memory", "1X", ["'1X'", "800000000, '512M' or '1.5G'"]),
     ("schedule", "lazy", ["lazy", "greedy, collective, auto"]),
     ("route", "scenic", ["scenic", "direct, ring"]),
     ("backend", "abacus", ["abacus", "numpy"]),
-    ("max_message", 0, ["0", "2^31"]),
+    ("max_message", 0, ["0", "2147483647"]),
     ("max_message", 2**31, [str(2**31)]),
     ("window", (1,), ["(1,)"]),
     ("window", (-2, 0), ["-2"]),
@@ -63,6 +65,18 @@ def test_case_26_wrong_on_one_rank(comm, name, value, parts):
     assert name in text and all(part in text for part in parts), text
     if comm.size > 1:
         assert f"on rank {guilty} of {comm.size}" in text
+
+
+def test_unknown_keyword_on_one_rank(comm):
+    wrong = {"causel": True} if comm.rank == comm.size - 1 else {}
+    text = same_error(comm, lambda: MeshAttention(comm, **SHAPE, **wrong), KeywordError)
+    assert text.startswith("causel is not an argument of MeshAttention; did you mean causal?")
+    ones = np.ones((1, 3, 2, 8), np.float32)
+    text = same_error(comm, lambda: attention(ones, ones, ones, comm=comm, **wrong), KeywordError)
+    assert text.startswith("causel is not an argument of attention; did you mean causal?")
+    with MeshAttention(comm, **SHAPE) as plan:
+        text = same_error(comm, lambda: plan.like(seqlen=8, **wrong), KeywordError)
+        assert "causel is not an argument of like" in text
 
 
 @pytest.mark.many
@@ -228,7 +242,7 @@ def test_agree_on_names_the_argument(comm, at_least):
     at_least(2)
     agree_on(Peers(comm), {"x": 1, "y": None})
     text = same_error(comm, lambda: agree_on(Peers(comm), {"x": 1, "y": comm.rank if comm.rank == 1 else None}))
-    assert text.startswith("y is None on rank 0 but 1 on rank 1")
+    assert text.startswith("y is left out on rank 0 but 1 on rank 1")
 
 
 def test_equal_numbers_of_different_types_agree(comm, at_least):
@@ -249,7 +263,7 @@ def test_arguments_of_calls_before(comm, at_least):
             given = [1, 1 - (comm.rank == comm.size - 1)]
             text = same_error(comm, lambda given=given: cache.append(token, token, counts=given))
             assert text.startswith("counts is [1, 1] on rank 0 but [1, 0] on rank")
-            cache.append(token, token, counts=np.array([1.0, 1]).astype(int) if comm.rank else (1, True))
+            cache.append(token, token, counts=np.array([1.0, 1]).astype(int) if comm.rank else (1, np.int32(1)))
         assert cache.lengths == (4, 4)
 
 

@@ -185,10 +185,24 @@ def test_closed_plan_says_so(comm):
             call()
 
 
-@pytest.mark.parametrize("wrong", [None, 3, MPI.COMM_NULL])
-def test_no_communicator(wrong):
-    with pytest.raises(ArgumentError, match="comm is"):
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (None, "comm is None; it must be an mpi4py intracommunicator"),
+        (3, r"comm is 3; .* MPI.Comm.f2py\(3\)"),
+        (MPI.COMM_NULL, "comm is MPI.COMM_NULL; .* Split with MPI.UNDEFINED"),
+    ],
+)
+def test_no_communicator(wrong, says):
+    with pytest.raises(ArgumentError, match=says):
         MeshAttention(wrong, **TINY)
+
+
+def test_a_communicator_that_was_freed(comm):
+    freed = comm.Dup()
+    freed.Free()
+    with pytest.raises(ArgumentError, match=r"comm is MPI\.COMM_NULL; .* freed"):
+        MeshAttention(freed, **TINY)
 
 
 def test_after_a_pass_that_did_not_end(comm):

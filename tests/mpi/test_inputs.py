@@ -7,7 +7,7 @@ import pytest
 from dense import bits, draw, draw_all
 from runs import attend, my_chunks
 
-from mpiattn import ArgumentError, MeshAttention
+from mpiattn import ArgumentError, MeshAttention, attention, merge
 
 SHAPE = {"batch": 2, "seqlen": 37, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "causal": True}
 
@@ -93,6 +93,46 @@ def test_unsuitable_arrays_are_refused(comm):
                 with pytest.raises(ArgumentError, match=f"^{name} (is|has) .*{text}"):
                     plan.forward(*arrays)
         plan.forward(good, good, good)
+
+
+class Other:
+    """An array of another library: memory, and one way to take it.  way: the attribute by which."""
+
+    def __init__(self, array, way):
+        self.array, self.way = array, way
+
+    def __getattr__(self, name):
+        ways = {"numpy": ["__array_interface__"], "dlpack": ["__dlpack__", "__dlpack_device__"]}[self.way]
+        if name not in ways:
+            raise AttributeError(name)
+        return getattr(self.array, name)
+
+
+@pytest.mark.parametrize("way", ["numpy", "dlpack"])
+def test_arrays_of_other_libraries(comm, way):
+    rng = np.random.default_rng(comm.rank)
+    q, k, v = rng.standard_normal((3, 1, 4, 2, 8), np.float32)
+    expected = attention(q, k, v, comm=comm)
+    assert bits(*attention(*(Other(array, way) for array in (q, k, v)), comm=comm)) == bits(*expected)
+    assert bits(*merge(*(Other(array, way) for array in expected * 2))) == bits(*merge(*expected * 2))
+    with MeshAttention(comm, seqlen=4 * comm.size, heads=2, head_dim=8, layout="contiguous") as plan:
+        out = np.empty_like(expected[0])
+        into = Other(out, "numpy")  # DLPack's are read-only in some versions of NumPy
+        plan.forward(Other(q, way), Other(k, way), v, out=into)
+        assert np.allclose(out, expected[0], atol=1e-6)
+        whole = plan.gather(Other(q, way))
+        assert comm.rank or (whole[:, :4] == q).all()
+
+
+def test_arrays_in_another_order_of_axes(comm):
+    with MeshAttention(comm, seqlen=4 * comm.size, heads=2, head_dim=8) as plan:
+        good = np.ones((1, 4, 2, 8), np.float32)
+        with pytest.raises(ArgumentError) as caught:
+            plan.forward(good.swapaxes(1, 2), good, good)
+    assert str(caught.value).startswith(
+        "q has shape (1, 2, 4, 8); on this rank it must be (batch, tokens, heads, head_dim) = (1, 4, 2, 8), with the "
+        "tokens of plan.positions; axes 1 and 2 are swapped"
+    )
 
 
 def test_the_programs_error_state_does_not_matter(comm):

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from mpiattn import ArgumentError, KVCache, MeshAttention, MpiattnError, PeerFailure, tree_decode
 from mpiattn.comm import channel
+from mpiattn.comm.mpi_errors import in_words
 from mpiattn.comm.peers import Peers
 from mpiattn.decode import cache_file
 
@@ -343,3 +344,29 @@ def test_allgather_and_reduce(comm):
     total = np.full((2, 3), 1.5)
     peers.reduce(total, MPI.SUM)
     assert (total == 1.5 * comm.size).all()
+
+
+def test_an_error_of_mpi_is_no_exception_of_this_rank(comm, at_least):
+    """A message that MPI cannot complete: the rank that waits for it says so, and asks who is there."""
+    at_least(2)
+
+    def fails():
+        raise MPI.Exception(MPI.ERR_IN_STATUS)
+
+    duplicate = comm.Dup()
+    own = channel.Channel(duplicate)
+    peers = Peers(duplicate, 20.0, channel=own)
+    try:
+        if comm.rank == 0:
+            with pytest.raises(PeerFailure) as caught:
+                peers.until(fails, lambda: "for a message")
+            assert "has waited for a message, and MPI cannot complete it; the other ranks" in str(caught.value)
+        else:
+            with pytest.raises(PeerFailure, match=r"rank 0 of .* has waited for a message, and MPI cannot complete it"):
+                peers.until(lambda: False)
+        assert in_words(MPI.Exception(MPI.ERR_IN_STATUS)) == "MPI reports an error"
+        assert "runcat" in in_words(MPI.Exception(MPI.ERR_TRUNCATE)) and in_words(KeyError("x")) == "KeyError: 'x'"
+    finally:
+        own.close()
+        comm.Barrier()
+        duplicate.Free()

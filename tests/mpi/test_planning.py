@@ -65,7 +65,7 @@ def test_limits_of_numpy(comm):
 
 
 def test_memory_that_nothing_fits(comm):
-    for wrong in (1000, 0, "1G"):
+    for wrong in (1000, 0, "1X"):
         with pytest.raises(ArgumentError, match="max_memory is"):
             MeshAttention(comm, **SHAPE, max_memory=wrong)
 

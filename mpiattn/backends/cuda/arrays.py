@@ -6,7 +6,7 @@ import numpy as np
 from numpy.lib import NumpyVersion
 
 from ...errors import ArgumentError
-from ...problem.tensors import is_tensor
+from ...problem.tensors import is_tensor, what_is
 
 DLPACK_CUDA = 2  # kDLCUDA, DLPack's device type of CUDA memory
 WITH_BFLOAT16 = "2.1.2"  # the oldest NumPy with which CuPy knows it
@@ -75,7 +75,7 @@ def as_cupy(cupy, name, argument):
     if isinstance(argument, np.ndarray) or device_of(argument) == "cpu":
         raise ArgumentError(
             f"{name} is a {type(argument).__name__}; it must be a CuPy array, another library's array "
-            "on the GPU, or a NumPy array"
+            f"on the GPU, or a NumPy array{what_is(argument)}"
         )
     try:
         if is_tensor(argument):  # on torch's own stream, so that nobody waits for anybody

@@ -8,6 +8,7 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ...model.machine import DEFAULT
+from ...problem.tensors import what_is
 from ..kept import Kept
 from ..pages import Tables
 from ..wire import in_memory
@@ -128,7 +129,7 @@ class NumpyBackend:
         if type(argument) is np.ndarray:  # nearly always, and it costs least to see
             return argument
         if not isinstance(argument, np.ndarray) or isinstance(argument, np.ma.MaskedArray):
-            raise ArgumentError(f"{name} is a {type(argument).__name__}; it must be a NumPy array")
+            raise ArgumentError(f"{name} is a {type(argument).__name__}; it must be a NumPy array{what_is(argument)}")
         return argument
 
     def result(self, shape, dtype, like=None):

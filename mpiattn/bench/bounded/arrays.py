@@ -30,6 +30,7 @@ def whole_arrays(peers, backend) -> Iterator[list[Operation]]:
                     head_dim=HEAD_DIM,
                     layout=layout,
                     backend=backend,
+                    timeout=peers.timeout,
                 )
             )
             rows += _moves(plan, peers, layout)
@@ -54,18 +55,21 @@ def _moves(plan, peers, layout):
         "MPI_Scatter",
         lambda: plan.scatter(whole if root else None),
         lambda: comm.Scatter(whole if root else None, np.empty(size, np.float32)),
+        in_mpi=True,
     )
     yield Operation(
         f"gather, {layout}",
         "MPI_Gather",
         lambda: plan.gather(chunk),
         lambda: comm.Gather(chunk, np.empty(shape, np.float32) if root else None),
+        in_mpi=True,
     )
     yield Operation(
         f"gather to all, {layout}",
         "MPI_Allgather",
         lambda: plan.gather(chunk, root=None),
         lambda: comm.Allgather(chunk, np.empty(shape, np.float32)),
+        in_mpi=True,
     )
 
 

@@ -39,7 +39,9 @@ def whole_sequences(peers, backend) -> Iterator[list[Operation]]:
 
 def _plan(stack, peers, backend, **shape):
     return stack.enter_context(
-        MeshAttention(peers.comm, **{"heads": HEADS, "head_dim": HEAD_DIM, "backend": backend, **shape})
+        MeshAttention(
+            peers.comm, timeout=peers.timeout, **{"heads": HEADS, "head_dim": HEAD_DIM, "backend": backend, **shape}
+        )
     )
 
 

@@ -13,7 +13,7 @@ from .operation import HEAD_DIM, TOKENS, Operation, agreeing
 @contextmanager
 def small_calls(peers, backend) -> Iterator[list[Operation]]:
     """A token a rank, and plans."""
-    shape = {"seqlen": peers.size, "heads": 1, "head_dim": HEAD_DIM, "backend": backend}
+    shape = {"seqlen": peers.size, "heads": 1, "head_dim": HEAD_DIM, "backend": backend, "timeout": peers.timeout}
     with MeshAttention(peers.comm, **shape) as plan:
         q = np.ones((1, 1, 1, HEAD_DIM), np.float32)
         out, lse = plan.forward(q, q, q)
@@ -27,10 +27,14 @@ def small_calls(peers, backend) -> Iterator[list[Operation]]:
 
         yield [
             Operation(
-                "forward, a token a rank", "agreeing", lambda: plan.forward(q, q, q, out=out, lse=lse), agreeing(peers)
+                "forward, a token a rank",
+                "agreeing",
+                lambda: plan.forward(q, q, q, out=out, lse=lse),
+                agreeing(peers),
+                in_mpi=True,
             ),
             *(
-                Operation(name, "MPI_Comm_dup and MPI_Comm_free", run, duplicate)
+                Operation(name, "MPI_Comm_dup and MPI_Comm_free", run, duplicate, in_mpi=True)
                 for name, run in (
                     ("making a plan again", make),
                     ("making a plan for a new length", lambda: make(seqlen=next(lengths))),

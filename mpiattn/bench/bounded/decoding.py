@@ -34,7 +34,7 @@ def decoding(peers, backend) -> Iterator[list[Operation]]:
             name = f"decode, {sequences} sequences x {keys} keys{kind}"
             rows.append(Operation(name, "reading them", run, reading(nbytes // peers.size)))
         least, _ = _decode(stack, peers, backend, 1, peers.size, "float32")
-        yield [*rows, Operation("decode, a key a rank", "agreeing", least, agreeing(peers))]
+        yield [*rows, Operation("decode, a key a rank", "agreeing", least, agreeing(peers), in_mpi=True)]
 
 
 def _decode(stack, peers, backend, sequences, keys, dtype):
@@ -59,6 +59,7 @@ def _cache(stack, peers, backend, sequences, keys, dtype="float32", spare=0):
             head_dim=HEAD_DIM,
             dtype=dtype,
             backend=backend,
+            timeout=peers.timeout,
         )
     )
     tokens = np.random.default_rng(0).standard_normal((2, sequences, keys, KV_HEADS, HEAD_DIM), np.float32)
@@ -89,4 +90,4 @@ def _append(stack, peers, backend, sequences):
         agree()
 
     to = "a sequence" if sequences == 1 else f"{sequences} sequences"
-    return Operation(f"append a token to {to}", "copying it, agreeing", append, copy)
+    return Operation(f"append a token to {to}", "copying it, agreeing", append, copy, in_mpi=True)

@@ -65,10 +65,11 @@ def _cache(stack, peers, backend, saved, plain):
             kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             backend=backend,
+            timeout=peers.timeout,
         )
     )
     cache.append(k, v)
-    how = {"backend": backend}
+    how = {"backend": backend, "timeout": peers.timeout}
     cache.save(saved)
     with KVCache.load(peers.comm, saved, **how) as loaded, agreement(peers):
         some = loaded.positions(SEQUENCES - 1)

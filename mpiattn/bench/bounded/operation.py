@@ -22,6 +22,7 @@ class Operation:
 
     bound: a function or, of an operation whose time was predicted, the predicted seconds.
     worth: how many of the bound's calls the operation is worth.
+    in_mpi: whether the bound waits for other ranks inside MPI, which knows no time limit.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Operation:
     run: Callable[[], object]
     bound: Callable[[], object] | float
     worth: float = 1.0
+    in_mpi: bool = False
 
 
 def products(operations):

@@ -40,6 +40,7 @@ def verification(peers, backend) -> Iterator[list[Operation]]:
                     causal=True,
                     window=(window - 1, 0) if window else None,
                     backend=backend,
+                    timeout=peers.timeout,
                 )
             )
             rows.append(_verify(plan, peers, name, documents, window or TOKENS, backward))

@@ -1,0 +1,19 @@
+"""Arguments that are one of several words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError
+from ..system.closest import of_choices
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+def one_of(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise ArgumentError unless a value is among the choices."""
+    if value not in choices:
+        raise ArgumentError(
+            f"{name} is {value!r}; it may be {', '.join(map(str, choices))}{of_choices(str(value), choices)}"
+        )

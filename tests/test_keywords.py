@@ -1,0 +1,92 @@
+"""Keywords that a function does not have: the error says what is meant, and nothing is left out in silence."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiattn
+from mpiattn.errors import KeywordError
+
+SHAPE = {"seqlen": 9, "heads": 2, "head_dim": 8}
+ONES = np.ones((1, 9, 2, 8), np.float32)
+
+
+def refused(call, *arguments, **keywords):
+    """The error's text."""
+    with pytest.raises(KeywordError) as caught:
+        call(*arguments, **keywords)
+    assert isinstance(caught.value, mpiattn.ArgumentError) and isinstance(caught.value, TypeError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keyword, text",
+    [
+        ("causel", "causel is not an argument of attention; did you mean causal?"),
+        ("softmax_scale", "softmax_scale is not an argument of attention; it is called scale here"),
+        ("is_causal", "it is called causal here"),
+        ("window_size", "it is called window here"),
+        ("cu_seqlens_q", "it is called cu_seqlens here"),
+        ("dropout_p", "dropout_p is not an argument of attention: there is no dropout here"),
+        ("attn_mask", "there are no masks as arrays here: causal, prefix, causal_block and window say"),
+        ("alibi_slopes", "there are no biases of scores here"),
+        ("enable_gqa", "it follows from the other arguments"),
+        ("heads", "; heads is one of MeshAttention"),
+        ("xyz", "xyz is not an argument of attention, which has q, k, v, comm, "),
+    ],
+)
+def test_attention(keyword, text):
+    assert text in refused(mpiattn.attention, ONES, ONES, ONES, comm=MPI.COMM_SELF, **{keyword: None})
+
+
+def test_attention_without_what_it_needs():
+    assert "it is called q here" in refused(mpiattn.attention, query=ONES, key=ONES, value=ONES, comm=MPI.COMM_SELF)
+    assert "it is called comm here" in refused(mpiattn.attention, ONES, ONES, ONES, group=MPI.COMM_SELF)
+
+
+def test_plans():
+    """Also: the plan can be called after a refused call."""
+    assert "it is called kv_heads here" in refused(mpiattn.MeshAttention, MPI.COMM_SELF, **SHAPE, num_kv_heads=1)
+    assert "cu_seqlens is one of forward, backward" in refused(
+        mpiattn.MeshAttention, MPI.COMM_SELF, **SHAPE, cu_seqlens=[0, 9]
+    )
+    with mpiattn.MeshAttention(MPI.COMM_SELF, **SHAPE) as plan:
+        for call in plan.forward, plan.backward:
+            assert "; causal is one of MeshAttention, attention" in refused(call, is_causal=True)
+        assert "did you mean axis?" in refused(plan.scatter, ONES, axes=1)
+        assert "did you mean root?" in refused(plan.gather, ONES, rot=1)
+        assert "it is called seqlen here" in refused(plan.like, seq_len=3)
+        assert "it is called cu_seqlens here" in refused(plan.activity_of, cu_seqlens_q=[0, 9])
+        plan.forward(ONES, ONES, ONES)
+
+
+def test_decoding(tmp_path):
+    with mpiattn.KVCache(MPI.COMM_SELF, capacity=9, kv_heads=2, head_dim=8) as cache:
+        cache.append(ONES, ONES)
+        assert "way is not an argument of tree_decode any more; it is now called algorithm" in refused(
+            mpiattn.tree_decode, ONES[:, :1], cache, way="levels"
+        )
+        for call in mpiattn.ring_decode, mpiattn.query_ring_decode:
+            assert "algorithm is one of tree_decode" in refused(call, ONES[:, :1], cache, way="levels")
+        for call in cache.append, cache.truncate, cache.free:
+            assert "it is called sequences here" in refused(call, cache_batch_idx=[0])
+        cache.save(tmp_path / "cache.h5")
+        mpiattn.tree_decode(ONES[:, :1], cache)
+    wrong = {"num_kv_heads": 2}
+    assert "it is called kv_heads here" in refused(mpiattn.KVCache, MPI.COMM_SELF, capacity=9, head_dim=8, **wrong)
+    assert "it is called kv_heads here" in refused(mpiattn.KVCache.load, MPI.COMM_SELF, tmp_path / "cache.h5", **wrong)
+
+
+def test_torch():
+    torch = pytest.importorskip("torch")
+    from mpiattn.torch import attention
+
+    q = torch.ones(1, 9, 2, 8)
+    with mpiattn.MeshAttention(MPI.COMM_SELF, **SHAPE) as plan:
+        assert "scale is one of MeshAttention" in refused(attention, plan, q, q, q, softmax_scale=1.0)
+
+
+def test_errors_of_types_inside_stay():
+    """Only unknown keywords are turned into errors of their own."""
+    with mpiattn.MeshAttention(MPI.COMM_SELF, **SHAPE) as plan, pytest.raises(TypeError, match="missing"):
+        plan.forward(check=True)
