@@ -51,9 +51,10 @@ def test_a_method_has_one_line(capsys, words, methods, others):
 
 def test_why_ulysses_is_not_possible(capsys):
     _, text, _ = plan(capsys, "--ranks 8 --heads 8 --kv-heads 4")
-    assert "Ulysses: not possible, 8 ranks do not divide 4 KV heads; 8x1x1 has each KV head on 2 ranks" in text
+    why = "4 KV heads cannot be divided among 8 ranks; 8x1x1 has each KV head on 2 ranks"
+    assert f"Ulysses: not possible, {why}" in text
     _, text, _ = plan(capsys, "--ranks 7 --heads 8")
-    assert "Ulysses: not possible, 7 ranks do not divide 8 KV heads\n" in text
+    assert "Ulysses: not possible, 8 KV heads cannot be divided among 7 ranks\n" in text
 
 
 def test_one_figure_of_usp(capsys):

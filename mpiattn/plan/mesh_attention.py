@@ -210,10 +210,8 @@ class MeshAttention(Verified):
 
         Raises
         ------
-        ArgumentError
-            The same on every rank.  Also where layout sizes do not sum to the length, or it exceeds max_memory.
-        CallError, PeerFailure, MpiattnError
-            As in `MeshAttention`.
+        ArgumentError, CallError, PeerFailure, MpiattnError
+            As in `MeshAttention`.  Also where layout sizes do not sum to the length, or it exceeds max_memory.
         """
         home, p, other = self._check_open(), self.problem, object.__new__(type(self))
         seqlen = p.seqlen if seqlen is None else seqlen
@@ -253,8 +251,8 @@ class MeshAttention(Verified):
     ) -> tuple[Array, Array]:
         """Attention of this rank's chunks; collective.
 
-        Inputs are never changed.  All calls accept torch tensors.  Arrays that are not contiguous with
-        tokens first, as all contiguous ones are if batch = 1, are copied into memory that the plan keeps.
+        Inputs are never changed, and may be torch tensors.  They are copied, into memory that the plan keeps, unless
+        they are contiguous with tokens first, as all contiguous arrays are if batch = 1.
 
         Parameters
         ----------
@@ -274,9 +272,8 @@ class MeshAttention(Verified):
         sinks : array, (heads,), default None
             Attention sinks in lse's dtype, the same on every rank: one more score per query of a head, with value 0.
         out, lse : array, default None
-            Memory for the results, either or both: arrays of their shapes and dtypes, with any strides, on this rank's
-            GPU with "cuda".  They must be writable and share no memory with q, k, v, sinks or each other.  They are
-            undefined if the call raises.  None for new arrays.
+            Memory for either result or both, of its shape and dtype, with any strides, on this rank's GPU with "cuda".
+            It must be writable and shared with no other argument, and is undefined if the call raises.
         check : bool, default True
             Verify by an allreduce that ranks make the same valid call; else calls that differ may give wrong numbers.
         progress : callable, default None
@@ -385,11 +382,7 @@ class MeshAttention(Verified):
         """Free the buffers and, with the communicator's last plan, mpiattn's state for it; collective.
 
         Closing again does nothing.  The end of a `with` block closes; after an exception, without comparing calls.
-
-        Raises
-        ------
-        CallError, PeerFailure, MpiattnError
-            As in `MeshAttention`, but none because a call before this one failed.
+        It raises CallError, PeerFailure and MpiattnError, but none because a call before this one failed.
         """
         if self._home is not None:
             with self._leaving(self._home, self._mesh):
@@ -398,7 +391,7 @@ class MeshAttention(Verified):
             self._passes = self._passes.released()
 
     def drop(self) -> None:
-        """Free what is this rank's own, for the modules of this package: `close` is collective, and frees all."""
+        """Free what is this rank's own, for modules of this package: `close` is collective, and frees all."""
         self._backend.close()
         self._exchange.close()
         super().drop()

@@ -108,7 +108,7 @@ def _meant(name: str, allowed: tuple[str, ...]) -> str:
         return f" any more; it is now called {ours}" if name in FORMER else f"; it is called {ours} here"
     if name in WITHOUT:
         return f": {WITHOUT[name]}"
-    functions = [function for function, arguments in _known.items() if ours in arguments and ours not in "qkv"]
+    functions = sorted(function for function, of in _known.items() if ours in of and ours not in "qkv")
     if functions:
         return f"; {ours} is one of {', '.join(functions)}"
     return of_choices(name, allowed) or f", which has {', '.join(allowed)}"
