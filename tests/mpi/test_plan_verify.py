@@ -17,8 +17,11 @@ CASES = [
     ({"causal": True, "dtype": "float16", "softcap": 2.0, "layout": "zigzag"}, {}),
     ({"seqlen_k": 31, "dtype": "bfloat16", "window": (5, 2), "layout": "striped"}, {}),
     ({"seqlen_k": 60, "causal": True, "prefix": 7, "wire_dtype": "bfloat16", "route": "direct"}, {}),
-    ({"causal": True, "layout": "striped"}, {"cu_seqlens": [0, 7, 7, 30, 44], "prefixes": [3, 0, 50, 1]}),
-    ({"dtype": "float64"}, {"cu_seqlens": [[0, 9, 45], [3, 30]], "causal_documents": [[True, False], [True]]}),
+    ({"causal": True, "layout": "striped"}, {"cu_seqlens": [0, 7, 7, 30, 45], "prefixes": [3, 0, 50, 1]}),
+    (
+        {"dtype": "float64"},
+        {"cu_seqlens": [[0, 9, 45], [3, 30]], "causal_documents": [[True, False], [True]], "padding": True},
+    ),
     ({"causal": True, "layout": "zigzag"}, {"lengths": [45, 0], "prefixes": [2, 4]}),
     ({"seqlen_k": 31, "causal": True}, {"lengths": [20, 45], "lengths_k": [31, 5]}),
     ({"shared_kv": True, "kv_heads": 1, "causal": True, "causal_block": 4}, {}),

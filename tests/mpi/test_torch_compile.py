@@ -18,7 +18,7 @@ from mpiattn.torch import attention  # noqa: E402  (needs torch)
 torch.set_num_threads(1)
 
 SHAPE = {"seqlen": 29, "heads": 2, "head_dim": 8}
-DOCUMENTS = (None, [0, 11, 29], [0, 2, 20, 28])  # of the steps of a training
+DOCUMENTS = (None, [0, 11, 29], [0, 2, 20, 29])  # of the steps of a training
 
 
 @pytest.fixture(autouse=True)
