@@ -16,7 +16,7 @@ def test_case_27_finite_differences(group, tile, masks):
     """Of sum(dout * out) + sum(dlse * lse) by every input; 1e-6."""
     shape = {"seqlen": 12, "heads": 2, "kv_heads": 1, "head_dim": 3, "dtype": "float64", **masks}
     inputs = draw_all(problem_of(shape), sinks=True)
-    call = {"cu_seqlens": [0, 5, 11]}
+    call = {"cu_seqlens": [0, 5, 12]}
     with MeshAttention(group, **shape, tile=tile) as plan:
 
         def loss(moved):

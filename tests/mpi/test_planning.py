@@ -170,7 +170,9 @@ def test_expected_documents(comm, direction):
         assert plan.q_layout.kind == plan._plan.choice.mesh_layouts[0].kind == "contiguous"
         passes = ("forward", "backward")[: 1 + (direction == "both")]
         sent = [
-            comm.allreduce(sum(of.formula(of_pass, of.activity_of(cu_seqlens=cuts)) for of_pass in passes))
+            comm.allreduce(
+                sum(of.formula(of_pass, of.activity_of(cu_seqlens=cuts, padding=True)) for of_pass in passes)
+            )
             for of in (plan, other)
         ]
         assert sent[0] == pytest.approx(comm.size * plan._plan.choice.sent_bytes)
@@ -178,7 +180,7 @@ def test_expected_documents(comm, direction):
         assert (plan.predicted_seconds < other.predicted_seconds) and plan.timeout == other.timeout
         with plan.like(seqlen=seqlen + 9) as longer:
             assert longer.tile == plan.tile and longer.q_layout.kind == "contiguous"
-    check(comm, **how, call={"cu_seqlens": cuts}, expected_cu_seqlens=np.array(cuts, np.int32))
+    check(comm, **how, call={"cu_seqlens": cuts, "padding": True}, expected_cu_seqlens=np.array(cuts, np.int32))
     check(comm, **how, call={"cu_seqlens": [0, seqlen]}, expected_cu_seqlens=[cuts])  # and any others
 
 
