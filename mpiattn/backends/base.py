@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from .block import Array, BackwardInputs, BlockInputs, Gradients
+
 if TYPE_CHECKING:
     from ..model.machine import Machine
-    from .block import BackwardInputs, BlockInputs, Gradients
     from .wire import WireBytes
 
-# In annotations.  An array is of NumPy or CuPy or, where a caller gives it, of any library whose arrays the back end
-# takes, such as a torch tensor.  These have no type in common, so type checkers accept anything.
-Array: TypeAlias = Any
 Shape: TypeAlias = tuple[int, ...]
 Event: TypeAlias = Any  # what `wait` takes
 Meanwhile: TypeAlias = Callable[[float], object] | None  # called during a launch with the fraction that is done

@@ -6,11 +6,14 @@ Every back end has to compute with every field: tests/test_block_inputs.py holds
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from ..problem.problem import Problem
-    from .base import Array
+
+# In annotations.  An array is of NumPy or CuPy or, where a caller gives it, of any library whose arrays the back end
+# takes, such as a torch tensor.  These have no type in common, so type checkers accept anything.
+Array: TypeAlias = Any
 
 
 class BlockInputs(NamedTuple):

@@ -87,8 +87,8 @@ class CpuBackend(NumpyBackend):
 
     def attend_backward(self, block, given, grads, after=(), meanwhile=None):
         if len(block.q) and len(block.k):
-            results = grads._replace(dv=_values(grads.dv, grads.dk, given.dout))
-            self._run_block("backward", block, given._asdict(), results._asdict(), meanwhile)
+            results = grads._asdict() | {"dv": _values(grads.dv, grads.dk, given.dout)}
+            self._run_block("backward", block, given._asdict(), results, meanwhile)
 
     def attend_pages(self, block, out, lse, after=(), meanwhile=None):
         if len(block.q):

@@ -13,7 +13,7 @@ import numpy as np
 from ..block import BlockInputs
 from . import cudnn_library, row_runs
 from .backend import CudaBackend, _CupyLaunches, _launched
-from .cudnn_graphs import Graphs
+from .cudnn_graphs import BACKWARD, FORWARD, Graphs
 
 HALF = "float16", "bfloat16"
 DIM_MULTIPLE = 8
@@ -99,12 +99,13 @@ class CudnnBackend(CudaBackend):
 
     def _forward_parts(self, runs, block):
         """[(run, its out, its lse)], computed by cuDNN; None if it has no plan for one of them."""
-        (q, k, v), scale = self._arrays(block), block.scale
+        q, k, v = self._arrays(block)
         parts = []
         for run in runs:
             rows = q[run.start : run.stop]
             out, lse = self.empty((*rows.shape[:2], v.shape[2]), q.dtype), self.empty(rows.shape[:2], "float32")
-            if not self.graphs.forward(rows, k[: run.keys], v[: run.keys], out, lse, scale, run.right):
+            arrays = rows, k[: run.keys], v[: run.keys], out, lse
+            if not self.graphs.run(FORWARD, arrays, block.scale, run.right):
                 return None
             parts.append((run, out, lse))
         return parts
@@ -131,7 +132,7 @@ class CudnnBackend(CudaBackend):
 
     def _backward_parts(self, runs, block, given):
         """[(run, (dq, dk, dv))], computed by cuDNN; None if it has no plan for one of them."""
-        (q, k, v), scale, dout = self._arrays(block), block.scale, self.contiguous(given.dout)
+        (q, k, v), dout = self._arrays(block), self.contiguous(given.dout)
         _, lse, delta = given
         parts = []
         for run in runs:
@@ -141,7 +142,8 @@ class CudnnBackend(CudaBackend):
             out = self.empty(dout[rows].shape, dout.dtype)
             self._out_of_delta(out, dout[rows], delta[rows])
             gradients = tuple(starmap(self.empty, ((array.shape, array.dtype) for array in inputs)))
-            if not self.graphs.backward(*inputs, out, dout[rows], of_rows, *gradients, scale, run.right):
+            arrays = *inputs, out, dout[rows], of_rows, *gradients
+            if not self.graphs.run(BACKWARD, arrays, block.scale, run.right):
                 return None
             parts.append((run, gradients))
         return parts

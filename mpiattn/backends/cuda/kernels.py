@@ -91,7 +91,7 @@ class KernelLaunches:
         begin, end = self._numbers(block.begin, block.end)
         self._run(launch.kernel, launch.grid, *self._arrays(block), begin, end, *into, *launch.numbers)
         if splits > 1:
-            self._merge(out, lse, *into, begin, 0, lse.size, splits, splits)  # `begin` is not read
+            self._merge((out, lse), into, begin, 0, lse.size, splits, splits)  # `begin` is not read
 
     def _arrays(self, block):
         """(q, k, v) of a block, contiguous; k again where keys hold the values."""
@@ -127,7 +127,7 @@ class KernelLaunches:
             *launch.numbers,
         )
         if work.parts:
-            self._merge(out, lse, *into, work.array, 4 * work.items, rows * lse.shape[1], work.most, 0)
+            self._merge((out, lse), into, work.array, 4 * work.items, rows * lse.shape[1], work.most, 0)
 
     def _upload(self, array):
         """A flat int32 NumPy array on the device, for the next launch."""
@@ -158,19 +158,17 @@ class KernelLaunches:
         joined, starts = tables.joined
         return self.contiguous(np.concatenate([starts[:-1] + len(tables), joined]).astype(np.int32), 4)
 
-    def _merge(self, out, lse, out_parts, lse_parts, work, firsts_at, rows, most, parts):
-        """Launch merge_parts, whose arguments these are; most: the largest number of parts of a row."""
+    def _merge(self, whole, of_parts, work, firsts_at, rows, most, parts):
+        """Launch merge_parts, whose arguments these are, of partials (out, lse).  most: most parts of a row."""
         self._run(
             merge_kernel(most),
-            (lse.size, 1, 1),
-            out,
-            lse,
-            out_parts,
-            lse_parts,
+            (whole[1].size, 1, 1),
+            *whole,
+            *of_parts,
             work,
             np.int64(firsts_at),
             np.int64(rows),
-            np.int32(out.shape[2]),
+            np.int32(whole[0].shape[2]),
             np.int32(parts),
         )
 
