@@ -160,7 +160,7 @@ class Call:
         begin, end = self.seen(rank)
         pools, tables, page_size = keys
         block = BlockInputs.of(self.problem, q, pools, (begin, end), tables, page_size)
-        if rows == range(self.rows) and len(tables) > 1:
+        if rows == range(self.rows) and (len(tables) > 1 or (begin < end).any()):
             partial.ready = (
                 self.backend.attend_pages(block, partial.out, partial.lse, after=after, meanwhile=meanwhile),
             )

@@ -87,8 +87,10 @@ class CpuBackend(NumpyBackend):
 
     def attend_backward(self, block, given, grads, after=(), meanwhile=None):
         if len(block.q) and len(block.k):
-            results = grads._asdict() | {"dv": _values(grads.dv, grads.dk, given.dout)}
-            self._run_block("backward", block, given._asdict(), results, meanwhile)
+            (dout, lse, delta), (dq, dk, dv) = given, grads
+            inputs = {"dout": dout, "lse": lse, "delta": delta}
+            results = {"dq": dq, "dk": dk, "dv": _values(dv, dk, dout)}
+            self._run_block("backward", block, inputs, results, meanwhile)
 
     def attend_pages(self, block, out, lse, after=(), meanwhile=None):
         if len(block.q):

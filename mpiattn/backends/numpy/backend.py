@@ -193,8 +193,7 @@ class NumpyBackend:
         with np.errstate(all="ignore"):  # NaN from inf - inf and the like is a valid result here
             for panel, work, look in self._panels(block, out.shape[2], out.dtype, meanwhile):
                 for rows, head in work:
-                    of_head = block._replace(q=block.q[:, head])
-                    tiles.forward(self._work, rows, of_head, out[:, head], lse[:, head], panel, look)
+                    tiles.forward(self._work, rows, head, block, (out, lse), panel, look)
 
     def _packed(self, block, per_kv):
         """The block with so many query heads of a KV head packed into one."""
@@ -241,11 +240,9 @@ class NumpyBackend:
                 keys = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
                 dk_panel = self._panel("dk", dk[keys], dq.dtype)
                 dv_panel = dk_panel[:, :value_dim] if dv is None else self._panel("dv", dv[keys], dq.dtype)
+                sums = Gradients(dq, dk_panel, dv_panel)
                 for rows, head in work:
-                    of_head = block._replace(q=block.q[:, head])
-                    rows_of_head = BackwardInputs(*(array[:, head] for array in given))
-                    sums = Gradients(dq[:, head], dk_panel, dv_panel)
-                    tiles.backward(self._work, rows, of_head, rows_of_head, sums, panel, look)
+                    tiles.backward(self._work, rows, head, block, given, sums, panel, look)
                 dk[keys] = dk_panel
                 if dv is not None:
                     dv[keys] = dv_panel

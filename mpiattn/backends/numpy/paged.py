@@ -126,7 +126,7 @@ def _by_rows(work, rows, block, key_slots, first, out, lse, meanwhile):
     """Add the keys from `first` on to the partial, one KV head at a time.  Rows may see different keys."""
     q, keys, values = block[:3]
     per_kv = q.shape[1] // len(keys)
-    packed, columns = (len(q) * per_kv, -1), _columns(len(q) * per_kv)
+    columns = _columns(len(q) * per_kv)
     for kv_head in range(len(keys)):
         heads, head = slice(kv_head * per_kv, (kv_head + 1) * per_kv), slice(kv_head, kv_head + 1)
         query, acc, top = (
@@ -135,7 +135,7 @@ def _by_rows(work, rows, block, key_slots, first, out, lse, meanwhile):
         )
         for target, source in ((query, q), (acc, out), (top, lse)):
             target[...] = source[:, heads]
-        query, acc, top = (array.reshape(packed) for array in (query, acc, top))
+        query, acc, top = (array.reshape(len(q) * per_kv, 1, *array.shape[2:]) for array in (query, acc, top))
         of_head, start = block._replace(q=query), first
         for count, slots in _groups(key_slots, keys.dtype == out.dtype, GATHER):
             of_keys = _matrix(work, "k", keys[head], slots, out.dtype)[0]
@@ -146,7 +146,7 @@ def _by_rows(work, rows, block, key_slots, first, out, lse, meanwhile):
             for tile in rows:
                 lo, hi = tile.within(*panel.span)
                 if lo < hi:
-                    tiles.forward(work, tile, of_head, acc, top[:, 0], panel, meanwhile, columns)
+                    tiles.forward(work, tile, 0, of_head, (acc, top), panel, meanwhile, columns)
             start += count
         out[:, heads], lse[:, heads] = acc.reshape(out[:, heads].shape), top.reshape(lse[:, heads].shape)
 

@@ -98,22 +98,22 @@ def _scores(work, rows, query, panel, start, stop, softcap):
     return score, rows.hidden(work, start, stop)
 
 
-def _query(work, rows, block, dtype):
-    query = work("q", (rows.count, block.q.shape[1]), dtype)
-    np.multiply(block.q[rows.span], dtype.type(block.scale), out=query, dtype=dtype)
+def _query(work, rows, head, block, dtype):
+    query = work("q", (rows.count, block.q.shape[2]), dtype)
+    np.multiply(block.q[rows.span, head], dtype.type(block.scale), out=query, dtype=dtype)
     return query
 
 
-def forward(work, rows, block, out, lse, panel, meanwhile=None, columns=COLUMNS):
-    """Add the keys of a panel to the partial (out, lse) of one head's row tile.
+def forward(work, rows, head, block, partial, panel, meanwhile=None, columns=COLUMNS):
+    """Add the keys of a panel to the partial (out, lse) of the rows of one head in a row tile.
 
-    block: its q, like out and lse, is all rows of the head; its keys and intervals are not read.
     work(name, shape, dtype) returns a work array.  columns: keys of a score tile.
     """
-    span, dtype, softcap = rows.span, out.dtype, block.softcap
+    out, lse = partial
+    span, dtype, softcap = (rows.span, head), out.dtype, block.softcap
     lo, hi = rows.within(*panel.span)
-    query = _query(work, rows, block, dtype)
-    acc = work("acc", (rows.count, out.shape[1]), dtype)
+    query = _query(work, rows, head, block, dtype)
+    acc = work("acc", (rows.count, out.shape[2]), dtype)
     product = work("product", acc.shape, dtype)
     np.copyto(acc, out[span])
     top = lse[span].copy()
@@ -142,18 +142,18 @@ def forward(work, rows, block, out, lse, panel, meanwhile=None, columns=COLUMNS)
     lse[span] = top + np.log(total)
 
 
-def backward(work, rows, block, given, grads, panel, meanwhile=None):
-    """Add the gradients of one head's row tile with the keys of a panel to `grads`, of all rows and of the panel.
+def backward(work, rows, head, block, given, grads, panel, meanwhile=None):
+    """Add the gradients of the rows of one head in a row tile, with the keys of a panel, to `grads`.
 
-    block, given: of all rows of the head, as for `forward`.
+    grads: dq of all rows; dk and dv of the panel.
     With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dQ += scale * dS @ K and
     dK += scale * dS.T @ Q.  The softcap multiplies dS by 1 - tanh^2.
     """
     (dout, lse, delta), (dq, dk_panel, dv_panel), softcap = given, grads, block.softcap
-    span, dtype = rows.span, dq.dtype
+    span, dtype = (rows.span, head), dq.dtype
     lo, hi = rows.within(*panel.span)
-    query = _query(work, rows, block, dtype)
-    grad = work("dout", (rows.count, dout.shape[1]), dtype)
+    query = _query(work, rows, head, block, dtype)
+    grad = work("dout", (rows.count, dout.shape[2]), dtype)
     np.copyto(grad, dout[span])
     acc = work("acc", query.shape, dtype)
     acc.fill(0)
