@@ -140,7 +140,9 @@ def test_a_block(gpu):
     on_gpu = [fake_cupy.asarray(array) for array in (q, k, v)]
     backward = [fake_cupy.asarray(array[::-1].copy())[::-1] for array in (q, k, v)]
     for inputs in (on_gpu, [Foreign(array) for array in on_gpu], backward, (q, k, v)):
-        given = [gpu.contiguous(gpu.array("q", array)) for array in inputs]
+        taken = [gpu.array("q", array) for array in inputs]
+        gpu.begin()  # after the stream that makes them
+        given = [gpu.contiguous(array) for array in taken]
         if inputs is not backward and inputs[0] is not q:
             assert given[0].data.ptr == on_gpu[0].data.ptr, "it was copied"
         out, lse = partial(gpu, 33, 4, 16, "float32")
