@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 from dense import error, largest
 
+from mpiattn.backends.block import BackwardInputs, BlockInputs
+
 EPSILON = {dtype: float(ml_dtypes.finfo(dtype).eps) for dtype in ("float32", "float16", "bfloat16")}
 NOISE = 2e-6  # of float32 sums, of max|result|
 
@@ -83,6 +85,12 @@ def assert_rounded(got, ref, v):
     assert (np.isneginf(got[1]) == np.isneginf(ref[1])).all()
     assert error(got[0], ref[0]) <= rounding + NOISE * largest(ref[0])
     assert error(got[1], ref[1]) <= NOISE * max(largest(ref[1]), 1)
+
+
+def of_backward(arguments, scale, softcap=None):
+    """The inputs of a backward pass of (q, dout, lse, delta, k, v, begin, end), as back ends take them."""
+    q, dout, lse, delta, k, v, begin, end = arguments
+    return BlockInputs(q, k, v, begin, end, scale, softcap), BackwardInputs(dout, lse, delta)
 
 
 def dense_gradients(q, dout, lse, delta, k, v, begin, end, scale, softcap=None):

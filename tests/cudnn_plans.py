@@ -131,10 +131,9 @@ def main(capability):
     answers = {}
     for names, case in itertools.product((cudnn_graphs.FORWARD, cudnn_graphs.BACKWARD), CASES):
         backward = names is cudnn_graphs.BACKWARD
-        make = graphs._backward_graph if backward else graphs._forward_graph
         dtype, *dims, right = case
-        shape = names, 333, 8, 300, 2, *dims, dtype, 0.3, right
-        graphs._plan(make, shape)
+        shape = cudnn_graphs.Shape(names, 333, 8, 300, 2, *dims, dtype, 0.3, right)
+        graphs._plan(shape)
         asked = "backward" if backward else "forward", *case
         answers[asked] = graphs.refused.get(shape, "")
     print(answers)

@@ -74,8 +74,7 @@ class HappensBefore(deferred.DeferredBackend):
         self._accesses = [access for access in self._accesses if not self._over >> access.operation & 1]
 
     def _launch(self, written, after, work, *args):
-        arrays = [array for given in args for array in (given if isinstance(given, (list, tuple)) else [given])]
-        arrays = [array for array in arrays if isinstance(array, np.ndarray)]
+        arrays = list(_arrays(args))
         writes = [array for array in written if array is not None]
         reads = [array for array in arrays if not any(array is other for other in writes)]
         self._launched = self._operation(work.__name__, reads, writes, self._launched | _over(after))
@@ -119,6 +118,15 @@ class HappensBefore(deferred.DeferredBackend):
     def forget(self, array):
         self._learn(self._operation("forget", [], [array], 0))
         super().forget(array)
+
+
+def _arrays(given):
+    """The arrays among some arguments, such as the fields of a block."""
+    for each in given:
+        if isinstance(each, np.ndarray):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _arrays(each)
 
 
 def _over(events):

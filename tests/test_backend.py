@@ -10,6 +10,7 @@ from blocks import chunks, dense, everything, partial, windows
 from dense import bits, error, largest
 
 from mpiattn import backends
+from mpiattn.backends.block import BlockInputs
 from mpiattn.backends.numpy import backend as numpy_backend
 from mpiattn.backends.numpy import tiles
 from mpiattn.backends.wire import blocks_of, in_memory
@@ -32,7 +33,7 @@ def backend(request):
 def attend(backend, q, k, v, begin, end, scale=0.3, into=None):
     """A finished partial."""
     out, lse = into or partial(backend, *q.shape[:2], v.shape[2], WORK[q.dtype.name])
-    backend.wait(backend.attend(q, k, v, begin, end, out, lse, scale))
+    backend.wait(backend.attend(BlockInputs(q, k, v, begin, end, scale), out, lse))
     return out, lse
 
 
@@ -243,7 +244,7 @@ def test_no_array_of_queries_times_keys():
     out, lse = partial(backend, queries, 1, 16, "float32")
     begin, end = np.zeros((1, queries), np.int32), np.minimum(np.arange(queries) * 3 + 1, keys)[None].astype(np.int32)
     tracemalloc.start()
-    backend.attend(q, k, v, begin, end, out, lse, 0.25)
+    backend.attend(BlockInputs(q, k, v, begin, end, 0.25), out, lse)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * 2**20  # the scores would be 103 MiB
@@ -348,7 +349,7 @@ def test_deferred_catches_what_a_gpu_would():
     begin, end = everything(10, 10)
     assert np.isnan(backend.empty((2, 2), "float32")).all()
     out, lse = partial(backend, 10, 2, 6, "float64")
-    event = backend.attend(q, k, v, begin, end, out, lse, 0.3)
+    event = backend.attend(BlockInputs(q, k, v, begin, end, 0.3), out, lse)
     backend.wait(event)
     backend.incoming(k)  # k is given back and has no contents
     backend.wait(backend._copies_in.submit(int))

@@ -75,8 +75,8 @@ def test_sections(tmp_path, backend, dtype):
 def test_a_wrong_result_is_not_measured(broken, complaint):
     code = (
         f"import sys; from mpiattn import backends; B = type(backends.get()); right = B.{broken}\n"
-        "def wrong(self, q, *rest, **more):\n"
-        "    right(self, q * 1.1, *rest, **more)\n"
+        "def wrong(self, block, *rest, **more):\n"
+        "    right(self, block._replace(q=block.q * 1.1), *rest, **more)\n"
         f"B.{broken} = wrong\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )

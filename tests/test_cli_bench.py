@@ -181,8 +181,8 @@ def test_wrong_decoding_is_not_measured():
     """All algorithms agree, and all are wrong."""
     code = (
         "import sys; from mpiattn import backends; B = type(backends.get()); attend = B.attend_pages\n"
-        "def wrong(self, q, keys, values, *rest, **more):\n"
-        "    attend(self, 1.01 * q, keys, values, *rest, **more)\n"
+        "def wrong(self, block, *rest, **more):\n"
+        "    attend(self, block._replace(q=1.01 * block.q), *rest, **more)\n"
         "B.attend_pages = wrong\n"
         "from mpiattn.cli import main; sys.exit(main(sys.argv[1:]))"
     )
@@ -266,7 +266,7 @@ def test_limits_on_several_hosts():
     [
         (
             "decoding",
-            "attend_pages = lambda self, q, *rest, **more: right(self, 1.01 * q, *rest, **more)",
+            "attend_pages = lambda self, b, *rest, **more: right(self, b._replace(q=1.01 * b.q), *rest, **more)",
             "decoding 64 sequences of 1024 keys",
         ),
         ("half_types", "delta = lambda self, delta, *rest: delta.fill(1)", "is not the sum of dout * out"),

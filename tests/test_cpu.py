@@ -4,11 +4,24 @@ import functools
 
 import numpy as np
 import pytest
-from blocks import EPSILON, MASKS, NOISE, assert_rounded, chunks, dense, dense_gradients, everything, partial, windows
+from blocks import (
+    EPSILON,
+    MASKS,
+    NOISE,
+    assert_rounded,
+    chunks,
+    dense,
+    dense_gradients,
+    everything,
+    of_backward,
+    partial,
+    windows,
+)
 from cpu_kernels import EMULATED, PAIRS, SETS, WORK, compiled, kernels_of
 from dense import bits, error, largest
 
 from mpiattn import ArgumentError, backends
+from mpiattn.backends.block import BlockInputs, Gradients
 from mpiattn.backends.cpu import library, speeds
 
 pytestmark = compiled
@@ -22,7 +35,7 @@ def backend(request, monkeypatch):
 
 def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None, **options):
     out, lse = into or partial(backend, *q.shape[:2], v.shape[2], WORK[q.dtype.name])
-    backend.attend(q, k, v, begin, end, out, lse, scale, softcap, **options)
+    backend.attend(BlockInputs(q, k, v, begin, end, scale, softcap), out, lse, **options)
     return out, lse
 
 
@@ -174,7 +187,7 @@ def gradient_reference(arguments, scale, softcap, known={}):  # noqa: B006
 
 def gradients(backend, arguments, scale=0.1, softcap=None, into=None, **options):
     grads = into or [np.zeros(arguments[i].shape, arguments[2].dtype) for i in (0, 4, 5)]
-    backend.attend_backward(*arguments, *grads, scale, softcap, **options)
+    backend.attend_backward(*of_backward(arguments, scale, softcap), Gradients(*grads), **options)
     return grads
 
 

@@ -7,6 +7,7 @@ from cpu_kernels import EMULATED, WORK, compiled, kernels_of
 from dense import bits, error, largest
 
 from mpiattn import backends
+from mpiattn.backends.block import BlockInputs
 
 pytestmark = compiled
 
@@ -33,7 +34,8 @@ def attend(backend, q, pools, pages, page_size, begin, end, scale=0.2, softcap=N
     """A partial that did hold something else."""
     out = np.full((*q.shape[:2], pools[1].shape[2]), np.nan, WORK[q.dtype.name])
     lse = np.full(q.shape[:2], 3, out.dtype)
-    backend.attend_pages(q, *pools, pages, page_size, begin, end, out, lse, scale, softcap, **options)
+    block = BlockInputs(q, *pools, begin, end, scale, softcap, pages, page_size)
+    backend.attend_pages(block, out, lse, **options)
     return out, lse
 
 
@@ -225,7 +227,8 @@ def test_any_strides(backend):
         apart = [np.repeat(array, 2, axis)[second] for array in (q, *pools)]
         whole = np.zeros(np.array([10, 4, 32]) * (1 + (np.arange(3) == axis)), np.float32)
         lse = np.zeros((10, 4), np.float32)
-        backend.attend_pages(apart[0], *apart[1:], *rest, whole[second], lse, 0.2)
+        block = BlockInputs(*apart, *rest[2:], 0.2, pages=rest[0], page_size=rest[1])
+        backend.attend_pages(block, whole[second], lse)
         assert bits(whole[second], lse) == expected
         assert not whole[(*(slice(None),) * axis, slice(1, None, 2))].any()
 

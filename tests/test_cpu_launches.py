@@ -1,5 +1,6 @@
 """Launches of the compiled kernels of the back end cpu: threads, and the callback while they compute."""
 
+import ctypes
 import re
 import signal
 import threading
@@ -12,6 +13,8 @@ from dense import bits
 from test_cpu import assert_right, attend, gradients
 
 from mpiattn import ArgumentError, backends
+from mpiattn.backends.cpu import library
+from mpiattn.system.sources import kernel_dir
 
 pytestmark = compiled
 
@@ -20,6 +23,20 @@ pytestmark = compiled
 def backend(request, monkeypatch):
     with kernels_of(request.param, monkeypatch) as made:
         yield made
+
+
+def test_a_launch_has_the_fields_of_the_struct(monkeypatch):
+    """In their order; where it has others, there are no kernels."""
+    text = re.search(r"struct launch \{(.*?)\n\};", (kernel_dir() / "cpu" / "launch.h").read_text(), re.DOTALL)[1]
+    text = re.sub(r"//.*|\([a-z]+ share\)", "", text)
+    assert not library.missing()
+    assert re.findall(r"(\w+)\)?[,;]", text) == [name for name, _ in library.Launch._fields_]
+
+    class Longer(ctypes.Structure):
+        _fields_ = (*library.Launch._fields_, ("bias", ctypes.c_void_p))
+
+    monkeypatch.setattr(library, "Launch", Longer)
+    assert re.match(r"its kernels take launches of \d+ bytes, and library.py makes them of \d+: ", library.missing())
 
 
 def both_ways(backend, arguments, **options):

@@ -14,6 +14,7 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
+from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda import backend, devices
 from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.testing import emulated
@@ -139,11 +140,13 @@ def test_a_block(gpu):
     on_gpu = [fake_cupy.asarray(array) for array in (q, k, v)]
     backward = [fake_cupy.asarray(array[::-1].copy())[::-1] for array in (q, k, v)]
     for inputs in (on_gpu, [Foreign(array) for array in on_gpu], backward, (q, k, v)):
-        given = [gpu.contiguous(gpu.array("q", array)) for array in inputs]
+        taken = [gpu.array("q", array) for array in inputs]
+        gpu.begin()  # after the stream that makes them
+        given = [gpu.contiguous(array) for array in taken]
         if inputs is not backward and inputs[0] is not q:
             assert given[0].data.ptr == on_gpu[0].data.ptr, "it was copied"
         out, lse = partial(gpu, 33, 4, 16, "float32")
-        gpu.attend(*given, begin, end, out, lse, 0.3)
+        gpu.attend(BlockInputs(*given, begin, end, 0.3), out, lse)
         gpu.finish()
         for array, expected in zip((out, lse), ref):
             assert np.allclose(on_host(array), expected, atol=1e-5)
@@ -187,14 +190,13 @@ def test_what_begins_anywhere_is_not_copied(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "copy", lambda dst, src: copied.append(src.shape))
     begin, end = (gpu.contiguous(bound) for bound in causal(5, 7))
     lse, delta = (gpu.contiguous(np.zeros((6, 1), np.float32))[1:] for _ in range(2))
-    grads = [gpu.empty(array.shape, "float32") for array in (q, k, v)]
-    gpu.attend_backward(q, v[:5], lse, delta, k, v, begin, end, *grads, 0.3)
+    grads = Gradients(*(gpu.empty(array.shape, "float32") for array in (q, k, v)))
+    inputs = BlockInputs(q, k, v, begin, end, 0.3), BackwardInputs(v[:5], lse, delta)
+    gpu.attend_backward(*inputs, grads)
     assert not copied
     memory = gpu.empty((8 * 16,), "float32")
     with pytest.raises(ArgumentError, match=r"dk begins at address .* multiple of 16 bytes"):
-        gpu.attend_backward(
-            q, v[:5], lse, delta, k, v, begin, end, grads[0], memory[1:113].reshape(7, 1, 16), grads[2], 0.3
-        )
+        gpu.attend_backward(*inputs, grads._replace(dk=memory[1:113].reshape(7, 1, 16)))
 
 
 @needs_compiler

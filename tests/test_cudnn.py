@@ -7,12 +7,13 @@ import fake_cudnn
 import fake_cupy
 import numpy as np
 import pytest
-from blocks import EPSILON, causal, chunks, dense, dense_gradients, documents, everything, partial, windows
+from blocks import EPSILON, causal, chunks, dense, dense_gradients, documents, everything, of_backward, partial, windows
 from dense import error, largest
 from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import MeshAttention, backends
+from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda import cudnn_library, devices, row_runs
 from mpiattn.backends.cuda.row_runs import Run, runs_of
 from mpiattn.backends.testing import emulated
@@ -128,7 +129,7 @@ def test_a_block_forward(made, dtype):
         ref = dense(np.concatenate([q]), np.concatenate([k, k]), np.concatenate([v, v[::-1]]), *whole, 0.3)
         given = on_device(made, q, k, v)
         out, lse = partial(made, queries, 4, 8, "float32")
-        made.attend(*given, *on_device(made, begin, end), out, lse, 0.3)
+        made.attend(BlockInputs(*given, *on_device(made, begin, end), 0.3), out, lse)
         assert made.blocks == {"cudnn": 1, "kernels": 0}
         made.drain()
         ref = dense(q, k, v, begin, end, 0.3)
@@ -136,7 +137,7 @@ def test_a_block_forward(made, dtype):
         assert error(on_host(lse), ref[1]) <= 1e-6 * largest(ref[1])
         # the same keys with other values: the sum of both is their mean
         flipped = made.contiguous(-v)
-        made.attend(given[0], given[1], flipped, *on_device(made, begin, end), out, lse, 0.3)
+        made.attend(BlockInputs(given[0], given[1], flipped, *on_device(made, begin, end), 0.3), out, lse)
         made.drain()
         assert largest(on_host(out)) <= EPSILON[dtype] * largest(ref[0])
         assert error(on_host(lse), ref[1] + np.log(2)) <= 1e-6 * largest(ref[1] + np.log(2))
@@ -159,7 +160,8 @@ def test_a_block_backward(made, dtype):
         delta = made.empty(lse.shape, "float32")
         made.delta(delta, given[1], made.contiguous(out), None)
         grads = [made.contiguous(np.ones(array.shape, np.float32)) for array in (q, k, v)]
-        made.attend_backward(*given, delta, *on_device(made, k, v), *on_device(made, begin, end), *grads, 0.3)
+        arguments = *given, delta, *on_device(made, k, v, begin, end)
+        made.attend_backward(*of_backward(arguments, 0.3), Gradients(*grads))
         assert made.blocks == {"cudnn": 1, "kernels": 0}
         made.drain()
         exact = (dout.astype(np.float64) * out.astype(np.float64)).sum(-1)
@@ -180,16 +182,16 @@ def test_what_goes_to_the_kernels(made):
         made.blocks.update(cudnn=0, kernels=0)
         out, lse = partial(made, queries, 4, 8, "float32")
         kv = given[1], None if shared else given[2]
-        options = {"scale": 0.3} | options
+        block = BlockInputs(given[0], *kv, begin, end, **({"scale": 0.3} | options))
         if not backward:
-            made.attend(given[0], *kv, begin, end, out, lse, **options)
+            made.attend(block, out, lse)
         else:
             dout = made.contiguous(np.ones((queries, 4, 8), q.dtype))
             delta = made.empty(lse.shape, "float32")
             if dlse is not False:
                 made.delta(delta, dout, dout, dlse and lse)
             grads = [made.empty(array.shape, "float32") for array in given]
-            made.attend_backward(given[0], dout, lse, delta, *kv, begin, end, *grads, **options)
+            made.attend_backward(block, BackwardInputs(dout, lse, delta), Gradients(*grads))
         return [name for name, count in made.blocks.items() if count]
 
     assert launch() == launch(backward=True) == launch(mask=everything) == ["cudnn"]
@@ -221,10 +223,10 @@ def test_arrays_that_begin_anywhere(made):
     given = [shifted(array) for array in (q, half, lse.astype(np.float32), k, v)]
     bounds, delta = on_device(made, begin, end), shifted(np.zeros(lse.shape, np.float32))
     partial_of = [shifted(np.full(array.shape, fill, np.float32)) for array, fill in ((out, 0), (lse, -np.inf))]
-    made.attend(given[0], *given[3:], *bounds, *partial_of, 0.3)
+    made.attend(BlockInputs(given[0], *given[3:], *bounds, 0.3), *partial_of)
     made.delta(delta, given[1], given[1], None)
     grads = [shifted(np.zeros(array.shape, np.float32)) for array in (q, k, v)]
-    made.attend_backward(*given[:3], delta, *given[3:], *bounds, *grads, 0.3)
+    made.attend_backward(*of_backward((*given[:3], delta, *given[3:], *bounds), 0.3), Gradients(*grads))
     made.drain()
     assert made.blocks == {"cudnn": 2, "kernels": 0}
     assert error(on_host(partial_of[0]), out) <= EPSILON["bfloat16"] * largest(out)
@@ -247,7 +249,7 @@ def test_what_cudnn_refuses(made, monkeypatch):
     q, k, v = halves(24, 40)
     for _ in range(2):
         out, lse = partial(made, 24, 4, 8, "float32")
-        made.attend(*on_device(made, q, k, v), *on_device(made, *causal(24, 40)), out, lse, 0.3)
+        made.attend(BlockInputs(*on_device(made, q, k, v, *causal(24, 40)), 0.3), out, lse)
     made.drain()
     ref = dense(q, k, v, *causal(24, 40), 0.3)
     assert error(on_host(out), ref[0]) <= EPSILON["bfloat16"] * largest(ref[0])
@@ -265,7 +267,7 @@ def test_plans_are_made_once(made, monkeypatch):
     def attend(queries):
         q, k, v = halves(queries, 40)
         out, lse = partial(made, queries, 4, 8, "float32")
-        made.attend(*on_device(made, q, k, v), *on_device(made, *everything(queries, 40)), out, lse, 0.3)
+        made.attend(BlockInputs(*on_device(made, q, k, v, *everything(queries, 40)), 0.3), out, lse)
 
     for queries in (24, 25, 24, 26, 24, 25):
         attend(queries)

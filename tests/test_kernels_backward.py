@@ -5,10 +5,11 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from blocks import MASKS, chunks, dense, dense_gradients, everything, windows
+from blocks import MASKS, chunks, dense, dense_gradients, everything, of_backward, windows
 from dense import bits, error, largest
 
 from mpiattn import backends
+from mpiattn.backends.block import Gradients
 from mpiattn.backends.testing import emulated
 
 pytestmark = [
@@ -32,7 +33,7 @@ def block(queries, keys, heads, kv_heads, head_dim, value_dim, dtype, mask, scal
 
 def run(backend, arguments, scale=0.3, softcap=None, into=None):
     grads = into or [np.zeros(arguments[i].shape, np.float32) for i in (0, 4, 5)]
-    backend.attend_backward(*arguments, *grads, scale, softcap)
+    backend.attend_backward(*of_backward(arguments, scale, softcap), Gradients(*grads))
     return grads
 
 

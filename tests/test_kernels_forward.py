@@ -9,6 +9,7 @@ from blocks import EPSILON, MASKS, NOISE, assert_rounded, chunks, dense, everyth
 from dense import bits, error, largest
 
 from mpiattn import backends
+from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda.kernels import KernelLaunches
 from mpiattn.backends.cuda.launches import merge_kernel
 from mpiattn.backends.numpy.backend import NumpyBackend
@@ -23,7 +24,7 @@ pytestmark = [
 
 def attend(backend, q, k, v, begin, end, scale=0.3, softcap=None, into=None):
     out, lse = into or partial(backend, *q.shape[:2], v.shape[2], "float32")
-    backend.attend(q, k, v, begin, end, out, lse, scale, softcap)
+    backend.attend(BlockInputs(q, k, v, begin, end, scale, softcap), out, lse)
     return out, lse
 
 
@@ -357,10 +358,11 @@ def test_no_grid_is_too_large():
     q = np.zeros((2, heads, 32), np.float16)
     begin, end = np.zeros((2, heads, 2), np.int32)
     out, lse = np.zeros(q.shape, np.float32), np.zeros(q.shape[:2], np.float32)
-    recorder.attend(q, q, q, begin, end, out, lse, 1.0)
-    recorder.attend_backward(q, q, lse, lse, q, q, begin, end, out, out, out, 1.0)
-    pool = q.swapaxes(0, 1)
-    recorder.attend_pages(q, pool, pool, np.zeros(1, np.int32), 2, begin[0], end[0], out, lse, 1.0)
+    block, pool = BlockInputs(q, q, q, begin, end, 1.0), q.swapaxes(0, 1)
+    recorder.attend(block, out, lse)
+    recorder.attend_backward(block, BackwardInputs(q, lse, lse), Gradients(out, out, out))
+    paged = BlockInputs(q, pool, pool, begin[0], end[0], 1.0, pages=np.zeros(1, np.int32), page_size=2)
+    recorder.attend_pages(paged, out, lse)
     recorder.merge(out, lse, out, lse)
     assert len(recorder.launched) == 6, recorder.launched
     assert all(0 < max(grid[1:]) <= emulated.GRID_LIMIT and grid[0] < 2**31 for _, grid in recorder.launched)

@@ -7,6 +7,7 @@ from blocks import MASKS, assert_rounded, windows
 from dense import bits, error, largest
 
 from mpiattn import backends
+from mpiattn.backends.block import BlockInputs
 from mpiattn.backends.cuda.tile_table import DECODE_ROWS
 from mpiattn.backends.testing import emulated
 
@@ -32,7 +33,7 @@ def attend(backend, q, pools, pages, page_size, begin, end, scale=0.3, softcap=N
     """A partial that did hold something else."""
     out = np.full((*q.shape[:2], pools[1].shape[2]), np.nan, np.float32)
     lse = np.full(q.shape[:2], 3, np.float32)
-    backend.attend_pages(q, *pools, pages, page_size, begin, end, out, lse, scale, softcap)
+    backend.attend_pages(BlockInputs(q, *pools, begin, end, scale, softcap, pages, page_size), out, lse)
     return out, lse
 
 

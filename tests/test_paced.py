@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError, backends
+from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 
 RNG = np.random.default_rng(0)
 TOKENS, HEADS, DIM = 32, 4, 8
@@ -25,14 +26,15 @@ def blocks(backend, arrays, count, backward=False, groups=1, meanwhile=None):
     q, k, v = arrays
     out, lse = np.empty((TOKENS, HEADS, DIM), np.float32), np.empty((TOKENS, HEADS), np.float32)
     backend.clear(out, lse)
-    grads = [np.zeros(array.shape, np.float32) for array in arrays]
+    grads = Gradients(*(np.zeros(array.shape, np.float32) for array in arrays))
+    block = BlockInputs(q, k, v, *intervals(groups), 0.3)
     start = time.perf_counter()
     for _ in range(count):
         if backward:
-            lses, deltas = np.full_like(lse, 3), np.zeros_like(lse)
-            backend.attend_backward(q, q, lses, deltas, k, v, *intervals(groups), *grads, 0.3, meanwhile=meanwhile)
+            given = BackwardInputs(q, np.full_like(lse, 3), np.zeros_like(lse))
+            backend.attend_backward(block, given, grads, meanwhile=meanwhile)
         else:
-            backend.attend(q, k, v, *intervals(groups), out, lse, 0.3, meanwhile=meanwhile)
+            backend.attend(block, out, lse, meanwhile=meanwhile)
     return [out, lse, *grads], time.perf_counter() - start
 
 

@@ -4,12 +4,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from blocks import MASKS, NOISE, dense, dense_gradients, partial
+from blocks import MASKS, NOISE, dense, dense_gradients, of_backward, partial
 from cpu_kernels import EMULATED, SETS, compiled, kernels_of
 from dense import epsilon, error, largest
 from test_cpu_decode import pool
 
 from mpiattn import ArgumentError, backends
+from mpiattn.backends.block import BlockInputs, Gradients
 from mpiattn.backends.testing import emulated
 from mpiattn.model.machine import DEFAULT
 from mpiattn.model.memory import chunk_bytes, gradient_bytes
@@ -93,7 +94,7 @@ def check(backend, shape, mask):
     q, dout, k, begin, end, lse, delta = inputs(shape, MASKS[mask], scale)
     v = k[..., :value_dim]
     got = partial(backend, len(q), heads, value_dim, lse.dtype)
-    backend.wait(backend.attend(q, k, None, begin, end, *got, scale))
+    backend.wait(backend.attend(BlockInputs(q, k, None, begin, end, scale), *got))
     for array, ref in zip(got, dense(q, k, v, begin, end, scale)):
         assert (np.isneginf(array) == np.isneginf(ref)).all()
         assert error(array, ref) <= noise(dtype, backend) * max(largest(ref), 1)
@@ -101,7 +102,9 @@ def check(backend, shape, mask):
     dk[..., :value_dim] += dv
     sizes[1][..., :value_dim] += sizes[2]
     grads = [np.ones(array.shape, lse.dtype) for array in (q, k)]
-    backend.wait(backend.attend_backward(q, dout, lse, delta, k, None, begin, end, *grads, None, scale))
+    backend.wait(
+        backend.attend_backward(*of_backward((q, dout, lse, delta, k, None, begin, end), scale), Gradients(*grads))
+    )
     for array, ref, size in zip(grads, (dq, dk), sizes):
         assert error(array, ref + 1) <= 3 * noise(dtype, backend) * max(largest(size), 1)
 
@@ -142,7 +145,8 @@ def test_pages(backend, shape, page_size, mask):
     held[:, slots[~seen]] = np.nan
     work = "float64" if dtype == "float64" else "float32"
     out, lse = np.full((queries, heads, value_dim), np.nan, work), np.full((queries, heads), 3, work)
-    backend.wait(backend.attend_pages(q, held, None, pages, page_size, begin, end, out, lse, scale))
+    block = BlockInputs(q, held, None, begin, end, scale, pages=pages, page_size=page_size)
+    backend.wait(backend.attend_pages(block, out, lse))
     for array, right in zip((out, lse), ref):
         assert (np.isneginf(array) == np.isneginf(right)).all()
         assert error(array, right) <= noise(dtype, backend) * max(largest(right), 1)
@@ -156,7 +160,7 @@ def test_keys_are_added_in_pieces(backend):
     out, lse = partial(backend, 20, 4, 33, "float32")
     for first, last in ((0, 30), (30, 31), (31, 90)):
         bounds = [np.clip(side - first, 0, last - first) for side in (begin, end)]
-        event = backend.attend(q, k[first:last], None, *bounds, out, lse, 0.3)
+        event = backend.attend(BlockInputs(q, k[first:last], None, *bounds, 0.3), out, lse)
     backend.wait(event)
     for array, ref in zip((out, lse), dense(q, k, k[..., :33], begin, end, 0.3)):
         assert error(array, ref) <= 3 * NOISE * max(largest(ref), 1)

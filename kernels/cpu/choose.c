@@ -111,6 +111,9 @@ static const struct {
 // Of the sources that this was compiled from: setup.py and library.py make it alike.
 const char* sources_digest(void) { return DIGEST; }
 
+// Of a launch, of which library.py has another description.
+int64_t launch_bytes(void) { return sizeof(struct launch); }
+
 // The name of the set with a number; NULL beyond the last.
 const char* instruction_set(int number) {
     return number < 0 || number >= (int)(sizeof sets / sizeof *sets) ? 0 : sets[number].name;

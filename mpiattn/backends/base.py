@@ -6,9 +6,8 @@ executor orders copies by events alone.
 
 Shapes: the batch is folded into the heads, so a chunk is (tokens, heads, dim).  The number of KV heads divides the
 number of heads.  Consecutive chunks of a buffer form one longer chunk.  A partial is out (tokens, heads, value_dim) and
-lse (tokens, heads), in float32, or float64 for float64 inputs; the identity partial is (0, -inf).
-
-v is None where values are the first value_dim numbers of the keys.  dv is None then: dk takes both gradients.
+lse (tokens, heads), in float32, or float64 for float64 inputs; the identity partial is (0, -inf).  What a block is:
+`mpiattn.backends.block`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from .block import Array, BackwardInputs, BlockInputs, Gradients
+
 if TYPE_CHECKING:
     from ..model.machine import Machine
     from .wire import WireBytes
 
-# In annotations.  An array is of NumPy or CuPy or, where a caller gives it, of any library whose arrays the back end
-# takes, such as a torch tensor.  These have no type in common, so type checkers accept anything.
-Array: TypeAlias = Any
 Shape: TypeAlias = tuple[int, ...]
 Event: TypeAlias = Any  # what `wait` takes
 Meanwhile: TypeAlias = Callable[[float], object] | None  # called during a launch with the fraction that is done
@@ -163,50 +161,16 @@ class Backend(Protocol):
         """Make (out, lse) the identity partial."""
 
     def attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array | None,
-        begin: Array,
-        end: Array,
-        out: Array,
-        lse: Array,
-        scale: float,
-        softcap: float | None = None,
-        after: Sequence[Event] = (),
-        meanwhile: Meanwhile = None,
+        self, block: BlockInputs, out: Array, lse: Array, after: Sequence[Event] = (), meanwhile: Meanwhile = None
     ) -> Event:
-        """Add the attention of each row q[i] to its keys [begin[g, i], end[g, i]) to the partial (out, lse).
-
-        begin, end: int32 (groups, tokens).  The heads are split into `groups` equal groups; g is the group of the head.
-        softcap: scores s become softcap * tanh(s / softcap); None for none.
-        """
+        """Add the attention of a block's rows to the keys of a chunk to the partial (out, lse)."""
 
     def attend_pages(
-        self,
-        q: Array,
-        keys: Array,
-        values: Array | None,
-        pages: Array | list[Array],
-        page_size: int,
-        begin: Array,
-        end: Array,
-        out: Array,
-        lse: Array,
-        scale: float,
-        softcap: float | None = None,
-        after: Sequence[Event] = (),
-        meanwhile: Meanwhile = None,
+        self, block: BlockInputs, out: Array, lse: Array, after: Sequence[Event] = (), meanwhile: Meanwhile = None
     ) -> Event:
         """Set (out, lse) to the partial of the queries of one or more sequences over their keys in a pool of pages.
 
-        q: (queries, heads, head_dim).
-        keys, values: the pool, (kv_heads, slots, head_dim) and (kv_heads, slots, value_dim); values as v of `attend`.
-        pages: NumPy's int32, the numbers of the sequence's pages in order.  A page is page_size consecutive slots.
-        begin, end: NumPy's int32 (queries,).  Query i sees the sequence's keys [begin[i], end[i]).
-
-        Slots that no query sees may hold anything.  For several sequences, pages is a list of tables, one a sequence;
-        q holds the queries of each sequence in turn, the same number for each.
+        Slots that no query sees may hold anything.
         """
 
     def unnormalize(self, out: Array, lse: Array, top: Array) -> Event:
@@ -220,26 +184,13 @@ class Backend(Protocol):
 
     def attend_backward(
         self,
-        q: Array,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        k: Array,
-        v: Array | None,
-        begin: Array,
-        end: Array,
-        dq: Array,
-        dk: Array,
-        dv: Array | None,
-        scale: float,
-        softcap: float | None = None,
+        block: BlockInputs,
+        given: BackwardInputs,
+        grads: Gradients,
         after: Sequence[Event] = (),
         meanwhile: Meanwhile = None,
     ) -> Event:
-        """Add a block's gradients to dq, dk and dv, which have the dtype of partials.
-
-        lse (tokens, heads): over all keys of the row.  delta (tokens, heads): from `delta`.
-        """
+        """Add a block's gradients to `grads`; the keys are a chunk."""
 
     def delta(self, delta: Array, dout: Array, out: Array, dlse: Array | None) -> Event:
         """delta = rowsum(dout * out) - dlse; dlse (tokens, heads) or None.

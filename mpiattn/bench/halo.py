@@ -16,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import __version__, backends
+from ..backends.block import BlockInputs
 from ..comm.agreement import agreement
 from ..console import options
 from ..console.json_file import write_json
@@ -84,13 +85,13 @@ class Halo:
                 for array in (k, v)
             ]
         self.backend.clear(*self.partial)
-        self.backend.attend(
-            q, k, v, *self.own, *self.partial, scale, meanwhile=lambda share: MPI.Request.Testall(requests)
-        )
+        own = BlockInputs(q, k, v, *self.own, scale)
+        self.backend.attend(own, *self.partial, meanwhile=lambda share: MPI.Request.Testall(requests))
         self.peers.wait(requests, lambda: "for the messages of the exchange by hand")
         if self.receives:
             first = slice(0, self.receives)
-            self.backend.attend(q[first], *self.came, *self.before, *(part[first] for part in self.partial), scale)
+            came = BlockInputs(q[first], *self.came, *self.before, scale)
+            self.backend.attend(came, *(part[first] for part in self.partial))
         self.backend.copy(out, self.partial[0])
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from ..backends.block import BackwardInputs, BlockInputs, Gradients
 from ..errors import VerificationError
 from ..model.machine import PRODUCTS
 from ..problem.problem import Problem
@@ -34,7 +35,8 @@ class Block:
         self.q, self.k, self.v, self.dout = map(backend.contiguous, self.arrays)
         interval = p.mask.key_interval(np.arange(p.seqlen))
         self.pairs = int((interval[1] - interval[0]).sum()) * p.heads
-        self.begin, self.end = (backend.contiguous(side.astype(np.int32)) for side in interval)
+        interval = tuple(backend.contiguous(side.astype(np.int32)) for side in interval)
+        self.inputs = BlockInputs.of(p, self.q, (self.k, self.v), interval)
         self.out, self.lse = self.partial()
         self.grads = ()
 
@@ -49,7 +51,7 @@ class Block:
 
     def attend(self):
         """Launch the block, which adds to the partial result."""
-        return self.backend.attend(self.q, self.k, self.v, self.begin, self.end, self.out, self.lse, self.problem.scale)
+        return self.backend.attend(self.inputs, self.out, self.lse)
 
     def prepare_backward(self):
         """Compute the forward pass and delta, for `attend_backward`."""
@@ -60,23 +62,12 @@ class Block:
         cast = backend.empty(self.out.shape, p.dtype)
         backend.copy(cast, self.out)
         backend.delta(self.delta, self.dout, cast, None)
-        self.grads = tuple(backend.empty(array.shape, p.partial_dtype) for array in (self.q, self.k, self.v))
+        self.grads = Gradients(*(backend.empty(array.shape, p.partial_dtype) for array in (self.q, self.k, self.v)))
         backend.wait(backend.zero(self.grads))
 
     def attend_backward(self):
         """Launch the block's gradients, which add to `grads`."""
-        return self.backend.attend_backward(
-            self.q,
-            self.dout,
-            self.lse,
-            self.delta,
-            self.k,
-            self.v,
-            self.begin,
-            self.end,
-            *self.grads,
-            self.problem.scale,
-        )
+        return self.backend.attend_backward(self.inputs, BackwardInputs(self.dout, self.lse, self.delta), self.grads)
 
     def results(self, backward):
         """The out, or dq, dk, dv, of one launch, as NumPy arrays."""
@@ -218,7 +209,8 @@ def measure_decode(backend, clock, problem, keys, runs, queries=QUERIES):
     ):
         pages = pages.astype(np.int32)
         pools = [_paged(backend, array, pages) for array in arrays[1:]]
-        launch = partial(backend.attend_pages, q, *pools, pages, PAGE, *bounds, out, lse, p.scale)
+        inputs = BlockInputs.of(p, q, pools, bounds, pages, PAGE)
+        launch = partial(backend.attend_pages, inputs, out, lse)
         own = [host_array(backend, out, launch())]
         differences[name] = check(f"{name} over {keys} keys against float64", own, [expected], TOLERANCE[p.dtype])
         subjects.append((name, timed_by(clock, launch)))

@@ -5,6 +5,7 @@ from functools import partial as bind
 
 import numpy as np
 
+from ..backends.block import BlockInputs
 from ..comm.refusal import of_call
 from ..engine.folding import Axes, checked, on_host
 from ..engine.results import Results
@@ -170,24 +171,11 @@ class Call:
         """
         begin, end = self.seen(rank)
         pools, tables, page_size = keys
-        pool, values = (*pools, None) if self.cache.shared_kv else pools
-        if rows == range(self.rows) and len(tables) > 1:
-            event = self.backend.attend_pages(
-                q,
-                pool,
-                values,
-                tables,
-                page_size,
-                begin,
-                end,
-                partial.out,
-                partial.lse,
-                self.problem.scale,
-                self.problem.softcap,
-                after=after,
-                meanwhile=meanwhile,
+        block = BlockInputs.of(self.problem, q, pools, (begin, end), tables, page_size)
+        if rows == range(self.rows) and (len(tables) > 1 or (begin < end).any()):
+            partial.ready = (
+                self.backend.attend_pages(block, partial.out, partial.lse, after=after, meanwhile=meanwhile),
             )
-            partial.ready = (event,)
             return
         event = None
         for i, table in enumerate(tables):
@@ -196,24 +184,14 @@ class Call:
             if start == stop:
                 continue
             part, these = slice(start - rows.start, stop - rows.start), slice(start, stop)
+            of_part = partial.out[part], partial.lse[part]
             if (begin[these] < end[these]).any():
-                event = self.backend.attend_pages(
-                    q[part],
-                    pool,
-                    values,
-                    tables if len(tables) == 1 else table,
-                    page_size,
-                    begin[these],
-                    end[these],
-                    partial.out[part],
-                    partial.lse[part],
-                    self.problem.scale,
-                    self.problem.softcap,
-                    after=after,
-                    meanwhile=meanwhile,
+                of_sequence = block._replace(
+                    q=q[part], begin=begin[these], end=end[these], pages=tables if len(tables) == 1 else table
                 )
+                event = self.backend.attend_pages(of_sequence, *of_part, after=after, meanwhile=meanwhile)
             else:
-                event = self.backend.clear(partial.out[part], partial.lse[part])
+                event = self.backend.clear(*of_part)
         partial.ready = (event,)
 
     def result(self, partial):

@@ -3,16 +3,13 @@
 In all shapes the batch is folded into the heads (see `mpiattn.backends.base`).
 """
 
+from ..backends.block import BackwardInputs, BlockInputs, Gradients
 from ..schedule import kinds
 
 
 class _Pass:
     def __init__(self, problem, backend):
         self.problem, self.backend = problem, backend
-
-    def _keys_and_values(self, arrays):
-        """(k, v) of the arrays of a KV chunk, or (dk, dv); None for what is a part of the first."""
-        return (*arrays, None) if self.problem.shared_kv else arrays
 
     def shapes(self):
         """{arena: [(shape of a token, dtype) of each array]}; arena "+X" holds partials in their dtype on the wire."""
@@ -30,17 +27,8 @@ class Forward(_Pass):
 
     def launch(self, q, kv, interval, reduced, after, meanwhile=None):
         """Add a block to the accumulators; returns the event.  meanwhile: as in `mpiattn.backends.base`."""
-        p = self.problem
-        return self.backend.attend(
-            *q,
-            *self._keys_and_values(kv),
-            *interval,
-            *reduced["O"],
-            p.scale,
-            p.softcap,
-            after=after,
-            meanwhile=meanwhile,
-        )
+        block = BlockInputs.of(self.problem, *q, kv, interval)
+        return self.backend.attend(block, *reduced["O"], after=after, meanwhile=meanwhile)
 
     def merge(self, kind, arrays, received, after):
         """Merge a received partial into an accumulator; returns the event."""
@@ -58,18 +46,9 @@ class Backward(_Pass):
 
     def launch(self, q, kv, interval, reduced, after, meanwhile=None):
         """Add a block to the accumulators; returns the event.  meanwhile: as in `mpiattn.backends.base`."""
-        p = self.problem
-        return self.backend.attend_backward(
-            *q,
-            *self._keys_and_values(kv),
-            *interval,
-            *reduced["dQ"],
-            *self._keys_and_values(reduced["dKV"]),
-            p.scale,
-            p.softcap,
-            after=after,
-            meanwhile=meanwhile,
-        )
+        block = BlockInputs.of(self.problem, q[0], kv, interval)
+        grads = Gradients(*reduced["dQ"], *reduced["dKV"])
+        return self.backend.attend_backward(block, BackwardInputs(*q[1:]), grads, after=after, meanwhile=meanwhile)
 
     def merge(self, kind, arrays, received, after):
         """Add a received partial to an accumulator; returns the event."""

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.pages import Tables
 
 ROWS = 16  # that are compared with float64, of each result
@@ -98,24 +99,23 @@ class Own:
         self.backend, self.block, self.name = backend, block, f"mpiattn {backend.name}"
         self.q, self.k, self.v, self.dout = map(shared, (block.q, block.k, block.v, block.dout))
         end = np.arange(1, block.tokens + 1) if block.causal else np.full(block.tokens, block.tokens)
-        self.begin, self.end = np.zeros((1, block.tokens), np.int32), end[None].astype(np.int32)
-        self.begin, self.end = map(backend.contiguous, (self.begin, self.end))
+        interval = np.zeros((1, block.tokens), np.int32), end[None].astype(np.int32)
+        self.inputs = BlockInputs(self.q, self.k, self.v, *map(backend.contiguous, interval), block.scale)
         rows = block.tokens, block.heads
         self.out, self.lse, self.delta = (backend.empty(shape, "float32") for shape in ((*rows, block.dim), rows, rows))
-        self.grads = [backend.empty(array.shape, "float32") for array in (self.q, self.k, self.v)]
+        self.given = BackwardInputs(self.dout, self.lse, self.delta)
+        self.grads = Gradients(*(backend.empty(array.shape, "float32") for array in (self.q, self.k, self.v)))
         self.rounded = backend.empty(self.q.shape, ml_dtypes.bfloat16)
         torch.cuda.synchronize()
         self.event = partial(cupy.cuda.Event)
 
     def forward(self):
-        self.backend.attend(self.q, self.k, self.v, self.begin, self.end, self.out, self.lse, self.block.scale)
+        self.backend.attend(self.inputs, self.out, self.lse)
 
     def backward(self):
         """With delta, as torch's does it."""
         self.backend.delta(self.delta, self.dout, self.rounded, None)
-        self.backend.attend_backward(
-            self.q, self.dout, self.lse, self.delta, self.k, self.v, self.begin, self.end, *self.grads, self.block.scale
-        )
+        self.backend.attend_backward(self.inputs, self.given, self.grads)
 
     def prepare(self, direction):
         if direction == "forward":
@@ -222,14 +222,14 @@ class Decode:
         self.end = np.array(keys, np.int32)
         self.begin = np.maximum(0, self.end - window) if window else np.zeros_like(self.end)
         self.nbytes = 2 * 2 * 128 * kv_heads * int((self.end - self.begin).sum())
-        self.arrays = [shared(each) for each in (self.q, *self.pools)]
-        self.given = Tables.of(self.tables)
-        self.bounds = self.begin, self.end
+        arrays = [shared(each) for each in (self.q, *self.pools)]
+        tables = Tables.of(self.tables)
+        self.inputs = BlockInputs(*arrays, self.begin, self.end, 128**-0.5, pages=tables, page_size=PAGE)
         self.out, self.lse = (backend.empty(shape, "float32") for shape in (self.q.shape, self.q.shape[:2]))
         torch.cuda.synchronize()
 
     def launch(self):
-        self.backend.attend_pages(*self.arrays, self.given, PAGE, *self.bounds, self.out, self.lse, 128**-0.5)
+        self.backend.attend_pages(self.inputs, self.out, self.lse)
 
     def check(self, _):
         self.out.fill(np.nan)

@@ -3,7 +3,7 @@
 import ml_dtypes  # noqa: F401  (NumPy learns bfloat16)
 import numpy as np
 import pytest
-from blocks import MASKS, assert_rounded, causal, chunks, dense, partial
+from blocks import MASKS, assert_rounded, causal, chunks, dense, of_backward, partial
 from dense import bits
 from test_kernels_backward import SHAPES as BACKWARD
 from test_kernels_backward import assert_right, block
@@ -11,6 +11,7 @@ from test_kernels_forward import SHAPES as FORWARD
 from test_kernels_pages import CASES, pool
 
 from mpiattn import backends
+from mpiattn.backends.block import BlockInputs, Gradients
 from mpiattn.engine.folding import on_host
 
 
@@ -20,7 +21,8 @@ def name_of(shape):
 
 def attend(backend, arrays, begin, end, into=None, scale=0.3, softcap=None):
     out, lse = into or partial(backend, *arrays[0].shape[:2], arrays[2].shape[2], "float32")
-    backend.wait(backend.attend(*map(backend.contiguous, arrays), begin, end, out, lse, scale, softcap))
+    block = BlockInputs(*map(backend.contiguous, arrays), begin, end, scale, softcap)
+    backend.wait(backend.attend(block, out, lse))
     return out, lse
 
 
@@ -67,9 +69,9 @@ def test_backward(backend, shape, mask):
     arguments = block(queries, keys, heads, kv_heads, head_dim, value_dim, dtype, MASKS[mask])
     given, all_bits = list(map(backend.contiguous, arguments)), set()
     for _ in range(2):
-        grads = [backend.empty(arguments[i].shape, "float32") for i in (0, 4, 5)]
+        grads = Gradients(*(backend.empty(arguments[i].shape, "float32") for i in (0, 4, 5)))
         backend.zero(grads)
-        backend.wait(backend.attend_backward(*given, *grads, 0.3))
+        backend.wait(backend.attend_backward(*of_backward(given, 0.3), grads))
         grads = host(grads)
         all_bits.add(bits(*grads))
     assert_right(arguments, grads)
@@ -87,11 +89,8 @@ def test_pages(backend, case):
         for on in (numpy, backend):
             out, lse = on.empty((queries, heads, value_dim), "float32"), on.empty((queries, heads), "float32")
             begin, end = (side[0] for side in mask(queries, keys))
-            on.wait(
-                on.attend_pages(
-                    on.contiguous(q), *map(on.contiguous, pools), pages, page_size, begin, end, out, lse, 0.3, softcap
-                )
-            )
+            arrays = map(on.contiguous, (q, *pools))
+            on.wait(on.attend_pages(BlockInputs(*arrays, begin, end, 0.3, softcap, pages, page_size), out, lse))
             results.append(host((out, lse)))
         assert_rounded(results[1], results[0], np.nan_to_num(pools[1]))
 
@@ -103,7 +102,7 @@ def test_pages_of_a_long_context(backend):
     pools, pages, slots = pool(keys, 64, kv_heads, (128, 128), "bfloat16")
     out, lse = partial(backend, 1, heads, 128, "float32")
     begin, end = np.zeros(1, np.int32), np.full(1, keys, np.int32)
-    given = map(backend.contiguous, (q, *pools))
-    backend.wait(backend.attend_pages(*given, pages, 64, begin, end, out, lse, 0.1))
+    block = BlockInputs(*map(backend.contiguous, (q, *pools)), begin, end, 0.1, pages=pages, page_size=64)
+    backend.wait(backend.attend_pages(block, out, lse))
     k, v = (each[:, slots].swapaxes(0, 1) for each in pools)
     assert_rounded(host((out, lse)), dense(q, k, v, begin[None], end[None], 0.1), v)

@@ -81,77 +81,51 @@ class CpuBackend(NumpyBackend):
     def accumulates(self, array):
         return array.flags.aligned and (not array.size or array.strides[-1] == array.itemsize)
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
-        self._attend(
-            "forward",
-            {"q": q, "k": k, "v": _values(v, k, out)},
-            {"out": out, "lse": lse},
-            begin,
-            end,
-            scale,
-            softcap,
-            meanwhile,
-        )
+    def attend(self, block, out, lse, after=(), meanwhile=None):
+        if len(block.q) and len(block.k):
+            self._run_block("forward", block, {}, {"out": out, "lse": lse}, meanwhile)
 
-    def attend_backward(
-        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
-    ):
-        self._attend(
-            "backward",
-            {"q": q, "k": k, "v": _values(v, k, dout), "dout": dout, "lse": lse, "delta": delta},
-            {"dq": dq, "dk": dk, "dv": _values(dv, dk, dout)},
-            begin,
-            end,
-            scale,
-            softcap,
-            meanwhile,
-        )
+    def attend_backward(self, block, given, grads, after=(), meanwhile=None):
+        if len(block.q) and len(block.k):
+            (dout, lse, delta), (dq, dk, dv) = given, grads
+            inputs = {"dout": dout, "lse": lse, "delta": delta}
+            results = {"dq": dq, "dk": dk, "dv": _values(dv, dk, dout)}
+            self._run_block("backward", block, inputs, results, meanwhile)
 
-    def _attend(self, operation, inputs, results, begin, end, scale, softcap, meanwhile):
-        """Run a block of queries and keys; arguments as for `_run`."""
-        q, k = inputs["q"], inputs["k"]
-        if len(q) and len(k):
-            begin, end = np.ascontiguousarray(begin, np.int32), np.ascontiguousarray(end, np.int32)
-            self._run(
-                operation,
-                q,
-                inputs["v"],
-                inputs,
-                results,
-                meanwhile,
-                groups=len(begin),
-                kv_heads=_heads(k),
-                keys=len(k),
-                scale=scale,
-                softcap=softcap or 0,
-                begin=_address(begin),
-                end=_address(end),
-            )
+    def attend_pages(self, block, out, lse, after=(), meanwhile=None):
+        if len(block.q):
+            self._run_block("decode", block, {}, {"out": out, "lse": lse}, meanwhile)
 
-    def attend_pages(
-        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
-    ):
-        if not len(q):
-            return
-        pages, tables = Tables.of(pages).joined
-        begin, end = (np.ascontiguousarray(bound, np.int32) for bound in (begin, end))
-        values = _values(values, keys, out)
+    def _run_block(self, operation, block, inputs, results, meanwhile):
+        """Run a launch on a block.  inputs, results: what else the operation has, as for `_run`."""
+        # All fields are named, so that one more is missed here, where they become those of `Launch`.
+        q, k, v, begin, end, scale, softcap, pages, page_size = block
+        begin, end = np.ascontiguousarray(begin, np.int32), np.ascontiguousarray(end, np.int32)
+        v = _values(v, k, inputs.get("dout", results.get("out")))
+        if pages is None:
+            numbers = {"groups": len(begin), "kv_heads": _heads(k), "keys": len(k)}
+        else:
+            k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
+            pages, tables = Tables.of(pages).joined
+            numbers = {
+                "kv_heads": k.shape[1],
+                "sequences": len(tables) - 1,
+                "page_size": page_size,
+                "pages": _address(pages),
+                "tables": _address(tables),
+            }
         self._run(
-            "decode",
+            operation,
             q,
-            values,
-            {"q": q, "k": keys.swapaxes(0, 1), "v": values.swapaxes(0, 1)},
-            {"out": out, "lse": lse},
+            v,
+            {"q": q, "k": k, "v": v} | inputs,
+            results,
             meanwhile,
-            kv_heads=len(keys),
-            sequences=len(tables) - 1,
-            page_size=page_size,
             scale=scale,
             softcap=softcap or 0,
             begin=_address(begin),
             end=_address(end),
-            pages=_address(pages),
-            tables=_address(tables),
+            **numbers,
         )
 
     def merge(self, out, lse, out_b, lse_b, after=()):

@@ -70,7 +70,7 @@ def _load():
     """The library; OSError if it cannot be loaded."""
     library = ctypes.CDLL(str(PATH))
     library.instruction_set.restype = ctypes.c_char_p
-    library.scratch_bytes.restype = ctypes.c_int64
+    library.scratch_bytes.restype = library.launch_bytes.restype = ctypes.c_int64
     library.sources_digest.restype = ctypes.c_char_p
     for function in (library.scratch_bytes, library.run):
         function.argtypes = [ctypes.c_int, ctypes.POINTER(Launch), ctypes.c_int]
@@ -103,6 +103,11 @@ def missing():
         )
     if _load().sources_digest().decode() != _digest():
         return f"its kernels were compiled from other sources than these; run {BUILD}"
+    if _load().launch_bytes() != ctypes.sizeof(Launch):
+        return (
+            f"its kernels take launches of {_load().launch_bytes()} bytes, and library.py makes them of "
+            f"{ctypes.sizeof(Launch)}: give its Launch the fields of kernels/cpu/launch.h"
+        )
     sets, wanted = instruction_sets(), os.environ.get(VARIABLE)
     if wanted and not sets.get(wanted):
         return f"{VARIABLE} is {wanted}; on this processor it may be {', '.join(name for name in sets if sets[name])}"

@@ -10,14 +10,17 @@ from itertools import starmap
 
 import numpy as np
 
+from ..block import BlockInputs
 from . import cudnn_library, row_runs
 from .backend import CudaBackend, _CupyLaunches, _launched
-from .cudnn_graphs import Graphs
+from .cudnn_graphs import BACKWARD, FORWARD, Graphs
 
 HALF = "float16", "bfloat16"
 DIM_MULTIPLE = 8
 LARGEST_DIM = 256
 LARGEST_BACKWARD_DIM = {9: 256}  # by the major number of the compute capability; of others 128
+TAKEN = "q", "k", "v", "begin", "end", "scale"
+OTHERS = [name for name in BlockInputs._fields if name not in TAKEN]  # a block that has one of them is for the kernels
 
 
 class CudnnBackend(CudaBackend):
@@ -73,33 +76,36 @@ class CudnnBackend(CudaBackend):
         self._runs[key] = references, runs
         return runs
 
-    def _takes(self, q, k, v, scale, softcap, largest):
-        """Whether cuDNN takes a block with such inputs, whatever its mask."""
-        if v is None or softcap is not None or scale <= 0 or q.dtype.name not in HALF:
+    def _takes(self, block, largest):
+        """Whether cuDNN takes a block with such inputs, whatever its mask.  What it may not know is for the kernels."""
+        if block.v is None or block.scale <= 0 or block.q.dtype.name not in HALF:
             return False
-        return all(dim % DIM_MULTIPLE == 0 and dim <= largest for dim in (q.shape[2], v.shape[2]))
+        if any(getattr(block, name) is not None for name in OTHERS):
+            return False
+        return all(dim % DIM_MULTIPLE == 0 and dim <= largest for dim in (block.q.shape[2], block.v.shape[2]))
 
     # Launches
 
     @_launched
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
-        runs = self._runs_of(begin, end) if self._takes(q, k, v, scale, softcap, LARGEST_DIM) else None
-        parts = None if runs is None else self._forward_parts(runs, q, k, v, scale)
+    def attend(self, block, out, lse, after=(), meanwhile=None):
+        runs = self._runs_of(block.begin, block.end) if self._takes(block, LARGEST_DIM) else None
+        parts = None if runs is None else self._forward_parts(runs, block)
         if parts is None:
-            _CupyLaunches.attend(self, q, k, v, begin, end, out, lse, scale, softcap)
+            _CupyLaunches.attend(self, block, out, lse)
         for run, of_out, of_lse in parts or ():
             rows = slice(run.start, run.stop)
             _CupyLaunches.merge(self, out[rows], lse[rows], of_out, of_lse)
         self.blocks["kernels" if parts is None else "cudnn"] += 1
 
-    def _forward_parts(self, runs, q, k, v, scale):
+    def _forward_parts(self, runs, block):
         """[(run, its out, its lse)], computed by cuDNN; None if it has no plan for one of them."""
-        q, k, v = map(self.contiguous, (q, k, v))
+        q, k, v = self._arrays(block)
         parts = []
         for run in runs:
             rows = q[run.start : run.stop]
             out, lse = self.empty((*rows.shape[:2], v.shape[2]), q.dtype), self.empty(rows.shape[:2], "float32")
-            if not self.graphs.forward(rows, k[: run.keys], v[: run.keys], out, lse, scale, run.right):
+            arrays = rows, k[: run.keys], v[: run.keys], out, lse
+            if not self.graphs.run(FORWARD, arrays, block.scale, run.right):
                 return None
             parts.append((run, out, lse))
         return parts
@@ -112,23 +118,22 @@ class CudnnBackend(CudaBackend):
         _CupyLaunches.delta(self, delta, dout, out, dlse)
 
     @_launched
-    def attend_backward(
-        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
-    ):
+    def attend_backward(self, block, given, grads, after=(), meanwhile=None):
         largest = LARGEST_BACKWARD_DIM.get(self.architecture // 10, 128)
-        takes = self._delta_of_out and self._takes(q, k, v, scale, softcap, largest)
-        runs = self._runs_of(begin, end) if takes else None
-        parts = None if runs is None else self._backward_parts(runs, q, dout, lse, delta, k, v, scale)
+        takes = self._delta_of_out and self._takes(block, largest)
+        runs = self._runs_of(block.begin, block.end) if takes else None
+        parts = None if runs is None else self._backward_parts(runs, block, given)
         if parts is None:
-            _CupyLaunches.attend_backward(self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap)
+            _CupyLaunches.attend_backward(self, block, given, grads)
         for run, gradients in parts or ():
             keys = slice(run.keys)
-            _CupyLaunches.add(self, (dq[run.start : run.stop], dk[keys], dv[keys]), gradients)
+            _CupyLaunches.add(self, (grads.dq[run.start : run.stop], grads.dk[keys], grads.dv[keys]), gradients)
         self.blocks["kernels" if parts is None else "cudnn"] += 1
 
-    def _backward_parts(self, runs, q, dout, lse, delta, k, v, scale):
+    def _backward_parts(self, runs, block, given):
         """[(run, (dq, dk, dv))], computed by cuDNN; None if it has no plan for one of them."""
-        q, dout, k, v = map(self.contiguous, (q, dout, k, v))
+        (q, k, v), dout = self._arrays(block), self.contiguous(given.dout)
+        _, lse, delta = given
         parts = []
         for run in runs:
             rows, keys = slice(run.start, run.stop), slice(run.keys)
@@ -137,7 +142,8 @@ class CudnnBackend(CudaBackend):
             out = self.empty(dout[rows].shape, dout.dtype)
             self._out_of_delta(out, dout[rows], delta[rows])
             gradients = tuple(starmap(self.empty, ((array.shape, array.dtype) for array in inputs)))
-            if not self.graphs.backward(*inputs, out, dout[rows], of_rows, *gradients, scale, run.right):
+            arrays = *inputs, out, dout[rows], of_rows, *gradients
+            if not self.graphs.run(BACKWARD, arrays, block.scale, run.right):
                 return None
             parts.append((run, gradients))
         return parts

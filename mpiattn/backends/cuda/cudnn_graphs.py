@@ -12,6 +12,21 @@ FORWARD = "q", "k", "v", "out", "lse"
 BACKWARD = "q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"
 
 
+class Shape(NamedTuple):
+    """What describes a graph.  names: FORWARD or BACKWARD.  right: of a `row_runs.Run`."""
+
+    names: tuple
+    tokens: int
+    heads: int
+    keys: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    scale: float
+    right: int | None
+
+
 class _Plan(NamedTuple):
     """A graph that can be executed, and the bytes of working memory that it needs."""
 
@@ -23,7 +38,7 @@ class Graphs:
     """The graphs of one GPU.
 
     cudnn: the module.  stream: address of the stream that they run on.  empty: empty(shape, dtype) allocates on it.
-    refused: why cuDNN has no plan for a graph, by what describes the graph.
+    refused: why cuDNN has no plan for a graph, by its `Shape`.
     """
 
     def __init__(self, cudnn, stream, empty):
@@ -38,24 +53,16 @@ class Graphs:
             self._cudnn.destroy_handle(self._handle)
             self._handle = None
 
-    def forward(self, q, k, v, out, lse, scale, right):
-        """Set (out, lse) to the attention of q to k and v; returns whether cuDNN has done so.
+    def run(self, names, arrays, scale, right):
+        """Compute the results among some arrays; returns whether cuDNN has done so.
 
-        right: of a `row_runs.Run`.
+        names: FORWARD or BACKWARD.  arrays: in the order of these.  right: of a `row_runs.Run`.
+        Backward lse is over all keys of the row, and out is any with rowsum(dout * out) = delta, of which nothing else
+        is used.
         """
-        return self._run(self._forward_graph, FORWARD, (q, k, v, out, lse), scale, right)
-
-    def backward(self, q, k, v, out, dout, lse, dq, dk, dv, scale, right):
-        """Set dq, dk and dv to a block's gradients; returns whether cuDNN has done so.
-
-        lse: over all keys of the row.  out: any with rowsum(dout * out) = delta, of which nothing else is used.
-        """
-        return self._run(self._backward_graph, BACKWARD, (q, k, v, out, dout, lse, dq, dk, dv), scale, right)
-
-    def _run(self, make, names, arrays, scale, right):
         (tokens, heads, head_dim), (keys, kv_heads, value_dim) = arrays[0].shape, arrays[2].shape
-        shape = names, tokens, heads, keys, kv_heads, head_dim, value_dim, arrays[0].dtype.name, scale, right
-        plan = self._plan(make, shape)
+        dims = tokens, heads, keys, kv_heads, head_dim, value_dim
+        plan = self._plan(Shape(names, *dims, arrays[0].dtype.name, scale, right))
         if plan is None:
             return False
         pointers = {number: array.data.ptr for number, array in enumerate(arrays)}
@@ -63,14 +70,15 @@ class Graphs:
         plan.graph.execute(pointers, workspace.data.ptr, handle=self._handle)
         return True
 
-    def _plan(self, make, shape):
-        """The plan of a graph that is described by `shape`; None if cuDNN has none."""
+    def _plan(self, shape):
+        """The plan of a graph that is described by a `Shape`; None if cuDNN has none."""
         if shape in self.refused:
             return None
         plan = self._plans.get(shape)
         if plan is None:
             try:
-                plan = _planned(self._cudnn, make(*shape[1:]))
+                make = self._forward_graph if shape.names is FORWARD else self._backward_graph
+                plan = _planned(self._cudnn, make(shape))
             except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
                 self.refused[shape] = str(error)
                 return None
@@ -106,20 +114,18 @@ class Graphs:
             tensors[name] = graph.tensor(name=name, uid=names.index(name), dim=dim, stride=stride, **more)
         return tensors
 
-    def _forward_graph(self, tokens, heads, keys, kv_heads, head_dim, value_dim, dtype, scale, right):
-        graph = self._graph(dtype)
-        shapes = {"q": (tokens, heads, head_dim), "k": (keys, kv_heads, head_dim), "v": (keys, kv_heads, value_dim)}
-        inputs = self._inputs(graph, FORWARD, shapes)
-        out, lse = graph.sdpa(**inputs, attn_scale=scale, generate_stats=True, name="forward", **self._mask(right))
-        _output(out, FORWARD.index("out"), (tokens, heads, value_dim))
-        _output(lse, FORWARD.index("lse"), (tokens, heads, 1)).set_data_type(self._cudnn.data_type.FLOAT)
+    def _forward_graph(self, of):
+        graph, shapes = self._graph(of.dtype), _shapes(of)
+        inputs = self._inputs(graph, FORWARD, {name: shapes[name] for name in ("q", "k", "v")})
+        out, lse = graph.sdpa(
+            **inputs, attn_scale=of.scale, generate_stats=True, name="forward", **self._mask(of.right)
+        )
+        _output(out, FORWARD.index("out"), shapes["out"])
+        _output(lse, FORWARD.index("lse"), shapes["lse"]).set_data_type(self._cudnn.data_type.FLOAT)
         return graph
 
-    def _backward_graph(self, tokens, heads, keys, kv_heads, head_dim, value_dim, dtype, scale, right):
-        graph = self._graph(dtype)
-        of_q, of_out = (tokens, heads, head_dim), (tokens, heads, value_dim)
-        of_k, of_v = (keys, kv_heads, head_dim), (keys, kv_heads, value_dim)
-        shapes = {"q": of_q, "k": of_k, "v": of_v, "out": of_out, "dout": of_out, "lse": (tokens, heads, 1)}
+    def _backward_graph(self, of):
+        graph, shapes = self._graph(of.dtype), _shapes(of)
         inputs = self._inputs(graph, BACKWARD, shapes)
         # Its deterministic algorithm is not asked for: that keeps a number for every pair of query and key, 4 GiB for
         # 32 heads of 8192 tokens, and takes a quarter longer.
@@ -130,13 +136,20 @@ class Graphs:
             inputs["out"],
             inputs["dout"],
             inputs["lse"],
-            attn_scale=scale,
+            attn_scale=of.scale,
             name="backward",
-            **self._mask(right),
+            **self._mask(of.right),
         )
-        for name, tensor, shape in zip(("dq", "dk", "dv"), gradients, (of_q, of_k, of_v)):
-            _output(tensor, BACKWARD.index(name), shape)
+        for name, tensor in zip("qkv", gradients):
+            _output(tensor, BACKWARD.index("d" + name), shapes[name])
         return graph
+
+
+def _shapes(of):
+    """Shapes of the inputs of a backward graph, by name: those of a forward graph are among them."""
+    of_q, of_out = (of.tokens, of.heads, of.head_dim), (of.tokens, of.heads, of.value_dim)
+    of_k, of_v = (of.keys, of.kv_heads, of.head_dim), (of.keys, of.kv_heads, of.value_dim)
+    return {"q": of_q, "k": of_k, "v": of_v, "out": of_out, "dout": of_out, "lse": (of.tokens, of.heads, 1)}
 
 
 def _layout(tokens, heads, columns):

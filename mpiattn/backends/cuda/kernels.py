@@ -19,6 +19,7 @@ from .decode_work import decode_work, in_units, spans_of
 from .launches import (
     THREADS,
     WARPS,
+    BlockShape,
     PagesLaunch,
     backward_launches,
     cast_kernel,
@@ -71,22 +72,12 @@ class KernelLaunches:
 
     # Attention
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
-        _check_groups(begin, k.shape[1])
-        if not (len(q) and len(k)):
+    def attend(self, block, out, lse, after=(), meanwhile=None):
+        _check_groups(block)
+        if not (len(block.q) and len(block.k)):
             return
-        launch = forward_launch(
-            q.shape,
-            k.shape,
-            out.shape[2],
-            len(begin),
-            q.dtype,
-            scale,
-            softcap,
-            self.architecture,
-            self.processors,
-            v is None,
-        )
+        shape = BlockShape.of(block, out.shape[2], len(block.begin))
+        launch = forward_launch(shape, self.architecture, self.processors)
         self._check_alignment("out", out, launch.alignment)
         splits = launch.grid[1]
         into = (
@@ -97,36 +88,25 @@ class KernelLaunches:
                 self._work_array("lse", (splits, *lse.shape), "float32"),
             )
         )
-        q, k = self.contiguous(q), self.contiguous(k)
-        begin, end = self._numbers(begin, end)
-        self._run(
-            launch.kernel, launch.grid, q, k, k if v is None else self.contiguous(v), begin, end, *into, *launch.numbers
-        )
+        begin, end = self._numbers(block.begin, block.end)
+        self._run(launch.kernel, launch.grid, *self._arrays(block), begin, end, *into, *launch.numbers)
         if splits > 1:
-            self._merge(out, lse, *into, begin, 0, lse.size, splits, splits)  # `begin` is not read
+            self._merge((out, lse), into, begin, 0, lse.size, splits, splits)  # `begin` is not read
 
-    def attend_pages(
-        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
-    ):
-        if not len(q):
+    def _arrays(self, block):
+        """(q, k, v) of a block, contiguous; k again where keys hold the values."""
+        q, k = self.contiguous(block.q), self.contiguous(block.k)
+        return q, k, k if block.v is None else self.contiguous(block.v)
+
+    def attend_pages(self, block, out, lse, after=(), meanwhile=None):
+        if not len(block.q):
             return
-        tables = Tables.of(pages)
-        launch = pages_launch(
-            q.shape,
-            keys.shape,
-            out.shape[2],
-            len(tables),
-            q.dtype,
-            scale,
-            softcap,
-            page_size,
-            self.architecture,
-            self.processors,
-            values is None,
-        )
+        tables, begin, end = Tables.of(block.pages), block.begin, block.end
+        shape = BlockShape.of(block, out.shape[2], len(tables))
+        launch = pages_launch(shape, self.architecture, self.processors)
         self._check_alignment("out", out, launch.alignment)
         work = self._work_of(launch, begin.reshape(len(tables), -1), end.reshape(len(tables), -1))
-        rows = len(q) // len(tables)
+        rows = len(block.q) // len(tables)
         into = (out, lse)
         if work.parts:
             count = work.parts * rows * lse.shape[1]
@@ -134,13 +114,10 @@ class KernelLaunches:
                 self._work_array.memory("out", count * out.shape[2], "float32"),
                 self._work_array.memory("lse", count, "float32"),
             )
-        q, keys = self.contiguous(q), self.contiguous(keys)
         self._run(
             launch.kernel,
             (work.items * launch.blocks, 1, 1),
-            q,
-            keys,
-            keys if values is None else self.contiguous(values),
+            *self._arrays(block),
             work.array,
             self._upload(np.concatenate((begin, end))),  # one copy to the device for both
             tables.kept(self._on_device),
@@ -150,7 +127,7 @@ class KernelLaunches:
             *launch.numbers,
         )
         if work.parts:
-            self._merge(out, lse, *into, work.array, 4 * work.items, rows * lse.shape[1], work.most, 0)
+            self._merge((out, lse), into, work.array, 4 * work.items, rows * lse.shape[1], work.most, 0)
 
     def _upload(self, array):
         """A flat int32 NumPy array on the device, for the next launch."""
@@ -181,53 +158,38 @@ class KernelLaunches:
         joined, starts = tables.joined
         return self.contiguous(np.concatenate([starts[:-1] + len(tables), joined]).astype(np.int32), 4)
 
-    def _merge(self, out, lse, out_parts, lse_parts, work, firsts_at, rows, most, parts):
-        """Launch merge_parts, whose arguments these are; most: the largest number of parts of a row."""
+    def _merge(self, whole, of_parts, work, firsts_at, rows, most, parts):
+        """Launch merge_parts, whose arguments these are, of partials (out, lse).  most: most parts of a row."""
         self._run(
             merge_kernel(most),
-            (lse.size, 1, 1),
-            out,
-            lse,
-            out_parts,
-            lse_parts,
+            (whole[1].size, 1, 1),
+            *whole,
+            *of_parts,
             work,
             np.int64(firsts_at),
             np.int64(rows),
-            np.int32(out.shape[2]),
+            np.int32(whole[0].shape[2]),
             np.int32(parts),
         )
 
-    def attend_backward(
-        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
-    ):
-        _check_groups(begin, k.shape[1])
-        if not (len(q) and len(k)):
+    def attend_backward(self, block, given, grads, after=(), meanwhile=None):
+        _check_groups(block)
+        if not (len(block.q) and len(block.k)):
             return
-        of_q, of_hulls, of_kv = backward_launches(
-            q.shape,
-            k.shape,
-            dout.shape[2],
-            len(begin),
-            q.dtype,
-            scale,
-            softcap,
-            self.architecture,
-            self.processors,
-            v is None,
-        )
+        shape, (dq, dk, dv) = BlockShape.of(block, given.dout.shape[2], len(block.begin)), grads
+        of_q, of_hulls, of_kv = backward_launches(shape, self.architecture, self.processors)
         self._check_alignment("dq", dq, of_q.alignment)
         self._check_alignment("dk", dk, of_q.alignment)
-        if v is not None:
+        if not shape.shared_kv:
             self._check_alignment("dv", dv, of_kv.alignment)
-        q, dout, k = map(self.contiguous, (q, dout, k))
-        v = k if v is None else self.contiguous(v)
-        lse, delta, begin, end = self._numbers(lse, delta, begin, end)
+        (q, k, v), dout = self._arrays(block), self.contiguous(given.dout)
+        lse, delta, begin, end = self._numbers(given.lse, given.delta, block.begin, block.end)
         inputs = q, dout, lse, delta, k, v, begin, end
         self._run(of_q.kernel, of_q.grid, *inputs, dq, *of_q.numbers)
         hulls = self._work_array("hulls", (of_hulls.grid[0], 4), "int32")
         self._run(of_hulls.kernel, of_hulls.grid, begin, end, hulls, *of_hulls.numbers)
         splits = of_kv.grid[2]
-        results = [dk] if v is k else [dk, dv]
+        results = [dk] if shape.shared_kv else [dk, dv]
         sums = results
         if splits > 1:
             sums = [
@@ -375,6 +337,7 @@ def _flat_grid(array):
     return -(-array.size // (THREADS * ELEMENTS_PER_THREAD)), 1, 1
 
 
-def _check_groups(begin, kv_heads):
-    if kv_heads % len(begin):
-        raise ArgumentError(f"begin has {len(begin)} groups of heads; of {kv_heads} KV heads it may have a divisor")
+def _check_groups(block):
+    groups, kv_heads = len(block.begin), block.k.shape[1]
+    if kv_heads % groups:
+        raise ArgumentError(f"begin has {groups} groups of heads; of {kv_heads} KV heads it may have a divisor")

@@ -30,16 +30,50 @@ class Launch(NamedTuple):
     alignment: int = 4
 
 
+class BlockShape(NamedTuple):
+    """All that the launches of a block depend on: what does not change from call to call.
+
+    q, k: shapes of these arrays.  groups: groups of heads with their own intervals, or sequences in pages.
+    page_size: 0 if the keys are a chunk.  shared_kv: whether keys hold the values.
+    """
+
+    q: tuple
+    k: tuple
+    value_dim: int
+    groups: int
+    dtype: np.dtype
+    scale: float
+    softcap: float | None
+    page_size: int
+    shared_kv: bool
+
+    @classmethod
+    def of(cls, block, value_dim, groups):
+        """Of a `mpiattn.backends.block.BlockInputs`."""
+        q, k, v, _, _, scale, softcap, _, page_size = block
+        return cls(q.shape, k.shape, value_dim, groups, q.dtype, scale, softcap, page_size or 0, v is None)
+
+
 def _alignment(dim):
     """Bytes of alignment of a float32 array with rows of `dim` numbers: kernels write up to four numbers at a time."""
     return 4 * math.gcd(dim, 4)
 
 
-def _forward(tokens, packed, dtype, head_dim, value_dim, scale, softcap, architecture, **more):
+def _forward(of, tokens, packed, architecture):
     """(work, kernel, tile, inner and factor) of attention of `tokens` tokens with `packed` query heads per KV head."""
-    score, inner, factor = score_form(scale, softcap)
+    score, inner, factor = score_form(of.scale, of.softcap)
     work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
-    kernel, cut = attention_kernel(work, dtype.name, head_dim, value_dim, packed, score, architecture, **more)
+    kernel, cut = attention_kernel(
+        work,
+        of.dtype.name,
+        of.q[2],
+        of.value_dim,
+        packed,
+        score,
+        architecture,
+        page_size=of.page_size,
+        shared_kv=of.shared_kv,
+    )
     return work, kernel, cut, (np.float32(inner), np.float32(factor))
 
 
@@ -49,22 +83,18 @@ def places(kernel, architecture, processors):
 
 
 @lru_cache(KEPT)
-def forward_launch(q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, processors, shared_kv):
-    """The `Launch` of attention of q to the keys of a chunk.
-
-    groups: groups of heads with their own intervals.  shared_kv: whether keys hold the values.
+def forward_launch(of, architecture, processors):
+    """The `Launch` of attention of q to the keys of a chunk.  of: a `BlockShape`.
 
     The grid is (row tiles * KV heads, splits, 1).  If there would be fewer thread blocks than all multiprocessors hold
     at a time, each tile's keys are split.
     """
-    (tokens, heads, head_dim), (keys, kv_heads, _) = q_shape, k_shape
-    _, kernel, cut, factors = _forward(
-        tokens, heads // kv_heads, dtype, head_dim, value_dim, scale, softcap, architecture, shared_kv=shared_kv
-    )
+    (tokens, heads, _), (keys, kv_heads, _) = of.q, of.k
+    _, kernel, cut, factors = _forward(of, tokens, heads // kv_heads, architecture)
     tiles = -(-tokens * (heads // kv_heads) // cut.rows) * kv_heads
     splits = max(1, min(-(-keys // cut.columns), places(kernel, architecture, processors) // tiles))
-    numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *factors
-    return Launch(kernel, (tiles, splits, 1), numbers, _alignment(value_dim))
+    numbers = *map(np.int32, (tokens, keys, kv_heads, of.groups)), *factors
+    return Launch(kernel, (tiles, splits, 1), numbers, _alignment(of.value_dim))
 
 
 class PagesLaunch(NamedTuple):
@@ -84,49 +114,36 @@ class PagesLaunch(NamedTuple):
 
 
 @lru_cache(KEPT)
-def pages_launch(
-    q_shape, pool_shape, value_dim, sequences, dtype, scale, softcap, page_size, architecture, processors, shared_kv
-):
-    """The `PagesLaunch` of attention of the queries of some sequences to their keys in a pool."""
-    (rows, heads, head_dim), (kv_heads, slots, _) = q_shape, pool_shape
-    tokens, packed = rows // sequences, heads // kv_heads
-    work, kernel, cut, factors = _forward(
-        tokens,
-        packed,
-        dtype,
-        head_dim,
-        value_dim,
-        scale,
-        softcap,
-        architecture,
-        page_size=page_size,
-        shared_kv=shared_kv,
-    )
+def pages_launch(of, architecture, processors):
+    """The `PagesLaunch` of attention of the queries of some sequences to their keys in a pool.  of: a `BlockShape`."""
+    (rows, heads, _), (kv_heads, slots, _) = of.q, of.k
+    tokens, packed = rows // of.groups, heads // kv_heads
+    work, kernel, cut, factors = _forward(of, tokens, packed, architecture)
     return PagesLaunch(
         kernel,
         work,
         cut.columns,
         -(-tokens * packed // cut.rows) * kv_heads,
         places(kernel, architecture, processors),
-        (*map(np.int32, (tokens, slots, kv_heads, sequences)), *factors),
-        _alignment(value_dim),
+        (*map(np.int32, (tokens, slots, kv_heads, of.groups)), *factors),
+        _alignment(of.value_dim),
     )
 
 
 @lru_cache(KEPT)
-def backward_launches(q_shape, k_shape, value_dim, groups, dtype, scale, softcap, architecture, processors, shared_kv):
+def backward_launches(of, architecture, processors):
     """The launches of a block's gradients: dq, then the hulls of gradient_kv's row tiles, then dk and dv.
 
-    The grid of the last is (key tiles * KV heads, parts, splits).
+    of: a `BlockShape`.  The grid of the last is (key tiles * KV heads, parts, splits).
     """
-    (tokens, heads, head_dim), (keys, kv_heads, _) = q_shape, k_shape
+    (tokens, heads, head_dim), (keys, kv_heads, _), value_dim, groups = of.q, of.k, of.value_dim, of.groups
     packed = heads // kv_heads
-    score, inner, factor = score_form(scale, softcap)
+    score, inner, factor = score_form(of.scale, of.softcap)
     (of_q, q_cut), (of_kv, kv_cut) = (
-        attention_kernel(work, dtype.name, head_dim, value_dim, packed, score, architecture, shared_kv=shared_kv)
+        attention_kernel(work, of.dtype.name, head_dim, value_dim, packed, score, architecture, shared_kv=of.shared_kv)
         for work in ("gradient_q", "gradient_kv")
     )
-    numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *map(np.float32, (inner, factor, scale))
+    numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *map(np.float32, (inner, factor, of.scale))
     tiles, key_tiles = -(-tokens * packed // kv_cut.columns), -(-keys // kv_cut.rows) * kv_heads
     splits = 1
     if head_dim % 4 == value_dim % 4 == 0:  # add_splits adds four numbers at a time

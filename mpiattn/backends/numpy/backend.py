@@ -9,6 +9,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...model.machine import DEFAULT
 from ...problem.tensors import what_is
+from ..block import BackwardInputs, Gradients
 from ..kept import Kept
 from ..pages import Tables
 from ..wire import in_memory
@@ -22,13 +23,13 @@ MERGED = 2**16  # elements of a partial that are merged at a time, to bound the 
 NARROWED = 2**12  # elements that are rounded at a time, in a few arrays of as many
 
 
-def _packing(q, k, begin):
+def _packing(block):
     """Number of query heads of a KV head to pack into one: all if one head has fewer rows than a row tile, else 1.
 
     One product of many rows is faster than many products of few rows.  Packed heads must share their intervals.
     """
-    per_kv = q.shape[1] // max(k.shape[1], 1)
-    return per_kv if len(begin) == 1 and len(q) < tiles.ROWS else 1
+    per_kv = block.q.shape[1] // max(block.k.shape[1], 1)
+    return per_kv if len(block.begin) == 1 and len(block.q) < tiles.ROWS else 1
 
 
 def _by_packed(array, packed, per_kv):
@@ -65,22 +66,19 @@ def _some_tokens(array, elements=MERGED):
 
 
 def _seen(all_rows, keys):
-    """Every panel that some row sees: (first key, end, [(group, row tile, lo, hi)]); the tile sees keys [lo, hi)."""
+    """Every panel that some row sees: (first key, end, [(group, row tile)] of those that see any of its keys)."""
     for first in range(0, keys, PANEL):
         last = min(first + PANEL, keys)
-        seen = [
-            (g, rows, max(rows.lo, first), min(rows.hi, last))
-            for g, rows in all_rows
-            if rows.lo < last and rows.hi > first
-        ]
+        seen = [(g, rows) for g, rows in all_rows if rows.lo < last and rows.hi > first]
         if seen:
             yield first, last, seen
 
 
 def _counted(meanwhile, all_rows, keys, per_group):
     """A callback to call before each score tile: it calls `meanwhile` with the fraction of the tiles done so far."""
-    count = per_group * sum(-(-(hi - lo) // tiles.COLUMNS) for *_, seen in _seen(all_rows, keys) for *_, lo, hi in seen)
-    number = itertools.count()
+    panels = _seen(all_rows, keys)
+    spans = (rows.within(first, last) for first, last, seen in panels for _, rows in seen)
+    count, number = per_group * sum(-(-(hi - lo) // tiles.COLUMNS) for lo, hi in spans), itertools.count()
     return lambda: meanwhile(next(number) / count)
 
 
@@ -183,37 +181,37 @@ class NumpyBackend:
         out.fill(0)
         lse.fill(-np.inf)
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
-        per_kv = _packing(q, k, begin)
+    def attend(self, block, out, lse, after=(), meanwhile=None):
+        per_kv = _packing(block)
         if per_kv > 1:
-            queries, *partial = (
-                _pack(self._work, name, array, per_kv)
-                for name, array in (("packed q", q), ("packed out", out), ("packed lse", lse))
-            )
-            interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
-            NumpyBackend.attend(self, queries, k, v, *interval, *partial, scale, softcap, meanwhile=meanwhile)
+            partial = [
+                _pack(self._work, name, array, per_kv) for name, array in (("packed out", out), ("packed lse", lse))
+            ]
+            NumpyBackend.attend(self, self._packed(block, per_kv), *partial, meanwhile=meanwhile)
             for array, packed in zip((out, lse), partial):
                 _unpack(array, packed, per_kv)
             return
         with np.errstate(all="ignore"):  # NaN from inf - inf and the like is a valid result here
-            for panel, work, look in self._panels(q, k, v, out.shape[2], begin, end, out.dtype, meanwhile):
-                for rows, head, lo, hi in work:
-                    tiles.forward(
-                        self._work, rows, q[:, head], out[:, head], lse[:, head], scale, softcap, panel, lo, hi, look
-                    )
+            for panel, work, look in self._panels(block, out.shape[2], out.dtype, meanwhile):
+                for rows, head in work:
+                    tiles.forward(self._work, rows, head, block, (out, lse), panel, look)
 
-    def attend_pages(
-        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
-    ):
-        tables = Tables.of(pages)
+    def _packed(self, block, per_kv):
+        """The block with so many query heads of a KV head packed into one."""
+        begin, end = (np.repeat(side, per_kv, axis=1) for side in (block.begin, block.end))
+        return block._replace(q=_pack(self._work, "packed q", block.q, per_kv), begin=begin, end=end)
+
+    def attend_pages(self, block, out, lse, after=(), meanwhile=None):
+        tables = Tables.of(block.pages)
         with np.errstate(all="ignore"):
-            split = len(tables), len(q) // len(tables)
-            of_rows = zip(*(array.reshape(*split, *array.shape[1:]) for array in (q, begin, end, out, lse)))
-            for number, (table, (queries, first, last, *partial)) in enumerate(zip(tables, of_rows)):
+            split = len(tables), len(block.q) // len(tables)
+            of_rows = zip(
+                *(array.reshape(*split, *array.shape[1:]) for array in (block.q, block.begin, block.end, out, lse))
+            )
+            for number, (table, (q, begin, end, *partial)) in enumerate(zip(tables, of_rows)):
                 look = meanwhile and functools.partial(meanwhile, number / len(tables))
-                paged.attend(
-                    self._work, queries, keys, values, table, page_size, first, last, *partial, scale, softcap, look
-                )
+                of_sequence = block._replace(q=q, begin=begin, end=end, pages=table)
+                paged.attend(self._work, of_sequence, *partial, look)
 
     def unnormalize(self, out, lse, top):
         with np.errstate(all="ignore"):
@@ -227,55 +225,36 @@ class NumpyBackend:
                 out[tokens] /= np.where(lse[tokens] == 0, 1, lse[tokens])[..., None]
                 lse[tokens] = top[tokens] + np.log(lse[tokens])
 
-    def attend_backward(
-        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
-    ):
-        per_kv = _packing(q, k, begin)
+    def attend_backward(self, block, given, grads, after=(), meanwhile=None):
+        per_kv = _packing(block)
         if per_kv > 1:
-            names = "packed q", "packed dout", "packed lse", "packed delta", "packed dq"
-            *queries, packed = (
-                _pack(self._work, name, array, per_kv) for name, array in zip(names, (q, dout, lse, delta, dq))
-            )
-            interval = [np.repeat(side, per_kv, axis=1) for side in (begin, end)]
+            rows = BackwardInputs(*(_pack(self._work, f"packed {n}", a, per_kv) for n, a in given._asdict().items()))
+            dq = _pack(self._work, "packed dq", grads.dq, per_kv)
             NumpyBackend.attend_backward(
-                self, *queries, k, v, *interval, packed, dk, dv, scale, softcap, meanwhile=meanwhile
+                self, self._packed(block, per_kv), rows, grads._replace(dq=dq), meanwhile=meanwhile
             )
-            _unpack(dq, packed, per_kv)
+            _unpack(grads.dq, dq, per_kv)
             return
         with np.errstate(all="ignore"):
-            value_dim = dout.shape[2]
-            for panel, work, look in self._panels(q, k, v, value_dim, begin, end, dq.dtype, meanwhile):
+            (dq, dk, dv), value_dim = grads, given.dout.shape[2]
+            for panel, work, look in self._panels(block, value_dim, dq.dtype, meanwhile):
                 keys = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
                 dk_panel = self._panel("dk", dk[keys], dq.dtype)
                 dv_panel = dk_panel[:, :value_dim] if dv is None else self._panel("dv", dv[keys], dq.dtype)
-                for rows, head, lo, hi in work:
-                    tiles.backward(
-                        self._work,
-                        rows,
-                        q[:, head],
-                        dout[:, head],
-                        lse[:, head],
-                        delta[:, head],
-                        dq[:, head],
-                        scale,
-                        softcap,
-                        panel,
-                        dk_panel,
-                        dv_panel,
-                        lo,
-                        hi,
-                        look,
-                    )
+                sums = Gradients(dq, dk_panel, dv_panel)
+                for rows, head in work:
+                    tiles.backward(self._work, rows, head, block, given, sums, panel, look)
                 dk[keys] = dk_panel
                 if dv is not None:
                     dv[keys] = dv_panel
 
-    def _panels(self, q, k, v, value_dim, begin, end, dtype, meanwhile):
+    def _panels(self, block, value_dim, dtype, meanwhile):
         """Yield (panel, work, callback) for every panel of a KV head that some row sees.
 
-        work: [(row tile, query head, lo, hi)], where the row tile sees the panel's keys [lo, hi).
+        work: [(row tile, query head)] of those rows.
         callback: to call before each score tile, or None.
         """
+        q, k, v, begin, end = block[:5]
         per_kv, per_group = q.shape[1] // k.shape[1], q.shape[1] // len(begin)
         all_rows = [(g, rows) for g in range(len(begin)) for rows in row_tiles(begin[g], end[g])]
         look = meanwhile and _counted(meanwhile, all_rows, len(k), per_group)
@@ -285,11 +264,7 @@ class NumpyBackend:
                 values = keys[:, :value_dim] if v is None else self._panel("v", v[first:last, kv_head], dtype)
                 panel = Panel(first, kv_head, keys, values)
                 heads = range(kv_head * per_kv, (kv_head + 1) * per_kv)
-                yield (
-                    panel,
-                    [(rows, head, lo, hi) for head in heads for g, rows, lo, hi in seen if head // per_group == g],
-                    look,
-                )
+                yield panel, [(rows, head) for head in heads for g, rows in seen if head // per_group == g], look
 
     def _panel(self, name, source, dtype):
         """Keys of one head as a contiguous work array of `dtype`, the accumulation dtype."""

@@ -72,11 +72,12 @@ def _score_tiles(slots, columns):
     return [[(start, min(start + columns, last))] for start in range(first, last, columns)]
 
 
-def _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanwhile):
+def _all_heads(work, block, key_slots, out, lse, meanwhile):
     """Attention where every query sees all the keys, in one product for all KV heads.
 
     With few keys this takes a fraction of the time of one call per head.
     """
+    q, keys, values = block[:3]
     kv_heads, queries, dtype = len(keys), len(q), out.dtype
 
     def by_head(array):
@@ -86,7 +87,7 @@ def _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanw
     rows, value_dim = queries * q.shape[1] // kv_heads, out.shape[2]
     query = work("q", (kv_heads, rows, q.shape[2]), dtype)
     by_row = by_head(q)
-    np.multiply(by_row, dtype.type(scale), out=query.reshape(by_row.shape), dtype=dtype)
+    np.multiply(by_row, dtype.type(block.scale), out=query.reshape(by_row.shape), dtype=dtype)
     acc, product = (work(name, (kv_heads, rows, value_dim), dtype) for name in ("acc", "product"))
     acc.fill(0)
     total, top = np.zeros((kv_heads, rows, 1), dtype), np.full((kv_heads, rows, 1), -np.inf, dtype)
@@ -99,10 +100,10 @@ def _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanw
         panel = _matrix(work, "panel", keys, slots, dtype)
         score = work("score", (kv_heads, rows, panel.shape[1]), dtype)
         np.matmul(query, panel.swapaxes(1, 2), out=score)
-        if softcap is not None:
-            score *= 1 / softcap
+        if block.softcap is not None:
+            score *= 1 / block.softcap
             np.tanh(score, out=score)
-            score *= softcap
+            score *= block.softcap
         new_top = np.maximum(top, score.max(axis=2, keepdims=True))
         base = np.where(new_top == -np.inf, 0, new_top)
         score -= base
@@ -121,10 +122,11 @@ def _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanw
         target[...] = source.reshape(target.shape)
 
 
-def _by_rows(work, rows, q, keys, values, key_slots, first, out, lse, scale, softcap, meanwhile):
+def _by_rows(work, rows, block, key_slots, first, out, lse, meanwhile):
     """Add the keys from `first` on to the partial, one KV head at a time.  Rows may see different keys."""
+    q, keys, values = block[:3]
     per_kv = q.shape[1] // len(keys)
-    packed, columns = (len(q) * per_kv, -1), _columns(len(q) * per_kv)
+    columns = _columns(len(q) * per_kv)
     for kv_head in range(len(keys)):
         heads, head = slice(kv_head * per_kv, (kv_head + 1) * per_kv), slice(kv_head, kv_head + 1)
         query, acc, top = (
@@ -133,8 +135,8 @@ def _by_rows(work, rows, q, keys, values, key_slots, first, out, lse, scale, sof
         )
         for target, source in ((query, q), (acc, out), (top, lse)):
             target[...] = source[:, heads]
-        query, acc, top = (array.reshape(packed) for array in (query, acc, top))
-        start = first
+        query, acc, top = (array.reshape(len(q) * per_kv, 1, *array.shape[2:]) for array in (query, acc, top))
+        of_head, start = block._replace(q=query), first
         for count, slots in _groups(key_slots, keys.dtype == out.dtype, GATHER):
             of_keys = _matrix(work, "k", keys[head], slots, out.dtype)[0]
             of_values = (
@@ -142,28 +144,28 @@ def _by_rows(work, rows, q, keys, values, key_slots, first, out, lse, scale, sof
             )
             panel = Panel(start, kv_head, of_keys, of_values)
             for tile in rows:
-                lo, hi = max(tile.lo, start), min(tile.hi, start + count)
+                lo, hi = tile.within(*panel.span)
                 if lo < hi:
-                    tiles.forward(work, tile, query, acc, top[:, 0], scale, softcap, panel, lo, hi, meanwhile, columns)
+                    tiles.forward(work, tile, 0, of_head, (acc, top), panel, meanwhile, columns)
             start += count
         out[:, heads], lse[:, heads] = acc.reshape(out[:, heads].shape), top.reshape(lse[:, heads].shape)
 
 
-def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, meanwhile=None):
-    """See `mpiattn.backends.base.Backend.attend_pages`; work(name, shape, dtype) returns a work array."""
+def attend(work, block, out, lse, meanwhile=None):
+    """`mpiattn.backends.base.Backend.attend_pages` of one sequence; work(name, shape, dtype) returns a work array."""
     out.fill(0)
     lse.fill(-np.inf)
-    if not len(q):
+    if not len(block.q):
         return
-    begins, ends = begin.tolist(), end.tolist()
+    pages, page_size = block.pages, block.page_size
+    begins, ends = block.begin.tolist(), block.end.tolist()
     common_lo, common_hi = max(begins), min(ends)
     if common_lo < common_hi:  # else windows do not overlap, or some query sees no key
-        key_slots = stretches(pages, page_size, common_lo, common_hi)
-        _all_heads(work, q, keys, values, key_slots, out, lse, scale, softcap, meanwhile)
+        _all_heads(work, block, stretches(pages, page_size, common_lo, common_hi), out, lse, meanwhile)
         if (min(begins), max(ends)) == (common_lo, common_hi):
             return
-    per_kv = q.shape[1] // len(keys)
-    rows = row_tiles(*(np.repeat(bound, per_kv) for bound in (begin, end)))
+    per_kv = block.q.shape[1] // len(block.k)
+    rows = row_tiles(*(np.repeat(bound, per_kv) for bound in (block.begin, block.end)))
     if not rows:
         return
     lo, hi = min(tile.lo for tile in rows), max(tile.hi for tile in rows)
@@ -171,17 +173,4 @@ def attend(work, q, keys, values, pages, page_size, begin, end, out, lse, scale,
         common_lo = common_hi = lo
     for first, last in ((lo, common_lo), (common_hi, hi)):
         if first < last:
-            _by_rows(
-                work,
-                rows,
-                q,
-                keys,
-                values,
-                stretches(pages, page_size, first, last),
-                first,
-                out,
-                lse,
-                scale,
-                softcap,
-                meanwhile,
-            )
+            _by_rows(work, rows, block, stretches(pages, page_size, first, last), first, out, lse, meanwhile)

@@ -24,6 +24,11 @@ class Panel(NamedTuple):
     keys: np.ndarray
     values: np.ndarray
 
+    @property
+    def span(self):
+        """Its first key and the end."""
+        return self.first, self.first + len(self.keys)
+
 
 class RowTile:
     """Consecutive rows with their intervals, and the hull [lo, hi) of the keys that any of them sees."""
@@ -32,6 +37,10 @@ class RowTile:
         self.span, self.begin, self.end, self.lo, self.hi = span, begin[span], end[span], lo, hi
         self.count = span.stop - span.start
         self.full_from, self.full_to = full_from, full_to  # the keys that every row sees
+
+    def within(self, first, last):
+        """The keys [lo, hi) among [first, last) that any row sees; none if hi <= lo."""
+        return max(self.lo, first), min(self.hi, last)
 
     def hidden(self, work, start, stop):
         """Mask (rows, keys) of those keys [start, stop) that a row does not see, a work array; None if it is empty."""
@@ -89,20 +98,22 @@ def _scores(work, rows, query, panel, start, stop, softcap):
     return score, rows.hidden(work, start, stop)
 
 
-def _query(work, rows, q, scale, dtype):
-    query = work("q", (rows.count, q.shape[1]), dtype)
-    np.multiply(q[rows.span], dtype.type(scale), out=query, dtype=dtype)
+def _query(work, rows, head, block, dtype):
+    query = work("q", (rows.count, block.q.shape[2]), dtype)
+    np.multiply(block.q[rows.span, head], dtype.type(block.scale), out=query, dtype=dtype)
     return query
 
 
-def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=None, columns=COLUMNS):
-    """Add the keys [lo, hi) of a panel to the partial (out, lse) of one head's row tile.
+def forward(work, rows, head, block, partial, panel, meanwhile=None, columns=COLUMNS):
+    """Add the keys of a panel to the partial (out, lse) of the rows of one head in a row tile.
 
-    q, out, lse: all rows of the head.  work(name, shape, dtype) returns a work array.  columns: keys of a score tile.
+    work(name, shape, dtype) returns a work array.  columns: keys of a score tile.
     """
-    span, dtype = rows.span, out.dtype
-    query = _query(work, rows, q, scale, dtype)
-    acc = work("acc", (rows.count, out.shape[1]), dtype)
+    out, lse = partial
+    span, dtype, softcap = (rows.span, head), out.dtype, block.softcap
+    lo, hi = rows.within(*panel.span)
+    query = _query(work, rows, head, block, dtype)
+    acc = work("acc", (rows.count, out.shape[2]), dtype)
     product = work("product", acc.shape, dtype)
     np.copyto(acc, out[span])
     top = lse[span].copy()
@@ -131,15 +142,18 @@ def forward(work, rows, q, out, lse, scale, softcap, panel, lo, hi, meanwhile=No
     lse[span] = top + np.log(total)
 
 
-def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_panel, dv_panel, lo, hi, meanwhile=None):
-    """Add the gradients of one head's row tile with the keys [lo, hi) of a panel to dq, dk_panel and dv_panel.
+def backward(work, rows, head, block, given, grads, panel, meanwhile=None):
+    """Add the gradients of the rows of one head in a row tile, with the keys of a panel, to `grads`.
 
+    grads: dq of all rows; dk and dv of the panel.
     With P = exp(S - lse) and dP = dout @ V.T: dV += P.T @ dout, dS = P * (dP - delta), dQ += scale * dS @ K and
     dK += scale * dS.T @ Q.  The softcap multiplies dS by 1 - tanh^2.
     """
-    span, dtype = rows.span, dq.dtype
-    query = _query(work, rows, q, scale, dtype)
-    grad = work("dout", (rows.count, dout.shape[1]), dtype)
+    (dout, lse, delta), (dq, dk_panel, dv_panel), softcap = given, grads, block.softcap
+    span, dtype = (rows.span, head), dq.dtype
+    lo, hi = rows.within(*panel.span)
+    query = _query(work, rows, head, block, dtype)
+    grad = work("dout", (rows.count, dout.shape[2]), dtype)
     np.copyto(grad, dout[span])
     acc = work("acc", query.shape, dtype)
     acc.fill(0)
@@ -175,5 +189,5 @@ def backward(work, rows, q, dout, lse, delta, dq, scale, softcap, panel, dk_pane
             work, dk_panel[local], dweight.T, query, unseen, work("dk product", (stop - start, query.shape[1]), dtype)
         )
         _add_product(work, acc, dweight, panel.keys[local], hidden, product)
-    acc *= dtype.type(scale)
+    acc *= dtype.type(block.scale)
     dq[span] += acc

@@ -78,28 +78,11 @@ class DeferredBackend(NumpyBackend):
     def clear(self, out, lse):
         return self._launch((out, lse), (), super().clear, out, lse)
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
-        return self._launch((out, lse), after, super().attend, q, k, v, begin, end, out, lse, scale, softcap)
+    def attend(self, block, out, lse, after=(), meanwhile=None):
+        return self._launch((out, lse), after, super().attend, block, out, lse)
 
-    def attend_pages(
-        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
-    ):
-        return self._launch(
-            (out, lse),
-            after,
-            super().attend_pages,
-            q,
-            keys,
-            values,
-            pages,
-            page_size,
-            begin,
-            end,
-            out,
-            lse,
-            scale,
-            softcap,
-        )
+    def attend_pages(self, block, out, lse, after=(), meanwhile=None):
+        return self._launch((out, lse), after, super().attend_pages, block, out, lse)
 
     def unnormalize(self, out, lse, top):
         return self._launch((out, lse), (), super().unnormalize, out, lse, top)
@@ -107,27 +90,8 @@ class DeferredBackend(NumpyBackend):
     def normalize(self, out, lse, top):
         return self._launch((out, lse), (), super().normalize, out, lse, top)
 
-    def attend_backward(
-        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
-    ):
-        return self._launch(
-            (dq, dk, dv),
-            after,
-            super().attend_backward,
-            q,
-            dout,
-            lse,
-            delta,
-            k,
-            v,
-            begin,
-            end,
-            dq,
-            dk,
-            dv,
-            scale,
-            softcap,
-        )
+    def attend_backward(self, block, given, grads, after=(), meanwhile=None):
+        return self._launch(grads, after, super().attend_backward, block, given, grads)
 
     def delta(self, delta, dout, out, dlse):
         return self._launch((delta,), (), super().delta, delta, dout, out, dlse)

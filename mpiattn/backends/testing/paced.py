@@ -51,28 +51,22 @@ class PacedBackend(NumpyBackend):
     def idle(self):
         time.sleep(self.nap)  # a rank with its own machine would not take a core from the others while it waits
 
-    def attend(self, q, k, v, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None):
-        with self._paced(self._flops(q, out, begin, end), meanwhile):
-            super().attend(q, k, v, begin, end, out, lse, scale, softcap, after, meanwhile)
+    def attend(self, block, out, lse, after=(), meanwhile=None):
+        with self._paced(self._flops(block, out), meanwhile):
+            super().attend(block, out, lse, after, meanwhile)
 
-    def attend_pages(
-        self, q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap=None, after=(), meanwhile=None
-    ):
-        pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))
-        with self._paced(2 * (keys.shape[2] + out.shape[2]) * pairs * q.shape[1], meanwhile):
-            super().attend_pages(
-                q, keys, values, pages, page_size, begin, end, out, lse, scale, softcap, after, meanwhile
-            )
+    def attend_pages(self, block, out, lse, after=(), meanwhile=None):
+        with self._paced(self._flops(block, out), meanwhile):
+            super().attend_pages(block, out, lse, after, meanwhile)
 
-    def attend_backward(
-        self, q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap=None, after=(), meanwhile=None
-    ):
-        with self._paced(BACKWARD * self._flops(q, dout, begin, end), meanwhile):
-            super().attend_backward(q, dout, lse, delta, k, v, begin, end, dq, dk, dv, scale, softcap, after, meanwhile)
+    def attend_backward(self, block, given, grads, after=(), meanwhile=None):
+        with self._paced(BACKWARD * self._flops(block, given.dout), meanwhile):
+            super().attend_backward(block, given, grads, after, meanwhile)
 
-    def _flops(self, q, out, begin, end):
-        pairs = int(np.maximum(end - begin, 0).sum(dtype=np.int64))  # over all groups of heads
-        return 2 * (q.shape[2] + out.shape[2]) * pairs * (q.shape[1] // len(begin))
+    def _flops(self, block, out):
+        pairs = int(np.maximum(block.end - block.begin, 0).sum(dtype=np.int64))  # over all groups of heads
+        groups = len(block.begin) if block.pages is None else 1
+        return 2 * (block.q.shape[2] + out.shape[2]) * pairs * (block.q.shape[1] // groups)
 
     @contextmanager
     def _paced(self, flops, meanwhile):

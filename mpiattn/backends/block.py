@@ -1,0 +1,80 @@
+"""What a block of attention is, as one record: the engine makes it, and hands it unchanged to a back end.
+
+An optional input more is a field of `BlockInputs`, None where a block has none, and its value in `BlockInputs.of`.
+Every back end has to compute with every field: tests/test_block_inputs.py holds it to that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from ..problem.problem import Problem
+
+# In annotations.  An array is of NumPy or CuPy or, where a caller gives it, of any library whose arrays the back end
+# takes, such as a torch tensor.  These have no type in common, so type checkers accept anything.
+Array: TypeAlias = Any
+
+
+class BlockInputs(NamedTuple):
+    """The inputs of a block, in a chunk of keys or in pages of a pool of them.
+
+    q: (tokens, heads, head_dim).
+    k, v: (keys, kv_heads, head_dim) and (keys, kv_heads, value_dim), of q's dtype; v is None where values are the first
+        value_dim numbers of the keys.  In pages: pools (kv_heads, slots, head_dim) and (kv_heads, slots, value_dim).
+    begin, end: int32 (groups, tokens).  Row i sees the keys [begin[g, i], end[g, i]).  The heads are split into
+        `groups` equal groups; g is the group of the head.  In pages: NumPy's int32 (tokens,), keys of the sequence.
+    scale: of the scores q . k.
+    softcap: scores s become softcap * tanh(s / softcap); None for none.
+    pages: None for a chunk.  Else NumPy's int32, the numbers of a sequence's pages in order, or a list of such tables,
+        one a sequence; q then holds the queries of each sequence in turn, the same number for each.
+    page_size: the consecutive slots of a page; None for a chunk.
+    """
+
+    q: Array
+    k: Array
+    v: Array | None
+    begin: Array
+    end: Array
+    scale: float
+    softcap: float | None = None
+    pages: Array | list[Array] | None = None
+    page_size: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        q: Array,
+        kv: tuple[Array, ...],
+        interval: tuple[Array, Array],
+        pages: Array | list[Array] | None = None,
+        page_size: int | None = None,
+    ) -> BlockInputs:
+        """Those of a problem.  kv: (k, v), or (k,) where keys hold the values.  interval: (begin, end)."""
+        k, v = kv if len(kv) == 2 else (*kv, None)
+        return cls(q, k, v, *interval, problem.scale, problem.softcap, pages, page_size)
+
+
+class BackwardInputs(NamedTuple):
+    """What a backward pass has of a block's rows besides their inputs.
+
+    dout: (tokens, heads, value_dim), of q's dtype.
+    lse: (tokens, heads), over all keys of the row, not of this block alone.
+    delta: (tokens, heads), from `Backend.delta`.
+    """
+
+    dout: Array
+    lse: Array
+    delta: Array
+
+
+class Gradients(NamedTuple):
+    """The sums to which a backward pass adds, of the dtype of partials and the shapes of q, k and v.
+
+    dv: None where v is; dk takes both gradients then.
+    """
+
+    dq: Array
+    dk: Array
+    dv: Array | None = None
