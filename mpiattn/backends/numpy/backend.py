@@ -228,10 +228,14 @@ class NumpyBackend:
     def attend_backward(self, block, given, grads, after=(), meanwhile=None):
         per_kv = _packing(block)
         if per_kv > 1:
-            rows = BackwardInputs(*(_pack(self._work, f"packed {n}", a, per_kv) for n, a in given._asdict().items()))
-            dq = _pack(self._work, "packed dq", grads.dq, per_kv)
+            names = "packed dout", "packed lse", "packed delta", "packed dq"
+            *rows, dq = (_pack(self._work, name, a, per_kv) for name, a in zip(names, (*given, grads.dq), strict=True))
             NumpyBackend.attend_backward(
-                self, self._packed(block, per_kv), rows, grads._replace(dq=dq), meanwhile=meanwhile
+                self,
+                self._packed(block, per_kv),
+                BackwardInputs(*rows),
+                Gradients(dq, grads.dk, grads.dv),
+                meanwhile=meanwhile,
             )
             _unpack(grads.dq, dq, per_kv)
             return
