@@ -332,7 +332,10 @@ def test_errors_are_the_same_on_every_rank(group):
             (lambda: cache.truncate(2.0), "lengths is 2.0; it must be a sequence of whole numbers"),
             (lambda: cache.truncate(10), "lengths is .10.; .* which have .9."),
             (lambda: cache.truncate(3 + odd), "lengths is .3. on rank 0 but .4. on rank 1"),
-            (lambda: tree_decode(q[..., :3], cache), r"q has shape \(1, 1, 4, 3\); it must be \(1, any, any, 4\)"),
+            (
+                lambda: tree_decode(q[..., :3], cache),
+                r"q has shape \(1, 1, 4, 3\); it must be \(sequences, .*\) = \(1, any, any, 4\)",
+            ),
             (lambda: tree_decode(q[:, :, :3], cache), "kv_heads is 2; it must divide heads, which is 3"),
             (
                 lambda: tree_decode(q, cache, algorithm="best"),
