@@ -56,7 +56,8 @@ def pytest_configure(config):
         "many: a multi-rank test that is also worth its time on 5, 6, 7, 8 and 12 ranks",
         "group: a multi-rank test of a given number of ranks (set by itself)",
         "slow: takes long; runs with --slow",
-        "draw(n): a sweep, of whose cases n are drawn by the seed; all run with --all",
+        "draw(n, slow=n): a sweep, of whose cases n are drawn by the seed, of slow ones `slow`; all run with --all",
+        "turn(i, n): runs if the seed modulo n is i; all run with --all",
         "workshop: of no use on a cluster, since it builds networks, emulates GPUs or tests developers' tools",
         "gpu: needs a GPU and CuPy; skipped where there is none",
     ):

@@ -14,7 +14,12 @@ if path := os.environ.get("MPIATTN_TEST_KERNELS"):  # those that tests/sanitize.
     library.PATH = Path(path)
 compiled = pytest.mark.skipif(not library.PATH.is_file(), reason=f"not compiled: {library.BUILD}")
 SETS = ("plain", "avx2", "avx512", "avx512bf16", "amx")
-EMULATED = [pytest.param(f"aarch64 {name}", marks=pytest.mark.slow, id=f"aarch64-{name}") for name in aarch64.SETS]
+EMULATED = [  # one a run
+    pytest.param(
+        f"aarch64 {name}", marks=[pytest.mark.slow, pytest.mark.turn(i, len(aarch64.SETS))], id=f"aarch64-{name}"
+    )
+    for i, name in enumerate(aarch64.SETS)
+]
 PAIRS = ("avx512bf16", "amx")  # round the weights of bfloat16 inputs to it
 WORK = {"float64": "float64", "float32": "float32", "float16": "float32", "bfloat16": "float32"}
 

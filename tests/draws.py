@@ -1,8 +1,11 @@
 """A sweep runs a few of its cases at a time, drawn by a seed; they are others at the next commit.
 
     @pytest.mark.draw(3)                     three of the test's cases, of each group of ranks where it runs on several
+    @pytest.mark.draw(3, slow=1)             and one of its slow ones; draw(slow=1): all but these
+    pytest.param(..., marks=turn(1, 4))      where it is this case's turn of four, in all tests alike
 
---all runs every case.  The seed is MPIATTN_SEED, else it is made of the commit; each run prints it.
+--all runs every case.  The seed is MPIATTN_SEED, else the number of commits before and with the checkout's; each run
+prints it.
 """
 
 import os
@@ -22,13 +25,13 @@ def seed():
 
 
 def _of_the_commit():
-    """From the checkout's commit; None where mpiattn is installed or there is no git."""
+    """The number of the checkout's commit; None where mpiattn is installed or there is no git."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "rev-parse", "--short=7", "HEAD"]
+    command = ["git", "-C", str(root), "rev-list", "--count", "HEAD"]
     try:
-        return int(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout, 16)
+        return int(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
@@ -36,14 +39,27 @@ def _of_the_commit():
 def drawn(items, ranks):
     """The items to run, in their order: of each sweep a few.  ranks: of this run; each rank count draws others."""
     sweeps = defaultdict(list)
+    left_out = {item for item in items if (turn := item.get_closest_marker("turn")) and not _has_turn(*turn.args)}
     for item in items:
-        if mark := item.get_closest_marker("draw"):
-            sweeps[item.parent, item.originalname, _group(item), mark.args].append(item)
-    left_out = set()
-    for (*_, (count,)), cases in sweeps.items():
+        if item in left_out:
+            continue
+        if (mark := item.get_closest_marker("draw")) and (count := _count(mark, item)) is not None:
+            slow = bool(item.get_closest_marker("slow"))
+            sweeps[item.parent, item.originalname, _group(item), slow, count].append(item)
+    for (*_, count), cases in sweeps.items():
         cases.sort(key=lambda item: sha256(f"{seed()} {ranks} {item.name}".encode()).digest())
         left_out.update(cases[count:])
     return [item for item in items if item not in left_out]
+
+
+def _count(mark, item):
+    """How many cases are drawn of those that are slow, or are not, as this one; None for all."""
+    every = mark.args[0] if mark.args else None
+    return mark.kwargs.get("slow", every) if item.get_closest_marker("slow") else every
+
+
+def _has_turn(number, of):
+    return seed() % of == number
 
 
 def _group(item):

@@ -79,6 +79,7 @@ def forward_case(shape, mask, scale=0.1, softcap=None):
     return inputs, dense(*inputs, scale, softcap)
 
 
+@pytest.mark.draw(slow=3)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_forward(backend, shape):
     for mask in MASKS.values():
@@ -94,6 +95,7 @@ def test_beyond_the_tiles(backend):
             assert_right(backend, attend(backend, *inputs, 0.1), ref, inputs[2])
 
 
+@pytest.mark.draw(slow=4)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(
     ("scale", "softcap"), [(0.3, 4.0), (-0.3, None), (0.0, None), (-0.3, 4.0), (0.3, 0.5), (0.3, 1e4)]
@@ -125,6 +127,7 @@ def not_finite_case(dtype, mask, where, value):
     return arrays, *mask(140, 90), dense(*arrays, *mask(140, 90), 0.3)
 
 
+@pytest.mark.draw(slow=6)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
@@ -201,6 +204,7 @@ def assert_gradients(backend, arguments, grads, scale=0.1, softcap=None, before=
         assert error(got, ref + before) <= noise * (largest(size) + before), name
 
 
+@pytest.mark.draw(slow=3)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_backward(backend, shape):
     for mask in MASKS.values():

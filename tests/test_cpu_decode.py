@@ -90,6 +90,7 @@ CASES = [
 ]
 
 
+@pytest.mark.draw(slow=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_pages(backend, case):
     """As float64 and NumPy have it, whatever the slots hold that nobody sees."""
@@ -172,6 +173,7 @@ def test_no_keys(backend):
     assert attend(backend, q[:0], pools, pages, 4, nothing[:0], nothing[:0])[0].shape == (0, 4, 64)
 
 
+@pytest.mark.draw(slow=6)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("dtype", WORK)
@@ -277,6 +279,7 @@ def like_numpy(backend, launch, *arrays):
         assert error(got, right) <= noise * max(largest(right), 1)
 
 
+@pytest.mark.draw(slow=4)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(30, 3, 21), (3000, 2, 64), (15, 1, 1), (20, 7, 130)])
 def test_partials(backend, dtype, shape):
@@ -306,6 +309,7 @@ def test_a_partial_may_come_in_another_dtype(backend):
     like_numpy(backend, merge, *first, *second)
 
 
+@pytest.mark.draw(slow=5)
 @pytest.mark.parametrize("dtype", WORK)
 @pytest.mark.parametrize("dim", [1, 3, 21, 64, 130])
 def test_delta(backend, dtype, dim):

@@ -21,7 +21,7 @@ from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
 from mpiattn.comm.peers import Peers
 from mpiattn.comm.transport import check_transport
-from mpiattn.engine.folding import on_host
+from mpiattn.engine.folding import Axes, on_host
 from mpiattn.engine.results import Results
 from mpiattn.errors import ArgumentError, MpiattnError
 from mpiattn.model.tuned import key_of
@@ -29,6 +29,7 @@ from mpiattn.model.tuned import key_of
 needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 
 
+@pytest.mark.draw(2)
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -116,14 +117,14 @@ class Foreign:
 
 def test_memory_for_results(gpu):
     """On the GPU, writable, and of nothing else of the call."""
-    array = fake_cupy.empty((4, 6), "float32")
+    array, half = fake_cupy.empty((4, 6), "float32"), ((4, 3), "float32", Axes(("tokens", "heads")))
     halves = {"left": array[:, ::2], "right": array[:, 1::2]}
-    into = Results(gpu, {name: (half, (4, 3), "float32") for name, half in halves.items()}, {"q": None})
+    into = Results(gpu, {name: (array, *half) for name, array in halves.items()}, {"q": None})
     assert into.returned(None) == tuple(halves.values())  # they share bounds, but no byte
     with pytest.raises(ArgumentError, match=r"^out shares memory with q;"):
-        Results(gpu, {"out": (halves["left"], (4, 3), "float32")}, {"q": array[1:]})
+        Results(gpu, {"out": (halves["left"], *half)}, {"q": array[1:]})
     with pytest.raises(ArgumentError, match=r"^out is a NumPy array; it must be a CuPy array"):
-        Results(gpu, {"out": (np.empty((4, 3), np.float32), (4, 3), "float32")}, {})
+        Results(gpu, {"out": (np.empty((4, 3), np.float32), *half)}, {})
     locked = Foreign(array)
     locked.__cuda_array_interface__["data"] = (array.data.ptr, True)
     with pytest.raises(ArgumentError, match=r"^out is read-only"):

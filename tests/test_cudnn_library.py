@@ -36,6 +36,7 @@ print({name: [*getattr(cudnn, name).__members__] for name in ("data_type", "heur
 """
 
 
+@pytest.mark.draw(1)
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED.is_dir() or not shutil.which("cc"), reason="needs cuDNN and a C compiler")
 @pytest.mark.parametrize("capability", cudnn_plans.CAPABILITIES)

@@ -15,7 +15,8 @@ class Item(SimpleNamespace):
         return hash(self.name)
 
     def get_closest_marker(self, name):
-        return SimpleNamespace(args=(2,)) if name == "draw" and self.originalname == "sweep" else None
+        of = {"sweep": {"draw": (2,)}, "turns": {"turn": self.callspec.params.get("turn")}}.get(self.originalname, {})
+        return SimpleNamespace(args=of[name], kwargs={}) if name in of else None
 
 
 def case(name, number, **params):
@@ -39,11 +40,36 @@ def test_a_few_cases_in_their_order(monkeypatch):
     assert names(1, monkeypatch, items[:1]) == every[:1], "of what -k leaves"
 
 
+@pytest.mark.parametrize(("args", "few"), [((), 5), ((2,), 2)])
+def test_slow_cases_are_drawn_apart(monkeypatch, args, few):
+    class Slow(Item):
+        __hash__ = Item.__hash__
+
+        def get_closest_marker(self, name):
+            slow = int(self.name[-2]) >= 5
+            return (
+                SimpleNamespace(args=args, kwargs={"slow": 1})
+                if name == "draw" or (name, slow) == ("slow", True)
+                else None
+            )
+
+    items = [Slow(**vars(case("sweep", number))) for number in range(9)]
+    drawn = names(3, monkeypatch, items)
+    assert sum(int(name[-2]) < 5 for name in drawn) == few and len(drawn) == few + 1
+
+
 def test_each_group_of_ranks_draws(monkeypatch):
     """A launch of few ranks skips the cases of more: it has some of its own."""
     items = [case("sweep", f"{number}-{ranks}", group=ranks) for number in range(4) for ranks in (2, 8)]
     drawn = names(7, monkeypatch, items)
     assert sorted(name[-2] for name in drawn) == ["2", "2", "8", "8"]
+
+
+def test_turns(monkeypatch):
+    items = [case("turns", f"{number}-{i}", turn=(i, 3)) for number in range(4) for i in range(3)]
+    for seed in range(7):
+        drawn = names(seed, monkeypatch, items)
+        assert len(drawn) == 4 and {name[-2] for name in drawn} == {str(seed % 3)}
 
 
 def test_the_seed_is_of_the_commit_or_given(monkeypatch, tmp_path):

@@ -58,7 +58,7 @@ def test_right(tmp_path, n, shape):
 
 def test_gradients_and_documents(tmp_path):
     """More datasets, read and written likewise; documents are read by rank 0 alone."""
-    cuts = [0, 400, 990]
+    cuts = [0, 400, 1001]
     source = write_input(tmp_path / "in.h5", seqlen=1001, backward=True, cuts=np.array(cuts))
     outcome = mpirun(
         3,

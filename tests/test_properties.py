@@ -130,7 +130,7 @@ def test_intervals_are_a_dense_mask(masked, chunks, data):
     """In positions, and in the local columns of every block of a layout."""
     problem, call = masked
     seqlen, seqlen_k = problem.seqlen, problem.seqlen_k
-    groups = documents(problem, **call)
+    groups = documents(problem, **call, padding=bool(call))
     dense = visible_keys(
         np.arange(seqlen),
         np.arange(seqlen_k),

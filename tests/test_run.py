@@ -99,6 +99,7 @@ def test_json_and_attributes(tmp_path):
     assert (attributes["tile"], attributes["layout"], attributes["causal"]) == ("2x2", "contiguous", False)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["greedy", "collective"])
 def test_memory_is_what_was_planned(tmp_path, schedule):

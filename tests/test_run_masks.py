@@ -188,6 +188,7 @@ def test_nothing_to_see(tmp_path):
     assert_right(source, tmp_path / "out.h5", cu_seqlens=[0, 0], backward=True)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["greedy", "collective"])
 def test_memory_is_what_was_planned(tmp_path, schedule):

@@ -109,7 +109,7 @@ def check(backend, shape, mask):
         assert error(array, ref + 1) <= 3 * noise(dtype, backend) * max(largest(size), 1)
 
 
-@pytest.mark.draw(30)
+@pytest.mark.draw(30, slow=4)
 @pytest.mark.parametrize("shape, mask", list(product(SHAPES, MASKS)))
 def test_blocks(backend, shape, mask):
     if shape[0] not in backend.dtypes:
@@ -126,7 +126,7 @@ def test_tiles_of_other_architectures(architecture):
     check(backend, SHAPES[1], "windows")
 
 
-@pytest.mark.draw(15)
+@pytest.mark.draw(15, slow=3)
 @pytest.mark.parametrize("shape, page_size, mask", PAGED)
 def test_pages(backend, shape, page_size, mask):
     """Slots that nobody sees hold NaN."""

@@ -168,7 +168,7 @@ def test_memory_bounds_how_far_ahead(monkeypatch):
     search.check_memory(limited, least)
     with pytest.raises(ArgumentError, match=r"max_memory is 1000 bytes a rank; the smallest plan .* needs"):
         search.check_memory(search.evaluate(PROBLEM, 16, max_memory=1000), 1000)
-    for wrong in (0, -1, 1.5, True, "1G"):
+    for wrong in (0, -1, 1.5, True, "1X"):
         with pytest.raises(ArgumentError, match="max_memory is"):
             search.evaluate(PROBLEM, 16, max_memory=wrong)
 
