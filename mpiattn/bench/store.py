@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 
 from ..files import hdf5
-from ..system.atomic_file import NewFile
+from ..system.atomic_file import HDF5, NewFile
 
 
 def _flat(data, prefix=""):
@@ -23,7 +23,7 @@ def write_hdf5(path, data, passes):
     name; their arrays become datasets.  A case that was measured as another one is a link to it.  Raises FileError,
     which names --hdf5.
     """
-    new = NewFile("--hdf5", path)
+    new = NewFile("--hdf5", path, (), HDF5)
     try:
         with hdf5.file_errors("--hdf5", path, "written"), hdf5.writing(new.partial, create=True) as file:
             file.attrs.update(_flat({name: value for name, value in data.items() if name != "cases"}))

@@ -50,7 +50,7 @@ from ..plots import style
 from ..plots.timeline import timeline
 from ..schedule.route import ROUTES
 from ..system import host
-from ..system.atomic_file import check_target
+from ..system.atomic_file import HDF5, check_target
 from ..system.installation import mpi_library
 from . import kernel
 
@@ -252,7 +252,7 @@ def _check(args):
             raise ArgumentError(f"--{name} is {getattr(args, name)}; it must be at least {least}")
     check_json(args.json)
     if args.hdf5:
-        check_target("--hdf5", args.hdf5)
+        check_target("--hdf5", args.hdf5, (), HDF5)
     if args.plot:
         style.check("--plot", args.plot)
 

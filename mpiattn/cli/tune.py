@@ -26,7 +26,7 @@ from ..console.launch import on_all_ranks
 from ..console.progress import Progress
 from ..console.table import duration, facts, percent, table
 from ..errors import ArgumentError
-from ..system.atomic_file import NewFile, check_target
+from ..system.atomic_file import JSON, NewFile, check_target
 
 SECONDS, QUICK = 10.0, 2.0
 TIMEOUT = 60.0  # seconds; no part of the measurement takes a rank this long
@@ -124,7 +124,7 @@ def _run(job, args):
         if speaks:  # before time is spent on measuring
             check_json(args.json)
             if args.out:
-                check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [])
+                check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [], JSON)
             if stored:
                 store.check_store()
     with Progress("tune", args.seconds, " s") as progress:
@@ -156,7 +156,7 @@ def _run(job, args):
 
 
 def _write_machine(path, machine):
-    new = NewFile("--out", path)
+    new = NewFile("--out", path, (), JSON)
     try:
         with open(new.partial, "w") as file:
             file.write(json.dumps(machine.as_dict(), indent=2, allow_nan=False) + "\n")

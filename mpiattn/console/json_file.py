@@ -5,7 +5,7 @@ import os
 import sys
 
 from ..errors import FileError
-from ..system.atomic_file import NewFile, check_target
+from ..system.atomic_file import JSON, NewFile, check_target
 from ..system.os_errors import reason
 
 
@@ -17,7 +17,7 @@ def is_stream(path):
 def check_json(path, inputs=()):
     """Raise FileError, naming --json, if `write_json` could not write there; call it before the work."""
     if path is not None and not is_stream(path):
-        check_target("--json", path, inputs)
+        check_target("--json", path, inputs, JSON)
 
 
 def write_json(path, data):
@@ -33,7 +33,7 @@ def write_json(path, data):
     new = None
     try:
         if not is_stream(path):
-            new = NewFile("--json", path)
+            new = NewFile("--json", path, (), JSON)
         with open(new.partial if new else path, "w") as file:
             file.write(text)
         if new:

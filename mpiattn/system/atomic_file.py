@@ -52,7 +52,7 @@ class NewFile:
             return 0o666 & ~_umask()
 
 
-HDF5 = b"\x89HDF\r\n\x1a\n"  # how its files begin
+HDF5, JSON = b"\x89HDF\r\n\x1a\n", b"{"  # how their files begin
 
 
 def check_target(name, path, inputs=(), signature=b""):
@@ -78,10 +78,9 @@ def check_target(name, path, inputs=(), signature=b""):
     if os.path.exists(target) and not (os.access(target, os.W_OK) and os.stat(target).st_mode & 0o222):
         raise no("it exists and is read-only; remove it or make it writable (chmod u+w) to have it replaced")
     if signature and os.path.exists(target) and _beginning(target, len(signature)) not in (b"", signature):
-        raise no(
-            f"it was taken for {name}, which would be replaced, but it holds something else; give the name of {name} "
-            "too, or remove the file"
-        )
+        taken = "" if name.startswith("-") else f"was taken for {name}, which would be replaced, but it "
+        advice = "another name" if name.startswith("-") else f"the name of {name} too"
+        raise no(f"it {taken}holds something else; give {advice}, or remove the file")
     if not os.path.isdir(folder):
         raise no(f"there is no folder {folder!r}")
     if not os.access(folder, os.W_OK):
