@@ -7,14 +7,11 @@ are single calls of MPI with the same bytes; ranks wait for the latter as for al
 attention of each rank alone, as bytes of keys and values per second, beside NumPy's sum over the same memory.
 """
 
-import time
-
 import numpy as np
 from mpi4py import MPI
 
 from .. import __version__
 from ..comm.agreement import agreement
-from ..comm.blocking import RARELY, blocking
 from ..console.table import duration, facts, percent, size, table
 from ..decode import combine
 from ..decode.call import Call
@@ -30,6 +27,7 @@ from ..tuning.combining import combining
 from .baseline import TOLERANCE
 from .clock import plain_sum
 from .decode_inputs import Inputs
+from .slowest import slowest
 
 IN_MPI = "MPI_Allreduce"  # waits for other ranks inside MPI
 RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
@@ -114,25 +112,13 @@ def measure(job, args):
 
 
 def _timed(peers, backend, work, in_mpi):
-    """Seconds of the slowest rank until all launches are complete.
+    """Seconds of the slowest rank until all launches are complete.  in_mpi: as of `slowest`."""
 
-    in_mpi: whether the work waits for other ranks inside MPI, which knows no time limit.
-    """
-
-    def timed():
-        start = time.perf_counter()
+    def whole():
         work()
         backend.drain()
-        return time.perf_counter() - start
 
-    if in_mpi:
-        took = blocking(peers, timed, RARELY)
-    else:
-        peers.barrier()
-        took = timed()
-    seconds = np.array([took])
-    peers.reduce(seconds, MPI.MAX)
-    return float(seconds[0])
+    return slowest(peers, whole, in_mpi)
 
 
 def _algorithms(asked, cache, chosen):

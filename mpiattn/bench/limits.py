@@ -3,14 +3,10 @@
 A ratio is the operation's time over its bound's (`bounded.operation`), medians of the slowest rank.
 """
 
-import time
-
 import numpy as np
-from mpi4py import MPI
 
 from .. import __version__, backends
 from ..comm.agreement import agreement
-from ..comm.blocking import RARELY, blocking
 from ..comm.mesh import nodes_of
 from ..console.progress import Progress
 from ..console.table import duration, facts, table
@@ -23,6 +19,7 @@ from .bounded.calls import small_calls
 from .bounded.decoding import appending, decoding
 from .bounded.files import files
 from .bounded.verification import verification
+from .slowest import slowest
 
 OWN = {"limits"}  # options that only --limits takes
 SHARED = {"backend", "runs", "timeout", "json"}
@@ -119,12 +116,12 @@ def as_text(data):
 def _measured(peers, row, runs):
     works = [(row.run, False), (row.bound, row.in_mpi)] if callable(row.bound) else [(row.run, False)]
     for work in works:
-        _seconds(peers, *work, 1)  # warm up
-    times = [min(MOST, max(1, round(LEAST / max(_seconds(peers, *work, 1), 1e-9)))) for work in works]
+        slowest(peers, *work, 1)  # warm up
+    times = [min(MOST, max(1, round(LEAST / max(slowest(peers, *work, 1), 1e-9)))) for work in works]
     seconds = [[] for _ in works]
     for _ in range(runs):
         for each, work, count in zip(seconds, works, times):
-            each.append(_seconds(peers, *work, count))
+            each.append(slowest(peers, *work, count))
     of_run, of_bound = (*seconds, [row.bound])[:2]
     median, bound = float(np.median(of_run)), row.worth * float(np.median(of_bound))
     ratio, limit = median / bound, PASS
@@ -141,22 +138,3 @@ def _measured(peers, row, runs):
         "seconds": of_run,
         "bound_seconds": of_bound,
     }
-
-
-def _seconds(peers, work, in_mpi, times):
-    """Seconds per call of the slowest rank.  in_mpi: as of `Operation`."""
-
-    def timed():
-        start = time.perf_counter()
-        for _ in range(times):
-            work()
-        return (time.perf_counter() - start) / times
-
-    if in_mpi:
-        took = blocking(peers, timed, RARELY)
-    else:
-        peers.barrier()
-        took = timed()
-    seconds = np.array([took])
-    peers.reduce(seconds, MPI.MAX)
-    return float(seconds[0])

@@ -95,6 +95,11 @@ class keeping:
             keep_forever(self.kept)
 
 
+def _awaited(tell: Callable[[], str] | None) -> str:
+    """What a rank waits for, in words."""
+    return tell() if tell else "for the other ranks"
+
+
 class Peers:
     """The ranks of `comm`, waited for up to `timeout` seconds.
 
@@ -164,14 +169,7 @@ class Peers:
             with suppress(MPI.Exception):
                 state = self.channel.roll_call(lambda: False)
         self._listen(kept)  # another rank may know more
-        failure = (
-            f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited "
-            f"{tell() if tell else 'for the other ranks'}, {lost(error)}{state and '; '}{state}"
-        )
-        self.lost(kept)
-        if self.channel:
-            self.channel.alarm(failure)
-        raise PeerFailure(failure) from error
+        self._fail(f"{_awaited(tell)}, {lost(error)}", state, kept, error)
 
     def _give_up(self, done: Callable[[], bool], tell: Callable[[], str] | None, kept: object) -> None:
         """At the time limit: raise PeerFailure, here and on the other ranks, unless the wait just ends."""
@@ -179,14 +177,17 @@ class Peers:
         if done():
             return
         self._listen(kept)  # another rank may have given up first
+        self._fail(f"{self.timeout:g} s {_awaited(tell)}", state, kept)
+
+    def _fail(self, waited: str, state: str, kept: object, cause: Exception | None = None) -> NoReturn:
+        """Raise PeerFailure, here and on the other ranks.  waited: for what, and how long; state: of the others."""
         failure = (
-            f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {self.timeout:g} s "
-            f"{tell() if tell else 'for the other ranks'}{state and '; '}{state}"
+            f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {waited}{state and '; '}{state}"
         )
         self.lost(kept)
         if self.channel:
             self.channel.alarm(failure)
-        raise PeerFailure(failure)
+        raise PeerFailure(failure) from cause
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -162,9 +162,9 @@ def _of_gradients(dout: Array, dlse: Array, grads: Any, sinks: Array) -> dict[st
         return {}
     most = 3 if sinks is None else 4
     if not isinstance(grads, tuple | list) or not 3 <= len(grads) <= most:
-        what = f"{len(grads)} of them" if isinstance(grads, tuple | list) else f"a {type(grads).__name__}"
+        given = f"{len(grads)} of them" if isinstance(grads, tuple | list) else f"a {type(grads).__name__}"
         raise ArgumentError(
-            f"grads are {what}; they must be (dq, dk, dv) or, with sinks, (dq, dk, dv, dsinks), as of backward"
+            f"grads are {given}; they must be (dq, dk, dv) or, with sinks, (dq, dk, dv, dsinks), as of backward"
         )
     if dout is None:
         raise ArgumentError("dout is None; it must be the array that backward was given for these grads")

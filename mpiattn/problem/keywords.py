@@ -82,7 +82,7 @@ def learn(function: Callable[..., Any], called: str) -> None:
     """Remember the arguments of a function, so that errors of others can name it.  called: its name for users."""
     kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
     _known[called] = tuple(
-        name for name, one in signature(function).parameters.items() if one.kind in kinds and name != "self"
+        name for name, argument in signature(function).parameters.items() if argument.kind in kinds and name != "self"
     )
 
 
