@@ -34,7 +34,7 @@ static int is_small(const struct launch* of) { return rows_of(of) <= MAX_ROWS &&
 
 // Bytes of the copies.  They do not grow with blocks that are not small.
 static int64_t ahead_bytes(const struct launch* of, int backward) {
-    const long rows = least(rows_of(of), MAX_ROWS), keys = least(of->keys, AHEAD_KEYS);
+    const long rows = min(rows_of(of), MAX_ROWS), keys = min(of->keys, AHEAD_KEYS);
     const long head_rows = rows + keys, value_rows = keys + (backward ? rows : 0);
     return element_bytes[of->element] * (head_rows * of->head_dim + value_rows * of->value_dim);
 }

@@ -44,8 +44,8 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
     const long width = rounded_up(of->value_dim, NR), panels = (rows->count + MR - 1) / MR, head_dim = of->head_dim;
     for (long block = rows->lowest / BLOCK * BLOCK; block < rows->highest; block += BLOCK) {
         for (long panel = 0; panel < panels; panel++) {
-            const long start = most(rows->panel[panel].from - block, 0), from = start / LANES * LANES;
-            const long stop = least(rows->panel[panel].to - block, BLOCK), to = rounded_up(stop, LANES);
+            const long start = max(rows->panel[panel].from - block, 0), from = start / LANES * LANES;
+            const long stop = min(rows->panel[panel].to - block, BLOCK), to = rounded_up(stop, LANES);
             if (start >= stop)
                 continue;
             const real* q = work->q + panel * MR * head_dim;
@@ -62,11 +62,11 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
             if (j < to)
                 product_of(1, 0, q, 1, MR, work->keys + (block + j) * head_dim, head_dim, work->score + j, BLOCK);
             const int masked = rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to;
-            for (long i = panel * MR; i < least((panel + 1) * MR, rows->count); i++) {
+            for (long i = panel * MR; i < min((panel + 1) * MR, rows->count); i++) {
                 const long at = (i - panel * MR) * BLOCK;
                 real* score = work->score + at;
                 if (of->softcap)
-                    bend(of->softcap, 1, from, to, score);
+                    apply_softcap(of->softcap, 1, from, to, score);
                 if (masked)
                     hide(rows, i, block, from, to, score);
                 step_ahead(&work->ahead);

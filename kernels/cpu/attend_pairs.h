@@ -55,9 +55,9 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
     const real scale = scale_left(of->scale);
     for (long block = rows->lowest / BLOCK * BLOCK; block < rows->highest; block += BLOCK) {
         for (long panel = 0; panel * MR < rows->count; panel++) {
-            const long first = panel * MR, count = least(rows->count - first, MR);
-            const long from = most(rows->panel[panel].from - block, 0) / NR * NR;
-            const long to = least(rounded_up(rows->panel[panel].to - block, NR), BLOCK);
+            const long first = panel * MR, count = min(rows->count - first, MR);
+            const long from = max(rows->panel[panel].from - block, 0) / NR * NR;
+            const long to = min(rounded_up(rows->panel[panel].to - block, NR), BLOCK);
             if (from >= to)
                 continue;
             for (long i = 0; i < count && rows->panel[panel].from >= block; i++)        // the panel's first block
@@ -68,7 +68,7 @@ static int attend_tile(struct job* job, int thread, struct forward_work* work, i
                         BLOCK);
             }
             for (long i = 0; of->softcap && i < count; i++)
-                bend(of->softcap, scale, from, to, work->score + i * BLOCK);
+                apply_softcap(of->softcap, scale, from, to, work->score + i * BLOCK);
             if (rows->panel[panel].full_from > block + from || rows->panel[panel].full_to < block + to)
                 for (long i = 0; i < count; i++)
                     hide(rows, first + i, block, from, to, work->score + i * BLOCK);

@@ -46,8 +46,8 @@ static int64_t row_work(const struct launch* of, char* scratch, struct backward_
     pieces->rows = rows_of(of), pieces->tiles = (pieces->rows + ROWS - 1) / ROWS;
     pieces->groups = (pieces->tiles + TILES - 1) / TILES, pieces->blocks = (of->keys + KEYS - 1) / KEYS;
     pieces->places = is_alone(of) || of->threads == 1 || pieces->groups * of->kv_heads == 1 ? 1 : 2;
-    const long most_tiles = least(most(pieces->tiles, 1), TILES);
-    const long tiles = is_alone(of) ? least(most_tiles * of->threads, TILES) : most_tiles * pieces->places;
+    const long most_tiles = min(max(pieces->tiles, 1), TILES);
+    const long tiles = is_alone(of) ? min(most_tiles * of->threads, TILES) : most_tiles * pieces->places;
     struct packed_rows* into = take(&at, tiles * sizeof *into);
     for (long n = 0; n < pieces->places; n++)
         pieces->group[n] =
@@ -76,7 +76,7 @@ static void add_dq(const struct launch* of, const struct backward_work* work, co
     const long width = rounded_up(of->head_dim, NR);
     for (long i = 0; i < rows->count; i++) {
         prefetch_row_at(rows, &of->dq, i, of->head_dim * sizeof(real));
-        if (most(rows->from[i], block) < least(rows->to[i], block + count))
+        if (max(rows->from[i], block) < min(rows->to[i], block + count))
             add_scaled((real*)row_at(rows, &of->dq, i), of->scale, work->dq + i * width, 1, of->head_dim);
     }
 }
@@ -84,7 +84,7 @@ static void add_dq(const struct launch* of, const struct backward_work* work, co
 // Packs the rows of a KV head from `first` on as a tile.
 static void pack_tile(const struct launch* of, const struct backward_work* work, int kv_head, long first,
                       struct packed_rows* tile) {
-    look(of, kv_head, first, least(rows_of(of) - first, ROWS), 0, of->keys, &tile->rows);
+    find_seen(of, kv_head, first, min(rows_of(of) - first, ROWS), 0, of->keys, &tile->rows);
     if (tile->rows.lowest >= tile->rows.highest)
         return;
     tile->turn = (of->keys - 1) / KEYS - (tile->rows.highest - 1) / KEYS;
@@ -100,12 +100,12 @@ static void pack_tile(const struct launch* of, const struct backward_work* work,
     }
 }
 
-static long look_at(const long* number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
+static long load_acquire(const long* number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
 static void set(long* number, long value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
 
 // Waits until a number is at least `value`, which another thread brings about; returns whether to go on.
 static int wait_for(struct job* job, int thread, const long* number, long value) {
-    while (look_at(number) < value) {
+    while (load_acquire(number) < value) {
         if (give_up(job, thread))
             return 0;
         sched_yield();
@@ -117,7 +117,7 @@ static int wait_for(struct job* job, int thread, const long* number, long value)
 static int wait_for_earlier(struct job* job, int thread, const struct backward_pieces* pieces,
                             const struct group* group, long turn) {
     const struct group* before = pieces->group + (group->number + 1) % pieces->places;  // of one or two
-    while (look_at(&before->number) == group->number - 1 && look_at(&before->done) <= turn) {
+    while (load_acquire(&before->number) == group->number - 1 && load_acquire(&before->done) <= turn) {
         if (give_up(job, thread))
             return 0;
         sched_yield();
@@ -130,12 +130,12 @@ static int backward_block(struct job* job, int thread, const struct backward_pie
                           struct backward_work* work, long turn) {
     const struct launch* of = job->of;
     const int kv_head = group->kv_head;
-    const long block = (pieces->blocks - 1 - turn) * KEYS, count = least(of->keys - block, KEYS);
+    const long block = (pieces->blocks - 1 - turn) * KEYS, count = min(of->keys - block, KEYS);
     int packed = 0;
     for (long t = 0; t < group->tiles; t++) {
         struct packed_rows* tile = group->tile + t;
         count_done(job, count);
-        if (most(tile->rows.lowest, block) >= least(tile->rows.highest, block + count))
+        if (max(tile->rows.lowest, block) >= min(tile->rows.highest, block + count))
             continue;
         if (!packed) {
             pack_keys(of, &work->ahead.from->k, kv_head, of->head_dim, block, count, work->row, work->keys,
@@ -168,7 +168,7 @@ static int backward_pack(struct job* job, int thread, const struct backward_piec
         if (!wait_for(job, thread, &group->number, number - pieces->places) ||
             !wait_for(job, thread, &group->done, pieces->blocks))
             return 0;
-        group->kv_head = head, group->tiles = least(pieces->tiles - first, TILES);
+        group->kv_head = head, group->tiles = min(pieces->tiles - first, TILES);
         group->packed = 0;
         set(&group->done, 0);
         set(&group->number, number);
@@ -188,7 +188,7 @@ static void backward_worker(struct job* job, int thread, void* with) {
     for (long piece; (piece = take_piece(job)) < of_head * job->of->kv_heads;) {
         const long in_head = piece % of_head / of_group, at = piece % of_head % of_group;
         const long number = piece / of_head * pieces->groups + in_head;
-        const long tiles = least(pieces->tiles - in_head * TILES, TILES);
+        const long tiles = min(pieces->tiles - in_head * TILES, TILES);
         struct group* group = pieces->group + number % pieces->places;
         if (at < tiles) {
             if (!backward_pack(job, thread, pieces, group, &work, number, at))
@@ -228,7 +228,7 @@ static int32_t backward(const struct launch* of) {
     const double operations = 6.0 * (of->head_dim + of->value_dim) * pieces.rows * of->keys * of->kv_heads;
     begin_job(&job, of, pieces.tiles * of->keys * of->kv_heads);
     if (is_alone(of))
-        return in_threads(&job, least(threads_for(of, operations, of->kv_heads), TILES / most(pieces.tiles, 1)),
+        return in_threads(&job, min(threads_for(of, operations, of->kv_heads), TILES / max(pieces.tiles, 1)),
                           head_worker, &pieces);
     return in_threads(&job, threads_for(of, operations, pieces.groups * pieces.blocks * of->kv_heads), backward_worker,
                       &pieces);

@@ -16,7 +16,7 @@
 
 #include "launch.h"
 
-#define LEAST_ROWS 6  // of a KV head that is decoded on AMX tiles
+#define MIN_ROWS 6  // of a KV head that is decoded on AMX tiles
 
 #define DECLARE(set) extern const struct kernels set##_float, set##_double;
 #define ENTRY(set, has) {#set, {&set##_float, &set##_double, &set##_float, &set##_float}, has},
@@ -109,18 +109,18 @@ static const struct {
                             ENTRY(plain, always)};
 
 // Of the sources that this was compiled from: setup.py and library.py make it alike.
-const char* sources_digest(void) { return DIGEST; }
+const char* mpiattn_sources_digest(void) { return DIGEST; }
 
 // Of a launch, of which library.py has another description.
-int64_t launch_bytes(void) { return sizeof(struct launch); }
+int64_t mpiattn_launch_bytes(void) { return sizeof(struct launch); }
 
 // The name of the set with a number; NULL beyond the last.
-const char* instruction_set(int number) {
+const char* mpiattn_instruction_set(int number) {
     return number < 0 || number >= (int)(sizeof sets / sizeof *sets) ? 0 : sets[number].name;
 }
 
 // Whether this processor has the set with that number.
-int supported(int number) { return sets[number].has(); }
+int mpiattn_supported(int number) { return sets[number].has(); }
 
 // VDPBF16PS computes half of what products of float32 do on Intel's processors.
 static int slow(int number) {
@@ -133,18 +133,19 @@ static int slow(int number) {
 }
 
 // The number of the set to take.
-int best_set(void) {
+int mpiattn_best_set(void) {
     int number = 0;
-    while (!supported(number) || slow(number))
+    while (!mpiattn_supported(number) || slow(number))
         number++;
     return number;
 }
 
-// Whether tiles would be nearly empty: products of a few rows bound nothing, and float32 makes them sooner.
+// Whether a tile would be nearly empty.  Products of so few rows take little of the time, and float32 computes them
+// sooner.
 static int has_few_rows(const struct kernels* kernels, const struct launch* of, enum operation operation) {
 #ifdef WITH_amx
     return kernels == &amx_pairs && operation == DECODE &&
-           of->tokens * of->heads < (int64_t)LEAST_ROWS * of->sequences * of->kv_heads;
+           of->tokens * of->heads < (int64_t)MIN_ROWS * of->sequences * of->kv_heads;
 #else
     (void)kernels, (void)of, (void)operation;
     return 0;
@@ -159,10 +160,10 @@ static const struct kernels* kernels_of(int number, const struct launch* of, enu
 }
 
 // Bytes of scratch memory of a launch, and the launch, on the set with that number.
-int64_t scratch_bytes(int number, const struct launch* of, enum operation operation) {
+int64_t mpiattn_scratch_bytes(int number, const struct launch* of, enum operation operation) {
     return kernels_of(number, of, operation)->of[operation].bytes(of);
 }
 
-int32_t run(int number, const struct launch* of, enum operation operation) {
+int32_t mpiattn_run(int number, const struct launch* of, enum operation operation) {
     return kernels_of(number, of, operation)->of[operation].run(of);
 }

@@ -41,11 +41,11 @@ static int64_t decode_memory(const struct launch* of, char* scratch, struct deco
         before.lo = before.hi = 0;
         for (long i = s * queries; i < (s + 1) * queries; i++)
             if (of->begin[i] < of->end[i]) {
-                before.lo = before.lo < before.hi ? least(before.lo, of->begin[i]) : of->begin[i];
-                before.hi = most(before.hi, of->end[i]);
+                before.lo = before.lo < before.hi ? min(before.lo, of->begin[i]) : of->begin[i];
+                before.hi = max(before.hi, of->end[i]);
             }
-        before.part = rounded_up(most(PART, (before.hi - before.lo + PARTS - 1) / PARTS), BLOCK_KEYS);
-        before.parts = most(1, (before.hi - before.lo + before.part - 1) / before.part);
+        before.part = rounded_up(max(PART, (before.hi - before.lo + PARTS - 1) / PARTS), BLOCK_KEYS);
+        before.parts = max(1, (before.hi - before.lo + before.part - 1) / before.part);
         if (scratch)
             sequence[s] = before;
         for (int g = 0; scratch && g < of->kv_heads; g++)
@@ -117,7 +117,7 @@ static struct keys keys_of(const struct launch* of, const struct decode_pieces* 
     const struct sequence* sequence = pieces->sequence + s;
     const long at = piece - sequence->before * of->kv_heads;
     const long first = sequence->lo + at % sequence->parts * sequence->part;
-    return (struct keys){s, at / sequence->parts, first, least(sequence->hi, first + sequence->part)};
+    return (struct keys){s, at / sequence->parts, first, min(sequence->hi, first + sequence->part)};
 }
 
 // A piece of work; returns whether to go on.  next: the keys of the piece behind it.
@@ -129,7 +129,7 @@ static int decode_piece(struct job* job, int thread, const struct decode_pieces*
     const struct sequence* sequence = pieces->sequence + s;
     const long part = (start - sequence->lo) / sequence->part;
     for (long first = 0; first < pieces->rows; first += DECODE_ROWS) {
-        const long end = least(first + DECODE_ROWS, pieces->rows);
+        const long end = min(first + DECODE_ROWS, pieces->rows);
         const int tiles = begin_tiles(of, work, s, kv_head, first, end, start, stop);
         set_ahead(of, work->tile->width, work->block);
         for (long key = start; key < stop; key += BLOCK_KEYS) {
@@ -156,7 +156,7 @@ static int decode_piece(struct job* job, int thread, const struct decode_pieces*
     }
     if (sequence->parts > 1 && !__atomic_sub_fetch(pieces->left + s * of->kv_heads + kv_head, 1, __ATOMIC_ACQ_REL))
         merge_parts(of, pieces, s, kv_head);
-    count_done(job, most(stop - start, 0));
+    count_done(job, max(stop - start, 0));
     return 1;
 }
 
@@ -165,7 +165,7 @@ static void decode_worker(struct job* job, int thread, void* with) {
     const struct launch* of = job->of;
     struct decode_work work;
     decode_work(of, pieces->work + thread * pieces->bytes, &work);
-    memset(work.zeros, 0, rounded_up(most(of->head_dim, of->value_dim), LANES) * sizeof(double));
+    memset(work.zeros, 0, rounded_up(max(of->head_dim, of->value_dim), LANES) * sizeof(double));
     for (long piece, s = 0; (piece = take_piece(job)) < pieces->count;) {
         const struct keys keys = keys_of(of, pieces, piece, s);  // pieces come in their order
         const struct keys next = keys_of(of, pieces, piece + 1, keys.s);
@@ -183,6 +183,6 @@ static int32_t decode(const struct launch* of) {
     for (long s = 0; s < of->sequences; s++)
         keys += (pieces.sequence[s].hi - pieces.sequence[s].lo) * of->kv_heads;
     const double bytes = (double)keys * (of->head_dim + of->value_dim) * element_bytes[of->element];
-    begin_job(&job, of, most(keys, 1));
+    begin_job(&job, of, max(keys, 1));
     return in_threads(&job, threads_for(of, bytes * READ_BYTE, pieces.count), decode_worker, &pieces);
 }

@@ -32,8 +32,8 @@ static int64_t decode_work(const struct launch* of, char* scratch, struct decode
     work->q = take(&at, 2 * DECODE_ROWS * width * sizeof(real));
     work->acc = take(&at, 2 * DECODE_ROWS * value_width * sizeof(real));
     work->score = take(&at, BLOCK_KEYS * LANES * sizeof(real));
-    work->row = take(&at, most(width, value_width) * sizeof(real));
-    work->zeros = take(&at, most(width, value_width) * sizeof(double));
+    work->row = take(&at, max(width, value_width) * sizeof(real));
+    work->zeros = take(&at, max(width, value_width) * sizeof(double));
     return at - scratch;
 }
 
@@ -58,7 +58,7 @@ static const char** put_rows(const struct launch* of, const struct array* array,
     const int32_t* page = of->pages + of->tables[keys->s] + first / of->page_size;
     for (long at = first % of->page_size; row < end; page++, at = 0) {
         const char* from = rows + ((long)*page * of->page_size + at) * array->token;
-        for (const char** stop = row + least(of->page_size - at, end - row); row < stop; from += array->token)
+        for (const char** stop = row + min(of->page_size - at, end - row); row < stop; from += array->token)
             *row++ = from;
     }
     return row;
@@ -69,7 +69,7 @@ static void make_block(const struct launch* of, const struct decode_work* work, 
                        const struct keys* next) {
     struct block* block = work->block;
     const char** row = block->row;
-    block->first = first, block->count = least(keys->stop - first, BLOCK_KEYS);
+    block->first = first, block->count = min(keys->stop - first, BLOCK_KEYS);
     block->behind = rounded_up(block->count, BESIDE);
     for (int values = 0; values < 2; values++) {
         row = put_rows(of, values ? &of->v : &of->k, keys, first, block->count, row);
@@ -78,8 +78,8 @@ static void make_block(const struct launch* of, const struct decode_work* work, 
     }
     const char** end = row + block->near;
     first += block->count;
-    row = put_rows(of, &of->k, keys, first, least(keys->stop - first, end - row), row);
-    row = put_rows(of, &of->k, next, next->first, least(next->stop - next->first, end - row), row);
+    row = put_rows(of, &of->k, keys, first, min(keys->stop - first, end - row), row);
+    row = put_rows(of, &of->k, next, next->first, min(next->stop - next->first, end - row), row);
     while (row < end)
         *row++ = work->zeros;
 }
@@ -93,13 +93,12 @@ static void begin_tile(const struct launch* of, const struct decode_work* work, 
     memset(tile->q, 0, vectors * tile->width * LANES * sizeof(real));
     memset(tile->acc, 0, tile->width * vectors_of(of->value_dim) * LANES * sizeof(real));
     for (long i = 0; i < tile->width; i++) {
-        const long row = tile->first + least(i, tile->count - 1),
-                   token = s * queries + row / (of->heads / of->kv_heads);
-        const long from = most(of->begin[token], start), to = least(of->end[token], stop);
+        const long row = tile->first + min(i, tile->count - 1), token = s * queries + row / (of->heads / of->kv_heads);
+        const long from = max(of->begin[token], start), to = min(of->end[token], stop);
         tile->from[i] = from < to ? from : start, tile->to[i] = from < to ? to : start;
         if (from < to)
-            tile->lowest = least(tile->lowest, from), tile->highest = most(tile->highest, to);
-        tile->full_from = most(tile->full_from, tile->from[i]), tile->full_to = least(tile->full_to, tile->to[i]);
+            tile->lowest = min(tile->lowest, from), tile->highest = max(tile->highest, to);
+        tile->full_from = max(tile->full_from, tile->from[i]), tile->full_to = min(tile->full_to, tile->to[i]);
         if (i >= tile->count)
             continue;
         put_query(of->element, tile->width, decode_row(of, &of->q, s, kv_head, row), dim, of->scale, i, work->row,
@@ -116,7 +115,7 @@ static int begin_tiles(const struct launch* of, const struct decode_work* work, 
         int width = 1;
         while (width < LANES && 4 * (stop - first) >= 6 * width)  // a quarter of the rows may be none
             width *= 2;
-        *tile = (struct decode_tile){.first = first, .count = least(stop - first, width), .width = width};
+        *tile = (struct decode_tile){.first = first, .count = min(stop - first, width), .width = width};
         tile->q = q, tile->acc = acc;
         q += vectors_of(of->head_dim) * LANES * width, acc += vectors_of(of->value_dim) * LANES * width;
         first += width;
@@ -155,13 +154,13 @@ static void decode_weigh(const struct launch* of, struct decode_tile* tile, cons
     const real scale = of->softcap ? 1 : scale_of_scores(of->scale);
     vec high = splat(-INFINITY);
     if (of->softcap)
-        bend(of->softcap, scale_of_scores(of->scale), 0, stop, score);
+        apply_softcap(of->softcap, scale_of_scores(of->scale), 0, stop, score);
     if (masked) {
         ivec key = {0}, from = {0}, to = {0};
         for (int l = 0; l < LANES; l++) {
             key[l] = l / width;
-            from[l] = most(tile->from[l % width] - block->first, 0);
-            to[l] = least(tile->to[l % width] - block->first, block->count);
+            from[l] = max(tile->from[l % width] - block->first, 0);
+            to[l] = min(tile->to[l % width] - block->first, block->count);
         }
         for (long j = 0; j < stop; j += LANES, key += keys)
             store(score + j, choose((key >= from) & (key < to), load(score + j), splat(-INFINITY)));

@@ -61,8 +61,8 @@ static void forward_tile(struct job* job, int thread, struct forward_work* work,
 // Packs those of the keys [start, stop) that are in the panel of which `key` is the first, each at its place in it.
 static void pack_panel(const struct launch* of, struct forward_work* work, int kv_head, long key, long start,
                        long stop) {
-    const long skipped = most(start - key, 0) / ALIGNED * ALIGNED;
-    const long end = least(rounded_up(stop - key, ALIGNED), least(of->keys - key, PANEL)), width = DEPTH(of->head_dim);
+    const long skipped = max(start - key, 0) / ALIGNED * ALIGNED;
+    const long end = min(rounded_up(stop - key, ALIGNED), min(of->keys - key, PANEL)), width = DEPTH(of->head_dim);
     const struct launch* from = work->ahead.from;
     pack_keys(of, &from->k, kv_head, of->head_dim, key + skipped, end - skipped, work->row,
               work->keys + skipped * width, 0, 0, 0);
@@ -78,12 +78,12 @@ static void forward_rows(struct job* job, int thread, struct forward_work* work,
     const struct launch* of = job->of;
     struct rows rows;
     for (long key = 0; key < of->keys; key += PANEL) {
-        const long keys = least(of->keys - key, PANEL);
+        const long keys = min(of->keys - key, PANEL);
         int packed = 0;
         for (long tile = first; tile < last; tile++) {
-            const long row = tile * MAX_ROWS, count = least(rows_of(of) - row, MAX_ROWS);
+            const long row = tile * MAX_ROWS, count = min(rows_of(of) - row, MAX_ROWS);
             if (key < stop && key + keys > start && see_any(of, kv_head, row, count, key, key + keys)) {
-                look(of, kv_head, row, count, key, key + keys, &rows);
+                find_seen(of, kv_head, row, count, key, key + keys, &rows);
                 if (!packed)
                     pack_panel(of, work, kv_head, key, start, stop);
                 packed = 1;
@@ -112,11 +112,10 @@ static void forward_worker(struct job* job, int thread, void* with) {
     for (long piece = take_piece(job); piece < all && !is_stopped(job);) {
         // The same rows of all heads, which lie close together; the last rows, often with most keys, first.
         const long at = pieces->of_head - 1 - piece / job->of->kv_heads, kv_head = piece % job->of->kv_heads;
-        const long first = at * pieces->size, last = least(first + pieces->size, pieces->tiles);
+        const long first = at * pieces->size, last = min(first + pieces->size, pieces->tiles);
         long start = 0, stop = job->of->keys;
         if (pieces->narrow)
-            seen_keys(job->of, kv_head, first * MAX_ROWS, least(last * MAX_ROWS, rows) - first * MAX_ROWS, &start,
-                      &stop);
+            seen_keys(job->of, kv_head, first * MAX_ROWS, min(last * MAX_ROWS, rows) - first * MAX_ROWS, &start, &stop);
         const long next = is_small(job->of) ? take_piece(job) : all;
         if (next < all)
             begin_ahead(&work.ahead, next, steps);
@@ -130,7 +129,7 @@ static void forward_worker(struct job* job, int thread, void* with) {
 static int is_narrow(const struct launch* of) {
     for (long row = 0; row < of->groups * of->tokens; row += MAX_ROWS) {
         long from = of->keys, to = 0;
-        widen(of->begin + row, of->end + row, least(of->groups * of->tokens - row, MAX_ROWS), &from, &to);
+        extend_to_seen(of->begin + row, of->end + row, min(of->groups * of->tokens - row, MAX_ROWS), &from, &to);
         if (to - from > WINDOW && row / of->tokens == (row + MAX_ROWS - 1) / of->tokens)
             return 0;
     }
@@ -146,8 +145,8 @@ static int32_t forward(const struct launch* of) {
     // Every piece packs its keys anew, so that one thread takes whole heads, unless they see few keys.
     pieces.tiles = tiles, pieces.bytes = thread_bytes(of);
     pieces.narrow = tiles > WINDOW_TILES && is_narrow(of);
-    pieces.size = threads == 1 ? tiles : most(1, tiles * of->kv_heads / (PIECES * threads));
-    pieces.size = least(pieces.size, pieces.narrow ? WINDOW_TILES : tiles);
+    pieces.size = threads == 1 ? tiles : max(1, tiles * of->kv_heads / (PIECES * threads));
+    pieces.size = min(pieces.size, pieces.narrow ? WINDOW_TILES : tiles);
     pieces.of_head = (tiles + pieces.size - 1) / pieces.size;
     begin_job(&job, of, tiles * of->keys * of->kv_heads);
     return in_threads(&job, threads, forward_worker, &pieces);

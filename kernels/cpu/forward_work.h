@@ -27,13 +27,13 @@ struct forward_work {
 
 static int64_t forward_work(const struct launch* of, char* scratch, struct forward_work* work) {
     char* at = scratch;
-    const long keys = least(rounded_up(most(of->keys, 1), NR), PANEL), width = rounded_up(of->value_dim, NR);
+    const long keys = min(rounded_up(max(of->keys, 1), NR), PANEL), width = rounded_up(of->value_dim, NR);
     work->pitch = keys;
     work->keys = take(&at, keys * DEPTH(of->head_dim) * sizeof(operand));
     work->values = take(&at, keys * width * sizeof(operand));
     work->odd.row = take(&at, keys * sizeof(int32_t));
     work->odd.count = 0;
-    work->row = take(&at, (most(NR, MR) * DEPTH(most(of->head_dim, of->value_dim)) + SLACK) * sizeof(operand));
+    work->row = take(&at, (max(NR, MR) * DEPTH(max(of->head_dim, of->value_dim)) + SLACK) * sizeof(operand));
     work->q = take(&at, (MAX_ROWS * DEPTH(of->head_dim) + SLACK) * sizeof(operand));
     work->acc = take(&at, MAX_ROWS * width * sizeof(real));
     work->score = take(&at, MR * BLOCK * sizeof(real));

@@ -24,7 +24,7 @@ static int64_t backward_work(const struct launch* of, char* scratch, struct back
     work->dq = take(&at, ROWS * width * sizeof(real));
     work->dk = take(&at, KEYS * width * sizeof(real));
     work->dv = take(&at, KEYS * rounded_up(value_dim, NR) * sizeof(real));
-    work->row = take(&at, (most(NR, MR) * most(dim, value_dim) + SLACK) * sizeof(real));
+    work->row = take(&at, (max(NR, MR) * max(dim, value_dim) + SLACK) * sizeof(real));
     no_ahead(&work->ahead, of, 1, &at);
     return at - scratch;
 }
@@ -39,8 +39,8 @@ static void differentiate(const struct launch* of, const struct rows* rows, long
     for (long j = start; j < stop; j += LANES, column += LANES) {
         vec score = load(weight + j), slope = splat(1);
         if (cap) {
-            const vec bent = hyperbolic_tangent(score * inverse);
-            score = rounded_now(bent * cap), slope = 1 - bent * bent;
+            const vec capped = hyperbolic_tangent(score * inverse);
+            score = rounded_now(capped * cap), slope = 1 - capped * capped;
         }
         vec p = exponential(limited(score - base)), ds = p * (load(dweight + j) - delta);
         if (cap)
@@ -63,7 +63,7 @@ static void add_odd(const struct launch* of, const struct backward_work* work, c
         const struct odd* odd = which ? &tile->odd_dout : &tile->odd_q;
         for (long n = 0; n < odd->count; n++) {
             const long i = odd->row[n];
-            for (long j = most(rows->from[i] - block, 0); j < least(rows->to[i] - block, KEYS); j++)
+            for (long j = max(rows->from[i] - block, 0); j < min(rows->to[i] - block, KEYS); j++)
                 if (which)
                     add_scaled(work->dv + j * value_width, work->weight[i * KEYS + j],
                                tile->dout + i / MR * MR * value_dim + i % MR, MR, value_dim);
@@ -90,8 +90,8 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
     const long panels = (rows->count + MR - 1) / MR, columns = rounded_up(rounded_up(count, NR), MR);
     long from[ROWS / MR], to[ROWS / MR];                // columns that a panel sees
     for (long panel = 0; panel < panels; panel++) {
-        from[panel] = most(rows->panel[panel].from - block, 0) / NR * NR;
-        to[panel] = least(rounded_up(rows->panel[panel].to - block, NR), KEYS);
+        from[panel] = max(rows->panel[panel].from - block, 0) / NR * NR;
+        to[panel] = min(rounded_up(rows->panel[panel].to - block, NR), KEYS);
         real *weight = work->weight + panel * MR * KEYS, *dweight = work->dweight + panel * MR * KEYS;
         if (from[panel] >= to[panel])
             from[panel] = to[panel] = 0;
@@ -103,7 +103,7 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
         }
         const int masked =
             rows->panel[panel].full_from > block + from[panel] || rows->panel[panel].full_to < block + to[panel];
-        for (long i = 0; i < least(MR, rows->count - panel * MR); i++) {
+        for (long i = 0; i < min(MR, rows->count - panel * MR); i++) {
             const long row = panel * MR + i;
             for (real* each = weight + i * KEYS;; each = dweight + i * KEYS) {  // zeros where no row of the panel sees
                 memset(each, 0, from[panel] * sizeof(real));
@@ -125,7 +125,7 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
             last--;
         if (first == last)
             continue;
-        const long at = first * MR, deep = least(last * MR, rows->count) - at;
+        const long at = first * MR, deep = min(last * MR, rows->count) - at;
         step_ahead(&work->ahead);
         for (long c = 0; c < value_width; c += NR)
             product(1, work->weight + at * KEYS + j, 1, KEYS, tile->dout_by_dim + c * ROWS + at * NR, deep,
@@ -138,7 +138,7 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
         step_ahead(&work->ahead);
         for (long c = 0; c < width; c += NR)
             product(0, work->dweight + panel * MR * KEYS + from[panel], KEYS, 1,
-                    work->keys_by_dim + c * KEYS + from[panel] * NR, least(to[panel], count) - from[panel],
+                    work->keys_by_dim + c * KEYS + from[panel] * NR, min(to[panel], count) - from[panel],
                     work->dq + panel * MR * width + c, width);
     }
     if (tile->odd_q.count || tile->odd_dout.count || work->odd_keys.count)

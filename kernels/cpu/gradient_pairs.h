@@ -36,7 +36,7 @@ static int64_t backward_work(const struct launch* of, char* scratch, struct back
     work->dq = take(&at, ROWS * width * sizeof(real));
     work->dk = take(&at, KEYS * width * sizeof(real));
     work->dv = take(&at, KEYS * value_width * sizeof(real));
-    work->row = take(&at, NR * most(width, value_width) * sizeof(operand));
+    work->row = take(&at, NR * max(width, value_width) * sizeof(operand));
     no_ahead(&work->ahead, of, 1, &at);
     return at - scratch;
 }
@@ -67,8 +67,8 @@ INLINE void differentiate(const struct launch* of, struct backward_work* work, c
             const long at = (row + r) % MR * SPAN + j - start;
             vec score = scaled(load(work->score + at), scale), slope = splat(1);
             if (cap) {
-                const vec bent = hyperbolic_tangent(load(work->score + at) * inverse);
-                score = rounded_now(bent * cap), slope = 1 - bent * bent;
+                const vec capped = hyperbolic_tangent(load(work->score + at) * inverse);
+                score = rounded_now(capped * cap), slope = 1 - capped * capped;
             }
             p[r] = weight_of(score - tile->base[row + r]);
             ds[r] = p[r] * (load(work->dscore + at) - tile->delta[row + r]);
@@ -97,7 +97,7 @@ static void add_odd(const struct launch* of, const struct backward_work* work, c
         const long depth = which ? value_width : width;
         for (long n = 0; n < odd->count; n++) {
             const long i = odd->row[n];
-            for (long j = most(rows->from[i] - block, 0); j < least(rows->to[i] - block, KEYS); j++)
+            for (long j = max(rows->from[i] - block, 0); j < min(rows->to[i] - block, KEYS); j++)
                 for (long c = 0; c < depth; c++)
                     to[c * KEYS + j] += real_of(weight[place(i, j)]) * real_of(from[i * depth + c]);
         }
@@ -120,12 +120,12 @@ static void backward_tile(const struct launch* of, struct backward_work* work, c
     const long width = DEPTH(of->head_dim), value_width = DEPTH(of->value_dim), panels = (rows->count + MR - 1) / MR;
     long from[ROWS / MR], to[ROWS / MR];  // columns that a panel sees
     for (long panel = 0; panel < panels; panel++) {
-        from[panel] = most(rows->panel[panel].from - block, 0) / NR * NR;
-        to[panel] = least(rounded_up(rows->panel[panel].to - block, NR), KEYS);
+        from[panel] = max(rows->panel[panel].from - block, 0) / NR * NR;
+        to[panel] = min(rounded_up(rows->panel[panel].to - block, NR), KEYS);
         if (from[panel] >= to[panel])
             from[panel] = to[panel] = 0;
         for (long start = from[panel]; start < to[panel]; start += SPAN) {
-            const long stop = least(start + SPAN, to[panel]);
+            const long stop = min(start + SPAN, to[panel]);
             for (long j = start; j < stop; j += NR) {
                 step_ahead(&work->ahead);
                 product(0, tile->q + panel * MR * width, width, 1, work->keys + j * width, width,
@@ -182,7 +182,7 @@ static void add_turned(const struct launch* of, const struct array* array, int k
         real* to = (real*)(rows + (block + j) * array->token);
         for (long c = 0; c < dim; c += LANES) {
             const vec some = (vec)gathered((const int*)turned + c * KEYS + j, KEYS);
-            for (long n = 0; n < least(dim - c, LANES); n++)
+            for (long n = 0; n < min(dim - c, LANES); n++)
                 to[c + n] += factor * some[n];
         }
     }

@@ -25,9 +25,9 @@ static __attribute__((noinline)) void turn(const real* row, int count, int dim, 
     for (int first = (count - 1) / LANES * LANES; first >= 0; first -= LANES) {
         const real* at[LANES];
         for (int i = 0; i < LANES; i++)
-            at[i] = row + (long)least(first + i, count - 1) * dim;
+            at[i] = row + (long)min(first + i, count - 1) * dim;
         for (int next = 0; next < dim; next += LANES) {
-            const int c = next + LANES <= dim ? next : most(dim - LANES, 0);
+            const int c = next + LANES <= dim ? next : max(dim - LANES, 0);
             vec x[LANES];
             UNROLLED for (int i = 0; i < LANES; i++) x[i] = load_loose(at[i] + c);
             transpose(x);
@@ -76,7 +76,7 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
     if (odd)
         odd->count = 0;
     for (long tile = 0; tile < count; tile += NR, from += NR * array->token) {
-        const int keys = least(count - tile, NR);
+        const int keys = min(count - tile, NR);
         const real* rows = side_by_side ? (const real*)from : row;
         for (int i = 0; i < keys && !side_by_side; i++) {
             if (tile + i + AHEAD_ROWS < count)
@@ -96,7 +96,7 @@ static void pack_rows(const struct launch* of, const struct array* array, int di
     if (odd)
         odd->count = 0;
     for (long first = 0; first < rows->count; first += MR) {
-        const int count = least(rows->count - first, MR);
+        const int count = min(rows->count - first, MR);
         for (int i = 0; i < count; i++) {
             prefetch_row_at(rows, array, first + i, dim * element_bytes[of->element]);
             read_row(of->element, row_at(rows, array, first + i), row + (long)i * dim, dim, factor);

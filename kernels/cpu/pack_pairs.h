@@ -67,7 +67,7 @@ static void pack_keys(const struct launch* of, const struct array* array, int kv
     if (odd)
         odd->count = 0;
     for (long tile = 0; tile < count; tile += NR) {
-        const int keys = least(count - tile, NR);
+        const int keys = min(count - tile, NR);
         for (int i = 0; i < keys; i++) {
             if (tile + i + AHEAD_ROWS < count)
                 prefetch_row(from + (tile + i + AHEAD_ROWS) * array->token, dim * sizeof(operand));
@@ -112,7 +112,7 @@ static void pack_rows(const struct launch* of, const struct array* array, int di
     if (odd)
         odd->count = 0;
     for (long first = 0; first < rows->count; first += MR) {
-        const int count = least(rows->count - first, MR);
+        const int count = min(rows->count - first, MR);
         operand* panel = panels + first * depth;
         for (int i = 0; i < count; i++) {
             prefetch_row_at(rows, array, first + i, dim * sizeof(operand));

@@ -89,10 +89,10 @@ struct row_pieces {
 
 static void rows_worker(struct job* job, int thread, void* with) {
     const struct row_pieces* pieces = with;
-    const long sequences = most(job->of->sequences, 1), heads = job->of->heads / sequences;  // of a sequence
+    const long sequences = max(job->of->sequences, 1), heads = job->of->heads / sequences;  // of a sequence
     for (long piece; (piece = take_piece(job)) < pieces->count && !give_up(job, thread);) {
         const long sequence = piece / pieces->of_sequence, first = piece % pieces->of_sequence * pieces->size;
-        for (long token = first; token < least(first + pieces->size, job->of->tokens); token++)
+        for (long token = first; token < min(first + pieces->size, job->of->tokens); token++)
             for (long head = sequence * heads; head < (sequence + 1) * heads; head++)
                 pieces->row(job->of, (struct place){token, head, sequence});
     }
@@ -100,8 +100,8 @@ static void rows_worker(struct job* job, int thread, void* with) {
 
 static int32_t by_rows(const struct launch* of, void (*row)(const struct launch* of, struct place at)) {
     struct job job;
-    const long bytes = (long)of->heads * of->value_dim * sizeof(real), sequences = most(of->sequences, 1);
-    struct row_pieces pieces = {.row = row, .size = most(1, ROW_BYTES * sequences / most(bytes, 1))};
+    const long bytes = (long)of->heads * of->value_dim * sizeof(real), sequences = max(of->sequences, 1);
+    struct row_pieces pieces = {.row = row, .size = max(1, ROW_BYTES * sequences / max(bytes, 1))};
     pieces.of_sequence = (of->tokens + pieces.size - 1) / pieces.size;
     pieces.count = sequences * pieces.of_sequence;
     begin_job(&job, of, 1);

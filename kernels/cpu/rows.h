@@ -27,8 +27,8 @@ struct rows {
     long lowest, highest;  // any row of the tile sees [lowest, highest)
 };
 
-INLINE long least(long x, long y) { return x < y ? x : y; }
-INLINE long most(long x, long y) { return x > y ? x : y; }
+INLINE long min(long x, long y) { return x < y ? x : y; }
+INLINE long max(long x, long y) { return x > y ? x : y; }
 INLINE long rounded_up(long x, long step) { return (x + step - 1) / step * step; }
 
 // The rows of a KV head.
@@ -79,8 +79,8 @@ INLINE void prefetch_next_tile(const struct launch* of, const struct rows* rows,
 }
 
 // The rows from `first` on, and what they see of the keys [start, stop).
-static void look(const struct launch* of, int kv_head, long first, long count, long start, long stop,
-                 struct rows* rows) {
+static void find_seen(const struct launch* of, int kv_head, long first, long count, long start, long stop,
+                      struct rows* rows) {
     long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
     long bounds = head * of->groups / of->heads * of->tokens, sequence = sequence_of(of, head);
     rows->first = first, rows->count = count;
@@ -96,28 +96,28 @@ static void look(const struct launch* of, int kv_head, long first, long count, l
                     sequence = sequence_of(of, head);
                 }
                 rows->place[i] = (struct place){token, head, sequence};
-                a = most(of->begin[bounds + token], start) - start, b = least(of->end[bounds + token], stop) - start;
+                a = max(of->begin[bounds + token], start) - start, b = min(of->end[bounds + token], stop) - start;
                 if (a >= b)
                     a = b = 0;
-                full_from = most(full_from, a), full_to = least(full_to, b);
+                full_from = max(full_from, a), full_to = min(full_to, b);
                 token++;
             }
             rows->from[i] = a, rows->to[i] = b;
             if (a < b)
-                from = least(from, a), to = most(to, b);
+                from = min(from, a), to = max(to, b);
         }
         rows->panel[panel].from = from, rows->panel[panel].to = to;
         rows->panel[panel].full_from = full_from, rows->panel[panel].full_to = full_to;
         if (from < to)
-            rows->lowest = least(rows->lowest, from), rows->highest = most(rows->highest, to);
+            rows->lowest = min(rows->lowest, from), rows->highest = max(rows->highest, to);
     }
 }
 
 // Widens the keys [*from, *to) to what some rows of a head see.
-static void widen(const int32_t* begin, const int32_t* end, long count, long* from, long* to) {
+static void extend_to_seen(const int32_t* begin, const int32_t* end, long count, long* from, long* to) {
     for (long i = 0; i < count; i++)
         if (begin[i] < end[i])
-            *from = least(*from, begin[i]), *to = most(*to, end[i]);
+            *from = min(*from, begin[i]), *to = max(*to, end[i]);
 }
 
 // The keys [*from, *to) hold all that any of the rows from `first` on sees; none if *from >= *to.
@@ -125,18 +125,18 @@ static void seen_keys(const struct launch* of, int kv_head, long first, long cou
     long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
     *from = of->keys, *to = 0;
     for (; count > 0; head++, token = 0) {  // rows of one head at a time
-        const long rows = least(of->tokens - token, count), bounds = head * of->groups / of->heads * of->tokens + token;
-        widen(of->begin + bounds, of->end + bounds, rows, from, to);
+        const long rows = min(of->tokens - token, count), bounds = head * of->groups / of->heads * of->tokens + token;
+        extend_to_seen(of->begin + bounds, of->end + bounds, rows, from, to);
         count -= rows;
     }
-    *from = most(*from, 0), *to = least(*to, of->keys);
+    *from = max(*from, 0), *to = min(*to, of->keys);
 }
 
-// Whether any of the rows from `first` on sees any of the keys [start, stop).  It is much quicker than to look.
+// Whether any of the rows from `first` on sees any of the keys [start, stop).  It is much quicker than find_seen.
 static int see_any(const struct launch* of, int kv_head, long first, long count, long start, long stop) {
     long head = (long)kv_head * (of->heads / of->kv_heads) + first / of->tokens, token = first % of->tokens;
     for (; count > 0; head++, token = 0) {  // rows of one head at a time
-        const long rows = least(of->tokens - token, count), bounds = head * of->groups / of->heads * of->tokens + token;
+        const long rows = min(of->tokens - token, count), bounds = head * of->groups / of->heads * of->tokens + token;
         const int32_t *begin = of->begin + bounds, *end = of->end + bounds;
         int any = 0;
         for (long i = 0; i < rows; i++)
@@ -159,7 +159,7 @@ INLINE void hide(const struct rows* rows, long i, long key, long start, long sto
 }
 
 // score = softcap * tanh(score * scale / softcap)
-INLINE void bend(double softcap, real scale, long start, long stop, real* score) {
+INLINE void apply_softcap(double softcap, real scale, long start, long stop, real* score) {
     const real inverse = scale / softcap, cap = softcap;
     for (long j = start; j < stop; j += LANES)
         store(score + j, hyperbolic_tangent(load(score + j) * inverse) * cap);

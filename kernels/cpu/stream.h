@@ -16,11 +16,11 @@
 #ifdef __AMX_BF16__
 #define STEP_BYTES 16384
 #define STEP_ROWS 64
-#define LEAST_STEP 32
+#define MIN_STEP 32
 #else
 #define STEP_BYTES 4096
 #define STEP_ROWS 16
-#define LEAST_STEP 2
+#define MIN_STEP 2
 #endif
 #define SIDE_BY_SIDE 16  // keys of a page, at least
 // So far ahead rows are prefetched, and further for each product with a line: with more products, the processor

@@ -10,7 +10,7 @@
 #include "weight_pairs.h"
 
 #define SUMS 16  // that stay in registers
-#define MOST_VECTORS(width) least(SUMS / (width), 8)  // of values in a pass
+#define MAX_VECTORS(width) min(SUMS / (width), 8)  // of values in a pass
 
 // Copies a row of queries, times the sign of scale, as row i of a tile.  q: [vector][row][NUMBERS]; row: memory for a
 // row.

@@ -12,7 +12,7 @@
 #else
 #define SUMS 8
 #endif
-#define MOST_VECTORS(width) least(SUMS / (width), 8)  // of values in a pass
+#define MAX_VECTORS(width) min(SUMS / (width), 8)  // of values in a pass
 
 typedef real factor;
 
@@ -43,7 +43,7 @@ INLINE void put_query(int element, int width, const char* from, int dim, real sc
 // The scores of the keys of a block.  ahead: whether to prefetch.
 INLINE void stream_scores(int element, int width, int dim, const real* q, const struct block* block, int ahead,
                           real* score) {
-    const int keys = most(LANES / width, least(SUMS / width, LANES)), bytes = element_bytes[element] * LANES;
+    const int keys = max(LANES / width, min(SUMS / width, LANES)), bytes = element_bytes[element] * LANES;
     const int full = dim / LANES;
     const int few = keys < GROUP ? keys : GROUP;
     const long stride = block->side_by_side ? few : 1;

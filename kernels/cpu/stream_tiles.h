@@ -9,7 +9,7 @@
 #include "value_pairs.h"
 #include "weight_pairs.h"
 
-#define MOST_VECTORS(width) ((void)(width), 4)  // of values in a pass: so many tiles hold their sums
+#define MAX_VECTORS(width) ((void)(width), 4)  // of values in a pass: so many tiles hold their sums
 #define TILE 16  // rows
 #define TILE_KEYS 32  // whose values are multiplied at a time
 

@@ -15,17 +15,17 @@ INLINE void set_ahead(const struct launch* of, int width, struct block* block) {
     const int element = element_bytes[of->element];
     const long key = of->head_dim * element, value = of->value_dim * element;
     const long products = width * 64 / product_bytes(of->element);  // with a line
-    const long near = NEAR_BYTES + least(most(products, 2), NEAR_PRODUCTS) * NEAR_BYTES_PRODUCT;
+    const long near = NEAR_BYTES + min(max(products, 2), NEAR_PRODUCTS) * NEAR_BYTES_PRODUCT;
     block->step = STEP_ROWS;
-    while (block->step > LEAST_STEP && block->step * value > STEP_BYTES)
+    while (block->step > MIN_STEP && block->step * value > STEP_BYTES)
         block->step /= 2;
-    block->near = least(most(near / most(key, value), block->step), NEAR_ROWS);
+    block->near = min(max(near / max(key, value), block->step), NEAR_ROWS);
     block->side_by_side = of->k.token == key && of->v.token == value && of->page_size >= SIDE_BY_SIDE;
 }
 
 // A pass over keys for so many vectors of their values at a time, as often as there are so many.
 #define PASSES(vectors)                                     \
-    if ((vectors) <= MOST_VECTORS(width))                   \
+    if ((vectors) <= MAX_VECTORS(width))                    \
         for (; from + (vectors) <= full; from += (vectors)) \
     stream_columns(element, width, vectors, 0, dim, from, block, ahead, first, stop, factors, acc, pitch)
 
@@ -35,10 +35,10 @@ INLINE void stream_values(int element, int width, int dim, const struct block* b
     factor memory[BLOCK_KEYS * LANES] __attribute__((aligned(64)));
     const factor* factors = factors_of(width, block->count, weight, memory);
     const int full = dim / LANES;
-    const int once = full <= MOST_VECTORS(width) && !(full & (full - 1));  // whether a pass takes whole rows
+    const int once = full <= MAX_VECTORS(width) && !(full & (full - 1));  // whether a pass takes whole rows
     const long step = once ? BLOCK_KEYS : block->step;
     for (long first = 0; first < block->count; first += step) {
-        const long stop = least(first + step, block->count);
+        const long stop = min(first + step, block->count);
         int from = 0;
         PASSES(8);
         PASSES(4);

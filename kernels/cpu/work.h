@@ -18,8 +18,8 @@
 #endif
 
 #define NANOSECONDS 500000
-#define LEAST_WORK 4e6                          // floating-point operations that are worth a thread
-#define MOST_THREADS 256
+#define MIN_WORK 4e6                          // floating-point operations that are worth a thread
+#define MAX_THREADS 256
 
 struct job {
     const struct launch* of;
@@ -80,7 +80,7 @@ static void* run_thread(void* argument) {
 
 // Runs `work` in that many threads until all return; returns whether the caller wants no more.
 static int in_threads(struct job* job, int threads, worker work, void* with) {
-    struct thread thread[MOST_THREADS];
+    struct thread thread[MAX_THREADS];
     int started = 1;
     job->next = 0, job->busy = threads - 1;
     for (; started < threads; started++) {
@@ -104,9 +104,9 @@ static int in_threads(struct job* job, int threads, worker work, void* with) {
 
 // Threads for so many floating-point operations in so many pieces, of those that the launch may have.
 static int threads_for(const struct launch* of, double operations, long pieces) {
-    double threads = operations / LEAST_WORK;
+    double threads = operations / MIN_WORK;
     threads = threads < pieces ? threads : pieces;
     threads = threads < of->threads ? threads : of->threads;
-    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
+    threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     return threads > 1 ? (int)threads : 1;
 }

@@ -35,7 +35,7 @@ __device__ __forceinline__ void write_pair(float* row, int column, float2 pair) 
 template <int DIM, int D>
 __device__ __forceinline__ void add_columns(float* row, const float (&acc)[D][4], int h, bool held, float keep,
                                             float factor, int first) {
-    const int mine = first + lane_index() % 4 * 2;
+    const int column = first + lane_index() % 4 * 2;
 #pragma unroll
     for (int from = 0; from < D; from += BATCH) {
         float2 before[BATCH];
@@ -45,10 +45,10 @@ __device__ __forceinline__ void add_columns(float* row, const float (&acc)[D][4]
         if (held)
 #pragma unroll
             for (int d = from; d < D && d < from + BATCH; ++d)
-                before[d - from] = read_pair<DIM>(row, mine + 8 * d);
+                before[d - from] = read_pair<DIM>(row, column + 8 * d);
 #pragma unroll
         for (int d = from; d < D && d < from + BATCH; ++d)
-            write_pair<DIM>(row, mine + 8 * d,
+            write_pair<DIM>(row, column + 8 * d,
                             make_float2(before[d - from].x * keep + acc[d][2 * h] * factor,
                                         before[d - from].y * keep + acc[d][2 * h + 1] * factor));
     }

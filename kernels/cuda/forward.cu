@@ -90,12 +90,12 @@ __device__ __forceinline__ void store(const float (&acc)[M][D][4], const Softmax
             if (row >= rows.count || (empty && !fresh))  // a row that saw no key keeps its partial
                 continue;
             const long long at = rows.index(row);
-            const float mine = empty ? minus_infinity() : softmax.top[m][h] * LN_2 + logf(sum[m][h]);
-            const float weight = merge_weight(held[m][h], mine), factor = empty ? 0 : weight / sum[m][h];
+            const float own_lse = empty ? minus_infinity() : softmax.top[m][h] * LN_2 + logf(sum[m][h]);
+            const float weight = merge_weight(held[m][h], own_lse), factor = empty ? 0 : weight / sum[m][h];
             add_columns<VALUE_DIM>(out + at * VALUE_DIM, acc[m], h, held[m][h] != minus_infinity(), 1 - weight, factor,
                                    first_column);
             if (lane_index() % 4 == 0 && first_column == 0)
-                lse[at] = merge_lse(held[m][h], mine);
+                lse[at] = merge_lse(held[m][h], own_lse);
         }
 }
 
@@ -107,9 +107,9 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         float* __restrict__ out_parts, float* __restrict__ lse_parts, int tokens, int slots, int kv_heads, int sequences,
         float inner, float factor) {
     const int* end = begin + (long long)sequences * tokens;
-    const Share mine(tokens * HEADS_PER_KV, TILE_ROWS);
-    const int4 item = work[mine.kv_head / kv_heads];
-    const int kv_head = mine.kv_head % kv_heads, group = item.x;
+    const Share own_lse(tokens * HEADS_PER_KV, TILE_ROWS);
+    const int4 item = work[own_lse.kv_head / kv_heads];
+    const int kv_head = own_lse.kv_head % kv_heads, group = item.x;
     const long long heads = kv_heads * HEADS_PER_KV, rows_before = group * heads * tokens;
     q += rows_before * HEAD_DIM, pages += pages[group];
     const bool fresh = true;
@@ -121,8 +121,8 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
         const int* __restrict__ end, float* __restrict__ out, float* __restrict__ lse, int tokens, int count, int kv_heads,
         int groups, float inner, float factor) {
     const int splits = gridDim.y;
-    const Share mine(tokens * HEADS_PER_KV, TILE_ROWS);
-    const int kv_head = mine.kv_head, group = kv_head / (kv_heads / groups);
+    const Share own_lse(tokens * HEADS_PER_KV, TILE_ROWS);
+    const int kv_head = own_lse.kv_head, group = kv_head / (kv_heads / groups);
     const bool fresh = splits > 1;
     const long long partial = (long long)blockIdx.y * tokens * kv_heads * HEADS_PER_KV;
 #endif
@@ -130,7 +130,7 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
     const Rows rows(tokens, kv_heads, kv_head);
     const Intervals intervals(begin, end, group, tokens);
     // Later rows often see more keys.  They go first, so that no long tile runs alone at the end.
-    const int first_row = (mine.tiles - 1 - mine.tile) * TILE_ROWS;
+    const int first_row = (own_lse.tiles - 1 - own_lse.tile) * TILE_ROWS;
     const int last_row = min(first_row + TILE_ROWS, rows.count);
     Hull hull = hull_of(intervals, Rows::token(first_row), Rows::token(last_row - 1) + 1);
 #if PAGE_SIZE
@@ -206,7 +206,7 @@ forward(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ 
             for (int n = 0; n < N; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    score[m][n][i] = bend(score[m][n][i], inner);
+                    score[m][n][i] = transform(score[m][n][i], inner);
         if (masked)
             hide_unseen(score, seen, first);
 

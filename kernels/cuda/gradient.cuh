@@ -34,9 +34,9 @@ __device__ __forceinline__ float base_of(float lse) { return lse == minus_infini
 // For one pair: replaces the raw score by P, and dP by dS.
 __device__ __forceinline__ void differentiate(float& score, float& product, float base, float delta, float inner,
                                               float factor) {
-    const float bent = bend(score, inner);
-    score = exp2_fast(fmaf(bent, factor, -base));
-    product = (SCORE == 2 ? score * (1 - bent * bent) : score) * (product - delta);
+    const float transformed = transform(score, inner);
+    score = exp2_fast(fmaf(transformed, factor, -base));
+    product = (SCORE == 2 ? score * (1 - transformed * transformed) : score) * (product - delta);
 }
 
 // Adds 16 * M rows of acc times factor to rows of DIM floats, which begin at to + start(m, h), in the columns from

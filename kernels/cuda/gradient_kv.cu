@@ -83,7 +83,7 @@ struct RowTiles {
           first(first_),
           last(last_),
           base(split_index() * split_count_ - 32) {
-        look();
+        find_next();
     }
     __device__ __forceinline__ int tile() const { return base + __ffs(touching) - 1; }
     __device__ __forceinline__ int state() const {
@@ -91,15 +91,15 @@ struct RowTiles {
     }
     __device__ __forceinline__ void advance() {
         touching &= touching - 1;
-        look();
+        find_next();
     }
     // The end of the split's tiles is computed again each time: it would take a register.
     __device__ __forceinline__ int end() const { return min(count, (split_index() + 1) * split_count); }
-    __device__ __forceinline__ void look() {
+    __device__ __forceinline__ void find_next() {
         while (!touching && base + 32 < end()) {
             base += 32;
-            const int mine = base + lane_index();
-            const int4 of = mine < end() ? hulls[mine] : make_int4(NO_KEY, 0, NO_KEY, 0);
+            const int candidate = base + lane_index();
+            const int4 of = candidate < end() ? hulls[candidate] : make_int4(NO_KEY, 0, NO_KEY, 0);
             const Hull hull = {of.x, of.y, of.z, of.w};
             touching = __ballot_sync(ALL_LANES, hull.touches(first, last));
             covered = __ballot_sync(ALL_LANES, hull.covers(first, last));
@@ -123,11 +123,11 @@ gradient_kv(const T* __restrict__ q, const T* __restrict__ dout, const float* __
             const int* __restrict__ begin, const int* __restrict__ end, const int4* __restrict__ hulls,
             float* __restrict__ dk, float* __restrict__ dv, int tokens, int keys, int kv_heads, int groups, float inner,
             float factor, float scale, int split_tiles) {
-    const Share mine(keys, TILE_ROWS);
-    const int kv_head = mine.kv_head, group = kv_head / (kv_heads / groups);
+    const Share candidate(keys, TILE_ROWS);
+    const int kv_head = candidate.kv_head, group = kv_head / (kv_heads / groups);
     const Rows rows(tokens, kv_heads, kv_head);
     const Intervals intervals(begin, end, group, tokens);
-    const int first_key = mine.tile * TILE_ROWS, last_key = min(first_key + TILE_ROWS, keys);
+    const int first_key = candidate.tile * TILE_ROWS, last_key = min(first_key + TILE_ROWS, keys);
     const int all = (rows.count + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int row_warp = warp_index() / COLUMN_WARPS, column_warp = warp_index() % COLUMN_WARPS;
     const int share_index = part_index() * COLUMN_WARPS + column_warp;

@@ -10,9 +10,9 @@
 extern "C" __global__ void
 __launch_bounds__(32)
 hulls(const int* __restrict__ begin, const int* __restrict__ end, int4* __restrict__ hulls, int tokens) {
-    const Share mine(tokens * HEADS_PER_KV, TILE_COLUMNS);
-    const int first = mine.tile * TILE_COLUMNS, last = min(first + TILE_COLUMNS, tokens * HEADS_PER_KV);
-    const Intervals intervals(begin, end, mine.kv_head, tokens);
+    const Share share(tokens * HEADS_PER_KV, TILE_COLUMNS);
+    const int first = share.tile * TILE_COLUMNS, last = min(first + TILE_COLUMNS, tokens * HEADS_PER_KV);
+    const Intervals intervals(begin, end, share.kv_head, tokens);
     const Hull hull = hull_of(intervals, Rows::token(first), Rows::token(last - 1) + 1);
     if (lane_index() == 0)
         hulls[blockIdx.x] = make_int4(hull.lo, hull.hi, hull.full_from, hull.full_to);

@@ -1,9 +1,9 @@
 // Scores and the online softmax of a warp's 16 * M rows, in base 2.
 //
-// A raw score s is the dot product of q and k.  The exponential takes bent(s) * factor, with -DSCORE=
-//     0    bent(s) = s                  factor = scale * log2(e)        scale > 0
-//     1    bent(s) = s * inner          factor = log2(e)                inner = scale, of any sign
-//     2    bent(s) = tanh(s * inner)    factor = softcap * log2(e)      inner = scale / softcap
+// A raw score s is the dot product of q and k.  The exponential takes transformed(s) * factor, with -DSCORE=
+//     0    transformed(s) = s                  factor = scale * log2(e)        scale > 0
+//     1    transformed(s) = s * inner          factor = log2(e)                inner = scale, of any sign
+//     2    transformed(s) = tanh(s * inner)    factor = softcap * log2(e)      inner = scale / softcap
 // The product with the factor is free: it is part of the FMA before the exponential.
 
 #pragma once
@@ -11,7 +11,7 @@
 #include "merge.cuh"
 #include "warp.cuh"
 
-__device__ __forceinline__ float bend(float score, float inner) {
+__device__ __forceinline__ float transform(float score, float inner) {
     return SCORE == 0 ? score : SCORE == 1 ? score * inner : tanhf(score * inner);
 }
 

@@ -12,10 +12,10 @@
 #define LINE 64
 #define NAME 16
 
-int best_set(void);
-const char* instruction_set(int number);
-int64_t scratch_bytes(int number, const struct launch* of, enum operation operation);
-int32_t run(int number, const struct launch* of, enum operation operation);
+int mpiattn_best_set(void);
+const char* mpiattn_instruction_set(int number);
+int64_t mpiattn_scratch_bytes(int number, const struct launch* of, enum operation operation);
+int32_t mpiattn_run(int number, const struct launch* of, enum operation operation);
 
 static void read_all(void* to, size_t bytes) {
     if (fread(to, 1, bytes, stdin) != bytes)
@@ -30,9 +30,9 @@ static void* memory(int64_t bytes) {
 }
 
 int main(void) {
-    const int set = best_set();
+    const int set = mpiattn_best_set();
     char name[NAME] = {0};
-    strncpy(name, instruction_set(set), NAME - 1);
+    strncpy(name, mpiattn_instruction_set(set), NAME - 1);
     fwrite(name, 1, NAME, stdout);
     fflush(stdout);
     for (;;) {
@@ -56,9 +56,9 @@ int main(void) {
         if (!of.dv.data)
             of.dv.data = of.dk.data;  // shared keys and values: both gradients are added to one array
         of.poll = 0;
-        const int64_t needed = scratch_bytes(set, &of, operation);
+        const int64_t needed = mpiattn_scratch_bytes(set, &of, operation);
         of.scratch = memory(needed);
-        const int32_t stopped = run(set, &of, operation);
+        const int32_t stopped = mpiattn_run(set, &of, operation);
         fwrite(&needed, sizeof needed, 1, stdout);
         fwrite(&stopped, sizeof stopped, 1, stdout);
         for (int i = 0; i < POINTERS; i++) {

@@ -69,10 +69,10 @@ class Launch(ctypes.Structure):
 def _load():
     """The library; OSError if it cannot be loaded."""
     library = ctypes.CDLL(str(PATH))
-    library.instruction_set.restype = ctypes.c_char_p
-    library.scratch_bytes.restype = library.launch_bytes.restype = ctypes.c_int64
-    library.sources_digest.restype = ctypes.c_char_p
-    for function in (library.scratch_bytes, library.run):
+    library.mpiattn_instruction_set.restype = ctypes.c_char_p
+    library.mpiattn_scratch_bytes.restype = library.mpiattn_launch_bytes.restype = ctypes.c_int64
+    library.mpiattn_sources_digest.restype = ctypes.c_char_p
+    for function in (library.mpiattn_scratch_bytes, library.mpiattn_run):
         function.argtypes = [ctypes.c_int, ctypes.POINTER(Launch), ctypes.c_int]
     return library
 
@@ -81,8 +81,8 @@ def _load():
 def instruction_sets():
     """Whether the processor has each instruction set that kernels were compiled for: {name: bool}."""
     library, sets, number = _load(), {}, 0
-    while name := library.instruction_set(number):
-        sets[name.decode()] = bool(library.supported(number))
+    while name := library.mpiattn_instruction_set(number):
+        sets[name.decode()] = bool(library.mpiattn_supported(number))
         number += 1
     return sets
 
@@ -101,11 +101,11 @@ def missing():
             "its kernels were not compiled; install mpiattn where there is a C compiler, or, in a checkout, run "
             f"{BUILD}"
         )
-    if _load().sources_digest().decode() != _digest():
+    if _load().mpiattn_sources_digest().decode() != _digest():
         return f"its kernels were compiled from other sources than these; run {BUILD}"
-    if _load().launch_bytes() != ctypes.sizeof(Launch):
+    if _load().mpiattn_launch_bytes() != ctypes.sizeof(Launch):
         return (
-            f"its kernels take launches of {_load().launch_bytes()} bytes, and library.py makes them of "
+            f"its kernels take launches of {_load().mpiattn_launch_bytes()} bytes, and library.py makes them of "
             f"{ctypes.sizeof(Launch)}: give its Launch the fields of kernels/cpu/launch.h"
         )
     sets, wanted = instruction_sets(), os.environ.get(VARIABLE)
@@ -119,16 +119,16 @@ class Kernels:
 
     def __init__(self):
         self._library, names = _load(), list(instruction_sets())
-        self.name = os.environ.get(VARIABLE) or names[self._library.best_set()]
+        self.name = os.environ.get(VARIABLE) or names[self._library.mpiattn_best_set()]
         self.version = f"{self.name} {_digest()[:12]}"
         self._number = names.index(self.name)
-        self.scatter = self._library.scatter  # of kernels/cpu/scatter.c
+        self.scatter = self._library.mpiattn_scatter  # of kernels/cpu/scatter.c
         self.scatter.argtypes, self.scatter.restype = SCATTER, None
 
     def scratch_bytes(self, launch, operation):
         """Bytes of scratch memory that a launch needs."""
-        return self._library.scratch_bytes(self._number, launch, OPERATIONS[operation])
+        return self._library.mpiattn_scratch_bytes(self._number, launch, OPERATIONS[operation])
 
     def run(self, launch, operation):
         """Run a launch; returns whether its `poll` stopped it."""
-        return bool(self._library.run(self._number, launch, OPERATIONS[operation]))
+        return bool(self._library.mpiattn_run(self._number, launch, OPERATIONS[operation]))

@@ -192,9 +192,9 @@ class NumpyBackend:
                 _unpack(array, packed, per_kv)
             return
         with np.errstate(all="ignore"):  # NaN from inf - inf and the like is a valid result here
-            for panel, work, look in self._panels(block, out.shape[2], out.dtype, meanwhile):
-                for rows, head in work:
-                    tiles.forward(self._work, rows, head, block, (out, lse), panel, look)
+            for panel, row_tiles_of_heads, report in self._panels(block, out.shape[2], out.dtype, meanwhile):
+                for rows, head in row_tiles_of_heads:
+                    tiles.forward(self._work, rows, head, block, (out, lse), panel, report)
 
     def _packed(self, block, per_kv):
         """The block with so many query heads of a KV head packed into one."""
@@ -209,9 +209,9 @@ class NumpyBackend:
                 *(array.reshape(*split, *array.shape[1:]) for array in (block.q, block.begin, block.end, out, lse))
             )
             for number, (table, (q, begin, end, *partial)) in enumerate(zip(tables, of_rows)):
-                look = meanwhile and functools.partial(meanwhile, number / len(tables))
+                report = meanwhile and functools.partial(meanwhile, number / len(tables))
                 of_sequence = block._replace(q=q, begin=begin, end=end, pages=table)
-                paged.attend(self._work, of_sequence, *partial, look)
+                paged.attend(self._work, of_sequence, *partial, report)
 
     def unnormalize(self, out, lse, top):
         with np.errstate(all="ignore"):
@@ -241,34 +241,34 @@ class NumpyBackend:
             return
         with np.errstate(all="ignore"):
             (dq, dk, dv), value_dim = grads, given.dout.shape[2]
-            for panel, work, look in self._panels(block, value_dim, dq.dtype, meanwhile):
+            for panel, row_tiles_of_heads, report in self._panels(block, value_dim, dq.dtype, meanwhile):
                 keys = slice(panel.first, panel.first + len(panel.keys)), panel.kv_head
                 dk_panel = self._panel("dk", dk[keys], dq.dtype)
                 dv_panel = dk_panel[:, :value_dim] if dv is None else self._panel("dv", dv[keys], dq.dtype)
                 sums = Gradients(dq, dk_panel, dv_panel)
-                for rows, head in work:
-                    tiles.backward(self._work, rows, head, block, given, sums, panel, look)
+                for rows, head in row_tiles_of_heads:
+                    tiles.backward(self._work, rows, head, block, given, sums, panel, report)
                 dk[keys] = dk_panel
                 if dv is not None:
                     dv[keys] = dv_panel
 
     def _panels(self, block, value_dim, dtype, meanwhile):
-        """Yield (panel, work, callback) for every panel of a KV head that some row sees.
+        """Yield (panel, row_tiles_of_heads, report) for every panel of a KV head that some row sees.
 
-        work: [(row tile, query head)] of those rows.
-        callback: to call before each score tile, or None.
+        row_tiles_of_heads: [(row tile, query head)] of those rows.
+        report: to call before each score tile, or None.
         """
         q, k, v, begin, end = block[:5]
         per_kv, per_group = q.shape[1] // k.shape[1], q.shape[1] // len(begin)
         all_rows = [(g, rows) for g in range(len(begin)) for rows in row_tiles(begin[g], end[g])]
-        look = meanwhile and _counted(meanwhile, all_rows, len(k), per_group)
+        report = meanwhile and _counted(meanwhile, all_rows, len(k), per_group)
         for first, last, seen in _seen(all_rows, len(k)):
             for kv_head in range(k.shape[1]):
                 keys = self._panel("k", k[first:last, kv_head], dtype)
                 values = keys[:, :value_dim] if v is None else self._panel("v", v[first:last, kv_head], dtype)
                 panel = Panel(first, kv_head, keys, values)
                 heads = range(kv_head * per_kv, (kv_head + 1) * per_kv)
-                yield panel, [(rows, head) for head in heads for g, rows in seen if head // per_group == g], look
+                yield panel, [(rows, head) for head in heads for g, rows in seen if head // per_group == g], report
 
     def _panel(self, name, source, dtype):
         """Keys of one head as a contiguous work array of `dtype`, the accumulation dtype."""

@@ -165,10 +165,10 @@ def backward(work, rows, head, block, given, grads, panel, meanwhile=None):
         stop = min(start + COLUMNS, hi)
         local = slice(start - panel.first, stop - panel.first)
         weight, hidden = _scores(work, rows, query, panel, start, stop, softcap)
-        bend = None
+        slope = None
         if softcap is not None:
-            bend = np.multiply(weight, weight, out=work("bend", weight.shape, dtype))
-            np.subtract(1, bend, out=bend)
+            slope = np.multiply(weight, weight, out=work("slope", weight.shape, dtype))
+            np.subtract(1, slope, out=slope)
             weight *= softcap
         np.subtract(weight, base, out=weight)
         np.exp(weight, out=weight)
@@ -176,8 +176,8 @@ def backward(work, rows, head, block, given, grads, panel, meanwhile=None):
         np.matmul(grad, panel.values[local].T, out=dweight)
         dweight -= minus
         dweight *= weight
-        if bend is not None:
-            dweight *= bend
+        if slope is not None:
+            dweight *= slope
         if hidden is not None:
             np.copyto(weight, 0, where=hidden)
             np.copyto(dweight, 0, where=hidden)
