@@ -30,7 +30,7 @@ def blocking(peers, call, look=LOOK):
         ended.set()
 
     threading.Thread(target=work, name="mpiattn: a blocking call", daemon=True).start()
-    peers.until(lambda: ended.wait(look), kept=outcome)
+    peers.until(lambda: ended.wait(look), buffers=outcome)
     result, error = outcome[0]
     if error is not None:
         raise error

@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 class Call:
     """A collective call of a plan or cache, the context in which it runs.
 
-    name: in words, the same on all ranks that make the same call.  peers: the ranks.  kept: objects besides the plan or
-    cache that hold buffers of the call's transfers.
+    name: in words, the same on all ranks that make the same call.
+    peers: the ranks.
+    buffers: objects besides the plan or cache that hold buffers of the call's transfers.
     begun: called when no other call is running any more.
     """
 
     def __init__(self, owner: Collective, method: str, begun: Callable[[], object]) -> None:
         self._owner, self._home, self._begun = owner, owner._check_open(), begun
         self.name, self.peers = f"call {owner._calls + 1} of {owner._name}, {method}", owner._peers
-        self.kept: list[object] = []
+        self.buffers: list[object] = []
 
     def __enter__(self) -> Call:
         try:
@@ -52,7 +53,7 @@ class Call:
     ) -> None:
         if error is None:
             self._owner._calls += 1
-        self._home.end(self.name, error, lambda: (vars(self._owner).copy(), self.kept))
+        self._home.end(self.name, error, lambda: (vars(self._owner).copy(), self.buffers))
 
     def agreement(self, check: bool = True) -> AbstractContextManager[dict[str, Any]]:
         """As `mpiattn.comm.agreement.agreement`, which also compares the call; without check only run the body."""

@@ -273,13 +273,13 @@ class Exchange:
         """
         start = time.perf_counter()
 
-        def tell():
+        def waiting_for():
             return f"{where} to {self._missing(posted)}".lstrip()
 
         if self._unfinished():
-            self.peers.until(partial(self.complete, posted), tell, posted)
+            self.peers.until(partial(self.complete, posted), waiting_for, posted)
         else:
-            self.peers.wait([transfer.request for transfer in posted], tell)
+            self.peers.wait([transfer.request for transfer in posted], waiting_for)
         self.wait_seconds += time.perf_counter() - start
 
     def finish(self, request, verb, nbytes, where):

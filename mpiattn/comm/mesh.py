@@ -109,10 +109,10 @@ def nodes_of(peers):
 class _Turn:
     """The context of `Home.call`; a class, since every call passes here: generators take longer."""
 
-    __slots__ = ("call", "home", "kept")
+    __slots__ = ("buffers", "call", "home")
 
-    def __init__(self, home, call, kept):
-        self.home, self.call, self.kept = home, call, kept
+    def __init__(self, home, call, buffers):
+        self.home, self.call, self.buffers = home, call, buffers
 
     def __enter__(self):
         try:
@@ -122,7 +122,7 @@ class _Turn:
             raise
 
     def __exit__(self, kind, error, trace):
-        self.home.end(self.call, error, self.kept)
+        self.home.end(self.call, error, self.buffers)
 
 
 class Home:
@@ -135,7 +135,7 @@ class Home:
     """
 
     def __init__(self, comm, timeout):
-        self.owner, self.abandoned, self._kept = comm, "", []
+        self.owner, self.abandoned, self._in_use = comm, "", []
         self.meshes, self.plans, self.known = {}, {}, Known()  # before what may fail: `abandon` takes them
         first = Channel(comm, tag=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - FROM_LAST)
         self.comm, request = comm.Idup()
@@ -197,13 +197,13 @@ class Home:
         order = sorted(range(len(self.nodes)), key=lambda rank: (self.nodes[rank], rank))
         return None if order == list(range(len(order))) else tuple(order)
 
-    def call(self, name, kept=list):
+    def call(self, name, buffers=list):
         """A context: run a collective call.  If it fails on this rank only, tell the others and abandon the home.
 
-        name: in words.  kept: called on failure; returns the objects with the buffers that MPI may still use.
+        name: in words.  buffers: called on failure; returns the objects with the buffers that MPI may still use.
         Raises MpiattnError, on this rank only, inside another call or beside it in another thread.
         """
-        return _Turn(self, name, kept)
+        return _Turn(self, name, buffers)
 
     def begin(self, call, holder):
         """Allow only one collective call at a time on a communicator: messages of two calls could match each other.
@@ -229,23 +229,23 @@ class Home:
             channels.end(call)
             self._holder = None
 
-    def end(self, call, error, kept):
-        """The end of a call that has begun.  error: the exception that ends it, or None.  kept: as for `call`."""
+    def end(self, call, error, buffers):
+        """The end of a call that has begun.  error: the exception that ends it, or None.  buffers: as for `call`."""
         try:
             if error is not None and self.comm.size > 1 and not is_everywhere(error, self.comm):
-                self._fail(error, kept())
+                self._fail(error, buffers())
         finally:
             channels.end(call)
             self._holder = None
 
-    def _fail(self, error, kept):
+    def _fail(self, error, buffers):
         where = ", ".join(filter(None, [self._running, getattr(error, "where", "")]))
         self.channel.alarm(f"{self.channel.name(self.comm.rank)} {happened(error, where)}")
-        self.abandon(kept, in_words(error))
+        self.abandon(buffers, in_words(error))
 
-    def abandon(self, kept, why=""):
+    def abandon(self, buffers, why=""):
         """Never use this home again; the next `enter` on the caller's communicator makes a new one."""
-        self._kept.append(kept)
+        self._in_use.append(buffers)
         if self.abandoned:
             return
         self.abandoned = why or self.channel.failure or "a rank did not come"

@@ -71,9 +71,9 @@ def hold(request: MPI.Request, *buffers: object) -> HeldRequest:
     return held
 
 
-def keep_forever(kept: object) -> None:
+def keep_forever(buffers: object) -> None:
     """Never free an object: MPI may write to its buffers even in MPI_Finalize, which comes after the end of Python."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffers))
 
 
 class keeping:
@@ -82,22 +82,22 @@ class keeping:
     A signal's handler, Ctrl-C's above all, may raise as soon as an MPI call returns: before its request has a name.
     """
 
-    __slots__ = ("kept",)
+    __slots__ = ("buffers",)
 
-    def __init__(self, *kept: object) -> None:
-        self.kept = kept
+    def __init__(self, *buffers: object) -> None:
+        self.buffers = buffers
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            keep_forever(self.kept)
+            keep_forever(self.buffers)
 
 
-def _awaited(tell: Callable[[], str] | None) -> str:
+def _awaited(waiting_for: Callable[[], str] | None) -> str:
     """What a rank waits for, in words."""
-    return tell() if tell else "for the other ranks"
+    return waiting_for() if waiting_for else "for the other ranks"
 
 
 class Peers:
@@ -121,18 +121,21 @@ class Peers:
         self.comm, self.timeout, self.lost, self.idle, self.channel = comm, timeout, lost, idle, channel
         self.rank, self.size = comm.rank, comm.size
 
-    def wait(self, requests: Sequence[MPI.Request], tell: Callable[[], str] | None = None) -> None:
+    def wait(self, requests: Sequence[MPI.Request], waiting_for: Callable[[], str] | None = None) -> None:
         """Complete requests, polling MPI so that they make progress.
 
-        tell: called at the time limit; returns what this rank was waiting for, for the message.
+        waiting_for: called at the time limit; returns what this rank was waiting for, for the message.
         """
         done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
-        self.until(done, tell, requests)
+        self.until(done, waiting_for, requests)
 
-    def until(self, done: Callable[[], bool], tell: Callable[[], str] | None = None, kept: object = None) -> None:
+    def until(
+        self, done: Callable[[], bool], waiting_for: Callable[[], str] | None = None, buffers: object = None
+    ) -> None:
         """Call `done`, which polls MPI, until it returns true.
 
-        tell: as for `wait`.  kept: the objects that MPI may still use if the time limit or an exception ends the wait.
+        waiting_for: as for `wait`.
+        buffers: objects that MPI may still use if the time limit or an exception ends the wait.
         """
         try:
             if done():
@@ -143,48 +146,48 @@ class Peers:
                 now = time.monotonic()
                 waited, last = waited + min(now - last, SUSPENDED), now
                 if now > listening:
-                    self._listen(kept)
+                    self._listen(buffers)
                     listening = now + channels.LISTEN
                 if waited > self.timeout:
-                    return self._give_up(done, tell, kept)
+                    return self._give_up(done, waiting_for, buffers)
                 self.idle()
         except MPI.Exception as error:  # a rank has ended, or the link to it is lost
-            self._lost_message(error, tell, kept)
+            self._lost_message(error, waiting_for, buffers)
         except BaseException:  # an interrupt, a GPU that has failed
-            keep_forever(kept)
+            keep_forever(buffers)
             raise
 
-    def _listen(self, kept: object) -> None:
+    def _listen(self, buffers: object) -> None:
         channels.listen()
         if self.channel and self.channel.failure:
-            self.lost(kept)
+            self.lost(buffers)
             failure = PeerFailure(self.channel.failure)
             failure.relayed = True
             raise failure
 
-    def _lost_message(self, error: MPI.Exception, tell: Callable[[], str] | None, kept: object) -> NoReturn:
+    def _lost_message(self, error: MPI.Exception, waiting_for: Callable[[], str] | None, buffers: object) -> NoReturn:
         """Raise PeerFailure, here and on the other ranks: MPI reports an error of what this rank waits for."""
         state = ""
         if self.channel:
             with suppress(MPI.Exception):
                 state = self.channel.roll_call(lambda: False)
-        self._listen(kept)  # another rank may know more
-        self._fail(f"{_awaited(tell)}, {lost(error)}", state, kept, error)
+        self._listen(buffers)  # another rank may know more
+        self._fail(f"{_awaited(waiting_for)}, {lost(error)}", state, buffers, error)
 
-    def _give_up(self, done: Callable[[], bool], tell: Callable[[], str] | None, kept: object) -> None:
+    def _give_up(self, done: Callable[[], bool], waiting_for: Callable[[], str] | None, buffers: object) -> None:
         """At the time limit: raise PeerFailure, here and on the other ranks, unless the wait just ends."""
         state = self.channel.roll_call(done) if self.channel else ""
         if done():
             return
-        self._listen(kept)  # another rank may have given up first
-        self._fail(f"{self.timeout:g} s {_awaited(tell)}", state, kept)
+        self._listen(buffers)  # another rank may have given up first
+        self._fail(f"{self.timeout:g} s {_awaited(waiting_for)}", state, buffers)
 
-    def _fail(self, waited: str, state: str, kept: object, cause: Exception | None = None) -> NoReturn:
+    def _fail(self, waited: str, state: str, buffers: object, cause: Exception | None = None) -> NoReturn:
         """Raise PeerFailure, here and on the other ranks.  waited: for what, and how long; state: of the others."""
         failure = (
             f"rank {self.rank} of {self.size} on {socket.gethostname()} has waited {waited}{state and '; '}{state}"
         )
-        self.lost(kept)
+        self.lost(buffers)
         if self.channel:
             self.channel.alarm(failure)
         raise PeerFailure(failure) from cause

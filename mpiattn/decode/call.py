@@ -81,7 +81,7 @@ class Call:
         check=True,
     ):
         self.cache, self.backend, self.given = cache, cache.combiner.backend, q
-        turn.kept.append(self)
+        turn.buffers.append(self)
         self.buffers = ()  # more arrays of the call's transfers, which stay alive if it fails
         with turn.agreement(check) as same:
             self.sequences = sequence_numbers(sequences, cache.sequences)
