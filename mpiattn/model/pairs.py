@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from ..problem.closed_form import Ranges, block_pairs
-from ..problem.mask import PackedMask
 
 PIECE = 2**18  # queries counted at a time
 SAMPLED = 2**20  # queries looked at with documents
@@ -30,7 +29,7 @@ def _by_query(mask, q_layout, k_layout):
     Of more than SAMPLED queries with documents they are estimated from so many, one of each of as many equal parts of
     the sequence.
     """
-    apart = max(1, -(-mask.seqlen // SAMPLED)) if isinstance(mask, PackedMask) else 1
+    apart = max(1, -(-mask.seqlen // SAMPLED)) if mask.cuts else 1
     looked_at = -(-mask.seqlen // apart)
     total = np.zeros((q_layout.chunks, k_layout.chunks), np.int64)
     for start in range(0, looked_at, PIECE):
@@ -75,7 +74,7 @@ class Pairs:
     def __init__(self, mask, q_layout, k_layout):
         self.mask, self.layouts, self.ranges = mask, (q_layout, k_layout), (_ranges(q_layout), _ranges(k_layout))
         steps = {ranges.step for of_side in self.ranges for ranges in of_side}
-        self.packed = isinstance(mask, PackedMask)
+        self.packed = mask.cuts is not None
         self.closed = len(steps) == 1 and mask.closed_form  # without a look at queries
         self.few = q_layout.chunks * k_layout.chunks <= FEW
 

@@ -1,6 +1,7 @@
 """The attended (query, key) pairs of ranges of queries and of keys in closed form, whatever their lengths.
 
-The masks are those without documents and `causal_block`; the ranges have the same step.
+Sequences of millions of tokens on thousands of ranks are too long to ask the mask about every query.  `Mask.rule` is
+written down here again for masks with values in KNOWN alone; the ranges have the same step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     IntArray = NDArray[np.integer]
     At = tuple[IntArray, IntArray]
+
+KNOWN = ("seqlen", "seqlen_k", "causal", "window", "prefix")  # fields of `Mask`
 
 
 def _below(m: IntArray, length: IntArray) -> IntArray:
