@@ -1,7 +1,7 @@
 """The attended (query, key) pairs of every chunk of queries and chunk of keys.  No MPI.
 
 They are counted in closed form, independent of the sequence length, if the layouts of queries and keys have the same
-step.  Otherwise, and with `causal_block` or documents, they are counted query by query.
+step and the mask a closed form.  Otherwise they are counted query by query.
 """
 
 from functools import cached_property
@@ -33,11 +33,14 @@ def _by_query(mask, q_layout, k_layout):
     looked_at = -(-mask.seqlen // apart)
     total = np.zeros((q_layout.chunks, k_layout.chunks), np.int64)
     for start in range(0, looked_at, PIECE):
-        part = np.arange(start, min(start + PIECE, looked_at))
-        queries = np.minimum(part * apart + (part * GOLDEN % 1 * apart).astype(np.int64), mask.seqlen - 1)
+        queries = np.arange(start, min(start + PIECE, looked_at))
+        if apart > 1:
+            queries = np.minimum(queries * apart + (queries * GOLDEN % 1 * apart).astype(np.int64), mask.seqlen - 1)
         (lo,), (hi,) = mask.key_interval(queries)
         some = lo < hi
-        total += _in_chunks(q_layout.owner(queries[some]), lo[some], hi[some], q_layout.chunks, k_layout)
+        if not some.all():
+            queries, lo, hi = queries[some], lo[some], hi[some]
+        total += _in_chunks(q_layout.owner(queries), lo, hi, q_layout.chunks, k_layout)
     return total if apart == 1 else np.rint(total * (mask.seqlen / looked_at)).astype(np.int64)
 
 

@@ -29,8 +29,8 @@ prefix, and may be causal or not.  Tokens in no document are padding and see not
 of these masks allow, and any combination leaves one interval of keys.
 
 What a query sees stands in `Mask.rule` alone.  Everything else asks the rule about some queries: of long sequences only
-about a few, because both ends of the interval move on from query to query.  Pairs have a closed form too
-(`problem.closed_form`), which is left aside for a mask that it does not know.
+about a few, because both ends of the interval move on from query to query.  `problem.closed_form` is quicker at that
+for some masks, and left aside for a mask that it does not know.
 
 Positions inside a chunk increase under every layout.  The interval is therefore one interval [begin, end) of the
 chunk's local columns.  Kernels take only these two integers per row; they know neither masks nor layouts.  The more
@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .closed_form import KNOWN, Ranges, block_pairs
+from .closed_form import KNOWN, Ranges, block_pairs, seeing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,7 +103,9 @@ class Queries:
     @cached_property
     def diagonal(self) -> IntArray:
         """The key on the diagonal of each query, which may lie outside its document: int64 (queries,)."""
-        return self.each(self.group.k_cuts[1:] - self.group.q_cuts[1:]) + self._positions
+        diagonal = self.each(self.group.k_cuts[1:] - self.group.q_cuts[1:])
+        diagonal += self._positions
+        return diagonal
 
 
 def _sample(start: int, stop: int) -> IntArray:
@@ -174,7 +176,7 @@ class Mask:
 
     @property
     def closed_form(self) -> bool:
-        """Whether `problem.closed_form` counts the pairs: it knows the rule and every field that has a value."""
+        """Whether `problem.closed_form` holds: it knows the rule and every field that has a value."""
         return type(self).rule is Mask.rule and all(
             field.name in KNOWN or getattr(self, field.name) == field.default for field in fields(self)
         )
@@ -209,16 +211,18 @@ class Mask:
 
     @cached_property
     def opens_ahead(self) -> bool:
-        """Whether keys are hidden, but all along the sequence some after the diagonal are seen: in a window, not a block.
+        """Whether keys are hidden, but all along the sequence some after the diagonal are seen: by a window.
 
-        The last key that a query sees, taken as a query, then sees further than it.
+        The last key that a query sees, taken as a query, then sees further.  That of a block or a prefix does not.
         """
         shift = self.seqlen_k - self.seqlen
+        if self.full:
+            return False
         queries = _sample(max(-shift, 0), self.seqlen - 1)  # the last query's diagonal is the last key
         _, (end,) = self.key_interval(queries)
         inner = end[end < self.seqlen_k]
         further = self.key_interval(inner - 1 - shift)[1] > inner
-        return len(queries) > 0 and bool(further.all()) and not self.full
+        return len(queries) > 0 and bool(further.all())
 
     def key_interval(
         self, positions: IntArray, documents: Sequence[Group] | None = None, place: Place | None = None
@@ -291,7 +295,8 @@ class Mask:
             np.maximum(lo, place(begin), out=lo)
         if end is not None:
             np.minimum(hi, place(end), out=hi)
-        np.maximum(lo, hi, out=hi)
+        if begin is not None or end is not None:
+            np.maximum(lo, hi, out=hi)
 
     def seeing(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
         """The first query whose keys end after each start, and the first whose keys begin at each stop or after it.
@@ -299,27 +304,17 @@ class Mask:
         starts, stops: of ranges of keys.
         Returns two int64 arrays of their shape.  Where no query does: the end of the queries that are not padding.
         """
-        keys = np.stack([starts + 1, stops])
-
-        def reach(queries: IntArray) -> IntArray:
-            """Where the keys of queries[:, 0] end, and those of queries[:, 1] begin, of the shape of queries."""
-            begin, end = self.seen_by(queries)
-            return np.stack([end[:, 0], begin[:, 1]], axis=1)
-
-        last = self.unpadded.stop - 1
-        low, high = np.zeros_like(keys), np.full_like(keys, last + 1)
-        if last < 0:
-            return low[0], low[1]
-        # mostly the ends of a query's keys move on as it does: then a query is as far from the one sought as they are
-        near = (keys - (self.seqlen_k - self.seqlen)).clip(0, last)
-        near = (near + keys - reach(near[None])[0]).clip(0, last)
-        looked_at = np.stack([(near - 1).clip(0), near, np.full_like(near, last)])
+        if self.closed_form:
+            return seeing(self, starts, stops)
+        keys, end = np.stack([starts + 1, stops]), self.unpadded.stop
+        low, high = np.zeros_like(keys), np.full_like(keys, end)
         parts = np.arange(PARTS).reshape(-1, *[1] * keys.ndim)
         while (low < high).any():
-            reached = (reach(looked_at.clip(0, last)) >= keys) | (low >= high)
-            low = np.where(reached, low, looked_at + 1).max(axis=0)
-            high = np.where(reached, looked_at, high).min(axis=0)
-            looked_at = low + (high - low) * parts // PARTS  # the same looks at many queries as at one
+            queries = low + (high - low) * parts // PARTS  # the same looks at many queries as at one
+            lo, hi = self.seen_by(np.minimum(queries, end - 1))
+            reached = (np.stack([hi[:, 0], lo[:, 1]], axis=1) >= keys) | (low >= high)
+            low = np.where(reached, low, queries + 1).max(axis=0)
+            high = np.where(reached, queries, high).min(axis=0)
         return low[0], low[1]
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:

@@ -130,7 +130,11 @@ def halo(problem, ranks, direction="forward"):
     cuts = np.array([even_part(tokens, ranks, rank).start for rank in range(ranks)] + [tokens])
     first, end, piece = problem.mask.reach(cuts)
     seen = (cuts[piece] - first).clip(0).sum() + (end - cuts[piece + 1]).clip(0).sum()
-    return int(seen) / ranks * sum(nbytes for kind, nbytes in token_bytes(problem, direction).items() if kind in IN_COLUMNS)
+    return (
+        int(seen)
+        / ranks
+        * sum(nbytes for kind, nbytes in token_bytes(problem, direction).items() if kind in IN_COLUMNS)
+    )
 
 
 def ulysses(problem, ranks, direction="forward"):
