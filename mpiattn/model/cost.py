@@ -54,6 +54,5 @@ def build(kind, tile, route, problem, machine=DEFAULT, direction="forward", node
     if kind == "collective":
         return collective(tile, route, direction)
     costs = transfer_costs(problem, tile, machine, direction, nodes)
-    window_ahead = not problem.causal and problem.window != (None, None) and problem.window[1] != 0
-    schedule = greedy(tile, costs, route, direction, ahead if overlap else 0, window_ahead)
+    schedule = greedy(tile, costs, route, direction, ahead if overlap else 0, problem.mask.opens_ahead)
     return schedule if overlap else apart(schedule)

@@ -1,7 +1,7 @@
 """The attended (query, key) pairs of every chunk of queries and chunk of keys.  No MPI.
 
 They are counted in closed form, independent of the sequence length, if the layouts of queries and keys have the same
-step.  Otherwise, and with `causal_block` or documents, they are counted query by query.
+step and the mask a closed form.  Otherwise they are counted query by query.
 """
 
 from functools import cached_property
@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from ..problem.closed_form import Ranges, block_pairs
-from ..problem.mask import PackedMask
 
 PIECE = 2**18  # queries counted at a time
 SAMPLED = 2**20  # queries looked at with documents
@@ -30,15 +29,18 @@ def _by_query(mask, q_layout, k_layout):
     Of more than SAMPLED queries with documents they are estimated from so many, one of each of as many equal parts of
     the sequence.
     """
-    apart = max(1, -(-mask.seqlen // SAMPLED)) if isinstance(mask, PackedMask) else 1
+    apart = max(1, -(-mask.seqlen // SAMPLED)) if mask.cuts else 1
     looked_at = -(-mask.seqlen // apart)
     total = np.zeros((q_layout.chunks, k_layout.chunks), np.int64)
     for start in range(0, looked_at, PIECE):
-        part = np.arange(start, min(start + PIECE, looked_at))
-        queries = np.minimum(part * apart + (part * GOLDEN % 1 * apart).astype(np.int64), mask.seqlen - 1)
+        queries = np.arange(start, min(start + PIECE, looked_at))
+        if apart > 1:
+            queries = np.minimum(queries * apart + (queries * GOLDEN % 1 * apart).astype(np.int64), mask.seqlen - 1)
         (lo,), (hi,) = mask.key_interval(queries)
         some = lo < hi
-        total += _in_chunks(q_layout.owner(queries[some]), lo[some], hi[some], q_layout.chunks, k_layout)
+        if not some.all():
+            queries, lo, hi = queries[some], lo[some], hi[some]
+        total += _in_chunks(q_layout.owner(queries), lo, hi, q_layout.chunks, k_layout)
     return total if apart == 1 else np.rint(total * (mask.seqlen / looked_at)).astype(np.int64)
 
 
@@ -75,7 +77,7 @@ class Pairs:
     def __init__(self, mask, q_layout, k_layout):
         self.mask, self.layouts, self.ranges = mask, (q_layout, k_layout), (_ranges(q_layout), _ranges(k_layout))
         steps = {ranges.step for of_side in self.ranges for ranges in of_side}
-        self.packed = isinstance(mask, PackedMask)
+        self.packed = mask.cuts is not None
         self.closed = len(steps) == 1 and mask.closed_form  # without a look at queries
         self.few = q_layout.chunks * k_layout.chunks <= FEW
 

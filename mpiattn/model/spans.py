@@ -8,28 +8,12 @@ import numpy as np
 
 NONE = np.iinfo(np.int64).max  # the start of no tokens; their stop is 0
 PIECE = 2**16  # numbers looked at at a time
-PARTS = 8  # in which a search cuts what is left
 
 
 def _runs(layout):
     """Start and stop in the sequence, and number of the chunk's tokens before, of every run: int64 (runs, chunks)."""
     starts, lengths, _ = layout.all_ranges()
     return starts, starts + lengths, np.cumsum(lengths, axis=0) - lengths
-
-
-def _first(count, reached):
-    """The first of `count` queries for which `reached` holds, as it does for all after it; `count` if there is none.
-
-    reached(positions) -> bool; both are arrays, and the result has their shape.
-    """
-    low, high = np.zeros_like(count), count.copy()
-    parts = np.arange(PARTS).reshape(-1, *[1] * count.ndim)
-    while (low < high).any():
-        positions = low + (high - low) * parts // PARTS  # the same looks at many numbers as at one
-        stop = reached(np.minimum(positions, count - 1)) | (low >= high)
-        low = np.where(stop, low, positions + 1).max(axis=0)
-        high = np.where(stop, positions, high).min(axis=0)
-    return low
 
 
 class Spans:
@@ -39,29 +23,14 @@ class Spans:
     """
 
     def __init__(self, mask, q_layout, k_layout):
-        self.nested = mask.nested
         self.runs = _runs(q_layout), _runs(k_layout)
         (q_start, q_stop, _), (k_start, k_stop, _) = self.runs
         tokens = mask.unpadded
         q_start, q_stop = (ends.clip(tokens.start, tokens.stop) for ends in (q_start, q_stop))
-
-        def seen(positions):
-            """The keys that queries see, of those at some positions: first and end, in one array."""
-            order = np.argsort(positions, axis=None)
-            values = np.empty((2, positions.size), np.int64)
-            values[:, order] = np.concatenate(mask.key_interval(positions.ravel()[order]))
-            return values.reshape(2, *positions.shape)
-
         some_q, some_k = q_start < q_stop, k_start < k_stop
-        last = max(mask.seqlen - 1, 0)
-        lo, hi = seen(np.stack([q_start, q_stop - 1]).clip(0, last))[[0, 1], [0, 1]]
-
-        def reached(positions):  # a key of a run, at positions[:, 0], and its end, at positions[:, 1]
-            first, end = seen(positions)
-            return np.stack([end[:, 0] > k_start, first[:, 1] >= k_stop], axis=1)
-
-        seeing = mask.seeing(k_start, k_stop)
-        first, after = _first(np.full((2, *k_start.shape), tokens.stop), reached) if seeing is None else seeing
+        (lo, lo_of_last), (_, hi) = mask.seen_by(np.stack([q_start, q_stop - 1]).clip(0, max(mask.seqlen - 1, 0)))
+        self.nested = not lo_of_last[some_q].any()  # whether each query sees all that those before it see
+        first, after = mask.seeing(k_start, k_stop)
         self.intervals = (
             (np.where(some_k, first, NONE), np.where(some_k, after, 0)),
             (np.where(some_q, lo, NONE), np.where(some_q, hi, 0)),

@@ -17,14 +17,6 @@ from .spans import NONE, Spans
 PACKING = 0.5  # share of a machine's edge that packing rows takes; the rest is tiles that a mask cuts
 
 
-def widest(mask, k_layout):
-    """The most keys of a chunk that a query sees; None if all, or if the mask does not say."""
-    left, right = mask.window[0], (mask.causal_block or 1) - 1 if mask.causal else mask.window[1]
-    if left is None or right is None:
-        return None
-    return -(-(left + right + 1) // max(tokens.step for tokens in k_layout.ranges(0)))
-
-
 def _all_see(mask, q_layout, k_layout):
     """Whether the last query of every chunk surely sees a key of every chunk: in stripes, as many in a row."""
     if k_layout.kind != "striped":
@@ -38,14 +30,15 @@ def _all_see(mask, q_layout, k_layout):
 class Work:
     """What a mask asks of two layouts, on any mesh.
 
-    pairs: those of `Pairs`, of all chunks.  seen: the result of `widest`; with documents, the mean number of
-        keys that a query sees of all chunks.
+    pairs: those of `Pairs`, of all chunks.  seen: the most keys of a chunk that a query sees; with documents, the
+        mean number of keys that a query sees of all chunks.
     lengths: tokens of every chunk of queries, and of keys.
     ordered: whether the keys of consecutive chunks follow one another.
     """
 
     def __init__(self, mask, q_layout, k_layout):
-        self.counts, self.seen = Pairs(mask, q_layout, k_layout), widest(mask, k_layout)
+        self.counts = Pairs(mask, q_layout, k_layout)
+        self.seen = -(-mask.widest // max(tokens.step for tokens in k_layout.ranges(0)))
         if self.counts.packed:
             self.seen = self.pairs.sum() / max(len(mask.unpadded), 1)
         self.lengths = np.array(q_layout.lengths), np.array(k_layout.lengths)
@@ -122,7 +115,7 @@ def edges(pairs, queries, keys, seen):
     queries do is an estimate: where a mask cuts a block, the average query sees half of what it might.
     seen: as of `Work`.
     """
-    rows = np.minimum(2 * pairs / np.maximum(keys if seen is None else np.minimum(keys, seen), 1), queries)
+    rows = np.minimum(2 * pairs / np.maximum(np.minimum(keys, seen), 1), queries)
     return np.where(pairs < queries * keys, rows, PACKING * rows)
 
 

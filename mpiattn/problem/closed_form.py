@@ -1,6 +1,7 @@
-"""The attended (query, key) pairs of ranges of queries and of keys in closed form, whatever their lengths.
+"""Pairs of ranges of queries and of keys, and the queries that see some keys, in closed form, whatever their lengths.
 
-The masks are those without documents and `causal_block`; the ranges have the same step.
+Here `Mask.rule` is written down again, because plans are made in milliseconds: of millions of tokens on thousands of
+ranks.  It holds for masks with values in KNOWN alone, and a test compares it with what the rule says of every query.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     IntArray = NDArray[np.integer]
     At = tuple[IntArray, IntArray]
+
+KNOWN = ("seqlen", "seqlen_k", "causal", "window", "prefix")  # fields of `Mask`
 
 
 def _below(m: IntArray, length: IntArray) -> IntArray:
@@ -73,10 +76,24 @@ def _seen_to_the_right(mask: Any, queries: Ranges, keys: Ranges, at: At) -> IntA
     return total
 
 
+def seeing(mask: Any, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+    """As `Mask.seeing`."""
+    diagonal, (left, right) = mask.seqlen_k - mask.seqlen, mask.window
+    first, end = np.zeros_like(starts), np.full_like(stops, mask.seqlen)
+    if mask.causal:
+        first = np.where(starts < mask.prefix, 0, starts - diagonal)
+    if right is not None:
+        first = np.maximum(first, starts - right - diagonal)
+    if left is not None:
+        end = stops + left - diagonal
+    return first.clip(0, mask.seqlen), end.clip(0, mask.seqlen)
+
+
 def block_pairs(mask: Any, queries: Sequence[Ranges], keys: Sequence[Ranges], at: At) -> IntArray:
     """Number of attended (query, key) pairs of chunks of queries and of keys: int64, of the shape that both have.
 
-    mask: a `Mask`.  queries, keys: of the chunks of two layouts.  at: the chunks, of queries and of keys, each int64.
+    mask: a `Mask`.  queries, keys: of the chunks of two layouts, all with the same step.  at: the chunks, of queries
+        and of keys, each int64.
     """
     left, diagonal = mask.window[0], mask.seqlen_k - mask.seqlen
     pairs = np.zeros(np.broadcast_shapes(*map(np.shape, at)), np.int64)

@@ -28,6 +28,10 @@ Documents packed in one sequence (`problem.documents`) see only themselves.  Eac
 prefix, and may be causal or not.  Tokens in no document are padding and see nothing.  A query sees the keys that all
 of these masks allow, and any combination leaves one interval of keys.
 
+What a query sees stands in `Mask.rule` alone.  Everything else asks the rule about some queries: of long sequences only
+about a few, because both ends of the interval move on from query to query.  `problem.closed_form` is quicker at that
+for some masks, and left aside for a mask that it does not know.
+
 Positions inside a chunk increase under every layout.  The interval is therefore one interval [begin, end) of the
 chunk's local columns.  Kernels take only these two integers per row; they know neither masks nor layouts.  The more
 keys come before a position, the later it is, so the limits of a document become columns once for all of its queries.
@@ -35,13 +39,13 @@ keys come before a position, the later it is, so the limits of a document become
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .closed_form import Ranges, block_pairs
+from .closed_form import KNOWN, Ranges, block_pairs, seeing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,6 +56,8 @@ PIECE = 2**15  # queries looked at at a time: their intervals stay in cache
 FEW = 4  # ranges of keys up to which arithmetic is faster than a search
 CLOSED = 2**31  # tokens from which on products of the closed form do not fit an int64
 MANY = 64  # documents from which on it pays to leave out those of other queries first
+SAMPLE = 2**10  # queries that stand for all
+PARTS = 8  # in which a search cuts what is left
 
 IntArray: TypeAlias = "NDArray[np.integer]"
 Window: TypeAlias = tuple[int | None, int | None]
@@ -81,9 +87,35 @@ def _itself(positions: IntArray) -> IntArray:
     return positions
 
 
+class Queries:
+    """Queries of one group of documents, as a rule sees them; padding is not among them.
+
+    positions: increasing.  counts: how many of them each document of the group has.
+    """
+
+    def __init__(self, positions: IntArray, group: Group, counts: IntArray):
+        self.group, self._positions, self._counts = group, positions, counts
+
+    def each(self, of_documents: IntArray) -> IntArray:
+        """What holds for a document, for each of its queries: from (documents,) to (queries,)."""
+        return np.repeat(of_documents, self._counts)
+
+    @cached_property
+    def diagonal(self) -> IntArray:
+        """The key on the diagonal of each query, which may lie outside its document: int64 (queries,)."""
+        diagonal = self.each(self.group.k_cuts[1:] - self.group.q_cuts[1:])
+        diagonal += self._positions
+        return diagonal
+
+
+def _sample(start: int, stop: int) -> IntArray:
+    """Queries of [start, stop), evenly spread and in order: some more than once where there are few."""
+    return np.linspace(start, stop - 1, SAMPLE if start < stop else 0).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class Mask:
-    """The keys that the queries of one attention see, apart from documents.
+    """The keys that the queries of one attention see.
 
     seqlen: number of queries.
     seqlen_k: number of keys.
@@ -92,6 +124,8 @@ class Mask:
     prefix: number of leading keys that all queries see in spite of `causal`.
     causal_block: number of keys in a block; `causal` lets a query see to the end of its block.  None or 1: to the
         diagonal.
+    cuts: where documents of as many queries as keys begin and the last ends; None without.  A call's own documents
+        are arguments of the methods, and take their place.
     """
 
     seqlen: int
@@ -100,6 +134,7 @@ class Mask:
     window: Window = (None, None)
     prefix: int = 0
     causal_block: int | None = None
+    cuts: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         """The mask in a few words."""
@@ -109,30 +144,85 @@ class Mask:
         blocks = f" by blocks of {self.causal_block}" if self.causal_block else ""
         return f"{'causal' if self.causal else 'full'}{blocks}{prefix}{window}"
 
-    @cached_property
-    def _whole(self) -> tuple[Group]:
-        """The sequence as one document, the only group."""
-        return (Group(np.array([0, self.seqlen]), np.array([0, self.seqlen_k])),)
+    def rule(self, queries: Queries) -> tuple[IntArray | None, IntArray | None]:
+        """The first key that each query sees, and one past the last: each int64 (queries,), or None for no limit.
 
-    @property
-    def full(self) -> bool:
-        """Whether every query sees every key."""
-        return not self.causal and self.window == (None, None)
+        They may lie outside the query's document, whose other keys it does not see in any case; an end before the
+        beginning stands for no key.  From one query of a document to the next both ends must
 
-    @property
-    def nested(self) -> bool:
-        """Whether a query sees all that the queries before it see."""
-        return self.window[0] is None
+        - never decrease, so that what some queries see, and who sees some keys, is known from a few queries;
+        - leave out no key between the two queries' keys, so that consecutive queries together see one interval.
+        """
+        group, (left, right) = queries.group, self.window
+        begin = end = None
+        if self.causal if group.causal is None else group.causal.any():
+            first, last = group.k_cuts[:-1], group.k_cuts[1:]
+            end = queries.diagonal + 1
+            if self.causal_block:
+                start = queries.each(first)
+                end = start - (start - end) // self.causal_block * self.causal_block  # round up to a block
+            # what queries see all the same: a prefix or, where a document is not causal, all of it
+            least = first + (self.prefix if group.prefixes is None else group.prefixes)
+            if group.causal is not None:
+                least = np.where(group.causal, least, last)
+            if (least > first).any():
+                np.maximum(end, queries.each(least), out=end)
+        if left is not None:
+            begin = queries.diagonal - left
+        if right is not None:
+            limit = queries.diagonal + (right + 1)
+            end = limit if end is None else np.minimum(end, limit, out=end)
+        return begin, end
 
     @property
     def closed_form(self) -> bool:
-        """Whether pairs without documents are counted without a look at every query."""
-        return not self.causal_block
+        """Whether `problem.closed_form` holds: it knows the rule and every field that has a value."""
+        return type(self).rule is Mask.rule and all(
+            field.name in KNOWN or getattr(self, field.name) == field.default for field in fields(self)
+        )
+
+    @cached_property
+    def _whole(self) -> tuple[Group]:
+        """The documents of `cuts`, or the sequence as one: the only group."""
+        if self.cuts is None:
+            return (Group(np.array([0, self.seqlen]), np.array([0, self.seqlen_k])),)
+        return (Group(np.array(self.cuts), np.array(self.cuts)),)
 
     @property
     def unpadded(self) -> range:
         """The queries that are not padding."""
-        return range(self.seqlen)
+        (group,) = self._whole
+        return range(int(group.q_cuts[0]), int(group.q_cuts[-1]))
+
+    @cached_property
+    def full(self) -> bool:
+        """Whether every query sees every key: if the first and the last do, so do all between."""
+        lo, hi = self.key_interval(np.array([0, self.seqlen - 1][: self.seqlen], np.int64))
+        return not lo.any() and bool((hi == self.seqlen_k).all())
+
+    @cached_property
+    def widest(self) -> int:
+        """About the most keys that a query of the second half of the sequence sees.
+
+        In the first half, the queries of a window see less at times and those of a prefix more.
+        """
+        lo, hi = self.key_interval(_sample(self.seqlen // 2, self.seqlen))
+        return int((hi - lo).max(initial=0))
+
+    @cached_property
+    def opens_ahead(self) -> bool:
+        """Whether keys are hidden, but all along the sequence some after the diagonal are seen: by a window.
+
+        The last key that a query sees, taken as a query, then sees further.  That of a block or a prefix does not.
+        """
+        shift = self.seqlen_k - self.seqlen
+        if self.full:
+            return False
+        queries = _sample(max(-shift, 0), self.seqlen - 1)  # the last query's diagonal is the last key
+        _, (end,) = self.key_interval(queries)
+        inner = end[end < self.seqlen_k]
+        further = self.key_interval(inner - 1 - shift)[1] > inner
+        return len(queries) > 0 and bool(further.all())
 
     def key_interval(
         self, positions: IntArray, documents: Sequence[Group] | None = None, place: Place | None = None
@@ -147,8 +237,15 @@ class Mask:
         shape = len(groups), len(positions)
         lo, hi = (np.zeros(shape, np.int32 if place else np.int64) for _ in range(2))
         for row, group in enumerate(groups):
-            self._interval(positions, *group, place or _itself, lo[row], hi[row])
+            self._interval(positions, group, place or _itself, lo[row], hi[row])
         return lo, hi
+
+    def seen_by(self, queries: IntArray) -> IntArray:
+        """The keys [lo, hi) that queries see, which may be in any order: int64 (2, ...), the rest of their shape."""
+        order = np.argsort(queries, axis=None, kind="stable")  # fast where most are in order
+        ends = np.empty((2, queries.size), np.int64)
+        ends[:, order] = np.concatenate(self.key_interval(queries.ravel()[order]))
+        return ends.reshape(2, *queries.shape)
 
     def reach(self, cuts: IntArray, documents: Sequence[Group] | None = None) -> tuple[IntArray, IntArray, IntArray]:
         """Keys [lo, hi) that some query of a document and a piece of the sequence sees, and the number of the piece.
@@ -173,74 +270,52 @@ class Mask:
         lo, end, piece = ends[0] if len(ends) == 1 else (np.concatenate(arrays) for arrays in zip(*ends))
         return lo, end, piece
 
-    def _interval(
-        self,
-        positions: IntArray,
-        q_cuts: IntArray,
-        k_cuts: IntArray,
-        prefixes: IntArray | None,
-        causal: NDArray[np.bool_] | None,
-        place: Place,
-        lo: IntArray,
-        hi: IntArray,
-    ) -> None:
+    def _interval(self, positions: IntArray, group: Group, place: Place, lo: IntArray, hi: IntArray) -> None:
         """Write the keys that queries see to `lo` and `hi`, which are 0; padding before and after documents stays 0.
 
         place: turns positions into what is written, in the same order.
         """
-        if len(positions) and len(q_cuts) > MANY:  # leave out documents before and after these queries
-            begun, end = q_cuts.searchsorted([positions[0], positions[-1]], "right").tolist()
-            begun = max(begun - 1, 0)
-            q_cuts, k_cuts = q_cuts[begun : end + 1], k_cuts[begun : end + 1]
-            prefixes = None if prefixes is None else prefixes[begun:end]
-            causal = None if causal is None else causal[begun:end]
-        begins = positions.searchsorted(q_cuts)  # of the documents, among the queries
-        inside, counts = slice(begins[0], begins[-1]), np.diff(begins)
-
-        def by_query(of_documents: IntArray) -> IntArray:
-            return np.repeat(of_documents, counts)
-
-        first, last = k_cuts[:-1], k_cuts[1:]
+        if len(positions) and len(group.q_cuts) > MANY:  # leave out documents before and after these queries
+            first, last = group.q_cuts.searchsorted([positions[0], positions[-1]], "right").tolist()
+            first = max(first - 1, 0)
+            cuts, values = slice(first, last + 1), slice(first, last)
+            group = Group(
+                group.q_cuts[cuts],
+                group.k_cuts[cuts],
+                None if group.prefixes is None else group.prefixes[values],
+                None if group.causal is None else group.causal[values],
+            )
+        begins = positions.searchsorted(group.q_cuts)  # of the documents, among the queries
+        inside = slice(begins[0], begins[-1])
+        queries = Queries(positions[inside], group, np.diff(begins))
         lo, hi = lo[inside], hi[inside]
-        lo[:], hi[:] = by_query(place(first)), by_query(place(last))
-        left, right = self.window
-        some_causal = self.causal if causal is None else causal.any()
-        if not some_causal and left is None and right is None:
-            return
-        diagonal = by_query(last - q_cuts[1:])
-        diagonal += positions[inside]
-        if some_causal:
-            end = diagonal + 1
-            if self.causal_block:
-                start = by_query(first)
-                end = start - (start - end) // self.causal_block * self.causal_block  # round up to a block
-            # what queries see all the same: a prefix or, where a document is not causal, all of it
-            least = first + (self.prefix if prefixes is None else prefixes)
-            if prefixes is not None or self.prefix or causal is not None:
-                np.maximum(end, by_query(least if causal is None else np.where(causal, least, last)), out=end)
+        lo[:], hi[:] = (queries.each(place(ends)) for ends in (group.k_cuts[:-1], group.k_cuts[1:]))
+        begin, end = self.rule(queries)
+        if begin is not None:
+            np.maximum(lo, place(begin), out=lo)
+        if end is not None:
             np.minimum(hi, place(end), out=hi)
-        if left is not None:
-            np.maximum(lo, place(diagonal - left), out=lo)
-        if right is not None:
-            np.minimum(hi, place(diagonal + (right + 1)), out=hi)
-        np.maximum(lo, hi, out=hi)
+        if begin is not None or end is not None:
+            np.maximum(lo, hi, out=hi)
 
-    def seeing(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray] | None:
+    def seeing(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
         """The first query whose keys end after each start, and the first whose keys begin at each stop or after it.
 
         starts, stops: of ranges of keys.
-        Returns two int64 arrays of their shape; None where only a look at queries tells.
+        Returns two int64 arrays of their shape.  Where no query does: the end of the queries that are not padding.
         """
-        diagonal, (left, right) = self.seqlen_k - self.seqlen, self.window
-        first, end = np.zeros_like(starts), np.full_like(stops, self.seqlen)
-        if self.causal:
-            block = starts - starts % (self.causal_block or 1)
-            first = np.where(starts < self.prefix, 0, block - diagonal)
-        if right is not None:
-            first = np.maximum(first, starts - right - diagonal)
-        if left is not None:
-            end = stops + left - diagonal
-        return first.clip(0, self.seqlen), end.clip(0, self.seqlen)
+        if self.closed_form:
+            return seeing(self, starts, stops)
+        keys, end = np.stack([starts + 1, stops]), self.unpadded.stop
+        low, high = np.zeros_like(keys), np.full_like(keys, end)
+        parts = np.arange(PARTS).reshape(-1, *[1] * keys.ndim)
+        while (low < high).any():
+            queries = low + (high - low) * parts // PARTS  # the same looks at many queries as at one
+            lo, hi = self.seen_by(np.minimum(queries, end - 1))
+            reached = (np.stack([hi[:, 0], lo[:, 1]], axis=1) >= keys) | (low >= high)
+            low = np.where(reached, low, queries + 1).max(axis=0)
+            high = np.where(reached, queries, high).min(axis=0)
+        return low[0], low[1]
 
     def pairs(self, documents: Sequence[Group] | None = None) -> int:
         """Number of attended (query, key) pairs, summed over the groups of documents."""
@@ -255,41 +330,7 @@ class Mask:
         return total
 
 
-@dataclass(frozen=True)
-class PackedMask(Mask):
-    """What queries see where documents are packed in one sequence of as many queries as keys.
-
-    cuts: as `Group.q_cuts` and `Group.k_cuts`.
-    """
-
-    cuts: tuple[int, ...] = ()
-
-    @cached_property
-    def _whole(self) -> tuple[Group]:
-        return (Group(np.array(self.cuts), np.array(self.cuts)),)
-
-    @property
-    def full(self) -> bool:
-        """False, also where there is only one document."""
-        return False
-
-    @property
-    def nested(self) -> bool:
-        """False: a query does not see the documents before its own."""
-        return False
-
-    @property
-    def closed_form(self) -> bool:
-        """False: each document is counted."""
-        return False
-
-    @property
-    def unpadded(self) -> range:
-        """The queries that are not padding."""
-        return range(self.cuts[0], self.cuts[-1])
-
-    def seeing(self, starts: IntArray, stops: IntArray) -> None:
-        """None: documents begin and end anywhere."""
+FIELDS = tuple(name for name in Mask.__dataclass_fields__ if name != "cuts")  # which a `Problem` has too
 
 
 def columns_of(keys: Sequence[range] | IntArray) -> Place:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..system.closest import of_choices
-from .mask import Mask, PackedMask, Window
+from .mask import FIELDS, Mask, Window
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # Names of dtypes elsewhere; what has two meanings, as "float" does in NumPy and torch, is not among them.
@@ -218,11 +218,11 @@ class Problem:
     @cached_property
     def mask(self) -> Mask:
         """The `Mask`: the keys that each query sees."""
-        return Mask(self.seqlen, self.seqlen_k, self.causal, self.window, self.prefix, self.causal_block)
+        return Mask(**{name: getattr(self, name) for name in FIELDS})
 
     def mask_of(self, cuts: tuple[int, ...] | None) -> Mask:
-        """The mask of a call with documents; without cuts, that of a call without.  cuts: as of `PackedMask`."""
-        return self.mask if cuts is None else PackedMask(**asdict(self.mask), cuts=cuts)
+        """The mask of a call with documents; without cuts, that of a call without.  cuts: as of `Mask`."""
+        return self.mask if cuts is None else replace(self.mask, cuts=cuts)
 
     @property
     def itemsize(self) -> int:

@@ -43,7 +43,7 @@ class Activity:
         self.mask, self.q_layout, self.k_layout = mask, q_layout, k_layout
         self.tile, self.documents = tile, documents
         self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
-        self.full = documents is None and not mask.causal and mask.window == (None, None)
+        self.full = documents is None and mask.full
         self.kept = {}  # row intervals and orders of keys on the device, filled by `mpiattn.engine.executor`
         self._of_sequences = {}  # by their slice of the batch, the activities of some sequences
         self.seen, self._rows = Remembered(self._seen), Remembered(self._rows_of)

@@ -8,6 +8,8 @@ kv_heads * w (D + Dv) in a column.  w is the itemsize of the inputs, p that of p
 from functools import lru_cache
 from math import prod
 
+import numpy as np
+
 from ..problem.layout import even_part
 from ..problem.problem import ITEMSIZE
 from .kinds import IN_COLUMNS, KINDS, OUT, Q, matrices, present
@@ -116,18 +118,23 @@ def usp_volume(ranks, group, kv_share=1.0, direction="forward"):
 def halo(problem, ranks, direction="forward"):
     """Mean bytes sent per rank by a halo exchange; None unless every query sees only keys in a window around it.
 
-    Ranks hold consecutive tokens.  Each gets the keys and values of the window before and after its own, and returns
-    their gradients in the backward pass.
+    Ranks hold consecutive tokens.  Each gets the keys and values that its queries see before and after its own, and
+    returns their gradients in the backward pass.
     """
-    left, right = problem.window
-    right = 0 if problem.causal else right
-    if left is None or right is None or problem.prefix or problem.causal_block or problem.seqlen != problem.seqlen_k:
+    tokens = problem.seqlen
+    (_, of_last), (of_first, _) = problem.mask.seen_by(np.array([0, tokens - 1]))
+    if tokens != problem.seqlen_k or of_last == 0 or of_first == tokens:
         return None
     if direction == "both":
         return halo(problem, ranks) + halo(problem, ranks, "backward")
-    chunks = [even_part(problem.seqlen, ranks, rank) for rank in range(ranks)]
-    seen = sum(min(left, t.start) + min(right, problem.seqlen - t.stop) for t in chunks if t)
-    return seen / ranks * sum(nbytes for kind, nbytes in token_bytes(problem, direction).items() if kind in IN_COLUMNS)
+    cuts = np.array([even_part(tokens, ranks, rank).start for rank in range(ranks)] + [tokens])
+    first, end, piece = problem.mask.reach(cuts)
+    seen = (cuts[piece] - first).clip(0).sum() + (end - cuts[piece + 1]).clip(0).sum()
+    return (
+        int(seen)
+        / ranks
+        * sum(nbytes for kind, nbytes in token_bytes(problem, direction).items() if kind in IN_COLUMNS)
+    )
 
 
 def ulysses(problem, ranks, direction="forward"):

@@ -6,6 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..comm.rounds import PIECE_BYTES
+from ..problem.mask import FIELDS
 from . import reference
 
 WORK_LIMIT = 2e11  # operations of float64 attention per rank: tens of seconds on one core
@@ -216,10 +217,7 @@ def masks_of(problem, documents=None):
     """The masks of a problem and of a call as arguments of `mpiattn.verify.reference.bounds`."""
     p = problem
     return {
-        "causal": p.causal,
-        "window": p.window,
-        "prefix": p.prefix,
-        "causal_block": p.causal_block,
+        **{name: getattr(p, name) for name in FIELDS if not name.startswith("seqlen")},
         "lengths": (p.seqlen, p.seqlen_k),
         **{name: value for name, value in (documents or {}).items() if name != "padding"},
     }
