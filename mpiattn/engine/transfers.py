@@ -6,7 +6,6 @@ message for every array and range of tokens.  The exchange defines how bytes tra
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..schedule.bound import BoundTransfer
 from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of
@@ -39,22 +38,6 @@ class Posted:
     arrived: float | None = None
 
 
-class Gathering(NamedTuple):
-    """What one allgather of a kind carries, the same in all calls with the same `Places`.
-
-    sent: the tokens of this rank's own chunk that travel, None if none do.
-    counts, starts: how many tokens of each chunk travel, and the row of the arena from which on they land.
-    unsent: the other ranks' chunks of which none travel.
-    row_bytes: bytes of one token of every array.
-    """
-
-    sent: tuple | None
-    counts: list
-    starts: list
-    unsent: list
-    row_bytes: list
-
-
 def _by_array(parts):
     """(number of the array, array) of some parts of a chunk, in the order of their messages."""
     return [(i, array) for i, arrays in enumerate(zip(*parts)) for array in arrays]
@@ -65,6 +48,8 @@ class Transfers:
 
     def __init__(self, mesh, backend, exchange, buffers, held):
         self.mesh, self.backend, self.exchange, self.buffers, self.held = mesh, backend, exchange, buffers, held
+        # by arena, bytes of one token of every array
+        self._row_bytes = {arena: [size_of([array]) for array in arrays] for arena, arrays in buffers.shapes.items()}
 
     def post(self, transfer):
         """Start a transfer without waiting; returns what is `Posted`."""
@@ -127,36 +112,14 @@ class Transfers:
         """The communicator of the row or column that a kind moves in; its ranks are in the order of their chunks."""
         return self.mesh.column if kind in IN_COLUMNS else self.mesh.row
 
-    def _gathering(self, transfer):
-        """The `Gathering` of a transfer, made once for all calls with the same places."""
-        gatherings, kind = self.buffers.places.gatherings, transfer.kind
-        if kind not in gatherings:
-            rank, held = self.mesh.chunk, self.buffers.tokens(kind)
-            messages = [message for hop in transfer.hops for message in (hop.send, hop.receive) if message]
-            sent = {message.chunk: message.tokens for message in messages}
-            starts = {chunk: self.buffers.packed_start(kind, chunk) for chunk in held}
-            starts[rank] += sum(part.start for part in places(held[rank], sent.get(rank, ())))
-            gatherings[kind] = Gathering(
-                sent.get(rank),
-                [total(sent.get(chunk, ())) for chunk in held],
-                list(starts.values()),
-                [chunk for chunk in held if chunk not in sent and chunk != rank],
-                self._row_bytes(kind),
-            )
-        return gatherings[kind]
-
-    def _row_bytes(self, arena):
-        """Bytes of one token of every array of an arena."""
-        return [size_of([array]) for array in self.buffers.shapes[arena]]
-
     def _gather(self, transfer):
         """Post a transfer of all hops of a gathered kind by one allgather."""
         kind, rank = transfer.kind, self.mesh.chunk
         own, gathered = self.held[kind, rank], Chunk(self.buffers.whole(kind), None)
-        sent, counts, starts, unsent, row_bytes = self._gathering(transfer)
+        sent, counts, starts, unsent = self.buffers.places.gathering(transfer)
         (leaving,) = own.parts(sent) if sent else [own.arrays]
         group, requests = self._group(kind), []
-        for array, arena, nbytes in zip(leaving, gathered.arrays, row_bytes):
+        for array, arena, nbytes in zip(leaving, gathered.arrays, self._row_bytes[kind]):
             requests += self.exchange.allgather(
                 group,
                 self.backend.outgoing(array, own.ready, collective=True),
@@ -199,7 +162,7 @@ class Transfers:
         in_counts = [total(of[peer].receive.tokens) if peer in of else 0 for peer in held]
         in_starts = [self.buffers.slot_start(arena_of(kind), of[peer].slot) if peer in of else 0 for peer in held]
         requests = []
-        for array, arena, nbytes in zip(leaving, received.arrays, self._row_bytes(arena_of(kind))):
+        for array, arena, nbytes in zip(leaving, received.arrays, self._row_bytes[arena_of(kind)]):
             requests += self.exchange.alltoall(
                 self._group(kind),
                 self.backend.outgoing(array, ready, collective=True),

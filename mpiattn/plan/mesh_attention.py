@@ -12,8 +12,8 @@ from ..comm.mesh import Home
 from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import another
+from ..engine.call_cache import CallCache
 from ..problem.tensors import as_given
-from ..schedule.needed import Activity
 from .arguments import Arguments, compared
 from .rank_passes import RankPasses
 from .regrouped_passes import RegroupedPasses
@@ -180,16 +180,17 @@ class MeshAttention(Verified):
             self._join(home, self._exchange.peers)
 
     def _prepare(self, home: Home) -> None:
-        chosen, (_, options) = self._plan.choice, self._asked
+        _, options = self._asked
         self.problem, self.schedule = self._plan.problem, self._plan.schedule()
         self._layouts = self._plan.layouts  # by mesh rank
         self.q_layout, self.k_layout = self._plan.layouts_by_rank()
         peers = home.peers(time_limit(options["timeout"], self._plan.longest))
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options["max_message"])
-        self._activity, self._recent = Activity(self.problem.mask, *chosen.mesh_layouts, chosen.tile.plane), {}
+        self._activity = self._plan.activity
+        calls = CallCache(self._backend, self._activity, self._plan.sequences(self._mesh.rank))
         passes: type[RankPasses | RegroupedPasses] = RegroupedPasses if self._plan.regrouping else RankPasses
-        self._passes = passes(self._plan, self.schedule, self._mesh, self._backend, self._exchange, self._activity)
+        self._passes = passes(self._plan, self._plan.rank_steps, self._mesh, self._backend, self._exchange, calls)
         self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
 
     @refusing("like", of_call("like"))

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from ..backends.base import Array, Backend
     from ..comm.exchange import Exchange
     from ..comm.mesh import Mesh
+    from ..engine.call_cache import CallCache
     from ..engine.coming import Coming
     from ..schedule.needed import Activity
-    from ..schedule.steps import Schedule
+    from ..schedule.remembered import Remembered
     from .decision import Decision
 
 # Arguments that launches may take where the caller has them, and the kind of chunks whose tokens they have.
@@ -32,7 +33,7 @@ STRIDED = {"q": "Q", "dout": "Q", "k": "KV", "v": "KV"}
 class RankPasses:
     """The forward and the backward pass of a plan on this rank.
 
-    plan: the `decision.Decision`.  schedule: of its forward pass.  activity: that of calls without documents.
+    plan: the `decision.Decision`.  steps: its `rank_steps`.  calls: the plan's `CallCache`.
     mesh: the `Mesh`; its plane runs the passes.
     executors: {direction: executor}; that of "backward" is made with the first backward pass.
     pool: the memory of the buffers of both.
@@ -40,15 +41,15 @@ class RankPasses:
     """
 
     def __init__(
-        self, plan: Decision, schedule: Schedule, mesh: Mesh, backend: Backend, exchange: Exchange, activity: Activity
+        self, plan: Decision, steps: Remembered, mesh: Mesh, backend: Backend, exchange: Exchange, calls: CallCache
     ) -> None:
         p = plan.problem
         self._plan, self.mesh, self._backend, self._exchange = plan, mesh, backend, exchange
-        self._activity = activity
+        self._steps, self.calls = steps, calls
         q_layout, k_layout = plan.choice.layouts
         self.tokens = q_layout.length(mesh.chunk), k_layout.length(mesh.chunk)
         self.pool = Pool(backend)
-        self.executors = {"forward": self._executor(schedule, Forward(p, backend))}
+        self.executors = {"forward": self._executor(Forward(p, backend))}
         self._folding = Folding(backend, p.batch)
         self._staying = tuple(kind for kind in GATHERED if stays(backend, mesh.tile, kind))
         # kinds of whose results partials have shape and dtype
@@ -62,19 +63,16 @@ class RankPasses:
     def _gradient_bytes(self) -> int:
         return memory.gradient_bytes(self._plan.problem, *self.tokens, self._staying, self._backend.strided)
 
-    def _executor(self, schedule: Schedule, work: Forward | Backward) -> Executor:
-        rank_steps, of_pass = self._plan.rank_steps, (schedule.direction, self.mesh.chunk)
-        executor = Executor(
-            self.mesh, schedule, work, self._exchange, self._activity, self.pool, rank_steps.get(of_pass)
-        )
-        rank_steps[of_pass] = executor.rank_steps
-        return executor
+    def _executor(self, work: Forward | Backward) -> Executor:
+        steps = self._steps(work.direction, self.mesh.chunk)
+        self.calls.own.know(steps)
+        return Executor(self.mesh, steps.schedule, work, self._exchange, self.calls.own, self.pool)
 
     def backward_executor(self) -> Executor:
         """The executor of backward passes, made by the first call."""
         if "backward" not in self.executors:
             p = self._plan.problem
-            executor = self._executor(self._plan.schedule("backward"), Backward(p, self._backend))
+            executor = self._executor(Backward(p, self._backend))
             self._nbytes += self._gradient_bytes() + self._scratch_bytes(backward=True)
             self.executors["backward"] = executor
         return self.executors["backward"]
@@ -82,8 +80,8 @@ class RankPasses:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays of a call, of the buffers and of scratch."""
-        kept = max((executor.kept_bytes for executor in self.executors.values()), default=0)
-        return self._nbytes + self.pool.nbytes + kept + self._folding.unplanned_bytes
+        sorting = max((executor.calls.sorting_bytes for executor in self.executors.values()), default=0)
+        return self._nbytes + self.pool.nbytes + sorting + self._folding.unplanned_bytes
 
     def fold(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """Arguments {name: (batch, tokens, heads, ...)} as launches take them, copied if needed."""
@@ -113,7 +111,7 @@ class RankPasses:
 
     def fold_forward(self, arrays: dict[str, Array], activity: Activity, out: Array) -> dict[str, Array]:
         """As `fold`; makes all memory that the forward pass needs.  out: where `forward` will write it."""
-        self.executors["forward"].prepare(activity, self._of_forward(out))
+        self.executors["forward"].prepare(self.calls.calls(activity), self._of_forward(out))
         return self.fold(arrays)
 
     def forward(
@@ -154,7 +152,7 @@ class RankPasses:
 
     def prepare_backward(self, activity: Activity, grads: tuple[Array, ...]) -> None:
         """Make the executor's memory for a backward pass into grads."""
-        self.backward_executor().prepare(activity, self._of_backward(*grads))
+        self.backward_executor().prepare(self.calls.calls(activity), self._of_backward(*grads))
 
     def backward(
         self,
@@ -214,7 +212,7 @@ class RankPasses:
     def released(self) -> RankPasses:
         """A copy without executors and copies of arguments; `self` stays whole, as MPI may use it after a failure."""
         rest = copy.copy(self)
-        rest._nbytes = self.nbytes
+        rest._nbytes, rest.calls = self.nbytes, self.calls.released()
         rest.executors, rest.pool = {}, Pool(self._backend)
         rest._folding = Folding(self._backend, self._plan.problem.batch)
         return rest

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from ..backends.base import Array, Backend
     from ..comm.exchange import Exchange
     from ..comm.mesh import Mesh
+    from ..engine.call_cache import CallCache
     from ..engine.executor import Executor
     from ..engine.pool import Pool
     from ..schedule.needed import Activity
-    from ..schedule.steps import Schedule
+    from ..schedule.remembered import Remembered
     from .decision import Decision
 
 # Arguments of the passes, and what travels in their place.
@@ -46,12 +47,12 @@ class RegroupedPasses:
     """
 
     def __init__(
-        self, plan: Decision, schedule: Schedule, mesh: Mesh, backend: Backend, exchange: Exchange, activity: Activity
+        self, plan: Decision, steps: Remembered, mesh: Mesh, backend: Backend, exchange: Exchange, calls: CallCache
     ) -> None:
         self._plan, self._problem, self.mesh, self._backend = plan, plan.problem, mesh, backend
         q_layout, k_layout = plan.layouts
         self.tokens = q_layout.length(mesh.rank), k_layout.length(mesh.rank)
-        self._passes = RankPasses(plan.of_mesh, schedule, mesh, backend, exchange, activity)
+        self._passes = RankPasses(plan.of_mesh, steps, mesh, backend, exchange, calls)
         self._regroup = Regroup(plan.regrouping, mesh, backend, exchange)
         self._folding = Folding(backend, plan.problem.batch)
         self._released_bytes = 0  # `nbytes` when `released` dropped the memory
@@ -61,6 +62,11 @@ class RegroupedPasses:
     def executors(self) -> dict[str, Executor]:
         """{direction: executor} of the passes on the mesh."""
         return self._passes.executors
+
+    @property
+    def calls(self) -> CallCache:
+        """What is kept for calls."""
+        return self._passes.calls
 
     @property
     def pool(self) -> Pool:
@@ -94,7 +100,7 @@ class RegroupedPasses:
     def fold_forward(self, arrays: dict[str, Array], activity: Activity, out: Array) -> dict[str, Array]:
         """Make all memory that the forward pass needs.  Returns the arrays."""
         inner_out, _ = self._prepare("forward")
-        self._passes.fold_forward({}, self._plan.of_plane(activity, self.mesh.rank), inner_out[np.newaxis])
+        self._passes.fold_forward({}, activity, inner_out[np.newaxis])
         return arrays
 
     def forward(
@@ -126,8 +132,7 @@ class RegroupedPasses:
         Returns the arrays and rows, and the folded ones by ("folded", name).
         """
         results = self._prepare("backward")
-        of_plane = self._plan.of_plane(activity, self.mesh.rank)
-        self._passes.prepare_backward(of_plane, tuple(array[np.newaxis] for array in results))
+        self._passes.prepare_backward(activity, tuple(array[np.newaxis] for array in results))
         folded = {name: self._folding.view(arrays[name]) for name in ("dout", "out")}
         if any(view is None for view in folded.values()):
             folded = {name: self._folding.fold(name, arrays[name]) for name in folded}

@@ -198,5 +198,10 @@ def use_schedule(plan, schedule):
     else:
         plan.schedule = schedule
     executors[schedule.direction] = Executor(
-        plan._mesh, schedule, executors[schedule.direction].work, plan._exchange, plan.activity, plan._passes.pool
+        plan._mesh,
+        schedule,
+        executors[schedule.direction].work,
+        plan._exchange,
+        plan._passes.calls.own,
+        plan._passes.pool,
     )
