@@ -12,29 +12,44 @@ from ..schedule.kinds import IN_COLUMNS, KINDS, chunk_of
 from ..schedule.ranges import overlap, total
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers
+from .chunks import Chunks
 from .folding import stays
-from .held import Held
-from .progress import Advance
 from .transfers import Transfers
 
 # Prefetched transfers in flight: 2 keep the link busy without splitting its bandwidth.
 UNDER_WAY = 2
 
 
+class Advance:
+    """Calls `progress` with the fraction of blocks done since its last call, in steps of 1 / PARTS."""
+
+    PARTS = 128  # parts of a block; a power of 2, so that their sums are exact
+
+    def __init__(self, progress, blocks):
+        self.progress, self.blocks, self.parts = progress, blocks, 0
+
+    def __call__(self, share):
+        """Report the progress; share: fraction of the blocks done so far, from 0 to 1."""
+        parts = int(share * self.blocks * self.PARTS)
+        if parts > self.parts:
+            self.progress((parts - self.parts) / self.PARTS)
+            self.parts = parts
+
+
 class Executor:
     """The buffers of one pass and the loop over its schedule.
 
-    work: a pass of `mpiattn.engine.passes`.
+    computation: a pass of `mpiattn.engine.passes`.
     calls: the `AlikeCalls` for which memory is made at once: those without documents.
     pool: the `Pool` of its buffers.
     """
 
-    def __init__(self, mesh, schedule, work, exchange, calls, pool):
-        self.mesh, self.schedule, self.work, self.exchange = mesh, schedule, work, exchange
-        self.backend = work.backend
-        self.buffers = Buffers(pool, work.shapes(), schedule)
-        self.held = Held(work, schedule, self.buffers, mesh.chunk)
-        self.transfers = Transfers(mesh, self.backend, exchange, self.buffers, self.held)
+    def __init__(self, mesh, schedule, computation, exchange, calls, pool):
+        self.mesh, self.schedule, self.computation, self.exchange = mesh, schedule, computation, exchange
+        self.backend = computation.backend
+        self.buffers = Buffers(pool, computation.shapes(), schedule)
+        self.chunks = Chunks(computation, schedule, self.buffers, mesh.chunk)
+        self.transfers = Transfers(mesh, self.backend, exchange, self.buffers, self.chunks)
         count = len(schedule.steps)
         self.steps_in_words = [f"in step {n + 1} of {count} of the {schedule.direction} pass" for n in range(count)]
         self.where = ""  # the current step, in words
@@ -46,9 +61,9 @@ class Executor:
         self.to_post, self.under_way = deque(), deque()  # transfers of the pass, in order of posting
         own = {}
         for kind in self.buffers.reduced:
-            arrays = KINDS[schedule.direction][kind].arrays_of(work.problem)
+            arrays = KINDS[schedule.direction][kind].arrays_of(computation.problem)
             strided = stays(self.backend, schedule.tile, kind)
-            own[kind] = [not array.in_place(work.problem, strided) for array in arrays]
+            own[kind] = [not array.in_place(computation.problem, strided) for array in arrays]
         self._fit(calls, own)
 
     def prepare(self, calls, results):
@@ -89,7 +104,7 @@ class Executor:
 
     def _run(self, q, kv, results, progress, q_ready):
         self.buffers.accumulate_in(results)
-        self.held.begin(q, kv, q_ready)
+        self.chunks.begin(q, kv, q_ready)
         self.number, self.began = 0, clock()
         self.to_post, self.under_way = deque(self.steps.transfers), deque()
         self.times, self.moves = [], []
@@ -110,7 +125,7 @@ class Executor:
                 self._complete(self.under_way.popleft())
             self.times.append((posted, computed, clock()))
         self._wait_for_own()
-        return self.held.end()
+        return self.chunks.end()
 
     def trace(self):
         """The measured `Timeline` of the last pass on this rank; None before the first."""
@@ -124,34 +139,40 @@ class Executor:
 
     def _run_block(self, i, j, meanwhile):
         """Launch the block of query chunk i and KV chunk j, unless none of its queries sees any of its keys."""
-        launches = self.steps.launches(i, j)
+        launches = self.steps.launches[i, j]
         if not launches:
             return
-        area, before = sum(total(rows) * total(keys) for rows, keys in launches), 0
-        if i == j == self.mesh.chunk and self.coming:
+        area, before = sum(total(rows) * total(keys) for rows, keys in launches) if meanwhile else 0, 0
+        if i == j == self.mesh.chunk and self.coming is not None and self.coming.receiving:
             launches = self._as_they_come(launches)
         else:
             self._wait_for_own()
-        q, kv = self.held["Q", i], self.held["KV", j]
-        reduced = {kind: self.held.accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
+        q, kv = self.chunks["Q", i], self.chunks["KV", j]
+        reduced = {kind: self.chunks.accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
         for rows, keys in launches:
-            done, part = before / area, total(rows) * total(keys) / area
-            event = self.work.launch(
+            of_launch = None
+            if meanwhile:
+                done, part = before / area, total(rows) * total(keys) / area
+                before += total(rows) * total(keys)
+
+                def of_launch(share, done=done, part=part):
+                    meanwhile(done + share * part)
+
+            event = self.computation.launch(
                 q.together(rows),
                 kv.together(keys),
                 self.calls.intervals(i, j, rows, keys),
                 {kind: c.together(keys if kind in IN_COLUMNS else rows) for kind, c in reduced.items()},
                 (*q.ready, *kv.ready),
-                meanwhile and (lambda share, done=done, part=part: meanwhile(done + share * part)),
+                of_launch,
             )
-            before += total(rows) * total(keys)
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
 
     def _wait_for_own(self):
         """Wait until this rank's own chunks are here."""
-        if self.coming:
+        if self.coming is not None and self.coming.receiving:
             self.coming.wait()
 
     def _as_they_come(self, launches):
@@ -165,7 +186,7 @@ class Executor:
     def _run_tile(self, meanwhile):
         """Launch all blocks as one, over the packed arenas."""
         self._wait_for_own()
-        q, kv, places = self.held.whole("Q"), self.held.whole("KV"), self.steps.places
+        q, kv, places = self.chunks.whole("Q"), self.chunks.whole("KV"), self.steps.places
         sorting = self.calls.sorting(places)
         keys, ordered = kv.arrays, self.buffers.ordered if sorting else {}
         if sorting:  # first of all: what follows may lie where the keys were
@@ -173,16 +194,16 @@ class Executor:
             for dst, src in zip(keys, kv.arrays):
                 self.backend.take(dst, src, order, after=kv.ready)
         accumulators = [
-            self.held.accumulator(kind, chunk, clear=kind not in ordered)
+            self.chunks.accumulator(kind, chunk, clear=kind not in ordered)
             for kind in self.buffers.reduced
             for chunk in places.tokens[kind]
         ]
         reduced = {kind: ordered.get(kind) or self.buffers.whole(kind) for kind in self.buffers.reduced}
         unsorted = {kind: self.buffers.whole(kind) for kind in reduced if kind in ordered}
         for kind in unsorted:
-            self.work.clear(kind, ordered[kind])
+            self.computation.clear(kind, ordered[kind])
         intervals = self.calls.intervals_of_tile(places)
-        event = self.work.launch(q.arrays, keys, intervals, reduced, (*q.ready, *kv.ready), meanwhile)
+        event = self.computation.launch(q.arrays, keys, intervals, reduced, (*q.ready, *kv.ready), meanwhile)
         for kind, arrays in unsorted.items():
             for dst, src in zip(arrays, ordered[kind]):
                 event = self.backend.take(dst, src, inverse)
@@ -195,7 +216,7 @@ class Executor:
     def _post_next(self):
         """Post the next transfer."""
         step, transfer = self.to_post.popleft()
-        if self.coming and transfer.kind == self.coming.kind:
+        if self.coming is not None and transfer.kind == self.coming.kind:
             self._wait_for_own()
         posted = self.transfers.post(transfer)
         posted.step, posted.begun = step, clock()
@@ -206,7 +227,7 @@ class Executor:
         while (
             self.to_post
             and self.to_post[0][1].earliest <= self.number
-            and not (self.coming and self.to_post[0][1].kind == self.coming.kind)
+            and not (self.coming is not None and self.coming.receiving and self.to_post[0][1].kind == self.coming.kind)
             and sum(posted.arrived is None for posted in self.under_way) < UNDER_WAY
         ):
             self._post_next()

@@ -7,7 +7,9 @@ from ..backends.block import BackwardInputs, BlockInputs, Gradients
 from ..schedule import kinds
 
 
-class _Pass:
+class Pass:
+    """What a pass computes."""
+
     def __init__(self, problem, backend):
         self.problem, self.backend = problem, backend
 
@@ -16,7 +18,7 @@ class _Pass:
         return kinds.shapes(self.problem, self.direction)
 
 
-class Forward(_Pass):
+class Forward(Pass):
     """The forward pass: Q and KV are gathered, partials O = (out, lse) are reduced by merging."""
 
     direction = "forward"
@@ -35,7 +37,7 @@ class Forward(_Pass):
         return self.backend.merge(*arrays, *received, after=after)
 
 
-class Backward(_Pass):
+class Backward(Pass):
     """The backward pass: Q = (q, dout, lse, delta) and KV are gathered, dQ and dKV = (dk, dv) reduced by adding."""
 
     direction = "backward"
@@ -53,3 +55,6 @@ class Backward(_Pass):
     def merge(self, kind, arrays, received, after):
         """Add a received partial to an accumulator; returns the event."""
         return self.backend.add(arrays, received, after=after)
+
+
+PASSES = {computation.direction: computation for computation in (Forward, Backward)}

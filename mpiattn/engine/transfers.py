@@ -44,10 +44,10 @@ def _by_array(parts):
 
 
 class Transfers:
-    """Posts the transfers of a pass.  held: the `Held` chunks that they send and add to."""
+    """Posts the transfers of a pass.  chunks: the `Chunks` that they send and add to."""
 
-    def __init__(self, mesh, backend, exchange, buffers, held):
-        self.mesh, self.backend, self.exchange, self.buffers, self.held = mesh, backend, exchange, buffers, held
+    def __init__(self, mesh, backend, exchange, buffers, chunks):
+        self.mesh, self.backend, self.exchange, self.buffers, self.chunks = mesh, backend, exchange, buffers, chunks
         # by arena, bytes of one token of every array
         self._row_bytes = {arena: [size_of([array]) for array in arrays] for arena, arrays in buffers.shapes.items()}
 
@@ -63,14 +63,14 @@ class Transfers:
         requests, leaving, landing, arriving = [], [], [], None
         if receive:
             arriving, before = self.buffers.take_slot(arena_of(kind), slot, receive.chunk, receive.tokens)
-            self.held.clear_rest(arriving, receive.tokens)
+            self.chunks.clear_rest(arriving, receive.tokens)
             for i, array in _by_array(arriving.parts(receive.tokens)):
                 landing.append(array)
                 requests += self.exchange.receive(
                     self.mesh.plane, self.backend.incoming(array, before), receive.peer, TAG[kind] + i
                 )
         if send:
-            chunk = self.held[kind, send.chunk]
+            chunk = self.chunks[kind, send.chunk]
             parts, ready = chunk.parts(send.tokens), chunk.ready
             if self.buffers.casts(kind):
                 parts, ready = self._cast(kind, parts, ready, slot)
@@ -86,12 +86,12 @@ class Transfers:
                 leaving,
                 landing,
                 arriving,
-                lambda: self.held.update({(kind, receive.chunk): arriving}),
+                lambda: self.chunks.update({(kind, receive.chunk): arriving}),
             )
         if send:
-            del self.held[kind, send.chunk]
+            del self.chunks[kind, send.chunk]
         return Posted(
-            transfer, requests, leaving, landing, arriving, lambda: self.held.merge(kind, receive.chunk, arriving)
+            transfer, requests, leaving, landing, arriving, lambda: self.chunks.merge(kind, receive.chunk, arriving)
         )
 
     def _cast(self, kind, parts, ready, slot=0):
@@ -115,7 +115,7 @@ class Transfers:
     def _gather(self, transfer):
         """Post a transfer of all hops of a gathered kind by one allgather."""
         kind, rank = transfer.kind, self.mesh.chunk
-        own, gathered = self.held[kind, rank], Chunk(self.buffers.whole(kind), None)
+        own, gathered = self.chunks[kind, rank], Chunk(self.buffers.whole(kind), None)
         sent, counts, starts, unsent = self.buffers.places.gathering(transfer)
         (leaving,) = own.parts(sent) if sent else [own.arrays]
         group, requests = self._group(kind), []
@@ -133,10 +133,10 @@ class Transfers:
             copied = sent != own.tokens  # the collective has not placed all of this rank's own
             for event in gathered.ready if unsent or copied else ():
                 self.backend.wait(event)
-            self.held.clear_places(kind, unsent)
+            self.chunks.clear_places(kind, unsent)
             if copied:
-                self.held.place_own(kind, own)
-            self.held[kind, rank] = gathered
+                self.chunks.place_own(kind, own)
+            self.chunks[kind, rank] = gathered
 
         return Posted(transfer, requests, leaving, gathered.arrays, gathered, place)
 
@@ -153,7 +153,7 @@ class Transfers:
             for peer in held
         ]
         parts = [self.buffers.whole(kind)]
-        ready = tuple(event for chunk in held for event in self.held[kind, chunk].ready)
+        ready = tuple(event for chunk in held for event in self.chunks[kind, chunk].ready)
         if self.buffers.casts(kind):
             parts, ready = self._cast(kind, parts, ready)
         (leaving,) = parts
@@ -179,6 +179,6 @@ class Transfers:
             for hop in arriving:
                 partial, _ = self.buffers.take_slot(arena_of(kind), hop.slot, hop.receive.chunk, hop.receive.tokens)
                 partial.ready = received.ready
-                self.held.merge(kind, hop.receive.chunk, partial)
+                self.chunks.merge(kind, hop.receive.chunk, partial)
 
         return Posted(transfer, requests, leaving, received.arrays, received, merge_in_order)

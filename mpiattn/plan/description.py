@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..schedule.timeline import Timeline
     from .decision import Decision
     from .rank_passes import RankPasses
-    from .regrouped_passes import RegroupedPasses
 
 
 class Described:
@@ -38,7 +37,7 @@ class Described:
     k_layout: Layout
     _plan: Decision
     _layouts: tuple[Layout, Layout]  # by mesh rank
-    _passes: RankPasses | RegroupedPasses
+    _passes: RankPasses
     _backend: Backend
     _exchange: Exchange
     _activity: Activity

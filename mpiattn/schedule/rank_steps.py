@@ -22,7 +22,7 @@ class RankSteps:
     steps: as of `bind`.
     transfers: those of all steps in turn, each after the number of its step.
     places: the `Places` of chunks in the rank's buffers.
-    launches: launches(i, j) is what a block of query chunk i and KV chunk j takes: the queries and the keys of each
+    launches: launches[i, j] is what a block of query chunk i and KV chunk j takes: the queries and the keys of each
         launch, as `Ranges`; none if no query sees any key.
     """
 

@@ -194,13 +194,13 @@ def use_schedule(plan, schedule):
     """Make an open plan run another schedule of its tile, forward or backward; collective."""
     executors = plan._passes.executors
     if schedule.direction == "backward":
-        plan._passes.backward_executor()  # made, to be replaced
+        plan._passes.executor("backward")  # made, to be replaced
     else:
         plan.schedule = schedule
     executors[schedule.direction] = Executor(
         plan._mesh,
         schedule,
-        executors[schedule.direction].work,
+        executors[schedule.direction].computation,
         plan._exchange,
         plan._passes.calls.own,
         plan._passes.pool,
