@@ -10,7 +10,6 @@ lie in memory sequence after sequence, if launches take them so: copies between 
 
 import numpy as np
 
-from ..backends.kept import Kept
 from ..backends.wire import in_place
 from ..model import memory
 from ..schedule.kinds import DOUT, GATHERED, TAG, K, Q, V
@@ -51,10 +50,10 @@ class Regroup:
         self._tokens = [layout.length(mesh.chunk) for layout in regrouping.inner]
         self._inner = Identity(self._plane, self._tokens, mesh, backend)
         self._folding = Folding(backend, p.batch)  # of what delta is made of
-        self._chunks, self._packed = Kept(backend.empty), Kept(backend.empty)  # memory of the mesh's, and of messages
         self.coming, self._giving = None, ()  # what was taken to the mesh last, and what is given back now
-        self._parts = {}  # by name and whether it is given: the parts at the caller's end, and at the mesh's end
-        self._arrays = {}  # made once, in that memory: chunks by name and whether it is given, packed rows by end too
+        self._chunks = {}  # this rank's chunks of the mesh, by name and whether they are given
+        self._packed = {}  # rows of messages, by these and the end at which they are packed
+        self._memory = []  # what both lie in
         self._results = {}  # by direction whose memory is made, the results of the mesh as its caller has them
         self._prepare("forward")
 
@@ -63,27 +62,47 @@ class Regroup:
         nbytes = memory.outer_bytes(self._problem, self.tokens, backward, strided=True)
         widened = sum(  # results of the mesh are longer than the caller's, as they are still to be added
             self.regrouping.widened_bytes(array) * self._tokens[of_keys(array)]
-            for array in (self.arrays("backward", True) if backward else ())
+            for array in (arrays_of(self._problem, "backward", True) if backward else ())
         )
-        nbytes += self._folding.copies.nbytes(("dout", "out")) + self._packed.nbytes() + widened
-        return nbytes + self._inner.nbytes(backward)
+        packed = sum(rows.nbytes for rows in self._packed.values())
+        copies = self._folding.copies.nbytes(("dout", "out"))
+        return nbytes + widened + packed + copies + self._inner.nbytes(backward)
 
     def work_arrays(self):
         """As of `Identity`."""
-        return [array for kept in (self._folding.copies, self._chunks, self._packed) for array in kept.arrays()]
+        return self._folding.copies.arrays() + self._memory
 
     def _prepare(self, direction):
         """Make the memory of the exchange of a pass; returns the results of the mesh as its caller has them."""
         if direction not in self._results:
-            for given in (False, True):
-                for array in self.arrays(direction, given):
-                    self.chunk(array, given)
-                    for outer in (False, True):
-                        self._memory(array, given, outer)
-            self._results[direction] = [
-                _by_head(self.chunk(array, True)[np.newaxis]) for array in self.arrays(direction, True)
-            ]
+            taken, given = (arrays_of(self._problem, direction, given) for given in (False, True))
+            for array in taken:
+                if (array.name, False) not in self._chunks:  # both passes take q, k and v
+                    self._make_memory(array, False)
+            for array in given:
+                self._make_memory(array, True)
+            self._results[direction] = [_by_head(self._chunks[array.name, True][np.newaxis]) for array in given]
         return self._results[direction]
+
+    def _make_memory(self, array, given):
+        """Make this rank's chunk of the mesh, and the rows in which messages are packed at either end."""
+        dtype, (heads, *dim) = self.regrouping.dtype(array, given), array.shape(self._plane)
+        tokens, kind = self._tokens[of_keys(array)], "KV" if of_keys(array) else "Q"
+        if self.regrouping.by_sequence and dim and stays(self.backend, self.mesh.tile, kind):
+            chunk = self._empty((self.sequences, tokens, heads // self.sequences, *dim), dtype).swapaxes(0, 1)
+        else:
+            chunk = self._empty((tokens, heads, *dim), dtype)
+        self._chunks[array.name, given] = chunk
+        for end, parts in zip(("outer", "inner"), self._parts(array, given)):
+            self._packed[array.name, given, end] = self._empty((rows_of(parts), heads, *dim), dtype)
+
+    def _empty(self, shape, dtype):
+        self._memory.append(self.backend.empty(shape, dtype))
+        return self._memory[-1]
+
+    def _parts(self, array, given):
+        """The `Part`s of an array at the caller's end, and at the mesh's."""
+        return self.regrouping.parts(self.mesh.rank, array, given)
 
     def prepare(self, direction, arrays):
         """Make all memory that a pass needs; returns what `take` needs.  arrays: as of `Identity`."""
@@ -103,40 +122,6 @@ class Regroup:
     def accumulators(self, direction, results):
         """As of `Identity`, of the results of the mesh."""
         return self._inner.accumulators(direction, self._prepare(direction))
-
-    def arrays(self, direction, given):
-        """The arrays that a pass takes to the mesh, or gives back."""
-        return arrays_of(self.regrouping.problem, direction, given)
-
-    def parts(self, array, given):
-        """`Regrouping.parts` of this rank, made once."""
-        if (array.name, given) not in self._parts:
-            self._parts[array.name, given] = self.regrouping.parts(self.mesh.rank, array, given)
-        return self._parts[array.name, given]
-
-    def _memory(self, array, given, outer):
-        """Packed rows of an array."""
-        key = array.name, given, outer
-        if key not in self._arrays:
-            shape = (rows_of(self.parts(array, given)[not outer]), *array.shape(self._plane))
-            self._arrays[key] = self._packed(key, shape, self.regrouping.dtype(array, given))
-        return self._arrays[key]
-
-    def chunk(self, array, given=False):
-        """Memory for this rank's chunk of the mesh, the same for all calls."""
-        key = array.name, given
-        if key not in self._arrays:
-            self._arrays[key] = self._new_chunk(array, given)
-        return self._arrays[key]
-
-    def _new_chunk(self, array, given):
-        dtype, (heads, *dim) = self.regrouping.dtype(array, given), array.shape(self._plane)
-        tokens, kind = self._tokens[of_keys(array)], "KV" if of_keys(array) else "Q"
-        apart = self.regrouping.by_sequence and dim and stays(self.backend, self.mesh.tile, kind)
-        if not apart:
-            return self._chunks((array.name, given), (tokens, heads, *dim), dtype)
-        shape = self.sequences, tokens, heads // self.sequences, *dim
-        return self._chunks((array.name, given), shape, dtype).swapaxes(0, 1)
 
     def _as_caller(self, rows):
         """Rows of a chunk as (sequences, tokens, heads, ...)."""
@@ -186,11 +171,11 @@ class Regroup:
         # An attribute: if the call fails, MPI may still use what it holds.
         coming = self.coming = Coming(self.backend, self.exchange, last, f"regrouping for the {direction} pass")
         sends, receives, staying = [], [], []
-        for array in self.arrays(direction, False):
-            whole, chunk = outer[argument_of(array)], self.chunk(array)
-            outward, inward = self.parts(array, False)
+        for array in arrays_of(self._problem, direction, False):
+            whole, chunk = outer[argument_of(array)], self._chunks[array.name, False]
+            outward, inward = self._parts(array, False)
             kind = "KV" if of_keys(array) else "Q"
-            memory, done = self._memory(array, False, True), {}
+            memory, done = self._packed[array.name, False, "outer"], {}
             for part in outward:
                 region = whole[part.sequences, part.shared.outer, part.heads]
                 if part.peer == self.mesh.rank:
@@ -205,7 +190,7 @@ class Regroup:
                     self.backend.copy(self._unpacked(rows), region)
                 done[part.packed.start] = rows
                 sends.append((kind == last, part.peer, array.name, rows))
-            memory = self._memory(array, False, False)
+            memory = self._packed[array.name, False, "inner"]
             for part in inward:
                 if part.peer != self.mesh.rank:
                     rows, place = self._of_mesh(chunk, part, memory)
@@ -222,7 +207,14 @@ class Regroup:
             self.backend.copy(place, region)
         coming.wait_for_other()
         self.backend.begin()  # messages of the pass have these copies
-        return {argument_of(array): self.chunk(array) for array in self.arrays(direction, False)}, (), coming
+        return (
+            {
+                argument_of(array): self._chunks[array.name, False]
+                for array in arrays_of(self._problem, direction, False)
+            },
+            (),
+            coming,
+        )
 
     def give(self, direction, partials, accumulators, results):
         """Move results back, and add those of planes that share a head, in the order of the planes; collective.
@@ -234,17 +226,17 @@ class Regroup:
         self.coming.finish()
         self.backend.begin()
         sends, receives = [], []
-        for array, result in zip(self.arrays(direction, True), results):
-            whole, chunk = _by_head(result), self.chunk(array, given=True)
-            outward, inward = self.parts(array, True)
-            memory, adds = self._memory(array, True, False), self.regrouping.sharing(array) > 1
+        for array, result in zip(arrays_of(self._problem, direction, True), results):
+            whole, chunk = _by_head(result), self._chunks[array.name, True]
+            outward, inward = self._parts(array, True)
+            memory, adds = self._packed[array.name, True, "inner"], self.regrouping.sharing(array) > 1
             for part in inward:
                 if part.peer != self.mesh.rank:
                     rows, place = self._of_mesh(chunk, part, memory)
                     if place is not None:
                         self.backend.copy(rows, place)
                     sends.append((array.name, part.peer, rows))
-            memory = self._memory(array, True, True)
+            memory = self._packed[array.name, True, "outer"]
             for part in outward:
                 region = whole[part.sequences, part.shared.outer, part.heads]
                 if part.peer == self.mesh.rank and not adds:

@@ -234,6 +234,8 @@ class Described:
         wrong = unknown("activity_of", of_documents, OF_DOCUMENTS)
         if wrong:
             raise wrong
+        if padding is False and all(argument is None for argument in of_documents.values()):
+            return self._activity
         given = _as_bytes({**of_documents, "padding": padding})
         return self._passes.calls.activity(given, lambda: documents(self.problem, padding=padding, **of_documents))
 
