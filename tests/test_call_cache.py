@@ -80,11 +80,13 @@ def test_a_plane_computes_some_sequences(cache):
 
 def test_the_oldest_is_freed_even_if_an_executor_refers_to_it(cache):
     activities = [activity_of(cache, 0, 1 + i, TOKENS) for i in range(RECENT)]
+    first, arrays_of_first = cache.calls(activities[0]), kept(cache, activities[0])
     oldest, arrays = cache.calls(activities[1]), kept(cache, activities[1])
-    activity_of(cache, 0, 1, TOKENS)  # in use again
+    assert activity_of(cache, 0, 1, TOKENS) is activities[0]  # in use again
     activity_of(cache, 0, 20, TOKENS)
     assert not any(bound() is not None for bound in arrays) and oldest.nbytes == 0
-    assert cache.calls(activities[0]) and cache.calls(activities[2])
+    assert cache.calls(activities[0]) is first and kept(cache, activities[0]) == arrays_of_first
+    assert cache.calls(activities[2])
     with pytest.raises(KeyError):
         cache.calls(activities[1])
 

@@ -54,7 +54,7 @@ class Executor:
         self.steps_in_words = [f"in step {n + 1} of {count} of the {schedule.direction} pass" for n in range(count)]
         self.where = ""  # the current step, in words
         self.calls = self.steps = None  # those like the last pass, and its `RankSteps`
-        self.coming = None  # what is `Coming`, or None
+        self.coming = None  # the `Coming` of the last pass, or None
         self.own = {}  # of the last pass, as for `Buffers.fit`
         self.times, self.moves = [], []  # of the last pass: its `StepTimes` and `Moved`, by the clock
         self.number, self.began = 0, 0.0  # of the current step, and when the pass began, by the clock

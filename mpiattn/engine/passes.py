@@ -7,9 +7,7 @@ from ..backends.block import BackwardInputs, BlockInputs, Gradients
 from ..schedule import kinds
 
 
-class Pass:
-    """What a pass computes."""
-
+class _Pass:
     def __init__(self, problem, backend):
         self.problem, self.backend = problem, backend
 
@@ -18,7 +16,7 @@ class Pass:
         return kinds.shapes(self.problem, self.direction)
 
 
-class Forward(Pass):
+class Forward(_Pass):
     """The forward pass: Q and KV are gathered, partials O = (out, lse) are reduced by merging."""
 
     direction = "forward"
@@ -37,7 +35,7 @@ class Forward(Pass):
         return self.backend.merge(*arrays, *received, after=after)
 
 
-class Backward(Pass):
+class Backward(_Pass):
     """The backward pass: Q = (q, dout, lse, delta) and KV are gathered, dQ and dKV = (dk, dv) reduced by adding."""
 
     direction = "backward"
