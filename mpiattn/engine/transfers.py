@@ -100,8 +100,8 @@ class Transfers:
         for part in parts:
             rows = len(part[0])
             arrays = [
-                held if wire is None else wire[start : start + rows]
-                for held, wire in zip(part, self.buffers.wire[kind, slot])
+                array if wire is None else wire[start : start + rows]
+                for array, wire in zip(part, self.buffers.wire[kind, slot])
             ]
             ready += [self.backend.copy(dst, src) for dst, src in zip(arrays, part) if dst is not src]
             cast.append(tuple(arrays))
@@ -142,25 +142,25 @@ class Transfers:
 
     def _exchange_partials(self, transfer):
         """Post a transfer of all hops of a reduced kind by one alltoall, and merge in order of the hops."""
-        kind, held = transfer.kind, self.buffers.tokens(transfer.kind)
+        kind, tokens = transfer.kind, self.buffers.tokens(transfer.kind)
         arriving = [hop for hop in transfer.hops if hop.receive]
         to = {hop.send.peer: hop.send for hop in transfer.hops if hop.send}
         of = {hop.receive.peer: hop for hop in arriving}
         out_starts = [
-            self.buffers.packed_start(kind, peer) + sum(part.start for part in places(held[peer], to[peer].tokens))
+            self.buffers.packed_start(kind, peer) + sum(part.start for part in places(tokens[peer], to[peer].tokens))
             if peer in to
             else 0
-            for peer in held
+            for peer in tokens
         ]
         parts = [self.buffers.whole(kind)]
-        ready = tuple(event for chunk in held for event in self.chunks[kind, chunk].ready)
+        ready = tuple(event for chunk in tokens for event in self.chunks[kind, chunk].ready)
         if self.buffers.casts(kind):
             parts, ready = self._cast(kind, parts, ready)
         (leaving,) = parts
         received = Chunk(self.buffers.whole(arena_of(kind)), None)
-        out_counts = [total(to[peer].tokens) if peer in to else 0 for peer in held]
-        in_counts = [total(of[peer].receive.tokens) if peer in of else 0 for peer in held]
-        in_starts = [self.buffers.slot_start(arena_of(kind), of[peer].slot) if peer in of else 0 for peer in held]
+        out_counts = [total(to[peer].tokens) if peer in to else 0 for peer in tokens]
+        in_counts = [total(of[peer].receive.tokens) if peer in of else 0 for peer in tokens]
+        in_starts = [self.buffers.slot_start(arena_of(kind), of[peer].slot) if peer in of else 0 for peer in tokens]
         requests = []
         for array, arena, nbytes in zip(leaving, received.arrays, self._row_bytes[arena_of(kind)]):
             requests += self.exchange.alltoall(
