@@ -62,7 +62,7 @@ class Buffers:
         self.packed = any(step.fused for step in schedule.steps)
         self.reduced = REDUCED[schedule.direction]
         self._cast = {  # by kind, the arrays into which partials are cast
-            kind: [None if wire == kept else wire for kept, wire in zip(shapes[kind], shapes[arena_of(kind)])]
+            kind: [None if wire == own else wire for own, wire in zip(shapes[kind], shapes[arena_of(kind)])]
             for kind in self.reduced
             if shapes[kind] != shapes[arena_of(kind)] and schedule.slots[arena_of(kind)]
         }
@@ -75,7 +75,7 @@ class Buffers:
         """Keep no array: the pool's memory is replaced."""
         self.places, self.arena, self.wire, self.ordered = None, {}, {}, {}
         self.nbytes = 0  # that the buffers span, without gaps for alignment
-        self._held = {}, {}  # rows and shapes of all arrays
+        self._fitted = {}, {}  # rows and shapes of all arrays
         self._beside = {}  # by name in `arena`, the names of others in the same memory
         self._of_accumulators = {}  # (reduced kind, chunk) -> arrays
         self._own, self._own_memory = {}, {}  # by reduced kind: own accumulators of the call, memory for them
@@ -116,9 +116,9 @@ class Buffers:
 
     def _large_enough(self, rows, shapes):
         """Whether the arrays of the call before serve this one.  Packed arenas are sent and launched whole."""
-        if self.places is None or self.packed or shapes != self._held[1]:
+        if self.places is None or self.packed or shapes != self._fitted[1]:
             return False
-        return all(count <= self._held[0][name] for name, count in rows.items())
+        return all(count <= self._fitted[0][name] for name, count in rows.items())
 
     def _take(self, rows, shapes, order):
         """Cut arrays of so many rows from the pool; all by (part of the buffers, kind, slot)."""
@@ -140,7 +140,7 @@ class Buffers:
             name: {other for other, (begin, end) in spans.items() if other != name and begin < stop and start < end}
             for name, (start, stop) in spans.items()
         }
-        self._held = rows, shapes
+        self._fitted = rows, shapes
 
     def accumulate_in(self, results):
         """Use these arrays as accumulators of the rank's own chunk, and memory of the buffers where one is None.
@@ -149,7 +149,7 @@ class Buffers:
         """
         for kind, arrays in {} if self.packed else results.items():
             memory = self._own_memory[kind]
-            self._own[kind] = tuple([held if array is None else array for array, held in zip(arrays, memory)])
+            self._own[kind] = tuple([own if array is None else array for array, own in zip(arrays, memory)])
 
     def tokens(self, kind):
         """{number of a chunk: `Ranges` of its tokens that this rank holds}, of the group that a kind moves in."""
@@ -190,9 +190,9 @@ class Buffers:
             arrays = self.view(arena, self.slot_start(arena, slot), total(tokens))
         received = Chunk(arrays, tokens)
         before, beside = list(self.launched), self._beside[self._buffer(arena, slot)]
-        for other, held in self.occupant.items():
+        for other, chunk_there in self.occupant.items():
             if other == (arena, slot) or self._buffer(*other) in beside:
-                before += held.used
+                before += chunk_there.used
         self.occupant[arena, slot] = received
         return received, tuple(before)
 

@@ -18,7 +18,7 @@ class _Part(NamedTuple):
 
 
 class Coming:
-    """The arrays that a rank exchanges before a pass.  True as long as it has not waited for all that it receives.
+    """The arrays that a rank exchanges before a pass.
 
     kind: "Q" or "KV", the kind of chunk that may come during the pass; `wait_for_other` waits for the other one.
     where: what the rank does, for error messages.
@@ -30,7 +30,9 @@ class Coming:
         self._sends, self._sent = [], []
         self.posting = ()  # what is about to be posted: an interrupt may come before `add` and `send`
 
-    def __bool__(self):
+    @property
+    def receiving(self):
+        """Whether there is a part of the chunk of `kind` that has not been waited for."""
         return bool(self._parts)
 
     def add(self, kind, tokens, requests=(), rows=None, place=None):

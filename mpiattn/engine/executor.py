@@ -6,124 +6,82 @@ events, and neither hops nor routes.  The pass and the back end define what a bl
 """
 
 from collections import deque
-from dataclasses import dataclass, field
-from itertools import chain, pairwise, product
 from time import perf_counter as clock
-from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from ..problem.layout import increasing
-from ..schedule.bound import bind
 from ..schedule.kinds import IN_COLUMNS, KINDS, chunk_of
-from ..schedule.places import Places
-from ..schedule.ranges import overlap, positions, total
+from ..schedule.ranges import overlap, total
 from ..schedule.timeline import Moved, StepTimes, Timeline
 from .buffers import Buffers
+from .chunks import Chunks
 from .folding import stays
-from .held import Held
-from .progress import Advance
 from .transfers import Transfers
 
 # Prefetched transfers in flight: 2 keep the link busy without splitting its bandwidth.
 UNDER_WAY = 2
 
 
-@dataclass
-class _RankSteps:
-    """What a call does on this rank: its steps, and where chunks lie.
+class Advance:
+    """Calls `progress` with the fraction of blocks done since its last call, in steps of 1 / PARTS."""
 
-    transfers: those of all steps, each with the number of its step.
-    launches: by block that has run, the queries and the keys of each of its launches, as `Ranges`.
-    """
+    PARTS = 128  # parts of a block; a power of 2, so that their sums are exact
 
-    steps: tuple
-    transfers: list
-    places: Places
-    launches: dict = field(default_factory=dict)
+    def __init__(self, progress, blocks):
+        self.progress, self.blocks, self.parts = progress, blocks, 0
 
-
-# Limit in bytes for the row intervals of blocks that are kept for calls to come: 8 million rows.
-KEPT_BYTES = 64 * 2**20
+    def __call__(self, share):
+        """Report the progress; share: fraction of the blocks done so far, from 0 to 1."""
+        parts = int(share * self.blocks * self.PARTS)
+        if parts > self.parts:
+            self.progress((parts - self.parts) / self.PARTS)
+            self.parts = parts
 
 
 class Executor:
     """The buffers of one pass and the loop over its schedule.
 
-    work: a pass of `mpiattn.engine.passes`.
-    activity: the `Activity` of calls without documents, for which memory is made at once.
+    computation: a pass of `mpiattn.engine.passes`.
+    calls: the `AlikeCalls` for which memory is made at once: those without documents.
     pool: the `Pool` of its buffers.
-    rank_steps: that of an executor of the same schedule, rank and activity, to save making it; or None.
     """
 
-    def __init__(self, mesh, schedule, work, exchange, activity, pool, rank_steps=None):
-        self.mesh, self.schedule, self.work, self.exchange = mesh, schedule, work, exchange
-        self.backend, self.k_layout = work.backend, activity.k_layout
-        self.buffers = Buffers(pool, work.shapes(), schedule)
-        self.held = Held(work, schedule, self.buffers, mesh.chunk)
-        self.transfers = Transfers(mesh, self.backend, exchange, self.buffers, self.held)
+    def __init__(self, mesh, schedule, computation, exchange, calls, pool):
+        self.mesh, self.schedule, self.computation, self.exchange = mesh, schedule, computation, exchange
+        self.backend = computation.backend
+        self.buffers = Buffers(pool, computation.shapes(), schedule)
+        self.chunks = Chunks(computation, schedule, self.buffers, mesh.chunk)
+        self.transfers = Transfers(mesh, self.backend, exchange, self.buffers, self.chunks)
         count = len(schedule.steps)
         self.steps_in_words = [f"in step {n + 1} of {count} of the {schedule.direction} pass" for n in range(count)]
         self.where = ""  # the current step, in words
-        self.activity = self.rank_steps = None  # of the last pass, and its `_RankSteps`
-        self.coming = None  # what is `Coming`, or None
+        self.calls = self.steps = None  # those like the last pass, and its `RankSteps`
+        self.coming = None  # the `Coming` of the last pass, or None
         self.own = {}  # of the last pass, as for `Buffers.fit`
         self.times, self.moves = [], []  # of the last pass: its `StepTimes` and `Moved`, by the clock
-        self._by_activity = WeakKeyDictionary()  # `_RankSteps` of this rank, by the activity of a call
-        if rank_steps is not None:
-            self._by_activity[activity] = rank_steps
+        self.number, self.began = 0, 0.0  # of the current step, and when the pass began, by the clock
+        self.to_post, self.under_way = deque(), deque()  # transfers of the pass, in order of posting
         own = {}
         for kind in self.buffers.reduced:
-            arrays, strided = (
-                KINDS[schedule.direction][kind].arrays_of(work.problem),
-                stays(self.backend, schedule.tile, kind),
-            )
-            own[kind] = [not array.in_place(work.problem, strided) for array in arrays]
-        self._fit(activity, own)
+            arrays = KINDS[schedule.direction][kind].arrays_of(computation.problem)
+            strided = stays(self.backend, schedule.tile, kind)
+            own[kind] = [not array.in_place(computation.problem, strided) for array in arrays]
+        self._fit(calls, own)
 
-    def prepare(self, activity, results):
-        """Make what a call with this activity needs; afterwards `run` allocates no buffers.
+    def prepare(self, calls, results):
+        """Make what one of these `AlikeCalls` needs; afterwards `run` allocates no buffers.
 
         results: as for `run`.  Nothing keeps them if the call ends before it runs.
         """
-        self._fit(activity, {kind: [array is None for array in arrays] for kind, arrays in results.items()})
+        self._fit(calls, {kind: [array is None for array in arrays] for kind, arrays in results.items()})
 
-    def _fit(self, activity, own):
-        if activity is self.activity and own == self.own and self.buffers.places:
+    def _fit(self, calls, own):
+        if calls is self.calls and own == self.own and self.buffers.places:
             return
-        rank_steps = self._by_activity.get(activity)
-        if rank_steps is None:
-            steps = bind(self.schedule, self.mesh.chunk, activity)
-            transfers = [(number, t) for number, step in enumerate(steps) for t in step.transfers]
-            rank_steps = self._by_activity[activity] = _RankSteps(
-                steps, transfers, Places(self.schedule, self.mesh.chunk, activity)
-            )
-            activity.trim()
-        ordered, places = (), rank_steps.places
-        if places.packed and places.rows["KV"] and self._kept_sorting(activity, places):
+        steps = calls.steps(self.schedule, self.mesh.chunk)
+        ordered, places = (), steps.places
+        if places.packed and calls.sorting(places):
             ordered = ("KV", *(kind for kind in self.buffers.reduced if kind in IN_COLUMNS))
         self.buffers.fit(places, own, ordered)
-        self.activity, self.rank_steps, self.own = activity, rank_steps, own
-
-    def _kept_sorting(self, activity, places):
-        """The rows of packed keys in order of position, and the inverse; () if they lie in that order.
-
-        They are in the back end's memory, made once for all calls with the same activity.
-        """
-        if "sorting" in activity.kept:
-            return activity.kept["sorting"]
-        chunks = (positions(self.k_layout, *chunk) for chunk in places.tokens["KV"].items())
-        parts, rows = list(filter(len, chain(*chunks))), ()
-        if any(tokens[-1] > others[0] for tokens, others in pairwise(parts)):
-            order = np.argsort(np.concatenate([np.arange(t.start, t.stop, t.step) for t in parts]), kind="stable")
-            rows = order, np.argsort(order)
-        sorting = activity.kept["sorting"] = tuple(self.backend.contiguous(part, part.itemsize) for part in rows)
-        return sorting
-
-    @property
-    def kept_bytes(self):
-        """Bytes of the rows by which packed keys are sorted, besides those of the buffers."""
-        return sum(array.nbytes for array in self.activity.kept.get("sorting", ()))
+        self.calls, self.steps, self.own = calls, steps, own
 
     def run(self, q, kv, results, progress=None, q_ready=(), coming=None):
         """Run the pass that was prepared; collective.  Returns {reduced kind: arrays of this rank's own chunk}.
@@ -146,12 +104,11 @@ class Executor:
 
     def _run(self, q, kv, results, progress, q_ready):
         self.buffers.accumulate_in(results)
-        self.held.begin(q, kv, q_ready)
+        self.chunks.begin(q, kv, q_ready)
         self.number, self.began = 0, clock()
-        self.to_post = deque(self.rank_steps.transfers)
-        self.under_way = deque()  # in order of posting
+        self.to_post, self.under_way = deque(self.steps.transfers), deque()
         self.times, self.moves = [], []
-        for number, step in enumerate(self.rank_steps.steps):
+        for number, step in enumerate(self.steps.steps):
             self.number, self.where = number, self.steps_in_words[number]
             posted = clock()
             while self.to_post and self.to_post[0][0] == number:  # this step needs them
@@ -168,7 +125,7 @@ class Executor:
                 self._complete(self.under_way.popleft())
             self.times.append((posted, computed, clock()))
         self._wait_for_own()
-        return self.held.end()
+        return self.chunks.end()
 
     def trace(self):
         """The measured `Timeline` of the last pass on this rank; None before the first."""
@@ -182,35 +139,40 @@ class Executor:
 
     def _run_block(self, i, j, meanwhile):
         """Launch the block of query chunk i and KV chunk j, unless none of its queries sees any of its keys."""
-        launches = self.rank_steps.launches.get((i, j))
-        if launches is None:
-            launches = self.rank_steps.launches[i, j] = self._launches(i, j)
+        launches = self.steps.launches[i, j]
         if not launches:
             return
-        area, before = sum(total(rows) * total(keys) for rows, keys in launches), 0
-        if i == j == self.mesh.chunk and self.coming:
+        area, before = sum(total(rows) * total(keys) for rows, keys in launches) if meanwhile else 0, 0
+        if i == j == self.mesh.chunk and self.coming is not None and self.coming.receiving:
             launches = self._as_they_come(launches)
         else:
             self._wait_for_own()
-        q, kv, reduced = self._chunks(i, j)
+        q, kv = self.chunks["Q", i], self.chunks["KV", j]
+        reduced = {kind: self.chunks.accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
         for rows, keys in launches:
-            done, part = before / area, total(rows) * total(keys) / area
-            event = self.work.launch(
+            of_launch = None
+            if meanwhile:
+                done, part = before / area, total(rows) * total(keys) / area
+                before += total(rows) * total(keys)
+
+                def of_launch(share, done=done, part=part):
+                    meanwhile(done + share * part)
+
+            event = self.computation.launch(
                 q.together(rows),
                 kv.together(keys),
-                self._kept((i, j, rows, keys), self._columns, i, j, rows, keys),
+                self.calls.intervals(i, j, rows, keys),
                 {kind: c.together(keys if kind in IN_COLUMNS else rows) for kind, c in reduced.items()},
                 (*q.ready, *kv.ready),
-                meanwhile and (lambda share, done=done, part=part: meanwhile(done + share * part)),
+                of_launch,
             )
-            before += total(rows) * total(keys)
         q.used = kv.used = (event,)
         for chunk in reduced.values():
             chunk.ready = (event,)
 
     def _wait_for_own(self):
         """Wait until this rank's own chunks are here."""
-        if self.coming:
+        if self.coming is not None and self.coming.receiving:
             self.coming.wait()
 
     def _as_they_come(self, launches):
@@ -221,74 +183,27 @@ class Executor:
                 for part in overlap(piece, keys if of_keys else rows):
                     yield (rows, (part,)) if of_keys else ((part,), keys)
 
-    def _chunks(self, i, j):
-        """The chunks of the block of query chunk i and KV chunk j, and {reduced kind: its accumulator}."""
-        reduced = {kind: self.held.accumulator(kind, chunk_of(kind, i, j)) for kind in self.buffers.reduced}
-        return self.held["Q", i], self.held["KV", j], reduced
-
-    def _launches(self, i, j):
-        """Queries and keys of each launch of a block, as `Ranges`; none if no query sees any key."""
-        if not self.activity.block(i, j):
-            return ()
-        q, kv, reduced = self._chunks(i, j)
-        return tuple(product(self._together(q, reduced, False, i), self._together(kv, reduced, True, j)))
-
-    def _together(self, gathered, reduced, in_columns, chunk):
-        """The tokens of a chunk that this rank needs, as `Ranges` of which each is one launch.
-
-        All are one launch if the gathered chunk and its accumulators hold the same tokens.  On the ring route either
-        may hold more, for other ranks.
-        """
-        if all(c.tokens == gathered.tokens for kind, c in reduced.items() if (kind in IN_COLUMNS) == in_columns):
-            return [gathered.tokens]
-        return [(part,) for part in self.activity.needed(in_columns, chunk, self.mesh.chunk)]
-
-    def _columns(self, i, j, rows, keys):
-        """The columns [begin, end) of some keys of chunk j that some queries of chunk i see."""
-        return self.activity.columns(i, positions(self.k_layout, j, keys), rows)
-
-    def _kept(self, key, make, *arguments):
-        """Row intervals make(*arguments) in the back end's memory, made once for all calls with the same activity."""
-        held = self.activity.kept.get(key)
-        if held is None:
-            made = make(*arguments)
-            held = tuple(self.backend.contiguous(bound, bound.itemsize) for bound in made)
-            if self.activity.kept_bytes + 2 * made[0].nbytes <= KEPT_BYTES:
-                self.activity.kept[key] = held
-        return held
-
     def _run_tile(self, meanwhile):
         """Launch all blocks as one, over the packed arenas."""
         self._wait_for_own()
-        q, kv, places, sorting = (
-            self.held.whole("Q"),
-            self.held.whole("KV"),
-            self.rank_steps.places,
-            self.activity.kept.get("sorting"),
-        )
-
-        def intervals():
-            keys = increasing(positions(self.k_layout, *chunk) for chunk in places.tokens["KV"].items())
-            pairs = [self.activity.columns(chunk, keys, rows) for chunk, rows in places.tokens["Q"].items()]
-            return tuple(np.concatenate(side, axis=1) for side in zip(*pairs))
-
+        q, kv, places = self.chunks.whole("Q"), self.chunks.whole("KV"), self.steps.places
+        sorting = self.calls.sorting(places)
         keys, ordered = kv.arrays, self.buffers.ordered if sorting else {}
         if sorting:  # first of all: what follows may lie where the keys were
             (order, inverse), keys = sorting, ordered["KV"]
             for dst, src in zip(keys, kv.arrays):
                 self.backend.take(dst, src, order, after=kv.ready)
         accumulators = [
-            self.held.accumulator(kind, chunk, clear=kind not in ordered)
+            self.chunks.accumulator(kind, chunk, clear=kind not in ordered)
             for kind in self.buffers.reduced
             for chunk in places.tokens[kind]
         ]
         reduced = {kind: ordered.get(kind) or self.buffers.whole(kind) for kind in self.buffers.reduced}
         unsorted = {kind: self.buffers.whole(kind) for kind in reduced if kind in ordered}
         for kind in unsorted:
-            self.work.clear(kind, ordered[kind])
-        event = self.work.launch(
-            q.arrays, keys, self._kept("tile", intervals), reduced, (*q.ready, *kv.ready), meanwhile
-        )
+            self.computation.clear(kind, ordered[kind])
+        intervals = self.calls.intervals_of_tile(places)
+        event = self.computation.launch(q.arrays, keys, intervals, reduced, (*q.ready, *kv.ready), meanwhile)
         for kind, arrays in unsorted.items():
             for dst, src in zip(arrays, ordered[kind]):
                 event = self.backend.take(dst, src, inverse)
@@ -301,7 +216,7 @@ class Executor:
     def _post_next(self):
         """Post the next transfer."""
         step, transfer = self.to_post.popleft()
-        if self.coming and transfer.kind == self.coming.kind:
+        if self.coming is not None and transfer.kind == self.coming.kind:
             self._wait_for_own()
         posted = self.transfers.post(transfer)
         posted.step, posted.begun = step, clock()
@@ -312,7 +227,7 @@ class Executor:
         while (
             self.to_post
             and self.to_post[0][1].earliest <= self.number
-            and not (self.coming and self.to_post[0][1].kind == self.coming.kind)
+            and not (self.coming is not None and self.coming.receiving and self.to_post[0][1].kind == self.coming.kind)
             and sum(posted.arrived is None for posted in self.under_way) < UNDER_WAY
         ):
             self._post_next()

@@ -90,11 +90,11 @@ def stays(backend, tile, kind):
 class Folding:
     """Converts the caller's arrays (batch, tokens, heads, ...) to (tokens, batch * heads, ...) and back.
 
-    The attribute `kept` holds the memory of the copies by name of the argument.
+    The attribute `copies` holds their memory by name of the argument.
     """
 
     def __init__(self, backend, batch):
-        self.backend, self.batch, self.kept = backend, batch, Kept(backend.empty)
+        self.backend, self.batch, self.copies = backend, batch, Kept(backend.empty)
 
     def view(self, array):
         """View an array (batch, tokens, heads, dim) as launches take it where it lies; None if they do not.
@@ -111,15 +111,15 @@ class Folding:
         A copy is valid until the next call with the same name.
         """
         if self.batch == 1:
-            return self.backend.contiguous(array[0], empty=partial(self.kept, name))
+            return self.backend.contiguous(array[0], empty=partial(self.copies, name))
         batch, tokens, heads, *dim = array.shape
-        whole = self.backend.contiguous(array.swapaxes(0, 1), empty=partial(self.kept, name))
+        whole = self.backend.contiguous(array.swapaxes(0, 1), empty=partial(self.copies, name))
         return whole.reshape(tokens, batch * heads, *dim)
 
     @property
     def unplanned_bytes(self):
         """Bytes of copies that `mpiattn.model.memory` does not count: those of strided inputs with a batch of 1."""
-        return self.kept.nbytes(("q", "k", "v", "dout", "out")) if self.batch == 1 else 0
+        return self.copies.nbytes(("q", "k", "v", "dout", "out")) if self.batch == 1 else 0
 
     def by_batch(self, array):
         """View (tokens, batch * heads, ...) as (tokens, batch, heads, ...)."""

@@ -53,3 +53,6 @@ class Backward(_Pass):
     def merge(self, kind, arrays, received, after):
         """Add a received partial to an accumulator; returns the event."""
         return self.backend.add(arrays, received, after=after)
+
+
+PASSES = {computation.direction: computation for computation in (Forward, Backward)}

@@ -8,115 +8,138 @@ Of several sequences that no other rank of the plane needs, chunks of the mesh a
 lie in memory sequence after sequence, if launches take them so: copies between them and the caller's arrays are faster.
 """
 
-import copy
+import numpy as np
 
-from ..backends.kept import Kept
 from ..backends.wire import in_place
-from ..schedule.kinds import TAG
+from ..model import memory
+from ..schedule.kinds import DOUT, GATHERED, TAG, K, Q, V
 from ..schedule.regroup import GIVEN, TAKEN, arrays_of, of_keys, plane_problem, rows_of
 from .coming import Coming
-from .folding import stays
+from .folding import Folding, stays
+from .identity import Identity
 
 ARRAYS = tuple(array.name for arrays in (*TAKEN.values(), *GIVEN.values()) for array in arrays)
 TAGS = {name: max(TAG.values()) + 16 + i for i, name in enumerate(dict.fromkeys(ARRAYS))}
+ARGUMENTS = {Q.name: "q", K.name: "k", V.name: "v", DOUT.name: "dout"}  # whose names differ from those of arrays
+
+
+def argument_of(array):
+    """The name of an array among the arguments of a pass."""
+    return ARGUMENTS.get(array.name, array.name)
+
+
+def _by_head(array):
+    """Rows (batch, heads, tokens) as (batch, tokens, heads), and the inverse; other arrays as they are."""
+    return array.transpose(0, 2, 1) if array.ndim == 3 else array
 
 
 class Regroup:
-    """The exchange of a plan on this rank.
+    """The way of a plan with regrouping.
 
     regrouping: the plan's `Regrouping`.
-    The attribute `kept` holds the memory of this rank's chunks of the mesh, and `packed` that of messages.
+    tokens, heads, sequences: as of `Identity`; tokens are those of the caller's arrays.
     """
 
-    def __init__(self, regrouping, mesh, backend, exchange):
-        self.regrouping, self.mesh, self.backend, self.exchange = regrouping, mesh, backend, exchange
-        self.kept, self.packed = Kept(backend.empty), Kept(backend.empty)
-        self._plane = plane_problem(regrouping.problem, regrouping.tile.h)
-        self._sequences = regrouping.problem.batch // regrouping.split[0]  # of the batch, that a plane has
+    def __init__(self, regrouping, tokens, mesh, backend, exchange):
+        self.regrouping, self.tokens = regrouping, tokens
+        self.mesh, self.backend, self.exchange = mesh, backend, exchange
+        p = self._problem = regrouping.problem
+        self._plane = plane_problem(p, regrouping.tile.h)
+        self.heads = regrouping.heads(Q, mesh.rank)
+        self.sequences = p.batch // regrouping.split[0]
         self._tokens = [layout.length(mesh.chunk) for layout in regrouping.inner]
+        self._inner = Identity(self._plane, self._tokens, mesh, backend)
+        self._folding = Folding(backend, p.batch)  # of what delta is made of
         self.coming, self._giving = None, ()  # what was taken to the mesh last, and what is given back now
-        self._parts = {}  # by name and whether it is given: the parts at the caller's end, and at the mesh's end
-        self._arrays = {}  # made once, in that memory: chunks by name and whether it is given, packed rows by end too
+        self._chunks = {}  # this rank's chunks of the mesh, by name and whether they are given
+        self._packed = {}  # rows of messages, by these and the end at which they are packed
+        self._memory = []  # what both lie in
+        self._results = {}  # by direction whose memory is made, the results of the mesh as its caller has them
+        self._prepare("forward")
 
-    def arrays(self, direction, given):
-        """The arrays that a pass takes to the mesh, or gives back."""
-        return arrays_of(self.regrouping.problem, direction, given)
+    def nbytes(self, backward):
+        """As of `Identity`: bytes here and on the mesh, and of the exchange between them."""
+        nbytes = memory.outer_bytes(self._problem, self.tokens, backward, strided=True)
+        widened = sum(  # results of the mesh are longer than the caller's, as they are still to be added
+            self.regrouping.widened_bytes(array) * self._tokens[of_keys(array)]
+            for array in (arrays_of(self._problem, "backward", True) if backward else ())
+        )
+        packed = sum(rows.nbytes for rows in self._packed.values())
+        copies = self._folding.copies.nbytes(("dout", "out"))
+        return nbytes + widened + packed + copies + self._inner.nbytes(backward)
 
-    def parts(self, array, given):
-        """`Regrouping.parts` of this rank, made once."""
-        if (array.name, given) not in self._parts:
-            self._parts[array.name, given] = self.regrouping.parts(self.mesh.rank, array, given)
-        return self._parts[array.name, given]
+    def work_arrays(self):
+        """As of `Identity`."""
+        return self._folding.copies.arrays() + self._memory
 
-    def _memory(self, array, given, outer):
-        """Packed rows of an array."""
-        key = array.name, given, outer
-        if key not in self._arrays:
-            shape = (rows_of(self.parts(array, given)[not outer]), *array.shape(self._plane))
-            self._arrays[key] = self.packed(key, shape, self.regrouping.dtype(array, given))
-        return self._arrays[key]
+    def _prepare(self, direction):
+        """Make the memory of the exchange of a pass; returns the results of the mesh as its caller has them."""
+        if direction not in self._results:
+            taken, given = (arrays_of(self._problem, direction, given) for given in (False, True))
+            for array in taken:
+                if (array.name, False) not in self._chunks:  # both passes take q, k and v
+                    self._make_memory(array, False)
+            for array in given:
+                self._make_memory(array, True)
+            self._results[direction] = [_by_head(self._chunks[array.name, True][np.newaxis]) for array in given]
+        return self._results[direction]
 
-    def chunk(self, array, given=False):
-        """Memory for this rank's chunk of the mesh, the same for all calls."""
-        key = array.name, given
-        if key not in self._arrays:
-            self._arrays[key] = self._new_chunk(array, given)
-        return self._arrays[key]
-
-    def _new_chunk(self, array, given):
+    def _make_memory(self, array, given):
+        """Make this rank's chunk of the mesh, and the rows in which messages are packed at either end."""
         dtype, (heads, *dim) = self.regrouping.dtype(array, given), array.shape(self._plane)
         tokens, kind = self._tokens[of_keys(array)], "KV" if of_keys(array) else "Q"
-        apart = self.regrouping.by_sequence and dim and stays(self.backend, self.mesh.tile, kind)
-        if not apart:
-            return self.kept((array.name, given), (tokens, heads, *dim), dtype)
-        shape = self._sequences, tokens, heads // self._sequences, *dim
-        return self.kept((array.name, given), shape, dtype).swapaxes(0, 1)
+        if self.regrouping.by_sequence and dim and stays(self.backend, self.mesh.tile, kind):
+            chunk = self._empty((self.sequences, tokens, heads // self.sequences, *dim), dtype).swapaxes(0, 1)
+        else:
+            chunk = self._empty((tokens, heads, *dim), dtype)
+        self._chunks[array.name, given] = chunk
+        for end, parts in zip(("outer", "inner"), self._parts(array, given)):
+            self._packed[array.name, given, end] = self._empty((rows_of(parts), heads, *dim), dtype)
 
-    def prepare(self, direction):
-        """Make all memory of a pass."""
-        for given in (False, True):
-            for array in self.arrays(direction, given):
-                for outer in (False, True):
-                    self._memory(array, given, outer)
+    def _empty(self, shape, dtype):
+        self._memory.append(self.backend.empty(shape, dtype))
+        return self._memory[-1]
 
-    @property
-    def packed_bytes(self):
-        """Bytes of the memory in which messages are packed."""
-        return self.packed.nbytes()
+    def _parts(self, array, given):
+        """The `Part`s of an array at the caller's end, and at the mesh's."""
+        return self.regrouping.parts(self.mesh.rank, array, given)
 
-    @property
-    def widened_bytes(self):
-        """Bytes by which results of the mesh are longer than the caller's, as they are still to be added."""
-        return sum(
-            self.regrouping.widened_bytes(array) * self._tokens[of_keys(array)]
-            for array in self.arrays("backward", True)
-            if (array.name, True) in self.kept.names()
-        )
+    def prepare(self, direction, arrays):
+        """Make all memory that a pass needs; returns what `take` needs.  arrays: as of `Identity`."""
+        self._prepare(direction)
+        outer = {name: _by_head(array) for name, array in arrays.items()}
+        if direction == "forward":
+            return outer, ()
+        of_delta = [self._folding.view(outer[name]) for name in ("dout", "out")]
+        if any(view is None for view in of_delta):
+            of_delta = [self._folding.fold(name, outer[name]) for name in ("dout", "out")]
+        of_delta.append(self._folding.fold("dlse", outer["dlse"]) if "dlse" in outer else None)
+        p = self._problem
+        delta = self._folding.copies("delta", (self.tokens[0], p.batch * p.heads), p.partial_dtype)
+        outer["delta"] = self._folding.by_batch(delta).swapaxes(0, 1)
+        return outer, (delta, *of_delta)
 
-    def released(self):
-        """A copy without memory."""
-        rest = copy.copy(self)
-        rest.kept, rest.packed, rest.coming = Kept(self.backend.empty), Kept(self.backend.empty), None
-        rest._arrays, rest._giving = {}, ()
-        return rest
+    def accumulators(self, direction, results):
+        """As of `Identity`, of the results of the mesh."""
+        return self._inner.accumulators(direction, self._prepare(direction))
 
     def _as_caller(self, rows):
         """Rows of a chunk as (sequences, tokens, heads, ...)."""
         if rows.ndim == 4:
             return rows.swapaxes(0, 1)
         tokens, heads, *dim = rows.shape
-        return rows.reshape(tokens, self._sequences, heads // self._sequences, *dim).swapaxes(0, 1)
+        return rows.reshape(tokens, self.sequences, heads // self.sequences, *dim).swapaxes(0, 1)
 
     def _unpacked(self, rows):
         """The same of packed rows, which have the numbers as the message has them."""
         if not self.regrouping.by_sequence:
             return self._as_caller(rows)
         tokens, heads, *dim = rows.shape
-        return rows.reshape(self._sequences, tokens, heads // self._sequences, *dim)
+        return rows.reshape(self.sequences, tokens, heads // self.sequences, *dim)
 
     def _as_message(self, region):
         """Whether a region (sequences, tokens, heads, ...) of an array can be sent from there, or received there."""
-        if not (self.regrouping.by_sequence or self._sequences == 1):
+        if not (self.regrouping.by_sequence or self.sequences == 1):
             return False  # a message has token after token, the region sequence after sequence
         return region.flags.c_contiguous or (self.backend.sends_blocks and in_place(region, self.exchange.max_message))
 
@@ -134,20 +157,25 @@ class Regroup:
         packed = memory[part.packed]
         return (self._unpacked(packed), region) if self.regrouping.by_sequence else (packed, rows)
 
-    def take(self, direction, outer, inner, last):
-        """Move arrays to the mesh; collective.  Returns the `Coming` of those of one kind; the others are here.
+    def take(self, schedule, prepared):
+        """Move arrays to the mesh; collective.  Returns its chunks by argument, (), and the `Coming` of one kind.
 
-        outer: {name: the caller's array (batch, tokens, heads, ...)}.  inner: {name: this rank's chunk of the mesh}.
-        last: the kind that may still be on its way, "Q" or "KV".
+        prepared: of `prepare`.  The chunks of the other kind are here.
         """
+        outer, of_delta = prepared
+        if of_delta:
+            self.backend.delta(*of_delta)
+        # The kind that may come last is not that of the first transfer.
+        first = next((t.kind for step in schedule.steps for t in step.transfers if t.kind in GATHERED), "Q")
+        direction, last = schedule.direction, "Q" if first == "KV" else "KV"
         # An attribute: if the call fails, MPI may still use what it holds.
         coming = self.coming = Coming(self.backend, self.exchange, last, f"regrouping for the {direction} pass")
         sends, receives, staying = [], [], []
-        for array in self.arrays(direction, False):
-            whole, chunk = outer[array.name], inner[array.name]
-            outward, inward = self.parts(array, False)
+        for array in arrays_of(self._problem, direction, False):
+            whole, chunk = outer[argument_of(array)], self._chunks[array.name, False]
+            outward, inward = self._parts(array, False)
             kind = "KV" if of_keys(array) else "Q"
-            memory, done = self._memory(array, False, True), {}
+            memory, done = self._packed[array.name, False, "outer"], {}
             for part in outward:
                 region = whole[part.sequences, part.shared.outer, part.heads]
                 if part.peer == self.mesh.rank:
@@ -162,7 +190,7 @@ class Regroup:
                     self.backend.copy(self._unpacked(rows), region)
                 done[part.packed.start] = rows
                 sends.append((kind == last, part.peer, array.name, rows))
-            memory = self._memory(array, False, False)
+            memory = self._packed[array.name, False, "inner"]
             for part in inward:
                 if part.peer != self.mesh.rank:
                     rows, place = self._of_mesh(chunk, part, memory)
@@ -177,27 +205,38 @@ class Regroup:
             coming.send(self._send(name, peer, rows), rows)
         for place, region in staying:  # while messages are on their way
             self.backend.copy(place, region)
-        self.backend.begin()  # messages of the pass have these copies
         coming.wait_for_other()
-        return coming
+        self.backend.begin()  # messages of the pass have these copies
+        return (
+            {
+                argument_of(array): self._chunks[array.name, False]
+                for array in arrays_of(self._problem, direction, False)
+            },
+            (),
+            coming,
+        )
 
-    def give(self, direction, inner, outer):
+    def give(self, direction, partials, accumulators, results):
         """Move results back, and add those of planes that share a head, in the order of the planes; collective.
 
-        inner, outer: as for `take`.
+        Arguments as of `Identity`.
         """
+        self._inner.give(direction, partials, accumulators, self._prepare(direction))
+        self.backend.finish()
+        self.coming.finish()
+        self.backend.begin()
         sends, receives = [], []
-        for array in self.arrays(direction, True):
-            whole, chunk = outer[array.name], inner[array.name]
-            outward, inward = self.parts(array, True)
-            memory, adds = self._memory(array, True, False), self.regrouping.sharing(array) > 1
+        for array, result in zip(arrays_of(self._problem, direction, True), results):
+            whole, chunk = _by_head(result), self._chunks[array.name, True]
+            outward, inward = self._parts(array, True)
+            memory, adds = self._packed[array.name, True, "inner"], self.regrouping.sharing(array) > 1
             for part in inward:
                 if part.peer != self.mesh.rank:
                     rows, place = self._of_mesh(chunk, part, memory)
                     if place is not None:
                         self.backend.copy(rows, place)
                     sends.append((array.name, part.peer, rows))
-            memory = self._memory(array, True, True)
+            memory = self._packed[array.name, True, "outer"]
             for part in outward:
                 region = whole[part.sequences, part.shared.outer, part.heads]
                 if part.peer == self.mesh.rank and not adds:

@@ -6,7 +6,6 @@ message for every array and range of tokens.  The exchange defines how bytes tra
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..schedule.bound import BoundTransfer
 from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of
@@ -39,32 +38,18 @@ class Posted:
     arrived: float | None = None
 
 
-class Gathering(NamedTuple):
-    """What one allgather of a kind carries, the same in all calls with the same `Places`.
-
-    sent: the tokens of this rank's own chunk that travel, None if none do.
-    counts, starts: how many tokens of each chunk travel, and the row of the arena from which on they land.
-    unsent: the other ranks' chunks of which none travel.
-    row_bytes: bytes of one token of every array.
-    """
-
-    sent: tuple | None
-    counts: list
-    starts: list
-    unsent: list
-    row_bytes: list
-
-
 def _by_array(parts):
     """(number of the array, array) of some parts of a chunk, in the order of their messages."""
     return [(i, array) for i, arrays in enumerate(zip(*parts)) for array in arrays]
 
 
 class Transfers:
-    """Posts the transfers of a pass.  held: the `Held` chunks that they send and add to."""
+    """Posts the transfers of a pass.  chunks: the `Chunks` that they send and add to."""
 
-    def __init__(self, mesh, backend, exchange, buffers, held):
-        self.mesh, self.backend, self.exchange, self.buffers, self.held = mesh, backend, exchange, buffers, held
+    def __init__(self, mesh, backend, exchange, buffers, chunks):
+        self.mesh, self.backend, self.exchange, self.buffers, self.chunks = mesh, backend, exchange, buffers, chunks
+        # by arena, bytes of one token of every array
+        self._row_bytes = {arena: [size_of([array]) for array in arrays] for arena, arrays in buffers.shapes.items()}
 
     def post(self, transfer):
         """Start a transfer without waiting; returns what is `Posted`."""
@@ -78,14 +63,14 @@ class Transfers:
         requests, leaving, landing, arriving = [], [], [], None
         if receive:
             arriving, before = self.buffers.take_slot(arena_of(kind), slot, receive.chunk, receive.tokens)
-            self.held.clear_rest(arriving, receive.tokens)
+            self.chunks.clear_rest(arriving, receive.tokens)
             for i, array in _by_array(arriving.parts(receive.tokens)):
                 landing.append(array)
                 requests += self.exchange.receive(
                     self.mesh.plane, self.backend.incoming(array, before), receive.peer, TAG[kind] + i
                 )
         if send:
-            chunk = self.held[kind, send.chunk]
+            chunk = self.chunks[kind, send.chunk]
             parts, ready = chunk.parts(send.tokens), chunk.ready
             if self.buffers.casts(kind):
                 parts, ready = self._cast(kind, parts, ready, slot)
@@ -101,12 +86,12 @@ class Transfers:
                 leaving,
                 landing,
                 arriving,
-                lambda: self.held.update({(kind, receive.chunk): arriving}),
+                lambda: self.chunks.update({(kind, receive.chunk): arriving}),
             )
         if send:
-            del self.held[kind, send.chunk]
+            del self.chunks[kind, send.chunk]
         return Posted(
-            transfer, requests, leaving, landing, arriving, lambda: self.held.merge(kind, receive.chunk, arriving)
+            transfer, requests, leaving, landing, arriving, lambda: self.chunks.merge(kind, receive.chunk, arriving)
         )
 
     def _cast(self, kind, parts, ready, slot=0):
@@ -115,8 +100,8 @@ class Transfers:
         for part in parts:
             rows = len(part[0])
             arrays = [
-                held if wire is None else wire[start : start + rows]
-                for held, wire in zip(part, self.buffers.wire[kind, slot])
+                array if wire is None else wire[start : start + rows]
+                for array, wire in zip(part, self.buffers.wire[kind, slot])
             ]
             ready += [self.backend.copy(dst, src) for dst, src in zip(arrays, part) if dst is not src]
             cast.append(tuple(arrays))
@@ -127,36 +112,14 @@ class Transfers:
         """The communicator of the row or column that a kind moves in; its ranks are in the order of their chunks."""
         return self.mesh.column if kind in IN_COLUMNS else self.mesh.row
 
-    def _gathering(self, transfer):
-        """The `Gathering` of a transfer, made once for all calls with the same places."""
-        gatherings, kind = self.buffers.places.gatherings, transfer.kind
-        if kind not in gatherings:
-            rank, held = self.mesh.chunk, self.buffers.tokens(kind)
-            messages = [message for hop in transfer.hops for message in (hop.send, hop.receive) if message]
-            sent = {message.chunk: message.tokens for message in messages}
-            starts = {chunk: self.buffers.packed_start(kind, chunk) for chunk in held}
-            starts[rank] += sum(part.start for part in places(held[rank], sent.get(rank, ())))
-            gatherings[kind] = Gathering(
-                sent.get(rank),
-                [total(sent.get(chunk, ())) for chunk in held],
-                list(starts.values()),
-                [chunk for chunk in held if chunk not in sent and chunk != rank],
-                self._row_bytes(kind),
-            )
-        return gatherings[kind]
-
-    def _row_bytes(self, arena):
-        """Bytes of one token of every array of an arena."""
-        return [size_of([array]) for array in self.buffers.shapes[arena]]
-
     def _gather(self, transfer):
         """Post a transfer of all hops of a gathered kind by one allgather."""
         kind, rank = transfer.kind, self.mesh.chunk
-        own, gathered = self.held[kind, rank], Chunk(self.buffers.whole(kind), None)
-        sent, counts, starts, unsent, row_bytes = self._gathering(transfer)
+        own, gathered = self.chunks[kind, rank], Chunk(self.buffers.whole(kind), None)
+        sent, counts, starts, unsent = self.buffers.places.gathering(transfer)
         (leaving,) = own.parts(sent) if sent else [own.arrays]
         group, requests = self._group(kind), []
-        for array, arena, nbytes in zip(leaving, gathered.arrays, row_bytes):
+        for array, arena, nbytes in zip(leaving, gathered.arrays, self._row_bytes[kind]):
             requests += self.exchange.allgather(
                 group,
                 self.backend.outgoing(array, own.ready, collective=True),
@@ -170,36 +133,36 @@ class Transfers:
             copied = sent != own.tokens  # the collective has not placed all of this rank's own
             for event in gathered.ready if unsent or copied else ():
                 self.backend.wait(event)
-            self.held.clear_places(kind, unsent)
+            self.chunks.clear_places(kind, unsent)
             if copied:
-                self.held.place_own(kind, own)
-            self.held[kind, rank] = gathered
+                self.chunks.place_own(kind, own)
+            self.chunks[kind, rank] = gathered
 
         return Posted(transfer, requests, leaving, gathered.arrays, gathered, place)
 
     def _exchange_partials(self, transfer):
         """Post a transfer of all hops of a reduced kind by one alltoall, and merge in order of the hops."""
-        kind, held = transfer.kind, self.buffers.tokens(transfer.kind)
+        kind, tokens = transfer.kind, self.buffers.tokens(transfer.kind)
         arriving = [hop for hop in transfer.hops if hop.receive]
         to = {hop.send.peer: hop.send for hop in transfer.hops if hop.send}
         of = {hop.receive.peer: hop for hop in arriving}
         out_starts = [
-            self.buffers.packed_start(kind, peer) + sum(part.start for part in places(held[peer], to[peer].tokens))
+            self.buffers.packed_start(kind, peer) + sum(part.start for part in places(tokens[peer], to[peer].tokens))
             if peer in to
             else 0
-            for peer in held
+            for peer in tokens
         ]
         parts = [self.buffers.whole(kind)]
-        ready = tuple(event for chunk in held for event in self.held[kind, chunk].ready)
+        ready = tuple(event for chunk in tokens for event in self.chunks[kind, chunk].ready)
         if self.buffers.casts(kind):
             parts, ready = self._cast(kind, parts, ready)
         (leaving,) = parts
         received = Chunk(self.buffers.whole(arena_of(kind)), None)
-        out_counts = [total(to[peer].tokens) if peer in to else 0 for peer in held]
-        in_counts = [total(of[peer].receive.tokens) if peer in of else 0 for peer in held]
-        in_starts = [self.buffers.slot_start(arena_of(kind), of[peer].slot) if peer in of else 0 for peer in held]
+        out_counts = [total(to[peer].tokens) if peer in to else 0 for peer in tokens]
+        in_counts = [total(of[peer].receive.tokens) if peer in of else 0 for peer in tokens]
+        in_starts = [self.buffers.slot_start(arena_of(kind), of[peer].slot) if peer in of else 0 for peer in tokens]
         requests = []
-        for array, arena, nbytes in zip(leaving, received.arrays, self._row_bytes(arena_of(kind))):
+        for array, arena, nbytes in zip(leaving, received.arrays, self._row_bytes[arena_of(kind)]):
             requests += self.exchange.alltoall(
                 self._group(kind),
                 self.backend.outgoing(array, ready, collective=True),
@@ -216,6 +179,6 @@ class Transfers:
             for hop in arriving:
                 partial, _ = self.buffers.take_slot(arena_of(kind), hop.slot, hop.receive.chunk, hop.receive.tokens)
                 partial.ready = received.ready
-                self.held.merge(kind, hop.receive.chunk, partial)
+                self.chunks.merge(kind, hop.receive.chunk, partial)
 
         return Posted(transfer, requests, leaving, received.arrays, received, merge_in_order)

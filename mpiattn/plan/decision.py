@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from ..model.workload import Load, Work
 from ..problem.mask import Mask
 from ..problem.problem import Problem
 from ..schedule import travels
+from ..schedule.needed import Activity
+from ..schedule.rank_steps import RankSteps
 from ..schedule.regroup import Regrouping, plane_problem
+from ..schedule.remembered import Remembered
 
 if TYPE_CHECKING:
     from ..problem.layout import Layout
-    from ..schedule.needed import Activity
     from ..schedule.steps import Schedule
     from ..schedule.timeline import Timeline
 
@@ -91,7 +93,11 @@ class Decision:
 
     def of_plane(self, activity: Activity, rank: int) -> Activity:
         """The activity of a call in the plane of a rank, which may have some sequences of the batch only."""
-        return activity if self.regrouping is None else activity.of_sequences(self.regrouping.sequences(rank))
+        return activity.of_sequences(self.sequences(rank))
+
+    def sequences(self, rank: int) -> slice:
+        """The sequences of the batch that the plane of a rank computes."""
+        return self.regrouping.sequences(rank) if self.regrouping else slice(0, self.problem.batch)
 
     def schedule(self, direction: str = "forward") -> Schedule:
         """The schedule of a pass on a plane, made once."""
@@ -104,9 +110,14 @@ class Decision:
         return {}
 
     @functools.cached_property
-    def rank_steps(self) -> dict[tuple[str, int], Any]:
-        """By direction and chunk, what an executor has made of a pass, for other plans of the same Decision."""
-        return {}
+    def activity(self) -> Activity:
+        """The activity of calls without documents."""
+        return Activity(self.problem.mask, *self.choice.mesh_layouts, self.choice.tile.plane)
+
+    @functools.cached_property
+    def rank_steps(self) -> Remembered:
+        """rank_steps(direction, chunk): the `RankSteps` of such calls on the rank of a chunk, made once."""
+        return Remembered(lambda direction, chunk: RankSteps(self.schedule(direction), chunk, self.activity))
 
     def _schedule(self, direction: str) -> Schedule:
         c = self.choice

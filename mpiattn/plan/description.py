@@ -6,16 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine.executor import KEPT_BYTES
 from ..model.search import times_as_long
 from ..problem.choices import one_of
 from ..problem.documents import OF_DOCUMENTS, documents
 from ..problem.keywords import unknown
-from ..schedule.needed import Activity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..backends.base import Backend
     from ..comm.exchange import Exchange
     from ..comm.mesh import Home
@@ -24,14 +20,12 @@ if TYPE_CHECKING:
     from ..problem.documents import PerDocument
     from ..problem.layout import Layout
     from ..problem.problem import Problem
+    from ..schedule.needed import Activity
     from ..schedule.steps import Schedule
     from ..schedule.tile import Tile
     from ..schedule.timeline import Timeline
     from .decision import Decision
     from .rank_passes import RankPasses
-    from .regrouped_passes import RegroupedPasses
-
-RECENT = 8  # sets of documents whose activities a plan keeps
 
 
 class Described:
@@ -43,11 +37,10 @@ class Described:
     k_layout: Layout
     _plan: Decision
     _layouts: tuple[Layout, Layout]  # by mesh rank
-    _passes: RankPasses | RegroupedPasses
+    _passes: RankPasses
     _backend: Backend
     _exchange: Exchange
     _activity: Activity
-    _recent: dict[Activity, tuple[Any, ...]]  # of calls with documents, the latest last; by `_as_bytes`
     _home: Home | None
     _peers: Peers
 
@@ -241,21 +234,10 @@ class Described:
         wrong = unknown("activity_of", of_documents, OF_DOCUMENTS)
         if wrong:
             raise wrong
+        if padding is False and all(argument is None for argument in of_documents.values()):
+            return self._activity
         given = _as_bytes({**of_documents, "padding": padding})
-        known = [activity for activity, arguments in self._recent.items() if given and arguments == given]
-        if not known:
-            groups = documents(self.problem, padding=padding, **of_documents)
-            if groups is None:
-                return self._activity
-            known = [activity for activity in self._recent if _same_cuts(activity.documents, groups)]
-        (activity,) = known or [Activity(self.problem.mask, *self._plan.choice.mesh_layouts, self.tile.plane, groups)]
-        self._recent.pop(activity, None)
-        while len(self._recent) >= RECENT or sum(other.kept_bytes for other in self._recent) > KEPT_BYTES:
-            oldest = next(iter(self._recent))
-            del self._recent[oldest]
-            oldest.forget()  # an Activity is part of a reference cycle: it may live on for a while
-        self._recent[activity] = given
-        return activity
+        return self._passes.calls.activity(given, lambda: documents(self.problem, padding=padding, **of_documents))
 
 
 def _as_bytes(arguments: dict[str, PerDocument]) -> tuple[Any, ...]:
@@ -274,10 +256,3 @@ def _as_bytes(arguments: dict[str, PerDocument]) -> tuple[Any, ...]:
                 return ()
             arrays.append((name, array.dtype, array.shape, array.tobytes()))
     return tuple(arrays)
-
-
-def _same_cuts(groups: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether two results of `mpiattn.problem.documents.documents` are equal."""
-    return len(groups) == len(others) and all(
-        np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other)
-    )

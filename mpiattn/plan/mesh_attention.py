@@ -13,10 +13,8 @@ from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import another
 from ..problem.tensors import as_given
-from ..schedule.needed import Activity
 from .arguments import Arguments, compared
 from .rank_passes import RankPasses
-from .regrouped_passes import RegroupedPasses
 from .settle import resized, settle
 from .verified import Verified
 
@@ -180,16 +178,15 @@ class MeshAttention(Verified):
             self._join(home, self._exchange.peers)
 
     def _prepare(self, home: Home) -> None:
-        chosen, (_, options) = self._plan.choice, self._asked
+        _, options = self._asked
         self.problem, self.schedule = self._plan.problem, self._plan.schedule()
         self._layouts = self._plan.layouts  # by mesh rank
         self.q_layout, self.k_layout = self._plan.layouts_by_rank()
         peers = home.peers(time_limit(options["timeout"], self._plan.longest))
         peers.idle = self._backend.idle
         self._exchange = Exchange(peers, options["max_message"])
-        self._activity, self._recent = Activity(self.problem.mask, *chosen.mesh_layouts, chosen.tile.plane), {}
-        passes: type[RankPasses | RegroupedPasses] = RegroupedPasses if self._plan.regrouping else RankPasses
-        self._passes = passes(self._plan, self.schedule, self._mesh, self._backend, self._exchange, self._activity)
+        self._activity = self._plan.activity
+        self._passes = RankPasses(self._plan, self._mesh, self._backend, self._exchange)
         self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
 
     @refusing("like", of_call("like"))
@@ -301,9 +298,8 @@ class MeshAttention(Verified):
                     cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths, lengths_k=lengths_k,
                     prefixes=prefixes, causal_documents=causal_documents, padding=padding)  # fmt: skip
                 same |= compared(activity, sinks)
-                whole = results.arrays(q)
-                chunks = self._passes.fold_forward(inputs, activity, whole[0])
-            self._passes.forward(chunks, sinks, progress, *whole)
+                prepared = self._passes.prepare("forward", inputs, activity, results.arrays(q))
+            self._passes.run(prepared, sinks, progress)
         return results.returned(q)
 
     @refusing("backward", of_call("backward"))
@@ -369,9 +365,8 @@ class MeshAttention(Verified):
                     cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths, lengths_k=lengths_k,
                     prefixes=prefixes, causal_documents=causal_documents, padding=padding)  # fmt: skip
                 same |= compared(activity, sinks, self._backend.dlse_on_all and dlse is not None)
-                grads = results.arrays(q)
-                chunks = self._passes.fold_backward(inputs, rows, activity, grads)
-            dsinks = self._passes.backward(chunks, sinks, progress, grads)
+                prepared = self._passes.prepare("backward", {**inputs, **rows}, activity, results.arrays(q))
+            dsinks = self._passes.run(prepared, sinks, progress)
             grads = *results.returned(q), *[None] * self.problem.shared_kv
             if dsinks is not None:
                 dsinks = np.sum(self._peers.allgather(dsinks), axis=0)  # in order of rank: the same bits on all ranks

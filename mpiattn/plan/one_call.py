@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
 OF_CALL = (*OF_DOCUMENTS, "sinks")
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
-KEPT, KEPT_BYTES = 4, 2**24
+KEPT_PLANS, KEPT_PLAN_BYTES = 4, 2**24
 
 
 # Of a plan, `attention` takes the options that its arrays do not say.
@@ -186,11 +186,11 @@ def attention(
             backend=backend,
             **options,
         )
-        if backends.find(backend).on_gpu or chunk_bytes(plan.problem, max(q_sizes), max(k_sizes)) > KEPT_BYTES:
+        if backends.find(backend).on_gpu or chunk_bytes(plan.problem, max(q_sizes), max(k_sizes)) > KEPT_PLAN_BYTES:
             with plan:
                 return _run(plan, given, call, verify)
         home.plans[of_ranks.tobytes()] = plan
-        if len(home.plans) > KEPT:
+        if len(home.plans) > KEPT_PLANS:
             home.plans.pop(next(iter(home.plans))).close()
         return _run(plan, given, call, verify)
     finally:

@@ -44,7 +44,6 @@ class Activity:
         self.tile, self.documents = tile, documents
         self.striped = any(layout.kind == "striped" for layout in (q_layout, k_layout))
         self.full = documents is None and mask.full
-        self.kept = {}  # row intervals and orders of keys on the device, filled by `mpiattn.engine.executor`
         self._of_sequences = {}  # by their slice of the batch, the activities of some sequences
         self.seen, self._rows = Remembered(self._seen), Remembered(self._rows_of)
         self.keys, self.queries = Remembered(self._keys), Remembered(self._queries)
@@ -55,16 +54,9 @@ class Activity:
         """The documents as tuples of lists, which can be compared with ==; None without documents."""
         return self.documents and tuple(group.as_lists() for group in self.documents)
 
-    @property
-    def kept_bytes(self):
-        """Bytes of the arrays that are kept."""
-        own = sum(bound.nbytes for pair in self.kept.values() for bound in pair)
-        return own + sum(activity.kept_bytes for activity in self._of_sequences.values())
-
-    def forget(self):
-        """Free the arrays that are kept."""
-        self.kept.clear()
-        self._of_sequences.clear()
+    def with_documents(self, documents):
+        """The activity of a call with other documents."""
+        return Activity(self.mask, self.q_layout, self.k_layout, self.tile, documents)
 
     def of_sequences(self, some):
         """The activity of some sequences of the batch, a slice; the same object each time.
@@ -75,7 +67,7 @@ class Activity:
         if groups == 1 or key == (0, groups):
             return self
         if key not in self._of_sequences:
-            self._of_sequences[key] = Activity(self.mask, self.q_layout, self.k_layout, self.tile, self.documents[some])
+            self._of_sequences[key] = self.with_documents(self.documents[some])
         return self._of_sequences[key]
 
     def trim(self):

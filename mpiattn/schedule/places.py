@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from .kinds import GATHERED, IN_COLUMNS, REDUCED, arena_of
-from .ranges import cover, runs_of, total, whole
+from .ranges import cover, places, runs_of, total, whole
 
 if TYPE_CHECKING:
     from ..problem.layout import Layout
+    from .bound import BoundTransfer
     from .needed import Activity
     from .ranges import Ranges
     from .steps import Schedule
+
+
+class Gathering(NamedTuple):
+    """What one allgather of a kind carries.
+
+    sent: the tokens of this rank's own chunk that travel, None if none do.
+    counts, starts: how many tokens of each chunk travel, and the row of the arena from which on they land.
+    unsent: the other ranks' chunks of which none travel.
+    """
+
+    sent: Ranges | None
+    counts: list[int]
+    starts: list[int]
+    unsent: list[int]
 
 
 class Places:
@@ -35,7 +50,7 @@ class Places:
         self._starts: dict[str, dict[int, int]] = {}
         self._slots: dict[str, dict[int, int]] = {}
         self._layouts: dict[str, Layout] = {}
-        self.gatherings: dict[str, Any] = {}  # by kind, filled by `mpiattn.engine.transfers`
+        self._gatherings: dict[str, Gathering] = {}
         for kind in (*GATHERED, *REDUCED[schedule.direction]):
             layout = self._layouts[kind] = activity.k_layout if kind in IN_COLUMNS else activity.q_layout
             held, moved = {rank: whole(layout.length(rank))}, 0
@@ -56,6 +71,23 @@ class Places:
     def longest(self, kind: str) -> int:
         """The number of tokens of the longest whole chunk in the group that a kind moves in."""
         return max(map(self._layouts[kind].length, self.tokens[kind]))
+
+    def gathering(self, transfer: BoundTransfer) -> Gathering:
+        """The `Gathering` of the transfer of a kind by one allgather, made once."""
+        kind = transfer.kind
+        if kind not in self._gatherings:
+            held = self.tokens[kind]
+            messages = [message for hop in transfer.hops for message in (hop.send, hop.receive) if message]
+            sent = {message.chunk: message.tokens for message in messages}
+            starts = {chunk: self.start(kind, chunk) for chunk in held}
+            starts[self.rank] += sum(part.start for part in places(held[self.rank], sent.get(self.rank, ())))
+            self._gatherings[kind] = Gathering(
+                sent.get(self.rank),
+                [total(sent.get(chunk, ())) for chunk in held],
+                list(starts.values()),
+                [chunk for chunk in held if chunk not in sent and chunk != self.rank],
+            )
+        return self._gatherings[kind]
 
     @staticmethod
     def _of_group(schedule: Schedule, activity: Activity, kind: str, chunk: int) -> Ranges:

@@ -194,9 +194,14 @@ def use_schedule(plan, schedule):
     """Make an open plan run another schedule of its tile, forward or backward; collective."""
     executors = plan._passes.executors
     if schedule.direction == "backward":
-        plan._passes.backward_executor()  # made, to be replaced
+        plan._passes.executor("backward")  # made, to be replaced
     else:
         plan.schedule = schedule
     executors[schedule.direction] = Executor(
-        plan._mesh, schedule, executors[schedule.direction].work, plan._exchange, plan.activity, plan._passes.pool
+        plan._mesh,
+        schedule,
+        executors[schedule.direction].computation,
+        plan._exchange,
+        plan._passes.calls.own,
+        plan._passes.pool,
     )

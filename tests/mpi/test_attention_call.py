@@ -172,7 +172,7 @@ def test_kept_plans_are_few_and_small(comm, monkeypatch):
         attention(q, q, q, comm=fresh)
     assert [plan.problem.heads for plan in plans] == [1, 2, 3, 4, 5, 1]
     assert [plan._home is None for plan in plans] == [True, False, True, False, False, False]
-    monkeypatch.setattr("mpiattn.plan.one_call.KEPT_BYTES", 1)
+    monkeypatch.setattr("mpiattn.plan.one_call.KEPT_PLAN_BYTES", 1)
     q = chunk_of(comm, heads=6)
     attention(q, q, q, comm=fresh)
     assert plans[-1]._home is None and plans[1]._home.users == 4

@@ -88,7 +88,7 @@ def check(comm, arguments, costs=None, ahead=0):
         if costs:
             for direction in ("forward", "backward"):
                 use_schedule(plan, greedy(plan.schedule.tile, costs, plan.route, direction, ahead))
-        plan._passes.backward_executor()
+        plan._passes.executor("backward")
         backend, executors = plan._backend, plan._passes.executors
         q, k, v, dout, *_ = my_chunks(plan, *draw_all(plan.problem))
         backend.where = lambda: executors["forward"].where

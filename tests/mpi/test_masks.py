@@ -9,8 +9,8 @@ from runs import agreed, attend, check, my_chunks, on, problem_of
 from test_agreement import same_error
 
 from mpiattn import Layout, MeshAttention, attention
-from mpiattn.plan import description
-from mpiattn.plan.description import RECENT
+from mpiattn.engine import call_cache
+from mpiattn.engine.call_cache import RECENT
 from mpiattn.problem.mask import Mask
 
 WAYS = (("greedy", "direct"), ("greedy", "ring"), ("collective", "direct"))  # schedule and route
@@ -199,8 +199,8 @@ def test_documents_are_looked_at_once(comm, monkeypatch):
         assert bits(*plan.forward(q, q, q, cu_seqlens=cuts[3])) == first[3] and not looks
         assert bits(*plan.forward(q, q, q, cu_seqlens=cuts[0])) == first[0]
         assert comm.allreduce(len(looks)) > 0
-        monkeypatch.setattr(description, "KEPT_BYTES", 0)
+        monkeypatch.setattr(call_cache, "KEPT_BYTES", 0)
         plan.forward(q, q, q, cu_seqlens=cuts[1])
-        assert len(plan._recent) <= 2
+        assert len(plan._passes.calls._recent) <= 2
     with MeshAttention(comm, **shape) as other:
         assert [bits(*other.forward(q, q, q, cu_seqlens=cut)) for cut in cuts] == first

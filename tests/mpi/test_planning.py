@@ -51,7 +51,7 @@ def test_a_plan_made_again_takes_what_is_known_of_its_passes(comm, schedule):
         made = [[bits(*attend(plan, chunks, call)) for plan in (first, second)] for call in ({}, documents, {})]
         executors = [plan._passes.executors for plan in (first, second)]
         for direction, executor in executors[0].items():
-            assert executors[1][direction].rank_steps is executor.rank_steps
+            assert executors[1][direction].steps is executor.steps
     assert all(bits_of_first == bits_of_second for bits_of_first, bits_of_second in made) and made[0] == made[2]
     with MeshAttention(comm, **how, overlap=True, max_memory=2**40) as other:  # another choice, of the same passes
         assert [bits(*attend(other, chunks, call)) for call in ({}, documents)] == [made[0][0], made[1][0]]

@@ -4,16 +4,16 @@ from ..schedule.ranges import places, rest, total
 from .buffers import Chunk
 
 
-class Held(dict):
+class Chunks(dict):
     """The chunks of one pass at a time: {(kind, number of the chunk): `Chunk`}.
 
-    work: a pass of `mpiattn.engine.passes`.
+    computation: a pass of `mpiattn.engine.passes`.
     own: the number of this rank's own chunks.
     """
 
-    def __init__(self, work, schedule, buffers, own):
+    def __init__(self, computation, schedule, buffers, own):
         super().__init__()
-        self.work, self.schedule, self.buffers, self.own = work, schedule, buffers, own
+        self.computation, self.schedule, self.buffers, self.own = computation, schedule, buffers, own
 
     def begin(self, q, kv, q_ready):
         """Hold this rank's own chunks, tuples of arrays, and nothing else.  q_ready: events that complete q."""
@@ -33,7 +33,7 @@ class Held(dict):
         """The accumulator of a reduced kind for a chunk.  clear: whether to clear it at its first use in a pass."""
         if (kind, chunk) not in self:
             arrays = self.buffers.accumulator(kind, chunk)
-            ready = (self.work.clear(kind, arrays),) if clear else ()
+            ready = (self.computation.clear(kind, arrays),) if clear else ()
             self[kind, chunk] = Chunk(arrays, self.buffers.tokens(kind)[chunk], ready)
         return self[kind, chunk]
 
@@ -44,7 +44,7 @@ class Held(dict):
         if partial.tokens == received.tokens:
             parts = [received.tokens]  # all at once
         for part in parts:
-            event = self.work.merge(kind, partial.together(part), received.together(part), received.ready)
+            event = self.computation.merge(kind, partial.together(part), received.together(part), received.ready)
             partial.ready = received.used = (event,)
 
     def whole(self, kind):
@@ -60,7 +60,7 @@ class Held(dict):
     def place_own(self, kind, own):
         """Copy this rank's own chunk to its place in a packed arena."""
         for dst, src in zip(self._place(kind, self.own), own.arrays):
-            self.work.backend.copy(dst, src)
+            self.computation.backend.copy(dst, src)
 
     def clear_places(self, kind, chunks):
         """Zero the places in a packed arena of chunks that are not sent, because the mask leaves them no pairs.
@@ -68,12 +68,12 @@ class Held(dict):
         Uninitialized memory may hold inf or nan.  Launches handle these on another path, which rounds differently.
         """
         for chunk in chunks:
-            self.work.backend.zero(self._place(kind, chunk))
+            self.computation.backend.zero(self._place(kind, chunk))
 
     def clear_rest(self, chunk, tokens):
         """Zero what a chunk holds besides `tokens`, for the same reason."""
         for part in places(chunk.tokens, rest(chunk.tokens, tokens)):
-            self.work.backend.zero([array[part] for array in chunk.arrays])
+            self.computation.backend.zero([array[part] for array in chunk.arrays])
 
     def _place(self, kind, chunk):
         """The place of a chunk in a packed arena."""

@@ -1,0 +1,142 @@
+"""What a plan keeps on a rank for calls to come: the steps of calls like those before, and what their masks come to.
+
+Calls without documents are alike, and so are calls with the same documents: every layer of a network has them.
+"""
+
+from itertools import chain, pairwise
+
+import numpy as np
+
+from ..problem.layout import increasing
+from ..schedule.ranges import positions
+from ..schedule.rank_steps import RankSteps
+
+RECENT = 8  # sets of documents of which the calls are kept
+# Limit in bytes for the arrays of calls that are alike, and of all others with documents: intervals of 8 million rows.
+KEPT_BYTES = 64 * 2**20
+
+
+class AlikeCalls:
+    """What is kept for calls that are alike.  Arrays are in the back end's memory.
+
+    activity: the `Activity` of this rank's plane in these calls.
+    arguments: by which the caller named their documents, as of `CallCache.activity`.
+    nbytes: of the arrays.
+    """
+
+    def __init__(self, backend, activity):
+        self.activity, self.arguments, self.nbytes = activity, (), 0
+        self._backend, self._intervals, self._steps, self._sorting = backend, {}, {}, None
+
+    def steps(self, schedule, rank):
+        """The `RankSteps` of a pass, made once."""
+        steps = self._steps.get(schedule.direction)
+        if steps is None or steps.schedule is not schedule:
+            steps = self._steps[schedule.direction] = RankSteps(schedule, rank, self.activity)
+        return steps
+
+    def know(self, steps):
+        """Take the `RankSteps` that another plan has made, to save making them."""
+        self._steps[steps.schedule.direction] = steps
+
+    def intervals(self, i, j, rows, keys):
+        """The columns [begin, end) of some keys of chunk j that each of some queries of chunk i sees.  Made once.
+
+        rows, keys: `Ranges` of the chunks.
+        """
+        pair = self._intervals.get((i, j, rows, keys))
+        if pair is None:
+            columns = positions(self.activity.k_layout, j, keys)
+            pair = self._keep((i, j, rows, keys), self.activity.columns(i, columns, rows))
+        return pair
+
+    def intervals_of_tile(self, places):
+        """The same for all queries and keys of a tile in packed arenas.  places: their `Places`."""
+        pair = self._intervals.get("tile")
+        if pair is None:
+            keys = increasing(positions(self.activity.k_layout, *chunk) for chunk in places.tokens["KV"].items())
+            pairs = [self.activity.columns(chunk, keys, rows) for chunk, rows in places.tokens["Q"].items()]
+            pair = self._keep("tile", tuple(np.concatenate(side, axis=1) for side in zip(*pairs)))
+        return pair
+
+    def _keep(self, key, made):
+        pair, nbytes = self._in_memory(made), sum(bound.nbytes for bound in made)
+        if self.nbytes + nbytes <= KEPT_BYTES:
+            self._intervals[key] = pair
+            self.nbytes += nbytes
+        return pair
+
+    def _in_memory(self, arrays):
+        return tuple(self._backend.contiguous(array, array.itemsize) for array in arrays)
+
+    def sorting(self, places):
+        """The rows of packed keys in order of position, and the inverse; () if they lie in that order.  Made once."""
+        if self._sorting is None:
+            chunks = (positions(self.activity.k_layout, *chunk) for chunk in places.tokens["KV"].items())
+            parts, rows = list(filter(len, chain(*chunks))), ()
+            if places.rows["KV"] and any(tokens[-1] > others[0] for tokens, others in pairwise(parts)):
+                order = np.argsort(np.concatenate([np.arange(t.start, t.stop, t.step) for t in parts]), kind="stable")
+                rows = order, np.argsort(order)
+            self._sorting = self._in_memory(rows)
+            self.nbytes += self.sorting_bytes
+        return self._sorting
+
+    @property
+    def sorting_bytes(self):
+        """Bytes of the rows of `sorting`."""
+        return sum(rows.nbytes for rows in self._sorting or ())
+
+    def free(self):
+        """Free the arrays."""
+        self._intervals, self._sorting, self.nbytes = {}, None, 0
+
+
+class CallCache:
+    """The `AlikeCalls` of a plan on this rank: without documents, and with each of the last `RECENT` sets of documents.
+
+    own: the `Activity` of calls without documents.
+    sequences: the slice of the batch that this rank's plane computes.
+    """
+
+    def __init__(self, backend, own, sequences):
+        self._backend, self._sequences = backend, sequences
+        self._own, self.own = own, AlikeCalls(backend, own)  # of which every sequence has the same activity
+        self._recent = {}  # by the activity of the whole batch, the latest last
+
+    def activity(self, arguments, make_documents):
+        """The `Activity` of a call; what is kept for calls like it is in use from now on.
+
+        arguments: a tuple that is equal for calls that name their documents alike; () if no other call does.
+        make_documents: returns those documents, as of `mpiattn.problem.documents.documents`.  It takes long where each
+            sequence has its own.
+        """
+        alike = [activity for activity, calls in self._recent.items() if arguments and calls.arguments == arguments]
+        if not alike:
+            documents = make_documents()
+            if documents is None:
+                return self._own
+            alike = [activity for activity in self._recent if _equal(activity.documents, documents)]
+        (activity,) = alike or [self._own.with_documents(documents)]
+        calls = self._recent.pop(activity, None)
+        while len(self._recent) >= RECENT or sum(other.nbytes for other in self._recent.values()) > KEPT_BYTES:
+            self._recent.pop(next(iter(self._recent))).free()  # an executor may refer to it until its next call
+        if calls is None:
+            calls = AlikeCalls(self._backend, activity.of_sequences(self._sequences))
+        calls.arguments = arguments
+        self._recent[activity] = calls
+        return activity
+
+    def calls(self, activity):
+        """What is kept for calls with an activity that `activity` has returned."""
+        return self.own if activity is self._own else self._recent[activity]
+
+    def released(self):
+        """A cache of the same plan that keeps nothing."""
+        return CallCache(self._backend, self._own, self._sequences)
+
+
+def _equal(groups, others):
+    """Whether two results of `mpiattn.problem.documents.documents` are equal."""
+    return len(groups) == len(others) and all(
+        np.array_equal(cuts, of) for group, other in zip(groups, others) for cuts, of in zip(group, other)
+    )
