@@ -23,10 +23,10 @@ except ImportError as error:
 from torch.autograd.function import once_differentiable
 
 from . import backends
+from .arguments.untraced import untraced
 from .comm.refusal import of_call, refusing
 from .errors import ArgumentError
 from .problem.tensors import check_transforms, shared
-from .problem.untraced import untraced
 
 if TYPE_CHECKING:
     from .plan.mesh_attention import MeshAttention

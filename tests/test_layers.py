@@ -21,6 +21,7 @@ ROOMS = [
     "schedule",
     "model",
     "backends",
+    "arguments",
     "comm",
     "engine",
     "files",
@@ -35,9 +36,10 @@ ROOMS = [
     "cli",
 ]
 TOP = {"", "__main__", "errors", "torch"}  # the modules that are in no package
-NO_MPI = {"problem", "schedule", "model", "backends", "engine", "plots", "errors", ""}
+NO_MPI = {"problem", "schedule", "model", "backends", "arguments", "engine", "plots", "errors", ""}
 PURE = {
     "problem",
+    "arguments",
     "schedule",
     "model",
     "errors",

@@ -11,13 +11,13 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import __version__
+from ..arguments.arrays import on_host
 from ..comm.agreement import agreement
 from ..console.table import duration, facts, percent, size, table
 from ..decode import combine
 from ..decode.call import Call
 from ..decode.rings import query_ring_decode, ring_decode
 from ..decode.tree import tree_decode
-from ..engine.folding import on_host
 from ..errors import ArgumentError, VerificationError
 from ..problem.problem import ITEMSIZE
 from ..schedule import reduction

@@ -11,8 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import backends
+from ..arguments.arrays import on_host
 from ..console.progress import Progress
-from ..engine.folding import on_host
 from ..errors import VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention

@@ -20,6 +20,7 @@ from functools import partial
 import h5py
 import numpy as np
 
+from ..arguments.arrays import on_host
 from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE
 from ..console import options
@@ -31,7 +32,6 @@ from ..decode import combine
 from ..decode.cache import KVCache
 from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
-from ..engine.folding import on_host
 from ..errors import FileError, VerificationError
 from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.io import Input, Output

@@ -21,13 +21,13 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import backends
+from ..arguments.arrays import on_host
 from ..comm.agreement import agreement, everywhere
 from ..comm.exchange import MAX_MESSAGE
 from ..console import options
 from ..console.json_file import check_json, write_json
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
-from ..engine.folding import on_host
 from ..errors import VerificationError
 from ..files.finite import nonfinite
 from ..files.io import Input, Output, Wanted, Written

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..arguments.arrays import Axes, Wanted, check_values, checked_array
+from ..arguments.counts import check_sizes, kept_lengths, sequence_numbers, token_counts
 from ..comm.agreement import agree_on, agreement
 from ..comm.collective_calls import Collective
 from ..comm.exchange import MAX_MESSAGE, Exchange, message_limit
@@ -11,12 +13,10 @@ from ..comm.mesh import Home
 from ..comm.peers import check_timeout, time_limit
 from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import check_transport, make_backend
-from ..engine.folding import Axes, check_values, checked
 from ..errors import ArgumentError
 from ..model.tuned import machine_for
 from ..problem.layout import Layout, of_sizes
 from ..problem.problem import Problem
-from .arguments import check_sizes, kept_lengths, sequence_numbers, token_counts
 from .combine import Combiner
 from .description import DescribedCache
 from .storage import Storage
@@ -353,15 +353,17 @@ class KVCache(DescribedCache, Collective):
         if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
             raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, or their sizes")
         tokens = None if layout is None else layout.length(self.rank)
-        axes = [Axes(("sequences", "tokens", "kv_heads", dim)) for dim in ("head_dim", "value_dim")]
-        k = checked(self._backend, "k", k, (len(sequences), tokens, self.kv_heads, self.head_dim), self.dtype, axes[0])
+
+        def wanted(tokens: int | None, dim: str) -> Wanted:
+            shape = len(sequences), tokens, self.kv_heads, getattr(self, dim)
+            return Wanted(shape, self.dtype, Axes(("sequences", "tokens", "kv_heads", dim)))
+
+        k = checked_array(self._backend, "k", k, wanted(tokens, "head_dim"))
         tokens = k.shape[1] if layout is None else layout.seqlen
         check_values(self.shared_kv, v)
         if self.shared_kv:
             return (k,), tokens
-        wanted = len(sequences), k.shape[1], self.kv_heads, self.value_dim
-        v = checked(self._backend, "v", v, wanted, self.dtype, axes[1])
-        return (k, v), tokens
+        return (k, checked_array(self._backend, "v", v, wanted(k.shape[1], "value_dim"))), tokens
 
     def close(self) -> None:
         """Free the memory and, with the communicator's last user, mpiattn's state for it; collective.

@@ -12,14 +12,14 @@ from itertools import pairwise
 import h5py
 import numpy as np
 
+from ..arguments.arrays import on_host
+from ..arguments.keywords import arguments_of, unknown
 from ..comm.agreement import agreement
-from ..engine.folding import on_host
 from ..errors import ArgumentError, FileError
 from ..files.hdf5 import AXES, check_order, dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
 from ..problem.documents import check_padding, left_out
-from ..problem.keywords import arguments_of, unknown
 from ..problem.problem import ITEMSIZE, dtype_name
 
 # Bytes of a run of keys that a rank gets at a time, or of values if they are longer.  Longer runs are not read faster

@@ -5,19 +5,20 @@ from functools import partial as bind
 
 import numpy as np
 
+from ..arguments.arguments import Arguments
+from ..arguments.arrays import Axes, Wanted, checked_array
+from ..arguments.counts import sequence_numbers
 from ..backends.block import BlockInputs
 from ..comm.refusal import of_call
-from ..engine.folding import Axes, checked, on_host
-from ..engine.results import Results
 from ..errors import ArgumentError
 from ..problem.choices import one_of
 from ..problem.problem import Problem
-from .arguments import sequence_numbers
 from .combine import Partial, partial_bytes
 
 QUERIES = Axes(("sequences", "queries", "heads", "head_dim"))
 RESULTS = Axes(("sequences", "queries", "heads", "value_dim"))
 ROWS = Axes(("sequences", "heads", "queries"))
+SINKS = Axes(("heads",))
 
 
 def _asked(cache, queries, heads, causal, window, softcap, scale):
@@ -85,8 +86,8 @@ class Call:
         self.buffers = ()  # more arrays of the call's transfers, which stay alive if it fails
         with turn.agreement(check) as same:
             self.sequences = sequence_numbers(sequences, cache.sequences)
-            wanted = (len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES
-            q = checked(self.backend, "q", q, *wanted)
+            wanted = Wanted((len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES)
+            q = checked_array(self.backend, "q", q, wanted)
             if root is not None and root not in range(cache.ranks):
                 raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
             if algorithm is not None:
@@ -100,19 +101,10 @@ class Call:
                     "before decoding"
                 )
             self.problem, ends = _asked(cache, self.queries, self.heads, causal, window, softcap, scale)
-            if sinks is not None:
-                wanted = (self.heads,), cache.partial_dtype, Axes(("heads",))
-                sinks = on_host(checked(self.backend, "sinks", on_host(sinks), *wanted))
             self.rows = len(self.sequences) * self.queries
-            shape = len(self.sequences), self.queries, self.heads
-            self.results = Results(
-                self.backend,
-                {
-                    "out": (out, (*shape, cache.value_dim), cache.dtype, RESULTS),
-                    "lse": (lse, (shape[0], shape[2], shape[1]), cache.partial_dtype, ROWS),
-                },
-                {"q": q, "sinks": sinks},
-            )
+            arguments = self._arguments()
+            sinks = arguments.sinks(sinks)
+            self.results = arguments.results({"out": out, "lse": lse}, {"q": q, "sinks": sinks})
             whole = self.backend.contiguous(q, empty=bind(cache.combiner.kept, "q"))
             self.q = whole.reshape(self.rows, self.heads, cache.head_dim)
             same |= {
@@ -127,6 +119,18 @@ class Call:
         self.sinks = sinks
         # Positions of the first key that each query sees, and then past the last: (sequences, 2 * queries)
         self._seen = np.maximum(lengths[:, None] + ends, 0)
+
+    def _arguments(self):
+        """The `Arguments` of the call besides q, whose queries and heads are the caller's."""
+        cache, count = self.cache, len(self.sequences)
+        return Arguments(
+            self.backend,
+            {
+                "sinks": Wanted((self.heads,), cache.partial_dtype, SINKS),
+                "out": Wanted((count, self.queries, self.heads, cache.value_dim), cache.dtype, RESULTS),
+                "lse": Wanted((count, self.heads, self.queries), cache.partial_dtype, ROWS),
+            },
+        )
 
     @property
     def partial_bytes(self) -> tuple[int, int]:

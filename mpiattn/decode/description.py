@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..arguments.counts import sequence_numbers
 from ..problem.problem import dims_in_words
 from ..schedule import reduction
-from .arguments import sequence_numbers
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.untraced import untraced
 from ..comm.refusal import refusing
 from ..problem.layout import Layout
-from ..problem.untraced import untraced
 from .call import Call, refused
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..arguments.untraced import untraced
 from ..comm.refusal import refusing
-from ..problem.untraced import untraced
 from ..schedule.reduction import ALGORITHMS
 from .call import Call, refused
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.keywords import unknown
 from ..engine.executor import KEPT_BYTES
 from ..model.search import times_as_long
 from ..problem.choices import one_of
 from ..problem.documents import OF_DOCUMENTS, documents
-from ..problem.keywords import unknown
 from ..schedule.needed import Activity
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import another
 from ..problem.tensors import as_given
 from ..schedule.needed import Activity
-from .arguments import Arguments, compared
+from .arguments import arguments_of, compared
 from .rank_passes import RankPasses
 from .regrouped_passes import RegroupedPasses
 from .settle import resized, settle
@@ -190,7 +190,7 @@ class MeshAttention(Verified):
         self._activity, self._recent = Activity(self.problem.mask, *chosen.mesh_layouts, chosen.tile.plane), {}
         passes: type[RankPasses | RegroupedPasses] = RegroupedPasses if self._plan.regrouping else RankPasses
         self._passes = passes(self._plan, self.schedule, self._mesh, self._backend, self._exchange, self._activity)
-        self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
+        self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)
 
     @refusing("like", of_call("like"))
     def like(self, *, seqlen: int | None = None, seqlen_k: int | None = None) -> MeshAttention:

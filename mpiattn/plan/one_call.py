@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import backends
+from ..arguments.keywords import arguments_of, unknown
+from ..arguments.untraced import untraced
 from ..comm.agreement import agreement, digest_of
 from ..comm.available import agreed_backend
 from ..comm.mesh import Home
@@ -14,10 +16,8 @@ from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
 from ..problem.choices import one_of
 from ..problem.documents import OF_DOCUMENTS
-from ..problem.keywords import arguments_of, unknown
 from ..problem.layout import LAYOUTS, Layout
 from ..problem.tensors import as_array, what_is
-from ..problem.untraced import untraced
 from .mesh_attention import MeshAttention
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.arrays import on_host
 from ..engine.executor import Executor
-from ..engine.folding import Folding, on_host, stays
+from ..engine.folding import Folding, stays
 from ..engine.passes import Backward, Forward
 from ..engine.pool import Pool
 from ..model import memory

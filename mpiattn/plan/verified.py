@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.arrays import on_host
 from ..comm.agreement import everywhere
 from ..comm.refusal import of_call, refusing
-from ..engine.folding import on_host
 from ..errors import ArgumentError, VerificationError
 from ..problem.tensors import as_array, detached, is_tensor
 from ..verify.spread import SAMPLES, verify
@@ -20,10 +20,10 @@ from .distribution import Distributed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ..arguments.arguments import Arguments
     from ..backends.base import Array
     from ..problem.documents import PerDocument
     from ..verify.result import Verification
-    from .arguments import Arguments
 
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
