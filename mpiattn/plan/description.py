@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.documents import DocumentArguments
 from ..arguments.keywords import unknown
 from ..engine.executor import KEPT_BYTES
 from ..model.search import times_as_long
 from ..problem.choices import one_of
-from ..problem.documents import OF_DOCUMENTS, documents
 from ..schedule.needed import Activity
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Described:
     _backend: Backend
     _exchange: Exchange
     _activity: Activity
-    _recent: dict[Activity, tuple[Any, ...]]  # of calls with documents, the latest last; by `_as_bytes`
+    _recent: dict[Activity, tuple[Any, ...]]  # `DocumentArguments.as_bytes` of calls, the latest last
     _home: Home | None
     _peers: Peers
 
@@ -238,13 +238,17 @@ class Described:
         ArgumentError
             On this rank only: the documents are invalid.
         """
-        wrong = unknown("activity_of", of_documents, OF_DOCUMENTS)
+        wrong = unknown("activity_of", of_documents, DocumentArguments._fields)
         if wrong:
             raise wrong
-        given = _as_bytes({**of_documents, "padding": padding})
+        return self._needed(DocumentArguments(**of_documents, padding=padding))
+
+    def _needed(self, documents: DocumentArguments) -> Activity:
+        """As `activity_of`."""
+        given = documents.as_bytes()
         known = [activity for activity, arguments in self._recent.items() if given and arguments == given]
         if not known:
-            groups = documents(self.problem, padding=padding, **of_documents)
+            groups = documents.groups(self.problem)
             if groups is None:
                 return self._activity
             known = [activity for activity in self._recent if _same_cuts(activity.documents, groups)]
@@ -256,24 +260,6 @@ class Described:
             oldest.forget()  # an Activity is part of a reference cycle: it may live on for a while
         self._recent[activity] = given
         return activity
-
-
-def _as_bytes(arguments: dict[str, PerDocument]) -> tuple[Any, ...]:
-    """Arguments of a call that name its documents, to be compared with earlier ones; () if they are not plain numbers.
-
-    To make documents of them and compare these takes long where each sequence has its own.
-    """
-    arrays = []
-    for name, argument in arguments.items():
-        if argument is not None:
-            try:
-                array = np.asarray(argument)
-            except (ValueError, TypeError, RuntimeError):  # rows of different lengths, or a tensor
-                return ()
-            if array.dtype.kind not in "biu":
-                return ()
-            arrays.append((name, array.dtype, array.shape, array.tobytes()))
-    return tuple(arrays)
 
 
 def _same_cuts(groups: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]) -> bool:

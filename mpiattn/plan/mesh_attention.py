@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.documents import DocumentArguments
 from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE, Exchange
 from ..comm.mesh import Home
@@ -293,13 +294,12 @@ class MeshAttention(Verified):
         CallError, PeerFailure, MpiattnError
             As in `MeshAttention`; with check=False no CallError.
         """
+        documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
         with self.call("forward") as call:
             with call.agreement(check) as same:
                 inputs, sinks = self._arguments.checked(q=q, k=k, v=v), self._arguments.sinks(sinks)
                 results = self._arguments.results({"out": out, "lse": lse}, {**inputs, "sinks": sinks})
-                activity = self.activity_of(
-                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths, lengths_k=lengths_k,
-                    prefixes=prefixes, causal_documents=causal_documents, padding=padding)  # fmt: skip
+                activity = self._needed(documents)
                 same |= compared(activity, sinks)
                 whole = results.arrays(q)
                 chunks = self._passes.fold_forward(inputs, activity, whole[0])
@@ -359,15 +359,14 @@ class MeshAttention(Verified):
         ArgumentError, CallError, PeerFailure, MpiattnError
             As in `forward`.
         """
+        documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
         with self.call("backward") as call:
             with call.agreement(check) as same:
                 inputs = self._arguments.checked(q=q, k=k, v=v, dout=dout, out=out)
                 rows = self._arguments.checked(lse=lse, **({} if dlse is None else {"dlse": dlse}))
                 sinks = self._arguments.sinks(sinks)
                 results = self._arguments.results({"dq": dq, "dk": dk, "dv": dv}, {**inputs, **rows, "sinks": sinks})
-                activity = self.activity_of(
-                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths, lengths_k=lengths_k,
-                    prefixes=prefixes, causal_documents=causal_documents, padding=padding)  # fmt: skip
+                activity = self._needed(documents)
                 same |= compared(activity, sinks, self._backend.dlse_on_all and dlse is not None)
                 grads = results.arrays(q)
                 chunks = self._passes.fold_backward(inputs, rows, activity, grads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import backends
+from ..arguments.documents import DocumentArguments
 from ..arguments.keywords import arguments_of, unknown
 from ..arguments.untraced import untraced
 from ..comm.agreement import agreement, digest_of
@@ -15,7 +16,6 @@ from ..comm.refusal import of_function, refusing
 from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
 from ..problem.choices import one_of
-from ..problem.documents import OF_DOCUMENTS
 from ..problem.layout import LAYOUTS, Layout
 from ..problem.tensors import as_array, what_is
 from .mesh_attention import MeshAttention
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..problem.layout import AnyLayout
 
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
-OF_CALL = (*OF_DOCUMENTS, "sinks")
+OF_CALL = (*DocumentArguments._fields, "sinks")
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
 KEPT, KEPT_BYTES = 4, 2**24
 

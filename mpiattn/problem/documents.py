@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 PerDocument: TypeAlias = "ArrayLike | None"  # an argument of a call, for all entries or per entry
 Pairs: TypeAlias = "tuple[tuple[IntArray, IntArray], ...]"  # (cuts of the queries, cuts of the keys) per group
 Part = TypeVar("Part")
-# The arguments of `documents`, which a call may have.
-OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "padding")
 
 
 def documents(
