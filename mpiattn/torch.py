@@ -28,6 +28,7 @@ from .arguments.untraced import untraced
 from .comm.refusal import of_call, refusing
 from .errors import ArgumentError
 from .problem.tensors import check_transforms, shared
+from .problem.values import truth
 
 if TYPE_CHECKING:
     from .plan.mesh_attention import MeshAttention
@@ -106,9 +107,7 @@ def attention(
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     with plan.call("torch.attention") as call, call.agreement(check) as same:
         _check(plan, tensors)
-        if not isinstance(verify, bool):
-            raise ArgumentError(f"verify is {verify!r}; it must be True or False")
-        same["verify"] = verify
+        same["verify"] = truth("verify", verify)
         # if this differed, only some ranks would run the backward pass
         same["requires_grad (of any of q, k, v and sinks)"] = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors.values()

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..arguments.arrays import Axes, Wanted, check_values, checked_array
-from ..arguments.counts import check_sizes, kept_lengths, sequence_numbers, token_counts
+from ..arguments.counts import kept_lengths, sequence_numbers, token_counts
+from ..arguments.keywords import for_record
 from ..comm.agreement import agree_on, agreement
 from ..comm.collective_calls import Collective
-from ..comm.exchange import MAX_MESSAGE, Exchange, message_limit
+from ..comm.exchange import MAX_MESSAGE, Exchange
 from ..comm.mesh import Home
-from ..comm.peers import check_timeout, time_limit
+from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
-from ..comm.transport import check_transport, make_backend
+from ..comm.transport import make_backend
 from ..errors import ArgumentError
 from ..model.tuned import machine_for
 from ..problem.layout import Layout, of_sizes
-from ..problem.problem import Problem
+from ..problem.problem import partial_dtype
 from .combine import Combiner
 from .description import DescribedCache
+from .options import CacheOptions
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -106,60 +108,31 @@ class KVCache(DescribedCache, Collective):
         max_message: int | str = MAX_MESSAGE,
         timeout: float | None = None,
     ) -> None:
+        asked = CacheOptions(**for_record(CacheOptions, locals()))  # all arguments: nothing else has a name yet
         home = Home.enter(comm, time_limit(timeout))
         with self.making(home):
             peers = home.peers(time_limit(timeout))
             with agreement(peers, call="making a cache"):
-                check_timeout(timeout)
-                problem = Problem(
-                    seqlen=0,
-                    heads=kv_heads,
-                    head_dim=head_dim,
-                    value_dim=head_dim if value_dim is None else value_dim,
-                    shared_kv=shared_kv,
-                    dtype=dtype,
-                )
-                check_sizes(capacity=capacity, sequences=sequences, page_size=page_size)
-                max_message = message_limit(max_message)
-                check_transport(backend, transport)
-            agree_on(
-                peers,
-                {
-                    "capacity": capacity,
-                    "kv_heads": problem.kv_heads,
-                    "head_dim": problem.head_dim,
-                    "value_dim": problem.value_dim,
-                    "shared_kv": problem.shared_kv,
-                    "sequences": sequences,
-                    "dtype": problem.dtype,
-                    "page_size": page_size,
-                    "backend": backend,
-                    "transport": transport,
-                    "machine": machine,
-                    "max_message": max_message,
-                    "timeout": timeout,
-                },
-            )
+                asked = asked.checked()
+            agree_on(peers, vars(asked))
             self._backend = make_backend(peers, home.nodes, backend, transport, home.known)
             peers.idle = self._backend.idle
             self.rank, self.ranks = peers.rank, peers.size
-            self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim
-            self.shared_kv = problem.shared_kv
-            self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
-            self.capacity, self.sequences, self.page_size = capacity, sequences, page_size
+            self.capacity, self.sequences, self.page_size = asked.capacity, asked.sequences, asked.page_size
+            self.kv_heads, self.head_dim, self.value_dim = asked.kv_heads, asked.head_dim, asked.value_dim
+            self.shared_kv, self.dtype, self.partial_dtype = asked.shared_kv, asked.dtype, partial_dtype(asked.dtype)
             chosen = None
             with agreement(peers, only=0):  # files of `mpiattn tune` may differ between hosts
                 if peers.rank == 0:
-                    chosen = machine_for(home.nodes, self._backend, head_dim, machine)
+                    chosen = machine_for(home.nodes, self._backend, self.head_dim, machine)
             self.machine = peers.allgather(chosen)[0]
             with agreement(peers):  # out of memory on one rank must not hang the others
                 # reject unsupported head dims now: ranks without keys never launch, and would wait for the others
                 self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype, shared_kv=self.shared_kv)
-                self.storage = Storage(
-                    peers, self._backend, capacity, sequences, page_size, self.kv_heads, self.dims, self.dtype
-                )
+                sizes = self.capacity, self.sequences, self.page_size, self.kv_heads
+                self.storage = Storage(peers, self._backend, *sizes, self.dims, self.dtype)
             self.pages = self.storage.pages
-            self._exchange = Exchange(peers, max_message)
+            self._exchange = Exchange(peers, asked.max_message)
             self.nodes = home.nodes
             # storage, combiner and asked: used by the modules of this package only
             self.combiner = Combiner(self._exchange, self._backend, self.nodes)

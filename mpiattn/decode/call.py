@@ -21,14 +21,15 @@ ROWS = Axes(("sequences", "heads", "queries"))
 SINKS = Axes(("heads",))
 
 
-def _asked(cache, queries, heads, causal, window, softcap, scale):
+def _asked(cache, queries, heads, call):
     """The problem of a call, and what its queries see of a sequence, counted from its end; ArgumentError.
 
     The problem is that of a sequence as long as the cache can hold.  What queries see: int64 (2 * queries,), the first
     key of each and then past the last; a negative position in a sequence that is shorter means its first key.
     Those of the last call are kept: decoding makes the same one for every token.
     """
-    key = repr((queries, heads, causal, window, softcap, scale))
+    scores = {"causal": call.causal, "window": call.window, "softcap": call.softcap, "scale": call.scale}
+    key = repr((queries, heads, *scores.values()))
     if key not in cache.asked:
         longest = cache.ranks * cache.pages * cache.page_size
         problem = Problem(
@@ -40,10 +41,7 @@ def _asked(cache, queries, heads, causal, window, softcap, scale):
             value_dim=cache.value_dim,
             shared_kv=cache.shared_kv,
             dtype=cache.dtype,
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            **scores,
         )
         bounds = problem.mask.key_interval(np.arange(queries))
         cache.asked = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
@@ -56,42 +54,25 @@ def refused(method):
 
 
 class Call:
-    """One decoding call with a cache; arguments as of `mpiattn.tree_decode`.
+    """One decoding call with a cache.
 
     turn: the collective call in progress, a `mpiattn.comm.collective_calls.Call`.
-    algorithms: values of `algorithm` allowed besides "auto".
+    asked: the `DecodeArguments`.  algorithms: values of `algorithm` allowed besides "auto".
     A row is one query of one sequence; there are `queries` rows per sequence.
     """
 
-    def __init__(
-        self,
-        turn,
-        cache,
-        q,
-        sequences=None,
-        causal=True,
-        window=None,
-        softcap=None,
-        scale=None,
-        sinks=None,
-        algorithm=None,
-        algorithms=(),
-        root=None,
-        out=None,
-        lse=None,
-        check=True,
-    ):
+    def __init__(self, turn, cache, q, asked, algorithms=()):
         self.cache, self.backend, self.given = cache, cache.combiner.backend, q
         turn.kept.append(self)
         self.buffers = ()  # more arrays of the call's transfers, which stay alive if it fails
-        with turn.agreement(check) as same:
-            self.sequences = sequence_numbers(sequences, cache.sequences)
+        with turn.agreement(asked.check) as same:
+            self.sequences = sequence_numbers(asked.sequences, cache.sequences)
             wanted = Wanted((len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES)
             q = checked_array(self.backend, "q", q, wanted)
-            if root is not None and root not in range(cache.ranks):
-                raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
-            if algorithm is not None:
-                one_of("algorithm", algorithm, ("auto", *algorithms))
+            if asked.root is not None and asked.root not in range(cache.ranks):
+                raise ArgumentError(f"root is {asked.root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
+            if asked.algorithm is not None:
+                one_of("algorithm", asked.algorithm, ("auto", *algorithms))
             self.some = cache.storage.some(self.sequences)
             lengths = cache.storage.ledgers.lengths[self.some]
             self.queries, self.heads = q.shape[1:3]
@@ -100,18 +81,18 @@ class Call:
                     "cache has no token in any sequence of the call; append the keys and values of the queries' tokens "
                     "before decoding"
                 )
-            self.problem, ends = _asked(cache, self.queries, self.heads, causal, window, softcap, scale)
+            self.problem, ends = _asked(cache, self.queries, self.heads, asked)
             self.rows = len(self.sequences) * self.queries
             arguments = self._arguments()
-            sinks = arguments.sinks(sinks)
-            self.results = arguments.results({"out": out, "lse": lse}, {"q": q, "sinks": sinks})
+            sinks = arguments.sinks(asked.sinks)
+            self.results = arguments.results({"out": asked.out, "lse": asked.lse}, {"q": q, "sinks": sinks})
             whole = self.backend.contiguous(q, empty=bind(cache.combiner.kept, "q"))
             self.q = whole.reshape(self.rows, self.heads, cache.head_dim)
             same |= {
                 "q's number of queries and heads": q.shape[1:3],
                 "sequences": self.sequences,
-                "root": root,
-                "algorithm": algorithm,
+                "root": asked.root,
+                "algorithm": asked.algorithm,
                 "sinks": None if sinks is None else sinks.tolist(),
             }
             # as checked: equal masks may be written in several ways

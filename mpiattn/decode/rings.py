@@ -15,6 +15,7 @@ from ..arguments.untraced import untraced
 from ..comm.refusal import refusing
 from ..problem.layout import Layout
 from .call import Call, refused
+from .options import DecodeArguments
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -98,7 +99,7 @@ def ring_decode(
     """
     with cache.call("ring_decode") as turn:
         return _pass_keys(
-            Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse, check=check)
+            Call(turn, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check))
         )
 
 
@@ -192,7 +193,7 @@ def query_ring_decode(
     """
     with cache.call("query_ring_decode") as turn:
         return _pass_queries(
-            Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse, check=check)
+            Call(turn, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check))
         )
 
 

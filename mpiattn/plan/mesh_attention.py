@@ -16,6 +16,7 @@ from ..comm.transport import another
 from ..problem.tensors import as_given
 from ..schedule.needed import Activity
 from .arguments import arguments_of, compared
+from .options import Asked
 from .rank_passes import RankPasses
 from .regrouped_passes import RegroupedPasses
 from .settle import resized, settle
@@ -161,33 +162,25 @@ class MeshAttention(Verified):
         timeout: float | None = None,
         expected_cu_seqlens: PerDocument = None,
     ) -> None:
+        self._asked = Asked.of(locals())  # all arguments: nothing else has a name yet
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
         with self.making(home):
             peers = home.peers(limit)
-            shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
-                     "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
-                     "window": window, "softcap": softcap, "wire_dtype": wire_dtype, "prefix": prefix,
-                     "causal_block": causal_block, "shared_kv": shared_kv}  # fmt: skip
-            self._asked = shape, {
-                "tile": tile, "layout": layout, "mesh_layout": mesh_layout, "schedule": schedule, "route": route,
-                "direction": direction, "backend": backend, "transport": transport, "max_message": max_message,
-                "max_memory": max_memory, "machine": machine, "overlap": overlap, "timeout": timeout,
-                "expected_cu_seqlens": expected_cu_seqlens}  # fmt: skip
-            self._plan, self._backend = settle(home, peers, *self._asked)
+            self._plan, self._backend = settle(home, peers, self._asked)
             self._mesh = home.mesh(peers, self._plan.choice.tile, self._plan.mesh_order)
             with agreement(peers):  # out of memory on one rank must not hang the others
                 self._prepare(home)
             self._join(home, self._exchange.peers)
 
     def _prepare(self, home: Home) -> None:
-        chosen, (_, options) = self._plan.choice, self._asked
+        chosen, options = self._plan.choice, self._asked.options
         self.problem, self.schedule = self._plan.problem, self._plan.schedule()
         self._layouts = self._plan.layouts  # by mesh rank
         self.q_layout, self.k_layout = self._plan.layouts_by_rank()
-        peers = home.peers(time_limit(options["timeout"], self._plan.longest))
+        peers = home.peers(time_limit(options.timeout, self._plan.longest))
         peers.idle = self._backend.idle
-        self._exchange = Exchange(peers, options["max_message"])
+        self._exchange = Exchange(peers, options.max_message)
         self._activity, self._recent = Activity(self.problem.mask, *chosen.mesh_layouts, chosen.tile.plane), {}
         passes: type[RankPasses | RegroupedPasses] = RegroupedPasses if self._plan.regrouping else RankPasses
         self._passes = passes(self._plan, self.schedule, self._mesh, self._backend, self._exchange, self._activity)
@@ -220,9 +213,8 @@ class MeshAttention(Verified):
             seqlen_k = seqlen if p.seqlen_k == p.seqlen else p.seqlen_k
         with self.call("like") as call, call.agreement() as same:
             same |= {"seqlen": seqlen, "seqlen_k": seqlen_k}
-            shape, options = self._asked
-            other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
-            other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
+            other._asked = self._asked.of_lengths(seqlen, seqlen_k)
+            other._plan, other._mesh = resized(self._plan, other._asked), self._mesh
             other._backend = another(self._backend, self._peers.rank, home.nodes)
             other._prepare(home)
             same["schedule"] = other.schedule  # built separately on every rank

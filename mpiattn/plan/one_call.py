@@ -18,6 +18,7 @@ from ..model.memory import chunk_bytes
 from ..problem.choices import one_of
 from ..problem.layout import LAYOUTS, Layout
 from ..problem.tensors import as_array, what_is
+from ..problem.values import truth
 from .mesh_attention import MeshAttention
 
 if TYPE_CHECKING:
@@ -135,9 +136,7 @@ def attention(
                 arrays = {name: as_array(name, array) for name, array in arrays.items()}
                 backend = options.pop("backend", "auto")
                 backend = backends.for_array(arrays["q"]) if backend == "auto" else backend
-                if not isinstance(verify, bool):
-                    raise ArgumentError(f"verify is {verify!r}; it must be True or False")
-                same |= {"backend": backend, "verify": verify}
+                same |= {"backend": backend, "verify": truth("verify", verify)}
                 backends.candidates(backend)
             backend = agreed_backend(peers, backend)
             with agreement(peers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..arguments.arrays import on_host
@@ -11,6 +10,7 @@ from ..comm.agreement import everywhere
 from ..comm.refusal import of_call, refusing
 from ..errors import ArgumentError, VerificationError
 from ..problem.tensors import as_array, detached, is_tensor
+from ..problem.values import whole_number
 from ..verify.spread import SAMPLES, verify
 from .arguments import compared
 from .description import Described
@@ -138,10 +138,8 @@ class Verified(Described, Distributed):
 
 def _check_sample(samples: Any, seed: Any) -> None:
     for name, value, least, also in (("samples", samples, 1, ", or None for all"), ("seed", seed, 0, "")):
-        if value is None and also:
-            continue
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-            raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}{also}")
+        if value is not None or not also:
+            whole_number(name, value, least, also)
 
 
 def _of_gradients(dout: Array, dlse: Array, grads: Any, sinks: Array) -> dict[str, Array | None]:
