@@ -86,7 +86,7 @@ class MeshAttention(Verified):
         (no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy, torch and others,
         and returns arrays on the GPU, of q's library where that can have them, else of CuPy.
         transport of "cuda": "device" (MPI gets GPU memory), "ipc" (CUDA IPC inside nodes), "staged"; "auto": the first.
-    max_message, max_memory : int or str, max_memory by default None
+    max_message, max_memory : int or str, default "1G" and None
         Bytes, also as "512M" or "1.5G".  max_message: of the longest MPI message.  Collectives, scatter and gather
         split down to one token's row.  max_memory: that a rank may need, without scratch; tiles, schedules and
         receiving ahead go by it.  Calls need more if their documents see more than the masks, at most what a plan
