@@ -264,17 +264,17 @@ def _verify(peers, plan, source, results, documents):
     out, lse, *grads = results.values()
     if grads and p.shared_kv:
         grads.append(None)  # dv
-    how = {"read": source.tokens, "documents": documents}
-    chosen = [compare.choose(p, layouts[0], peers.rank, documents)]
+    inputs = compare.Source(p, source.tokens, documents)
+    chosen = [compare.choose(inputs, layouts[0], peers.rank)]
     if grads:
-        of_gradients = gradients.choose(peers, p, *layouts, documents)
+        of_gradients = gradients.choose(peers, inputs, layouts)
         chosen += of_gradients.rows, of_gradients.keys
     with Progress("verify", sum(map(len, chosen)), " rows and keys" if grads else " rows") as progress:
         if grads:
-            both = gradients.verify_both(peers, p, *layouts, out, lse, grads, progress=progress, **how)
+            both = gradients.verify_both(peers, inputs, layouts, out, lse, grads, progress=progress)
             reports = dict(zip(("verify", "verify_gradients"), both))
         else:
-            reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
+            reports = {"verify": compare.verify(peers, inputs, layouts[0], out, lse, progress=progress)}
     source.check()  # HDF5 reads zeros past the end of a file, which results could match
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:
