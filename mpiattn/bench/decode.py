@@ -10,7 +10,6 @@ attention of each rank alone, as bytes of keys and values per second, beside Num
 import numpy as np
 from mpi4py import MPI
 
-from .. import __version__
 from ..arguments.arrays import on_host
 from ..comm.agreement import agreement
 from ..console.table import duration, facts, percent, size, table
@@ -23,7 +22,9 @@ from ..problem.problem import ITEMSIZE
 from ..schedule import reduction
 from ..system import host
 from ..system.installation import mpi_library
+from ..system.words import number
 from ..tuning.combining import combining
+from ..version import __version__
 from .baseline import TOLERANCE
 from .clock import plain_sum
 from .decode_inputs import Inputs
@@ -262,14 +263,11 @@ def head_text(data):
         [
             (
                 "problem",
-                f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} "
+                f"{number(data['batch'], 'sequence')}, {data['queries']} "
                 f"quer{'ies' if data['queries'] > 1 else 'y'} each, {data['heads']} heads over "
                 f"{data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}",
             ),
-            (
-                "ranks",
-                f"{data['ranks']} on {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['backend']} back end",
-            ),
+            ("ranks", f"{data['ranks']} on {number(data['nodes'], 'node')}, {data['backend']} back end"),
             *([("transport", data["transport"])] if data["transport"] else []),
             (
                 "machine",

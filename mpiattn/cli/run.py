@@ -136,15 +136,7 @@ def _run(job, args):
     activity = plan.activity_of(**documents)
     chosen = {**opening.origin(peers, args.words), **_chosen(plan, args, source.axes, activity)}
     _open(peers, args, plan, chosen)
-    output = Output(
-        peers,
-        args.output,
-        _results(plan.problem, args.backward),
-        chosen,
-        (args.input,),
-        args.max_message,
-        axes=source.axes,
-    )
+    output = Output(peers, args.output, _results(plan.problem, args.backward), chosen, (args.input,), args.max_message)
     try:
         results, local, odd = _compute(job, args, plan, source, documents, activity)
         plan.close()  # frees its buffers before the verification
@@ -312,7 +304,7 @@ def _formulas(plan, rank, activity, direction):
     layouts = plan.q_layout, plan.k_layout
     ring = Activity(plan.problem.mask, *layouts, Tile(1, 1, plan.tile.ranks), activity.documents)
     lengths = [layout.lengths for layout in layouts]
-    ring_bytes = travels.sent(plan.problem, *lengths, ring.tile, rank, plan.route, direction, ring).total
+    ring_bytes = travels.sent(plan.problem, lengths, ring.tile, rank, plan.route, direction, ring).total
     return {"formula_bytes": plan.formula(direction, activity), "ring_bytes": ring_bytes}
 
 
