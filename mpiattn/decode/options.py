@@ -1,13 +1,16 @@
-"""What callers ask of a cache: the options of `KVCache`, and the arguments of a decoding call."""
+"""What callers ask of a cache: its options, tokens to append, and the arguments of a decoding call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..arguments.arrays import Axes, Wanted, check_values, checked_array
 from ..comm.exchange import MAX_MESSAGE, message_limit
 from ..comm.peers import check_timeout
 from ..comm.transport import check_transport
+from ..errors import ArgumentError
+from ..problem.layout import Layout
 from ..problem.problem import check_shared_kv, dtype_name
 from ..problem.values import whole_number
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..backends.base import Array
     from ..model.machine import Machine
+    from .cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,27 @@ class CacheOptions:
         max_message = message_limit(self.max_message)
         check_transport(self.backend, self.transport)
         return replace(filled, **row, **sizes, dtype=dtype, shared_kv=shared_kv, max_message=max_message)
+
+
+def checked_tokens(cache: KVCache, k: Array, v: Array | None, count: int, layout: Any) -> tuple[tuple[Array, ...], int]:
+    """k and v of `count` sequences as arrays of the back end, one for each pool, and their tokens over all ranks.
+
+    layout: None, or where they are.  Raises ArgumentError.
+    """
+    if layout is not None and not (isinstance(layout, Layout) and layout.chunks == cache.ranks):
+        raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {cache.ranks} chunks, or their sizes")
+
+    def wanted(tokens: int | None, dim: str) -> Wanted:
+        shape = count, tokens, cache.kv_heads, getattr(cache, dim)
+        return Wanted(shape, cache.dtype, Axes(("sequences", "tokens", "kv_heads", dim)))
+
+    backend, tokens = cache.combiner.backend, None if layout is None else layout.length(cache.rank)
+    k = checked_array(backend, "k", k, wanted(tokens, "head_dim"))
+    everywhere = k.shape[1] if layout is None else layout.seqlen
+    check_values(cache.shared_kv, v)
+    if cache.shared_kv:
+        return (k,), everywhere
+    return (k, checked_array(backend, "v", v, wanted(k.shape[1], "value_dim"))), everywhere
 
 
 class DecodeArguments(NamedTuple):
