@@ -14,7 +14,7 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
-from mpiattn.arguments.arrays import Axes, Wanted, on_host
+from mpiattn.arguments.arrays import Axes, Required, on_host
 from mpiattn.arguments.results import Results
 from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda import backend, devices
@@ -117,7 +117,7 @@ class Foreign:
 
 def test_memory_for_results(gpu):
     """On the GPU, writable, and of nothing else of the call."""
-    array, half = fake_cupy.empty((4, 6), "float32"), Wanted((4, 3), "float32", Axes(("tokens", "heads")))
+    array, half = fake_cupy.empty((4, 6), "float32"), Required((4, 3), "float32", Axes(("tokens", "heads")))
     halves = {"left": array[:, ::2], "right": array[:, 1::2]}
     into = Results(gpu, {name: (array, half) for name, array in halves.items()}, {"q": None})
     assert into.returned(None) == tuple(halves.values())  # they share bounds, but no byte

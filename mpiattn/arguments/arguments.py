@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arrays import Wanted, check_values, checked_array, on_host
+from .arrays import Required, check_values, checked_array, on_host
 from .results import Results
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class Arguments:
     shared_kv: whether keys hold the values, so that v and dv are not given.
     """
 
-    def __init__(self, backend: Backend, wanted: dict[str, Wanted], shared_kv: bool = False) -> None:
+    def __init__(self, backend: Backend, wanted: dict[str, Required], shared_kv: bool = False) -> None:
         self._backend, self._wanted, self._shared_kv = backend, wanted, shared_kv
 
     def checked(self, **arrays: Array | None) -> dict[str, Array]:

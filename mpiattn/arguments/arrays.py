@@ -35,7 +35,7 @@ class Axes(NamedTuple):
     tokens: str = ""
 
 
-class Wanted(NamedTuple):
+class Required(NamedTuple):
     """What an argument must be.  shape: with None for an axis of any length."""
 
     shape: tuple[int | None, ...]
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
     axes: Axes | None = None
 
 
-def checked_array(backend: Backend, name: str, argument: Any, wanted: Wanted, writable: bool = False) -> Array:
+def checked_array(backend: Backend, name: str, argument: Any, wanted: Required, writable: bool = False) -> Array:
     """An argument, array or tensor, as an array of a back end.  Raises ArgumentError if shape or dtype differ.
 
     writable: True if a result will be written into it.
@@ -60,7 +60,7 @@ def checked_array(backend: Backend, name: str, argument: Any, wanted: Wanted, wr
     return array
 
 
-def _in_words(wanted: Wanted, given: tuple[int, ...]) -> str:
+def _in_words(wanted: Required, given: tuple[int, ...]) -> str:
     """The shape that an argument must have; if the given one has its tokens and heads in turn, that too."""
     shape, _, axes = wanted
     sizes = _in_brackets("any" if n is None else str(n) for n in shape)

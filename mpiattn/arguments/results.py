@@ -12,7 +12,7 @@ from .arrays import checked_array
 class Results:
     """The results of a call by name, each in the caller's memory or in new memory of a back end.
 
-    asked: {name: (the caller's array or None, what it must be, a `Wanted`)} of every result.
+    asked: {name: (the caller's array or None, what it must be, a `Required`)} of every result.
     inputs: {name: array that the call reads, or None if it was not given}.
 
     Raises ArgumentError if a caller's array cannot take the result.  This holds for another kind of array, shape or

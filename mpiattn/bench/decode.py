@@ -14,7 +14,8 @@ from ..arguments.arrays import on_host
 from ..comm.agreement import agreement
 from ..console.table import duration, facts, percent, size, table
 from ..decode import combine
-from ..decode.call import Call
+from ..decode.call import DecodeCall
+from ..decode.options import DecodeArguments
 from ..decode.rings import query_ring_decode, ring_decode
 from ..decode.tree import tree_decode
 from ..errors import ArgumentError, VerificationError
@@ -136,7 +137,7 @@ def _measure(peers, args, context):
         peers.idle = cache.combiner.backend.idle  # ranks wait between calls as inside them
         q = inputs.q
         with cache.call("bench") as turn:
-            call = Call(turn, cache, q)
+            call = DecodeCall(turn, cache, q, DecodeArguments())
         chosen = cache.algorithm(*call.partial_bytes)
         algorithms = _algorithms(args.algorithm, cache, chosen)
         calls = {

@@ -6,7 +6,7 @@ from functools import partial as bind
 import numpy as np
 
 from ..arguments.arguments import Arguments
-from ..arguments.arrays import Axes, Wanted, checked_array
+from ..arguments.arrays import Axes, Required, checked_array
 from ..arguments.counts import sequence_numbers
 from ..backends.block import BlockInputs
 from ..comm.refusal import of_call
@@ -53,7 +53,7 @@ def refused(method):
     return of_call(method, lambda q=None, cache=None, *args, **how: cache)
 
 
-class Call:
+class DecodeCall:
     """One decoding call with a cache.
 
     turn: the collective call in progress, a `mpiattn.comm.collective_calls.Call`.
@@ -67,7 +67,7 @@ class Call:
         self.buffers = ()  # more arrays of the call's transfers, which stay alive if it fails
         with turn.agreement(asked.check) as same:
             self.sequences = sequence_numbers(asked.sequences, cache.sequences)
-            wanted = Wanted((len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES)
+            wanted = Required((len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES)
             q = checked_array(self.backend, "q", q, wanted)
             if asked.root is not None and asked.root not in range(cache.ranks):
                 raise ArgumentError(f"root is {asked.root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
@@ -107,9 +107,9 @@ class Call:
         return Arguments(
             self.backend,
             {
-                "sinks": Wanted((self.heads,), cache.partial_dtype, SINKS),
-                "out": Wanted((count, self.queries, self.heads, cache.value_dim), cache.dtype, RESULTS),
-                "lse": Wanted((count, self.heads, self.queries), cache.partial_dtype, ROWS),
+                "sinks": Required((self.heads,), cache.partial_dtype, SINKS),
+                "out": Required((count, self.queries, self.heads, cache.value_dim), cache.dtype, RESULTS),
+                "lse": Required((count, self.heads, self.queries), cache.partial_dtype, ROWS),
             },
         )
 

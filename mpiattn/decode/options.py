@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arguments.arrays import Axes, Wanted, check_values, checked_array
+from ..arguments.arrays import Axes, Required, check_values, checked_array
 from ..comm.exchange import MAX_MESSAGE, message_limit
 from ..comm.peers import check_timeout
 from ..comm.transport import check_transport
@@ -67,9 +67,9 @@ def checked_tokens(cache: KVCache, k: Array, v: Array | None, count: int, layout
     if layout is not None and not (isinstance(layout, Layout) and layout.chunks == cache.ranks):
         raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {cache.ranks} chunks, or their sizes")
 
-    def wanted(tokens: int | None, dim: str) -> Wanted:
+    def wanted(tokens: int | None, dim: str) -> Required:
         shape = count, tokens, cache.kv_heads, getattr(cache, dim)
-        return Wanted(shape, cache.dtype, Axes(("sequences", "tokens", "kv_heads", dim)))
+        return Required(shape, cache.dtype, Axes(("sequences", "tokens", "kv_heads", dim)))
 
     backend, tokens = cache.combiner.backend, None if layout is None else layout.length(cache.rank)
     k = checked_array(backend, "k", k, wanted(tokens, "head_dim"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..arguments.untraced import untraced
 from ..comm.refusal import refusing
 from ..schedule.reduction import ALGORITHMS
-from .call import Call, refused
+from .call import DecodeCall, refused
 from .options import DecodeArguments
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def tree_decode(
     """
     with cache.call("tree_decode") as turn:
         of_rings = sequences, causal, window, softcap, scale, sinks, out, lse, check
-        call = Call(turn, cache, q, DecodeArguments(*of_rings, algorithm, root), ALGORITHMS)
+        call = DecodeCall(turn, cache, q, DecodeArguments(*of_rings, algorithm, root), ALGORITHMS)
         if algorithm == "auto":
             algorithm = cache.algorithm(*call.partial_bytes, root)
         partial, spare = call.partial(name="partial"), call.partial(name="spare")

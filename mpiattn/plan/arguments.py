@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arguments.arguments import Arguments
-from ..arguments.arrays import Axes, Wanted
+from ..arguments.arrays import Axes, Required
 
 if TYPE_CHECKING:
     from ..backends.base import Array, Backend
@@ -38,8 +38,8 @@ def arguments_of(problem: Problem, tokens: tuple[int, int], backend: Backend) ->
     shapes = {"q": q, "k": k, "v": v, "out": out, "dout": out, "dq": q, "dk": k, "dv": v}
     of_partials = {"lse": by_head, "dlse": by_head, "sinks": (p.heads,), "dsinks": (p.heads,)}
     dtype, of_rows = np.dtype(p.dtype), np.dtype(p.partial_dtype)  # compared in less time than their names
-    wanted = {name: Wanted(shape, dtype, _AXES[name]) for name, shape in shapes.items()}
-    wanted |= {name: Wanted(shape, of_rows, _AXES[name]) for name, shape in of_partials.items()}
+    wanted = {name: Required(shape, dtype, _AXES[name]) for name, shape in shapes.items()}
+    wanted |= {name: Required(shape, of_rows, _AXES[name]) for name, shape in of_partials.items()}
     return Arguments(backend, wanted, p.shared_kv)
 
 

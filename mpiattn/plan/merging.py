@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..arguments.arrays import Axes, Wanted, checked_array
+from ..arguments.arrays import Axes, Required, checked_array
 from ..arguments.untraced import untraced
 from ..backends.numpy.backend import NumpyBackend
 from ..engine.folding import Folding
@@ -79,8 +79,8 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array, *more: Array) -> t
         raise ArgumentError(f"out has shape {tuple(shape)}; it must be (batch, tokens, heads, value_dim)")
     batch, tokens, heads, _ = shape
     wanted = (
-        Wanted(tuple(shape), dtype, Axes(("batch", "tokens", "heads", "value_dim"))),
-        Wanted((batch, heads, tokens), wide, Axes(("batch", "heads", "tokens"))),
+        Required(tuple(shape), dtype, Axes(("batch", "tokens", "heads", "value_dim"))),
+        Required((batch, heads, tokens), wide, Axes(("batch", "heads", "tokens"))),
     )
     folding, states = Folding(backend, batch), []
     for state in names:

@@ -72,7 +72,7 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
             backend,
             between,
             sides[side].bandwidth,
-            overlap.Speed(dtypes[0], head_dim, computed.flops[dtypes[0]].typical),
+            overlap.BlockSpeed(dtypes[0], head_dim, computed.flops[dtypes[0]].typical),
         )
         if hidden is not None:
             samples[f"{side} overlap"] = hidden

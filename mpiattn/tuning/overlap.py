@@ -14,7 +14,7 @@ MOST_BYTES, LEAST_BYTES = 32 * 2**20, 2**16
 LEAST_TOKENS = 64
 
 
-class Speed(NamedTuple):
+class BlockSpeed(NamedTuple):
     """How fast blocks are: flops, operations per second of blocks of these."""
 
     dtype: str
@@ -25,7 +25,7 @@ class Speed(NamedTuple):
 def measure(peers, nodes, backend, between, bandwidth, speed, seconds, progress):
     """The share of transfers that blocks hide; None where there are no such links; collective.
 
-    bandwidth: bytes per second of such links.  speed: the `Speed` of blocks.  From both follows a block that takes as
+    bandwidth: bytes per second of such links.  speed: the `BlockSpeed` of blocks.  From both follows a block that takes as
     long as the transfer, about; a longer one would hide more than the share to be measured.
     """
     if not exists(nodes, between):
