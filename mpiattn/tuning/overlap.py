@@ -25,8 +25,8 @@ class BlockSpeed(NamedTuple):
 def measure(peers, nodes, backend, between, bandwidth, speed, seconds, progress):
     """The share of transfers that blocks hide; None where there are no such links; collective.
 
-    bandwidth: bytes per second of such links.  speed: the `BlockSpeed` of blocks.  From both follows a block that takes as
-    long as the transfer, about; a longer one would hide more than the share to be measured.
+    bandwidth: bytes per second of such links.  speed: of blocks.  From both follows a block that takes about as long as
+    the transfer; a longer one would hide more than the share to be measured.
     """
     if not exists(nodes, between):
         progress(seconds)
