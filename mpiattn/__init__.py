@@ -11,7 +11,7 @@ Importing mpiattn does not initialize MPI or a GPU; each public name loads its m
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+from .version import __version__
 
 _HOMES = {
     "MeshAttention": ".plan.mesh_attention",

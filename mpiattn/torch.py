@@ -11,7 +11,7 @@ Tensors are the plan's arguments and results as they are, see `MeshAttention.for
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 try:
     import torch
@@ -23,10 +23,12 @@ except ImportError as error:
 from torch.autograd.function import once_differentiable
 
 from . import backends
+from .arguments.documents import DocumentArguments
+from .arguments.untraced import untraced
 from .comm.refusal import of_call, refusing
 from .errors import ArgumentError
 from .problem.tensors import check_transforms, shared
-from .problem.untraced import untraced
+from .problem.values import truth
 
 if TYPE_CHECKING:
     from .plan.mesh_attention import MeshAttention
@@ -105,39 +107,36 @@ def attention(
     tensors = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     with plan.call("torch.attention") as call, call.agreement(check) as same:
         _check(plan, tensors)
-        if not isinstance(verify, bool):
-            raise ArgumentError(f"verify is {verify!r}; it must be True or False")
-        same["verify"] = verify
+        same["verify"] = truth("verify", verify)
         # if this differed, only some ranks would run the backward pass
         same["requires_grad (of any of q, k, v and sinks)"] = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors.values()
         )
     # copies, because the caller may change the originals before the backward pass
     documents = deepcopy(
-        {
-            "cu_seqlens": cu_seqlens,
-            "cu_seqlens_k": cu_seqlens_k,
-            "lengths": lengths,
-            "lengths_k": lengths_k,
-            "prefixes": prefixes,
-            "causal_documents": causal_documents,
-            "padding": padding,
-        }
+        DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
     )
-    return _Attention.apply(plan, {**documents, "check": check}, verify, q, k, v, sinks)
+    return _Attention.apply(plan, _How(documents, check, verify), q, k, v, sinks)
+
+
+class _How(NamedTuple):
+    """The arguments of `attention` besides the plan and the tensors."""
+
+    documents: DocumentArguments
+    check: bool
+    verify: bool
 
 
 class _Attention(torch.autograd.Function):
     """The plan's forward and backward pass as one node of torch's graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: MeshAttention, options: dict[str, Any], verify: bool, q: Any, k: Any, v: Any, sinks: Any
-    ) -> Any:
-        out, lse = plan.forward(q, k, v, sinks=sinks, **options)
-        ctx.plan, ctx.options, ctx.verify = plan, options, verify
-        if verify:
-            plan.verify(q, k, v, out, lse, sinks=sinks, **_documents(options))
+    def forward(ctx: Any, plan: MeshAttention, how: _How, q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        documents = how.documents._asdict()
+        out, lse = plan.forward(q, k, v, sinks=sinks, check=how.check, **documents)
+        ctx.plan, ctx.how = plan, how
+        if how.verify:
+            plan.verify(q, k, v, out, lse, sinks=sinks, **documents)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.set_materialize_grads(False)  # plan.backward accepts dlse=None
         return out, lse
@@ -146,26 +145,21 @@ class _Attention(torch.autograd.Function):
     @untraced  # compiled code may hold loss.backward()
     @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        plan = ctx.plan
+        plan, how = ctx.plan, ctx.how
         saved, changed = _saved(ctx)
-        with plan.call("torch.attention's backward pass") as call, call.agreement(ctx.options["check"]):
+        with plan.call("torch.attention's backward pass") as call, call.agreement(how.check):
             if changed:
                 raise changed
             q, k, v, out, lse, sinks = saved
             dout = torch.zeros_like(out) if dout is None else dout
             _check(plan, {"dout": dout, "dlse": dlse})
-        grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, sinks=sinks, **ctx.options)
-        if ctx.verify:
-            of_grads = {"dout": dout, "dlse": dlse, "grads": grads}
-            plan.verify(q, k, v, out, lse, sinks=sinks, **of_grads, **_documents(ctx.options))
+        more = {"sinks": sinks, **how.documents._asdict()}
+        grads = plan.backward(dout, q, k, v, out, lse, dlse=dlse, check=how.check, **more)
+        if how.verify:
+            plan.verify(q, k, v, out, lse, dout=dout, dlse=dlse, grads=grads, **more)
         dq, dk, dv, *dsinks = grads
         share = dsinks[0] / plan.q_layout.chunks if dsinks else None
-        return None, None, None, dq, dk, dv, share
-
-
-def _documents(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that `MeshAttention.verify` has too."""
-    return {name: value for name, value in options.items() if name != "check"}
+        return None, None, dq, dk, dv, share
 
 
 def _saved(ctx: Any) -> tuple[Any, RuntimeError | None]:

@@ -9,11 +9,11 @@ from dense import error, largest
 from test_cpu_decode import pool
 
 from mpiattn import backends
+from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda import devices
 from mpiattn.backends.registry import REGISTRY
 from mpiattn.backends.testing import emulated
-from mpiattn.engine.folding import on_host
 
 QUERIES, KEYS, HEADS, KV_HEADS, VALUE_DIM, PAGE = 24, 40, 4, 2, 8, 4
 NOISE, CHANGE = 2e-2, 5e-2  # of the largest value: bfloat16 differs by less than the one, a field changes more

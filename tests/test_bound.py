@@ -134,6 +134,6 @@ def test_every_partial_reaches_its_owner(masks, layout, route, kind, direction):
             for reduced, blocks in results[rank].items():
                 assert blocks == {block for block in work if block[reduced in IN_COLUMNS] == rank}
             expected = travels.sent(
-                problem, lengths, lengths, tile, rank, route, direction, activity, schedule.collective
+                problem, (lengths, lengths), tile, rank, route, direction, activity, schedule.collective
             )
             assert sum(nbytes[name] * sum(map(total, tokens)) for name, tokens in sent[rank].items()) == expected.total

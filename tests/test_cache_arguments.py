@@ -3,7 +3,7 @@
 import pytest
 
 from mpiattn import ArgumentError
-from mpiattn.decode.arguments import kept_lengths, sequence_numbers, token_counts
+from mpiattn.arguments.counts import kept_lengths, sequence_numbers, token_counts
 
 
 @pytest.mark.parametrize(

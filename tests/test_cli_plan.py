@@ -101,7 +101,7 @@ def test_bytes_are_those_that_ranks_send(capsys, route):
     assert [row["tile"] for row in flat(data)] == ["1x6", "2x3", "3x2", "6x1"]
     assert [row["tile"] for row in data["tiles"][4:]] == ["2x1x3", "6x1x1"]
     for tile in tiles(6):
-        sent = [travels.sent(problem, *lengths, tile, rank, route) for rank in range(6)]
+        sent = [travels.sent(problem, lengths, tile, rank, route) for rank in range(6)]
         printed = row(data, str(tile))["sent_bytes"]
         means = [sum(values) / 6 for values in zip(*sent)]
         assert [printed[kind] for kind in ("Q", "KV", "O")] == pytest.approx(means)

@@ -14,6 +14,8 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, backends, query_ring_decode, ring_decode, tree_decode
+from mpiattn.arguments.arrays import Axes, Required, on_host
+from mpiattn.arguments.results import Results
 from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda import backend, devices
 from mpiattn.backends.cuda.kernels import KernelLaunches
@@ -21,8 +23,6 @@ from mpiattn.backends.testing import emulated
 from mpiattn.cli import tune
 from mpiattn.comm.peers import Peers
 from mpiattn.comm.transport import check_transport
-from mpiattn.engine.folding import Axes, on_host
-from mpiattn.engine.results import Results
 from mpiattn.errors import ArgumentError, MpiattnError
 from mpiattn.model.tuned import key_of
 
@@ -117,14 +117,14 @@ class Foreign:
 
 def test_memory_for_results(gpu):
     """On the GPU, writable, and of nothing else of the call."""
-    array, half = fake_cupy.empty((4, 6), "float32"), ((4, 3), "float32", Axes(("tokens", "heads")))
+    array, half = fake_cupy.empty((4, 6), "float32"), Required((4, 3), "float32", Axes(("tokens", "heads")))
     halves = {"left": array[:, ::2], "right": array[:, 1::2]}
-    into = Results(gpu, {name: (array, *half) for name, array in halves.items()}, {"q": None})
+    into = Results(gpu, {name: (array, half) for name, array in halves.items()}, {"q": None})
     assert into.returned(None) == tuple(halves.values())  # they share bounds, but no byte
     with pytest.raises(ArgumentError, match=r"^out shares memory with q;"):
-        Results(gpu, {"out": (halves["left"], *half)}, {"q": array[1:]})
+        Results(gpu, {"out": (halves["left"], half)}, {"q": array[1:]})
     with pytest.raises(ArgumentError, match=r"^out is a NumPy array; it must be a CuPy array"):
-        Results(gpu, {"out": (np.empty((4, 3), np.float32), *half)}, {})
+        Results(gpu, {"out": (np.empty((4, 3), np.float32), half)}, {})
     locked = Foreign(array)
     locked.__cuda_array_interface__["data"] = (array.data.ptr, True)
     with pytest.raises(ArgumentError, match=r"^out is read-only"):

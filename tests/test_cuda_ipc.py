@@ -14,9 +14,9 @@ import pytest
 from files import write_input
 from launch import ROOT, TESTS, mpirun
 
+from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.cuda import ipc, slots
 from mpiattn.backends.testing import emulated
-from mpiattn.engine.folding import on_host
 
 needs_compiler = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 FAKE = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}

@@ -6,10 +6,10 @@ import pytest
 from mpi4py import MPI
 
 from mpiattn import KVCache, MeshAttention, tree_decode
+from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.cuda import uploads as ring
 from mpiattn.backends.cuda.backend import CudaBackend
 from mpiattn.backends.testing import emulated
-from mpiattn.engine.folding import on_host
 
 pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="the emulation needs a C++ compiler")
 

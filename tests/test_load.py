@@ -55,7 +55,14 @@ def test_random(seed, monkeypatch):
             for route, collective in (("direct", False), ("direct", True), ("ring", False)):
                 sent = [
                     travels.sent(
-                        problem, q_layout.lengths, k_layout.lengths, tile, rank, route, direction, activity, collective
+                        problem,
+                        (q_layout.lengths, k_layout.lengths),
+                        tile,
+                        rank,
+                        route,
+                        direction,
+                        activity,
+                        collective,
                     ).total
                     for rank in range(ranks)
                 ]

@@ -124,7 +124,7 @@ def test_tokens_and_bytes_are_those_of_the_pairs(seed):
         for direction, kinds in KINDS.items():
             nbytes = travels.token_bytes(problem, direction)
             for rank in range(tile.ranks):
-                sent = travels.sent(problem, *lengths, tile, rank, route, direction, activity, collective)
+                sent = travels.sent(problem, lengths, tile, rank, route, direction, activity, collective)
                 assert sent == tuple(counted.sent(kind, rank, route, collective) * nbytes[kind] for kind in kinds)
 
 
@@ -133,10 +133,10 @@ def test_a_window_sends_its_width():
     problem, layout = Problem(65536, 8, 64, causal=True, window=(63, 0)), Layout("contiguous", 65536, 4)
     tile = Tile(1, 1, 4)
     activity = Activity(problem.mask, layout, layout, tile)
-    sent = [travels.sent(problem, layout.lengths, layout.lengths, tile, rank, activity=activity) for rank in range(4)]
+    sent = [travels.sent(problem, (layout.lengths, layout.lengths), tile, rank, activity=activity) for rank in range(4)]
     assert [each.total for each in sent] == [63 * 2 * 8 * 64 * 4] * 3 + [0]
     assert travels.halo(problem, 4) == sum(each.total for each in sent) / 4
-    both = travels.sent(problem, layout.lengths, layout.lengths, tile, 3, "direct", "backward", activity)
+    both = travels.sent(problem, (layout.lengths, layout.lengths), tile, 3, "direct", "backward", activity)
     assert both.total == 63 * 2 * 8 * 64 * 4, "the last rank returns gradients"
 
 

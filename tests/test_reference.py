@@ -130,8 +130,8 @@ def test_some_gradients():
     q, k, v = inputs(9, 11)
     dout = np.random.default_rng(1).standard_normal((2, 9, 4, 5))
     out, lse = reference.attention(q, k, v, True)
-    given = dout, q, k, v, lse, np.einsum("bqhd,bqhd->bhq", dout, out), True
-    dq, dk, dv = reference.gradients(*given)
-    of_queries, of_keys = reference.gradients(*given, of="q"), reference.gradients(*given, of="kv")
+    given = dout, q, k, v, lse, np.einsum("bqhd,bqhd->bhq", dout, out)
+    dq, dk, dv = reference.gradients(*given, causal=True)
+    of_queries, of_keys = (reference.gradients(*given, causal=True, of=of) for of in ("q", "kv"))
     assert (of_queries[0] == dq).all() and of_queries[1:] == (None, None)
     assert of_keys[0] is None and (of_keys[1] == dk).all() and (of_keys[2] == dv).all()

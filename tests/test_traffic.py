@@ -91,7 +91,7 @@ def test_exact_bytes(n, dtype):
     for tile in tiles(n):
         totals = set()
         for route in ("direct", "ring"):
-            sent = [travels.sent(problem, q_lengths, k_lengths, tile, rank, route) for rank in range(n)]
+            sent = [travels.sent(problem, (q_lengths, k_lengths), tile, rank, route) for rank in range(n)]
             assert sent == [moved(problem, q_lengths, k_lengths, tile, rank, route) for rank in range(n)]
             assert all(of_rank.total == sum(of_rank) for of_rank in sent)
             totals.add(sum(of_rank.total for of_rank in sent))
@@ -102,4 +102,4 @@ def test_mean_is_exact_for_even_chunks():
     problem = even(12, 3, kv_heads=8)
     for tile in tiles(12):
         for rank in range(12):
-            assert travels.sent(problem, [3] * 12, [3] * 12, tile, rank).total == travels.mean_sent(problem, tile)
+            assert travels.sent(problem, ([3] * 12, [3] * 12), tile, rank).total == travels.mean_sent(problem, tile)

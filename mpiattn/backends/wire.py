@@ -26,6 +26,14 @@ class Blocks(NamedTuple):
     stride: int
 
 
+class Pieces(NamedTuple):
+    """Tokens of an array by rank: lengths[j] of them at offsets[j].  array: of `Backend.outgoing` or `incoming`."""
+
+    array: Any
+    lengths: list[int]
+    offsets: list[int]
+
+
 def blocks_of(array: Any) -> Blocks | None:
     """The blocks in which the elements of an array lie, in their order; None if they do not lie so."""
     nbytes, axes = array.itemsize, [axis for axis in zip(array.shape, array.strides) if axis[0] != 1]

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ..engine.folding import on_host
+from ..arguments.arrays import on_host
 from ..system import host
 
 LEAST = 0.01  # seconds of a measurement, at least: short launches are repeated

@@ -10,20 +10,22 @@ attention of each rank alone, as bytes of keys and values per second, beside Num
 import numpy as np
 from mpi4py import MPI
 
-from .. import __version__
+from ..arguments.arrays import on_host
 from ..comm.agreement import agreement
 from ..console.table import duration, facts, percent, size, table
 from ..decode import combine
-from ..decode.call import Call
+from ..decode.call import DecodeCall
+from ..decode.options import DecodeArguments
 from ..decode.rings import query_ring_decode, ring_decode
 from ..decode.tree import tree_decode
-from ..engine.folding import on_host
 from ..errors import ArgumentError, VerificationError
 from ..problem.problem import ITEMSIZE
 from ..schedule import reduction
 from ..system import host
 from ..system.installation import mpi_library
+from ..system.words import number
 from ..tuning.combining import combining
+from ..version import __version__
 from .baseline import TOLERANCE
 from .clock import plain_sum
 from .decode_inputs import Inputs
@@ -135,7 +137,7 @@ def _measure(peers, args, context):
         peers.idle = cache.combiner.backend.idle  # ranks wait between calls as inside them
         q = inputs.q
         with cache.call("bench") as turn:
-            call = Call(turn, cache, q)
+            call = DecodeCall(turn, cache, q, DecodeArguments())
         chosen = cache.algorithm(*call.partial_bytes)
         algorithms = _algorithms(args.algorithm, cache, chosen)
         calls = {
@@ -262,14 +264,11 @@ def head_text(data):
         [
             (
                 "problem",
-                f"{data['batch']} sequence{'s' * (data['batch'] > 1)}, {data['queries']} "
+                f"{number(data['batch'], 'sequence')}, {data['queries']} "
                 f"quer{'ies' if data['queries'] > 1 else 'y'} each, {data['heads']} heads over "
                 f"{data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}",
             ),
-            (
-                "ranks",
-                f"{data['ranks']} on {data['nodes']} node{'s' * (data['nodes'] > 1)}, {data['backend']} back end",
-            ),
+            ("ranks", f"{data['ranks']} on {number(data['nodes'], 'node')}, {data['backend']} back end"),
             *([("transport", data["transport"])] if data["transport"] else []),
             (
                 "machine",

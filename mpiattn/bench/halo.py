@@ -15,7 +15,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from .. import __version__, backends
+from .. import backends
 from ..backends.block import BlockInputs
 from ..comm.agreement import agreement
 from ..console import options
@@ -26,6 +26,7 @@ from ..console.table import duration, size, table
 from ..errors import ArgumentError, VerificationError
 from ..plan.mesh_attention import MeshAttention
 from ..problem.layout import Layout
+from ..version import __version__
 from .baseline import TOLERANCE
 
 TAG = 1

@@ -5,7 +5,7 @@ A ratio is the operation's time over its bound's (`bounded.operation`), medians 
 
 import numpy as np
 
-from .. import __version__, backends
+from .. import backends
 from ..comm.agreement import agreement
 from ..comm.mesh import nodes_of
 from ..console.progress import Progress
@@ -13,6 +13,7 @@ from ..console.table import duration, facts, table
 from ..errors import ArgumentError
 from ..system import host
 from ..system.installation import mpi_library
+from ..version import __version__
 from .bounded.arrays import half_types, whole_arrays
 from .bounded.attention import documents, padding, predictions, whole_sequences
 from .bounded.calls import small_calls

@@ -11,8 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import backends
+from ..arguments.arrays import on_host
 from ..console.progress import Progress
-from ..engine.folding import on_host
 from ..errors import VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
@@ -55,16 +55,16 @@ class Subject:
         Raises VerificationError, the same on every rank.
         """
         plan, limit = self.plan, CHECK_WORK / peers.size
-        self.forward = plan.forward(*self.inputs)
+        self.forward, source = plan.forward(*self.inputs), compare.Source(plan.problem, read)
         out, lse = map(on_host, self.forward)
         if "backward" in self.passes:
             grads = plan.backward(self.dout, *self.inputs, *self.forward)
             grads = [None if grad is None else on_host(grad) for grad in grads]
             self.reports["forward"], self.reports["backward"] = gradients.verify_both(
-                peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, grads, read, limit=limit
+                peers, source, (plan.q_layout, plan.k_layout), out, lse, grads, limit
             )
         else:
-            self.reports["forward"] = compare.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
+            self.reports["forward"] = compare.verify(peers, source, plan.q_layout, out, lse, limit)
         failed = [str(report) for report in self.reports.values() if not report.passed]
         if failed:
             error = VerificationError(f"{self.case} is wrong, nothing is measured: {'; '.join(failed)}")

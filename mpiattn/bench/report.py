@@ -2,6 +2,7 @@
 
 from ..console.table import duration, facts, percent, size, table
 from ..problem.problem import dims_in_words
+from ..system.words import number
 from .summary import EMULATED
 
 
@@ -91,15 +92,15 @@ def _rows(cases, direction):
 
 def size_text(cases, data):
     """The table of one size's cases; below it the cases that have the same plan as one in the table."""
-    measured = [case for number, case in enumerate(cases) if case["measured_as"] == number]
+    measured = [case for index, case in enumerate(cases) if case["measured_as"] == index]
     checks = sum(len(case["checked"]) for case in measured)
     label = f", {EMULATED}" if data["compute"] == EMULATED else ""
     title = f"{cases[0]['seqlen']} tokens{label}; {checks} results checked: right"
     same = {}
-    for number, case in enumerate(cases):
-        if case["measured_as"] != number:
+    for index, case in enumerate(cases):
+        if case["measured_as"] != index:
             same.setdefault(case["measured_as"], []).append(" ".join(_name(case)[:3]))
-    also = [f"{' '.join(_name(cases[number])[:3])} is also {'; '.join(others)}" for number, others in same.items()]
+    also = [f"{' '.join(_name(cases[index])[:3])} is also {'; '.join(others)}" for index, others in same.items()]
     return "\n".join(["", title, table(_rows(measured, data["direction"]), HEADER), *also])
 
 
@@ -124,7 +125,7 @@ def head_text(data):
     machine, versions, emulated = data["environment"], data["versions"], data["compute"] == EMULATED
     head = [
         ("problem", _problem(data)),
-        ("ranks", f"{data['ranks']} on {data['hosts']} host{'s' * (data['hosts'] > 1)}"),
+        ("ranks", f"{data['ranks']} on {number(data['hosts'], 'host')}"),
         ("back end", data["backend"] + (f": {EMULATED}, as are all times" if emulated else "")),
         *([("transport", data["transport"])] if data["transport"] else []),
         (

@@ -17,7 +17,6 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from .. import __version__
 from ..comm.agreement import agreement
 from ..comm.mesh import nodes_of
 from ..console import options
@@ -31,6 +30,8 @@ from ..plan.mesh_attention import MeshAttention
 from ..schedule.tile import parse_tile, tiles
 from ..system import host
 from ..system.installation import mpi_library
+from ..system.words import number
+from ..version import __version__
 from .baseline import TOLERANCE, from_torch, load_torch, to_torch
 
 POLL = 2e-3  # seconds between polls of a sleeping rank
@@ -321,7 +322,7 @@ def _text(data):
         name = (
             f"mpiattn {row['tile']} {row['schedule']}"
             if row["name"] == "mpiattn"
-            else f"torch, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+            else f"torch, {number(row['threads'], 'thread')}"
         )
         rows.append(
             (

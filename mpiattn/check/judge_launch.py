@@ -5,7 +5,8 @@ In every `judge_*`, `ranks` are the facts of all ranks (`mpiattn.check.rank_fact
 
 from ..system.installation import THREAD_LEVELS as LEVELS
 from ..system.launcher import ADVICE
-from .report_item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
+from ..system.words import number, span
+from .report_item import FAIL, PASS, WARN, Item, by_node, ranks_text
 
 LEVEL = "FUNNELED"  # one thread of a rank calls MPI, beside the BLAS threads
 LARGEST_TAG = 32767  # the least that MPI guarantees, and more than mpiattn uses
@@ -23,7 +24,7 @@ def size(ranks):
     return Item(
         "ranks",
         PASS,
-        f"{count(here, 'rank')} on {count(len(nodes), 'node')}, {span([len(node) for node in nodes])} a node",
+        f"{number(here, 'rank')} on {number(len(nodes), 'node')}, {span([len(node) for node in nodes])} a node",
     )
 
 

@@ -1,6 +1,7 @@
 """Judges what the ranks of a node share: cores, threads, devices; `ranks` as in `mpiattn.check.judge_launch`."""
 
-from .report_item import FAIL, PASS, WARN, Item, by_node, count, ranks_text, span
+from ..system.words import number, span
+from .report_item import FAIL, PASS, WARN, Item, by_node, ranks_text
 
 # The variable that a BLAS reads, by the beginning of the BLAS's name.
 VARIABLE = {"openblas": "OPENBLAS_NUM_THREADS", "mkl": "MKL_NUM_THREADS", "blis": "BLIS_NUM_THREADS"}
@@ -36,7 +37,7 @@ def binding(ranks):
     if not crowds:
         return Item("binding", PASS, text)
     shared = [
-        f"{ranks_text(crowd)} share {count(len(cores), 'core')} of {node[0]['host']}" for node, crowd, cores in crowds
+        f"{ranks_text(crowd)} share {number(len(cores), 'core')} of {node[0]['host']}" for node, crowd, cores in crowds
     ]
     if any(len(_cores(node)) < len(node) for node, *_ in crowds):
         advice = "ranks that share a core wait for each other: start at most as many ranks a node as it has cores"
@@ -68,7 +69,7 @@ def threads(ranks):
     for node in by_node(ranks):
         total, cores = sum(rank["blas"]["threads"] for rank in node), len(_cores(node))
         if total > cores and any(rank["blas"]["threads"] > 1 for rank in node):
-            return Item("threads", WARN, f"{text}, {total} on {count(cores, 'core')} of {node[0]['host']}", advice)
+            return Item("threads", WARN, f"{text}, {total} on {number(cores, 'core')} of {node[0]['host']}", advice)
     return Item("threads", PASS, text)
 
 
@@ -135,7 +136,7 @@ def devices(ranks):
             f"{ranks_text(some)} share device {device} of {name}" for device, some in taken.items() if len(some) > 1
         ]
         if visible - set(taken):
-            problems.append(f"{count(len(visible - set(taken)), 'device')} of {name} not used")
+            problems.append(f"{number(len(visible - set(taken)), 'device')} of {name} not used")
     if problems:
         return Item(
             "devices",

@@ -2,7 +2,8 @@
 
 from statistics import fmean, median
 
-from .report_item import FAIL, PASS, WARN, Item, count, ranks_text
+from ..system.words import number
+from .report_item import FAIL, PASS, WARN, Item, ranks_text
 
 SHOWN = 3  # wrong cases and slow links that are named
 LEAST_RATE = 1e8  # bytes per second between nodes; suitable networks have at least ten times as much
@@ -57,7 +58,7 @@ def links(measured, ranks, crowded):
             f"slow: rank {a} ({ranks[a]['host']}) to rank {b} ({ranks[b]['host']}), {gigabytes(rate_of(link))}"
         )
     if slow:
-        more = f" ({count(len(slow), 'slow link')} in all)" if len(slow) > SHOWN else ""
+        more = f" ({number(len(slow), 'slow link')} in all)" if len(slow) > SHOWN else ""
         advice.append(f"see what else uses these nodes and links, or leave them out{more}")
     if crowded:
         texts.append("links are not compared, because ranks share cores")

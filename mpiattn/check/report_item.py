@@ -22,17 +22,6 @@ def ranks_text(ranks):
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
-def count(number, noun):
-    """A number and its noun: "1 host", "3 hosts"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def span(values):
-    """The range of some values: "2" or "2 to 5"."""
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low} to {high}"
-
-
 def by_node(ranks):
     """The facts of ranks grouped by node, nodes in order of their first ranks."""
     nodes = {}

@@ -9,6 +9,7 @@ from ..model.cost import SCHEDULES
 from ..plan.mesh_attention import MeshAttention
 from ..schedule.route import ROUTES
 from ..schedule.tile import Tile, tiles
+from ..verify.compare import Source
 from ..verify.gradients import verify_both
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -63,7 +64,7 @@ def _run(peers, case, timeout, progress):
         out, lse = plan.forward(*chunks)
         gradients = plan.backward(dout_chunk, *chunks, out, lse)
         layouts = plan.q_layout, plan.k_layout
-        reports = verify_both(peers, plan.problem, *layouts, out, lse, gradients, read)
+        reports = verify_both(peers, Source(plan.problem, read), layouts, out, lse, gradients)
     progress(1)
     failed = [str(report) for report in reports if not report.passed]
     return {"case": str(case), "passed": not failed, "text": "; ".join(failed)}

@@ -5,12 +5,12 @@ import os
 import sys
 from importlib import import_module
 
-from .. import __version__
 from ..console import interrupts, message, startup, witness
 from ..console.blas_environment import limit_threads, name_core_type
 from ..console.parser import Parser
 from ..errors import MpiattnError
 from ..system.launch_variables import launch_rank
+from ..version import __version__
 
 COMMANDS = {
     "generate": "make an HDF5 file of random q, k, v",

@@ -34,7 +34,6 @@ examples:
 import argparse
 from dataclasses import asdict
 
-from .. import __version__
 from ..bench import decode, limits, measure, report
 from ..bench.cases import cases
 from ..bench.store import write_hdf5
@@ -52,6 +51,7 @@ from ..schedule.route import ROUTES
 from ..system import host
 from ..system.atomic_file import HDF5, check_target
 from ..system.installation import mpi_library
+from ..version import __version__
 from . import kernel
 
 

@@ -20,6 +20,7 @@ from functools import partial
 import h5py
 import numpy as np
 
+from ..arguments.arrays import on_host
 from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE
 from ..console import options
@@ -31,13 +32,13 @@ from ..decode import combine
 from ..decode.cache import KVCache
 from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
-from ..engine.folding import on_host
 from ..errors import FileError, VerificationError
 from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.io import Input, Output
 from ..problem.layout import Layout
 from ..problem.problem import Problem
 from ..schedule.reduction import ALGORITHMS
+from ..system.words import number, span
 from ..verify.decode import choose, verify_decode
 from .opening import origin
 
@@ -211,7 +212,6 @@ def _run(job, args):
             chosen,
             (args.cache, args.queries),
             args.max_message,
-            axes=queries.axes,
         )
         try:
             out, lse = map(
@@ -300,35 +300,30 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
     if job.comm.rank or args.json == "-":
         return
 
-    def span(name, show=str):
-        low, high = (show(pick(rank[name] for rank in ranks)) for pick in (min, max))
-        return low if low == high else f"{low} to {high}"
+    def of_ranks(name, show=str):
+        return span([rank[name] for rank in ranks], show)
 
     empty, rows = chosen["empty"], shape[0] * shape[1]
     lengths, equal = cache.lengths, all(rank["sent_bytes"] == rank["formula_bytes"] for rank in ranks)
-    tokens = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
     print(
         facts(
             [
                 (
                     "cache",
-                    f"{len(lengths)} sequence{'s' * (len(lengths) > 1)} of {tokens} tokens, {cache.kv_heads} KV heads, "
+                    f"{number(len(lengths), 'sequence')} of {span(lengths)} tokens, {cache.kv_heads} KV heads, "
                     f"head_dim {cache.head_dim}, {cache.dtype}",
                 ),
                 *([("padding", f"{padding} more tokens of CACHE")] if (padding := chosen.get("padding")) else []),
                 ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
-                (
-                    "ranks",
-                    f"{len(ranks)} on {chosen['nodes']} node{'s' * (chosen['nodes'] > 1)}, {cache.backend} back end",
-                ),
+                ("ranks", f"{len(ranks)} on {number(chosen['nodes'], 'node')}, {cache.backend} back end"),
                 *([("transport", cache.transport)] if cache.transport else []),
-                ("tokens per rank", span("tokens")),
-                ("memory per rank", f"{span('nbytes', size)} of pages"),
+                ("tokens per rank", of_ranks("tokens")),
+                ("memory per rank", f"{of_ranks('nbytes', size)} of pages"),
                 ("combined by", chosen["algorithm"]),
                 ("time", ", ".join(f"{duration(seconds)} {phase}" for phase, seconds in job.seconds.items())),
                 (
                     "sent per rank",
-                    f"{span('sent_bytes', size)}; formula: {span('formula_bytes', size)}, "
+                    f"{of_ranks('sent_bytes', size)}; formula: {of_ranks('formula_bytes', size)}, "
                     f"{'equal on every rank' if equal else 'DIFFERENT'}",
                 ),
                 *([("no keys", f"{empty} of {rows} queries see no key; out 0, lse -inf")] if empty else []),

@@ -26,6 +26,7 @@ from ..model import store
 from ..system import host, installation
 from ..system.launch_variables import launch_rank
 from ..system.sources import kernel_dir
+from ..system.words import number
 
 HEAD_DIM = 128  # the default of `mpiattn tune`; the machine is looked up for it
 
@@ -224,7 +225,7 @@ def _lines(data):
     yield "largest tag", mpi["largest_tag"]
     yield "GPU-aware MPI", f"{'yes' if mpi['gpu_aware'] else 'no'}: {mpi['gpu_aware_why']}"
     yield from ((f"transport of {name}", words) for name, words in data["transports"].items())
-    yield "ranks", f"{mpi['ranks']} on {len(data['hosts'])} host{'s' * (len(data['hosts']) > 1)}"
+    yield "ranks", f"{mpi['ranks']} on {number(len(data['hosts']), 'host')}"
     if (mpi["launched_ranks"] or 1) != mpi["ranks"]:
         yield (
             "WARNING",

@@ -1,6 +1,6 @@
 """`mpiattn bench --kernel`: its options, and the measurement of one rank's back end."""
 
-from .. import __version__, backends
+from .. import backends
 from ..bench import kernel
 from ..bench.baseline import load_torch
 from ..bench.clock import clock_of
@@ -12,6 +12,7 @@ from ..model.search import DIRECTIONS
 from ..problem.problem import Problem
 from ..system import host
 from ..system.installation import CUPY
+from ..version import __version__
 
 KEYS = {"decode_keys": 65536, "carry_keys": 4096}
 OWN = {"kernel", *KEYS}  # options that only --kernel takes

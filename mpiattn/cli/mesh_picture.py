@@ -1,6 +1,6 @@
 """A mesh drawn in characters."""
 
-from ..console.table import number
+from ..system.words import number
 
 MOST_COLUMNS, MOST_ROWS = 8, 6  # of the picture; larger meshes are abbreviated
 

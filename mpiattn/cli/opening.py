@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import h5py
 
-from .. import __version__
 from ..comm.mesh import nodes_of
-from ..console.table import duration, facts, span
+from ..console.table import duration, facts
 from ..system import host
 from ..system.installation import mpi_library
+from ..system.words import number, span
+from ..version import __version__
 
 NAMED = 4  # at most this many hosts are named
 
@@ -69,8 +70,8 @@ def crowded(hosts):
         return None
     worst = max(crowd, key=lambda each: each.threads / each.cores)
     text = (
-        f"{worst.ranks} rank{'s' * (worst.ranks > 1)} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
-        f"{worst.threads} threads for {worst.cores} core{'s' * (worst.cores > 1)}, which can make it many times "
+        f"{number(worst.ranks, 'rank')} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
+        f"{worst.threads} threads for {number(worst.cores, 'core')}, which can make it many times "
         "slower: "
     )
     if worst.cores < min(worst.threads, worst.all_cores):
@@ -83,7 +84,7 @@ def crowded(hosts):
         few = given if 0 < len(given) < len(host.BLAS_VARIABLES) else host.BLAS_VARIABLES[:1]
         text += "set " + ", ".join(f"{name}={max(1, worst.cores // worst.ranks)}" for name in few)
     else:
-        text += f"take no more than {worst.cores} rank{'s' * (worst.cores > 1)} a host"
+        text += f"take no more than {number(worst.cores, 'rank')} a host"
     return text
 
 
@@ -103,7 +104,7 @@ def text(plan, made, hosts, problem, passes, warning):
                 ("command", made["command"]),
                 (
                     "ranks",
-                    f"{sum(each.ranks for each in hosts)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({names}), "
+                    f"{sum(each.ranks for each in hosts)} on {number(len(hosts), 'host')} ({names}), "
                     f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
                     f"{span([each.cores for each in hosts])}",
                 ),

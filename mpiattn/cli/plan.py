@@ -8,7 +8,6 @@ tokens, heads and elements; output is in binary units (1 KiB = 1024 B) and secon
 from dataclasses import asdict, replace
 from functools import partial
 
-from .. import __version__
 from ..console import options
 from ..console.json_file import write_json
 from ..console.table import duration
@@ -27,6 +26,8 @@ from ..schedule.regroup import method_of, split, split_of
 from ..schedule.tile import Tile, parse_tile
 from ..schedule.validate import validate
 from ..system.launch_variables import launch_rank
+from ..system.words import number
+from ..version import __version__
 from .documents import read_file
 from .plan_text import as_text, counts, head
 
@@ -308,7 +309,7 @@ def _others(problem, args, mask, ring, least):
             problem, Tile(group, 1, ranks // group)
         )
 
-    methods, heads = [], f"{problem.kv_heads} KV head{'s' * (problem.kv_heads > 1)}"
+    methods, heads = [], f"{number(problem.kv_heads, 'KV head')}"
     nbytes = travels.ulysses(problem, ranks, args.direction)
     if nbytes is None:
         why = f"{heads} cannot be divided among {ranks} ranks"

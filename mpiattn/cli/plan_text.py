@@ -1,9 +1,10 @@
 """The table, legend and picture of `mpiattn plan` as text."""
 
-from ..console.table import duration, number, percent, size, table
+from ..console.table import duration, percent, size, table
 from ..model import search
 from ..schedule import travels
 from ..schedule.route import passed_on
+from ..system.words import number
 from .mesh_picture import picture
 
 LEGEND = """\
@@ -44,7 +45,7 @@ def _times(times):
 def head(p, data):
     """The ranks and the problem, in a line."""
     ranks = data["ranks"]
-    documents = "" if data["documents"] is None else f" in {data['documents']} document{'s' * (data['documents'] != 1)}"
+    documents = "" if data["documents"] is None else f" in {number(data['documents'], 'document')}"
     if data["padding"]:
         documents += f" with {data['padding']} tokens of padding"
     return (

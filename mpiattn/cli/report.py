@@ -5,9 +5,10 @@ Each rank contributes a dict: its tokens, its pairs, what it sent and waited in 
 
 from dataclasses import asdict
 
-from ..console.table import duration, facts, number, percent, size, span
+from ..console.table import duration, facts, percent, size
 from ..model.machine import PRODUCTS
 from ..model.workload import balance
+from ..system.words import number, span
 
 AS_MUCH = 0.01  # share by which bytes may differ and still are called as many
 MASKS = ("prefix", "causal_block", "window", "softcap", "documents", "documents_k")

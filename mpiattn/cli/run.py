@@ -21,13 +21,13 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import backends
+from ..arguments.arrays import on_host
 from ..comm.agreement import agreement, everywhere
 from ..comm.exchange import MAX_MESSAGE
 from ..console import options
 from ..console.json_file import check_json, write_json
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
-from ..engine.folding import on_host
 from ..errors import VerificationError
 from ..files.finite import nonfinite
 from ..files.io import Input, Output, Wanted, Written
@@ -136,15 +136,7 @@ def _run(job, args):
     activity = plan.activity_of(**documents)
     chosen = {**opening.origin(peers, args.words), **_chosen(plan, args, source.axes, activity)}
     _open(peers, args, plan, chosen)
-    output = Output(
-        peers,
-        args.output,
-        _results(plan.problem, args.backward),
-        chosen,
-        (args.input,),
-        args.max_message,
-        axes=source.axes,
-    )
+    output = Output(peers, args.output, _results(plan.problem, args.backward), chosen, (args.input,), args.max_message)
     try:
         results, local, odd = _compute(job, args, plan, source, documents, activity)
         plan.close()  # frees its buffers before the verification
@@ -264,17 +256,17 @@ def _verify(peers, plan, source, results, documents):
     out, lse, *grads = results.values()
     if grads and p.shared_kv:
         grads.append(None)  # dv
-    how = {"read": source.tokens, "documents": documents}
-    chosen = [compare.choose(p, layouts[0], peers.rank, documents)]
+    inputs = compare.Source(p, source.tokens, documents)
+    chosen = [compare.choose(inputs, layouts[0], peers.rank)]
     if grads:
-        of_gradients = gradients.choose(peers, p, *layouts, documents)
+        of_gradients = gradients.choose(peers, inputs, layouts)
         chosen += of_gradients.rows, of_gradients.keys
     with Progress("verify", sum(map(len, chosen)), " rows and keys" if grads else " rows") as progress:
         if grads:
-            both = gradients.verify_both(peers, p, *layouts, out, lse, grads, progress=progress, **how)
+            both = gradients.verify_both(peers, inputs, layouts, out, lse, grads, progress=progress)
             reports = dict(zip(("verify", "verify_gradients"), both))
         else:
-            reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
+            reports = {"verify": compare.verify(peers, inputs, layouts[0], out, lse, progress=progress)}
     source.check()  # HDF5 reads zeros past the end of a file, which results could match
     failed = [str(report) for report in reports.values() if not report.passed]
     if failed:
@@ -312,7 +304,7 @@ def _formulas(plan, rank, activity, direction):
     layouts = plan.q_layout, plan.k_layout
     ring = Activity(plan.problem.mask, *layouts, Tile(1, 1, plan.tile.ranks), activity.documents)
     lengths = [layout.lengths for layout in layouts]
-    ring_bytes = travels.sent(plan.problem, *lengths, ring.tile, rank, plan.route, direction, ring).total
+    ring_bytes = travels.sent(plan.problem, lengths, ring.tile, rank, plan.route, direction, ring).total
     return {"formula_bytes": plan.formula(direction, activity), "ring_bytes": ring_bytes}
 
 

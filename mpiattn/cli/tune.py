@@ -27,6 +27,7 @@ from ..console.progress import Progress
 from ..console.table import duration, facts, percent, table
 from ..errors import ArgumentError
 from ..system.atomic_file import JSON, NewFile, check_target
+from ..system.words import number
 
 SECONDS, QUICK = 10.0, 2.0
 TIMEOUT = 60.0  # seconds; no part of the measurement takes a rank this long
@@ -232,11 +233,10 @@ def _text(args, key, nodes, tuned, replaced, seconds):
     several = max(nodes) + 1
     threads = "unknown" if key.threads is None else key.threads
     head = [
-        ("ranks", f"{len(nodes)} on {several} node{'s' * (several > 1)}, {key.ranks_per_node} a node at most"),
+        ("ranks", f"{len(nodes)} on {number(several, 'node')}, {key.ranks_per_node} a node at most"),
         (
             "a rank",
-            f"{key.processor}; {key.cores} core{'s' * (key.cores > 1)}, BLAS threads: {threads} "
-            f"({key.blas or 'BLAS unknown'})",
+            f"{key.processor}; {number(key.cores, 'core')}, BLAS threads: {threads} ({key.blas or 'BLAS unknown'})",
         ),
         ("back end", f"{key.backend}, head_dim {key.head_dim}"),
         ("MPI", key.mpi),

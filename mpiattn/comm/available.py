@@ -4,6 +4,7 @@ import socket
 
 from .. import backends
 from ..errors import ArgumentError
+from ..system.words import number
 from .agreement import everywhere, which_ranks
 
 HOSTS = 4  # that an error names, of those where a back end cannot run for one reason
@@ -36,5 +37,5 @@ def _described(reasons):
 def _listed(hosts):
     more = len(hosts) - HOSTS
     return ", ".join(f"{host} ({which_ranks(ranks)})" for host, ranks in list(hosts.items())[:HOSTS]) + (
-        f" and {more} more host{'s' * (more > 1)}" if more > 0 else ""
+        f" and {number(more, 'more host')}" if more > 0 else ""
     )

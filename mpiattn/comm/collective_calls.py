@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..arguments.untraced import keep_untraced
 from ..errors import ArgumentError, CopyError, MpiattnError, PeerFailure
-from ..problem.untraced import keep_untraced
 from .agreement import agreement
 from .caller_comm import check_running, is_running
 from .transport import in_words

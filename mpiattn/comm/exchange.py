@@ -207,18 +207,18 @@ class Exchange:
         self.progress()
         return posted
 
-    def alltoall(self, comm, outgoing, out_lengths, out_offsets, incoming, in_lengths, in_offsets, row_bytes, longest):
+    def alltoall(self, comm, given, taken, row_bytes, longest):
         """Post an exchange of a chunk with every rank; returns a list of Posted.
 
-        out_lengths[j] tokens at out_offsets[j] of `outgoing` go to rank j; in_lengths[j] tokens of rank j come to
-        in_offsets[j] of `incoming`.  longest: tokens of the longest chunk between any two ranks, which determines the
-        number of rounds on all ranks.
+        given, taken: the `mpiattn.backends.wire.Pieces` that go to the ranks, and that come from them.
+        longest: tokens of the longest chunk between any two ranks, which determines the number of rounds on all ranks.
         """
+        (outgoing, *out), (incoming, *into) = given, taken
         row_type, posted = self._row_type(row_bytes), []
         step = self._step(row_bytes, outgoing.piece, max(1, comm.size - 1))
         for first in range(0, longest, step):
-            counts, starts = _part(out_lengths, out_offsets, first, step)
-            in_counts, in_starts = _part(in_lengths, in_offsets, first, step)
+            counts, starts = _part(*out, first, step)
+            in_counts, in_starts = _part(*into, first, step)
             sent = [outgoing.array, counts, starts, row_type]
             posted.append(Posted(None, "exchange", sum(counts + in_counts) * row_bytes, comm))
             post = partial(comm.Ialltoallv, sent, [incoming.array, in_counts, in_starts, row_type])

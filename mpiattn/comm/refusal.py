@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..arguments.keywords import learn, unknown
 from ..errors import KeywordError
-from ..problem.keywords import learn, unknown
 from .agreement import agreement
 from .mesh import Home
 from .peers import time_limit
@@ -23,7 +23,7 @@ def refusing(
     """A decorator: the function raises KeywordError where Python raises TypeError because of an unknown keyword.
 
     called: the function's name for users.  refuse(error, *arguments, **keywords): raises the error on every rank; its
-    arguments are those of the call, without what is unknown.  allowed: as of `mpiattn.problem.keywords.unknown`.
+    arguments are those of the call, without what is unknown.  allowed: as of `mpiattn.arguments.keywords.unknown`.
     """
 
     def decorate(function: Function) -> Function:

@@ -2,7 +2,7 @@
 
 import re
 
-from ..problem import keywords
+from ..arguments import keywords
 from ..system.closest import closest
 
 ROLE = re.compile(r"(q|k|v|dout|cu_seqlens|cu_seqlens_k)=")  # how an item of --names begins

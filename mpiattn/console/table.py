@@ -22,17 +22,6 @@ def facts(pairs):
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs)
 
 
-def span(values, show=str):
-    """The range of some values, as text: "2" or "2 to 5"."""
-    low, high = show(min(values)), show(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
-def number(count, noun):
-    """A number of things: "1 row", "2 rows"."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def size(nbytes):
     """Bytes in binary units with three digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..arguments.counts import kept_lengths, sequence_numbers, token_counts
+from ..arguments.keywords import for_record
 from ..comm.agreement import agree_on, agreement
 from ..comm.collective_calls import Collective
-from ..comm.exchange import MAX_MESSAGE, Exchange, message_limit
+from ..comm.exchange import MAX_MESSAGE, Exchange
 from ..comm.mesh import Home
-from ..comm.peers import check_timeout, time_limit
+from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
-from ..comm.transport import check_transport, make_backend
-from ..engine.folding import Axes, check_values, checked
-from ..errors import ArgumentError
+from ..comm.transport import make_backend
 from ..model.tuned import machine_for
 from ..problem.layout import Layout, of_sizes
-from ..problem.problem import Problem
-from .arguments import check_sizes, kept_lengths, sequence_numbers, token_counts
+from ..problem.problem import dims_in_words, partial_dtype
+from ..schedule import reduction
 from .combine import Combiner
-from .description import DescribedCache
+from .options import CacheOptions, checked_tokens
 from .storage import Storage
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
+    import numpy as np
     from mpi4py import MPI
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
     from ..backends.base import Array
     from ..model.machine import Machine
 
 
-class KVCache(DescribedCache, Collective):
+class KVCache(Collective):
     """Keys and values of `sequences` sequences whose tokens are spread over the ranks of a communicator.
 
     Every rank has a pool of pages, and every sequence has pages on each rank for its tokens there (their rule is in
@@ -106,64 +107,36 @@ class KVCache(DescribedCache, Collective):
         max_message: int | str = MAX_MESSAGE,
         timeout: float | None = None,
     ) -> None:
+        asked = CacheOptions(**for_record(CacheOptions, locals()))  # all arguments: nothing else has a name yet
         home = Home.enter(comm, time_limit(timeout))
         with self.making(home):
             peers = home.peers(time_limit(timeout))
             with agreement(peers, call="making a cache"):
-                check_timeout(timeout)
-                problem = Problem(
-                    seqlen=0,
-                    heads=kv_heads,
-                    head_dim=head_dim,
-                    value_dim=head_dim if value_dim is None else value_dim,
-                    shared_kv=shared_kv,
-                    dtype=dtype,
-                )
-                check_sizes(capacity=capacity, sequences=sequences, page_size=page_size)
-                max_message = message_limit(max_message)
-                check_transport(backend, transport)
-            agree_on(
-                peers,
-                {
-                    "capacity": capacity,
-                    "kv_heads": problem.kv_heads,
-                    "head_dim": problem.head_dim,
-                    "value_dim": problem.value_dim,
-                    "shared_kv": problem.shared_kv,
-                    "sequences": sequences,
-                    "dtype": problem.dtype,
-                    "page_size": page_size,
-                    "backend": backend,
-                    "transport": transport,
-                    "machine": machine,
-                    "max_message": max_message,
-                    "timeout": timeout,
-                },
-            )
+                asked = asked.checked()
+            agree_on(peers, vars(asked))
             self._backend = make_backend(peers, home.nodes, backend, transport, home.known)
             peers.idle = self._backend.idle
             self.rank, self.ranks = peers.rank, peers.size
-            self.kv_heads, self.head_dim, self.value_dim = problem.kv_heads, problem.head_dim, problem.value_dim
-            self.shared_kv = problem.shared_kv
-            self.dtype, self.partial_dtype = problem.dtype, problem.partial_dtype
-            self.capacity, self.sequences, self.page_size = capacity, sequences, page_size
+            self.capacity, self.sequences, self.page_size = asked.capacity, asked.sequences, asked.page_size
+            self.kv_heads, self.head_dim, self.value_dim = asked.kv_heads, asked.head_dim, asked.value_dim
+            self.shared_kv, self.dtype, self.partial_dtype = asked.shared_kv, asked.dtype, partial_dtype(asked.dtype)
             chosen = None
             with agreement(peers, only=0):  # files of `mpiattn tune` may differ between hosts
                 if peers.rank == 0:
-                    chosen = machine_for(home.nodes, self._backend, head_dim, machine)
+                    chosen = machine_for(home.nodes, self._backend, self.head_dim, machine)
             self.machine = peers.allgather(chosen)[0]
             with agreement(peers):  # out of memory on one rank must not hang the others
                 # reject unsupported head dims now: ranks without keys never launch, and would wait for the others
                 self._backend.scratch_bytes(self.head_dim, self.value_dim, self.dtype, shared_kv=self.shared_kv)
-                self.storage = Storage(
-                    peers, self._backend, capacity, sequences, page_size, self.kv_heads, self.dims, self.dtype
-                )
+                sizes = self.capacity, self.sequences, self.page_size, self.kv_heads
+                self.storage = Storage(peers, self._backend, *sizes, self.dims, self.dtype)
             self.pages = self.storage.pages
-            self._exchange = Exchange(peers, max_message)
+            self._exchange = Exchange(peers, asked.max_message)
             self.nodes = home.nodes
             # storage, combiner and asked: used by the modules of this package only
             self.combiner = Combiner(self._exchange, self._backend, self.nodes)
-            self._ways, self.asked = {}, {}
+            self.asked: dict[str, Any] = {}  # of the last decoding call, see `call`
+            self._ways: dict[tuple[int, int, int | None], str] = {}  # `algorithm`, of earlier calls
             self._join(home, peers)
 
     @refusing("append", of_call("append"))
@@ -205,7 +178,7 @@ class KVCache(DescribedCache, Collective):
             with call.agreement(check) as same:
                 sequences = sequence_numbers(sequences, self.sequences)
                 placed: Layout | None = of_sizes(layout, self.ranks)
-                arrays, tokens = self._check_tokens(k, v, sequences, placed)
+                arrays, tokens = checked_tokens(self, k, v, len(sequences), placed)
                 counts = token_counts(counts, len(sequences), tokens)
                 same |= {"sequences": sequences, "counts": counts, "tokens": tokens, "layout": placed}
             self.storage.append(sequences, counts, arrays, placed)
@@ -346,22 +319,115 @@ class KVCache(DescribedCache, Collective):
 
         return load(cls, comm, path, options, axes=axes, padding=padding)
 
-    def _check_tokens(
-        self, k: Array, v: Array, sequences: list[int] | range, layout: Layout | None
-    ) -> tuple[tuple[Array, ...], int]:
-        """k and v as arrays of the back end, one for each pool, and the number of tokens over all ranks."""
-        if layout is not None and not (isinstance(layout, Layout) and layout.chunks == self.ranks):
-            raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {self.ranks} chunks, or their sizes")
-        tokens = None if layout is None else layout.length(self.rank)
-        axes = [Axes(("sequences", "tokens", "kv_heads", dim)) for dim in ("head_dim", "value_dim")]
-        k = checked(self._backend, "k", k, (len(sequences), tokens, self.kv_heads, self.head_dim), self.dtype, axes[0])
-        tokens = k.shape[1] if layout is None else layout.seqlen
-        check_values(self.shared_kv, v)
-        if self.shared_kv:
-            return (k,), tokens
-        wanted = len(sequences), k.shape[1], self.kv_heads, self.value_dim
-        v = checked(self._backend, "v", v, wanted, self.dtype, axes[1])
-        return (k, v), tokens
+    def __repr__(self) -> str:
+        if "combiner" not in self.__dict__:
+            return f"{type(self).__name__}(not made)"
+        dims = dims_in_words(self.head_dim, self.value_dim, self.shared_kv)
+        return (
+            f"{type(self).__name__}({self.sequences} sequences, {sum(self.lengths)} of {self.capacity} tokens, "
+            f"{self.kv_heads} KV heads x {dims}, {self.dtype}; {self.ranks} ranks, pages of {self.page_size}, "
+            f"{self.backend}; {'closed' if self._home is None else 'open'})"
+        )
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Elements of a row of each array that is held: of a key and of a value, with shared_kv of a key alone."""
+        return (self.head_dim,) if self.shared_kv else (self.head_dim, self.value_dim)
+
+    @property
+    def backend(self) -> str:
+        """Name of the back end."""
+        return self._backend.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's pool of pages and of the buffers kept for partial results; 0 if the cache is closed."""
+        if self._home is None:
+            return 0
+        return sum(pool.nbytes for pool in self.storage.pools) + self.combiner.kept.nbytes()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of every sequence."""
+        return self.storage.lengths
+
+    @property
+    def local_lengths(self) -> tuple[int, ...]:
+        """Number of tokens of every sequence on this rank."""
+        return tuple(self.storage.ledgers.counts[:, self.rank].tolist())
+
+    def positions(self, sequence: int) -> NDArray[np.int64]:
+        """Positions of this rank's tokens of a sequence.
+
+        Parameters
+        ----------
+        sequence : int
+            Number of the sequence, from 0.
+
+        Returns
+        -------
+        int64 array, (tokens,), increasing
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only: there is no such sequence.
+        """
+        return self.storage.ledgers[self._number(sequence)].positions(self.rank)
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages of this rank that no sequence uses."""
+        return self.storage.free_pages
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Totals that decoding with this cache has sent from this rank so far: (bytes, messages)."""
+        return self._exchange.sent_bytes, self._exchange.sent_messages
+
+    def table(self, sequence: int) -> NDArray[np.int32]:
+        """This rank's block table of a sequence.
+
+        Parameters
+        ----------
+        sequence : int
+            Number of the sequence, from 0.
+
+        Returns
+        -------
+        int32 array, (pages,)
+            The numbers of the sequence's pages in order.  A view: it is not to be written to.
+
+        Raises
+        ------
+        ArgumentError
+            On this rank only: there is no such sequence.
+        """
+        return self.storage.tables([self._number(sequence)])[0]
+
+    def algorithm(self, nbytes: int, lse_bytes: int, root: int | None = None) -> str:
+        """The algorithm with the shortest predicted time on `machine` to combine the ranks' partial results.
+
+        Parameters
+        ----------
+        nbytes, lse_bytes : int
+            Bytes of a rank's partial (out, lse), and of its lse.
+        root : int, default None
+            The only rank that gets the result; None for all ranks.
+
+        Returns
+        -------
+        str
+            "allreduce" (Tree Attention, Algorithm 3), "butterfly" or "levels", as in `tree_decode`.
+        """
+        key = nbytes, lse_bytes, root
+        if key not in self._ways:
+            links = self.machine.inside, self.machine.between
+            self._ways[key] = reduction.choose(nbytes, lse_bytes, self.nodes, *links, root, self.machine.combining)
+        return self._ways[key]
+
+    def _number(self, sequence: int) -> int:
+        return sequence_numbers([sequence], self.sequences)[0]
 
     def close(self) -> None:
         """Free the memory and, with the communicator's last user, mpiattn's state for it; collective.
@@ -377,4 +443,5 @@ class KVCache(DescribedCache, Collective):
             with self._leaving(self._home):
                 self._backend.close()
                 self._exchange.close()
-            self.storage.pools = self.combiner = None  # MPI is never given the pools
+            self.storage.pools = None  # MPI is never given the pools
+            self.combiner = None  # type: ignore[assignment]  # only an open cache has one

@@ -12,15 +12,16 @@ from itertools import pairwise
 import h5py
 import numpy as np
 
+from ..arguments.arrays import on_host
+from ..arguments.keywords import arguments_of, unknown
 from ..comm.agreement import agreement
-from ..engine.folding import on_host
 from ..errors import ArgumentError, FileError
 from ..files.hdf5 import AXES, check_order, dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.hdf5 import write as write_at
 from ..files.io import Input, Output, Wanted, Written
-from ..problem.documents import check_padding, left_out
-from ..problem.keywords import arguments_of, unknown
+from ..problem.documents import left_out
 from ..problem.problem import ITEMSIZE, dtype_name
+from ..problem.values import truth
 
 # Bytes of a run of keys that a rank gets at a time, or of values if they are longer.  Longer runs are not read faster
 # from a file.  A window of keys may have a run more on some ranks; decoding reads that in microseconds.
@@ -35,7 +36,7 @@ def read_cache_shapes(path, axes=None, argument="path", padding=False):
     axes: as of `mpiattn.files.hdf5.read_shapes`.  padding: whether there may be any.
     Raises FileError if the file is not a valid cache.
     """
-    check_padding(padding)
+    truth("padding", padding)
     if axes not in (None, *AXES):
         raise ArgumentError(f"axes is {axes!r}; it may be {', '.join(AXES)}")
 

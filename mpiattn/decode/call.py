@@ -5,29 +5,31 @@ from functools import partial as bind
 
 import numpy as np
 
+from ..arguments.arguments import Arguments
+from ..arguments.arrays import Axes, Required, checked_array
+from ..arguments.counts import sequence_numbers
 from ..backends.block import BlockInputs
 from ..comm.refusal import of_call
-from ..engine.folding import Axes, checked, on_host
-from ..engine.results import Results
 from ..errors import ArgumentError
 from ..problem.choices import one_of
 from ..problem.problem import Problem
-from .arguments import sequence_numbers
 from .combine import Partial, partial_bytes
 
 QUERIES = Axes(("sequences", "queries", "heads", "head_dim"))
 RESULTS = Axes(("sequences", "queries", "heads", "value_dim"))
 ROWS = Axes(("sequences", "heads", "queries"))
+SINKS = Axes(("heads",))
 
 
-def _asked(cache, queries, heads, causal, window, softcap, scale):
+def _asked(cache, queries, heads, call):
     """The problem of a call, and what its queries see of a sequence, counted from its end; ArgumentError.
 
     The problem is that of a sequence as long as the cache can hold.  What queries see: int64 (2 * queries,), the first
     key of each and then past the last; a negative position in a sequence that is shorter means its first key.
     Those of the last call are kept: decoding makes the same one for every token.
     """
-    key = repr((queries, heads, causal, window, softcap, scale))
+    scores = {"causal": call.causal, "window": call.window, "softcap": call.softcap, "scale": call.scale}
+    key = repr((queries, heads, *scores.values()))
     if key not in cache.asked:
         longest = cache.ranks * cache.pages * cache.page_size
         problem = Problem(
@@ -39,10 +41,7 @@ def _asked(cache, queries, heads, causal, window, softcap, scale):
             value_dim=cache.value_dim,
             shared_kv=cache.shared_kv,
             dtype=cache.dtype,
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            **scores,
         )
         bounds = problem.mask.key_interval(np.arange(queries))
         cache.asked = {key: (problem, np.concatenate(bounds, axis=None) - longest)}
@@ -54,43 +53,26 @@ def refused(method):
     return of_call(method, lambda q=None, cache=None, *args, **how: cache)
 
 
-class Call:
-    """One decoding call with a cache; arguments as of `mpiattn.tree_decode`.
+class DecodeCall:
+    """One decoding call with a cache.
 
     turn: the collective call in progress, a `mpiattn.comm.collective_calls.Call`.
-    algorithms: values of `algorithm` allowed besides "auto".
+    asked: the `DecodeArguments`.  algorithms: values of `algorithm` allowed besides "auto".
     A row is one query of one sequence; there are `queries` rows per sequence.
     """
 
-    def __init__(
-        self,
-        turn,
-        cache,
-        q,
-        sequences=None,
-        causal=True,
-        window=None,
-        softcap=None,
-        scale=None,
-        sinks=None,
-        algorithm=None,
-        algorithms=(),
-        root=None,
-        out=None,
-        lse=None,
-        check=True,
-    ):
+    def __init__(self, turn, cache, q, asked, algorithms=()):
         self.cache, self.backend, self.given = cache, cache.combiner.backend, q
         turn.buffers.append(self)
         self.buffers = ()  # more arrays of the call's transfers, which stay alive if it fails
-        with turn.agreement(check) as same:
-            self.sequences = sequence_numbers(sequences, cache.sequences)
-            wanted = (len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES
-            q = checked(self.backend, "q", q, *wanted)
-            if root is not None and root not in range(cache.ranks):
-                raise ArgumentError(f"root is {root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
-            if algorithm is not None:
-                one_of("algorithm", algorithm, ("auto", *algorithms))
+        with turn.agreement(asked.check) as same:
+            self.sequences = sequence_numbers(asked.sequences, cache.sequences)
+            wanted = Required((len(self.sequences), None, None, cache.head_dim), cache.dtype, QUERIES)
+            q = checked_array(self.backend, "q", q, wanted)
+            if asked.root is not None and asked.root not in range(cache.ranks):
+                raise ArgumentError(f"root is {asked.root!r}; it must be None or a rank from 0 to {cache.ranks - 1}")
+            if asked.algorithm is not None:
+                one_of("algorithm", asked.algorithm, ("auto", *algorithms))
             self.some = cache.storage.some(self.sequences)
             lengths = cache.storage.ledgers.lengths[self.some]
             self.queries, self.heads = q.shape[1:3]
@@ -99,27 +81,18 @@ class Call:
                     "cache has no token in any sequence of the call; append the keys and values of the queries' tokens "
                     "before decoding"
                 )
-            self.problem, ends = _asked(cache, self.queries, self.heads, causal, window, softcap, scale)
-            if sinks is not None:
-                wanted = (self.heads,), cache.partial_dtype, Axes(("heads",))
-                sinks = on_host(checked(self.backend, "sinks", on_host(sinks), *wanted))
+            self.problem, ends = _asked(cache, self.queries, self.heads, asked)
             self.rows = len(self.sequences) * self.queries
-            shape = len(self.sequences), self.queries, self.heads
-            self.results = Results(
-                self.backend,
-                {
-                    "out": (out, (*shape, cache.value_dim), cache.dtype, RESULTS),
-                    "lse": (lse, (shape[0], shape[2], shape[1]), cache.partial_dtype, ROWS),
-                },
-                {"q": q, "sinks": sinks},
-            )
+            arguments = self._arguments()
+            sinks = arguments.sinks(asked.sinks)
+            self.results = arguments.results({"out": asked.out, "lse": asked.lse}, {"q": q, "sinks": sinks})
             whole = self.backend.contiguous(q, empty=bind(cache.combiner.kept, "q"))
             self.q = whole.reshape(self.rows, self.heads, cache.head_dim)
             same |= {
                 "q's number of queries and heads": q.shape[1:3],
                 "sequences": self.sequences,
-                "root": root,
-                "algorithm": algorithm,
+                "root": asked.root,
+                "algorithm": asked.algorithm,
                 "sinks": None if sinks is None else sinks.tolist(),
             }
             # as checked: equal masks may be written in several ways
@@ -127,6 +100,18 @@ class Call:
         self.sinks = sinks
         # Positions of the first key that each query sees, and then past the last: (sequences, 2 * queries)
         self._seen = np.maximum(lengths[:, None] + ends, 0)
+
+    def _arguments(self):
+        """The `Arguments` of the call besides q, whose queries and heads are the caller's."""
+        cache, count = self.cache, len(self.sequences)
+        return Arguments(
+            self.backend,
+            {
+                "sinks": Required((self.heads,), cache.partial_dtype, SINKS),
+                "out": Required((count, self.queries, self.heads, cache.value_dim), cache.dtype, RESULTS),
+                "lse": Required((count, self.heads, self.queries), cache.partial_dtype, ROWS),
+            },
+        )
 
     @property
     def partial_bytes(self) -> tuple[int, int]:

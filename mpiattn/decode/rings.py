@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.untraced import untraced
 from ..comm.refusal import refusing
 from ..problem.layout import Layout
-from ..problem.untraced import untraced
-from .call import Call, refused
+from .call import DecodeCall, refused
+from .options import DecodeArguments
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class _Keys:
     """Keys and values of one rank for the sequences of a call, each (kv_heads, tokens, dim), in one array."""
 
-    def __init__(self, call: Call, rank: int, array: Array) -> None:
+    def __init__(self, call: DecodeCall, rank: int, array: Array) -> None:
         cache = call.cache
         self.rank = rank
         counts = cache.storage.ledgers.counts[call.some][:, rank]
@@ -98,11 +99,13 @@ def ring_decode(
     """
     with cache.call("ring_decode") as turn:
         return _pass_keys(
-            Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse, check=check)
+            DecodeCall(
+                turn, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check)
+            )
         )
 
 
-def _pass_keys(call: Call) -> tuple[Array, Array]:
+def _pass_keys(call: DecodeCall) -> tuple[Array, Array]:
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     row = cache.kv_heads * sum(cache.dims)
@@ -192,11 +195,13 @@ def query_ring_decode(
     """
     with cache.call("query_ring_decode") as turn:
         return _pass_queries(
-            Call(turn, cache, q, sequences, causal, window, softcap, scale, sinks, out=out, lse=lse, check=check)
+            DecodeCall(
+                turn, cache, q, DecodeArguments(sequences, causal, window, softcap, scale, sinks, out, lse, check)
+            )
         )
 
 
-def _pass_queries(call: Call) -> tuple[Array, Array]:
+def _pass_queries(call: DecodeCall) -> tuple[Array, Array]:
     cache = call.cache
     combiner, backend, ranks, rank = cache.combiner, call.backend, cache.ranks, cache.rank
     chunks = [Layout("contiguous", call.rows, ranks).ranges(chunk)[0] for chunk in range(ranks)]
@@ -231,7 +236,7 @@ def _pass_queries(call: Call) -> tuple[Array, Array]:
         return call.result(_gather(call, whole, chunks))
 
 
-def _gather(call: Call, own: Partial, chunks: list[range]) -> Partial:
+def _gather(call: DecodeCall, own: Partial, chunks: list[range]) -> Partial:
     """Allgather the chunks of rows into one partial of all rows."""
     exchange, backend, comm = call.cache.combiner.exchange, call.backend, call.cache.combiner.peers.comm
     row = call.heads * (call.cache.value_dim + 1)

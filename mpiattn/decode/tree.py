@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..arguments.untraced import untraced
 from ..comm.refusal import refusing
-from ..problem.untraced import untraced
 from ..schedule.reduction import ALGORITHMS
-from .call import Call, refused
+from .call import DecodeCall, refused
+from .options import DecodeArguments
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -105,8 +106,8 @@ def tree_decode(
     ((1, 1, 8, 16), (1, 8, 1))
     """
     with cache.call("tree_decode") as turn:
-        mask = causal, window, softcap
-        call = Call(turn, cache, q, sequences, *mask, scale, sinks, algorithm, ALGORITHMS, root, out, lse, check)
+        of_rings = sequences, causal, window, softcap, scale, sinks, out, lse, check
+        call = DecodeCall(turn, cache, q, DecodeArguments(*of_rings, algorithm, root), ALGORITHMS)
         if algorithm == "auto":
             algorithm = cache.algorithm(*call.partial_bytes, root)
         partial, spare = call.partial(name="partial"), call.partial(name="spare")

@@ -7,6 +7,7 @@ message for every array and range of tokens.  The exchange defines how bytes tra
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..backends.wire import Pieces
 from ..schedule.bound import BoundTransfer
 from ..schedule.kinds import GATHERED, IN_COLUMNS, TAG, arena_of
 from ..schedule.ranges import places, total
@@ -165,12 +166,8 @@ class Transfers:
         for array, arena, nbytes in zip(leaving, received.arrays, self._row_bytes[arena_of(kind)]):
             requests += self.exchange.alltoall(
                 self._group(kind),
-                self.backend.outgoing(array, ready, collective=True),
-                out_counts,
-                out_starts,
-                self.backend.incoming(arena, self.buffers.launched, collective=True),
-                in_counts,
-                in_starts,
+                Pieces(self.backend.outgoing(array, ready, collective=True), out_counts, out_starts),
+                Pieces(self.backend.incoming(arena, self.buffers.launched, collective=True), in_counts, in_starts),
                 nbytes,
                 self.buffers.places.longest(kind),
             )

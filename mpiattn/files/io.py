@@ -238,16 +238,15 @@ class Input:
 class Output:
     """An output file that appears when it is committed; made, used, committed and abandoned collectively.
 
-    shapes: name -> (shape, dtype).  attributes: of the file.  inputs: files that must not be overwritten.  argument:
-    its name in errors.  axes: order of dimensions in the file, one of `files.hdf5.AXES`, for tensors of four
-    dimensions; `write` takes them in the order bshd.  Attributes are written and the disk space of all datasets is
-    allocated at the start, so that the file can be completed even if others fill the disk meanwhile.
+    shapes: name -> (shape, dtype).  attributes: of the file; axes among them, one of `files.hdf5.AXES`, is the order of
+    dimensions in the file for tensors of four dimensions, which `write` takes in the order bshd.  inputs: files that
+    must not be overwritten.  argument: its name in errors.  Attributes are written and the disk space of all datasets
+    is allocated at the start, so that the file can be completed even if others fill the disk meanwhile.
     """
 
-    def __init__(
-        self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT", axes="bshd"
-    ):
-        self.peers, self.path, self.max_message, self.argument, self.axes = peers, path, max_message, argument, axes
+    def __init__(self, peers, path, shapes, attributes=None, inputs=(), max_message=MAX_MESSAGE, argument="OUT"):
+        self.peers, self.path, self.max_message, self.argument = peers, path, max_message, argument
+        self.axes = axes = (attributes or {}).get("axes", "bshd")
         self.new = self.file = self.partial = self._staged = None
         try:
             with agreement(peers, only=0), file_errors(argument, path, "written"):

@@ -1,4 +1,4 @@
-"""The arguments of a plan's calls: the shape and dtype that each must have, and what ranks must agree on."""
+"""The arrays of a plan's calls: the shape and dtype that each must have, and what ranks must agree on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine.folding import Axes, check_values, checked, on_host
-from ..engine.results import Results
+from ..arguments.arguments import Arguments
+from ..arguments.arrays import Axes, Required
 
 if TYPE_CHECKING:
     from ..backends.base import Array, Backend
@@ -30,57 +30,17 @@ _AXES = {
 }
 
 
-class Arguments:
-    """Checks what callers pass to a plan against its problem.
-
-    tokens: number of this rank's query tokens and of its key tokens.
-    """
-
-    def __init__(self, problem: Problem, tokens: tuple[int, int], backend: Backend) -> None:
-        p, (q_tokens, k_tokens), self._backend = problem, tokens, backend
-        rows, dims = (p.batch, q_tokens, p.heads), {"q": p.head_dim, "out": p.value_dim, "dout": p.value_dim}
-        shapes = {
-            **{name: (*rows, dim) for name, dim in dims.items()},
-            "k": (p.batch, k_tokens, p.kv_heads, p.head_dim),
-            "v": (p.batch, k_tokens, p.kv_heads, p.value_dim),
-        }
-        shapes |= {f"d{name}": shapes[name] for name in "qkv"}
-        dtype, of_rows = np.dtype(p.dtype), np.dtype(p.partial_dtype)  # compared in less time than their names
-        self._types: dict[str, tuple[tuple[int, ...], np.dtype, Axes]] = {
-            name: (shape, dtype, _AXES[name]) for name, shape in shapes.items()
-        }
-        by_head = {"lse": (p.batch, p.heads, q_tokens), "dlse": (p.batch, p.heads, q_tokens), "sinks": (p.heads,)}
-        by_head["dsinks"] = by_head["sinks"]
-        self._types |= {name: (shape, of_rows, _AXES[name]) for name, shape in by_head.items()}
-        self._shared_kv = p.shared_kv
-
-    def checked(self, **arrays: Array | None) -> dict[str, Array]:
-        """Arguments by name as arrays of the back end, without v if keys hold it.
-
-        Raises ArgumentError if shape or dtype differ.
-        """
-        return {
-            name: checked(self._backend, name, array, *self._types[name]) for name, array in self._own(arrays).items()
-        }
-
-    def _own(self, arrays: dict[str, Array | None]) -> dict[str, Array | None]:
-        """Arrays without v and dv if keys and dk hold them.  Raises ArgumentError if such a plan is given one."""
-        for name in ("v", "dv"):
-            if name in arrays:
-                check_values(self._shared_kv, arrays[name], name)
-        return {name: arrays[name] for name in arrays if name not in ("v", "dv")} if self._shared_kv else arrays
-
-    def sinks(self, sinks: Array | None) -> Array | None:
-        """The sinks as a NumPy array, since all ranks compare them; None if there are none.  Raises ArgumentError."""
-        return None if sinks is None else on_host(self.checked(sinks=on_host(sinks))["sinks"])
-
-    def results(self, memory: dict[str, Array | None], inputs: dict[str, Array | None]) -> Results:
-        """The `Results` of a call, without dv if dk takes it too.  Raises ArgumentError.
-
-        memory: {name: the caller's array or None}.  inputs: as of `Results`.
-        """
-        asked = {name: (array, *self._types[name]) for name, array in self._own(memory).items()}
-        return Results(self._backend, asked, inputs)
+def arguments_of(problem: Problem, tokens: tuple[int, int], backend: Backend) -> Arguments:
+    """The `Arguments` of a plan's calls.  tokens: number of this rank's query tokens and of its key tokens."""
+    p, (q_tokens, k_tokens) = problem, tokens
+    rows, keys, by_head = (p.batch, q_tokens, p.heads), (p.batch, k_tokens, p.kv_heads), (p.batch, p.heads, q_tokens)
+    q, k, v, out = (*rows, p.head_dim), (*keys, p.head_dim), (*keys, p.value_dim), (*rows, p.value_dim)
+    shapes = {"q": q, "k": k, "v": v, "out": out, "dout": out, "dq": q, "dk": k, "dv": v}
+    of_partials = {"lse": by_head, "dlse": by_head, "sinks": (p.heads,), "dsinks": (p.heads,)}
+    dtype, of_rows = np.dtype(p.dtype), np.dtype(p.partial_dtype)  # compared in less time than their names
+    wanted = {name: Required(shape, dtype, _AXES[name]) for name, shape in shapes.items()}
+    wanted |= {name: Required(shape, of_rows, _AXES[name]) for name, shape in of_partials.items()}
+    return Arguments(backend, wanted, p.shared_kv)
 
 
 def compared(activity: Activity, sinks: Array | None, dlse: bool = False) -> dict[str, Any]:

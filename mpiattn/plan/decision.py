@@ -140,8 +140,7 @@ class Decision:
         mesh, activity = self.of_mesh, self.of_plane(activity, rank)
         of_pass = travels.sent(
             mesh.problem,
-            activity.q_layout.lengths,
-            activity.k_layout.lengths,
+            (activity.q_layout.lengths, activity.k_layout.lengths),
             mesh.choice.tile,
             rank % mesh.choice.tile.ranks,
             mesh.choice.route,

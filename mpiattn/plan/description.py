@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from ..arguments.documents import DocumentArguments
+from ..arguments.keywords import unknown
 from ..model.search import times_as_long
 from ..problem.choices import one_of
-from ..problem.documents import OF_DOCUMENTS, documents
-from ..problem.keywords import unknown
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
@@ -231,28 +229,13 @@ class Described:
         ArgumentError
             On this rank only: the documents are invalid.
         """
-        wrong = unknown("activity_of", of_documents, OF_DOCUMENTS)
+        wrong = unknown("activity_of", of_documents, DocumentArguments._fields)
         if wrong:
             raise wrong
-        if padding is False and all(argument is None for argument in of_documents.values()):
+        return self._needed(DocumentArguments(**of_documents, padding=padding))
+
+    def _needed(self, documents: DocumentArguments) -> Activity:
+        """As `activity_of`."""
+        if documents.none:
             return self._activity
-        given = _as_bytes({**of_documents, "padding": padding})
-        return self._passes.calls.activity(given, lambda: documents(self.problem, padding=padding, **of_documents))
-
-
-def _as_bytes(arguments: dict[str, PerDocument]) -> tuple[Any, ...]:
-    """Arguments of a call that name its documents, to be compared with earlier ones; () if they are not plain numbers.
-
-    To make documents of them and compare these takes long where each sequence has its own.
-    """
-    arrays = []
-    for name, argument in arguments.items():
-        if argument is not None:
-            try:
-                array = np.asarray(argument)
-            except (ValueError, TypeError, RuntimeError):  # rows of different lengths, or a tensor
-                return ()
-            if array.dtype.kind not in "biu":
-                return ()
-            arrays.append((name, array.dtype, array.shape, array.tobytes()))
-    return tuple(arrays)
+        return self._passes.calls.activity(documents.as_bytes(), lambda: documents.groups(self.problem))

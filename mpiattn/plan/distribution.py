@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..arguments.arrays import on_host
 from ..comm.collective_calls import Collective
 from ..comm.refusal import of_call, refusing
 from ..comm.whole_arrays import gather, scatter
-from ..engine.folding import on_host
 from ..problem.tensors import as_array, as_given
 
 if TYPE_CHECKING:

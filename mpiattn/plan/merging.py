@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..arguments.arrays import Axes, Required, checked_array
+from ..arguments.untraced import untraced
 from ..backends.numpy.backend import NumpyBackend
-from ..engine.folding import Axes, Folding, checked
+from ..engine.folding import Folding
 from ..errors import ArgumentError
 from ..problem.problem import dtype_name
 from ..problem.tensors import as_array, as_given
-from ..problem.untraced import untraced
 
 if TYPE_CHECKING:
     from ..backends.base import Array
@@ -71,20 +72,19 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array, *more: Array) -> t
     for number, pair in enumerate(zip(more[::2], more[1::2]), 3):
         names.append((f"out of result {number}", f"lse of result {number}"))
         arrays.update(zip(names[-1], pair))
-    dtypes = [getattr(array, "dtype", None) for array in (out, lse)]
-    wide = dtype_name(dtypes[1], "the dtype of lse", ("float32", "float64"))
-    dtypes = [dtype_name(dtypes[0], "the dtype of out"), wide]
+    wide = dtype_name(getattr(lse, "dtype", None), "the dtype of lse", ("float32", "float64"))
+    dtype = dtype_name(getattr(out, "dtype", None), "the dtype of out")
     shape = np.shape(out)
     if len(shape) != 4:
         raise ArgumentError(f"out has shape {tuple(shape)}; it must be (batch, tokens, heads, value_dim)")
     batch, tokens, heads, _ = shape
-    shapes = [tuple(shape), (batch, heads, tokens)]
-    axes = Axes(("batch", "tokens", "heads", "value_dim")), Axes(("batch", "heads", "tokens"))
+    wanted = (
+        Required(tuple(shape), dtype, Axes(("batch", "tokens", "heads", "value_dim"))),
+        Required((batch, heads, tokens), wide, Axes(("batch", "heads", "tokens"))),
+    )
     folding, states = Folding(backend, batch), []
     for state in names:
-        of_rows, sums = (
-            checked(backend, name, arrays[name], *kind) for name, kind in zip(state, zip(shapes, dtypes, axes))
-        )
+        of_rows, sums = (checked_array(backend, name, arrays[name], kind) for name, kind in zip(state, wanted))
         of_rows, sums = (
             folding.fold(name, array)
             for name, array in zip(state, (of_rows.astype(wide), sums.transpose(0, 2, 1).copy()))
@@ -95,6 +95,6 @@ def merge(out: Array, lse: Array, out_b: Array, lse_b: Array, *more: Array) -> t
     (whole, total), *others = states
     for other in others:
         backend.merge(whole, total, *other)
-    result = np.empty(shapes[0], dtypes[0])
+    result = np.empty(shape, dtype)
     folding.unfold(result, whole)
     return as_given(given, result, folding.by_batch(total).transpose(1, 2, 0).copy())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments.documents import DocumentArguments
 from ..comm.agreement import agreement
 from ..comm.exchange import MAX_MESSAGE, Exchange
 from ..comm.mesh import Home
@@ -13,7 +14,8 @@ from ..comm.peers import time_limit
 from ..comm.refusal import of_call, of_making, refusing
 from ..comm.transport import another
 from ..problem.tensors import as_given
-from .arguments import Arguments, compared
+from .arguments import arguments_of, compared
+from .options import Asked
 from .rank_passes import RankPasses
 from .settle import resized, settle
 from .verified import Verified
@@ -82,7 +84,7 @@ class MeshAttention(Verified):
         (no float64, dims to 256), which takes NumPy arrays and, without a copy, GPU arrays of CuPy, torch and others,
         and returns arrays on the GPU, of q's library where that can have them, else of CuPy.
         transport of "cuda": "device" (MPI gets GPU memory), "ipc" (CUDA IPC inside nodes), "staged"; "auto": the first.
-    max_message, max_memory : int or str, max_memory by default None
+    max_message, max_memory : int or str, default "1G" and None
         Bytes, also as "512M" or "1.5G".  max_message: of the longest MPI message.  Collectives, scatter and gather
         split down to one token's row.  max_memory: that a rank may need, without scratch; tiles, schedules and
         receiving ahead go by it.  Calls need more if their documents see more than the masks, at most what a plan
@@ -158,36 +160,28 @@ class MeshAttention(Verified):
         timeout: float | None = None,
         expected_cu_seqlens: PerDocument = None,
     ) -> None:
+        self._asked = Asked.of(locals())  # all arguments: nothing else has a name yet
         limit = time_limit(timeout)
         home = Home.enter(comm, limit)
         with self.making(home):
             peers = home.peers(limit)
-            shape = {"seqlen": seqlen, "heads": heads, "head_dim": head_dim, "batch": batch, "kv_heads": kv_heads,
-                     "value_dim": value_dim, "seqlen_k": seqlen_k, "dtype": dtype, "causal": causal, "scale": scale,
-                     "window": window, "softcap": softcap, "wire_dtype": wire_dtype, "prefix": prefix,
-                     "causal_block": causal_block, "shared_kv": shared_kv}  # fmt: skip
-            self._asked = shape, {
-                "tile": tile, "layout": layout, "mesh_layout": mesh_layout, "schedule": schedule, "route": route,
-                "direction": direction, "backend": backend, "transport": transport, "max_message": max_message,
-                "max_memory": max_memory, "machine": machine, "overlap": overlap, "timeout": timeout,
-                "expected_cu_seqlens": expected_cu_seqlens}  # fmt: skip
-            self._plan, self._backend = settle(home, peers, *self._asked)
+            self._plan, self._backend = settle(home, peers, self._asked)
             self._mesh = home.mesh(peers, self._plan.choice.tile, self._plan.mesh_order)
             with agreement(peers):  # out of memory on one rank must not hang the others
                 self._prepare(home)
             self._join(home, self._exchange.peers)
 
     def _prepare(self, home: Home) -> None:
-        _, options = self._asked
+        options = self._asked.options
         self.problem, self.schedule = self._plan.problem, self._plan.schedule()
         self._layouts = self._plan.layouts  # by mesh rank
         self.q_layout, self.k_layout = self._plan.layouts_by_rank()
-        peers = home.peers(time_limit(options["timeout"], self._plan.longest))
+        peers = home.peers(time_limit(options.timeout, self._plan.longest))
         peers.idle = self._backend.idle
-        self._exchange = Exchange(peers, options["max_message"])
+        self._exchange = Exchange(peers, options.max_message)
         self._activity = self._plan.activity
         self._passes = RankPasses(self._plan, self._mesh, self._backend, self._exchange)
-        self._arguments = Arguments(self.problem, self._passes.tokens, self._backend)
+        self._arguments = arguments_of(self.problem, self._passes.tokens, self._backend)
 
     @refusing("like", of_call("like"))
     def like(self, *, seqlen: int | None = None, seqlen_k: int | None = None) -> MeshAttention:
@@ -216,9 +210,8 @@ class MeshAttention(Verified):
             seqlen_k = seqlen if p.seqlen_k == p.seqlen else p.seqlen_k
         with self.call("like") as call, call.agreement() as same:
             same |= {"seqlen": seqlen, "seqlen_k": seqlen_k}
-            shape, options = self._asked
-            other._asked = {**shape, "seqlen": seqlen, "seqlen_k": seqlen_k}, options
-            other._plan, other._mesh = resized(self._plan, *other._asked), self._mesh
+            other._asked = self._asked.of_lengths(seqlen, seqlen_k)
+            other._plan, other._mesh = resized(self._plan, other._asked), self._mesh
             other._backend = another(self._backend, self._peers.rank, home.nodes)
             other._prepare(home)
             same["schedule"] = other.schedule  # built separately on every rank
@@ -290,13 +283,12 @@ class MeshAttention(Verified):
         CallError, PeerFailure, MpiattnError
             As in `MeshAttention`; with check=False no CallError.
         """
+        documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
         with self.call("forward") as call:
             with call.agreement(check) as same:
                 inputs, sinks = self._arguments.checked(q=q, k=k, v=v), self._arguments.sinks(sinks)
                 results = self._arguments.results({"out": out, "lse": lse}, {**inputs, "sinks": sinks})
-                activity = self.activity_of(
-                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths, lengths_k=lengths_k,
-                    prefixes=prefixes, causal_documents=causal_documents, padding=padding)  # fmt: skip
+                activity = self._needed(documents)
                 same |= compared(activity, sinks)
                 prepared = self._passes.prepare("forward", inputs, activity, results.arrays(q))
             self._passes.run(prepared, sinks, progress)
@@ -355,15 +347,14 @@ class MeshAttention(Verified):
         ArgumentError, CallError, PeerFailure, MpiattnError
             As in `forward`.
         """
+        documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
         with self.call("backward") as call:
             with call.agreement(check) as same:
                 inputs = self._arguments.checked(q=q, k=k, v=v, dout=dout, out=out)
                 rows = self._arguments.checked(lse=lse, **({} if dlse is None else {"dlse": dlse}))
                 sinks = self._arguments.sinks(sinks)
                 results = self._arguments.results({"dq": dq, "dk": dk, "dv": dv}, {**inputs, **rows, "sinks": sinks})
-                activity = self.activity_of(
-                    cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, lengths=lengths, lengths_k=lengths_k,
-                    prefixes=prefixes, causal_documents=causal_documents, padding=padding)  # fmt: skip
+                activity = self._needed(documents)
                 same |= compared(activity, sinks, self._backend.dlse_on_all and dlse is not None)
                 prepared = self._passes.prepare("backward", {**inputs, **rows}, activity, results.arrays(q))
             dsinks = self._passes.run(prepared, sinks, progress)

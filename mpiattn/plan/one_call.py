@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import backends
+from ..arguments.documents import DocumentArguments
+from ..arguments.keywords import arguments_of, unknown
+from ..arguments.untraced import untraced
 from ..comm.agreement import agreement, digest_of
 from ..comm.available import agreed_backend
 from ..comm.mesh import Home
@@ -13,11 +16,9 @@ from ..comm.refusal import of_function, refusing
 from ..errors import ArgumentError
 from ..model.memory import chunk_bytes
 from ..problem.choices import one_of
-from ..problem.documents import OF_DOCUMENTS
-from ..problem.keywords import arguments_of, unknown
 from ..problem.layout import LAYOUTS, Layout
 from ..problem.tensors import as_array, what_is
-from ..problem.untraced import untraced
+from ..problem.values import truth
 from .mesh_attention import MeshAttention
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ..problem.layout import AnyLayout
 
 # The arguments of `MeshAttention.forward` that `attention` hands on; all other options are those of `MeshAttention`.
-OF_CALL = (*OF_DOCUMENTS, "sinks")
+OF_CALL = (*DocumentArguments._fields, "sinks")
 # Plans that are kept on a communicator, and the most bytes of a rank's chunks: a larger plan takes little of its call.
 KEPT_PLANS, KEPT_PLAN_BYTES = 4, 2**24
 
@@ -135,9 +136,7 @@ def attention(
                 arrays = {name: as_array(name, array) for name, array in arrays.items()}
                 backend = options.pop("backend", "auto")
                 backend = backends.for_array(arrays["q"]) if backend == "auto" else backend
-                if not isinstance(verify, bool):
-                    raise ArgumentError(f"verify is {verify!r}; it must be True or False")
-                same |= {"backend": backend, "verify": verify}
+                same |= {"backend": backend, "verify": truth("verify", verify)}
                 backends.candidates(backend)
             backend = agreed_backend(peers, backend)
             with agreement(peers):

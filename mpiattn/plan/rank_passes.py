@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..arguments.arrays import on_host
 from ..engine.call_cache import CallCache
 from ..engine.executor import Executor
-from ..engine.folding import on_host
 from ..engine.identity import Identity
 from ..engine.passes import PASSES
 from ..engine.pool import Pool

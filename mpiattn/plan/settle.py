@@ -5,97 +5,49 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import OrderedDict
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from ..arguments.keywords import for_record
 from ..comm.agreement import AsGiven, agreement, from_rank_0
-from ..comm.exchange import MAX_MESSAGE, message_limit
-from ..comm.peers import check_timeout
-from ..comm.transport import check_transport, make_backend
+from ..comm.transport import make_backend
 from ..model import cost, planes, search
-from ..model.machine import DEFAULT, Machine
 from ..model.tuned import machine_for
-from ..problem.choices import one_of
-from ..problem.documents import expected_cuts
-from ..problem.layout import LAYOUTS
 from ..problem.problem import Problem
-from ..schedule.tile import parse_tile
 from .decision import Decision
+from .options import Options
 
 REMEMBERED = 64  # choices of a process, and plans made from them
-OF_PROBLEM = tuple(field.name for field in fields(Problem))
 NO_CHOICE = ("backend", "transport", "max_message", "machine", "timeout")  # options on which the choice does not depend
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
     from ..comm.mesh import Home
     from ..comm.peers import Peers
+    from ..model.machine import Machine
     from ..problem.layout import Layout
+    from .options import Asked, CheckedOptions
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of `MeshAttention` other than the problem, as documented there."""
+def settle(home: Home, peers: Peers, asked: Asked) -> tuple[Decision, Backend]:
+    """The Decision and the back end for what is asked; collective.
 
-    tile: Any = "auto"
-    layout: Any = "auto"
-    mesh_layout: Any = "auto"
-    schedule: str = "auto"
-    route: str = "auto"
-    direction: str = "forward"
-    backend: str = "auto"
-    transport: str = "auto"
-    max_message: int | str = MAX_MESSAGE
-    max_memory: int | str | None = None
-    machine: Machine | str | None = None
-    overlap: bool = True
-    timeout: float | None = None
-    expected_cu_seqlens: Any = None
-    fixed: bool = False  # whether the caller says which rank holds which chunk
-
-    def checked(self, problem: Problem, ranks: int) -> Options:
-        """A copy with tile and layout parsed into values; raises ArgumentError."""
-        check_timeout(self.timeout)
-        one_of("direction", self.direction, tuple(search.DIRECTIONS))
-        one_of("schedule", self.schedule, (*cost.SCHEDULES, "auto"))
-        one_of("overlap", self.overlap, (True, False))
-        check_transport(self.backend, self.transport)
-        search.routes(self.route, problem, DEFAULT)
-        one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, "auto"))
-        tile = parse_tile(self.tile, ranks)
-        planes.check_heads(tile, problem)
-        cuts = expected_cuts(problem, self.expected_cu_seqlens)
-        return replace(
-            self,
-            tile=tile,
-            expected_cu_seqlens=cuts,
-            layout=search.layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
-            fixed=not isinstance(self.layout, str),
-            max_message=message_limit(self.max_message),
-            max_memory=search.memory_limit(self.max_memory),
-        )
-
-
-def settle(home: Home, peers: Peers, shape: dict[str, Any], options: dict[str, Any]) -> tuple[Decision, Backend]:
-    """The Decision and the back end for a problem; collective.
-
-    shape: keywords of `Problem`.  options: keywords of `Options`.
     Raises ArgumentError, the same on every rank.
     """
-    ranks = peers.size
+    ranks, given = peers.size, asked.options
     with agreement(peers, call="making a plan") as same:
-        problem, asked = Problem(**shape), Options(**options)
-        checked = asked.checked(problem, ranks)
-        same |= {name: getattr(problem, name) for name in OF_PROBLEM}
-        same |= {name: getattr(checked, name) for name in options}
-        same |= {name: AsGiven(same[name], options[name]) for name in ("tile", "layout", "expected_cu_seqlens")}
-    backend = make_backend(peers, home.nodes, asked.backend, asked.transport, home.known)
+        problem = Problem(**asked.problem)
+        checked = given.checked(problem, ranks)
+        same |= for_record(Problem, vars(problem))
+        same |= for_record(Options, vars(checked))
+        same |= {name: AsGiven(same[name], getattr(given, name)) for name in ("tile", "layout", "expected_cu_seqlens")}
+    backend = make_backend(peers, home.nodes, given.backend, given.transport, home.known)
     # with a Layout of the caller the data is already in place; otherwise the mesh follows the nodes
-    order = home.order if isinstance(asked.layout, str) else None
+    order = home.order if isinstance(given.layout, str) else None
     nodes = [home.nodes[rank] for rank in order or range(ranks)]
 
     def choose() -> bytes:
-        machine = machine_for(home.nodes, backend, problem.head_dim, asked.machine)
+        machine = machine_for(home.nodes, backend, problem.head_dim, given.machine)
         if backend.emulated_flops:
             machine = machine.paced(backend.emulated_flops)
         return _chosen(problem, checked, machine, order, nodes)
@@ -108,7 +60,7 @@ _CHOSEN: OrderedDict[str, bytes] = OrderedDict()  # pickled plans by what they w
 
 
 def _chosen(
-    problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
+    problem: Problem, checked: CheckedOptions, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
 ) -> bytes:
     """The Decision of `_choose`, pickled; remembered, since programs make the same plan again."""
     options = [value for name, value in vars(checked).items() if name not in NO_CHOICE]
@@ -128,7 +80,7 @@ def _decision_of(pickled: bytes) -> Decision:
 
 
 def _choose(
-    problem: Problem, checked: Options, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
+    problem: Problem, checked: CheckedOptions, machine: Machine, order: tuple[int, ...] | None, nodes: list[int]
 ) -> Decision:
     """The fastest Decision that the checked options allow."""
     mask = problem.mask_of(checked.expected_cu_seqlens)
@@ -162,12 +114,9 @@ def _choose(
     return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
 
 
-def resized(plan: Decision, shape: dict[str, Any], options: dict[str, Any]) -> Decision:
-    """A Decision with the same choices for another `shape`, without a search; not collective.
-
-    Arguments as for `settle`.  Raises ArgumentError.
-    """
-    problem, chosen = Problem(**shape), plan.choice
+def resized(plan: Decision, asked: Asked) -> Decision:
+    """A Decision with the same choices for another problem, without a search; not collective.  Raises ArgumentError."""
+    problem, chosen = Problem(**asked.problem), plan.choice
 
     def longer(layouts: tuple[Layout, Layout]) -> tuple[Layout, ...]:
         return tuple(
@@ -175,7 +124,7 @@ def resized(plan: Decision, shape: dict[str, Any], options: dict[str, Any]) -> D
         )
 
     checked = replace(
-        Options(**options),
+        asked.options.unchecked(),
         tile=chosen.tile,
         layout=[longer(chosen.layouts)],
         mesh_layout=longer(chosen.mesh_layouts),

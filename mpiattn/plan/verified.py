@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..arguments.arrays import on_host
+from ..arguments.documents import DocumentArguments
 from ..comm.agreement import everywhere
 from ..comm.refusal import of_call, refusing
-from ..engine.folding import on_host
 from ..errors import ArgumentError, VerificationError
 from ..problem.tensors import as_array, detached, is_tensor
+from ..problem.values import whole_number
 from ..verify.spread import SAMPLES, verify
 from .arguments import compared
 from .description import Described
@@ -20,10 +19,10 @@ from .distribution import Distributed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ..arguments.arguments import Arguments
     from ..backends.base import Array
     from ..problem.documents import PerDocument
     from ..verify.result import Verification
-    from .arguments import Arguments
 
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
@@ -110,25 +109,17 @@ class Verified(Described, Distributed):
         >>> verification.passed, [array.name for array in verification.arrays]
         (True, ['out', 'lse', 'dq', 'dk', 'dv'])
         """
-        documents = {
-            "cu_seqlens": cu_seqlens,
-            "cu_seqlens_k": cu_seqlens_k,
-            "lengths": lengths,
-            "lengths_k": lengths_k,
-            "prefixes": prefixes,
-            "causal_documents": causal_documents,
-        }
+        documents = DocumentArguments(cu_seqlens, cu_seqlens_k, lengths, lengths_k, prefixes, causal_documents, padding)
         with self.call("verify") as call:
             with call.agreement() as same:
                 _check_sample(samples, seed)
                 given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **_of_gradients(dout, dlse, grads, sinks)}
                 arrays = self._on_host(given)
                 scores = self._arguments.sinks(detached(sinks))
-                same |= compared(self.activity_of(padding=padding, **documents), scores)
+                same |= compared(self._needed(documents), scores)
                 same |= {"samples": samples, "seed": seed, "number of grads": None if grads is None else len(grads)}
             layouts = self.q_layout, self.k_layout
-            of_reference = _for_reference(documents)
-            result = verify(call.peers, self.problem, layouts, arrays, of_reference, scores, samples, seed)
+            result = verify(call.peers, self.problem, layouts, arrays, documents.for_reference(), scores, samples, seed)
             if not result.passed:
                 error = VerificationError(result.complaint)
                 error.verification = result
@@ -147,10 +138,8 @@ class Verified(Described, Distributed):
 
 def _check_sample(samples: Any, seed: Any) -> None:
     for name, value, least, also in (("samples", samples, 1, ", or None for all"), ("seed", seed, 0, "")):
-        if value is None and also:
-            continue
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-            raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}{also}")
+        if value is not None or not also:
+            whole_number(name, value, least, also)
 
 
 def _of_gradients(dout: Array, dlse: Array, grads: Any, sinks: Array) -> dict[str, Array | None]:
@@ -169,18 +158,3 @@ def _of_gradients(dout: Array, dlse: Array, grads: Any, sinks: Array) -> dict[st
     if dout is None:
         raise ArgumentError("dout is None; it must be the array that backward was given for these grads")
     return {"dout": dout, "dlse": dlse, **dict(zip(GRADIENTS, grads))}
-
-
-def _for_reference(documents: dict[str, PerDocument]) -> dict[str, Any]:
-    """The documents of a call, which has accepted them, in the form of `mpiattn.verify.reference.attention`."""
-    packed = documents["cu_seqlens"] is not None
-    given: dict[str, Any] = {}
-    for name, value in documents.items():
-        if value is None:
-            continue
-        rows: Any = [np.asarray(row) for row in value]  # type: ignore[union-attr]
-        if name.startswith("lengths"):
-            given["cu_seqlens" + name.removeprefix("lengths")] = [[0, int(end)] for end in rows]
-        else:
-            given[name] = rows if packed else [[row] for row in rows]
-    return given

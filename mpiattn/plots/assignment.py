@@ -7,9 +7,10 @@ other ranks; a Ring's row of n blocks needs n-1.
 
 import numpy as np
 
-from ..console.table import number, size
+from ..console.table import size
 from ..errors import ArgumentError
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
+from ..system.words import number
 from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
 
 MOST_NUMBERED = 16  # with up to this many ranks every block has its rank's number and color
@@ -85,7 +86,7 @@ def draw_assignment(axes, tile, rank=0, work=None, planes=1):
         )
     _chunk_axes(axes, n)
     axes.set_title(
-        f"Blocks of {n} rank{'s' * (n > 1)}, tile {tile}"
+        f"Blocks of {number(n, 'rank')}, tile {tile}"
         + (f", in one of {planes} planes\n" if planes > 1 else "\n")
         + (
             f"number: the rank that computes it; framed: rank {rank}"

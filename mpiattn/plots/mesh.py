@@ -1,6 +1,6 @@
 """The mesh of a tile: ranks in rows and columns, and what those of a row and of a column share."""
 
-from ..console.table import number
+from ..system.words import number
 from .assignment import shown
 from .style import COLORS, INK, PALE
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ..console.table import duration
 from ..errors import ArgumentError
+from ..system.words import number
 from .style import GRAY, INK, label_ends, new_figure, rank_axis, styled, time_axis
 
 # Lines differ in color, dashes and markers.
@@ -130,5 +131,5 @@ def scaling(series, title, base=None):
 
     _draw(right, series, speedups, [(first, first), (last, last)])
     rank_axis(right.yaxis, [2**i for i in range(int(last).bit_length())])
-    right.set_title(f"Speed-up, {first} of {first} rank{'s' * (first > 1)} in {duration(seconds)}")
+    right.set_title(f"Speed-up, {first} of {number(first, 'rank')} in {duration(seconds)}")
     return figure

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from .mask import Group
+from .values import truth
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 PerDocument: TypeAlias = "ArrayLike | None"  # an argument of a call, for all entries or per entry
 Pairs: TypeAlias = "tuple[tuple[IntArray, IntArray], ...]"  # (cuts of the queries, cuts of the keys) per group
 Part = TypeVar("Part")
-# The arguments of `documents`, which a call may have.
-OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "prefixes", "causal_documents", "padding")
 
 
 def documents(
@@ -54,7 +53,7 @@ def documents(
             "lengths and cu_seqlens are both given; give cu_seqlens alone, let the last document end where padding "
             "begins, and say padding=True"
         )
-    check_padding(padding)
+    truth("padding", padding)
     if padding and cu_seqlens is None:
         raise ArgumentError("padding is given without cu_seqlens, of which it says that tokens outside are padding")
     for name, keys_alone in (
@@ -94,12 +93,6 @@ def left_out(name: str, cuts: IntArray, tokens: int) -> str:
         f"{name} is {_brief(cuts)}; it must begin with 0 and end with {tokens}, the number of tokens; if the tokens "
         "outside are padding, say padding=True (of a command: --padding)"
     )
-
-
-def check_padding(padding: Any) -> None:
-    """Raise ArgumentError unless the argument is True or False."""
-    if not isinstance(padding, bool | np.bool_):
-        raise ArgumentError(f"padding is {padding!r}; it must be True or False")
 
 
 def padding_of(groups: tuple[Group, ...] | None, batch: int, seqlen: int, seqlen_k: int) -> tuple[int, int]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from .choices import one_of
+from .values import whole_number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -101,9 +102,7 @@ class Layout:
     def __post_init__(self) -> None:
         one_of("layout", self.kind, LAYOUTS)
         for name, value, least in (("seqlen", self.seqlen, 0), ("chunks", self.chunks, 1)):
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
-            object.__setattr__(self, name, int(value))  # ranks compare layouts by their repr
+            object.__setattr__(self, name, whole_number(name, value, least))  # ranks compare layouts by their repr
         if self.sizes is None:
             return
         if not (isinstance(self.sizes, Iterable) and all(isinstance(size, Integral) for size in self.sizes)):

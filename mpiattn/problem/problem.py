@@ -12,18 +12,13 @@ import numpy as np
 from ..errors import ArgumentError
 from ..system.closest import of_choices
 from .mask import FIELDS, Mask, Window
+from .values import truth, whole_number
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # Names of dtypes elsewhere; what has two meanings, as "float" does in NumPy and torch, is not among them.
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 ALIASES |= {"half": "float16", "single": "float32", "double": "float64"}
 TO_FILL_IN: Any = None  # the default of fields that depend on other fields
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}")
-    return int(value)
 
 
 def _finite(name: str, value: Any) -> float:
@@ -44,7 +39,7 @@ def _computable(name: str, value: float, dtype: str, least: float, most: float) 
 
 
 def _side(side: Any) -> int | None:
-    count = -1 if side is None else _count("window", side, -1)
+    count = -1 if side is None else whole_number("window", side, -1)
     return None if count == -1 else count
 
 
@@ -83,6 +78,22 @@ def dtype_name(dtype: Any, argument: str = "dtype", choices: Collection[str] = t
     return name
 
 
+def partial_dtype(dtype: str) -> str:
+    """dtype of partials and lse where q, k and v have this one: float64 if that is float64, else float32."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def check_shared_kv(shared_kv: Any, head_dim: int, value_dim: int) -> bool:
+    """The argument shared_kv as a bool.  Raises ArgumentError, also where a value does not fit in its key."""
+    shared_kv = truth("shared_kv", shared_kv)
+    if shared_kv and value_dim > head_dim:
+        raise ArgumentError(
+            f"value_dim is {value_dim}; with shared_kv, by which a value is the first numbers of its key, "
+            f"it may be at most head_dim, which is {head_dim}"
+        )
+    return shared_kv
+
+
 def dims_in_words(head_dim: int, value_dim: int, shared_kv: bool) -> str:
     """The dims of keys and values, such as "576 (512 of values, in the keys)"."""
     values = ", ".join([f"{value_dim} of values"] * (shared_kv or value_dim != head_dim) + ["in the keys"] * shared_kv)
@@ -118,7 +129,7 @@ class Problem:
     dtype: str = "float32"
     causal: bool = False
     scale: float = TO_FILL_IN
-    window: Window = (None, None)
+    window: Window = TO_FILL_IN
     softcap: float | None = None
     wire_dtype: str = TO_FILL_IN
     prefix: int = 0
@@ -142,7 +153,7 @@ class Problem:
             ("head_dim", 1),
             ("value_dim", 1),
         ):
-            put(name, _count(name, getattr(self, name), least))
+            put(name, whole_number(name, getattr(self, name), least))
         if self.heads % self.kv_heads:
             raise ArgumentError(f"kv_heads is {self.kv_heads}; it must divide heads, which is {self.heads}")
         put("dtype", dtype_name(self.dtype))
@@ -151,20 +162,13 @@ class Problem:
         put("scale", _finite("scale", self.scale))
         if not isinstance(self.causal, bool | np.bool_ | Integral) or self.causal not in (0, 1):
             raise ArgumentError(f"causal is {self.causal!r}; it must be True or False")
-        if not isinstance(self.shared_kv, bool | np.bool_):
-            raise ArgumentError(f"shared_kv is {self.shared_kv!r}; it must be True or False")
-        put("shared_kv", bool(self.shared_kv))
-        if self.shared_kv and self.value_dim > self.head_dim:
-            raise ArgumentError(
-                f"value_dim is {self.value_dim}; with shared_kv, by which a value is the first numbers of its key, "
-                f"it may be at most head_dim, which is {self.head_dim}"
-            )
+        put("shared_kv", check_shared_kv(self.shared_kv, self.head_dim, self.value_dim))
         everything = self.seqlen + self.seqlen_k  # a longer side of a window has no effect
         put("window", tuple(side if side is None else min(side, everything) for side in _window(self.window)))
-        prefix = _count("prefix", self.prefix, 0)
+        prefix = whole_number("prefix", self.prefix, 0)
         put("prefix", min(prefix, self.seqlen_k))
         if self.causal_block is not None:
-            put("causal_block", min(_count("causal_block", self.causal_block, 1), max(self.seqlen_k, 1)))
+            put("causal_block", min(whole_number("causal_block", self.causal_block, 1), max(self.seqlen_k, 1)))
         put("causal", bool(self.causal or prefix or self.causal_block))
         if self.softcap is not None:
             put("softcap", _finite("softcap", self.softcap) or None)
@@ -232,7 +236,7 @@ class Problem:
     @property
     def partial_dtype(self) -> str:
         """dtype of partials and lse: float64 if dtype is float64, else float32."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return partial_dtype(self.dtype)
 
     @property
     def partial_itemsize(self) -> int:

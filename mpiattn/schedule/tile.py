@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..system.closest import of_choices
+from ..system.words import number
 from .kinds import IN_COLUMNS
 
 
@@ -94,7 +95,7 @@ def tiles(ranks: int, planes: int = 1) -> list[Tile]:
 def parse_tile(tile: Any, ranks: int) -> Tile | None:
     """The Tile from "AxB", "HxAxB", a name, numbers or a Tile; None for "auto".  Raises ArgumentError."""
     may_be = (
-        f"for {ranks} rank{'s' * (ranks > 1)} it may be {', '.join(map(str, tiles(ranks)))}, HxAxB with H * A * B = "
+        f"for {number(ranks, 'rank')} it may be {', '.join(map(str, tiles(ranks)))}, HxAxB with H * A * B = "
         f"{ranks}, ulysses, ring, qring or auto"
     )
     named = {"auto": None, "ring": Tile(1, 1, ranks), "qring": Tile(1, ranks, 1), "ulysses": Tile(ranks, 1, 1)}

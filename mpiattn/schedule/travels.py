@@ -54,23 +54,21 @@ def _held_bytes(problem, arrays):
     return size_of(array.held(problem) for array in present(problem, arrays))
 
 
-def sent(
-    problem, q_lengths, k_lengths, tile, rank, route="direct", direction="forward", activity=None, collective=False
-):
+def sent(problem, lengths, tile, rank, route="direct", direction="forward", activity=None, collective=False):
     """Bytes that `rank` sends in a pass.
 
-    q_lengths, k_lengths: tokens of every rank's chunk.
+    lengths: tokens of every rank's chunk, of queries and of keys.
     route: decides who sends which chunk; the sum over all ranks is the same for both routes.
     activity: the `Activity` of the call, which leaves out the tokens that the mask makes needless; None to count all.
     collective: True if MPI's collectives gather the chunks, the same tokens for all of the group.
     """
 
     def tokens(kind):
-        lengths, extent = k_lengths if kind in IN_COLUMNS else q_lengths, tile.extent(kind)
+        of_ranks, extent = lengths[kind in IN_COLUMNS], tile.extent(kind)
         if activity is not None:
             return sum(total(activity.travelling(kind, rank, hop, route, collective)) for hop in range(1, extent))
         return sum(
-            lengths[tile.in_group(kind, rank, leg_of(kind, hop, extent, route, collective).leaves)]
+            of_ranks[tile.in_group(kind, rank, leg_of(kind, hop, extent, route, collective).leaves)]
             for hop in range(1, extent)
         )
 

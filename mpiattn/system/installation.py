@@ -3,7 +3,7 @@
 import os
 import platform
 
-from .. import __version__
+from ..version import __version__
 from . import host
 from .launch_variables import launched
 

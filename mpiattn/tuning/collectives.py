@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..backends.wire import Pieces
 from .samples import Sample, take_turns
 from .wire import ITEMSIZE, TAG, Wire
 
@@ -38,7 +39,7 @@ def measure(peers, backend, bandwidth, seconds, progress):
 
     def alltoall(turn):
         own, arena = backend.outgoing(wire.given, collective=True), backend.incoming(wire.taken, collective=True)
-        wire.complete(exchange.alltoall(comm, own, others, starts, arena, others, starts, row, tokens))
+        wire.complete(exchange.alltoall(comm, Pieces(own, others, starts), Pieces(arena, others, starts), row, tokens))
 
     def pairs(turn):
         posted = []

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from ..model.machine import DEFAULT, Link, Machine
 from ..system import host
+from ..system.words import number
 from . import blocks, collectives, combining, links, overlap
 from .samples import Sample
 
@@ -71,9 +72,7 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
             backend,
             between,
             sides[side].bandwidth,
-            computed.flops[dtypes[0]].typical,
-            dtypes[0],
-            head_dim,
+            overlap.BlockSpeed(dtypes[0], head_dim, computed.flops[dtypes[0]].typical),
         )
         if hidden is not None:
             samples[f"{side} overlap"] = hidden
@@ -107,7 +106,7 @@ def measure(job, nodes, backend, dtypes, head_dim, seconds, progress=lambda seco
         merging=samples["merging"].typical,
         collective=together.typical,
         combining=combining.factors(combined or {}, head_dim, nodes, *sides.values()),
-        assumes=f"measured by mpiattn tune: {len(nodes)} ranks on {several} node{'s' * (several > 1)}, "
+        assumes=f"measured by mpiattn tune: {len(nodes)} ranks on {number(several, 'node')}, "
         f"{host.processor()}, {backend.name} back end, head_dim {head_dim}"
         + "".join(f"; {field} of the default ({why})" for field, why in lacking.items()),
     )

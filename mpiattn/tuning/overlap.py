@@ -1,5 +1,7 @@
 """Measures overlap: the share of a transfer that proceeds while the rank computes, polled as the executor polls."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .blocks import Blocks
@@ -12,18 +14,26 @@ MOST_BYTES, LEAST_BYTES = 32 * 2**20, 2**16
 LEAST_TOKENS = 64
 
 
-def measure(peers, nodes, backend, between, bandwidth, speed, dtype, head_dim, seconds, progress):
+class BlockSpeed(NamedTuple):
+    """How fast blocks are: flops, operations per second of blocks of these."""
+
+    dtype: str
+    head_dim: int
+    flops: float
+
+
+def measure(peers, nodes, backend, between, bandwidth, speed, seconds, progress):
     """The share of transfers that blocks hide; None where there are no such links; collective.
 
-    bandwidth: bytes per second of such links.  speed: operations per second of blocks of `dtype`.  From both follows a
-    block that takes about as long as the transfer; a longer one would hide more than the share to be measured.
+    bandwidth: bytes per second of such links.  speed: of blocks.  From both follows a block that takes about as long as
+    the transfer; a longer one would hide more than the share to be measured.
     """
     if not exists(nodes, between):
         progress(seconds)
         return None
     nbytes = int(np.clip(max(TARGET * seconds, SHORTEST) * bandwidth, LEAST_BYTES, MOST_BYTES))
-    tokens = max(LEAST_TOKENS, int((nbytes / bandwidth * speed / (4 * head_dim)) ** 0.5))
-    wire, block = Wire(peers, backend, nbytes), Blocks(backend, tokens, dtype, head_dim, "forward", heads=1)
+    tokens = max(LEAST_TOKENS, int((nbytes / bandwidth * speed.flops / (4 * speed.head_dim)) ** 0.5))
+    wire, block = Wire(peers, backend, nbytes), Blocks(backend, tokens, *speed[:2], "forward", heads=1)
 
     def both(turn):
         ends = partners(nodes, peers.rank, between, turn)

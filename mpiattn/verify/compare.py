@@ -150,6 +150,11 @@ class Source:
             if start < stop:
                 yield np.arange(start, stop), *(self.read(name, start, stop) for name in names)
 
+    def keys_seen(self, positions):
+        """At most how many keys each query at some positions sees, the mean over the batch."""
+        begin, end = reference.bounds(positions, self.problem.batch, **self.masks)
+        return (end - begin).mean(axis=0)
+
     def keys_of(self, positions):
         """The pieces of k and v that the queries at some positions may see: (positions, k, v)."""
         begin, end = reference.bounds(positions, self.problem.batch, **self.masks)
@@ -223,26 +228,21 @@ def masks_of(problem, documents=None):
     }
 
 
-def keys_seen(problem, positions, documents=None):
-    """At most how many keys each query at some positions sees, the mean over the batch."""
-    begin, end = reference.bounds(positions, problem.batch, **masks_of(problem, documents))
-    return (end - begin).mean(axis=0)
-
-
-def choose(problem, layout, rank, documents=None, limit=WORK_LIMIT, seed=0):
+def choose(source, layout, rank, limit=WORK_LIMIT):
     """The rows of out and lse that `verify` checks on a rank."""
-    seen = keys_seen(problem, layout.positions(rank), documents)
-    return choose_rows(layout, rank, problem.flops_per_pair * seen, limit, seed)
+    seen = source.keys_seen(layout.positions(rank))
+    return choose_rows(layout, rank, source.problem.flops_per_pair * seen, limit)
 
 
-def verify(peers, problem, layout, out, lse, read, documents=None, limit=WORK_LIMIT, seed=0, progress=None, see=None):
-    """Compare this rank's out and lse with float64 attention of the source; collective.
+def verify(peers, source, layout, out, lse, limit=WORK_LIMIT, progress=None, see=None):
+    """Compare this rank's out and lse with float64 attention of a `Source`; collective.
 
-    read, documents: as for `Source`.  progress: called with the number of rows just checked.  see: called with these
-    rows and their float64 out and lse.  Returns a Report, the same on every rank.
+    limit: operations of each rank; a sample is checked where all would take more.  progress: called with the number of
+    rows just checked.  see: called with these rows and their float64 out and lse.  Returns a Report, the same on every
+    rank.
     """
-    source = Source(problem, read, documents)
-    chosen, positions = choose(problem, layout, peers.rank, documents, limit, seed), layout.positions(peers.rank)
+    problem = source.problem
+    chosen, positions = choose(source, layout, peers.rank, limit), layout.positions(peers.rank)
     outs, lses = Errors(), Errors()
     for turn in steps(len(chosen), 8 * problem.batch * problem.heads * (problem.head_dim + 4 * problem.value_dim)):
         rows = chosen[turn]

@@ -6,7 +6,7 @@ from ..problem.layout import even_part
 from .compare import WORK_LIMIT, Errors, Source, conclude
 
 
-def choose(problems, rank, ranks, limit=WORK_LIMIT, seed=0):
+def choose(problems, rank, ranks, limit=WORK_LIMIT):
     """The rows that a rank checks, pairs (sequence, query), and the size of its share of all rows.
 
     It checks its whole share or, if that is too much work, a sample of it.
@@ -17,11 +17,11 @@ def choose(problems, rank, ranks, limit=WORK_LIMIT, seed=0):
     rows = np.array(share, np.int64)
     if len(rows) * most > limit:
         count = min(len(rows), max(1, int(limit // most)))
-        rows = np.sort(np.random.default_rng([seed, rank]).choice(rows, count, replace=False))
+        rows = np.sort(np.random.default_rng([0, rank]).choice(rows, count, replace=False))
     return [divmod(row, queries) for row in rows.tolist()], len(share)
 
 
-def verify_decode(peers, problems, q, out, lse, read, limit=WORK_LIMIT, seed=0, progress=None):
+def verify_decode(peers, problems, q, out, lse, read, limit=WORK_LIMIT, progress=None):
     """Compare what `tree_decode` gave every rank with float64 attention of the source; collective.
 
     problems: one per sequence.  q, out, lse: of all sequences, as given to and returned by `tree_decode`.
@@ -29,7 +29,7 @@ def verify_decode(peers, problems, q, out, lse, read, limit=WORK_LIMIT, seed=0, 
     communicate.  progress: called with the number of rows just checked.  Returns a `mpiattn.verify.compare.Report`, the
     same on every rank.
     """
-    chosen, share = choose(problems, peers.rank, peers.size, limit, seed)
+    chosen, share = choose(problems, peers.rank, peers.size, limit)
     outs, lses, empty = Errors(), Errors(), np.zeros(2, np.int64)
     for sequence, problem in enumerate(problems):
         rows = np.array([query for of, query in chosen if of == sequence], np.int64)

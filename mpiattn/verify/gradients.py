@@ -12,18 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from .compare import (
-    MOST,
-    WORK_LIMIT,
-    Errors,
-    Source,
-    accumulation_error,
-    choose_rows,
-    keys_seen,
-    largest,
-    rounding_error,
-    verify,
-)
+from .compare import MOST, WORK_LIMIT, Errors, accumulation_error, choose_rows, largest, rounding_error, verify
 from .sweep import key_turns, sweep
 
 # Gradients are rounded themselves, and are computed from delta, which comes from a rounded out.
@@ -84,18 +73,19 @@ class Chosen(NamedTuple):
     every: bool
 
 
-def choose(peers, problem, q_layout, k_layout, documents=None, limit=WORK_LIMIT, seed=0):
+def choose(peers, source, layouts, limit=WORK_LIMIT):
     """What `verify_both` checks of gradients on a rank; collective.
 
     All, if no rank has too much work with its rows, which are all that keys are seen by.  Else samples of both.
     """
+    problem, (q_layout, k_layout) = source.problem, layouts
     products = problem.flops_per_pair / 2  # two for out, five for gradients
-    seen = keys_seen(problem, q_layout.positions(peers.rank), documents)
-    rows = choose_rows(q_layout, peers.rank, 7 * products * seen, limit, seed)
+    seen = source.keys_seen(q_layout.positions(peers.rank))
+    rows = choose_rows(q_layout, peers.rank, 7 * products * seen, limit)
     if all(peers.allgather(len(rows) == len(seen))):
         return Chosen(rows, np.arange(k_layout.length(peers.rank)), True)
     queries = np.full(k_layout.length(peers.rank), problem.seqlen)  # that may see a key
-    return Chosen(rows, choose_rows(k_layout, peers.rank, 5 * products * queries, limit, seed), False)
+    return Chosen(rows, choose_rows(k_layout, peers.rank, 5 * products * queries, limit), False)
 
 
 def _delta(dout, out):
@@ -186,31 +176,19 @@ class _Check:
         return of_q, of_k, None if p.shared_kv else of_v, gradient_tolerance(p, lse_size), *counts.tolist()
 
 
-def verify_both(
-    peers,
-    problem,
-    q_layout,
-    k_layout,
-    out,
-    lse,
-    gradients,
-    read,
-    documents=None,
-    limit=WORK_LIMIT,
-    seed=0,
-    progress=None,
-):
-    """Compare this rank's out, lse and gradients (dq, dk, dv) with float64 ones of the source; collective.
+def verify_both(peers, source, layouts, out, lse, gradients, limit=WORK_LIMIT, progress=None):
+    """Compare this rank's out, lse and gradients (dq, dk, dv) with float64 ones of a `Source` with dout; collective.
 
-    dv: None where keys hold the values.
-    read, documents: as for `verify.compare.Source`, with dout.  progress: called with the number of rows of out, rows
-    of dq or keys just checked.  Returns a Report and a GradientReport, the same on every rank.
+    layouts: of the queries and of the keys.  dv: None where keys hold the values.  limit: as of `verify`.  progress:
+    called with the number of rows of out, rows of dq or keys just checked.  Returns a Report and a GradientReport, the
+    same on every rank.
     """
-    rows, keys, independent = choose(peers, problem, q_layout, k_layout, documents, limit, seed)
+    problem, (q_layout, k_layout) = source.problem, layouts
+    rows, keys, independent = choose(peers, source, layouts, limit)
     positions, key_positions = q_layout.positions(peers.rank), k_layout.positions(peers.rank)
     own = key_positions[keys]
-    check = _Check(peers, Source(problem, read, documents), positions, out, lse, progress)
-    report = verify(peers, problem, q_layout, out, lse, read, documents, limit, seed, progress, check.keep)
+    check = _Check(peers, source, positions, out, lse, progress)
+    report = verify(peers, source, q_layout, out, lse, limit, progress, check.keep)
     dq, dk, dv = gradients
     of_rows, of_keys = check.of_rows(dq, rows), check.of_keys(dk, dv, keys, own)
     turns = key_turns(problem, peers.allgather(own))

@@ -113,7 +113,7 @@ def _of_entry(positions, lengths, causal, documents, b):
     return _rows(positions, lengths, causal, **of_entry)
 
 
-def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, window=(None, None), causal_block=None, **masks):
+def _blocks(q, k, scale=None, softcap=None, positions=None, keys=None, lengths=None, **masks):
     """For every batch entry, head and block of rows that sees any key, yields
     (b, rows, h, kv head, slice of the keys, scores, hidden, derivative of the softcap or None).
 
@@ -125,9 +125,8 @@ def _blocks(q, k, v, causal, scale, softcap, positions, keys, lengths, window=(N
     lengths = (queries, k.shape[1]) if lengths is None else lengths
     scale = dim**-0.5 if scale is None else scale
 
-    for b in range(batch):
-        of_rows = _of_entry(positions, lengths, causal, masks, b)
-        begin, end = (np.searchsorted(keys, side) for side in _bounds(of_rows, window, causal_block or 1))
+    for b, of_entry in enumerate(bounds(positions, batch, lengths, **masks).swapaxes(0, 1)):
+        begin, end = (np.searchsorted(keys, side) for side in of_entry)
         start = 0
         while start < queries:
             rows, seen = _block(start, begin, end)
@@ -170,14 +169,13 @@ def _product(weight, matrix, hidden):
     return out
 
 
-def attention(
-    q, k, v, causal=False, scale=None, *, softcap=None, positions=None, keys=None, lengths=None, sinks=None, **masks
-):
+def attention(q, k, v, causal=False, scale=None, *, sinks=None, **masks):
     """out (batch, seqlen, heads, value_dim) and lse (batch, heads, seqlen), float64.
 
     q (batch, seqlen, heads, head_dim), k and v (batch, seqlen_k, kv_heads, ...).  causal, masks: as for `visible_keys`,
     relative to a diagonal that is aligned bottom-right in every document; arguments of documents have one dimension for
-    all batch entries, or a row per entry.  softcap: scores s become softcap * tanh(s / softcap).
+    all batch entries, or a row per entry.  Also, by name:
+    softcap: scores s become softcap * tanh(s / softcap).
     positions, keys, lengths: if q, or k and v, are a selection of the sequence: the positions of the queries, the
     increasing ones of the keys, and the whole (seqlen, seqlen_k).  A row that sees no key gives out 0 and lse -inf.
     sinks: (heads,) an additional score for every query of a head, with value 0.
@@ -185,9 +183,7 @@ def attention(
     out = np.zeros((*q.shape[:3], v.shape[3]))
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, seen, score, hidden, _ in _blocks(
-            q, k, v, causal, scale, softcap, positions, keys, lengths, **masks
-        ):
+        for b, rows, h, kv, seen, score, hidden, _ in _blocks(q, k, scale, causal=causal, **masks):
             top = score.max(axis=1)
             base = np.where(top == -np.inf, 0, top)
             score -= base[:, None]
@@ -210,7 +206,7 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
     out, lse = attention(q, k, v, causal, scale, sinks=sinks, **masks)
     counted = np.where(out.any(axis=3, keepdims=True), dout, 0)  # rows that see no key ignore dout, even NaN
     delta = np.einsum("bqhd,bqhd->bhq", counted.astype(np.float64), out) - (0 if dlse is None else dlse)
-    grads = gradients(dout, q, k, v, lse, delta, causal, scale, **masks)
+    grads = gradients(dout, q, k, v, lse, delta, causal=causal, scale=scale, **masks)
     if sinks is None:
         return grads
     score = np.asarray(sinks, np.float64)[:, None]
@@ -218,23 +214,7 @@ def backward(dout, q, k, v, causal=False, scale=None, *, dlse=None, sinks=None, 
     return *grads, -(weight * delta).sum(axis=(0, 2))
 
 
-def gradients(
-    dout,
-    q,
-    k,
-    v,
-    lse,
-    delta,
-    causal=False,
-    scale=None,
-    *,
-    softcap=None,
-    positions=None,
-    keys=None,
-    lengths=None,
-    of="qkv",
-    **masks,
-):
+def gradients(dout, q, k, v, lse, delta, *, scale=None, of="qkv", **masks):
     """The contributions of these queries and keys to dq, dk and dv, float64; other arguments as for `attention`.
 
     lse and delta = rowsum(dout * out) - dlse, (batch, heads, seqlen): of these queries over all their keys.
@@ -244,9 +224,7 @@ def gradients(
     dq = np.zeros(q.shape) if "q" in of else None
     dk, dv = (np.zeros(array.shape) if "kv" in of else None for array in (k, v))
     with np.errstate(all="ignore"):
-        for b, rows, h, kv, seen, score, hidden, slope in _blocks(
-            q, k, v, causal, scale, softcap, positions, keys, lengths, **masks
-        ):
+        for b, rows, h, kv, seen, score, hidden, slope in _blocks(q, k, scale, **masks):
             row = lse[b, h, rows, None]
             score -= np.where(row == -np.inf, 0, row)
             weight = np.exp(score, out=score)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpiattn import backends
 from mpiattn.backends.cuda import launches, tile_table
-from mpiattn.backends.cuda.tile_table import Tile
+from mpiattn.backends.cuda.tile_table import ScoreTile as Tile
 from mpiattn.bench import kernel
 from mpiattn.bench.clock import clock_of
 from mpiattn.problem.problem import Problem

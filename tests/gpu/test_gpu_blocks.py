@@ -11,8 +11,8 @@ from test_kernels_forward import SHAPES as FORWARD
 from test_kernels_pages import CASES, pool
 
 from mpiattn import backends
+from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.block import BlockInputs, Gradients
-from mpiattn.engine.folding import on_host
 
 
 def name_of(shape):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpiattn.engine.folding import on_host
+from mpiattn.arguments.arrays import on_host
 from mpiattn.verify import reference
 
 SHAPE = {"seqlen": 300, "heads": 4, "kv_heads": 2, "head_dim": 64}

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mpiattn.engine.folding import on_host
+from mpiattn.arguments.arrays import on_host
 
 BUSY = 20  # launches that an argument comes after
 

@@ -5,7 +5,7 @@ import pytest
 from test_decode import RINGS, Mirror
 
 from mpiattn import KVCache
-from mpiattn.engine.folding import on_host
+from mpiattn.arguments.arrays import on_host
 
 
 def test_random_appends_and_truncates(comm):

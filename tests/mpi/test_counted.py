@@ -108,7 +108,7 @@ def test_case_22_bytes_are_the_formula(comm, layout, dtype):
             with MeshAttention(comm, **shape, **how) as plan:
                 nbytes, messages = count_forward(plan)
                 assert (nbytes, messages) == plan.sent
-                cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
+                cut = (lengths(plan.q_layout), lengths(plan.k_layout)), plan.tile, comm.rank
                 masked = {} if everything else {"activity": plan.activity, "collective": schedule == "collective"}
                 expected = travels.sent(plan.problem, *cut, route=route, **masked).total
                 agreed(comm, None if nbytes == expected else f"{schedule} {route} {a}x{b}: {nbytes}, not {expected}")
@@ -136,7 +136,7 @@ def test_case_22_backward_and_wire_dtype(comm, wire):
     width, tokens = {"float16": 2, "bfloat16": 2, "float32": 4}.get(wire, 8), 8
     for (a, b), schedule in product(tiles(comm.size), ("greedy", "collective")):
         with MeshAttention(comm, **shape, tile=(a, b), schedule=schedule) as plan:
-            cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
+            cut = (lengths(plan.q_layout), lengths(plan.k_layout)), plan.tile, comm.rank
             chunks = my_chunks(plan, *draw_all(plan.problem))
             out, lse = plan.forward(*chunks[:3])
             forward = count(plan, lambda plan=plan, chunks=chunks: plan.forward(*chunks[:3]))
@@ -200,7 +200,7 @@ def test_what_nobody_sees_is_not_sent(comm, mask, layout):
     shape |= {**mask, "layout": layout, "mesh_layout": layout}
     for (a, b), schedule, route in product(tiles(comm.size), ("greedy", "collective"), ("direct", "ring")):
         with MeshAttention(comm, **shape, tile=(a, b), schedule=schedule, route=route) as plan:
-            cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
+            cut = (lengths(plan.q_layout), lengths(plan.k_layout)), plan.tile, comm.rank
             q, k, v = my_chunks(plan, *draw(plan.problem))
             out, lse = plan.forward(q, k, v)
             before = 0

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpiattn import ArgumentError, MeshAttention
+from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.testing import emulated
-from mpiattn.engine.folding import on_host
 from mpiattn.verify import reference
 
 pytestmark = [

@@ -23,9 +23,9 @@ from mpiattn import (
     ring_decode,
     tree_decode,
 )
+from mpiattn.arguments.arrays import on_host
 from mpiattn.backends.testing.paced import PacedBackend
 from mpiattn.decode import call, combine
-from mpiattn.engine.folding import on_host
 from mpiattn.schedule.reduction import ALGORITHMS
 from mpiattn.verify import reference
 

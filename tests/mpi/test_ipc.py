@@ -14,9 +14,9 @@ from mpi4py import MPI
 from runs import check
 
 from mpiattn import ArgumentError, KVCache, Layout, MeshAttention, PeerFailure, backends
+from mpiattn.arguments.arrays import on_host
 from mpiattn.comm import mesh
 from mpiattn.comm.acks import Acks
-from mpiattn.engine.folding import on_host
 
 pytestmark = [
     pytest.mark.workshop,

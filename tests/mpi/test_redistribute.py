@@ -130,7 +130,7 @@ def test_files(comm, tmp_path_factory, monkeypatch, kind, axes, dtype, batch, ap
     whole = np.random.default_rng(1).standard_normal((batch, 29, 2, 5)).astype(dtype_name(dtype))
     at = positions(layout, comm.rank)
     shapes = {name: (whole.shape, dtype) for name in "qkv"} | {"lse": ((batch, 2, 29), "float32")}
-    output = io.Output(peers, f"{folder}/x.h5", shapes, axes=axes)
+    output = io.Output(peers, f"{folder}/x.h5", shapes, {"axes": axes})
     if apart and not io.parallel():
         monkeypatch.setattr(hdf5, "write", None)
     for name in "qkv":
@@ -199,7 +199,7 @@ def test_progress_of_files(comm, tmp_path_factory, monkeypatch):
     folder = comm.bcast(str(tmp_path_factory.mktemp("files")) if comm.rank == 0 else None)
     for kind in LAYOUTS:
         layout, whole, done = layout_of(kind, 29, comm.size), np.ones((3, 29, 2, 5), np.float32), []
-        output = io.Output(Peers(comm), f"{folder}/x.h5", {"k": (whole.shape, "float32")}, axes="bhsd")
+        output = io.Output(Peers(comm), f"{folder}/x.h5", {"k": (whole.shape, "float32")}, {"axes": "bhsd"})
         output.write("k", whole[:, positions(layout, comm.rank)], layout, progress=done.append)
         output.commit()
         assert comm.allreduce(sum(done)) == pytest.approx(29 * comm.size)

@@ -58,7 +58,7 @@ def test_bytes_are_the_formula(comm):
     shape = {"seqlen": 8 * comm.size, "heads": 2, "kv_heads": 1, "head_dim": 9, "value_dim": 8, "layout": "striped"}
     for tile, schedule in product(tiles(comm.size), ("greedy", "collective")):
         with MeshAttention(comm, **shape, shared_kv=True, tile=tile, schedule=schedule) as plan:
-            cut = lengths(plan.q_layout), lengths(plan.k_layout), plan.tile, comm.rank
+            cut = (lengths(plan.q_layout), lengths(plan.k_layout)), plan.tile, comm.rank
             q, k, v, dout, *_ = my_chunks(plan, *draw_all(plan.problem))
             out, lse = plan.forward(q, k)
             nbytes = {

@@ -7,7 +7,7 @@ from test_agreement import same_error
 
 import mpiattn
 from mpiattn import MeshAttention
-from mpiattn.problem.untraced import REASON
+from mpiattn.arguments.untraced import REASON
 
 if MPI.COMM_WORLD.size > 8:
     pytest.skip("many ranks would take long to load torch", allow_module_level=True)

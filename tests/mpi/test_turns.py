@@ -7,8 +7,8 @@ from runs import BACKENDS, agreed, on, settle, subcomm
 from test_decode import Mirror
 
 from mpiattn import ArgumentError, KVCache, Layout, query_ring_decode, ring_decode, tree_decode
+from mpiattn.arguments.arrays import on_host
 from mpiattn.decode import cache_file
-from mpiattn.engine.folding import on_host
 from mpiattn.verify import reference
 
 TOKENS, HEADS, DIM = 1600, 2, 8

@@ -8,7 +8,7 @@ from mpiattn.comm.peers import Peers
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.verify import reference
-from mpiattn.verify.compare import choose, verify
+from mpiattn.verify.compare import Source, choose, verify
 
 
 def checked(problem, scale_q=1.0, scale_v=1.0, damage=None, limit=2e11):
@@ -26,7 +26,8 @@ def checked(problem, scale_q=1.0, scale_v=1.0, damage=None, limit=2e11):
     if damage:
         damage(out, lse)
     layout = Layout("contiguous", p.seqlen, 1)
-    return verify(Peers(MPI.COMM_SELF), p, layout, out, lse, lambda name, i, j: source[name][:, i:j], limit=limit)
+    inputs = Source(p, lambda name, i, j: source[name][:, i:j])
+    return verify(Peers(MPI.COMM_SELF), inputs, layout, out, lse, limit)
 
 
 def tiny(**more):
@@ -76,10 +77,10 @@ def test_sample_holds_every_edge():
     problem = Problem(seqlen=1000, heads=1, head_dim=8)
     work = problem.flops_per_pair * problem.seqlen_k
     layout = Layout("zigzag", 1000, 4)
-    rows = choose(problem, layout, 1, limit=20 * work)
+    rows = choose(Source(problem, None), layout, 1, limit=20 * work)
     assert 20 <= len(rows) <= 24
     assert {0, 124, 125, 249} <= set(rows.tolist())  # of its two pieces of 125 tokens
     assert (np.diff(rows) > 0).all()
-    assert len(choose(problem, layout, 1, limit=250 * work)) == 250
+    assert len(choose(Source(problem, None), layout, 1, limit=250 * work)) == 250
     report = checked(Problem(seqlen=200, heads=1, head_dim=8), limit=20 * 32 * 200)
     assert report.passed and 20 <= report.rows <= 22 and report.of_rows == 200 and "sample" in str(report)

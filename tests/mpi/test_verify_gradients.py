@@ -7,6 +7,7 @@ from mpiattn.comm.peers import Peers
 from mpiattn.problem.layout import Layout
 from mpiattn.problem.problem import Problem
 from mpiattn.verify import reference, sweep
+from mpiattn.verify.compare import Source
 from mpiattn.verify.gradients import choose, verify_both
 
 
@@ -41,16 +42,13 @@ def checked(comm, problem, scale_q=1.0, damage=None, limit=2e11, kind="zigzag", 
     own_grads = [grad[:, tokens] for grad, tokens in zip(grads, (at, at_k, at_k))]
     return verify_both(
         Peers(comm),
-        p,
-        q_layout,
-        k_layout,
+        Source(p, lambda name, i, j: source[name][:, i:j], documents),
+        (q_layout, k_layout),
         out[:, at],
         lse[..., at],
         own_grads,
-        lambda name, i, j: source[name][:, i:j],
-        documents,
         limit,
-        progress=progress,
+        progress,
     )[1]
 
 
@@ -101,7 +99,7 @@ def test_sample(comm):
     """Where all is too much work: rows and keys with every edge, the keys by the run's own lse and out."""
     problem = Problem(seqlen=200, heads=1, head_dim=8)
     layout, limit = Layout("contiguous", 200, comm.size), 40 * 32 * 200 / comm.size
-    rows, keys, _ = choose(Peers(comm), problem, layout, layout, limit=limit)
+    rows, keys, _ = choose(Peers(comm), Source(problem, None), (layout, layout), limit)
     assert {0, layout.length(comm.rank) - 1} <= set(rows.tolist()) & set(keys.tolist())
     report = checked(comm, problem, limit=limit, kind="contiguous")
     assert report.passed and not report.independent

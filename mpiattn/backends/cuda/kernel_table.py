@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from . import nvrtc
-from .tile_table import LARGEST_SHARED_DIM, Tile, attention_kernel, blocks_per_processor, shared_table, table
+from .tile_table import LARGEST_SHARED_DIM, ScoreTile, attention_kernel, blocks_per_processor, shared_table, table
 
 ARCHITECTURES = "sm_80", "sm_89", "sm_90", "sm_100"
 HEADS_PER_KV = 7  # query heads per KV head: not a power of two, because that takes the most registers
@@ -18,7 +18,7 @@ class Row(NamedTuple):
     dtype: str
     head_dim: int
     architecture: str
-    tile: Tile
+    tile: ScoreTile
     registers: int
     spilled: int
     shared_bytes: int

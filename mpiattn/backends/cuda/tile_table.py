@@ -49,7 +49,7 @@ PROCESSORS = {
 }
 
 
-class Tile(NamedTuple):
+class ScoreTile(NamedTuple):
     """The tile of scores that a thread block computes at a time.
 
     rows: rows of the tile, whose results stay in registers.  They are queries, but keys in gradient_kv.
@@ -74,110 +74,110 @@ class Tile(NamedTuple):
 TILES = {
     "forward": {
         2: {
-            32: Tile(128, 128, 4, 1),
-            64: Tile(128, 64, 4, 2),
-            96: Tile(128, 64, 4, 1),
-            128: Tile(128, 64, 4, 1),
-            192: Tile(128, 64, 8, 1),
-            256: Tile(64, 64, 4, 1),
+            32: ScoreTile(128, 128, 4, 1),
+            64: ScoreTile(128, 64, 4, 2),
+            96: ScoreTile(128, 64, 4, 1),
+            128: ScoreTile(128, 64, 4, 1),
+            192: ScoreTile(128, 64, 8, 1),
+            256: ScoreTile(64, 64, 4, 1),
         },
         4: {
-            32: Tile(128, 32, 4, 2),
-            64: Tile(128, 32, 4, 2),
-            96: Tile(64, 32, 4, 1),
-            128: Tile(64, 32, 4, 1),
-            192: Tile(64, 32, 4, 1),
-            256: Tile(64, 16, 4, 1),
+            32: ScoreTile(128, 32, 4, 2),
+            64: ScoreTile(128, 32, 4, 2),
+            96: ScoreTile(64, 32, 4, 1),
+            128: ScoreTile(64, 32, 4, 1),
+            192: ScoreTile(64, 32, 4, 1),
+            256: ScoreTile(64, 16, 4, 1),
         },
     },
     "decode": {
         2: {
-            32: Tile(16, 64, 1, 2),
-            64: Tile(16, 64, 1, 2),
-            96: Tile(16, 32, 1, 2),
-            128: Tile(16, 32, 1, 2),
-            192: Tile(16, 32, 1, 2),
-            256: Tile(16, 32, 1, 2),
+            32: ScoreTile(16, 64, 1, 2),
+            64: ScoreTile(16, 64, 1, 2),
+            96: ScoreTile(16, 32, 1, 2),
+            128: ScoreTile(16, 32, 1, 2),
+            192: ScoreTile(16, 32, 1, 2),
+            256: ScoreTile(16, 32, 1, 2),
         },
         4: {
-            32: Tile(16, 32, 1, 2),
-            64: Tile(16, 32, 1, 2),
-            96: Tile(16, 16, 1, 2),
-            128: Tile(16, 16, 1, 2),
-            192: Tile(16, 16, 1, 2),
-            256: Tile(16, 16, 1, 2),
+            32: ScoreTile(16, 32, 1, 2),
+            64: ScoreTile(16, 32, 1, 2),
+            96: ScoreTile(16, 16, 1, 2),
+            128: ScoreTile(16, 16, 1, 2),
+            192: ScoreTile(16, 16, 1, 2),
+            256: ScoreTile(16, 16, 1, 2),
         },
     },
     "gradient_q": {
         2: {
-            32: Tile(128, 64, 4, 2),
-            64: Tile(128, 32, 4, 2),
-            96: Tile(64, 64, 4, 1),
-            128: Tile(64, 64, 4, 1),
-            192: Tile(64, 32, 4, 2),
-            256: Tile(64, 32, 4, 1, 2),
+            32: ScoreTile(128, 64, 4, 2),
+            64: ScoreTile(128, 32, 4, 2),
+            96: ScoreTile(64, 64, 4, 1),
+            128: ScoreTile(64, 64, 4, 1),
+            192: ScoreTile(64, 32, 4, 2),
+            256: ScoreTile(64, 32, 4, 1, 2),
         },
         4: {
-            32: Tile(64, 32, 4, 2),
-            64: Tile(64, 32, 4, 2),
-            96: Tile(64, 32, 4, 1),
-            128: Tile(64, 32, 4, 1),
-            192: Tile(32, 32, 2, 1),
-            256: Tile(32, 16, 2, 1, 2),
+            32: ScoreTile(64, 32, 4, 2),
+            64: ScoreTile(64, 32, 4, 2),
+            96: ScoreTile(64, 32, 4, 1),
+            128: ScoreTile(64, 32, 4, 1),
+            192: ScoreTile(32, 32, 2, 1),
+            256: ScoreTile(32, 16, 2, 1, 2),
         },
     },
     "gradient_kv": {
         2: {
-            32: Tile(128, 32, 4, 2),
-            64: Tile(128, 32, 4, 2),
-            96: Tile(64, 64, 4, 1, column_warps=2),
-            128: Tile(64, 64, 4, 1, column_warps=2),
-            192: Tile(64, 32, 4, 2, 2),
-            256: Tile(32, 32, 4, 1, column_warps=2),
+            32: ScoreTile(128, 32, 4, 2),
+            64: ScoreTile(128, 32, 4, 2),
+            96: ScoreTile(64, 64, 4, 1, column_warps=2),
+            128: ScoreTile(64, 64, 4, 1, column_warps=2),
+            192: ScoreTile(64, 32, 4, 2, 2),
+            256: ScoreTile(32, 32, 4, 1, column_warps=2),
         },
         4: {
-            32: Tile(64, 32, 4, 2),
-            64: Tile(64, 32, 4, 2),
-            96: Tile(64, 32, 4, 1),
-            128: Tile(64, 16, 4, 1),
-            192: Tile(32, 32, 2, 1, 2),
-            256: Tile(32, 16, 2, 1, 2),
+            32: ScoreTile(64, 32, 4, 2),
+            64: ScoreTile(64, 32, 4, 2),
+            96: ScoreTile(64, 32, 4, 1),
+            128: ScoreTile(64, 16, 4, 1),
+            192: ScoreTile(32, 32, 2, 1, 2),
+            256: ScoreTile(32, 16, 2, 1, 2),
         },
     },
 }
 
 # Where keys hold the values, for all dims up to LARGEST_SHARED_DIM.
 SHARED = {
-    "forward": {2: Tile(32, 32, 4, 1, 2), 4: Tile(16, 16, 4, 1, 4)},
-    "decode": {2: Tile(16, 32, 4, 2, 4), 4: Tile(16, 16, 4, 1, 4)},
-    "gradient_q": {2: Tile(32, 16, 2, 1, 3), 4: Tile(16, 8, 1, 1, 3)},
-    "gradient_kv": {2: Tile(32, 16, 2, 1, 3), 4: Tile(16, 8, 1, 1, 3)},
+    "forward": {2: ScoreTile(32, 32, 4, 1, 2), 4: ScoreTile(16, 16, 4, 1, 4)},
+    "decode": {2: ScoreTile(16, 32, 4, 2, 4), 4: ScoreTile(16, 16, 4, 1, 4)},
+    "gradient_q": {2: ScoreTile(32, 16, 2, 1, 3), 4: ScoreTile(16, 8, 1, 1, 3)},
+    "gradient_kv": {2: ScoreTile(32, 16, 2, 1, 3), 4: ScoreTile(16, 8, 1, 1, 3)},
 }
 # Entries that replace those where there is more shared memory: on 80, 87, 90 and 100.
 BETTER_SHARED = {
-    ("forward", 2): Tile(64, 32, 8, 2, 2),
-    ("gradient_q", 2): Tile(64, 16, 4, 1, 3),
-    ("gradient_kv", 2): Tile(64, 16, 4, 2, 3),
+    ("forward", 2): ScoreTile(64, 32, 8, 2, 2),
+    ("gradient_q", 2): ScoreTile(64, 16, 4, 1, 3),
+    ("gradient_kv", 2): ScoreTile(64, 16, 4, 2, 3),
 }
 
 # Entries that replace those, by compute capability as in PROCESSORS, work and bytes of an element.  80, 87, 90 and 100
 # have more shared memory, and from 90 on the compiler keeps more in registers.
 _AMPERE = {
-    ("forward", 2): {256: Tile(128, 64, 8, 1)},
+    ("forward", 2): {256: ScoreTile(128, 64, 8, 1)},
     ("gradient_kv", 2): {
-        128: Tile(128, 64, 8, 2, column_warps=2),
-        192: Tile(64, 64, 8, 1, column_warps=2),
-        256: Tile(64, 64, 8, 1, column_warps=2),
+        128: ScoreTile(128, 64, 8, 2, column_warps=2),
+        192: ScoreTile(64, 64, 8, 1, column_warps=2),
+        256: ScoreTile(64, 64, 8, 1, column_warps=2),
     },
 }
 _HOPPER = {
     **_AMPERE,
-    ("forward", 2): {64: Tile(128, 96, 4, 1), 256: Tile(64, 64, 4, 1)},
+    ("forward", 2): {64: ScoreTile(128, 96, 4, 1), 256: ScoreTile(64, 64, 4, 1)},
     ("gradient_q", 2): {
-        64: Tile(128, 64, 4, 1),
-        96: Tile(128, 32, 4, 2),
-        128: Tile(128, 32, 4, 2),
-        256: Tile(64, 32, 4, 1),
+        64: ScoreTile(128, 64, 4, 1),
+        96: ScoreTile(128, 32, 4, 2),
+        128: ScoreTile(128, 32, 4, 2),
+        256: ScoreTile(64, 32, 4, 1),
     },
 }
 BETTER = {80: _AMPERE, 87: _AMPERE, 90: _HOPPER, 100: _HOPPER}
@@ -211,7 +211,7 @@ def shared_table(architecture):
 
 @cache
 def tile(work, itemsize, head_dim, value_dim, architecture, shared_kv=False):
-    """The table's `Tile` for `work`: "forward", "decode", "gradient_q" or "gradient_kv".
+    """The table's `ScoreTile` for `work`: "forward", "decode", "gradient_q" or "gradient_kv".
 
     shared_kv: whether keys hold the values.
     Raises ArgumentError if a dim is larger than `LARGEST_DIM`, or with shared_kv than `LARGEST_SHARED_DIM`.
@@ -253,9 +253,9 @@ def score_form(scale, softcap):
 def attention_kernel(
     work, dtype, head_dim, value_dim, heads_per_kv, score, architecture, cut=None, page_size=0, shared_kv=False
 ):
-    """(Kernel, Tile) for `work`, as in `tile`.
+    """(Kernel, ScoreTile) for `work`, as in `tile`.
 
-    score: SCORE of `score_form`.  architecture: compute capability, such as 90.  cut: a Tile in place of the table's.
+    score: SCORE of `score_form`.  architecture: compute capability, such as 90.  cut: in place of the table's tile.
     page_size: slots of a page if the keys are in a pool, forward only; 0 if they are a chunk.
     shared_kv: whether keys hold the values.
     """

@@ -56,13 +56,13 @@ def _verify(plan, peers, name, documents, window, backward):
     cut = {"cu_seqlens": cuts} if documents > 1 else {}
     out, lse = plan.forward(*inputs, **cut)
     grads = plan.backward(dout, *inputs, out, lse, **cut) if backward else ()
-    how = {"documents": cut, "read": lambda name, start, stop: whole[name][:, start:stop]}
+    source = compare.Source(p, lambda name, start, stop: whole[name][:, start:stop], cut)
 
     def verify():
         if backward:
-            reports = gradients.verify_both(peers, p, *layouts, out, lse, grads, **how)
+            reports = gradients.verify_both(peers, source, layouts, out, lse, grads)
         else:
-            reports = (compare.verify(peers, p, plan.q_layout, out, lse, **how),)
+            reports = (compare.verify(peers, source, plan.q_layout, out, lse),)
         if not all(report.passed for report in reports):
             raise everywhere(VerificationError("; ".join(map(str, reports))), peers)
 

@@ -7,13 +7,6 @@ from ..errors import ArgumentError
 from ..problem.tensors import as_array
 
 
-def check_sizes(**sizes: Any) -> None:
-    """Check whole numbers, at least 1."""
-    for name, value in sizes.items():
-        if not _is_count(value) or value < 1:
-            raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least 1")
-
-
 def _is_count(value: object) -> bool:
     """Whether a value is a whole number.  A truth value is none: a mask would be taken for 0 and 1."""
     return isinstance(value, Integral) and not isinstance(value, bool)

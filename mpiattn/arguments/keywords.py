@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,11 @@ def learn(function: Callable[..., Any], called: str) -> None:
 def arguments_of(called: str) -> tuple[str, ...]:
     """The arguments of a function that has been learned."""
     return _known[called]
+
+
+def for_record(record: type[Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a dataclass has fields for, by name."""
+    return {field.name: arguments[field.name] for field in fields(record)}
 
 
 def unknown(called: str, names: Iterable[str], allowed: Iterable[str] | None = None) -> KeywordError | None:

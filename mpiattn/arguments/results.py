@@ -6,13 +6,13 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..problem.tensors import as_given
-from .folding import checked
+from .arrays import checked_array
 
 
 class Results:
     """The results of a call by name, each in the caller's memory or in new memory of a back end.
 
-    asked: {name: (the caller's array or None, shape, dtype, its `Axes`)} of every result.
+    asked: {name: (the caller's array or None, what it must be, a `Required`)} of every result.
     inputs: {name: array that the call reads, or None if it was not given}.
 
     Raises ArgumentError if a caller's array cannot take the result.  This holds for another kind of array, shape or
@@ -23,9 +23,9 @@ class Results:
     def __init__(self, backend, asked, inputs):
         self._backend, self._asked, self._arrays, others = backend, asked, {}, dict(inputs)
         self._new = {}  # those that the caller did not give, as they are returned
-        for name, (memory, shape, dtype, axes) in asked.items():
+        for name, (memory, wanted) in asked.items():
             if memory is not None:
-                array = checked(backend, name, memory, shape, dtype, axes, writable=True)
+                array = checked_array(backend, name, memory, wanted, writable=True)
                 _check_own_memory(name, array, others)
                 self._arrays[name] = others[name] = array
 
@@ -34,9 +34,9 @@ class Results:
 
         given: an argument of the call, of whose library these are.
         """
-        for name, (_, shape, dtype, _) in self._asked.items():
+        for name, (_, wanted) in self._asked.items():
             if name not in self._arrays:
-                self._new[name] = self._backend.result(shape, dtype, given)
+                self._new[name] = self._backend.result(wanted.shape, wanted.dtype, given)
                 self._arrays[name] = self._backend.array(name, self._new[name])
         return tuple([self._arrays[name] for name in self._asked])
 
@@ -45,7 +45,7 @@ class Results:
         return tuple(
             [
                 as_given(given, self._new[name])[0] if memory is None else memory
-                for name, (memory, *_) in self._asked.items()
+                for name, (memory, _) in self._asked.items()
             ]
         )
 

@@ -1,0 +1,98 @@
+"""The arrays that callers give: what each must be, and the same array of a back end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import ArgumentError
+from ..problem.tensors import as_array, is_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+
+    from ..backends.base import Array, Backend
+
+
+def on_host(array: Any) -> Any:
+    """An array of any back end as a NumPy array: itself if on the host, else a copy from the device.
+
+    A tensor as a tensor in host memory.
+    """
+    if is_tensor(array):
+        return array.cpu()
+    return array.get() if hasattr(array, "__cuda_array_interface__") and hasattr(array, "get") else array
+
+
+class Axes(NamedTuple):
+    """What the axes of an argument are, for errors.
+
+    names: of the axes.  tokens: which property of the plan has the positions of its tokens, "" without a plan.
+    """
+
+    names: tuple[str, ...]
+    tokens: str = ""
+
+
+class Required(NamedTuple):
+    """What an argument must be.  shape: with None for an axis of any length."""
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any] | str
+    axes: Axes | None = None
+
+
+def checked_array(backend: Backend, name: str, argument: Any, wanted: Required, writable: bool = False) -> Array:
+    """An argument, array or tensor, as an array of a back end.  Raises ArgumentError if shape or dtype differ.
+
+    writable: True if a result will be written into it.
+    """
+    array = (backend.writable if writable else backend.array)(name, as_array(name, argument))
+    shape, dtype, _ = wanted
+    if array.shape != shape and (
+        len(array.shape) != len(shape)
+        or array.shape != tuple([m if n is None else n for m, n in zip(array.shape, shape)])  # quicker than any()
+    ):
+        raise ArgumentError(f"{name} has shape {array.shape}; {_in_words(wanted, array.shape)}")
+    if array.dtype != dtype:  # another byte order is another dtype
+        raise ArgumentError(f"{name} has dtype {array.dtype}; it must be {dtype}")
+    return array
+
+
+def _in_words(wanted: Required, given: tuple[int, ...]) -> str:
+    """The shape that an argument must have; if the given one has its tokens and heads in turn, that too."""
+    shape, _, axes = wanted
+    sizes = _in_brackets("any" if n is None else str(n) for n in shape)
+    where, names = "it" if None in shape else "on this rank it", axes and _in_brackets(axes.names)
+    text = f"{where} must be {f'{names} = {sizes}' if names else sizes}"
+    if axes and axes.tokens:
+        text += f", with the tokens of plan.{axes.tokens}"
+    if len(given) == len(shape) > 2:
+        swapped = given[0], given[2], given[1], *given[3:]
+        if all(n in (None, m) for m, n in zip(swapped, shape)):
+            text += "; axes 1 and 2 are swapped"
+    return text
+
+
+def _in_brackets(words: Iterable[str]) -> str:
+    """Words as a tuple is written."""
+    first, *others = words
+    return f"({', '.join([first, *others])})" if others else f"({first},)"
+
+
+def check_values(shared_kv: bool, v: Any, name: str = "v") -> None:
+    """Raise ArgumentError unless v is given where it is an array of its own, and None where keys hold the values.
+
+    name: "v", or "dv", which may be None in either case.
+    """
+    if shared_kv and v is not None:
+        given = f"of shape {tuple(v.shape)}" if hasattr(v, "shape") else f"a {type(v).__name__}"
+        raise ArgumentError(
+            f"{name} is {given}; with shared_kv it is the first columns of {name.replace('v', 'k')}, and must be None"
+        )
+    if not shared_kv and v is None and name == "v":
+        raise ArgumentError(
+            "v is None; it must be an array.  Only with shared_kv=True are values the first columns of the keys, "
+            "and v None"
+        )

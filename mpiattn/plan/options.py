@@ -1,0 +1,95 @@
+"""What the caller of `MeshAttention` asks for: the problem, and options of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..arguments.keywords import for_record
+from ..comm.exchange import MAX_MESSAGE, message_limit
+from ..comm.peers import check_timeout
+from ..comm.transport import check_transport
+from ..model import cost, planes, search
+from ..model.machine import DEFAULT
+from ..problem.choices import one_of
+from ..problem.documents import expected_cuts
+from ..problem.layout import LAYOUTS
+from ..problem.problem import Problem
+from ..schedule.tile import parse_tile
+
+if TYPE_CHECKING:
+    import os
+
+    from ..model.machine import Machine
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `MeshAttention` other than the problem, as documented there."""
+
+    tile: Any = "auto"
+    layout: Any = "auto"
+    mesh_layout: Any = "auto"
+    schedule: str = "auto"
+    route: str = "auto"
+    direction: str = "forward"
+    backend: str = "auto"
+    transport: str = "auto"
+    max_message: int | str = MAX_MESSAGE
+    max_memory: int | str | None = None
+    machine: Machine | str | os.PathLike[str] | None = None
+    overlap: bool = True
+    timeout: float | None = None
+    expected_cu_seqlens: Any = None
+
+    def checked(self, problem: Problem, ranks: int) -> CheckedOptions:
+        """The same as values; raises ArgumentError."""
+        check_timeout(self.timeout)
+        one_of("direction", self.direction, tuple(search.DIRECTIONS))
+        one_of("schedule", self.schedule, (*cost.SCHEDULES, "auto"))
+        one_of("overlap", self.overlap, (True, False))
+        check_transport(self.backend, self.transport)
+        search.routes(self.route, problem, DEFAULT)
+        one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, "auto"))
+        tile = parse_tile(self.tile, ranks)
+        planes.check_heads(tile, problem)
+        cuts = expected_cuts(problem, self.expected_cu_seqlens)
+        return replace(
+            self.unchecked(),
+            tile=tile,
+            expected_cu_seqlens=cuts,
+            layout=search.layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
+            fixed=not isinstance(self.layout, str),
+            max_message=message_limit(self.max_message),
+            max_memory=search.memory_limit(self.max_memory),
+        )
+
+    def unchecked(self) -> CheckedOptions:
+        """The same, for a caller that replaces what `checked` would."""
+        return CheckedOptions(**vars(self))
+
+
+@dataclass(frozen=True)
+class CheckedOptions(Options):
+    """Options as values: of tile and layout, numbers of bytes, cuts of documents.
+
+    layout: pairs of `Layout` to choose from.  fixed: whether the caller says which rank holds which chunk.
+    """
+
+    fixed: bool = False
+
+
+class Asked(NamedTuple):
+    """What a plan is made of, as the caller gives it.  problem: keywords of `Problem`."""
+
+    problem: dict[str, Any]
+    options: Options
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Asked:
+        """From the arguments of `MeshAttention` by name, which have the defaults of both records."""
+        return cls(for_record(Problem, arguments), Options(**for_record(Options, arguments)))
+
+    def of_lengths(self, seqlen: int, seqlen_k: int) -> Asked:
+        """The same for other numbers of tokens."""
+        return self._replace(problem={**self.problem, "seqlen": seqlen, "seqlen_k": seqlen_k})

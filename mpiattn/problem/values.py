@@ -1,0 +1,27 @@
+"""Rules of single values: whole numbers, and truth values."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+
+
+def whole_number(name: str, value: Any, least: int, also: str = "") -> int:
+    """The value as an int.  Raises ArgumentError unless it is a whole number, at least `least`; True is none.
+
+    also: what else the error says it may be.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ArgumentError(f"{name} is {value!r}; it must be a whole number, at least {least}{also}")
+    return int(value)
+
+
+def truth(name: str, value: Any) -> bool:
+    """The value as a bool.  Raises ArgumentError unless it is True or False, or NumPy's."""
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
