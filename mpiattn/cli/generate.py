@@ -76,28 +76,23 @@ def run(args):
     if args.dout:
         shapes["dout"] = (p.batch, p.seqlen, p.heads, p.value_dim)
     cuts = _documents(args)
-    new = NewFile("FILE", args.file, (), HDF5)
-    try:
-        with hdf5.file_errors("FILE", args.file, "written"):
-            with hdf5.writing(new.partial, create=True) as file:
-                hdf5.create_datasets(
-                    file,
-                    {name: (shape, p.dtype) for name, shape in shapes.items()}
-                    | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
-                )
-                file.attrs["seed"], file.attrs["axes"] = args.seed, hdf5.AXES[0]
-                if p.shared_kv:
-                    file.attrs["value_dim"] = p.value_dim
-            hdf5.reserve(new.partial)
-            total = sum(math.prod(shape) for shape in shapes.values())
-            with hdf5.writing(new.partial) as file, Progress("generate", total, " elements") as progress:
-                for i, name in enumerate(shapes):
-                    _fill(file[name], np.random.default_rng([args.seed, i]), p.dtype, progress)
-                for name, cut in cuts.items():
-                    hdf5.write(file[name], (0,), cut)
-            new.publish()
-    finally:
-        new.discard()
+    with NewFile("FILE", args.file, (), HDF5) as new, hdf5.file_errors("FILE", args.file, "written"):
+        with hdf5.writing(new.partial, create=True) as file:
+            hdf5.create_datasets(
+                file,
+                {name: (shape, p.dtype) for name, shape in shapes.items()}
+                | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
+            )
+            file.attrs["seed"], file.attrs["axes"] = args.seed, hdf5.AXES[0]
+            if p.shared_kv:
+                file.attrs["value_dim"] = p.value_dim
+        hdf5.reserve(new.partial)
+        total = sum(math.prod(shape) for shape in shapes.values())
+        with hdf5.writing(new.partial) as file, Progress("generate", total, " elements") as progress:
+            for i, name in enumerate(shapes):
+                _fill(file[name], np.random.default_rng([args.seed, i]), p.dtype, progress)
+            for name, cut in cuts.items():
+                hdf5.write(file[name], (0,), cut)
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     listed += "".join(f", {name} {cut.tolist() if len(cut) < 9 else cut.shape}" for name, cut in cuts.items())
     print(f"{args.file}: {listed}, {p.dtype}, {size(os.path.getsize(args.file))}")

@@ -137,7 +137,8 @@ def _run(job, args):
             entry = store.Entry(key, tuned.machine, store.now(), samples)
             replaced = store.store(entry) if stored else None
             if args.out:
-                _write_machine(args.out, tuned.machine)
+                with NewFile("--out", args.out, (), JSON) as new, open(new.partial, "w") as file:
+                    file.write(json.dumps(tuned.machine.as_dict(), indent=2, allow_nan=False) + "\n")
             if args.json:
                 write_json(
                     args.json,
@@ -153,16 +154,6 @@ def _run(job, args):
             if args.json != "-":
                 print(_text(args, key, nodes, tuned, replaced, sum(job.seconds.values())), flush=True)
     return 0
-
-
-def _write_machine(path, machine):
-    new = NewFile("--out", path, (), JSON)
-    try:
-        with open(new.partial, "w") as file:
-            file.write(json.dumps(machine.as_dict(), indent=2, allow_nan=False) + "\n")
-        new.publish()
-    finally:
-        new.discard()
 
 
 # Output

@@ -30,18 +30,20 @@ def write_json(path, data):
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    new = None
-    try:
-        if not is_stream(path):
-            new = NewFile("--json", path, (), JSON)
-        with open(new.partial if new else path, "w") as file:
+    if not is_stream(path):
+        with NewFile("--json", path, (), JSON) as new, open(new.partial, "w") as file:
             file.write(text)
-        if new:
-            new.publish()
-    except FileError:
-        raise
+        return
+    try:
+        with open(path, "w") as file:
+            file.write(text)
     except OSError as error:
         raise FileError(f"--json is {path!r}; it cannot be written: {reason(error)}") from None
-    finally:
-        if new:
-            new.discard()
+
+
+def report(path, data, text):
+    """Write `data` as JSON to `path`, unless that is None, and print `text`, unless JSON goes to standard output."""
+    if path:
+        write_json(path, data)
+    if path != "-":
+        print(text, flush=True)

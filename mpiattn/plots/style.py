@@ -9,9 +9,8 @@ import os
 import re
 
 from ..console.table import duration, size
-from ..errors import ArgumentError, FileError
+from ..errors import ArgumentError
 from ..system.atomic_file import NewFile, check_target
-from ..system.os_errors import reason
 
 # Metadata that change from run to run or reveal the machine are left out of the file.
 METADATA = {
@@ -111,16 +110,10 @@ def save(figure, path, name="path"):
     Raises ArgumentError and FileError, which name the argument `name`.
     """
     check(name, path)
-    new = NewFile(name, path)
-    try:
+    with NewFile(name, path) as new:
         figure.savefig(new.partial, format=kind_of(path), metadata=METADATA[kind_of(path)])
         if kind_of(path) == "svg":
             _shorten(new.partial)
-        new.publish()
-    except OSError as error:
-        raise FileError(f"{name} is {path!r}; it cannot be written: {reason(error)}") from None
-    finally:
-        new.discard()
 
 
 def _shorten(path):
