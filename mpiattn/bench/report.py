@@ -1,7 +1,8 @@
 """The report of a benchmark, as data for JSON and as a table."""
 
-from ..console.table import duration, facts, percent, size, table
+from ..console.table import duration, facts, number, percent, size, table
 from ..problem.problem import dims_in_words
+from .environment import numpy_in_words
 from .summary import EMULATED
 
 
@@ -96,8 +97,8 @@ def size_text(cases, data):
     label = f", {EMULATED}" if data["compute"] == EMULATED else ""
     title = f"{cases[0]['seqlen']} tokens{label}; {checks} results checked: right"
     same = {}
-    for number, case in enumerate(cases):
-        if case["measured_as"] != number:
+    for i, case in enumerate(cases):
+        if case["measured_as"] != i:
             same.setdefault(case["measured_as"], []).append(" ".join(_name(case)[:3]))
     also = [f"{' '.join(_name(cases[number])[:3])} is also {'; '.join(others)}" for number, others in same.items()]
     return "\n".join(["", title, table(_rows(measured, data["direction"]), HEADER), *also])
@@ -121,29 +122,25 @@ def _problem(data):
 
 def head_text(data):
     """The head of the report, for all sizes."""
-    machine, versions, emulated = data["environment"], data["versions"], data["compute"] == EMULATED
+    machine, emulated = data["environment"], data["compute"] == EMULATED
+    enough = machine["cores"] >= machine["ranks_on_host"] or emulated
     head = [
         ("problem", _problem(data)),
-        ("ranks", f"{data['ranks']} on {data['hosts']} host{'s' * (data['hosts'] > 1)}"),
+        ("ranks", f"{data['ranks']} on {number(data['hosts'], 'host')}"),
         ("back end", data["backend"] + (f": {EMULATED}, as are all times" if emulated else "")),
-        *([("transport", data["transport"])] if data["transport"] else []),
+        ("transport", data["transport"]),
         (
             "machine",
             f"{machine['processor']}, {machine['cores']} cores for {machine['ranks_on_host']} ranks on the "
             f"fullest host; BLAS threads of each: {machine['blas_threads'] or 'unknown'}",
         ),
-        (
-            "versions",
-            f"mpiattn {data['mpiattn']}, NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), "
-            f"{versions['mpi']}",
-        ),
+        ("versions", f"mpiattn {data['mpiattn']}, {numpy_in_words(data, machine)}, {data['versions']['mpi']}"),
         (
             "measured",
             f"{data['runs']} runs of each case in turn, after {data['warmup']} unmeasured; median of the "
             "slowest rank's time",
         ),
         ("predicted", f"on machine {data['machine']['name']}: {data['machine']['assumes'] or 'measured'}"),
+        ("WARNING", "" if enough else "fewer cores than ranks: these times say little"),
     ]
-    if machine["cores"] < machine["ranks_on_host"] and not emulated:
-        head.append(("WARNING", "fewer cores than ranks: these times say little"))
     return facts(head)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import h5py
 
 from .. import __version__
-from ..comm.mesh import nodes_of
-from ..console.table import duration, facts, span
+from ..comm.mesh import by_node
+from ..console.table import duration, facts, number, span
 from ..system import host
 from ..system.installation import mpi_library
 
@@ -49,16 +49,11 @@ def origin(peers, words):
 
 def hosts_of(peers):
     """Every `Host` of the launch, in order of their lowest ranks; collective."""
-    nodes = nodes_of(peers)
-    of_ranks = peers.allgather((socket.gethostname(), host.blas()[1], host.cores(), os.cpu_count()))
     hosts = []
-    for node in range(max(nodes) + 1):
-        names, threads, cores, all_cores = zip(*(rank for rank, on in zip(of_ranks, nodes) if on == node))
-        hosts.append(
-            Host(
-                names[0], len(names), None if None in threads else sum(threads), len(set().union(*cores)), all_cores[0]
-            )
-        )
+    for ranks in by_node(peers, (socket.gethostname(), host.blas()[1], host.cores(), os.cpu_count())):
+        names, threads, cores, all_cores = zip(*ranks)
+        threads = None if None in threads else sum(threads)
+        hosts.append(Host(names[0], len(names), threads, len(set().union(*cores)), all_cores[0]))
     return hosts
 
 
@@ -69,9 +64,8 @@ def crowded(hosts):
         return None
     worst = max(crowd, key=lambda each: each.threads / each.cores)
     text = (
-        f"{worst.ranks} rank{'s' * (worst.ranks > 1)} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
-        f"{worst.threads} threads for {worst.cores} core{'s' * (worst.cores > 1)}, which can make it many times "
-        "slower: "
+        f"{number(worst.ranks, 'rank')} on {worst.name} {'have' if worst.ranks > 1 else 'has'} {worst.threads} threads "
+        f"for {number(worst.cores, 'core')}, which can make it many times slower: "
     )
     if worst.cores < min(worst.threads, worst.all_cores):
         text += (
@@ -83,7 +77,7 @@ def crowded(hosts):
         few = given if 0 < len(given) < len(host.BLAS_VARIABLES) else host.BLAS_VARIABLES[:1]
         text += "set " + ", ".join(f"{name}={max(1, worst.cores // worst.ranks)}" for name in few)
     else:
-        text += f"take no more than {worst.cores} rank{'s' * (worst.cores > 1)} a host"
+        text += f"take no more than {number(worst.cores, 'rank')} a host"
     return text
 
 
@@ -96,27 +90,23 @@ def text(plan, made, hosts, problem, passes, warning):
     counts = [each.threads / each.ranks for each in hosts if each.threads is not None]
     threads = span(counts, lambda count: f"{count:g}") if counts else "an unknown number of"
     machine = plan.machine
-    return (
-        facts(
-            [
-                ("mpiattn", f"{made['mpiattn']}, {made['date']}"),
-                ("command", made["command"]),
-                (
-                    "ranks",
-                    f"{sum(each.ranks for each in hosts)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({names}), "
-                    f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
-                    f"{span([each.cores for each in hosts])}",
-                ),
-                ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
-                ("problem", problem),
-                (
-                    "predicted",
-                    f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
-                    + (f": {machine.assumes}" if machine.assumes else ""),
-                ),
-                *([("transport", plan.transport)] if plan.transport else []),
-                *([("WARNING", warning)] if warning else []),
-            ]
-        )
-        + "\n"
-    )
+    rows = [
+        ("mpiattn", f"{made['mpiattn']}, {made['date']}"),
+        ("command", made["command"]),
+        (
+            "ranks",
+            f"{sum(each.ranks for each in hosts)} on {number(len(hosts), 'host')} ({names}), "
+            f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
+            f"{span([each.cores for each in hosts])}",
+        ),
+        ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
+        ("problem", problem),
+        (
+            "predicted",
+            f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
+            + (f": {machine.assumes}" if machine.assumes else ""),
+        ),
+        ("transport", plan.transport),
+        ("WARNING", warning),
+    ]
+    return facts(rows) + "\n"

@@ -21,10 +21,10 @@ import os
 
 from ..comm.agreement import agreement
 from ..console import options
-from ..console.json_file import check_json, write_json
+from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
-from ..console.table import duration, facts, percent, table
+from ..console.table import duration, facts, number, percent, table
 from ..errors import ArgumentError
 from ..system.atomic_file import JSON, NewFile, check_target
 
@@ -57,8 +57,7 @@ def _whole(text):
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn tune`."""
-    options.add_backend(parser)
-    options.add_transport(parser)
+    options.add(parser, "backend", "transport")
     parser.add_argument(
         "--head-dim",
         type=_whole,
@@ -90,15 +89,8 @@ def add_arguments(parser):
         "MPIATTN_MACHINE=FILE",
     )
     parser.add_argument("--no-store", action="store_true", help="do not change the store")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=TIMEOUT,
-        metavar="SECONDS",
-        help="how long a rank waits for others before it reports whom it waits for and ends the job "
-        "(default: %(default)g; inf: for ever)",
-    )
-    options.add_json(parser)
+    options.add_timeout(parser, TIMEOUT, f"{TIMEOUT:g}")
+    options.add(parser, "json")
 
 
 def run(args):
@@ -113,46 +105,45 @@ def _run(job, args):
     from ..model.tuned import key_of
     from ..tuning.measure import measure
 
-    peers, speaks = job.peers, job.comm.rank == 0
+    peers = job.peers
     stored = not (args.no_store or args.out)
     with agreement(peers):
         check_transport(args.backend, args.transport)
     nodes = nodes_of(peers)
     backend = make_backend(peers, nodes, args.backend, args.transport)
     peers.idle = backend.idle
-    with agreement(peers, only=0):
-        if speaks:  # before time is spent on measuring
-            check_json(args.json)
-            if args.out:
-                check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [], JSON)
-            if stored:
-                store.check_store()
+
+    def check():  # before time is spent on measuring
+        check_json(args.json)
+        if args.out:
+            check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [], JSON)
+        if stored:
+            store.check_store()
+
+    job.on_rank_0(check)
     with Progress("tune", args.seconds, " s") as progress:
         tuned = measure(job, nodes, backend, args.dtype or backend.dtypes, args.head_dim, args.seconds, progress)
     backend.close()
-    with agreement(peers, only=0):
-        if speaks:
-            key = key_of(backend, nodes, args.head_dim)
-            samples = {name: sample._asdict() for name, sample in tuned.samples.items()}
-            entry = store.Entry(key, tuned.machine, store.now(), samples)
-            replaced = store.store(entry) if stored else None
-            if args.out:
-                with NewFile("--out", args.out, (), JSON) as new, open(new.partial, "w") as file:
-                    file.write(json.dumps(tuned.machine.as_dict(), indent=2, allow_nan=False) + "\n")
-            if args.json:
-                write_json(
-                    args.json,
-                    {
-                        **entry.as_dict(),
-                        "default": tuned.lacking,
-                        "replaced": replaced,
-                        "store": store.path() if stored else None,
-                        "out": args.out,
-                        "seconds": job.seconds,
-                    },
-                )
-            if args.json != "-":
-                print(_text(args, key, nodes, tuned, replaced, sum(job.seconds.values())), flush=True)
+
+    def keep():
+        key = key_of(backend, nodes, args.head_dim)
+        samples = {name: sample._asdict() for name, sample in tuned.samples.items()}
+        entry = store.Entry(key, tuned.machine, store.now(), samples)
+        replaced = store.store(entry) if stored else None
+        if args.out:
+            with NewFile("--out", args.out, (), JSON) as new, open(new.partial, "w") as file:
+                file.write(json.dumps(tuned.machine.as_dict(), indent=2, allow_nan=False) + "\n")
+        data = {
+            **entry.as_dict(),
+            "default": tuned.lacking,
+            "replaced": replaced,
+            "store": store.path() if stored else None,
+            "out": args.out,
+            "seconds": job.seconds,
+        }
+        report(args.json, data, _text(args, key, nodes, tuned, replaced, sum(job.seconds.values())))
+
+    job.on_rank_0(keep)
     return 0
 
 
@@ -220,25 +211,22 @@ def _text(args, key, nodes, tuned, replaced, seconds):
         "merging",
         *(name for name in tuned.samples if name.startswith(("collective", "combining"))),
     ]
-    several = max(nodes) + 1
     threads = "unknown" if key.threads is None else key.threads
     head = [
-        ("ranks", f"{len(nodes)} on {several} node{'s' * (several > 1)}, {key.ranks_per_node} a node at most"),
+        ("ranks", f"{len(nodes)} on {number(max(nodes) + 1, 'node')}, {key.ranks_per_node} a node at most"),
         (
             "a rank",
-            f"{key.processor}; {key.cores} core{'s' * (key.cores > 1)}, BLAS threads: {threads} "
-            f"({key.blas or 'BLAS unknown'})",
+            f"{key.processor}; {number(key.cores, 'core')}, BLAS threads: {threads} ({key.blas or 'BLAS unknown'})",
         ),
         ("back end", f"{key.backend}, head_dim {key.head_dim}"),
         ("MPI", key.mpi),
     ]
-    tail = [("took", f"{duration(seconds)}; quartiles over all ranks and repetitions")]
-    if tuned.lacking:
-        tail.append(
-            ("not measured", "the default's: " + "; ".join(f"{field} ({why})" for field, why in tuned.lacking.items()))
-        )
-    if args.out:
-        tail.append(("written", args.out))
+    lacking = "; ".join(f"{field} ({why})" for field, why in tuned.lacking.items())
+    tail = [
+        ("took", f"{duration(seconds)}; quartiles over all ranks and repetitions"),
+        ("not measured", f"the default's: {lacking}" if lacking else None),
+        ("written", args.out),
+    ]
     if args.no_store or args.out:
         tail += [("stored", "no"), ("plans", "unchanged")]
     else:

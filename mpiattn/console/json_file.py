@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from functools import partial
 
 from ..errors import FileError
 from ..system.atomic_file import JSON, NewFile, check_target
@@ -47,3 +48,17 @@ def report(path, data, text):
         write_json(path, data)
     if path != "-":
         print(text, flush=True)
+
+
+def report_parts(job, path, parts):
+    """Report every part of a long work on rank 0 as it comes; returns 0, the exit code; collective.
+
+    parts: yields, on every rank, all data so far and the text of the part.  A JSON file is rewritten after each part,
+    so that an interrupted job keeps it; a stream gets the whole data at the end.
+    """
+    late, data = path is not None and is_stream(path), None
+    for data, text in parts:
+        if path != "-":
+            job.on_rank_0(partial(report, None if late else path, data, text))
+    job.on_rank_0(lambda: write_json(path, data) if late else None)
+    return 0

@@ -5,46 +5,30 @@ ranks share these blocks, as they share what they verify.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from ...comm.agreement import agreement, everywhere
 from ...errors import VerificationError
-from ...plan.mesh_attention import MeshAttention
 from ...verify import compare, gradients
 from ..baseline import TOLERANCE
 from ..kernel import check
-from .operation import Operation
+from .operation import Bench, Operation
 
 TOKENS, HEAD_DIM = 2**14, 16  # of a causal sequence of one head
 WINDOW = 64  # keys that a query sees
 
 
-@contextmanager
-def verification(peers, backend) -> Iterator[list[Operation]]:
+def verification(bench: Bench) -> Iterator[Operation]:
     """Short documents, long ones with gradients, and a window."""
-    with ExitStack() as stack:
-        rows = []
-        for name, documents, window, backward in (
-            ("1000 documents", 1000, None, False),
-            ("64 documents, backward too", 64, None, True),
-            (f"a window of {WINDOW} keys", 1, WINDOW, False),
-        ):
-            plan = stack.enter_context(
-                MeshAttention(
-                    peers.comm,
-                    seqlen=TOKENS,
-                    heads=1,
-                    head_dim=HEAD_DIM,
-                    causal=True,
-                    window=(window - 1, 0) if window else None,
-                    backend=backend,
-                    timeout=peers.timeout,
-                )
-            )
-            rows.append(_verify(plan, peers, name, documents, window or TOKENS, backward))
-        yield rows
+    for name, documents, window, backward in (
+        ("1000 documents", 1000, None, False),
+        ("64 documents, backward too", 64, None, True),
+        (f"a window of {WINDOW} keys", 1, WINDOW, False),
+    ):
+        shape = {"heads": 1, "head_dim": HEAD_DIM, "causal": True, "window": (window - 1, 0) if window else None}
+        plan = bench.plan(seqlen=TOKENS, **shape)
+        yield _verify(plan, bench.peers, name, documents, window or TOKENS, backward)
 
 
 def _verify(plan, peers, name, documents, window, backward):
