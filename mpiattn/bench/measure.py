@@ -11,13 +11,11 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import backends
-from ..comm.agreement import everywhere
 from ..console.progress import Progress
 from ..engine.folding import on_host
-from ..errors import VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
-from ..verify import compare, gradients
+from ..verify import gradients
 from .summary import EMULATED
 from .tensors import Tensors
 
@@ -51,20 +49,15 @@ class Subject:
 
         case: in words.  Raises VerificationError, the same on every rank.
         """
-        plan, limit = self.plan, CHECK_WORK / peers.size
-        self.forward = plan.forward(*self.inputs)
-        out, lse = map(on_host, self.forward)
+        plan, layouts = self.plan, (self.plan.q_layout, self.plan.k_layout)
+        self.forward = results = plan.forward(*self.inputs)
         if "backward" in self.passes:
-            grads = plan.backward(self.dout, *self.inputs, *self.forward)
-            grads = [None if grad is None else on_host(grad) for grad in grads]
-            self.reports["forward"], self.reports["backward"] = gradients.verify_both(
-                peers, plan.problem, plan.q_layout, plan.k_layout, out, lse, grads, read, limit=limit
-            )
-        else:
-            self.reports["forward"] = compare.verify(peers, plan.problem, plan.q_layout, out, lse, read, limit=limit)
-        failed = [str(report) for report in self.reports.values() if not report.passed]
-        if failed:  # every rank has the same reports
-            raise everywhere(VerificationError(f"{case} is wrong, nothing is measured: {'; '.join(failed)}"), peers)
+            results = *results, *plan.backward(self.dout, *self.inputs, *self.forward)
+        results = [None if array is None else on_host(array) for array in results]
+        limit = CHECK_WORK / peers.size
+        reports = gradients.verify_results(peers, plan.problem, layouts, results, read, limit=limit)
+        gradients.check_passed(peers, reports, f"{case} is wrong, nothing is measured: ")
+        self.reports = dict(zip(("forward", "backward"), reports))
 
     def run(self, peers, keep):
         """Run every pass once, each after a barrier; collective.  keep: append the measurements to `taken`."""

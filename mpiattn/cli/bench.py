@@ -155,8 +155,8 @@ def _sweep(job, args):
     """Yield the results so far after each size, as data and text; write the other files."""
     comm, peers = job.comm, job.peers
     with agreement(peers):
-        which = args.tile, args.schedule, args.route, args.no_overlap, args.heads, args.kv_heads, args.batch
-        asked = cases(comm.size, args.seqlen, *which)
+        planes = args.heads, args.kv_heads or args.heads, args.batch
+        asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap, planes)
     how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):

@@ -20,7 +20,7 @@ from functools import partial
 import h5py
 import numpy as np
 
-from ..comm.agreement import agreement, everywhere
+from ..comm.agreement import agreement
 from ..console import options
 from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
@@ -31,13 +31,14 @@ from ..decode.cache import KVCache
 from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
 from ..engine.folding import on_host
-from ..errors import FileError, VerificationError
+from ..errors import FileError
 from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.io import Input, Output
 from ..problem.layout import Layout
 from ..problem.problem import Problem
 from ..schedule.reduction import ALGORITHMS
 from ..verify.decode import choose, verify_decode
+from ..verify.gradients import check_passed
 from .opening import origin
 
 
@@ -191,8 +192,7 @@ def _verify(peers, problems, spans, source, q, out, lse):
     with Progress("verify", len(choose(problems, peers.rank, peers.size)[0]), " rows") as progress:
         verified = verify_decode(peers, problems, q, out, lse, read, progress=progress)
     source.check()  # HDF5 reads zeros past the end of a file
-    if not verified.passed:  # every rank has the same report
-        raise everywhere(VerificationError(f"verification failed, OUT is not written: {verified}"), peers)
+    check_passed(peers, [verified], "verification failed, OUT is not written: ")
     return verified
 
 

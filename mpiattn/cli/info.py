@@ -26,9 +26,6 @@ from ..system import host, installation
 from ..system.launch_variables import launch_rank
 from ..system.sources import kernel_dir
 
-KERNEL_HEADER = tuple(
-    "kernel, dtype, head dim|GPU|tile|registers|bytes spilled|shared KiB|blocks a multiprocessor".split("|")
-)
 HEAD_DIM = 128  # the default of `mpiattn tune`; the machine is looked up for it
 
 
@@ -99,9 +96,11 @@ def _report_kernels(args):
         )
         for row in rows
     ]
+    header = "kernel, dtype, head dim", "GPU", "tile", "registers", "bytes spilled", "shared KiB"
+    header += ("blocks a multiprocessor",)
     text = (
         f"{kernel_table.HEADS_PER_KV} query heads for each KV head; a tile is rows x columns of scores, "
-        f"warps, stages, parts of the results, warps that share rows\n\n{table(cells, KERNEL_HEADER)}"
+        f"warps, stages, parts of the results, warps that share rows\n\n{table(cells, header)}"
     )
     report(args.json, data, text)
 

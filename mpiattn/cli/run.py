@@ -21,13 +21,12 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import backends
-from ..comm.agreement import agreement, everywhere
+from ..comm.agreement import agreement
 from ..console import options
 from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
 from ..engine.folding import on_host
-from ..errors import VerificationError
 from ..files.finite import nonfinite
 from ..files.io import Input, Output, Wanted, Written
 from ..plan.mesh_attention import MeshAttention
@@ -225,26 +224,19 @@ def _read(source, layouts, ranks):
 def _verify(peers, plan, source, results, documents):
     """Reports of the results and of the gradients; VerificationError if one is wrong."""
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
-    out, lse, *grads = results.values()
-    if grads and p.shared_kv:
-        grads.append(None)  # dv
-    how = {"read": source.tokens, "documents": documents}
+    backward, results = "dq" in results, list(results.values())
     chosen = [compare.choose(p, layouts[0], peers.rank, documents)]
-    if grads:
+    if backward:
+        results += [None] * p.shared_kv  # dv
         of_gradients = gradients.choose(peers, p, *layouts, documents)
         chosen += of_gradients.rows, of_gradients.keys
-    with Progress("verify", sum(map(len, chosen)), " rows and keys" if grads else " rows") as progress:
-        if grads:
-            both = gradients.verify_both(peers, p, *layouts, out, lse, grads, progress=progress, **how)
-            reports = dict(zip(("verify", "verify_gradients"), both))
-        else:
-            reports = {"verify": compare.verify(peers, p, layouts[0], out, lse, progress=progress, **how)}
+    with Progress("verify", sum(map(len, chosen)), " rows and keys" if backward else " rows") as progress:
+        reports = gradients.verify_results(
+            peers, p, layouts, results, source.tokens, documents=documents, progress=progress
+        )
     source.check()  # HDF5 reads zeros past the end of a file, which results could match
-    failed = [str(report) for report in reports.values() if not report.passed]
-    if failed:
-        error = VerificationError(f"verification failed, OUT is not written: {'; '.join(failed)}")
-        raise everywhere(error, peers)  # every rank has the same reports
-    return reports
+    gradients.check_passed(peers, reports, "verification failed, OUT is not written: ")
+    return dict(zip(("verify", "verify_gradients"), reports))
 
 
 def _write(output, plan, results):

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from ..comm.agreement import everywhere
+from ..errors import VerificationError
 from .compare import (
     MOST,
     WORK_LIMIT,
@@ -222,3 +224,24 @@ def verify_both(
     counts = np.array([len(rows), len(positions), len(keys), len(key_positions)])
     peers.reduce(counts, MPI.SUM)
     return report, GradientReport(*counts.tolist(), *check.errors(), independent)
+
+
+def verify_results(peers, problem, layouts, results, read, **how):
+    """The reports of a pass, one of (out, lse), two of (out, lse, dq, dk, dv); collective.
+
+    layouts: of the queries and of the keys.  read, how: as of `verify_both`.
+    """
+    out, lse, *grads = results
+    if grads:
+        return verify_both(peers, problem, *layouts, out, lse, grads, read, **how)
+    return (verify(peers, problem, layouts[0], out, lse, read, **how),)
+
+
+def check_passed(peers, reports, otherwise=""):
+    """Raise VerificationError on every rank unless all reports, the same on every rank, have passed.
+
+    otherwise: begins the message.
+    """
+    failed = [str(report) for report in reports if not report.passed]
+    if failed:
+        raise everywhere(VerificationError(otherwise + "; ".join(failed)), peers)

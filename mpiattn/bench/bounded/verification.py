@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...comm.agreement import agreement, everywhere
-from ...errors import VerificationError
-from ...verify import compare, gradients
+from ...comm.agreement import agreement
+from ...verify import gradients
 from ..baseline import TOLERANCE
 from ..kernel import check
 from .operation import Bench, Operation
@@ -40,15 +39,14 @@ def _verify(plan, peers, name, documents, window, backward):
     cut = {"cu_seqlens": cuts} if documents > 1 else {}
     out, lse = plan.forward(*inputs, **cut)
     grads = plan.backward(dout, *inputs, out, lse, **cut) if backward else ()
-    how = {"documents": cut, "read": lambda name, start, stop: whole[name][:, start:stop]}
+
+    def read(name, start, stop):
+        return whole[name][:, start:stop]
 
     def verify():
-        if backward:
-            reports = gradients.verify_both(peers, p, *layouts, out, lse, grads, **how)
-        else:
-            reports = (compare.verify(peers, p, plan.q_layout, out, lse, **how),)
-        if not all(report.passed for report in reports):
-            raise everywhere(VerificationError("; ".join(map(str, reports))), peers)
+        results = out, lse, *grads
+        reports = gradients.verify_results(peers, p, layouts, results, read, documents=cut)
+        gradients.check_passed(peers, reports)
 
     plain, blocks = _Plain(arrays, window, backward), _blocks(cuts, window)
     plain.run(blocks)
