@@ -142,16 +142,13 @@ class OneRank:
 class Measured(NamedTuple):
     """The measurements of one size on all ranks.
 
-    problem, machine, backend, transport: of its plans.  compute: "real" or EMULATED.
+    plan: one of its plans, closed.  compute: "real" or EMULATED.
     which: the index of each case's plan.
     plans: for each its "facts" and its "passes", by pass a list by rank of `Subject.measurements`.
     timelines: (predicted, measured) of the first case by pass, each by rank of the mesh.
     """
 
-    problem: object
-    machine: object
-    backend: str
-    transport: str
+    plan: MeshAttention
     compute: str
     which: list
     plans: list
@@ -199,9 +196,7 @@ def measure(job, cases, how, passes, runs, warmup):
     peers = job.peers
     asked, which = job("plan", lambda: _subjects(job, cases, how, passes))
     subjects = [subject for _, subject in asked]
-    plan = subjects[0].plan
-    problem, machine, backend = plan.problem, plan.machine, plan.backend
-    local = backends.get(backend)
+    problem, local = subjects[0].plan.problem, backends.get(subjects[0].plan.backend)
     one_rank = OneRank(problem, peers.size, local, passes)
     peers.idle = local.idle  # ranks wait between passes as inside them
     total = len(subjects) * (1 + warmup + runs)
@@ -234,4 +229,4 @@ def measure(job, cases, how, passes, runs, warmup):
         subject.plan.close()
     one_rank.close()
     compute = EMULATED if one_rank.known else "real"
-    return Measured(problem, machine, backend, plan.transport, compute, which, plans, timelines)
+    return Measured(plan, compute, which, plans, timelines)

@@ -26,10 +26,6 @@ def cases_as_data(asked, which, plans, summaries):
     ]
 
 
-def _bandwidth(rate):
-    return f"{size(rate)}/s"
-
-
 def _runs(figures):
     return f"{duration(figures['min'])} - {duration(figures['max'])}"
 
@@ -50,24 +46,19 @@ def _name(case):
     )
 
 
-HEADER = (
-    "tile",
-    "schedule",
-    "route",
-    "layout",
-    "pass",
-    "median",
-    "runs",
-    "ranks min/mean/max",
-    "GFLOP/s",
-    "of ideal",
-    "waits",
-    "sent/rank",
-    "algorithm",
-    "bus",
-    "predicted",
-    "",
-)
+# The columns of a pass's figures.
+FIGURES = {
+    "median": lambda figures: duration(figures["seconds"]["median"]),
+    "runs": lambda figures: _runs(figures["seconds"]),
+    "ranks min/mean/max": lambda figures: _ranks(figures["ranks"]),
+    "GFLOP/s": lambda figures: f"{figures['gflops_per_second']:.3g}",
+    "of ideal": lambda figures: percent(figures["of_ideal"]),
+    "waits": lambda figures: percent(figures["waiting"]["mean"]),
+    "sent/rank": lambda figures: size(figures["sent_bytes"]["mean"]),
+    "algorithm": lambda figures: f"{size(figures['algorithm_bandwidth'])}/s",
+    "bus": lambda figures: f"{size(figures['bus_bandwidth'])}/s",
+}
+HEADER = "tile", "schedule", "route", "layout", "pass", *FIGURES, "predicted", ""
 
 
 def _rows(cases, direction):
@@ -76,15 +67,7 @@ def _rows(cases, direction):
             yield (
                 *(_name(case) if not i else [""] * 4),
                 name,
-                duration(figures["seconds"]["median"]),
-                _runs(figures["seconds"]),
-                _ranks(figures["ranks"]),
-                f"{figures['gflops_per_second']:.3g}",
-                percent(figures["of_ideal"]),
-                percent(figures["waiting"]["mean"]),
-                size(figures["sent_bytes"]["mean"]),
-                _bandwidth(figures["algorithm_bandwidth"]),
-                _bandwidth(figures["bus_bandwidth"]),
+                *(show(figures) for show in FIGURES.values()),
                 duration(case["predicted_seconds"]) if name == direction else "",
                 "" if figures["counted"] else "BYTES DIFFER FROM THE FORMULA",
             )

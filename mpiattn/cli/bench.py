@@ -161,16 +161,17 @@ def _sweep(job, args):
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
         measured = measure.measure(job, of_size, how, search.DIRECTIONS[args.direction], args.runs, args.warmup)
-        by_plan = [passes_of(plan, measured.problem) for plan in measured.plans]
+        plan = measured.plan
+        by_plan = [passes_of(figures, plan.problem) for figures in measured.plans]
         summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]
         measured_cases = report.cases_as_data(of_size, measured.which, measured.plans, summaries)
         passes += [by_plan[i] for i in measured.which]
         data |= {
-            "backend": measured.backend,
-            "transport": measured.transport,
+            "backend": plan.backend,
+            "transport": plan.transport,
             "compute": measured.compute,
-            "machine": measured.machine.as_dict(),
-            "problem": _problem(measured.problem),
+            "machine": plan.machine.as_dict(),
+            "problem": _problem(plan.problem),
             **options.given(args, "direction", "runs", "warmup"),
             "cases": [*data.get("cases", []), *measured_cases],
         }
@@ -188,10 +189,10 @@ def _plot(path, measured, case):
     pairs = []
     for name, (predicted, traced) in measured.timelines.items():
         pairs += [
-            (f"{name}, predicted for {measured.machine.name}", predicted),
+            (f"{name}, predicted for {measured.plan.machine.name}", predicted),
             (f"{name}, measured{', emulated compute' * (measured.compute != 'real')}", traced),
         ]
-    p = measured.problem
+    p = measured.plan.problem
     title = (
         f"{p.seqlen} tokens x {p.heads} heads x {p.head_dim}, {p.dtype}, tile {case['tile']}, {case['schedule']}, "
         f"{case['route']} route"

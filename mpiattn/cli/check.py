@@ -23,7 +23,7 @@ from collections import Counter
 
 from ..check.report_item import FAIL, PASS, WARN, Item
 from ..console import options
-from ..console.json_file import check_json, report
+from ..console.json_file import check_json, report, show
 from ..console.launch import on_all_ranks
 from ..console.message import SILENT
 from ..console.progress import Progress
@@ -61,7 +61,7 @@ def run(args):
     if unfit or wrong:  # MPI must not be started
         items = [Item("GPU-aware MPI", FAIL, *unfit)] if unfit else [Item("ranks", FAIL, wrong, ADVICE)]
         if launch_rank() == 0:
-            _report(args, items, {})
+            show(args.json, *_made(items, {}))
         else:
             time.sleep(SILENT)
         return 1
@@ -78,7 +78,7 @@ def _run(job, args, timeout):
     job.on_rank_0(lambda: check_json(args.json) if speaks else None)
     with Progress("check", steps(comm.size), " steps") as progress:
         items, facts = survey(job, args.folder or ".", timeout, progress)
-    job.on_rank_0(lambda: _report(args, items, facts) if speaks else None)
+    report(job, args.json, lambda: _made(items, facts) if speaks else None)
     return int(_failed(items))
 
 
@@ -86,9 +86,10 @@ def _failed(items):
     return any(item.status == FAIL for item in items)
 
 
-def _report(args, items, facts):
+def _made(items, facts):
+    """The result as data and text."""
     data = {"passed": not _failed(items), "items": [item._asdict() for item in items], **facts}
-    report(args.json, data, as_text(items))
+    return data, as_text(items)
 
 
 def as_text(items, width=None):

@@ -228,7 +228,7 @@ def _tell(job, args, cache, shape, nbytes, chosen, verified):
         "per_rank": ranks,
         **({"verify": {**verified._asdict(), "passed": verified.passed}} if verified else {}),
     }
-    job.on_rank_0(lambda: report(args.json, data, _text(data, cache, shape, verified)))
+    report(job, args.json, lambda: (data, _text(data, cache, shape, verified)))
 
 
 def _text(data, cache, shape, verified):

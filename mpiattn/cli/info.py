@@ -56,22 +56,24 @@ def _run(job, args):
     nodes = nodes_of(job.peers)
     gathered = {"transports": _transports(job.peers, nodes), "hosts": _hosts(job.peers)}
 
-    def show():
-        if launch_rank() == 0:  # under another MPI's mpiexec every process is rank 0 of its own world
-            data = _data(job.comm, nodes, **gathered)
-            report(args.json, data, facts(list(_lines(data))))
+    def make():
+        if launch_rank():  # under another MPI's mpiexec every process is rank 0 of its own world
+            return None
+        data = _data(job.comm, nodes, **gathered)
+        return data, facts(list(_lines(data)))
 
-    job.on_rank_0(show)
+    report(job, args.json, make)
     return 0
 
 
 def _run_kernels(job, args):
     """The table of `mpiattn info --kernels`."""
-    job.on_rank_0(lambda: None if launch_rank() else _report_kernels(args))
+    report(job, args.json, lambda: None if launch_rank() else _made(args))
     return 0
 
 
-def _report_kernels(args):
+def _made(args):
+    """The table as data and text."""
     architectures = args.kernels.split(",")
     for architecture in architectures:
         if not re.fullmatch(r"sm_\d+", architecture) or int(architecture[3:]) < min(PROCESSORS):
@@ -102,7 +104,7 @@ def _report_kernels(args):
         f"{kernel_table.HEADS_PER_KV} query heads for each KV head; a tile is rows x columns of scores, "
         f"warps, stages, parts of the results, warps that share rows\n\n{table(cells, header)}"
     )
-    report(args.json, data, text)
+    return data, text
 
 
 # Gathering

@@ -122,7 +122,7 @@ def _run(job, args):
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
     ranks = peers.allgather(local)
     results = args, plan, chosen, job.seconds, ranks, reports, odd
-    job.on_rank_0(lambda: report(args.json, as_json(*results), as_text(*results)))
+    report(job, args.json, lambda: (as_json(*results), as_text(*results)))
     return 0
 
 

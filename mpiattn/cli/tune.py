@@ -141,9 +141,9 @@ def _run(job, args):
             "out": args.out,
             "seconds": job.seconds,
         }
-        report(args.json, data, _text(args, key, nodes, tuned, replaced, sum(job.seconds.values())))
+        return data, _text(args, key, nodes, tuned, replaced, sum(job.seconds.values()))
 
-    job.on_rank_0(keep)
+    report(job, args.json, keep)
     return 0
 
 
@@ -162,29 +162,19 @@ def _times(ratio):
     return f"{ratio:.3g} times"
 
 
-# How figures are formatted, by the last word of a sample's name.
+# The samples of fixed names, in the order of the table: what they are called, and how they are shown.
 FIGURES = {
-    "latency": duration,
-    "bandwidth": _rate,
-    "overlap": percent,
-    "node_bandwidth": _rate,
-    "launch": duration,
-    "backward": _times,
-    "merging": _rate,
-    "collective": _times,
-}
-NAMES = {
-    "inside latency": "inside a node: latency",
-    "inside bandwidth": "  bandwidth of a rank",
-    "inside overlap": "  hidden by blocks",
-    "between latency": "between nodes: latency",
-    "between bandwidth": "  bandwidth of a rank",
-    "node_bandwidth": "  bandwidth of a node",
-    "between overlap": "  hidden by blocks",
-    "launch": "overhead of a block",
-    "backward": "  backward, of forward's speed",
-    "merging": "merging partials",
-    "collective": "collectives, over pairs of messages",
+    "inside latency": ("inside a node: latency", duration),
+    "inside bandwidth": ("  bandwidth of a rank", _rate),
+    "inside overlap": ("  hidden by blocks", percent),
+    "between latency": ("between nodes: latency", duration),
+    "between bandwidth": ("  bandwidth of a rank", _rate),
+    "node_bandwidth": ("  bandwidth of a node", _rate),
+    "between overlap": ("  hidden by blocks", percent),
+    "launch": ("overhead of a block", duration),
+    "backward": ("  backward, of forward's speed", _times),
+    "merging": ("merging partials", _rate),
+    "collective": ("collectives, over pairs of messages", _times),
 }
 
 
@@ -195,7 +185,7 @@ def _row(name, sample):
     elif kind == "combining":
         called, show = f"combining {of[0]} heads: {of[1]}", duration
     else:
-        called, show = NAMES[name], FIGURES[name.split()[-1]]
+        called, show = FIGURES[name]
     typical, low, high = map(show, sample[:3])
     return called, typical, f"{low} to {high}", sample.samples
 
@@ -204,7 +194,7 @@ def _text(args, key, nodes, tuned, replaced, seconds):
     from ..model import store
 
     names = [
-        *(name for name in NAMES if name in tuned.samples and name.startswith(("inside", "between", "node"))),
+        *(name for name in FIGURES if name in tuned.samples and name.startswith(("inside", "between", "node"))),
         "launch",
         *(name for name in tuned.samples if name.startswith("flops ")),
         "backward",

@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from functools import partial
 
+from ..comm.agreement import agreement
 from ..errors import FileError
 from ..system.atomic_file import JSON, NewFile, check_target
 from ..system.os_errors import reason
@@ -42,12 +42,27 @@ def write_json(path, data):
         raise FileError(f"--json is {path!r}; it cannot be written: {reason(error)}") from None
 
 
-def report(path, data, text):
+def show(path, data, text):
     """Write `data` as JSON to `path`, unless that is None, and print `text`, unless JSON goes to standard output."""
     if path:
         write_json(path, data)
     if path != "-":
         print(text, flush=True)
+
+
+def report(job, path, make):
+    """As `show`, on rank 0 of a `Job`, of what make() returns there, or nothing if that is None; collective.
+
+    What fails, all ranks raise, except for the printing: a pipe that is closed ends this rank as it ends any command.
+    """
+    made = None
+    with agreement(job.peers, only=0):
+        if job.comm.rank == 0:
+            made = make()
+            if path and made:
+                write_json(path, made[0])
+    if made and path != "-":
+        print(made[1], flush=True)
 
 
 def report_parts(job, path, parts):
@@ -57,8 +72,9 @@ def report_parts(job, path, parts):
     so that an interrupted job keeps it; a stream gets the whole data at the end.
     """
     late, data = path is not None and is_stream(path), None
-    for data, text in parts:
+    for part in parts:
+        data = part[0]
         if path != "-":
-            job.on_rank_0(partial(report, None if late else path, data, text))
+            report(job, None if late else path, lambda part=part: part)
     job.on_rank_0(lambda: write_json(path, data) if late else None)
     return 0
