@@ -48,13 +48,7 @@ def add_arguments(parser):
     group.add_argument(
         "--decode", action="store_true", help="measure decoding over a cache of --seqlen tokens of each sequence"
     )
-    group.add_argument(
-        "--queries",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tokens of each sequence that a call decodes (default: %(default)s)",
-    )
+    options.add_numbers(group, ("queries", 1, "tokens of each sequence that a call decodes"), metavar="N")
     group.add_argument(
         "--algorithm",
         nargs="+",
@@ -64,9 +58,7 @@ def add_arguments(parser):
         help=f"algorithms that combine partial results: {', '.join(reduction.ALGORITHMS)}, auto; for "
         f"comparison: {', '.join(RINGS)}, which are slow for long contexts (default: all)",
     )
-    group.add_argument(
-        "--page-size", type=int, default=64, metavar="N", help="tokens of a page of the cache (default: %(default)s)"
-    )
+    options.add_numbers(group, ("page-size", 64, "tokens of a page of the cache"), metavar="N")
 
 
 def measure(job, args):

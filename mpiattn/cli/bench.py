@@ -66,12 +66,7 @@ def add_arguments(parser):
     options.add(parser, *options.VALUES, "batch")
     options.add_dtype(parser)
     options.add(parser, *options.MASKS)
-    parser.add_argument(
-        "--direction",
-        default="forward",
-        choices=tuple(search.DIRECTIONS),
-        help="which passes to measure, and to choose for (default: %(default)s)",
-    )
+    options.add_direction(parser, "which passes to measure, and to choose for")
     parser.add_argument(
         "--tile",
         nargs="+",
@@ -94,14 +89,8 @@ def add_arguments(parser):
         help="measure every case without overlap too (except collective schedules, which have none)",
     )
     options.add(parser, *PLAN)
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=1,
-        metavar="N",
-        help="unmeasured runs before them, besides the checked one (default: %(default)s)",
-    )
+    runs = ("runs", 5, "measured runs"), ("warmup", 1, "unmeasured runs before them, besides the checked one")
+    options.add_numbers(parser, *runs, metavar="N")
     options.add_timeout(parser)
     options.add(parser, "json")
     parser.add_argument(

@@ -61,13 +61,7 @@ def add_arguments(parser):
         "exchange between pairs of ranks, in half as many rounds; levels: inside each node, then between nodes; auto: "
         "the shortest predicted time (default: %(default)s)",
     )
-    parser.add_argument(
-        "--page-size",
-        type=int,
-        default=64,
-        metavar="TOKENS",
-        help="tokens of a page of the cache (default: %(default)s)",
-    )
+    options.add_numbers(parser, ("page-size", 64, "tokens of a page of the cache"), metavar="TOKENS")
     options.add(parser, "backend", "transport", "machine")
     options.add_max_message(parser)
     parser.add_argument(

@@ -63,12 +63,7 @@ def add_arguments(parser):
     )
     options.add_dtype(parser, "of q, k, v and the result")
     options.add(parser, "wire-dtype")
-    parser.add_argument(
-        "--direction",
-        default="forward",
-        choices=tuple(search.DIRECTIONS),
-        help="which passes to plan for (default: %(default)s)",
-    )
+    options.add_direction(parser, "which passes to plan for")
     options.add(parser, "layout", "mesh-layout", "route", "schedule", "tile", "max-memory", "machine")
     parser.add_argument(
         "--ranks-per-node",

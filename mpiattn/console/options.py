@@ -10,7 +10,7 @@ from ..errors import ArgumentError
 from ..files.hdf5 import AXES
 from ..model.cost import SCHEDULES
 from ..model.machine import BUILT_IN
-from ..model.search import SAME_TIME
+from ..model.search import DIRECTIONS, SAME_TIME
 from ..problem.byte_counts import byte_count
 from ..problem.layout import LAYOUTS
 from ..problem.problem import ALIASES, ITEMSIZE
@@ -46,6 +46,11 @@ def parse_dtype(text):
 def _backends(tests):
     """The back ends for tests, or the others, in words."""
     return "; ".join(f"{entry.usage}: {entry.about}" for entry in REGISTRY.values() if entry.tests == tests)
+
+
+def _one_of(names):
+    """A choice of these names or, by default, auto."""
+    return {"default": "auto", "choices": (*names, "auto")}
 
 
 # What argparse takes, by the name of the option.
@@ -98,25 +103,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         f"{100 * SAME_TIME:g} %% of it, the fewest bytes (default: %(default)s)",
     ),
     "schedule": dict(
-        default="auto",
-        choices=(*SCHEDULES, "auto"),
+        **_one_of(SCHEDULES),
         help="greedy: transfers go on while blocks are computed (Algorithm 2 of Mesh-Attention); collective: gather "
         "all, compute once, exchange results, without overlap; auto: the shorter predicted time (default: %(default)s)",
     ),
     "layout": dict(
-        default="auto",
-        choices=(*LAYOUTS, "auto"),
-        help="which tokens a rank holds; auto: the shortest predicted time (default: %(default)s)",
+        **_one_of(LAYOUTS), help="which tokens a rank holds; auto: the shortest predicted time (default: %(default)s)"
     ),
     "mesh-layout": dict(
-        default="auto",
-        choices=(*LAYOUTS, "auto"),
+        **_one_of(LAYOUTS),
         help="layout in which the mesh computes; if it differs from --layout, an all-to-all moves tokens before and "
         "after; auto: the shorter predicted time (default: %(default)s)",
     ),
     "route": dict(
-        default="auto",
-        choices=(*ROUTES, "auto"),
+        **_one_of(ROUTES),
         help="direct: each chunk is sent by its owner, or by MPI's collectives (collective schedule); ring: chunks are "
         "passed on from neighbour to neighbour; both send the same bytes; auto: the shorter predicted time "
         "(default: %(default)s)",
@@ -172,10 +172,18 @@ def add(parser, *names):
         parser.add_argument(f"--{name}", **OPTIONS[name])
 
 
-def add_numbers(parser, *numbers):
+def add_numbers(parser, *numbers, metavar=None):
     """Declare options that are whole numbers.  numbers: (name, default, what it is)."""
     for name, default, meaning in numbers:
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
+        help = f"{meaning} (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar=metavar, help=help)
+
+
+def add_direction(parser, meaning):
+    """--direction.  meaning: begins the help."""
+    parser.add_argument(
+        "--direction", default="forward", choices=tuple(DIRECTIONS), help=f"{meaning} (default: %(default)s)"
+    )
 
 
 def add_axes(parser, files):
