@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import __version__
-from ..comm.agreement import everywhere
+from ..comm.agreement import agreement, everywhere
 from ..console import options
 from ..console.table import duration, facts, number, percent, size, table
 from ..decode import combine
@@ -66,7 +66,9 @@ def measure(job, args):
 
     Raises ArgumentError and VerificationError.
     """
-    options.at_least(job.peers, {"seqlen": min(args.seqlen), "batch": args.batch, "queries": args.queries}, 1)
+    with agreement(job.peers):
+        for name, given in (("seqlen", min(args.seqlen)), ("batch", args.batch), ("queries", args.queries)):
+            options.check_least(name, given, 1)
     data = {
         "mpiattn": __version__,
         "ranks": job.peers.size,

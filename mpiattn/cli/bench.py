@@ -110,9 +110,7 @@ def run(args):
     measured = chosen.measure if chosen else _sweep
 
     def work(job):
-        with agreement(job.peers, only=0):
-            if job.comm.rank == 0:
-                _check(args)
+        job.on_rank_0(lambda: _check(args))
         return report_parts(job, args.json, measured(job, args))
 
     return on_all_ranks(work, args.timeout)

@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 from ..backends.registry import AUTO, REGISTRY, usages
-from ..comm.agreement import agreement
 from ..comm.transport import TRANSPORTS
 from ..errors import ArgumentError
 from ..files.hdf5 import AXES
@@ -241,13 +240,6 @@ def add_timeout(parser, seconds=None, default="600 or ten times the predicted ti
         help="how long a rank waits for others before it reports whom it waits for and ends the job "
         f"(default: {default}; inf: for ever)",
     )
-
-
-def at_least(peers, numbers, least):
-    """Raise ArgumentError on every rank unless each number is at least `least`.  numbers: by option."""
-    with agreement(peers):
-        for name, number in numbers.items():
-            check_least(name, number, least)
 
 
 def check_least(name, number, least):
