@@ -147,9 +147,10 @@ def measure_block(backend, clock, problem, direction, runs):
         block.clear()
     launch = (block.attend_backward, None) if backward else (block.attend, block.clear)
     works, others = {"mpiattn": timed_by(clock, *launch), **of_torch}, {}
-    if clock.product():
-        product, multiply, others[product] = clock.product()
-        works[product] = timed_by(clock, multiply)
+    product = clock.product()
+    if product:
+        name, multiply, operations = product
+        works[name], others[name] = timed_by(clock, multiply), operations
     flops = 2 * (problem.head_dim + problem.value_dim) * block.pairs * PRODUCTS[direction]
     results = rows(works, runs, "flops_per_second", flops, others, {"mpiattn": off, **differences})
     return {"what": direction, "seqlen": problem.seqlen, "flops": flops, "results": results, "missing": missing}
