@@ -1,17 +1,20 @@
 """The hidden files that outputs are written to: removed whenever a process can, else by the next job of that file."""
 
+import errno
 import os
 import re
 import signal
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import launch
 import pytest
 from files import RANK_1_RAISES, write_input
 from launch import mpirun
 
+from mpiattn.errors import FileError
 from mpiattn.system import partial_files
 from mpiattn.system.atomic_file import HDF5, NewFile
 
@@ -135,6 +138,19 @@ def test_long_names(tmp_path):
     new = NewFile("FILE", path)
     new.publish()
     assert left_in(tmp_path) == [path.name]
+
+
+def test_a_new_file_as_a_context(tmp_path):
+    """It has its name once the body is done; what the system refuses names the argument, and the old file stays."""
+    path = tmp_path / "x.json"
+    with NewFile("--out", path) as new:
+        Path(new.partial).write_text("whole")
+    refused = r"--out is '.*x.json'; it cannot be written: "
+    with pytest.raises(FileError, match=f"{refused}No space left on device"), NewFile("--out", path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(FileError, match=f"{refused}No such file"), NewFile("--out", path) as new:
+        os.remove(new.partial)
+    assert path.read_text() == "whole" and left_in(tmp_path) == [path.name]
 
 
 def test_an_error_leaves_nothing(tmp_path):

@@ -1,13 +1,10 @@
 """PyTorch's scaled_dot_product_attention, with each of its back ends, as a baseline for a back end's launches."""
 
 import contextlib
-import math
 import time
 
 import ml_dtypes
 import numpy as np
-
-from .clock import LEAST, MOST
 
 # Allowed difference of two results, relative to the largest value: a few times the rounding error.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-13}
@@ -47,29 +44,25 @@ def from_torch(torch, tensor):
 
 
 class Sdpa:
-    """A pass of one of torch's back ends over the same arrays.
+    """A pass of one of torch's back ends over the same arrays.  Raises RuntimeError where it is not possible.
 
-    arrays: q, k, v, and dout for the backward pass, NumPy, (tokens, heads, dim).  missing: why it is not possible, or
-    None.
+    arrays: q, k, v, and dout for the backward pass, NumPy, (tokens, heads, dim).  kind: a name in
+    torch.nn.attention.SDPBackend, or None: torch chooses.
     """
 
-    def __init__(self, torch, name, kind, deterministic, arrays, causal, backward, on_gpu):
-        self.torch, self.name, self.kind, self.deterministic = torch, name, kind, deterministic
-        self.causal, self.on_gpu, self.missing = causal, on_gpu, None
+    def __init__(self, torch, arrays, causal, backward, on_gpu=False, kind=None, deterministic=False):
+        self.torch, self.kind, self.deterministic = torch, kind, deterministic
+        self.causal, self.on_gpu = causal, on_gpu
         self.grouped = arrays[0].shape[1] != arrays[1].shape[1]
         device = "cuda" if on_gpu else "cpu"
         self.inputs = [to_torch(torch, array, device) for array in arrays[:3]]
         self.dout, self.forward = None, None
-        try:
-            if backward:
-                self.dout = to_torch(torch, arrays[3], device)
-                for tensor in self.inputs:
-                    tensor.requires_grad_()
-                with self._kernel():
-                    self.forward = self._attention()
-            self.results = [from_torch(torch, result) for result in self.run()]
-        except RuntimeError as error:
-            self.missing = " ".join(str(error).split())[:200]
+        if backward:
+            self.dout = to_torch(torch, arrays[3], device)
+            for tensor in self.inputs:
+                tensor.requires_grad_()
+            with self._kernel():
+                self.forward = self._attention()
 
     @contextlib.contextmanager
     def _kernel(self):
@@ -115,19 +108,24 @@ class Sdpa:
         events[1].synchronize()
         return events[0].elapsed_time(events[1]) / times / 1e3
 
-    def repeats(self):
-        """The number of passes that take LEAST seconds."""
-        self.seconds()
-        return min(MOST, max(1, math.ceil(LEAST / max(self.seconds(), 1e-9))))
+    def results(self):
+        """Those of one pass, NumPy, (tokens, heads, dim)."""
+        return [from_torch(self.torch, result) for result in self.run()]
 
 
 def baselines(arrays, causal, backward, on_gpu):
-    """A `Sdpa` for every back end of torch; empty where torch is not installed, or sees no GPU for on_gpu."""
-    torch = load_torch()
+    """Of every back end of torch by name: {name: (`Sdpa`, its results)}, and {name: why it is not possible}.
+
+    Both are empty where torch is not installed, or sees no GPU for on_gpu.
+    """
+    torch, possible, missing = load_torch(), {}, {}
     if torch is None or (on_gpu and not torch.cuda.is_available()):
-        return []
-    return [
-        Sdpa(torch, name, kind, deterministic, arrays, causal, backward, on_gpu)
-        for name, kind, only_backward, deterministic in (ON_GPU if on_gpu else ON_CPU)
-        if backward or not only_backward
-    ]
+        return possible, missing
+    for name, kind, only_backward, deterministic in ON_GPU if on_gpu else ON_CPU:
+        if backward or not only_backward:
+            try:
+                sdpa = Sdpa(torch, arrays, causal, backward, on_gpu, kind, deterministic)
+                possible[name] = sdpa, sdpa.results()
+            except RuntimeError as error:
+                missing[name] = " ".join(str(error).split())[:200]
+    return possible, missing

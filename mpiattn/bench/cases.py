@@ -32,15 +32,15 @@ def tile_names(asked, ranks, heads=1, kv_heads=1, batch=1):
     return list(dict.fromkeys(names))
 
 
-def cases(ranks, seqlens, tile, schedule, route, no_overlap=False, heads=1, kv_heads=None, batch=1):
+def cases(ranks, seqlens, tile, schedule, route, no_overlap=False, planes=(1, 1, 1)):
     """The cases of every size, a list of lists.  Raises ArgumentError.
 
     seqlens, tile, schedule, route: lists.  no_overlap: add every case without overlap, except those with a collective
-    schedule, which has none.  heads, kv_heads, batch: which planes "all" has tiles of; kv_heads by default heads.
+    schedule, which has none.  planes: heads, KV heads and sequences, by which "all" has tiles of several planes.
     """
     if min(seqlens) < 1:
         raise ArgumentError(f"seqlen is {min(seqlens)}; it must be at least 1")
-    names = tile_names(tile, ranks, heads, kv_heads or heads, batch)
+    names = tile_names(tile, ranks, *planes)
     schedules, routes, seqlens = (list(dict.fromkeys(asked)) for asked in (schedule, route, seqlens))
     return [
         [

@@ -1,7 +1,6 @@
 """Times launches of a back end: with events on its stream if it has one, else with the host's clock."""
 
 import ctypes
-import math
 import time
 from functools import partial
 
@@ -10,8 +9,6 @@ import numpy as np
 from ..arguments.arrays import on_host
 from ..system import host
 
-LEAST = 0.01  # seconds of a measurement, at least: short launches are repeated
-MOST = 200  # repeats, at most
 SIDE = 1536  # rows and columns of the matrices of `HostClock.product`
 
 
@@ -47,11 +44,6 @@ class HostClock:
             self.backend.wait(launch())
             total += time.perf_counter() - start
         return total / times
-
-    def repeats(self, launch, before=None):
-        """The number of launches that take LEAST seconds."""
-        self.seconds(launch, before)  # warm up
-        return min(MOST, max(1, math.ceil(LEAST / max(self.seconds(launch, before), 1e-9))))
 
     def memory_bandwidth(self, nbytes, dtype):
         """A read of memory by one thread, as (its name, a function that does it once, the bytes that it moves)."""

@@ -7,48 +7,36 @@ are single calls of MPI with the same bytes; ranks wait for the latter as for al
 attention of each rank alone, as bytes of keys and values per second, beside NumPy's sum over the same memory.
 """
 
+from functools import partial
+
 import numpy as np
 from mpi4py import MPI
 
 from ..arguments.arrays import on_host
-from ..comm.agreement import agreement
+from ..comm.agreement import agreement, everywhere
+from ..console import options
 from ..console.table import duration, facts, percent, size, table
 from ..decode import combine
 from ..decode.call import DecodeCall
 from ..decode.options import DecodeArguments
 from ..decode.rings import query_ring_decode, ring_decode
 from ..decode.tree import tree_decode
-from ..errors import ArgumentError, VerificationError
+from ..errors import VerificationError
 from ..problem.problem import ITEMSIZE
 from ..schedule import reduction
-from ..system import host
-from ..system.installation import mpi_library
 from ..system.words import number
 from ..tuning.combining import combining
 from ..version import __version__
+from . import environment
 from .baseline import TOLERANCE
 from .clock import plain_sum
 from .decode_inputs import Inputs
-from .slowest import slowest
+from .turns import difference, in_turn, slowest
 
 IN_MPI = "MPI_Allreduce"  # waits for other ranks inside MPI
 RINGS = {"ring": ring_decode, "query-ring": query_ring_decode}
 OWN = {"decode", "queries", "page_size", "algorithm"}  # options that only --decode takes
-SHARED = {
-    "seqlen",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "batch",
-    "dtype",
-    "backend",
-    "transport",
-    "machine",
-    "runs",
-    "warmup",
-    "timeout",
-    "json",
-}
+SHARED = set("seqlen heads kv_heads head_dim batch dtype backend transport machine runs warmup timeout json".split())
 
 
 def add_arguments(parser):
@@ -62,13 +50,7 @@ def add_arguments(parser):
     group.add_argument(
         "--decode", action="store_true", help="measure decoding over a cache of --seqlen tokens of each sequence"
     )
-    group.add_argument(
-        "--queries",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tokens of each sequence that a call decodes (default: %(default)s)",
-    )
+    options.add_numbers(group, ("queries", 1, "tokens of each sequence that a call decodes"), metavar="N")
     group.add_argument(
         "--algorithm",
         nargs="+",
@@ -78,49 +60,42 @@ def add_arguments(parser):
         help=f"algorithms that combine partial results: {', '.join(reduction.ALGORITHMS)}, auto; for "
         f"comparison: {', '.join(RINGS)}, which are slow for long contexts (default: all)",
     )
-    group.add_argument(
-        "--page-size", type=int, default=64, metavar="N", help="tokens of a page of the cache (default: %(default)s)"
-    )
+    options.add_numbers(group, ("page-size", 64, "tokens of a page of the cache"), metavar="N")
 
 
 def measure(job, args):
-    """Yield the measurement so far, as data for JSON, after each context; collective.
+    """Yield after each context the measurement so far, as data for JSON, and the context's text; collective.
 
     Raises ArgumentError and VerificationError.
     """
     with agreement(job.peers):
         for name, given in (("seqlen", min(args.seqlen)), ("batch", args.batch), ("queries", args.queries)):
-            if given < 1:
-                raise ArgumentError(f"--{name} is {given}; it must be at least 1")
-    asked = {
-        name: getattr(args, name)
-        for name in ("batch", "queries", "heads", "head_dim", "dtype", "page_size", "runs", "warmup")
-    }
-    blas, threads = host.blas()
+            options.check_least(name, given, 1)
     data = {
         "mpiattn": __version__,
         "ranks": job.peers.size,
-        **asked,
+        **options.given(args, "batch", "queries", "heads", "head_dim", "dtype", "page_size", "runs", "warmup"),
         "kv_heads": args.kv_heads or args.heads,
         "results": [],
-        "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
-        "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()},
+        "machine": environment.machine(),
+        "versions": environment.versions(),
     }
     for context in args.seqlen:
         result = _measure(job.peers, args, context)
         data |= {name: result.pop(name) for name in ("nodes", "backend", "transport")}
         data["results"].append(result)
-        yield data
+        head = head_text(data) + "\n" if len(data["results"]) == 1 else ""
+        yield data, head + result_text(result)
 
 
-def _timed(peers, backend, work, in_mpi):
-    """Seconds of the slowest rank until all launches are complete.  in_mpi: as of `slowest`."""
+def _timed(peers, backend, run, name):
+    """Seconds of the slowest rank until all launches of a work are complete."""
 
     def whole():
-        work()
+        run()
         backend.drain()
 
-    return slowest(peers, whole, in_mpi)
+    return slowest(peers, whole, in_mpi=name == IN_MPI)
 
 
 def _algorithms(asked, cache, chosen):
@@ -146,20 +121,15 @@ def _measure(peers, args, context):
             else (lambda name=name: tree_decode(q, cache, algorithm=name, check=False))
             for name in algorithms
         }
-        sent, difference, error = _check(inputs, cache, calls, call.partial_bytes)
+        sent, apart, error = _check(inputs, cache, calls, call.partial_bytes)
         alone = {
             f"combining {name}": combining(cache.combiner, call.backend, name, call.partial(), call.partial())
             for name in algorithms
             if name in reduction.ALGORITHMS
         }
-        work = {**calls, **alone, **_allreduce(cache, call), "keys": _keys(cache, call), "sum": _sum(cache)}
-        for _ in range(args.warmup):
-            for name, run in work.items():
-                _timed(peers, cache.combiner.backend, run, name == IN_MPI)
-        seconds = {name: [] for name in work}
-        for _ in range(args.runs):
-            for name, timed in seconds.items():
-                timed.append(_timed(peers, cache.combiner.backend, work[name], name == IN_MPI))
+        calls |= {**alone, **_allreduce(cache, call), "keys": _keys(cache, call), "sum": _sum(cache)}
+        works = {name: partial(_timed, peers, cache.combiner.backend, run, name) for name, run in calls.items()}
+        seconds = in_turn(works, args.runs, args.warmup)
         nbytes = np.array([_key_bytes(cache)])
         peers.reduce(nbytes, MPI.MAX)
         return {
@@ -170,7 +140,7 @@ def _measure(peers, args, context):
             "transport": cache.transport,
             "partial_bytes": call.partial_bytes[0],
             "key_bytes": int(nbytes[0]),
-            "difference": difference,
+            "difference": apart,
             "error": error,
             "sent_bytes": sent,
             "seconds": seconds,
@@ -194,33 +164,24 @@ def _check(inputs, cache, calls, partial_bytes):
         by_rank = peers.allgather((of_rank, formula))
         sent[name] = max(nbytes for nbytes, _ in by_rank)
         if any(formula not in (None, nbytes) for nbytes, formula in by_rank):
-            _fail(f"{name}: bytes sent and bytes by the formula differ, by rank: {by_rank}")
+            text = f"{name}: bytes sent and bytes by the formula differ, by rank: {by_rank}"
+            raise everywhere(VerificationError(text), peers)
     first = next(iter(outs.values()))
     rows = {(sequence, query) for sequence in (0, len(first) - 1) for query in (0, first.shape[1] - 1)}
     expected = {row: inputs.expected(*row)[0] for row in sorted(rows) if inputs.context >= inputs.args.queries - row[1]}
     off = np.array(
         [
-            max(_off(out, first) for out in outs.values()),
-            max((_off(out[row], ref) for out in outs.values() for row, ref in expected.items()), default=0.0),
+            max(difference([out], [first]) for out in outs.values()),
+            max((difference([out[row]], [ref]) for out in outs.values() for row, ref in expected.items()), default=0.0),
         ]
     )
     peers.reduce(off, MPI.MAX)
     tolerance = TOLERANCE[inputs.args.dtype]
-    for other, difference in zip(("one another", "float64 attention"), off):
-        if not difference <= tolerance:
-            _fail(f"results differ from {other} by {difference:.2g} of the largest value, more than {tolerance:g}")
+    for other, apart in zip(("one another", "float64 attention"), off):
+        if not apart <= tolerance:
+            text = f"results differ from {other} by {apart:.2g} of the largest value, more than {tolerance:g}"
+            raise everywhere(VerificationError(text), peers)
     return sent, *off.tolist()
-
-
-def _off(out, ref):
-    return float(np.abs(out - ref).max() / np.abs(ref).max())
-
-
-def _fail(text):
-    """Raise an error that every rank raises."""
-    error = VerificationError(text)
-    error.everywhere = True
-    raise error
 
 
 def _allreduce(cache, call):
@@ -264,12 +225,11 @@ def head_text(data):
         [
             (
                 "problem",
-                f"{number(data['batch'], 'sequence')}, {data['queries']} "
-                f"quer{'ies' if data['queries'] > 1 else 'y'} each, {data['heads']} heads over "
-                f"{data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}",
+                f"{number(data['batch'], 'sequence')}, {data['queries']} quer{'ies' if data['queries'] > 1 else 'y'} "
+                f"each, {data['heads']} heads over {data['kv_heads']} KV heads x {data['head_dim']}, {data['dtype']}",
             ),
             ("ranks", f"{data['ranks']} on {number(data['nodes'], 'node')}, {data['backend']} back end"),
-            *([("transport", data["transport"])] if data["transport"] else []),
+            ("transport", data["transport"]),
             (
                 "machine",
                 f"{machine['processor']}; NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}, threads: "

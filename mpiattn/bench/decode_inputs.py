@@ -4,6 +4,7 @@ from functools import reduce
 
 import numpy as np
 
+from ..console import options
 from ..decode.cache import KVCache
 from ..problem.layout import Layout
 from ..verify import reference
@@ -42,13 +43,7 @@ class Inputs:
             capacity=args.batch * self.context,
             sequences=args.batch,
             kv_heads=self.kv_heads,
-            head_dim=args.head_dim,
-            dtype=args.dtype,
-            page_size=args.page_size,
-            backend=args.backend,
-            transport=args.transport,
-            machine=args.machine,
-            timeout=args.timeout,
+            **options.given(args, "head-dim", "dtype", "page-size", "backend", "transport", "machine", "timeout"),
         )
         try:
             for _, layout, k, v in self._pieces():
@@ -63,17 +58,9 @@ class Inputs:
         entry, position = slice(sequence, sequence + 1), self.context - self.args.queries + query
         partials = []
         for first, layout, k, v in self._pieces():
-            partials.append(
-                reference.attention(
-                    self.q[entry, query : query + 1],
-                    k[entry],
-                    v[entry],
-                    True,
-                    positions=[position],
-                    keys=first + layout.positions(self.peers.rank),
-                    lengths=(self.context, self.context),
-                )
-            )
+            place = {"positions": [position], "keys": first + layout.positions(self.peers.rank)}
+            q, lengths = self.q[entry, query : query + 1], (self.context, self.context)
+            partials.append(reference.attention(q, k[entry], v[entry], True, lengths=lengths, **place))
         of_ranks = self.peers.allgather(reduce(lambda a, b: reference.merge(*a, *b), partials))
         out, lse = reduce(lambda a, b: reference.merge(*a, *b), of_ranks)
         return out[0, 0], lse[0, :, 0]

@@ -8,9 +8,8 @@ meanwhile, and then the block of its first queries and the keys that came. Both 
 measured in turn: plan, halo, plan, halo, ... A time is that of the slowest rank. Inputs are in place before.
 """
 
-import argparse
 import sys
-import time
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -19,37 +18,30 @@ from .. import backends
 from ..backends.block import BlockInputs
 from ..comm.agreement import agreement
 from ..console import options
-from ..console.json_file import write_json
-from ..console.launch import on_all_ranks
-from ..console.parser import Parser
 from ..console.table import duration, size, table
 from ..errors import ArgumentError, VerificationError
 from ..plan.mesh_attention import MeshAttention
 from ..problem.layout import Layout
 from ..version import __version__
+from . import standalone
 from .baseline import TOLERANCE
+from .turns import difference, in_turn, slowest
 
 TAG = 1
 
 
 def _arguments():
-    parser = Parser(
-        prog="python -m mpiattn.bench.halo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = standalone.parser_of(
+        "halo",
+        __doc__,
+        ("seqlen", 65536, "tokens"),
+        ("heads", 8, "heads"),
+        ("head-dim", 64, "elements per head"),
+        ("window", 511, "keys before its own that a query sees"),
+        ("runs", 5, "measured runs of each"),
     )
-    for name, default, meaning in (
-        ("--seqlen", 65536, "tokens"),
-        ("--heads", 8, "heads"),
-        ("--head-dim", 64, "elements per head"),
-        ("--window", 511, "keys before its own that a query sees"),
-        ("--runs", 5, "measured runs of each"),
-    ):
-        parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     options.add_dtype(parser)
-    for add in (
-        options.add_tile, options.add_schedule, options.add_layout, options.add_route, options.add_backend,
-        options.add_json,
-    ):  # fmt: skip
-        add(parser)
+    options.add(parser, "tile", "schedule", "layout", "route", "backend", "json")
     return parser
 
 
@@ -96,26 +88,16 @@ class Halo:
         self.backend.copy(out, self.partial[0])
 
 
-def _timed(peers, work):
-    """Seconds of the slowest rank."""
-    peers.barrier()
-    start = time.perf_counter()
-    work()
-    return max(peers.allgather(time.perf_counter() - start))
-
-
 def _measure(job, args):
+    """Yield the results as data and text."""
     comm, peers = job.comm, job.peers
     with agreement(peers):
-        if args.runs < 1:
-            raise ArgumentError(f"--runs is {args.runs}; it must be at least 1")
+        options.check_least("runs", args.runs, 1)
         if any(backends.find(name).on_gpu for name in backends.candidates(args.backend)):
             raise ArgumentError(f"--backend is {args.backend!r}; the exchange by hand takes arrays on the host")
-    shape = {
-        "seqlen": args.seqlen, "heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype, "causal": True,
-        "window": (args.window, 0), "backend": args.backend,
-    }  # fmt: skip
-    chosen = {name: getattr(args, name) for name in ("tile", "schedule", "layout", "route")}
+    shape = options.given(args, "seqlen", "heads", "head-dim", "dtype", "backend")
+    shape |= {"causal": True, "window": (args.window, 0)}
+    chosen = options.given(args, "tile", "schedule", "layout", "route")
     layout = Layout("contiguous", args.seqlen, comm.size)
     with MeshAttention(comm, **shape, **chosen) as plan, MeshAttention(comm, **shape, layout=layout) as other:
         with agreement(peers):
@@ -131,38 +113,28 @@ def _measure(job, args):
         halo.forward(q, k, v, out_by_hand[0])
         wholes = plan.gather(out), other.gather(out_by_hand)
         with agreement(peers, only=0):
-            difference = 0.0
+            apart = 0.0
             if comm.rank == 0:
-                first, second = (array.astype(np.float64) for array in wholes)
-                difference = float(np.abs(first - second).max() / np.abs(second).max())
-                if not difference <= TOLERANCE[args.dtype]:
-                    raise VerificationError(f"the plan and the halo exchange differ by {difference:.2g} of the largest")
+                apart = difference(wholes[:1], [wholes[1].astype(np.float64)])
+                if not apart <= TOLERANCE[args.dtype]:
+                    raise VerificationError(f"the plan and the halo exchange differ by {apart:.2g} of the largest")
         before = plan.sent[0]
         plan.forward(*inputs, out=out, lse=lse)
         sent = max(peers.allgather(plan.sent[0] - before))
-        seconds = {"plan": [], "halo": []}
-        for _ in range(args.runs):
-            seconds["plan"].append(_timed(peers, lambda: plan.forward(*inputs, out=out, lse=lse, check=False)))
-            seconds["halo"].append(_timed(peers, lambda: halo.forward(q, k, v, out_by_hand[0])))
+        works = {
+            "plan": partial(slowest, peers, lambda: plan.forward(*inputs, out=out, lse=lse, check=False)),
+            "halo": partial(slowest, peers, lambda: halo.forward(q, k, v, out_by_hand[0])),
+        }
+        seconds = in_turn(works, args.runs)
         by_hand = max(peers.allgather(halo.sends * sum(array[:1].nbytes for array in (k, v))))
-        return {
+        data = {
             "mpiattn": __version__, "ranks": comm.size, **shape, "window": args.window, "runs": args.runs,
             "backend": plan.backend, "tile": str(plan.tile), "schedule": plan.schedule.name, "route": plan.route,
-            "layout": plan.q_layout.kind, "difference": difference,
+            "layout": plan.q_layout.kind, "difference": apart,
             "sent_bytes": {"plan": sent, "halo": by_hand}, "seconds": seconds,
             "median": {name: float(np.median(times)) for name, times in seconds.items()},
         }  # fmt: skip
-
-
-def _run(job, args):
-    data = _measure(job, args)
-    with agreement(job.peers, only=0):
-        if job.comm.rank == 0:
-            if args.json:
-                write_json(args.json, data)
-            if args.json != "-":
-                print(_text(data), flush=True)
-    return 0
+    yield data, _text(data)
 
 
 def _text(data):
@@ -183,8 +155,7 @@ def _text(data):
 
 def main():
     """Returns the exit code."""
-    args = _arguments().parse_args()
-    return on_all_ranks(lambda job: _run(job, args))
+    return standalone.run(_arguments().parse_args(), _measure)
 
 
 if __name__ == "__main__":

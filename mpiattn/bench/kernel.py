@@ -5,6 +5,7 @@ full size; a wrong result ends the benchmark.  Then mpiattn's and PyTorch's laun
 """
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,11 +13,11 @@ import numpy as np
 from ..backends.block import BackwardInputs, BlockInputs, Gradients
 from ..errors import VerificationError
 from ..model.machine import PRODUCTS
-from ..problem.problem import Problem
 from ..verify import reference
 from .baseline import TOLERANCE, baselines
 from .clock import host_array
 from .tensors import NAMES, Tensors
+from .turns import difference, in_turn, repeats, summary
 
 CHECKED_PAIRS = 2**21  # pairs of a query and a key, summed over heads, in the comparison with float64
 PAGE = 64  # keys of a page
@@ -80,14 +81,6 @@ class Block:
         return [host_array(self.backend, self.out, event)]
 
 
-def difference(got, expected):
-    """The largest difference of any array, relative to the largest value of the expected one."""
-    return max(
-        float(np.abs(result.astype(np.float64) - ref).max() / max(np.abs(ref).max(), 1e-300))
-        for result, ref in zip(got, expected)
-    )
-
-
 def check(comparison, got, expected, allowed):
     """The difference; VerificationError where it exceeds what is allowed.  comparison: its name in the error."""
     off = difference(got, expected)
@@ -101,10 +94,7 @@ def check(comparison, got, expected, allowed):
 def check_small(backend, problem, backward):
     """Compare a block of few tokens with float64; returns the difference."""
     p, tokens = problem, max(1, min(problem.seqlen, int((CHECKED_PAIRS / problem.heads) ** 0.5)))
-    small = Block(
-        backend,
-        Problem(seqlen=tokens, heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, dtype=p.dtype, causal=p.causal),
-    )
+    small = Block(backend, replace(p, seqlen=tokens, seqlen_k=tokens))
     q, k, v, dout = (array[None] for array in small.arrays)
     expected = (
         reference.backward(dout, q, k, v, causal=p.causal)
@@ -115,38 +105,35 @@ def check_small(backend, problem, backward):
     return check(f"{tokens} tokens against float64", *results, TOLERANCE[p.dtype])
 
 
-def in_turn(subjects, runs):
-    """Seconds by name; subjects: (name, a function that times it once); run 1 of each, run 2 of each, ..."""
-    seconds = {name: [] for name, _ in subjects}
-    for _ in range(runs):
-        for name, timed in subjects:
-            seconds[name].append(timed())
-    return seconds
-
-
-def summary(name, seconds, **more):
-    """The results of one subject, for JSON."""
-    low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
-    return {"name": name, "median": median, "quartiles": [low, high], **more, "seconds": list(map(float, seconds))}
-
-
 def timed_by(clock, launch, before=None):
     """A function that times a launch, with enough repeats."""
-    return partial(clock.seconds, launch, before, clock.repeats(launch, before))
+    timed = partial(clock.seconds, launch, before)
+    return partial(timed, repeats(timed))
 
 
-def with_torch(arrays, causal, backward, on_gpu, own, dtype):
-    """Torch's subjects, after a comparison with mpiattn's `own` results; the differences; why others are missing."""
-    subjects, differences, missing = [], {}, {}
-    for baseline in baselines(arrays, causal, backward, on_gpu):
-        if baseline.missing:
-            missing[baseline.name] = baseline.missing
-            continue
-        differences[baseline.name] = check(
-            f"mpiattn against {baseline.name}", own, baseline.results, TORCH_FACTOR * TOLERANCE[dtype]
-        )
-        subjects.append((baseline.name, partial(baseline.seconds, baseline.repeats())))
-    return subjects, differences, missing
+def with_torch(block, own, backward, on_gpu):
+    """Torch's works over the arrays of a `Block`; their differences from `own` results; why others are missing."""
+    possible, missing = baselines(block.arrays, block.problem.causal, backward, on_gpu)
+    allowed = TORCH_FACTOR * TOLERANCE[block.problem.dtype]
+    differences = {
+        name: check(f"mpiattn against {name}", own, results, allowed) for name, (_, results) in possible.items()
+    }
+    works = {name: partial(sdpa.seconds, repeats(sdpa.seconds)) for name, (sdpa, _) in possible.items()}
+    return works, differences, missing
+
+
+def rows(works, runs, rate="", amount=0, others=None, differences=None):
+    """The results of a section: the works in turn.
+
+    rate: the name of the speed, `amount` in a second.  others: the amount of works that do not do this amount, by name.
+    differences: by name; None where there is none.
+    """
+    made = []
+    for name, seconds in in_turn(works, runs).items():
+        done = (others or {}).get(name, amount)
+        more = {rate: done / float(np.median(seconds)), "difference": differences.get(name)} if rate else {}
+        made.append(summary(name, seconds, **more))
+    return made
 
 
 def measure_block(backend, clock, problem, direction, runs):
@@ -155,27 +142,18 @@ def measure_block(backend, clock, problem, direction, runs):
     off = check_small(backend, problem, backward)
     block = Block(backend, problem)
     own = block.results(backward)
-    subjects, differences, missing = with_torch(
-        block.arrays, problem.causal, backward, clock.on_gpu, own, problem.dtype
-    )
+    of_torch, differences, missing = with_torch(block, own, backward, clock.on_gpu)
     if not backward:
         block.clear()
     launch = (block.attend_backward, None) if backward else (block.attend, block.clear)
-    subjects.insert(0, ("mpiattn", timed_by(clock, *launch)))
-    flops = 2 * (problem.head_dim + problem.value_dim) * block.pairs * PRODUCTS[direction]
-    product, multiply, operations = clock.product() or (None, None, None)
+    works, others = {"mpiattn": timed_by(clock, *launch), **of_torch}, {}
+    product = clock.product()
     if product:
-        subjects.append((product, timed_by(clock, multiply)))
-    rows = [
-        summary(
-            name,
-            seconds,
-            flops_per_second=(operations if name == product else flops) / float(np.median(seconds)),
-            difference=differences.get(name, off if name == "mpiattn" else None),
-        )
-        for name, seconds in in_turn(subjects, runs).items()
-    ]
-    return {"what": direction, "seqlen": problem.seqlen, "flops": flops, "results": rows, "missing": missing}
+        name, multiply, operations = product
+        works[name], others[name] = timed_by(clock, multiply), operations
+    flops = 2 * (problem.head_dim + problem.value_dim) * block.pairs * PRODUCTS[direction]
+    results = rows(works, runs, "flops_per_second", flops, others, {"mpiattn": off, **differences})
+    return {"what": direction, "seqlen": problem.seqlen, "flops": flops, "results": results, "missing": missing}
 
 
 def measure_decode(backend, clock, problem, keys, runs, queries=QUERIES):
@@ -183,49 +161,25 @@ def measure_decode(backend, clock, problem, keys, runs, queries=QUERIES):
 
     queries: query heads per KV head.
     """
-    p = Problem(
-        seqlen=1,
-        seqlen_k=keys,
-        heads=queries * problem.kv_heads,
-        kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        dtype=problem.dtype,
-        causal=True,
-    )
-    tensors = Tensors(p)
-    arrays = [tensors.tokens(name, np.arange(keys if name in "kv" else 1))[0] for name in NAMES[:3]]
-    count = -(-keys // PAGE)
+    p = replace(problem, seqlen=1, seqlen_k=keys, heads=queries * problem.kv_heads, causal=False)
+    block, count = Block(backend, p), -(-keys // PAGE)
     bounds = [np.full(1, side, np.int32) for side in (0, keys)]
-    q, out, lse = (
-        backend.contiguous(arrays[0]),
-        backend.empty((1, p.heads, p.value_dim), p.partial_dtype),
-        backend.empty((1, p.heads), p.partial_dtype),
-    )
-    expected = reference.attention(*(array[None] for array in arrays))[0][0]
-    nbytes, subjects, differences = sum(array.nbytes for array in arrays[1:]), [], {}
+    expected = [result[0] for result in reference.attention(*(array[None] for array in block.arrays[:3]))[:1]]
+    nbytes, works, differences = sum(array.nbytes for array in block.arrays[1:3]), {}, {}
     for name, pages in (
         ("mpiattn", np.arange(count)),
         ("mpiattn, pages in any order", np.random.default_rng(0).permutation(count)),
     ):
         pages = pages.astype(np.int32)
-        pools = [_paged(backend, array, pages) for array in arrays[1:]]
-        inputs = BlockInputs.of(p, q, pools, bounds, pages, PAGE)
-        launch = partial(backend.attend_pages, inputs, out, lse)
-        own = [host_array(backend, out, launch())]
-        differences[name] = check(f"{name} over {keys} keys against float64", own, [expected], TOLERANCE[p.dtype])
-        subjects.append((name, timed_by(clock, launch)))
-    others, more, missing = with_torch(arrays, False, False, clock.on_gpu, own, p.dtype)
+        pools = [_paged(backend, array, pages) for array in block.arrays[1:3]]
+        inputs = BlockInputs.of(p, block.q, pools, bounds, pages, PAGE)
+        launch = partial(backend.attend_pages, inputs, block.out, block.lse)
+        own = [host_array(backend, block.out, launch())]
+        differences[name] = check(f"{name} over {keys} keys against float64", own, expected, TOLERANCE[p.dtype])
+        works[name] = timed_by(clock, launch)
+    of_torch, off, missing = with_torch(block, own, False, clock.on_gpu)
     memory, move, moved = clock.memory_bandwidth(nbytes, p.dtype)
-    subjects += [*others, (memory, timed_by(clock, move))]
-    rows = [
-        summary(
-            name,
-            seconds,
-            bytes_per_second=(moved if name == memory else nbytes) / float(np.median(seconds)),
-            difference={**differences, **more}.get(name),
-        )
-        for name, seconds in in_turn(subjects, runs).items()
-    ]
+    works |= {**of_torch, memory: timed_by(clock, move)}
     return {
         "what": "decode",
         "keys": keys,
@@ -233,7 +187,7 @@ def measure_decode(backend, clock, problem, keys, runs, queries=QUERIES):
         "kv_heads": p.kv_heads,
         "page_size": PAGE,
         "bytes": nbytes,
-        "results": rows,
+        "results": rows(works, runs, "bytes_per_second", nbytes, {memory: moved}, differences | off),
         "missing": missing,
     }
 
@@ -250,17 +204,7 @@ def _paged(backend, array, pages):
 
 def measure_carry(backend, clock, problem, keys, runs):
     """Measure the extra cost of adding a block of `keys` keys to a partial result; returns a section of the result."""
-    block = Block(
-        backend,
-        Problem(
-            seqlen=problem.seqlen,
-            seqlen_k=keys,
-            heads=problem.heads,
-            kv_heads=problem.kv_heads,
-            head_dim=problem.head_dim,
-            dtype=problem.dtype,
-        ),
-    )
+    block = Block(backend, replace(problem, seqlen_k=keys, causal=False))
     held, other = (block.out, block.lse), block.partial()
 
     def attend_onto(partial):
@@ -272,21 +216,13 @@ def measure_carry(backend, clock, problem, keys, runs):
 
     backend.clear(*held)
     backend.wait(attend_onto(held))
-    seconds = in_turn(
-        [
-            ("onto a cleared partial", timed_by(clock, lambda: attend_onto(other), clear)),
-            ("onto a partial", timed_by(clock, lambda: attend_onto(held), clear)),
-        ],
-        runs,
-    )
-    rows = [summary(name, of_subject) for name, of_subject in seconds.items()]
-    return {
-        "what": "carry",
-        "seqlen": problem.seqlen,
-        "keys": keys,
-        "results": rows,
-        "overhead": rows[1]["median"] / rows[0]["median"] - 1,
+    works = {
+        "onto a cleared partial": timed_by(clock, lambda: attend_onto(other), clear),
+        "onto a partial": timed_by(clock, lambda: attend_onto(held), clear),
     }
+    cleared, onto = results = rows(works, runs)
+    overhead = onto["median"] / cleared["median"] - 1
+    return {"what": "carry", "seqlen": problem.seqlen, "keys": keys, "results": results, "overhead": overhead}
 
 
 def measure_launch(backend, clock, problem, runs):
@@ -294,12 +230,7 @@ def measure_launch(backend, clock, problem, runs):
 
     "issuing" is the host's time until the launches return; it matters where they return before they are complete.
     """
-    tiny = Block(
-        backend,
-        Problem(
-            seqlen=TINY, heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, dtype=problem.dtype
-        ),
-    )
+    tiny = Block(backend, replace(problem, seqlen=TINY, seqlen_k=TINY, causal=False))
     other = [backend.contiguous(np.zeros(array.shape, array.dtype)) for array in (tiny.out, tiny.lse)]
 
     def merge():
@@ -315,11 +246,8 @@ def measure_launch(backend, clock, problem, runs):
         return spent / times
 
     backend.wait(tiny.clear())
-    subjects = []
+    works = {}
     for name, launch in (("block", tiny.attend), ("merge", merge)):
-        subjects += [
-            (name, timed_by(clock, launch)),
-            (f"{name}, issuing", partial(issued, launch, clock.repeats(launch))),
-        ]
-    rows = [summary(name, seconds) for name, seconds in in_turn(subjects, runs).items()]
-    return {"what": "launch", "tokens": TINY, "results": rows}
+        works[name] = timed_by(clock, launch)
+        works[f"{name}, issuing"] = partial(issued, launch, repeats(partial(clock.seconds, launch)))
+    return {"what": "launch", "tokens": TINY, "results": rows(works, runs)}

@@ -3,6 +3,9 @@
 A ratio is the operation's time over its bound's (`bounded.operation`), medians of the slowest rank.
 """
 
+from contextlib import ExitStack
+from functools import partial
+
 import numpy as np
 
 from .. import backends
@@ -11,22 +14,21 @@ from ..comm.mesh import nodes_of
 from ..console.progress import Progress
 from ..console.table import duration, facts, table
 from ..errors import ArgumentError
-from ..system import host
-from ..system.installation import mpi_library
 from ..version import __version__
+from . import environment
 from .bounded.arrays import half_types, whole_arrays
 from .bounded.attention import documents, padding, predictions, whole_sequences
 from .bounded.calls import small_calls
 from .bounded.decoding import appending, decoding
 from .bounded.files import files
+from .bounded.operation import Bench
 from .bounded.verification import verification
-from .slowest import slowest
+from .turns import in_turn, repeats, slowest
 
 OWN = {"limits"}  # options that only --limits takes
 SHARED = {"backend", "runs", "timeout", "json"}
 PASS = 2.5  # the largest ratio that is near its bound
 CLOSE = 1.5  # and of a time to the predicted one, whichever is longer
-LEAST = 0.01  # seconds of a measurement, at least: short operations are repeated
 MOST = 1000  # repeats, at most
 GROUPS = (
     whole_sequences,
@@ -58,7 +60,7 @@ def add_arguments(parser):
 
 
 def measure(job, args):
-    """The figures as data for JSON; collective.  Raises ArgumentError and VerificationError."""
+    """Yield the figures, as data for JSON and as text; collective.  Raises ArgumentError and VerificationError."""
     peers = job.peers
     with agreement(peers):
         if any(backends.find(name).on_gpu for name in backends.candidates(args.backend)):
@@ -68,12 +70,12 @@ def measure(job, args):
     results = []
     with Progress("limits", len(groups), " groups of operations") as progress:
         for group in groups:
-            with group(peers, args.backend) as rows:
-                for row in rows:
-                    results.append(_measured(peers, row, args.runs))
-                    progress(1 / len(rows))
-    blas, threads = host.blas()
-    return {
+            with ExitStack() as stack:
+                operations = list(group(Bench(peers, args.backend, stack)))
+                for operation in operations:
+                    results.append(_measured(peers, operation, args.runs))
+                    progress(1 / len(operations))
+    data = {
         "mpiattn": __version__,
         "ranks": peers.size,
         "hosts": hosts,
@@ -82,9 +84,10 @@ def measure(job, args):
         "limit": PASS,
         "predicted_limit": CLOSE,
         "results": results,
-        "machine": {"processor": host.processor(), "blas": blas, "blas_threads": threads},
-        "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()},
+        "machine": environment.machine(),
+        "versions": environment.versions(),
     }
+    yield data, as_text(data)
 
 
 def as_text(data):
@@ -107,24 +110,25 @@ def as_text(data):
         ("back end", data["backend"]),
         ("measured", f"{data['runs']} runs of each operation and its bound, in turn; times of the slowest rank"),
         ("PASS", f"at most {data['limit']} times the bound; a predicted time off by {data['predicted_limit']} at most"),
+        (
+            "left out",
+            f"files: the ranks are on {data['hosts']} hosts, whose temporary folders may differ"
+            if data["hosts"] > 1
+            else None,
+        ),
     ]
-    if data["hosts"] > 1:
-        head.append(("left out", f"files: the ranks are on {data['hosts']} hosts, whose temporary folders may differ"))
     header = "operation", "time", "bounded by", "time", "ratio", ""
     return "\n".join(["", facts(head), "", table(rows, header)])
 
 
 def _measured(peers, row, runs):
-    works = [(row.run, False), (row.bound, row.in_mpi)] if callable(row.bound) else [(row.run, False)]
-    for work in works:
-        slowest(peers, *work, 1)  # warm up
-    times = [min(MOST, max(1, round(LEAST / max(slowest(peers, *work, 1), 1e-9)))) for work in works]
-    seconds = [[] for _ in works]
-    for _ in range(runs):
-        for each, work, count in zip(seconds, works, times):
-            each.append(slowest(peers, *work, count))
-    of_run, of_bound = (*seconds, [row.bound])[:2]
-    median, bound = float(np.median(of_run)), row.worth * float(np.median(of_bound))
+    """The figures of an `Operation` and its bound, measured in turn."""
+    works = {"run": partial(slowest, peers, row.run)}
+    if callable(row.bound):
+        works["bound"] = partial(slowest, peers, row.bound, row.in_mpi)
+    works = {name: partial(timed, times=repeats(timed, MOST)) for name, timed in works.items()}
+    seconds = {"bound": [row.bound], **in_turn(works, runs)}
+    median, bound = float(np.median(seconds["run"])), row.worth * float(np.median(seconds["bound"]))
     ratio, limit = median / bound, PASS
     if not callable(row.bound):
         ratio, limit = max(ratio, 1 / ratio), CLOSE
@@ -136,6 +140,6 @@ def _measured(peers, row, runs):
         "ratio": ratio,
         "limit": limit,
         "passes": ratio <= limit,
-        "seconds": of_run,
-        "bound_seconds": of_bound,
+        "seconds": seconds["run"],
+        "bound_seconds": seconds["bound"],
     }

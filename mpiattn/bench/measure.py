@@ -13,7 +13,6 @@ from mpi4py import MPI
 from .. import backends
 from ..arguments.arrays import on_host
 from ..console.progress import Progress
-from ..errors import VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
 from ..verify import compare, gradients
@@ -21,6 +20,7 @@ from .summary import EMULATED
 from .tensors import Tensors
 
 CHECK_WORK = 2e9  # operations of float64 attention to check rows, over all ranks, without the edge rows
+SHAPE = "heads", "kv_heads", "head_dim", "value_dim", "shared_kv", "batch", "dtype"  # of a problem, besides the tokens
 PIECES = 16  # pieces of tensors that are cached during the check, 4 MiB each
 
 
@@ -35,41 +35,29 @@ class Taken(NamedTuple):
     sent: list
 
 
-def _given(plan, inputs):
-    """Inputs, of which some may be None, as arrays of the plan's back end."""
-    return [None if array is None else plan.give(array) for array in inputs]
-
-
 class Subject:
     """A plan with this rank's inputs.  taken: its measurements so far, by pass.  reports: of its check, by pass."""
 
-    def __init__(self, case, plan, inputs, passes):
-        self.case, self.plan, self.passes, self.reports = case, plan, passes, {}
-        *self.inputs, self.dout = _given(plan, inputs)
+    def __init__(self, plan, inputs, passes):
+        self.plan, self.passes, self.reports = plan, passes, {}
+        *self.inputs, self.dout = [None if array is None else plan.give(array) for array in inputs]
         self.forward = ()  # (out, lse), for the gradients
         self.taken = {name: Taken([], [], []) for name in passes}
 
-    def check(self, peers, read):
+    def check(self, peers, read, case):
         """Compare results with float64 attention, all rows or a sample; collective.
 
-        Raises VerificationError, the same on every rank.
+        case: in words.  Raises VerificationError, the same on every rank.
         """
-        plan, limit = self.plan, CHECK_WORK / peers.size
-        self.forward, source = plan.forward(*self.inputs), compare.Source(plan.problem, read)
-        out, lse = map(on_host, self.forward)
+        plan, layouts = self.plan, (self.plan.q_layout, self.plan.k_layout)
+        self.forward = results = plan.forward(*self.inputs)
         if "backward" in self.passes:
-            grads = plan.backward(self.dout, *self.inputs, *self.forward)
-            grads = [None if grad is None else on_host(grad) for grad in grads]
-            self.reports["forward"], self.reports["backward"] = gradients.verify_both(
-                peers, source, (plan.q_layout, plan.k_layout), out, lse, grads, limit
-            )
-        else:
-            self.reports["forward"] = compare.verify(peers, source, plan.q_layout, out, lse, limit)
-        failed = [str(report) for report in self.reports.values() if not report.passed]
-        if failed:
-            error = VerificationError(f"{self.case} is wrong, nothing is measured: {'; '.join(failed)}")
-            error.everywhere = True  # every rank has the same reports
-            raise error
+            results = *results, *plan.backward(self.dout, *self.inputs, *self.forward)
+        results = [None if array is None else on_host(array) for array in results]
+        limit = CHECK_WORK / peers.size
+        reports = gradients.verify_results(peers, compare.Source(plan.problem, read), layouts, results, limit)
+        gradients.check_passed(peers, reports, f"{case} is wrong, nothing is measured: ")
+        self.reports = dict(zip(("forward", "backward"), reports))
 
     def run(self, peers, keep):
         """Run every pass once, each after a barrier; collective.  keep: append the measurements to `taken`."""
@@ -89,12 +77,14 @@ class Subject:
 
     def measurements(self, one_rank):
         """This rank's part of the result, by pass.  one_rank: a `OneRank`, whose speed the ideal time assumes."""
+        plan = self.plan
+        flops = plan.problem.flops_per_pair * plan.pairs()  # of this rank's blocks, attended pairs only
         return {
             name: {
                 **taken._asdict(),
-                "formula": self.formula(name),
-                "nbytes": self.plan.nbytes,
-                "ideal": self.flops(name) / one_rank.speed(name),
+                "formula": plan.formula(name),
+                "nbytes": plan.nbytes,
+                "ideal": PRODUCTS[name] * flops / one_rank.speed(name),
             }
             for name, taken in self.taken.items()
         }
@@ -114,79 +104,51 @@ class Subject:
             "checked": {name: {**report._asdict(), "summary": str(report)} for name, report in self.reports.items()},
         }
 
-    def formula(self, name):
-        """Bytes that this rank should send in a pass, by the formula."""
-        return self.plan.formula(name)
-
-    def flops(self, name):
-        """Floating-point operations of this rank's blocks in a pass, attended pairs only."""
-        return PRODUCTS[name] * self.plan.problem.flops_per_pair * self.plan.pairs()
-
 
 class OneRank:
     """The speed of one rank on one block, a chunk of queries by a chunk of keys, without a mask and transfers.
 
     It is measured on all ranks at once, so that they share the host's resources as in a pass.  Emulated compute has a
-    known speed.
+    known speed, and no subject.
     """
 
     def __init__(self, problem, ranks, backend, passes):
-        p, self.passes = problem, passes
-        self.known, self.seconds = backend.emulated_flops, {name: [] for name in passes}
+        self.known, self.subject = backend.emulated_flops, None
         if self.known:
             return
-        tokens = -(-p.seqlen // ranks)
-        self.plan = MeshAttention(
-            MPI.COMM_SELF,
-            seqlen=tokens,
-            heads=p.heads,
-            head_dim=p.head_dim,
-            batch=p.batch,
-            kv_heads=p.kv_heads,
-            value_dim=p.value_dim,
-            shared_kv=p.shared_kv,
-            dtype=p.dtype,
-            backend=backend.name,
-        )
-        *self.inputs, self.dout = _given(self.plan, Tensors(self.plan.problem).inputs(range(tokens), range(tokens)))
-        self.forward = self.plan.forward(*self.inputs)
+        tokens = -(-problem.seqlen // ranks)
+        shape = {name: getattr(problem, name) for name in SHAPE}
+        plan = MeshAttention(MPI.COMM_SELF, seqlen=tokens, backend=backend.name, **shape)
+        self.subject = Subject(plan, Tensors(plan.problem).inputs(range(tokens), range(tokens)), passes)
+        self.subject.forward = plan.forward(*self.subject.inputs)
 
     def run(self, peers, keep):
         """Run every pass once, on all ranks at once; collective."""
-        for name in () if self.known else self.passes:
-            peers.barrier()
-            start = time.perf_counter()
-            if name == "forward":
-                self.plan.forward(*self.inputs)
-            else:
-                self.plan.backward(self.dout, *self.inputs, *self.forward)
-            self.plan.drain()
-            if keep:
-                self.seconds[name].append(time.perf_counter() - start)
+        if self.subject:
+            self.subject.run(peers, keep)
 
     def speed(self, name):
         """Floating-point operations per second in a pass."""
-        return self.known or PRODUCTS[name] * self.plan.problem.flops / float(np.median(self.seconds[name]))
+        if self.known:
+            return self.known
+        return PRODUCTS[name] * self.subject.plan.problem.flops / float(np.median(self.subject.taken[name].seconds))
 
     def close(self):
         """Close the plan."""
-        if not self.known:
-            self.plan.close()
+        if self.subject:
+            self.subject.plan.close()
 
 
 class Measured(NamedTuple):
     """The measurements of one size on all ranks.
 
-    problem, machine, backend, transport: of its plans.  compute: "real" or EMULATED.
+    plan: one of its plans, closed.  compute: "real" or EMULATED.
     which: the index of each case's plan.
     plans: for each its "facts" and its "passes", by pass a list by rank of `Subject.measurements`.
     timelines: (predicted, measured) of the first case by pass, each by rank of the mesh.
     """
 
-    problem: object
-    machine: object
-    backend: str
-    transport: str
+    plan: MeshAttention
     compute: str
     which: list
     plans: list
@@ -209,18 +171,10 @@ def _chosen(case, plan):
 
 
 def _subjects(job, cases, how, passes):
-    """The distinct plans of the cases, as a list, and the index of each case's plan; collective."""
+    """The distinct plans, each as (its first case, `Subject`), and the index of each case's plan; collective."""
     subjects, inputs, which = {}, {}, []
     for case in cases:
-        plan = MeshAttention(
-            job.comm,
-            seqlen=case.seqlen,
-            tile=case.tile,
-            schedule=case.schedule,
-            route=case.route,
-            overlap=case.overlap,
-            **how,
-        )
+        plan = MeshAttention(job.comm, **case._asdict(), **how)
         chosen = _chosen(case, plan)
         if chosen in subjects:
             plan.close()
@@ -229,7 +183,7 @@ def _subjects(job, cases, how, passes):
             tensors, place = Tensors(plan.problem), (plan.q_layout, plan.k_layout)
             if place not in inputs:
                 inputs[place] = tensors.inputs(plan.positions, plan.positions_k, "backward" in passes)
-            subjects[chosen] = Subject(case, plan, inputs[place], passes)
+            subjects[chosen] = case, Subject(plan, inputs[place], passes)
         which.append(list(subjects).index(chosen))
     return list(subjects.values()), which
 
@@ -240,18 +194,17 @@ def measure(job, cases, how, passes, runs, warmup):
     how: keyword arguments of `mpiattn.MeshAttention` that the cases share.  passes: names of directions, in order.
     """
     peers = job.peers
-    subjects, which = job("plan", lambda: _subjects(job, cases, how, passes))
-    plan = subjects[0].plan
-    problem, machine, backend = plan.problem, plan.machine, plan.backend
-    local = backends.get(backend)
+    asked, which = job("plan", lambda: _subjects(job, cases, how, passes))
+    subjects = [subject for _, subject in asked]
+    problem, local = subjects[0].plan.problem, backends.get(subjects[0].plan.backend)
     one_rank = OneRank(problem, peers.size, local, passes)
     peers.idle = local.idle  # ranks wait between passes as inside them
     total = len(subjects) * (1 + warmup + runs)
 
     def check():
         read = lru_cache(PIECES)(Tensors(problem).read)
-        for subject in subjects:
-            subject.check(peers, read)
+        for case, subject in asked:
+            subject.check(peers, read, case)
             progress(1)
 
     def rounds():
@@ -276,4 +229,4 @@ def measure(job, cases, how, passes, runs, warmup):
         subject.plan.close()
     one_rank.close()
     compute = EMULATED if one_rank.known else "real"
-    return Measured(problem, machine, backend, plan.transport, compute, which, plans, timelines)
+    return Measured(plan, compute, which, plans, timelines)

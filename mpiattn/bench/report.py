@@ -3,6 +3,7 @@
 from ..console.table import duration, facts, percent, size, table
 from ..problem.problem import dims_in_words
 from ..system.words import number
+from .environment import numpy_in_words
 from .summary import EMULATED
 
 
@@ -26,10 +27,6 @@ def cases_as_data(asked, which, plans, summaries):
     ]
 
 
-def _bandwidth(rate):
-    return f"{size(rate)}/s"
-
-
 def _runs(figures):
     return f"{duration(figures['min'])} - {duration(figures['max'])}"
 
@@ -50,24 +47,19 @@ def _name(case):
     )
 
 
-HEADER = (
-    "tile",
-    "schedule",
-    "route",
-    "layout",
-    "pass",
-    "median",
-    "runs",
-    "ranks min/mean/max",
-    "GFLOP/s",
-    "of ideal",
-    "waits",
-    "sent/rank",
-    "algorithm",
-    "bus",
-    "predicted",
-    "",
-)
+# The columns of a pass's figures.
+FIGURES = {
+    "median": lambda figures: duration(figures["seconds"]["median"]),
+    "runs": lambda figures: _runs(figures["seconds"]),
+    "ranks min/mean/max": lambda figures: _ranks(figures["ranks"]),
+    "GFLOP/s": lambda figures: f"{figures['gflops_per_second']:.3g}",
+    "of ideal": lambda figures: percent(figures["of_ideal"]),
+    "waits": lambda figures: percent(figures["waiting"]["mean"]),
+    "sent/rank": lambda figures: size(figures["sent_bytes"]["mean"]),
+    "algorithm": lambda figures: f"{size(figures['algorithm_bandwidth'])}/s",
+    "bus": lambda figures: f"{size(figures['bus_bandwidth'])}/s",
+}
+HEADER = "tile", "schedule", "route", "layout", "pass", *FIGURES, "predicted", ""
 
 
 def _rows(cases, direction):
@@ -76,15 +68,7 @@ def _rows(cases, direction):
             yield (
                 *(_name(case) if not i else [""] * 4),
                 name,
-                duration(figures["seconds"]["median"]),
-                _runs(figures["seconds"]),
-                _ranks(figures["ranks"]),
-                f"{figures['gflops_per_second']:.3g}",
-                percent(figures["of_ideal"]),
-                percent(figures["waiting"]["mean"]),
-                size(figures["sent_bytes"]["mean"]),
-                _bandwidth(figures["algorithm_bandwidth"]),
-                _bandwidth(figures["bus_bandwidth"]),
+                *(show(figures) for show in FIGURES.values()),
                 duration(case["predicted_seconds"]) if name == direction else "",
                 "" if figures["counted"] else "BYTES DIFFER FROM THE FORMULA",
             )
@@ -97,8 +81,8 @@ def size_text(cases, data):
     label = f", {EMULATED}" if data["compute"] == EMULATED else ""
     title = f"{cases[0]['seqlen']} tokens{label}; {checks} results checked: right"
     same = {}
-    for index, case in enumerate(cases):
-        if case["measured_as"] != index:
+    for i, case in enumerate(cases):
+        if case["measured_as"] != i:
             same.setdefault(case["measured_as"], []).append(" ".join(_name(case)[:3]))
     also = [f"{' '.join(_name(cases[index])[:3])} is also {'; '.join(others)}" for index, others in same.items()]
     return "\n".join(["", title, table(_rows(measured, data["direction"]), HEADER), *also])
@@ -122,29 +106,25 @@ def _problem(data):
 
 def head_text(data):
     """The head of the report, for all sizes."""
-    machine, versions, emulated = data["environment"], data["versions"], data["compute"] == EMULATED
+    machine, emulated = data["environment"], data["compute"] == EMULATED
+    enough = machine["cores"] >= machine["ranks_on_host"] or emulated
     head = [
         ("problem", _problem(data)),
         ("ranks", f"{data['ranks']} on {number(data['hosts'], 'host')}"),
         ("back end", data["backend"] + (f": {EMULATED}, as are all times" if emulated else "")),
-        *([("transport", data["transport"])] if data["transport"] else []),
+        ("transport", data["transport"]),
         (
             "machine",
             f"{machine['processor']}, {machine['cores']} cores for {machine['ranks_on_host']} ranks on the "
             f"fullest host; BLAS threads of each: {machine['blas_threads'] or 'unknown'}",
         ),
-        (
-            "versions",
-            f"mpiattn {data['mpiattn']}, NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), "
-            f"{versions['mpi']}",
-        ),
+        ("versions", f"mpiattn {data['mpiattn']}, {numpy_in_words(data, machine)}, {data['versions']['mpi']}"),
         (
             "measured",
             f"{data['runs']} runs of each case in turn, after {data['warmup']} unmeasured; median of the "
             "slowest rank's time",
         ),
         ("predicted", f"on machine {data['machine']['name']}: {data['machine']['assumes'] or 'measured'}"),
+        ("WARNING", "" if enough else "fewer cores than ranks: these times say little"),
     ]
-    if machine["cores"] < machine["ranks_on_host"] and not emulated:
-        head.append(("WARNING", "fewer cores than ranks: these times say little"))
     return facts(head)

@@ -9,55 +9,50 @@ warmed up, checked against each other, and then measured in turn: mpiattn, torch
 mpiattn is that of the slowest rank. Inputs are in place before the measurement. Needs the extra `bench`.
 """
 
-import argparse
 import os
 import sys
 import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
-from mpi4py import MPI
 
 from ..comm.agreement import agreement
-from ..comm.mesh import nodes_of
+from ..comm.mesh import by_node
 from ..console import options
-from ..console.json_file import write_json
-from ..console.launch import on_all_ranks
-from ..console.parser import Parser
 from ..console.table import duration, facts, table
-from ..errors import ArgumentError, MpiattnError, VerificationError
+from ..errors import MpiattnError, VerificationError
 from ..model.machine import PRODUCTS
 from ..plan.mesh_attention import MeshAttention
 from ..schedule.tile import parse_tile, tiles
 from ..system import host
-from ..system.installation import mpi_library
 from ..system.words import number
 from ..version import __version__
-from .baseline import TOLERANCE, from_torch, load_torch, to_torch
+from . import environment, standalone
+from .baseline import TOLERANCE, Sdpa, load_torch
+from .turns import difference, in_turn, slowest, summary
 
 POLL = 2e-3  # seconds between polls of a sleeping rank
 SETTLE = 0.05  # seconds for OpenMP threads to stop spinning after their last work
 
 
 def _arguments():
-    parser = Parser(
-        prog="python -m mpiattn.bench.sdpa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = standalone.parser_of(
+        "sdpa",
+        __doc__,
+        ("seqlen", 4096, "tokens"),
+        ("heads", 8, "heads"),
+        ("head-dim", 128, "elements per head"),
+        ("runs", 7, "measured runs of each"),
     )
-    for name, default, meaning in (
-        ("--seqlen", 4096, "tokens"),
-        ("--heads", 8, "heads"),
-        ("--head-dim", 128, "elements per head"),
-        ("--runs", 7, "measured runs of each"),
-    ):
-        parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     parser.add_argument("--causal", action="store_true", help="a query sees the keys up to its own position")
     parser.add_argument("--backward", action="store_true", help="measure the backward pass alone")
     options.add_dtype(parser)
     parser.add_argument("--threads", type=int, help="threads of torch (default: the number of ranks)")
     which = parser.add_mutually_exclusive_group()
-    options.add_tile(which)
+    options.add(which, "tile")
     which.add_argument("--all-tiles", action="store_true", help="measure every tile of the ranks")
-    for add in (options.add_schedule, options.add_layout, options.add_route, options.add_backend, options.add_json):
-        add(parser)
+    options.add(parser, "schedule", "layout", "route", "backend", "json")
     return parser
 
 
@@ -68,55 +63,35 @@ class _Torch:
     """
 
     def __init__(self, threads, cores, arrays, causal, backward):
-        torch = load_torch()
+        torch, self.cores = load_torch(), cores
         if torch is None:
             raise MpiattnError("torch is not installed; the `bench` extra has it: pip install 'mpiattn[bench]'")
-        self.torch, self.cores, self.causal = torch, cores, causal
-        with self.spread():
+        with _on_cores(cores):
             torch.set_num_threads(threads)
-            arrays = [to_torch(torch, array[0], "cpu") for array in arrays]
-            self.arrays, self.dout, self.out = arrays[:3], arrays[3], None
-            if backward:
-                for array in self.arrays:
-                    array.requires_grad_()
-                self.out = self._attention()
+            self.sdpa = Sdpa(torch, [array[0] for array in arrays], causal, backward)
 
-    def spread(self):
-        return _Affinity(self.cores)
-
-    def _attention(self):
-        return self.torch.nn.functional.scaled_dot_product_attention(*self.arrays, is_causal=self.causal)
-
-    def __call__(self):
-        """Run the pass; returns seconds, and out or dq, dk, dv as tensors."""
-        with self.spread(), self.torch.inference_mode(self.out is None):
-            start = time.perf_counter()
-            if self.out is None:
-                results = [self._attention()]
-            else:
-                results = self.torch.autograd.grad(self.out, self.arrays, self.dout, retain_graph=True)
-            seconds = time.perf_counter() - start
-        return seconds, results
+    def seconds(self):
+        """Those of one pass."""
+        with _on_cores(self.cores):
+            return self.sdpa.seconds()
 
     def results(self):
-        """Those of the pass in float64, as (1, tokens, heads, dim)."""
-        return [from_torch(self.torch, result).astype(np.float64)[None] for result in self()[1]]
+        """Those of one pass, (tokens, heads, dim)."""
+        with _on_cores(self.cores):
+            return self.sdpa.results()
 
 
-class _Affinity:
-    """Runs its body on other cores; threads started in it stay on them."""
-
-    def __init__(self, cores):
-        self.cores, self.before = cores, None
-
-    def __enter__(self):
-        if hasattr(os, "sched_setaffinity"):
-            self.before = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, self.cores)
-
-    def __exit__(self, *exception):
-        if self.before is not None:
-            os.sched_setaffinity(0, self.before)
+@contextmanager
+def _on_cores(cores):
+    """Run the body on other cores; threads started in it stay on them."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else None
+    try:
+        if before is not None:
+            os.sched_setaffinity(0, cores)
+        yield
+    finally:
+        if before is not None:
+            os.sched_setaffinity(0, before)
 
 
 def asleep(peers, work):
@@ -133,40 +108,34 @@ def asleep(peers, work):
 
 
 class _Mesh:
-    """A plan and this rank's chunks; calling it runs a pass and returns seconds of the slowest rank and the results."""
+    """A plan and this rank's chunks; calling it runs a pass and returns the results."""
 
-    def __init__(self, peers, plan, chunks, backward):
-        self.peers, self.plan, self.inputs, self.dout = peers, plan, chunks[:3], chunks[3]
+    def __init__(self, plan, chunks, backward):
+        self.plan, self.inputs, self.dout = plan, chunks[:3], chunks[3]
         self.forward = plan.forward(*self.inputs) if backward else None
 
     def __call__(self):
-        self.peers.barrier()
-        start = time.perf_counter()
         if self.forward is None:
-            results = self.plan.forward(*self.inputs)[:1]
-        else:
-            results = self.plan.backward(self.dout, *self.inputs, *self.forward)
-        seconds = np.array([time.perf_counter() - start])
-        self.peers.reduce(seconds, MPI.MAX)
-        return float(seconds[0]), results
+            return self.plan.forward(*self.inputs)[:1]
+        return self.plan.backward(self.dout, *self.inputs, *self.forward)
 
 
 def _check(args, ranks):
     """Check the arguments; returns the tiles to measure, as arguments of MeshAttention."""
-    for name, least in (("seqlen", 1), ("heads", 1), ("head_dim", 1), ("runs", 1), ("threads", 1)):
-        if getattr(args, name) < least:
-            raise ArgumentError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {least}")
+    for name in ("seqlen", "heads", "head_dim", "runs", "threads"):
+        options.check_least(name, getattr(args, name), 1)
     parse_tile(args.tile, ranks)
     return tiles(ranks) if args.all_tiles else [args.tile]
 
 
 def _host_of_rank_0(peers):
     """Ranks on the host of rank 0, and the cores that they may use together."""
-    cores = [cores for node, cores in zip(nodes_of(peers), peers.allgather(host.cores())) if node == 0]
+    cores = by_node(peers, host.cores())[0]
     return len(cores), set().union(*cores)
 
 
-def _run(job, args):
+def _measure(job, args):
+    """Yield the results as data and text."""
     comm, peers = job.comm, job.peers
     args.threads = comm.size if args.threads is None else args.threads
     local_ranks, cores = _host_of_rank_0(peers)
@@ -178,38 +147,47 @@ def _run(job, args):
             random = np.random.default_rng(0)
             arrays = [random.standard_normal(shape, np.float32).astype(args.dtype, copy=False) for _ in arrays]
             torch = _Torch(args.threads, cores, arrays, args.causal, args.backward)
+    how = options.given(args, "seqlen", "heads", "head-dim", "dtype", "causal", "schedule", "route", "backend")
     plans, layout = [], args.layout
-    for shape in shapes:
-        plans.append(
-            MeshAttention(
-                comm,
-                seqlen=args.seqlen,
-                heads=args.heads,
-                head_dim=args.head_dim,
-                dtype=args.dtype,
-                causal=args.causal,
-                tile=shape,
-                schedule=args.schedule,
-                layout=layout,
-                route=args.route,
-                backend=args.backend,
-            )
-        )
-        layout = plans[0].q_layout, plans[0].k_layout  # the first plan's layout, for all
-    chunks = [plans[0].scatter(array) for array in arrays]
-    passes = [_Mesh(peers, plan, chunks, args.backward) for plan in plans]
-    differences = _compare(peers, args, passes, torch)
-    seconds, baseline = [[] for _ in plans], []
-    for _ in range(args.runs):
-        for run, of_plan in zip(passes, seconds):
-            of_plan.append(run()[0])
-        baseline.append(asleep(peers, lambda: torch()[0]))
-    with agreement(peers):
-        if comm.rank == 0:
-            _tell(args, comm.size, local_ranks, len(cores), plans, seconds, baseline, differences)
-    for plan in plans:
-        plan.close()
-    return 0
+    with ExitStack() as stack:
+        for shape in shapes:
+            plans.append(stack.enter_context(MeshAttention(comm, tile=shape, layout=layout, **how)))
+            layout = plans[0].q_layout, plans[0].k_layout  # the first plan's layout, for all
+        chunks = [plans[0].scatter(array) for array in arrays]
+        passes = [_Mesh(plan, chunks, args.backward) for plan in plans]
+        differences = _compare(peers, args, passes, torch)
+        works = {str(run.plan.tile): partial(slowest, peers, run) for run in passes}
+        works["torch"] = lambda: asleep(peers, lambda: torch.seconds())
+        seconds, differences = peers.allgather((in_turn(works, args.runs), differences))[0]
+    direction, first = "backward" if args.backward else "forward", plans[0]
+    flops, of_torch = first.problem.flops * PRODUCTS[direction], float(np.median(seconds["torch"]))
+
+    def result(name, seconds, **more):
+        median = float(np.median(seconds))
+        speed = {"gflops_per_second": flops / median / 1e9, "time_over_torch": median / of_torch}
+        return summary(name, seconds, **more, **speed)
+
+    data = {
+        **options.given(args, "seqlen", "heads", "head-dim", "dtype", "causal"),
+        "direction": direction,
+        "flops": flops,
+        "runs": args.runs,
+        "ranks": comm.size,
+        "ranks_on_host": local_ranks,
+        "layout": first.q_layout.kind,
+        "route": first.route,
+        "backend": first.backend,
+        "machine": environment.machine(cores=len(cores)),
+        "versions": {"mpiattn": __version__, "torch": host.version("torch"), **environment.versions()},
+        "results": [
+            *(
+                result("mpiattn", seconds[tile], tile=tile, schedule=plan.schedule.name, difference=apart)
+                for tile, plan, apart in zip(seconds, plans, differences)
+            ),
+            result("torch", seconds["torch"], threads=args.threads),
+        ],
+    }
+    yield data, _text(data)
 
 
 def _compare(peers, args, passes, torch):
@@ -217,77 +195,16 @@ def _compare(peers, args, passes, torch):
     expected = asleep(peers, lambda: torch.results())
     differences = []
     for run in passes:
-        wholes = [run.plan.gather(result) for result in run()[1]]
+        wholes = [run.plan.gather(result) for result in run()]
         with agreement(peers, only=0):
             if peers.rank == 0:
-                differences.append(
-                    max(
-                        float(np.abs(whole.astype(np.float64) - result).max() / np.abs(result).max())
-                        for whole, result in zip(wholes, expected)
-                    )
-                )
+                differences.append(difference(wholes, expected))
                 if not differences[-1] <= TOLERANCE[args.dtype]:
                     raise VerificationError(
                         f"tile {run.plan.tile} differs from torch by {differences[-1]:.2g} of "
                         f"the largest value, more than {TOLERANCE[args.dtype]:g}"
                     )
     return differences
-
-
-# Output
-
-
-def _result(name, seconds, flops, baseline, **more):
-    low, median, high = (float(x) for x in np.percentile(seconds, (25, 50, 75)))
-    return {
-        "name": name,
-        **more,
-        "median": median,
-        "quartiles": [low, high],
-        "gflops_per_second": flops / median / 1e9,
-        "time_over_torch": median / float(np.median(baseline)),
-        "seconds": seconds,
-    }
-
-
-def _tell(args, ranks, local_ranks, cores, plans, seconds, baseline, differences):
-    direction = "backward" if args.backward else "forward"
-    flops = plans[0].problem.flops * PRODUCTS[direction]
-    results = [
-        _result(
-            "mpiattn", of_plan, flops, baseline, tile=str(plan.tile), schedule=plan.schedule.name, difference=difference
-        )
-        for plan, of_plan, difference in zip(plans, seconds, differences)
-    ]
-    results.append(_result("torch", baseline, flops, baseline, threads=args.threads))
-    blas, threads = host.blas()
-    data = {
-        "seqlen": args.seqlen,
-        "heads": args.heads,
-        "head_dim": args.head_dim,
-        "dtype": args.dtype,
-        "causal": args.causal,
-        "direction": direction,
-        "flops": flops,
-        "runs": args.runs,
-        "ranks": ranks,
-        "ranks_on_host": local_ranks,
-        "layout": plans[0].q_layout.kind,
-        "route": plans[0].route,
-        "backend": plans[0].backend,
-        "machine": {"processor": host.processor(), "cores": cores, "blas": blas, "blas_threads": threads},
-        "versions": {
-            "mpiattn": __version__,
-            "numpy": host.version("numpy"),
-            "torch": host.version("torch"),
-            "mpi": mpi_library(),
-        },
-        "results": results,
-    }
-    if args.json:
-        write_json(args.json, data)
-    if args.json != "-":
-        print(_text(data), flush=True)
 
 
 def _text(data):
@@ -297,8 +214,7 @@ def _text(data):
         (
             "problem",
             f"{data['seqlen']} tokens, {data['heads']} heads x {data['head_dim']}, {data['dtype']}, "
-            f"{'causal' if data['causal'] else 'full'}, {data['direction']}: "
-            f"{data['flops'] / 1e9:.4g} Gflop",
+            f"{'causal' if data['causal'] else 'full'}, {data['direction']}: {data['flops'] / 1e9:.4g} Gflop",
         ),
         (
             "mpiattn",
@@ -307,11 +223,7 @@ def _text(data):
         ),
         ("plan", f"{data['layout']} layout, {data['route']} route, {data['backend']} back end"),
         ("machine", f"{machine['processor']}, {machine['cores']} cores in use"),
-        (
-            "versions",
-            f"NumPy {versions['numpy']} ({machine['blas'] or 'unknown BLAS'}), torch {versions['torch']}, "
-            f"{versions['mpi']}",
-        ),
+        ("versions", f"{environment.numpy_in_words(data, machine)}, torch {versions['torch']}, {versions['mpi']}"),
         ("difference", f"{worst:.2g} of the largest value, at most; {TOLERANCE[data['dtype']]:g} is allowed"),
         ("measured", f"{data['runs']} runs of each, in turn"),
     ]
@@ -338,8 +250,7 @@ def _text(data):
 
 def main(argv=None):
     """Run the benchmark; returns the exit code."""
-    args = _arguments().parse_args(argv)
-    return on_all_ranks(lambda job: _run(job, args))
+    return standalone.run(_arguments().parse_args(argv), _measure)
 
 
 if __name__ == "__main__":

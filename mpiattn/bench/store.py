@@ -23,18 +23,17 @@ def write_hdf5(path, data, passes):
     name; their arrays become datasets.  A case that was measured as another one is a link to it.  Raises FileError,
     which names --hdf5.
     """
-    new = NewFile("--hdf5", path, (), HDF5)
-    try:
-        with hdf5.file_errors("--hdf5", path, "written"), hdf5.writing(new.partial, create=True) as file:
-            file.attrs.update(_flat({name: value for name, value in data.items() if name != "cases"}))
-            counts = {}
-            for case, by_name in zip(data["cases"], passes):
-                size = file.require_group(str(case["seqlen"]))
-                number = counts[case["seqlen"]] = counts.get(case["seqlen"], -1) + 1
-                _write_case(size, number, case, by_name)
-        new.publish()
-    finally:
-        new.discard()
+    with (
+        NewFile("--hdf5", path, (), HDF5) as new,
+        hdf5.file_errors("--hdf5", path, "written"),
+        hdf5.writing(new.partial, create=True) as file,
+    ):
+        file.attrs.update(_flat({name: value for name, value in data.items() if name != "cases"}))
+        counts = {}
+        for case, by_name in zip(data["cases"], passes):
+            size = file.require_group(str(case["seqlen"]))
+            number = counts[case["seqlen"]] = counts.get(case["seqlen"], -1) + 1
+            _write_case(size, number, case, by_name)
 
 
 def _write_case(size, number, case, passes):

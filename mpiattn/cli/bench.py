@@ -34,14 +34,14 @@ examples:
 import argparse
 from dataclasses import asdict
 
-from ..bench import decode, limits, measure, report
+from ..bench import decode, environment, limits, measure, report
 from ..bench.cases import cases
 from ..bench.store import write_hdf5
 from ..bench.summary import passes_of
 from ..comm.agreement import agreement
-from ..comm.mesh import nodes_of
+from ..comm.mesh import by_node
 from ..console import options
-from ..console.json_file import check_json, is_stream, write_json
+from ..console.json_file import check_json, report_parts
 from ..console.launch import on_all_ranks
 from ..errors import ArgumentError
 from ..model import cost, search
@@ -50,29 +50,23 @@ from ..plots.timeline import timeline
 from ..schedule.route import ROUTES
 from ..system import host
 from ..system.atomic_file import HDF5, check_target
-from ..system.installation import mpi_library
 from ..version import __version__
 from . import kernel
+
+KINDS = {"decode": decode, "kernel": kernel, "limits": limits}  # instead of a sweep, by the option that asks for them
+PLAN = "layout", "mesh-layout", "wire-dtype", "backend", "transport", "max-memory", "machine"  # options
 
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn bench`."""
     parser.add_argument("--seqlen", type=int, nargs="+", default=[4096], metavar="N", help="tokens (default: 4096)")
     parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (default: %(default)s)")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="H", help="key and value heads, a divisor of --heads (default: --heads)"
-    )
+    options.add(parser, "kv-heads")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: 128)")
-    options.add_values(parser)
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
+    options.add(parser, *options.VALUES, "batch")
     options.add_dtype(parser)
-    options.add_masks(parser)
-    parser.add_argument(
-        "--direction",
-        default="forward",
-        choices=tuple(search.DIRECTIONS),
-        help="which passes to measure, and to choose for (default: %(default)s)",
-    )
+    options.add(parser, *options.MASKS)
+    options.add_direction(parser, "which passes to measure, and to choose for")
     parser.add_argument(
         "--tile",
         nargs="+",
@@ -80,44 +74,25 @@ def add_arguments(parser):
         metavar="TILE",
         help="tiles, as for `mpiattn run`; all: every tile of these ranks and heads (default: auto ring)",
     )
-    parser.add_argument(
-        "--schedule",
-        nargs="+",
-        default=["auto"],
-        choices=(*cost.SCHEDULES, "auto"),
-        metavar="NAME",
-        help=f"{', '.join(cost.SCHEDULES)}, auto (default: auto)",
-    )
-    parser.add_argument(
-        "--route",
-        nargs="+",
-        default=["auto"],
-        choices=(*ROUTES, "auto"),
-        metavar="NAME",
-        help=f"{', '.join(ROUTES)}, auto (default: auto)",
-    )
+    for name, known in (("--schedule", cost.SCHEDULES), ("--route", ROUTES)):
+        parser.add_argument(
+            name,
+            nargs="+",
+            default=["auto"],
+            choices=(*known, "auto"),
+            metavar="NAME",
+            help=f"{', '.join(known)}, auto (default: auto)",
+        )
     parser.add_argument(
         "--no-overlap",
         action="store_true",
         help="measure every case without overlap too (except collective schedules, which have none)",
     )
-    options.add_layout(parser)
-    options.add_mesh_layout(parser)
-    options.add_wire_dtype(parser)
-    options.add_backend(parser)
-    options.add_transport(parser)
-    options.add_max_memory(parser)
-    options.add_machine(parser)
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="measured runs (default: %(default)s)")
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=1,
-        metavar="N",
-        help="unmeasured runs before them, besides the checked one (default: %(default)s)",
-    )
+    options.add(parser, *PLAN)
+    runs = ("runs", 5, "measured runs"), ("warmup", 1, "unmeasured runs before them, besides the checked one")
+    options.add_numbers(parser, *runs, metavar="N")
     options.add_timeout(parser)
-    options.add_json(parser)
+    options.add(parser, "json")
     parser.add_argument(
         "--plot",
         metavar="FILE",
@@ -125,131 +100,37 @@ def add_arguments(parser):
         "measured: FILE.png, .svg or .pdf; needs the extra `plot`",
     )
     parser.add_argument("--hdf5", metavar="FILE", help="write every run of every rank as HDF5 too, whole or not at all")
-    decode.add_arguments(parser)
-    kernel.add_arguments(parser)
-    limits.add_arguments(parser)
+    for kind in KINDS.values():
+        kind.add_arguments(parser)
 
 
 def run(args):
     """`mpiattn bench`."""
-    work = kernel.run if args.kernel else _decode if args.decode else _limits if args.limits else _run
-    return on_all_ranks(lambda job: _checked(work, job, args), args.timeout)
+    chosen = next((kind for name, kind in KINDS.items() if getattr(args, name)), None)
+    measured = chosen.measure if chosen else _sweep
 
+    def work(job):
+        job.on_rank_0(lambda: _check(args))
+        return report_parts(job, args.json, measured(job, args))
 
-def _checked(work, job, args):
-    with agreement(job.peers, only=0):
-        if job.comm.rank == 0:
-            _check(args)
-    return work(job, args)
-
-
-def _decode(job, args):
-    for number, data in enumerate(decode.measure(job, args), 1):
-        with agreement(job.peers, only=0):
-            if job.comm.rank == 0:
-                _keep(args, data, number == len(args.seqlen))
-                if args.json != "-":
-                    print(
-                        *[decode.head_text(data)][number - 1 :],
-                        decode.result_text(data["results"][-1]),
-                        sep="\n",
-                        flush=True,
-                    )
-    return 0
-
-
-def _limits(job, args):
-    data = limits.measure(job, args)
-    with agreement(job.peers, only=0):
-        if job.comm.rank == 0:
-            _keep(args, data, True)
-            if args.json != "-":
-                print(limits.as_text(data), flush=True)
-    return 0
-
-
-def _run(job, args):
-    comm, peers = job.comm, job.peers
-    with agreement(peers):
-        which = args.tile, args.schedule, args.route, args.no_overlap, args.heads, args.kv_heads, args.batch
-        asked = cases(comm.size, args.seqlen, *which)
-    how = {
-        name: getattr(args, name)
-        for name in (
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "value_dim",
-            "shared_kv",
-            "batch",
-            "dtype",
-            "causal",
-            "prefix",
-            "causal_block",
-            "window",
-            "direction",
-            "layout",
-            "mesh_layout",
-            "wire_dtype",
-            "backend",
-            "transport",
-            "max_memory",
-            "machine",
-            "timeout",
-        )
-    }
-    data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
-    for number, of_size in enumerate(asked, 1):
-        measured = measure.measure(job, of_size, how, search.DIRECTIONS[args.direction], args.runs, args.warmup)
-        by_plan = [passes_of(plan, measured.problem) for plan in measured.plans]
-        summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]
-        measured_cases = report.cases_as_data(of_size, measured.which, measured.plans, summaries)
-        passes += [by_plan[i] for i in measured.which]
-        data |= {
-            "backend": measured.backend,
-            "transport": measured.transport,
-            "compute": measured.compute,
-            "machine": measured.machine.as_dict(),
-            "problem": _problem(measured.problem),
-            "direction": args.direction,
-            "runs": args.runs,
-            "warmup": args.warmup,
-            "cases": [*data.get("cases", []), *measured_cases],
-        }
-        with agreement(peers, only=0):
-            if comm.rank == 0:
-                if args.hdf5:
-                    write_hdf5(args.hdf5, data, passes)
-                if args.plot and number == len(asked):
-                    _plot(args.plot, measured, measured_cases[0])
-                _keep(args, data, number == len(asked))
-        if comm.rank == 0 and args.json != "-":
-            print(*[report.head_text(data)][number - 1 :], report.size_text(measured_cases, data), sep="\n", flush=True)
-    return 0
-
-
-def _keep(args, data, last):
-    """Write JSON: a file after each size, so that an interrupted job keeps it; a stream once, at the end."""
-    if args.json and (last or not is_stream(args.json)):
-        write_json(args.json, data)
+    return on_all_ranks(work, args.timeout)
 
 
 def _check(args):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = vars(parser.parse_args([]))
-    for kind, module in (("decode", decode), ("kernel", kernel), ("limits", limits)):
-        asked = getattr(args, kind)
-        unused = defaults.keys() - module.SHARED - module.OWN if asked else module.OWN
-        for name in sorted(unused):
-            if getattr(args, name) != defaults[name]:
+    for name, kind in KINDS.items():
+        asked = getattr(args, name)
+        unused = defaults.keys() - kind.SHARED - kind.OWN if asked else kind.OWN
+        for option in sorted(unused):
+            if getattr(args, option) != defaults[option]:
                 raise ArgumentError(
-                    f"--{name.replace('_', '-')} is {getattr(args, name)!r}; it has no meaning "
-                    f"{'with' if asked else 'without'} --{kind}"
+                    f"--{option.replace('_', '-')} is {getattr(args, option)!r}; it has no meaning "
+                    f"{'with' if asked else 'without'} --{name}"
                 )
-    for name, least in (("runs", 1), ("warmup", 0)):
-        if getattr(args, name) < least:
-            raise ArgumentError(f"--{name} is {getattr(args, name)}; it must be at least {least}")
+    options.check_least("runs", args.runs, 1)
+    options.check_least("warmup", args.warmup, 0)
     check_json(args.json)
     if args.hdf5:
         check_target("--hdf5", args.hdf5, (), HDF5)
@@ -257,15 +138,48 @@ def _check(args):
         style.check("--plot", args.plot)
 
 
+def _sweep(job, args):
+    """Yield the results so far after each size, as data and text; write the other files."""
+    comm, peers = job.comm, job.peers
+    with agreement(peers):
+        planes = args.heads, args.kv_heads or args.heads, args.batch
+        asked = cases(comm.size, args.seqlen, args.tile, args.schedule, args.route, args.no_overlap, planes)
+    how = options.given(args, *options.SHAPE, *options.MASKS, *PLAN, "direction", "timeout")
+    data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
+    for number, of_size in enumerate(asked, 1):
+        measured = measure.measure(job, of_size, how, search.DIRECTIONS[args.direction], args.runs, args.warmup)
+        plan = measured.plan
+        by_plan = [passes_of(figures, plan.problem) for figures in measured.plans]
+        summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]
+        measured_cases = report.cases_as_data(of_size, measured.which, measured.plans, summaries)
+        passes += [by_plan[i] for i in measured.which]
+        data |= {
+            "backend": plan.backend,
+            "transport": plan.transport,
+            "compute": measured.compute,
+            "machine": plan.machine.as_dict(),
+            "problem": _problem(plan.problem),
+            **options.given(args, "direction", "runs", "warmup"),
+            "cases": [*data.get("cases", []), *measured_cases],
+        }
+        with agreement(peers, only=0):
+            if comm.rank == 0 and args.hdf5:
+                write_hdf5(args.hdf5, data, passes)
+            if comm.rank == 0 and args.plot and number == len(asked):
+                _plot(args.plot, measured, measured_cases[0])
+        head = report.head_text(data) + "\n" if number == 1 else ""
+        yield data, head + report.size_text(measured_cases, data)
+
+
 def _plot(path, measured, case):
     """Draw the first case of the last size."""
     pairs = []
     for name, (predicted, traced) in measured.timelines.items():
         pairs += [
-            (f"{name}, predicted for {measured.machine.name}", predicted),
+            (f"{name}, predicted for {measured.plan.machine.name}", predicted),
             (f"{name}, measured{', emulated compute' * (measured.compute != 'real')}", traced),
         ]
-    p = measured.problem
+    p = measured.plan.problem
     title = (
         f"{p.seqlen} tokens x {p.heads} heads x {p.head_dim}, {p.dtype}, tile {case['tile']}, {case['schedule']}, "
         f"{case['route']} route"
@@ -284,19 +198,12 @@ def _problem(problem):
 
 def _environment(peers):
     """The hosts, cores, BLAS and versions of this launch; collective."""
-    nodes, cores = nodes_of(peers), peers.allgather(len(host.cores()))
-    blas, threads = host.blas()
+    hosts = by_node(peers, len(host.cores()))
     ranks, cores = max(
-        ((nodes.count(node), count) for node, count in zip(nodes, cores)), key=lambda pair: pair[0] / pair[1]
+        ((len(counts), count) for counts in hosts for count in counts), key=lambda pair: pair[0] / pair[1]
     )
     return {
-        "hosts": max(nodes) + 1,
-        "environment": {
-            "processor": host.processor(),
-            "cores": cores,
-            "ranks_on_host": ranks,
-            "blas": blas,
-            "blas_threads": threads,
-        },
-        "versions": {"numpy": host.version("numpy"), "mpi": mpi_library()},
+        "hosts": len(hosts),
+        "environment": environment.machine(cores=cores, ranks_on_host=ranks),
+        "versions": environment.versions(),
     }

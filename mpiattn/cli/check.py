@@ -22,9 +22,8 @@ import time
 from collections import Counter
 
 from ..check.report_item import FAIL, PASS, WARN, Item
-from ..comm.agreement import agreement
 from ..console import options
-from ..console.json_file import check_json, write_json
+from ..console.json_file import check_json, report, show
 from ..console.launch import on_all_ranks
 from ..console.message import SILENT
 from ..console.progress import Progress
@@ -45,14 +44,8 @@ def add_arguments(parser):
         metavar="DIR",
         help="folder in which a small file is written, read and removed (default: the current folder)",
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="how long a rank waits for others before it reports whom it waits for and ends the job "
-        f"(default: {TIMEOUT:g}; inf: for ever)",
-    )
-    options.add_json(parser)
+    options.add_timeout(parser, default=f"{TIMEOUT:g}")
+    options.add(parser, "json")
     parser.add_argument("--full", action="store_true", help="run the tests of mpiattn on these ranks instead")
     parser.add_argument("pytest", nargs="*", metavar="-- ARG", help="with --full, arguments for pytest")
     parser.set_defaults(wrong=parser.error)
@@ -68,8 +61,7 @@ def run(args):
     if unfit or wrong:  # MPI must not be started
         items = [Item("GPU-aware MPI", FAIL, *unfit)] if unfit else [Item("ranks", FAIL, wrong, ADVICE)]
         if launch_rank() == 0:
-            _write(args, items, {})
-            _print(args, items)
+            show(args.json, *_made(items, {}))
         else:
             time.sleep(SILENT)
         return 1
@@ -83,16 +75,10 @@ def _run(job, args, timeout):
     comm = job.comm
     # Under another MPI's mpiexec every process is rank 0 of its own world; only one of them prints.
     speaks = comm.rank == 0 and launch_rank() == 0
-    with agreement(job.peers, only=0):
-        if speaks:
-            check_json(args.json)
+    job.on_rank_0(lambda: check_json(args.json) if speaks else None)
     with Progress("check", steps(comm.size), " steps") as progress:
         items, facts = survey(job, args.folder or ".", timeout, progress)
-    with agreement(job.peers, only=0):
-        if speaks:
-            _write(args, items, facts)
-    if speaks:
-        _print(args, items)
+    report(job, args.json, lambda: _made(items, facts) if speaks else None)
     return int(_failed(items))
 
 
@@ -100,14 +86,10 @@ def _failed(items):
     return any(item.status == FAIL for item in items)
 
 
-def _print(args, items):
-    if args.json != "-":
-        print(as_text(items), flush=True)
-
-
-def _write(args, items, facts):
-    if args.json:
-        write_json(args.json, {"passed": not _failed(items), "items": [item._asdict() for item in items], **facts})
+def _made(items, facts):
+    """The result as data and text."""
+    data = {"passed": not _failed(items), "items": [item._asdict() for item in items], **facts}
+    return data, as_text(items)
 
 
 def as_text(items, width=None):
@@ -117,20 +99,12 @@ def as_text(items, width=None):
     lines = []
     for item in items:
         start = f"{item.status}  {item.name.ljust(longest)}  "
-        lines += textwrap.wrap(
-            item.text,
-            width,
-            initial_indent=start,
-            subsequent_indent=" " * len(start),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        if item.advice:
+        for text, begin in ((item.text, start), (item.advice, " " * len(start) + "-> ")):
             lines += textwrap.wrap(
-                item.advice,
+                text,
                 width,
-                initial_indent=" " * len(start) + "-> ",
-                subsequent_indent=" " * (len(start) + 3),
+                initial_indent=begin,
+                subsequent_indent=" " * len(begin),
                 break_long_words=False,
                 break_on_hyphens=False,
             )

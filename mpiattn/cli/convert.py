@@ -67,23 +67,18 @@ def run(args):
     """`mpiattn convert`; under a launcher only rank 0 works."""
     if launch_rank():
         return 0
-    new = NewFile("OUT", args.output, args.sources, HDF5)
-    try:
-        with contextlib.ExitStack() as stack:
-            taken, axes = _chosen(args, _all(args.sources, stack)), args.axes or AXES[0]
-            sources = ", ".join(args.sources)
-            shapes = {name: (_shape(tensor, axes), tensor.dtype) for name, tensor in taken.items() if name in TENSORS}
-            if set(NEEDED) <= set(shapes):
-                Problem(**hdf5.problem_of("FILES", sources, shapes))
-            if args.axes is None and "k" in shapes:  # queries alone may be a few of many heads
-                hdf5.check_order("FILES", sources, shapes["q"][0] if "q" in shapes else None, shapes["k"][0])
-            for _, dtype in shapes.values():
-                dtype_name(dtype)
-            with hdf5.file_errors("OUT", args.output, "written"):
-                _write(new.partial, taken, shapes, args.axes)
-                new.publish()
-    finally:
-        new.discard()
+    with NewFile("OUT", args.output, args.sources, HDF5) as new, contextlib.ExitStack() as stack:
+        taken, axes = _chosen(args, _all(args.sources, stack)), args.axes or AXES[0]
+        sources = ", ".join(args.sources)
+        shapes = {name: (_shape(tensor, axes), tensor.dtype) for name, tensor in taken.items() if name in TENSORS}
+        if set(NEEDED) <= set(shapes):
+            Problem(**hdf5.problem_of("FILES", sources, shapes))
+        if args.axes is None and "k" in shapes:  # queries alone may be a few of many heads
+            hdf5.check_order("FILES", sources, shapes["q"][0] if "q" in shapes else None, shapes["k"][0])
+        for _, dtype in shapes.values():
+            dtype_name(dtype)
+        with hdf5.file_errors("OUT", args.output, "written"):
+            _write(new.partial, taken, shapes, args.axes)
     listed = ", ".join(f"{name} {shape}" for name, (shape, _) in shapes.items())
     listed += "".join(f", {name} {taken[name].shape}" for name in CUTS if name in taken)
     dtypes = ", ".join(dict.fromkeys(dtype for _, dtype in shapes.values()))

@@ -22,9 +22,8 @@ import numpy as np
 
 from ..arguments.arrays import on_host
 from ..comm.agreement import agreement
-from ..comm.exchange import MAX_MESSAGE
 from ..console import options
-from ..console.json_file import check_json, write_json
+from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
 from ..console.table import duration, facts, size
@@ -32,7 +31,7 @@ from ..decode import combine
 from ..decode.cache import KVCache
 from ..decode.cache_file import load, read_cache_shapes
 from ..decode.tree import tree_decode
-from ..errors import FileError, VerificationError
+from ..errors import FileError
 from ..files.hdf5 import dataset_of, dtype_of, file_errors, natural, order_of
 from ..files.io import Input, Output
 from ..problem.layout import Layout
@@ -40,6 +39,7 @@ from ..problem.problem import Problem
 from ..schedule.reduction import ALGORITHMS
 from ..system.words import number, span
 from ..verify.decode import choose, verify_decode
+from ..verify.gradients import check_passed
 from .opening import origin
 
 
@@ -53,9 +53,7 @@ def add_arguments(parser):
         "--full", action="store_true", help="a query also sees the tokens of later queries (default: causal)"
     )
     options.add_padding(parser, "the first document of CACHE")
-    options.add_window(parser)
-    parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
-    parser.add_argument("--scale", type=float, help="factor of the scores q.k (default: 1/sqrt(head_dim))")
+    options.add(parser, "window", "softcap", "scale")
     parser.add_argument(
         "--algorithm",
         default="auto",
@@ -64,23 +62,9 @@ def add_arguments(parser):
         "exchange between pairs of ranks, in half as many rounds; levels: inside each node, then between nodes; auto: "
         "the shortest predicted time (default: %(default)s)",
     )
-    parser.add_argument(
-        "--page-size",
-        type=int,
-        default=64,
-        metavar="TOKENS",
-        help="tokens of a page of the cache (default: %(default)s)",
-    )
-    options.add_backend(parser)
-    options.add_transport(parser)
-    options.add_machine(parser)
-    parser.add_argument(
-        "--max-message",
-        type=options.parse_bytes,
-        default=MAX_MESSAGE,
-        metavar="BYTES",
-        help="longest MPI message; longer ones are split (default: %(default)s)",
-    )
+    options.add_numbers(parser, ("page-size", 64, "tokens of a page of the cache"), metavar="TOKENS")
+    options.add(parser, "backend", "transport", "machine")
+    options.add_max_message(parser)
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -89,7 +73,7 @@ def add_arguments(parser):
         "row: exit code 1, no OUT",
     )
     options.add_timeout(parser)
-    options.add_json(parser)
+    options.add(parser, "json")
 
 
 def run(args):
@@ -122,23 +106,13 @@ def _problems(args, cache, asked):
             f"must be (sequences, queries, heads, head_dim) with {fits[0]} sequences and head_dim "
             f"{fits[1]}, in {fits[2]}"
         )
-    return [
-        Problem(
-            seqlen=queries,
-            seqlen_k=length,
-            heads=heads,
-            kv_heads=cache.kv_heads,
-            head_dim=head_dim,
-            value_dim=cache.value_dim,
-            shared_kv=cache.shared_kv,
-            dtype=cache.dtype,
-            causal=not args.full,
-            window=args.window,
-            softcap=args.softcap,
-            scale=args.scale,
-        )
-        for length in cache.lengths
-    ]
+    shape = {name: getattr(cache, name) for name in ("kv_heads", "head_dim", "value_dim", "shared_kv", "dtype")}
+    return [Problem(seqlen=queries, seqlen_k=length, heads=heads, **shape, **_mask(args)) for length in cache.lengths]
+
+
+def _mask(args):
+    """What a query sees and how its scores are changed, as arguments of `tree_decode`."""
+    return {"causal": not args.full, **options.given(args, "window", "softcap", "scale")}
 
 
 def _empty(problems):
@@ -152,35 +126,16 @@ def _empty(problems):
 
 def _run(job, args):
     comm, peers = job.comm, job.peers
-    with agreement(peers, only=0):
-        if comm.rank == 0:
-            check_json(args.json, (args.cache, args.queries, args.output))
+    job.on_rank_0(lambda: check_json(args.json, (args.cache, args.queries, args.output)))
     look = partial(read_cache_shapes, argument="CACHE", padding=args.padding)
     source = Input(peers, args.cache, look=look, argument="CACHE", axes=args.axes)
     look = partial(_query_shape, of_cache=source.axes)
     queries = Input(peers, args.queries, look=look, argument="QUERIES", axes=args.axes)
     spans, arrays = source.shapes["spans"], 1 if source.shapes["shared_kv"] else 2
     with Progress("read", arrays * sum(length for *_, length in spans) / comm.size, " tokens") as progress:
-        cache = job(
-            "read",
-            lambda: load(
-                KVCache,
-                comm,
-                args.cache,
-                {
-                    "page_size": args.page_size,
-                    "backend": args.backend,
-                    "transport": args.transport,
-                    "machine": args.machine,
-                    "max_message": args.max_message,
-                    "timeout": args.timeout,
-                },
-                "CACHE",
-                progress,
-                source.axes,
-                args.padding,
-            ),
-        )
+        how = options.given(args, "page-size", "backend", "transport", "machine", "max-message", "timeout")
+        kept = "CACHE", progress, source.axes, args.padding
+        cache = job("read", lambda: load(KVCache, comm, args.cache, how, *kept))
     with cache:
         with agreement(peers):
             problems = _problems(args, cache, queries.shapes)
@@ -202,42 +157,23 @@ def _run(job, args):
             "scale": problems[0].scale,
             **({"padding": source.shapes["padding"]} if args.padding else {}),
         }
-        output = Output(
-            peers,
-            args.output,
-            {
-                "out": ((*shape[:3], cache.value_dim), cache.dtype),
-                "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype),
-            },
-            chosen,
-            (args.cache, args.queries),
-            args.max_message,
-        )
+        shapes = {
+            "out": ((*shape[:3], cache.value_dim), cache.dtype),
+            "lse": ((shape[0], shape[2], shape[1]), cache.partial_dtype),
+        }
+        inputs = args.cache, args.queries
+        output = Output(peers, args.output, shapes, chosen, inputs, args.max_message, axes=queries.axes)
         try:
-            out, lse = map(
-                on_host,
-                job(
-                    "decode",
-                    lambda: tree_decode(
-                        q,
-                        cache,
-                        causal=not args.full,
-                        window=args.window,
-                        softcap=args.softcap,
-                        scale=args.scale,
-                        algorithm=algorithm,
-                    ),
-                ),
-            )
-            report = None
+            out, lse = map(on_host, job("decode", lambda: tree_decode(q, cache, algorithm=algorithm, **_mask(args))))
+            verified = None
             if args.verify:
-                report = job("verify", lambda: _verify(peers, problems, spans, source, q, out, lse))
+                verified = job("verify", lambda: _verify(peers, problems, spans, source, q, out, lse))
             job("write", lambda: _write(output, out, lse, peers))
         finally:
             output.abandon()  # does nothing once the file has its name
             source.close()
             queries.close()
-        _tell(job, args, cache, shape, nbytes, {**chosen, "empty": _empty(problems)}, report)
+        _tell(job, args, cache, shape, nbytes, {**chosen, "empty": _empty(problems)}, verified)
     return 0
 
 
@@ -249,13 +185,10 @@ def _verify(peers, problems, spans, source, q, out, lse):
         return source.tokens(name, first + start, first + stop, entry)
 
     with Progress("verify", len(choose(problems, peers.rank, peers.size)[0]), " rows") as progress:
-        report = verify_decode(peers, problems, q, out, lse, read, progress=progress)
+        verified = verify_decode(peers, problems, q, out, lse, read, progress=progress)
     source.check()  # HDF5 reads zeros past the end of a file
-    if not report.passed:
-        error = VerificationError(f"verification failed, OUT is not written: {report}")
-        error.everywhere = True  # every rank has the same report
-        raise error
-    return report
+    check_passed(peers, [verified], "verification failed, OUT is not written: ")
+    return verified
 
 
 def _write(output, out, lse, peers):
@@ -266,7 +199,7 @@ def _write(output, out, lse, peers):
     output.commit()
 
 
-def _tell(job, args, cache, shape, nbytes, chosen, report):
+def _tell(job, args, cache, shape, nbytes, chosen, verified):
     """Print the table, or write JSON, on rank 0."""
     ranks = job.peers.allgather(
         {
@@ -279,57 +212,47 @@ def _tell(job, args, cache, shape, nbytes, chosen, report):
             "formula_bytes": combine.moved_bytes(chosen["algorithm"], *nbytes, cache.nodes, cache.rank),
         }
     )
-    with agreement(job.peers, only=0):
-        if job.comm.rank == 0 and args.json:
-            write_json(
-                args.json,
-                {
-                    "cache": args.cache,
-                    "queries": args.queries,
-                    "output": args.output,
-                    **chosen,
-                    "seconds": job.seconds,
-                    "sequences": list(cache.lengths),
-                    "heads": shape[2],
-                    "kv_heads": cache.kv_heads,
-                    "dtype": cache.dtype,
-                    "per_rank": ranks,
-                    **({"verify": {**report._asdict(), "passed": report.passed}} if report else {}),
-                },
-            )
-    if job.comm.rank or args.json == "-":
-        return
+    data = {
+        **options.given(args, "cache", "queries", "output"),
+        **chosen,
+        "seconds": job.seconds,
+        "sequences": list(cache.lengths),
+        "heads": shape[2],
+        "kv_heads": cache.kv_heads,
+        "dtype": cache.dtype,
+        "per_rank": ranks,
+        **({"verify": {**verified._asdict(), "passed": verified.passed}} if verified else {}),
+    }
+    report(job, args.json, lambda: (data, _text(data, cache, shape, verified)))
 
+
+def _text(data, cache, shape, verified):
     def of_ranks(name, show=str):
-        return span([rank[name] for rank in ranks], show)
+        return span([rank[name] for rank in data["per_rank"]], show)
 
-    empty, rows = chosen["empty"], shape[0] * shape[1]
-    lengths, equal = cache.lengths, all(rank["sent_bytes"] == rank["formula_bytes"] for rank in ranks)
-    print(
-        facts(
-            [
-                (
-                    "cache",
-                    f"{number(len(lengths), 'sequence')} of {span(lengths)} tokens, {cache.kv_heads} KV heads, "
-                    f"head_dim {cache.head_dim}, {cache.dtype}",
-                ),
-                *([("padding", f"{padding} more tokens of CACHE")] if (padding := chosen.get("padding")) else []),
-                ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
-                ("ranks", f"{len(ranks)} on {number(chosen['nodes'], 'node')}, {cache.backend} back end"),
-                *([("transport", cache.transport)] if cache.transport else []),
-                ("tokens per rank", of_ranks("tokens")),
-                ("memory per rank", f"{of_ranks('nbytes', size)} of pages"),
-                ("combined by", chosen["algorithm"]),
-                ("time", ", ".join(f"{duration(seconds)} {phase}" for phase, seconds in job.seconds.items())),
-                (
-                    "sent per rank",
-                    f"{of_ranks('sent_bytes', size)}; formula: {of_ranks('formula_bytes', size)}, "
-                    f"{'equal on every rank' if equal else 'DIFFERENT'}",
-                ),
-                *([("no keys", f"{empty} of {rows} queries see no key; out 0, lse -inf")] if empty else []),
-                *([("verify", report)] if report else []),
-                ("written", args.output),
-            ]
+    padding, empty, lengths = data.get("padding"), data["empty"], cache.lengths
+    equal = all(rank["sent_bytes"] == rank["formula_bytes"] for rank in data["per_rank"])
+    rows = [
+        (
+            "cache",
+            f"{number(len(lengths), 'sequence')} of {span(lengths)} tokens, {cache.kv_heads} KV heads, "
+            f"head_dim {cache.head_dim}, {cache.dtype}",
         ),
-        flush=True,
-    )
+        ("padding", f"{padding} more tokens of CACHE" if padding else None),
+        ("queries", f"{shape[1]} of each sequence, {shape[2]} heads"),
+        ("ranks", f"{data['ranks']} on {number(data['nodes'], 'node')}, {cache.backend} back end"),
+        ("transport", cache.transport),
+        ("tokens per rank", of_ranks("tokens")),
+        ("memory per rank", f"{of_ranks('nbytes', size)} of pages"),
+        ("combined by", data["algorithm"]),
+        ("time", ", ".join(f"{duration(seconds)} {phase}" for phase, seconds in data["seconds"].items())),
+        (
+            "sent per rank",
+            f"{of_ranks('sent_bytes', size)}; formula: {of_ranks('formula_bytes', size)}, "
+            f"{'equal on every rank' if equal else 'DIFFERENT'}",
+        ),
+        ("no keys", f"{empty} of {shape[0] * shape[1]} queries see no key; out 0, lse -inf" if empty else None),
+        ("verify", verified),
+        ("written", data["output"]),
+    ]
+    return facts(rows)

@@ -27,13 +27,11 @@ def add_arguments(parser):
     parser.add_argument("file", metavar="FILE", help="HDF5 file to make; an existing one is replaced")
     parser.add_argument("--seqlen", type=int, required=True, metavar="N", help="tokens")
     parser.add_argument("--heads", type=int, required=True, metavar="H", help="query heads")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="H", help="key and value heads, a divisor of --heads (default: --heads)"
-    )
+    options.add(parser, "kv-heads")
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="elements of a head (default: 64)")
-    options.add_values(parser)
+    options.add(parser, *options.VALUES)
     parser.add_argument("--seqlen-k", type=int, metavar="N", help="tokens of keys and values (default: --seqlen)")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
+    options.add(parser, "batch")
     parser.add_argument(
         "--dout", action="store_true", help="add a gradient of the result, dataset dout, for run --backward"
     )
@@ -52,17 +50,7 @@ def run(args):
     """`mpiattn generate`; under a launcher only rank 0 works."""
     if launch_rank():
         return 0
-    problem = Problem(
-        batch=args.batch,
-        seqlen=args.seqlen,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        value_dim=args.value_dim,
-        shared_kv=args.shared_kv,
-        seqlen_k=args.seqlen_k,
-        dtype=args.dtype,
-    )
+    problem = Problem(**options.given(args, "seqlen", "seqlen-k", *options.SHAPE))
     if args.seed < 0:
         raise ArgumentError(f"seed is {args.seed}; it must not be negative")
     p = problem
@@ -76,28 +64,23 @@ def run(args):
     if args.dout:
         shapes["dout"] = (p.batch, p.seqlen, p.heads, p.value_dim)
     cuts = _documents(args)
-    new = NewFile("FILE", args.file, (), HDF5)
-    try:
-        with hdf5.file_errors("FILE", args.file, "written"):
-            with hdf5.writing(new.partial, create=True) as file:
-                hdf5.create_datasets(
-                    file,
-                    {name: (shape, p.dtype) for name, shape in shapes.items()}
-                    | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
-                )
-                file.attrs["seed"], file.attrs["axes"] = args.seed, hdf5.AXES[0]
-                if p.shared_kv:
-                    file.attrs["value_dim"] = p.value_dim
-            hdf5.reserve(new.partial)
-            total = sum(math.prod(shape) for shape in shapes.values())
-            with hdf5.writing(new.partial) as file, Progress("generate", total, " elements") as progress:
-                for i, name in enumerate(shapes):
-                    _fill(file[name], np.random.default_rng([args.seed, i]), p.dtype, progress)
-                for name, cut in cuts.items():
-                    hdf5.write(file[name], (0,), cut)
-            new.publish()
-    finally:
-        new.discard()
+    with NewFile("FILE", args.file, (), HDF5) as new, hdf5.file_errors("FILE", args.file, "written"):
+        with hdf5.writing(new.partial, create=True) as file:
+            hdf5.create_datasets(
+                file,
+                {name: (shape, p.dtype) for name, shape in shapes.items()}
+                | {name: (cut.shape, cut.dtype) for name, cut in cuts.items()},
+            )
+            file.attrs["seed"], file.attrs["axes"] = args.seed, hdf5.AXES[0]
+            if p.shared_kv:
+                file.attrs["value_dim"] = p.value_dim
+        hdf5.reserve(new.partial)
+        total = sum(math.prod(shape) for shape in shapes.values())
+        with hdf5.writing(new.partial) as file, Progress("generate", total, " elements") as progress:
+            for i, name in enumerate(shapes):
+                _fill(file[name], np.random.default_rng([args.seed, i]), p.dtype, progress)
+            for name, cut in cuts.items():
+                hdf5.write(file[name], (0,), cut)
     listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     listed += "".join(f", {name} {cut.tolist() if len(cut) < 9 else cut.shape}" for name, cut in cuts.items())
     print(f"{args.file}: {listed}, {p.dtype}, {size(os.path.getsize(args.file))}")

@@ -16,9 +16,8 @@ import socket
 from .. import backends
 from ..backends.cuda import kernel_table
 from ..backends.cuda.tile_table import PROCESSORS
-from ..comm.agreement import agreement
 from ..console import options
-from ..console.json_file import write_json
+from ..console.json_file import report
 from ..console.launch import on_all_ranks
 from ..console.table import facts, table
 from ..errors import ArgumentError, FileError, MpiattnError
@@ -42,7 +41,7 @@ def add_arguments(parser):
         "registers, spilled bytes, shared memory and thread blocks per multiprocessor for every "
         "entry of the tile table (default: %(const)s; needs the extra cuda-compile)",
     )
-    options.add_json(parser)
+    options.add(parser, "json")
 
 
 def run(args):
@@ -55,107 +54,95 @@ def run(args):
 def _run(job, args):
     from ..comm.mesh import nodes_of
 
-    comm, nodes = job.comm, nodes_of(job.peers)
-    transports = _transports(job.peers, nodes)
-    facts_of_hosts = _hosts(job.peers, nodes)
-    data = None
-    with agreement(job.peers, only=0):
-        # Under another MPI's mpiexec every process is rank 0 of its own world; only one of them prints.
-        if comm.rank == 0 and launch_rank() == 0:
-            data = {
-                "versions": installation.versions(),
-                "blas": installation.blas(),
-                "mpi": installation.mpi(comm),
-                "hosts": facts_of_hosts,
-                "processor": host.processor(),
-                "machine": _machine(nodes),
-                "backends": backends.missing(),
-                "backends_for_tests": backends.usages(tests=True),
-                "auto": _auto(),
-                "transports": transports,
-                "kernels": _kernels(),
-            }
-            if args.json:
-                write_json(args.json, data)
-    if data and args.json != "-":
-        print(facts(list(_lines(data))), flush=True)
+    nodes = nodes_of(job.peers)
+    gathered = {"transports": _transports(job.peers, nodes), "hosts": _hosts(job.peers)}
+
+    def make():
+        if launch_rank():  # under another MPI's mpiexec every process is rank 0 of its own world
+            return None
+        data = _data(job.comm, nodes, **gathered)
+        return data, facts(list(_lines(data)))
+
+    report(job, args.json, make)
     return 0
 
 
 def _run_kernels(job, args):
-    """Print the table of `mpiattn info --kernels` on rank 0."""
-    with agreement(job.peers, only=0):
-        if job.comm.rank or launch_rank():
-            return 0
-        architectures = args.kernels.split(",")
-        for architecture in architectures:
-            if not re.fullmatch(r"sm_\d+", architecture) or int(architecture[3:]) < min(PROCESSORS):
-                raise ArgumentError(
-                    f"kernels is {args.kernels}; it must be architectures from sm_{min(PROCESSORS)} "
-                    f"on, such as {','.join(kernel_table.ARCHITECTURES)}"
-                )
-        rows = [row for architecture in architectures for row in kernel_table.rows(architecture)]
-        if args.json:
-            write_json(
-                args.json,
-                {
-                    "heads_per_kv": kernel_table.HEADS_PER_KV,
-                    "kernels": [{**row._asdict(), "tile": row.tile._asdict()} for row in rows],
-                },
-            )
-        if args.json != "-":
-            print(
-                f"{kernel_table.HEADS_PER_KV} query heads for each KV head; a tile is rows x columns of scores, "
-                "warps, stages, parts of the results, warps that share rows\n"
-            )
-            print(
-                table(
-                    [
-                        (
-                            f"{row.work} {row.dtype} {row.head_dim}",
-                            row.architecture,
-                            f"{row.tile.rows}x{row.tile.columns},{','.join(map(str, row.tile[2:]))}",
-                            row.registers,
-                            row.spilled,
-                            f"{row.shared_bytes / 1024:.1f}",
-                            row.blocks,
-                        )
-                        for row in rows
-                    ],
-                    (
-                        "kernel, dtype, head dim",
-                        "GPU",
-                        "tile",
-                        "registers",
-                        "bytes spilled",
-                        "shared KiB",
-                        "blocks a multiprocessor",
-                    ),
-                ),
-                flush=True,
-            )
+    """The table of `mpiattn info --kernels`."""
+    report(job, args.json, lambda: None if launch_rank() else _made(args))
     return 0
+
+
+def _made(args):
+    """The table as data and text."""
+    architectures = args.kernels.split(",")
+    for architecture in architectures:
+        if not re.fullmatch(r"sm_\d+", architecture) or int(architecture[3:]) < min(PROCESSORS):
+            raise ArgumentError(
+                f"kernels is {args.kernels}; it must be architectures from sm_{min(PROCESSORS)} "
+                f"on, such as {','.join(kernel_table.ARCHITECTURES)}"
+            )
+    rows = [row for architecture in architectures for row in kernel_table.rows(architecture)]
+    data = {
+        "heads_per_kv": kernel_table.HEADS_PER_KV,
+        "kernels": [{**row._asdict(), "tile": row.tile._asdict()} for row in rows],
+    }
+    cells = [
+        (
+            f"{row.work} {row.dtype} {row.head_dim}",
+            row.architecture,
+            f"{row.tile.rows}x{row.tile.columns},{','.join(map(str, row.tile[2:]))}",
+            row.registers,
+            row.spilled,
+            f"{row.shared_bytes / 1024:.1f}",
+            row.blocks,
+        )
+        for row in rows
+    ]
+    header = "kernel, dtype, head dim", "GPU", "tile", "registers", "bytes spilled", "shared KiB"
+    header += ("blocks a multiprocessor",)
+    text = (
+        f"{kernel_table.HEADS_PER_KV} query heads for each KV head; a tile is rows x columns of scores, "
+        f"warps, stages, parts of the results, warps that share rows\n\n{table(cells, header)}"
+    )
+    return data, text
 
 
 # Gathering
 
 
-def _hosts(peers, nodes):
-    """Name, ranks, cores and devices of every host, in order of first ranks.  nodes: node number of every rank."""
-    ranks, hosts = peers.allgather((socket.gethostname(), host.cores(), *installation.devices())), {}
-    for node, (name, cores, devices, reason) in zip(nodes, ranks):
-        entry = hosts.setdefault(
-            node, {"host": name, "ranks": 0, "cores": set(), "devices": [], "no_devices_why": reason}
-        )
-        entry["ranks"] += 1
-        entry["cores"] |= cores
-        # Ranks of a host may see different devices; each distinct list is shown once.
-        if devices and devices not in entry["devices"]:
-            entry["devices"].append(devices)
-    for entry in hosts.values():
-        entry["cores"] = len(entry["cores"])
-        entry["no_devices_why"] = None if entry["devices"] else entry["no_devices_why"]
-    return list(hosts.values())
+def _data(comm, nodes, transports, hosts):
+    """What is shown, as data for JSON."""
+    return {
+        "versions": installation.versions(),
+        "blas": installation.blas(),
+        "mpi": installation.mpi(comm),
+        "hosts": hosts,
+        "processor": host.processor(),
+        "machine": _machine(nodes),
+        "backends": backends.missing(),
+        "backends_for_tests": backends.usages(tests=True),
+        "auto": _auto(),
+        "transports": transports,
+        "kernels": _kernels(),
+    }
+
+
+def _hosts(peers):
+    """Name, ranks, cores and devices of every host, in order of first ranks; collective."""
+    from ..comm.mesh import by_node
+
+    hosts = []
+    for ranks in by_node(peers, (socket.gethostname(), host.cores(), *installation.devices())):
+        names, cores, devices, reasons = zip(*ranks)
+        lists = []  # ranks of a host may see different devices; each distinct list is shown once
+        for seen in devices:
+            if seen and seen not in lists:
+                lists.append(seen)
+        count = len(set().union(*cores))
+        entry = {"host": names[0], "ranks": len(ranks), "cores": count, "devices": lists}
+        hosts.append({**entry, "no_devices_why": None if lists else reasons[0]})
+    return hosts
 
 
 def _transports(peers, nodes):
@@ -229,10 +216,8 @@ def _lines(data):
     if (mpi["launched_ranks"] or 1) != mpi["ranks"]:
         yield (
             "WARNING",
-            (
-                f"the launcher started {mpi['launched_ranks']} ranks, this MPI sees {mpi['ranks']}: "
-                "mpiexec belongs to another MPI than mpi4py"
-            ),
+            f"the launcher started {mpi['launched_ranks']} ranks, this MPI sees {mpi['ranks']}: "
+            "mpiexec belongs to another MPI than mpi4py",
         )
     for entry in data["hosts"]:
         devices = " | ".join(", ".join(names) for names in entry["devices"]) or f"none ({entry['no_devices_why']})"

@@ -1,12 +1,12 @@
 """`mpiattn bench --kernel`: its options, and the measurement of one rank's back end."""
 
 from .. import backends
-from ..bench import kernel
+from ..bench import environment, kernel
 from ..bench.baseline import load_torch
 from ..bench.clock import clock_of
 from ..bench.kernel_report import as_text
 from ..comm.agreement import agreement
-from ..console.json_file import check_json, write_json
+from ..console import options
 from ..errors import ArgumentError
 from ..model.search import DIRECTIONS
 from ..problem.problem import Problem
@@ -16,19 +16,7 @@ from ..version import __version__
 
 KEYS = {"decode_keys": 65536, "carry_keys": 4096}
 OWN = {"kernel", *KEYS}  # options that only --kernel takes
-SHARED = {
-    "seqlen",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "dtype",
-    "causal",
-    "direction",
-    "backend",
-    "runs",
-    "timeout",
-    "json",
-}
+SHARED = set("seqlen heads kv_heads head_dim dtype causal direction backend runs timeout json".split())
 
 
 def add_arguments(parser):
@@ -57,38 +45,21 @@ def add_arguments(parser):
     )
 
 
-def run(job, args):
-    """Measure, on one rank; returns the exit code."""
+def measure(job, args):
+    """Yield the figures of one rank, as data and text."""
     with agreement(job.peers):
         if job.comm.size > 1:
             raise ArgumentError(f"--kernel measures one rank; this launch has {job.comm.size}")
-        sizes = {
-            name: default if getattr(args, name) is None else getattr(args, name) for name, default in KEYS.items()
-        }
-        least = {"runs": 1, "seqlen": 1, **dict.fromkeys(KEYS, 0)}
-        for name, value in {"runs": args.runs, "seqlen": min(args.seqlen), **sizes}.items():
-            if value < least[name]:
-                raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be at least {least[name]}")
-        check_json(args.json)
-        problems = [
-            Problem(
-                seqlen=seqlen,
-                heads=args.heads,
-                kv_heads=args.kv_heads,
-                head_dim=args.head_dim,
-                dtype=args.dtype,
-                causal=args.causal,
-            )
-            for seqlen in args.seqlen
-        ]
+        options.check_least("seqlen", min(args.seqlen), 1)
+        keys = {name: KEYS[name] if asked is None else asked for name, asked in options.given(args, *KEYS).items()}
+        for name, number in keys.items():
+            options.check_least(name, number, 0)
+        shape = options.given(args, "heads", "kv-heads", "head-dim", "dtype", "causal")
+        problems = [Problem(seqlen=seqlen, **shape) for seqlen in args.seqlen]
         backend = backends.get(args.backend)
-    data = _measured(backend, problems, args, **sizes)
+    data = _measured(backend, problems, args, **keys)
     backend.close()
-    if args.json:
-        write_json(args.json, data)
-    if args.json != "-":
-        print(as_text(data), flush=True)
-    return 0
+    yield data, as_text(data)
 
 
 def _measured(backend, problems, args, decode_keys, carry_keys):
@@ -104,32 +75,20 @@ def _measured(backend, problems, args, decode_keys, carry_keys):
     if carry_keys:
         sections.append(kernel.measure_carry(backend, clock, first, carry_keys, args.runs))
     sections.append(kernel.measure_launch(backend, clock, first, args.runs))
-    torch, (blas, threads) = load_torch(), host.blas()
+    torch = load_torch()
+    versions = {"torch": torch.__version__ if torch else None, "cupy": host.version(*CUPY)}
     return {
         "mpiattn": __version__,
         "backend": backend.name,
         "compute": _compute(backend),
         "runs": args.runs,
-        "problem": {
-            "heads": first.heads,
-            "kv_heads": first.kv_heads,
-            "head_dim": first.head_dim,
-            "dtype": first.dtype,
-            "causal": first.causal,
-        },
+        "problem": {name: getattr(first, name) for name in ("heads", "kv_heads", "head_dim", "dtype", "causal")},
         "environment": {
             "device": clock.device,
-            "processor": host.processor(),
-            "cores": len(host.cores()),
-            "blas": blas,
-            "blas_threads": threads,
+            **environment.machine(cores=len(host.cores())),
             "torch_threads": torch.get_num_threads() if torch else None,
         },
-        "versions": {
-            "numpy": host.version("numpy"),
-            "torch": torch.__version__ if torch else None,
-            "cupy": host.version(*CUPY),
-        },
+        "versions": {"numpy": host.version("numpy"), **versions},
         "sections": sections,
     }
 

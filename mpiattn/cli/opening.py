@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import h5py
 
-from ..comm.mesh import nodes_of
+from ..comm.mesh import by_node
 from ..console.table import duration, facts
 from ..system import host
 from ..system.installation import mpi_library
@@ -50,16 +50,11 @@ def origin(peers, words):
 
 def hosts_of(peers):
     """Every `Host` of the launch, in order of their lowest ranks; collective."""
-    nodes = nodes_of(peers)
-    of_ranks = peers.allgather((socket.gethostname(), host.blas()[1], host.cores(), os.cpu_count()))
     hosts = []
-    for node in range(max(nodes) + 1):
-        names, threads, cores, all_cores = zip(*(rank for rank, on in zip(of_ranks, nodes) if on == node))
-        hosts.append(
-            Host(
-                names[0], len(names), None if None in threads else sum(threads), len(set().union(*cores)), all_cores[0]
-            )
-        )
+    for ranks in by_node(peers, (socket.gethostname(), host.blas()[1], host.cores(), os.cpu_count())):
+        names, threads, cores, all_cores = zip(*ranks)
+        threads = None if None in threads else sum(threads)
+        hosts.append(Host(names[0], len(names), threads, len(set().union(*cores)), all_cores[0]))
     return hosts
 
 
@@ -70,9 +65,8 @@ def crowded(hosts):
         return None
     worst = max(crowd, key=lambda each: each.threads / each.cores)
     text = (
-        f"{number(worst.ranks, 'rank')} on {worst.name} {'have' if worst.ranks > 1 else 'has'} "
-        f"{worst.threads} threads for {number(worst.cores, 'core')}, which can make it many times "
-        "slower: "
+        f"{number(worst.ranks, 'rank')} on {worst.name} {'have' if worst.ranks > 1 else 'has'} {worst.threads} threads "
+        f"for {number(worst.cores, 'core')}, which can make it many times slower: "
     )
     if worst.cores < min(worst.threads, worst.all_cores):
         text += (
@@ -97,27 +91,23 @@ def text(plan, made, hosts, problem, passes, warning):
     counts = [each.threads / each.ranks for each in hosts if each.threads is not None]
     threads = span(counts, lambda count: f"{count:g}") if counts else "an unknown number of"
     machine = plan.machine
-    return (
-        facts(
-            [
-                ("mpiattn", f"{made['mpiattn']}, {made['date']}"),
-                ("command", made["command"]),
-                (
-                    "ranks",
-                    f"{sum(each.ranks for each in hosts)} on {number(len(hosts), 'host')} ({names}), "
-                    f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
-                    f"{span([each.cores for each in hosts])}",
-                ),
-                ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
-                ("problem", problem),
-                (
-                    "predicted",
-                    f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
-                    + (f": {machine.assumes}" if machine.assumes else ""),
-                ),
-                *([("transport", plan.transport)] if plan.transport else []),
-                *([("WARNING", warning)] if warning else []),
-            ]
-        )
-        + "\n"
-    )
+    rows = [
+        ("mpiattn", f"{made['mpiattn']}, {made['date']}"),
+        ("command", made["command"]),
+        (
+            "ranks",
+            f"{sum(each.ranks for each in hosts)} on {number(len(hosts), 'host')} ({names}), "
+            f"{threads} BLAS thread{'s' * (threads != '1')} each; cores for the ranks of a host: "
+            f"{span([each.cores for each in hosts])}",
+        ),
+        ("MPI", f"{made['mpi']}; NumPy {made['numpy']}, h5py {made['h5py']}"),
+        ("problem", problem),
+        (
+            "predicted",
+            f"{duration(plan.predicted_seconds)} {' and '.join(passes)}, on machine {machine.name}"
+            + (f": {machine.assumes}" if machine.assumes else ""),
+        ),
+        ("transport", plan.transport),
+        ("WARNING", warning),
+    ]
+    return facts(rows) + "\n"

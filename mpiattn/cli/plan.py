@@ -52,10 +52,10 @@ def add_arguments(parser):
     parser.add_argument("--heads", type=int, required=True, help="query heads")
     parser.add_argument("--head-dim", type=int, required=True, help="elements of a query and of a key, per head")
     parser.add_argument("--kv-heads", type=int, help="key-value heads; divides --heads (default: --heads)")
-    options.add_values(parser)
+    options.add(parser, *options.VALUES)
     parser.add_argument("--seqlen-k", type=int, help="key-value tokens (default: --seqlen)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
-    options.add_masks(parser)
+    options.add(parser, *options.MASKS)
     parser.add_argument(
         "--documents",
         metavar="FILE",
@@ -63,20 +63,9 @@ def add_arguments(parser):
         "where they begin, and the end of the last (cu_seqlens)",
     )
     options.add_dtype(parser, "of q, k, v and the result")
-    options.add_wire_dtype(parser)
-    parser.add_argument(
-        "--direction",
-        default="forward",
-        choices=tuple(search.DIRECTIONS),
-        help="which passes to plan for (default: %(default)s)",
-    )
-    options.add_layout(parser)
-    options.add_mesh_layout(parser)
-    options.add_route(parser)
-    options.add_schedule(parser)
-    options.add_tile(parser)
-    options.add_max_memory(parser)
-    options.add_machine(parser)
+    options.add(parser, "wire-dtype")
+    options.add_direction(parser, "which passes to plan for")
+    options.add(parser, "layout", "mesh-layout", "route", "schedule", "tile", "max-memory", "machine")
     parser.add_argument(
         "--ranks-per-node",
         type=int,
@@ -88,8 +77,7 @@ def add_arguments(parser):
         action="store_true",
         help="print the schedule of --tile step by step, and how many buffer slots it uses",
     )
-    options.add_plot(parser)
-    options.add_json(parser)
+    options.add(parser, "plot", "json")
 
 
 def run(args):

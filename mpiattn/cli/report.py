@@ -34,8 +34,9 @@ def count_text(odd):
     return ", ".join(f"{count} in {name}" for name, count in odd.items() if count)
 
 
-def as_json(args, problem, chosen, seconds, ranks, reports, odd):
+def as_json(args, plan, chosen, seconds, ranks, reports, odd):
     """The whole report as a dict for JSON.  odd: number of elements that are NaN or infinite, by dataset."""
+    problem = plan.problem
     return {
         "input": args.input,
         "output": args.output,
@@ -127,7 +128,7 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
             + number(hosts, "host"),
         ),
         ("schedule", f"{chosen['schedule']}, {chosen['route']} route, {_layout(chosen)}, {chosen['backend']} back end"),
-        *([("transport", plan.transport)] if plan.transport else []),
+        ("transport", plan.transport),
         ("tokens per rank", span([rank["tokens"] for rank in ranks])),
         ("pairs per rank", span([rank["pairs"] for rank in ranks]) + f", at most {_balance(ranks):.3g} times the mean"),
         ("time", f"{_times(seconds, passes)}; {_times(seconds, [name for name in seconds if name not in passes])}"),
@@ -141,7 +142,7 @@ def as_text(args, plan, chosen, seconds, ranks, reports, odd):
             f"{span([rank['peak_bytes_before'] for rank in ranks], size)} before the plan",
         ),
         *_empty(p, chosen, ranks),
-        *([("WARNING", f"NaN or infinite elements: {count_text(odd)}")] if any(odd.values()) else []),
+        ("WARNING", f"NaN or infinite elements: {count_text(odd)}" if any(odd.values()) else None),
         *[("" if i else "verify", report) for i, report in enumerate(reports.values())],
         ("written", args.output),
     ]

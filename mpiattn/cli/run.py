@@ -22,13 +22,11 @@ from mpi4py import MPI
 
 from .. import backends
 from ..arguments.arrays import on_host
-from ..comm.agreement import agreement, everywhere
-from ..comm.exchange import MAX_MESSAGE
+from ..comm.agreement import agreement
 from ..console import options
-from ..console.json_file import check_json, write_json
+from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
-from ..errors import VerificationError
 from ..files.finite import nonfinite
 from ..files.io import Input, Output, Wanted, Written
 from ..plan.mesh_attention import MeshAttention
@@ -44,6 +42,8 @@ from .documents import read_documents
 from .names import add_names
 from .report import as_json, as_text, count_text, problem_text
 
+PLAN = "tile", "schedule", "layout", "mesh-layout", "route", "wire-dtype", "backend", "transport"  # options
+
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn run`."""
@@ -52,27 +52,11 @@ def add_arguments(parser):
     add_names(parser)
     parser.add_argument("--backward", action="store_true", help="gradients too: dq, dk, dv of sum(dout * out)")
     options.add_axes(parser, "IN and OUT")
-    options.add_masks(parser)
-    options.add_documents(parser)
-    parser.add_argument("--softcap", type=float, metavar="C", help="scores s become C * tanh(s / C)")
-    parser.add_argument("--scale", type=float, help="factor of the scores q.k (default: 1/sqrt(head_dim))")
-    options.add_tile(parser)
-    options.add_schedule(parser)
-    options.add_layout(parser)
-    options.add_mesh_layout(parser)
-    options.add_route(parser)
-    options.add_wire_dtype(parser)
-    options.add_backend(parser)
-    options.add_transport(parser)
-    parser.add_argument(
-        "--max-message",
-        type=options.parse_bytes,
-        default=MAX_MESSAGE,
-        metavar="BYTES",
-        help="longest MPI message; longer ones are split (default: %(default)s)",
-    )
-    options.add_max_memory(parser)
-    options.add_machine(parser)
+    options.add(parser, *options.MASKS, "documents", "documents-k")
+    options.add_padding(parser, "the first document")
+    options.add(parser, "softcap", "scale", *PLAN)
+    options.add_max_message(parser)
+    options.add(parser, "max-memory", "machine")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -81,7 +65,7 @@ def add_arguments(parser):
         "code 1 and no OUT",
     )
     options.add_timeout(parser)
-    options.add_json(parser)
+    options.add(parser, "json")
 
 
 def run(args):
@@ -96,9 +80,7 @@ def _peak():
 
 def _run(job, args):
     comm, peers = job.comm, job.peers
-    with agreement(peers, only=0):
-        if comm.rank == 0:
-            check_json(args.json, (args.input, args.output))
+    job.on_rank_0(lambda: check_json(args.json, (args.input, args.output)))
     before = _peak()
     source = Input(peers, args.input, args.max_message, args.backward, names=args.names, axes=args.axes)
     documents = read_documents(
@@ -111,25 +93,9 @@ def _run(job, args):
     plan = MeshAttention(
         comm,
         **source.shapes,
-        causal=args.causal,
-        prefix=args.prefix,
-        causal_block=args.causal_block,
-        window=args.window,
-        softcap=args.softcap,
-        scale=args.scale,
-        tile=args.tile,
-        layout=args.layout,
-        mesh_layout=args.mesh_layout,
-        schedule=args.schedule,
-        route=args.route,
-        wire_dtype=args.wire_dtype,
-        backend=args.backend,
-        transport=args.transport,
+        **options.given(args, *options.MASKS, "softcap", "scale", *PLAN),
+        **options.given(args, "max-message", "max-memory", "machine", "timeout"),
         direction="both" if args.backward else "forward",
-        max_message=args.max_message,
-        max_memory=args.max_memory,
-        machine=args.machine,
-        timeout=args.timeout,
         expected_cu_seqlens=None if "cu_seqlens_k" in documents else documents.get("cu_seqlens"),
     )
     peers.timeout = max(peers.timeout, plan.timeout)  # phases may take as long as a pass
@@ -147,11 +113,8 @@ def _run(job, args):
         output.abandon()  # does nothing once the file has its name
     local["peak_bytes"], local["peak_bytes_before"] = _peak(), before
     ranks = peers.allgather(local)
-    with agreement(peers, only=0):
-        if comm.rank == 0 and args.json:
-            write_json(args.json, as_json(args, plan.problem, chosen, job.seconds, ranks, reports, odd))
-    if comm.rank == 0 and args.json != "-":
-        print(as_text(args, plan, chosen, job.seconds, ranks, reports, odd), flush=True)
+    results = args, plan, chosen, job.seconds, ranks, reports, odd
+    report(job, args.json, lambda: (as_json(*results), as_text(*results)))
     return 0
 
 
@@ -253,26 +216,18 @@ def _read(source, layouts, ranks):
 def _verify(peers, plan, source, results, documents):
     """Reports of the results and of the gradients; VerificationError if one is wrong."""
     p, layouts = plan.problem, (plan.q_layout, plan.k_layout)
-    out, lse, *grads = results.values()
-    if grads and p.shared_kv:
-        grads.append(None)  # dv
+    backward, results = "dq" in results, list(results.values())
     inputs = compare.Source(p, source.tokens, documents)
     chosen = [compare.choose(inputs, layouts[0], peers.rank)]
-    if grads:
+    if backward:
+        results += [None] * p.shared_kv  # dv
         of_gradients = gradients.choose(peers, inputs, layouts)
         chosen += of_gradients.rows, of_gradients.keys
-    with Progress("verify", sum(map(len, chosen)), " rows and keys" if grads else " rows") as progress:
-        if grads:
-            both = gradients.verify_both(peers, inputs, layouts, out, lse, grads, progress=progress)
-            reports = dict(zip(("verify", "verify_gradients"), both))
-        else:
-            reports = {"verify": compare.verify(peers, inputs, layouts[0], out, lse, progress=progress)}
+    with Progress("verify", sum(map(len, chosen)), " rows and keys" if backward else " rows") as progress:
+        reports = gradients.verify_results(peers, inputs, layouts, results, progress=progress)
     source.check()  # HDF5 reads zeros past the end of a file, which results could match
-    failed = [str(report) for report in reports.values() if not report.passed]
-    if failed:
-        error = VerificationError(f"verification failed, OUT is not written: {'; '.join(failed)}")
-        raise everywhere(error, peers)  # every rank has the same reports
-    return reports
+    gradients.check_passed(peers, reports, "verification failed, OUT is not written: ")
+    return dict(zip(("verify", "verify_gradients"), reports))
 
 
 def _write(output, plan, results):

@@ -74,10 +74,5 @@ def _copy(scripts, folder):
     if there:
         raise FileError(f"--copy is {folder!r}; it already has {', '.join(there)}, nothing is written")
     for path in scripts:
-        new = NewFile("--copy", os.path.join(folder, path.name))
-        try:
-            with open(new.partial, "wb") as file:
-                file.write(path.read_bytes())
-            new.publish()
-        finally:
-            new.discard()
+        with NewFile("--copy", os.path.join(folder, path.name)) as new, open(new.partial, "wb") as file:
+            file.write(path.read_bytes())

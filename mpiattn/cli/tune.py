@@ -21,7 +21,7 @@ import os
 
 from ..comm.agreement import agreement
 from ..console import options
-from ..console.json_file import check_json, write_json
+from ..console.json_file import check_json, report
 from ..console.launch import on_all_ranks
 from ..console.progress import Progress
 from ..console.table import duration, facts, percent, table
@@ -58,8 +58,7 @@ def _whole(text):
 
 def add_arguments(parser):
     """Declare the arguments of `mpiattn tune`."""
-    options.add_backend(parser)
-    options.add_transport(parser)
+    options.add(parser, "backend", "transport")
     parser.add_argument(
         "--head-dim",
         type=_whole,
@@ -91,15 +90,8 @@ def add_arguments(parser):
         "MPIATTN_MACHINE=FILE",
     )
     parser.add_argument("--no-store", action="store_true", help="do not change the store")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=TIMEOUT,
-        metavar="SECONDS",
-        help="how long a rank waits for others before it reports whom it waits for and ends the job "
-        "(default: %(default)g; inf: for ever)",
-    )
-    options.add_json(parser)
+    options.add_timeout(parser, TIMEOUT, f"{TIMEOUT:g}")
+    options.add(parser, "json")
 
 
 def run(args):
@@ -114,56 +106,46 @@ def _run(job, args):
     from ..model.tuned import key_of
     from ..tuning.measure import measure
 
-    peers, speaks = job.peers, job.comm.rank == 0
+    peers = job.peers
     stored = not (args.no_store or args.out)
     with agreement(peers):
         check_transport(args.backend, args.transport)
     nodes = nodes_of(peers)
     backend = make_backend(peers, nodes, args.backend, args.transport)
     peers.idle = backend.idle
-    with agreement(peers, only=0):
-        if speaks:  # before time is spent on measuring
-            check_json(args.json)
-            if args.out:
-                check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [], JSON)
-            if stored:
-                store.check_store()
+
+    def check():  # before time is spent on measuring
+        check_json(args.json)
+        if args.out:
+            check_target("--out", args.out, [args.json] if args.json not in (None, "-") else [], JSON)
+        if stored:
+            store.check_store()
+
+    job.on_rank_0(check)
     with Progress("tune", args.seconds, " s") as progress:
         tuned = measure(job, nodes, backend, args.dtype or backend.dtypes, args.head_dim, args.seconds, progress)
     backend.close()
-    with agreement(peers, only=0):
-        if speaks:
-            key = key_of(backend, nodes, args.head_dim)
-            samples = {name: sample._asdict() for name, sample in tuned.samples.items()}
-            entry = store.Entry(key, tuned.machine, store.now(), samples)
-            replaced = store.store(entry) if stored else None
-            if args.out:
-                _write_machine(args.out, tuned.machine)
-            if args.json:
-                write_json(
-                    args.json,
-                    {
-                        **entry.as_dict(),
-                        "default": tuned.lacking,
-                        "replaced": replaced,
-                        "store": store.path() if stored else None,
-                        "out": args.out,
-                        "seconds": job.seconds,
-                    },
-                )
-            if args.json != "-":
-                print(_text(args, key, nodes, tuned, replaced, sum(job.seconds.values())), flush=True)
+
+    def keep():
+        key = key_of(backend, nodes, args.head_dim)
+        samples = {name: sample._asdict() for name, sample in tuned.samples.items()}
+        entry = store.Entry(key, tuned.machine, store.now(), samples)
+        replaced = store.store(entry) if stored else None
+        if args.out:
+            with NewFile("--out", args.out, (), JSON) as new, open(new.partial, "w") as file:
+                file.write(json.dumps(tuned.machine.as_dict(), indent=2, allow_nan=False) + "\n")
+        data = {
+            **entry.as_dict(),
+            "default": tuned.lacking,
+            "replaced": replaced,
+            "store": store.path() if stored else None,
+            "out": args.out,
+            "seconds": job.seconds,
+        }
+        return data, _text(args, key, nodes, tuned, replaced, sum(job.seconds.values()))
+
+    report(job, args.json, keep)
     return 0
-
-
-def _write_machine(path, machine):
-    new = NewFile("--out", path, (), JSON)
-    try:
-        with open(new.partial, "w") as file:
-            file.write(json.dumps(machine.as_dict(), indent=2, allow_nan=False) + "\n")
-        new.publish()
-    finally:
-        new.discard()
 
 
 # Output
@@ -181,29 +163,19 @@ def _times(ratio):
     return f"{ratio:.3g} times"
 
 
-# How figures are formatted, by the last word of a sample's name.
+# The samples of fixed names, in the order of the table: what they are called, and how they are shown.
 FIGURES = {
-    "latency": duration,
-    "bandwidth": _rate,
-    "overlap": percent,
-    "node_bandwidth": _rate,
-    "launch": duration,
-    "backward": _times,
-    "merging": _rate,
-    "collective": _times,
-}
-NAMES = {
-    "inside latency": "inside a node: latency",
-    "inside bandwidth": "  bandwidth of a rank",
-    "inside overlap": "  hidden by blocks",
-    "between latency": "between nodes: latency",
-    "between bandwidth": "  bandwidth of a rank",
-    "node_bandwidth": "  bandwidth of a node",
-    "between overlap": "  hidden by blocks",
-    "launch": "overhead of a block",
-    "backward": "  backward, of forward's speed",
-    "merging": "merging partials",
-    "collective": "collectives, over pairs of messages",
+    "inside latency": ("inside a node: latency", duration),
+    "inside bandwidth": ("  bandwidth of a rank", _rate),
+    "inside overlap": ("  hidden by blocks", percent),
+    "between latency": ("between nodes: latency", duration),
+    "between bandwidth": ("  bandwidth of a rank", _rate),
+    "node_bandwidth": ("  bandwidth of a node", _rate),
+    "between overlap": ("  hidden by blocks", percent),
+    "launch": ("overhead of a block", duration),
+    "backward": ("  backward, of forward's speed", _times),
+    "merging": ("merging partials", _rate),
+    "collective": ("collectives, over pairs of messages", _times),
 }
 
 
@@ -214,7 +186,7 @@ def _row(name, sample):
     elif kind == "combining":
         called, show = f"combining {of[0]} heads: {of[1]}", duration
     else:
-        called, show = NAMES[name], FIGURES[name.split()[-1]]
+        called, show = FIGURES[name]
     typical, low, high = map(show, sample[:3])
     return called, typical, f"{low} to {high}", sample.samples
 
@@ -223,17 +195,16 @@ def _text(args, key, nodes, tuned, replaced, seconds):
     from ..model import store
 
     names = [
-        *(name for name in NAMES if name in tuned.samples and name.startswith(("inside", "between", "node"))),
+        *(name for name in FIGURES if name in tuned.samples and name.startswith(("inside", "between", "node"))),
         "launch",
         *(name for name in tuned.samples if name.startswith("flops ")),
         "backward",
         "merging",
         *(name for name in tuned.samples if name.startswith(("collective", "combining"))),
     ]
-    several = max(nodes) + 1
     threads = "unknown" if key.threads is None else key.threads
     head = [
-        ("ranks", f"{len(nodes)} on {number(several, 'node')}, {key.ranks_per_node} a node at most"),
+        ("ranks", f"{len(nodes)} on {number(max(nodes) + 1, 'node')}, {key.ranks_per_node} a node at most"),
         (
             "a rank",
             f"{key.processor}; {number(key.cores, 'core')}, BLAS threads: {threads} ({key.blas or 'BLAS unknown'})",
@@ -241,13 +212,12 @@ def _text(args, key, nodes, tuned, replaced, seconds):
         ("back end", f"{key.backend}, head_dim {key.head_dim}"),
         ("MPI", key.mpi),
     ]
-    tail = [("took", f"{duration(seconds)}; quartiles over all ranks and repetitions")]
-    if tuned.lacking:
-        tail.append(
-            ("not measured", "the default's: " + "; ".join(f"{field} ({why})" for field, why in tuned.lacking.items()))
-        )
-    if args.out:
-        tail.append(("written", args.out))
+    lacking = "; ".join(f"{field} ({why})" for field, why in tuned.lacking.items())
+    tail = [
+        ("took", f"{duration(seconds)}; quartiles over all ranks and repetitions"),
+        ("not measured", f"the default's: {lacking}" if lacking else None),
+        ("written", args.out),
+    ]
     if args.no_store or args.out:
         tail += [("stored", "no"), ("plans", "unchanged")]
     else:

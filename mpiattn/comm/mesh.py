@@ -106,6 +106,12 @@ def nodes_of(peers):
     return nodes
 
 
+def by_node(peers, value):
+    """The values that the ranks give, a list for every node in order of the nodes' lowest ranks; collective."""
+    nodes, values = nodes_of(peers), peers.allgather(value)
+    return [[given for given, on in zip(values, nodes) if on == node] for node in range(max(nodes) + 1)]
+
+
 class _Turn:
     """The context of `Home.call`; a class, since every call passes here: generators take longer."""
 

@@ -25,7 +25,7 @@ def absent(launcher, starting):
         with contextlib.suppress(OSError, ValueError, IndexError):
             rank = launch_rank(None, _environment(pid))
             there.add(rank)
-            why = STATES.get(_state(pid)) or ("has not come" if starting and not _has_mpi(pid) else "")
+            why = STATES.get(_status(pid)[0]) or ("has not come" if starting and not _has_mpi(pid) else "")
             if rank is not None and why:
                 said[rank] = f"rank {rank} {why}"
     size, _ = launched()
@@ -39,7 +39,7 @@ def _parents():
     parents = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            parents[int(name)] = int(_status(name)[1])
+            parents[int(name)] = parent(name)
     return parents
 
 
@@ -49,8 +49,9 @@ def _status(pid):
         return file.read().rsplit(")", 1)[1].split()
 
 
-def _state(pid):
-    return _status(pid)[0]
+def parent(pid):
+    """The parent of a process of this host."""
+    return int(_status(pid)[1])
 
 
 def _environment(pid):

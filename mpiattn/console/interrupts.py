@@ -19,16 +19,12 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO = 3.0  # seconds after which a launcher has killed all ranks that it sent SIGTERM after a failure
 
 
-@contextlib.contextmanager
 def handled(command, makes, speaks):
-    """Handle the signals while a command ("run", ...) works; signals that the process ignores, as under nohup, stay so.
+    """A context that handles the signals while a command ("run", ...) works; ignored ones, as under nohup, stay so.
 
     makes: the argument that names the command's output file, or None.  speaks: whether this process prints the message
     while MPI does not run.  The exit code is 128 plus the signal's number: 130 for Ctrl-C.
     """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield
-        return
 
     def handler(number, frame):
         for other in NUMBERS:  # Ctrl-C may arrive twice, from the terminal and from the witness
@@ -46,30 +42,27 @@ def handled(command, makes, speaks):
                 os.write(2, story.encode())
         os._exit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    for number in NUMBERS:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, kept in before.items():
-            signal.signal(number, kept)
+    return _with(handler)
 
 
-@contextlib.contextmanager
 def plain():
-    """Restore the default handlers during a long call into C, which would not run Python's handlers.
+    """A context with the default handlers, for a long call into C, which would not run Python's handlers.
 
     Use it only while there are no files to clean up.
     """
-    if threading.current_thread() is not threading.main_thread():
+    return _with(signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _with(handler):
+    """Set the handler of the signals that are not ignored during the body."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = {number: signal.getsignal(number) for number in NUMBERS}
     for number, kept in before.items():
         if kept is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, handler)
     try:
         yield
     finally:

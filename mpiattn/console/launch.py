@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 
+from ..comm.agreement import agreement
 from ..errors import ArgumentError, MpiattnError, PeerFailure
 from ..system import partial_files
 from ..system.launch_variables import launch_rank
@@ -42,6 +43,12 @@ class Job:
         self.peers.barrier()
         self.seconds[phase] = time.perf_counter() - start
         return result
+
+    def on_rank_0(self, work):
+        """Run work() on rank 0; what it raises there, all ranks raise; collective."""
+        with agreement(self.peers, only=0):
+            if self.comm.rank == 0:
+                work()
 
     def end(self):
         """Wait for all ranks at the end of the work: MPI_Finalize waits for them too, and knows no time limit."""

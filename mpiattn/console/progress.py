@@ -6,18 +6,13 @@ import time
 
 from ..system.launch_variables import launch_rank
 from . import witness
+from .absent import parent
 from .table import duration
 
 LAUNCHERS = ("hydra", "pmi_proxy", "mpiexec", "mpirun", "prte", "orte", "srun")
 LOOK = 0.1  # seconds between updates, which take longer than a small piece of work
 APART = 10.0  # seconds before the first line, and at least between two lines
 SHARE, SILENCE = 0.1, 60.0  # a line is due when this share more is done, or after this many seconds
-
-
-def _parent(pid):
-    """Parent of a process, from Linux's /proc."""
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rsplit(")", 1)[1].split()[1])
 
 
 def _terminal():
@@ -35,7 +30,7 @@ def _terminal():
             target = os.readlink(f"/proc/{pid}/fd/2")
             if target.startswith(("/dev/pts/", "/dev/tty")):
                 return open(target, "w")  # closed with the process
-            pid = _parent(pid)
+            pid = parent(pid)
     except (OSError, ValueError):
         pass  # no /proc, or not ours to read
     return None

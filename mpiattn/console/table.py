@@ -17,7 +17,8 @@ def table(rows, header=None):
 
 
 def facts(pairs):
-    """Names and values, one pair per line."""
+    """Names and values, one pair per line; pairs whose value is None or "" are left out."""
+    pairs = [(name, value) for name, value in pairs if value not in (None, "")]
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs)
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from ..errors import ArgumentError, FileError
 from ..system.atomic_file import NewFile, check_target
-from ..system.os_errors import reason
 from .machine import BUILT_IN, DEFAULT, Machine, load
 
 VARIABLE = "MPIATTN_MACHINE"
@@ -187,16 +186,10 @@ def store(entry):
     entries, wrong = _read()
     others = [other for other in entries if other.key != entry.key]
     data = {"format": FORMAT, "entries": [other.as_dict() for other in (*others, entry)]}
-    new = NewFile("the store of machines", path())
-    try:
+    with NewFile("the store of machines", path()) as new:
         with open(new.partial, "w") as file:
             file.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
         if wrong:
             with suppress(OSError):
                 os.replace(path(), f"{path()}.old")
-        new.publish()
-    except OSError as error:
-        raise FileError(f"the store of machines is {path()!r}; it cannot be written: {reason(error)}") from None
-    finally:
-        new.discard()
     return len(others) < len(entries)

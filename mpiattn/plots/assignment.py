@@ -11,7 +11,7 @@ from ..console.table import size
 from ..errors import ArgumentError
 from ..schedule.kinds import GATHERED, IN_COLUMNS, KINDS, REDUCED
 from ..system.words import number
-from .style import COLORS, GRAY, INK, PALE, POINTS, new_figure, styled
+from .style import COLORS, GRAY, INK, PALE, POINTS, box, centred, new_figure, styled
 
 MOST_NUMBERED = 16  # with up to this many ranks every block has its rank's number and color
 MOST_CELLS = 256  # per side of the image of the work; more blocks are averaged
@@ -43,8 +43,6 @@ def draw_assignment(axes, tile, rank=0, work=None, planes=1):
     empty ones white.  Up to MOST_NUMBERED ranks every block has its rank's number and color; with more ranks only the
     blocks of `rank` are colored.
     """
-    from matplotlib.patches import Rectangle
-
     check_rank(rank, tile)
     n, queries, keys = tile.ranks, tile.row(rank), tile.column(rank)
     share = None if work is None else np.asarray(work) / max(1, np.max(work))
@@ -55,35 +53,19 @@ def draw_assignment(axes, tile, rank=0, work=None, planes=1):
             step = -(-n // MOST_CELLS)
             whole = np.add.reduceat(np.add.reduceat(share, range(0, n, step), 0), range(0, n, step), 1)
             counts = np.diff([*range(0, n, step), n])
-            axes.imshow(
-                whole / np.outer(counts, counts),
-                cmap="Greys",
-                vmin=0,
-                vmax=2.5,
-                extent=(0, n, n, 0),
-                interpolation="nearest",
-            )
+            look = {"cmap": "Greys", "vmin": 0, "vmax": 2.5, "interpolation": "nearest"}
+            axes.imshow(whole / np.outer(counts, counts), extent=(0, n, n, 0), **look)
         for row in range(0, n, tile.a) if tile.b <= MOST_LINES else ():
-            axes.add_patch(Rectangle((0, row), n, tile.a, fill=False, edgecolor=GRAY, linewidth=0.3))
+            box(axes, (0, row), n, tile.a, fill=False, edgecolor=GRAY, linewidth=0.3)
         needs = Needs(tile, rank, work)
         for u in np.flatnonzero(needs.rows):
-            axes.add_patch(Rectangle((0, queries[u]), n, 1, facecolor=COLORS["Q"], alpha=0.35, linewidth=0, label="Q"))
+            box(axes, (0, queries[u]), n, 1, facecolor=COLORS["Q"], alpha=0.35, linewidth=0, label="Q")
         for w in np.flatnonzero(needs.columns):
-            axes.add_patch(Rectangle((keys[w], 0), 1, n, facecolor=COLORS["KV"], alpha=0.6, linewidth=0, label="KV"))
+            box(axes, (keys[w], 0), 1, n, facecolor=COLORS["KV"], alpha=0.6, linewidth=0, label="KV")
+    frame = {"fill": False, "linewidth": 1.8} if n <= MOST_NUMBERED else {"fill": True, "linewidth": 0.4}
     for chunk in keys:  # the frames around the tile
-        axes.add_patch(
-            Rectangle(
-                (chunk, min(queries)),
-                1,
-                tile.a,
-                fill=n > MOST_NUMBERED,
-                facecolor=INK,
-                edgecolor=INK,
-                linewidth=1.8 if n <= MOST_NUMBERED else 0.4,
-                zorder=3,
-                label="tile",
-            )
-        )
+        corner = chunk, min(queries)
+        box(axes, corner, 1, tile.a, facecolor=INK, edgecolor=INK, zorder=3, label="tile", **frame)
     _chunk_axes(axes, n)
     axes.set_title(
         f"Blocks of {number(n, 'rank')}, tile {tile}"
@@ -98,8 +80,6 @@ def draw_assignment(axes, tile, rank=0, work=None, planes=1):
 
 
 def _draw_numbered(axes, tile, rank, share):
-    from matplotlib.patches import Rectangle
-
     n = tile.ranks
     for cut in range(1, n):
         axes.axhline(cut, color="white", linewidth=1.5 if cut % tile.a == 0 else 0.4)
@@ -108,18 +88,10 @@ def _draw_numbered(axes, tile, rank, share):
         for j in range(n):
             owner = i // tile.a * tile.a + j % tile.a
             color = 1 - share[i, j] * (1 - _color_of(owner, tile))
-            axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, label="block"))
+            box(axes, (j, i), 1, 1, facecolor=color, label="block")
             luminance = color @ (0.299, 0.587, 0.114)
-            axes.text(
-                j + 0.5,
-                i + 0.52,
-                str(owner),
-                ha="center",
-                va="center",
-                fontsize=min(9, 100 / n),
-                color=INK if luminance > 0.42 else "white",
-                weight="bold" if owner == rank else "normal",
-            )
+            look = {"color": INK if luminance > 0.42 else "white", "weight": "bold" if owner == rank else "normal"}
+            centred(axes, j + 0.5, i + 0.52, str(owner), fontsize=min(9, 100 / n), **look)
 
 
 def _chunk_axes(axes, n):
@@ -172,8 +144,6 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None, m
     "backward".  nbytes: bytes that the rank receives or sends, by kind, for the labels.  moved: as of `Needs`.
     in_part: whether some chunks move only in part.
     """
-    from matplotlib.patches import Rectangle
-
     check_rank(rank, tile)
     needs = Needs(tile, rank, work, moved)
     rows, columns = shown(tile.a), shown(tile.b)
@@ -182,8 +152,8 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None, m
     unit = POINTS * min(1.25 * width / (len(columns) + 7.6), 0.83 * height / down)  # side of a block in points, about
 
     def cell(x, y, text, label, **look):
-        axes.add_patch(Rectangle((x, y), 0.92, 0.92, label=label, **look))
-        axes.text(x + 0.46, y + 0.48, text, ha="center", va="center", fontsize=min(7, 1.4 * unit / max(1, len(text))))
+        box(axes, (x, y), 0.92, 0.92, label=label, **look)
+        centred(axes, x + 0.46, y + 0.48, text, fontsize=min(7, 1.4 * unit / max(1, len(text))))
 
     def chunk(x, y, kind, hop):
         """A chunk beside the tile: filled if it is sent, framed if it is the rank's own, dotted if neither.
@@ -196,16 +166,9 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None, m
         else:
             state = "own" if hop == 0 else "moved" if moves[hop] else "not needed"
         text = "..." if hop is None else f"{kind if tile.ranks < LONG else ''}{chunks[hop]}"
-        cell(
-            x,
-            y,
-            text,
-            f"{kind} {state}",
-            edgecolor=COLORS[kind],
-            linewidth=1.2,
-            facecolor=COLORS[kind] if state in ("moved", "left out") else "white",
-            linestyle=":" if "not needed" in state else "-",
-        )
+        color, fill = COLORS[kind], COLORS[kind] if state in ("moved", "left out") else "white"
+        look = {"edgecolor": color, "facecolor": fill, "linestyle": ":" if "not needed" in state else "-"}
+        cell(x, y, text, f"{kind} {state}", linewidth=1.2, **look)
 
     def label(kind, between):
         to_or_from = "in" if kind in GATHERED else "out"
@@ -216,37 +179,22 @@ def draw_tile(axes, tile, rank=0, work=None, direction="forward", nbytes=None, m
     for y, u in enumerate(rows):
         for x, w in enumerate(columns):
             if u is not None and w is not None:
-                cell(
-                    x,
-                    y,
-                    "" if tile.ranks > MOST_NUMBERED else f"{needs.queries[u]},{needs.keys[w]}",
-                    "block" if needs.blocks[u, w] else "empty block",
-                    edgecolor=PALE,
-                    facecolor=PALE if needs.blocks[u, w] else "white",
-                )
+                text = "" if tile.ranks > MOST_NUMBERED else f"{needs.queries[u]},{needs.keys[w]}"
+                what, fill = ("block", PALE) if needs.blocks[u, w] else ("empty block", "white")
+                cell(x, y, text, what, edgecolor=PALE, facecolor=fill)
     below = len(rows)
     for kind in (*GATHERED, *REDUCED[direction]):
         gathered = kind in GATHERED
         if kind in IN_COLUMNS:
             for x, w in enumerate(columns):
                 chunk(x, -1.5 if gathered else below + 0.5, kind, w)
-            axes.text(
-                len(columns) / 2,
-                -1.7 if gathered else below + 1.7,
-                label(kind, " "),
-                ha="center",
-                va="bottom" if gathered else "top",
-            )
+            y, side = (-1.7, "bottom") if gathered else (below + 1.7, "top")
+            axes.text(len(columns) / 2, y, label(kind, " "), ha="center", va=side)
         else:
             for y, u in enumerate(rows):
                 chunk(-1.5 if gathered else len(columns) + 0.5, y, kind, u)
-            axes.text(
-                -1.7 if gathered else len(columns) + 1.7,
-                below / 2,
-                label(kind, "\n"),
-                ha="right" if gathered else "left",
-                va="center",
-            )
+            x, side = (-1.7, "right") if gathered else (len(columns) + 1.7, "left")
+            axes.text(x, below / 2, label(kind, "\n"), ha=side, va="center")
     beside = max(3.8, (WIDE * down - len(columns)) / 2)  # a narrow picture's title needs the width
     axes.set(xlim=(-beside, len(columns) + beside), ylim=(down - 2.6, -2.6), aspect="equal", anchor="N")
     axes.set_axis_off()

@@ -4,7 +4,7 @@ The input is the command's JSON, so that bars and labels are the numbers of its 
 """
 
 from ..console.table import duration, percent, size
-from .style import COLORS, GRAY, HATCH, INK, PALE
+from .style import COLORS, GRAY, HATCH, INK, PALE, passes_in_words
 
 BAR = 0.17  # height of a tile's bar in inches, about
 LABEL = 0.75  # room for labels, as a share of the longest bar
@@ -55,18 +55,9 @@ def draw_sent(axes, data):
     order = [*COLORS, *SUMS]
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
     names = sorted(handles, key=lambda label: order.index(label) if label in order else len(order))
-    axes.legend(
-        [handles[label] for label in names],
-        names,
-        loc="upper left",
-        bbox_to_anchor=(0, 0),
-        ncols=6,
-        frameon=False,
-        handlelength=1.2,
-        columnspacing=1,
-        fontsize=7.5,
-    )
-    passes = "forward and backward" if data["direction"] == "both" else data["direction"]
+    below = {"loc": "upper left", "bbox_to_anchor": (0, 0), "ncols": 6, "handlelength": 1.2, "columnspacing": 1}
+    axes.legend([handles[label] for label in names], names, frameon=False, fontsize=7.5, **below)
+    passes = passes_in_words(data["direction"])
     axes.set_title(f"Bytes a rank sends, mean over ranks, {passes}; compared with Ring and with the least possible")
 
 
@@ -95,16 +86,8 @@ def draw_times(axes, data):
         works = seconds * (1 - waiting)
         axes.barh(y, works, color=COLORS["blocks"], label="works")
         if waiting:
-            axes.barh(
-                y,
-                seconds - works,
-                left=works,
-                color=COLORS["waiting"],
-                hatch=HATCH,
-                edgecolor=INK,
-                linewidth=0.4,
-                label="waits",
-            )
+            look = {"color": COLORS["waiting"], "hatch": HATCH, "edgecolor": INK, "linewidth": 0.4}
+            axes.barh(y, seconds - works, left=works, label="waits", **look)
         _label(axes, y, seconds, f"{duration(seconds)}, {percent(waiting)} waits")
     _frame(axes, data, entries, max(entry.get("least_seconds", 0) for entry in entries))
     axes.tick_params(axis="y", labelleft=False)

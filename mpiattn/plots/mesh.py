@@ -2,7 +2,7 @@
 
 from ..system.words import number
 from .assignment import shown
-from .style import COLORS, INK, PALE
+from .style import COLORS, INK, PALE, box, centred
 
 ROOM = 1.6  # for labels beside the cells, in cells
 
@@ -12,8 +12,6 @@ def draw_mesh(axes, tile, rank=0):
 
     rank: its number in its plane.
     """
-    from matplotlib.patches import Rectangle
-
     own_row, own_column = tile.plane.place(rank)
     rows, columns = _with(shown(tile.b), own_row), _with(shown(tile.a), own_column)
     for y, row in enumerate(rows):
@@ -21,16 +19,9 @@ def draw_mesh(axes, tile, rank=0):
             left_out = row is None or column is None
             here = (row, column) == (own_row, own_column)
             color = INK if here else COLORS["Q"] if row == own_row else COLORS["KV"] if column == own_column else PALE
-            axes.add_patch(Rectangle((x, y), 0.92, 0.92, facecolor=color, linewidth=0, label="rank"))
-            axes.text(
-                x + 0.46,
-                y + 0.48,
-                "..." if left_out else f"{row * tile.a + column}",
-                ha="center",
-                va="center",
-                fontsize=7 if tile.chunks < 1000 else 5.5,
-                color="white" if here else INK,
-            )
+            box(axes, (x, y), 0.92, 0.92, facecolor=color, linewidth=0, label="rank")
+            look = {"fontsize": 7 if tile.chunks < 1000 else 5.5, "color": "white" if here else INK}
+            centred(axes, x + 0.46, y + 0.48, "..." if left_out else f"{row * tile.a + column}", **look)
     side = max(len(columns) + ROOM, len(rows) + ROOM, 5)
     axes.set(xlim=(-ROOM, side - ROOM + 0.2), ylim=(side - ROOM + 0.2, -ROOM), aspect="equal", anchor="NW")
     axes.set_axis_off()

@@ -24,8 +24,7 @@ def page(problem, work, load, schedules, timelines, title, data):
     rank, first, whole = slowest(timelines[0]), schedules[0], parse_tile(data["tile"], data["ranks"])
     heights = [LANE * len(lanes(of_rank(predicted, rank))) + 0.25 for predicted in timelines]
     bars = [BAR * len(rows(data)) + 0.7] if whole.ranks > 1 else []
-    figure = new_figure(WIDTH, TOP + sum(bars) + sum(heights) + 0.6)
-    figure.suptitle(title, x=0.005, ha="left", fontsize=9, weight="bold")
+    figure = new_figure(WIDTH, TOP + sum(bars) + sum(heights) + 0.6, title, left=0.005)
     grid = figure.add_gridspec(1 + len(bars) + len(timelines), 1, height_ratios=[TOP, *bars, *heights])
     top = grid[0].subgridspec(1, 3, width_ratios=[1, 1, 0.75])
     needed = work if not work.all() or work.min() < EQUAL * work.max() else None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ..console.table import duration
 from ..errors import ArgumentError
 from ..system.words import number
-from .style import GRAY, INK, label_ends, new_figure, rank_axis, styled, time_axis
+from .style import GRAY, INK, against_ranks, label_ends, new_figure, rank_axis, styled, time_axis
 
 # Lines differ in color, dashes and markers.
 LOOKS = (
@@ -64,11 +64,9 @@ def _look(series, i):
     """How to draw the i-th series; a prediction has the color of the measured series of the same name."""
     names = list(dict.fromkeys(line.name for line in series))
     look = LOOKS[names.index(series[i].name) % len(LOOKS)]
-    return (
-        {**look, "linestyle": (0, (4, 2)), "marker": "", "linewidth": 0.9}
-        if series[i].predicted
-        else {**look, "markersize": 4}
-    )
+    if series[i].predicted:
+        return {**look, "linestyle": (0, (4, 2)), "marker": "", "linewidth": 0.9}
+    return {**look, "markersize": 4}
 
 
 def _draw(axes, series, values, ideal):
@@ -86,13 +84,11 @@ def _draw(axes, series, values, ideal):
         highest += [*low, *high]
     highest += [value for _, value in ideal]
     ranks = sorted({count for line in series for count in line.ranks})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    against_ranks(axes)
     rank_axis(axes.xaxis, ranks)
     axes.set(xlim=(ranks[0] * 0.85, ranks[-1] * 1.15), ylim=(min(highest) / 1.2, max(highest) * 1.2))
     label_ends(axes, [*labels, (*ideal[1], "ideal", GRAY)])
     axes.set_xlabel("ranks")
-    axes.grid(axis="y", linewidth=0.3, color=GRAY, alpha=0.5)
 
 
 @styled
@@ -109,26 +105,19 @@ def scaling(series, title, base=None):
         base = fewest, min(line.medians[0] for line in measured if line.ranks[0] == fewest)
     first, seconds = base
     last = max(line.ranks[-1] for line in series)
-    figure = new_figure(8.4, 3.4)
-    figure.suptitle(title, x=0.008, ha="left", fontsize=9, weight="bold")
+    figure = new_figure(8.4, 3.4, title)
     left, right = figure.subplots(1, 2)
-    _draw(
-        left,
-        series,
-        lambda line: (line.medians, [min(runs) for runs in line.runs], [max(runs) for runs in line.runs]),
-        [(first, seconds), (last, seconds * first / last)],
-    )
-    time_axis(left.yaxis)
-    left.set_title("Time: median; bars: all runs")
-    speed = first * seconds
+
+    def times(line):
+        return line.medians, [min(runs) for runs in line.runs], [max(runs) for runs in line.runs]
 
     def speedups(line):
-        return (
-            [speed / middle for middle in line.medians],
-            [speed / max(runs) for runs in line.runs],
-            [speed / min(runs) for runs in line.runs],
-        )
+        middle, low, high = times(line)
+        return [[first * seconds / time for time in some] for some in (middle, high, low)]
 
+    _draw(left, series, times, [(first, seconds), (last, seconds * first / last)])
+    time_axis(left.yaxis)
+    left.set_title("Time: median; bars: all runs")
     _draw(right, series, speedups, [(first, first), (last, last)])
     rank_axis(right.yaxis, [2**i for i in range(int(last).bit_length())])
     right.set_title(f"Speed-up, {first} of {number(first, 'rank')} in {duration(seconds)}")

@@ -9,9 +9,8 @@ import os
 import re
 
 from ..console.table import duration, size
-from ..errors import ArgumentError, FileError
+from ..errors import ArgumentError
 from ..system.atomic_file import NewFile, check_target
-from ..system.os_errors import reason
 
 # Metadata that change from run to run or reveal the machine are left out of the file.
 METADATA = {
@@ -94,14 +93,33 @@ def styled(function):
     return drawn
 
 
-def new_figure(width, height):
-    """An empty figure, size in inches, without pyplot and its windows."""
+def new_figure(width, height, title=None, left=0.008):
+    """An empty figure, size in inches, without pyplot and its windows.  left: where the title begins, a share."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, x=left, ha="left", fontsize=9, weight="bold")
     return figure
+
+
+def box(axes, corner, width, height, **look):
+    """Draw a rectangle.  corner: (x, y)."""
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle(corner, width, height, **look))
+
+
+def centred(axes, x, y, text, **look):
+    """Write a text around a point."""
+    axes.text(x, y, text, ha="center", va="center", **look)
+
+
+def passes_in_words(direction):
+    """The passes of a direction."""
+    return "forward and backward" if direction == "both" else direction
 
 
 @styled
@@ -111,16 +129,10 @@ def save(figure, path, name="path"):
     Raises ArgumentError and FileError, which name the argument `name`.
     """
     check(name, path)
-    new = NewFile(name, path)
-    try:
+    with NewFile(name, path) as new:
         figure.savefig(new.partial, format=kind_of(path), metadata=METADATA[kind_of(path)])
         if kind_of(path) == "svg":
             _shorten(new.partial)
-        new.publish()
-    except OSError as error:
-        raise FileError(f"{name} is {path!r}; it cannot be written: {reason(error)}") from None
-    finally:
-        new.discard()
 
 
 def _shorten(path):
@@ -178,6 +190,13 @@ def size_axis(axis):
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda nbytes, _: size(nbytes)))
+
+
+def against_ranks(axes):
+    """Make both axes logarithmic, with horizontal lines; ranks are on the lower one."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.grid(axis="y", linewidth=0.3, color=GRAY, alpha=0.5)
 
 
 def rank_axis(axis, ranks):

@@ -11,7 +11,7 @@ from ..console.table import duration, percent
 from ..errors import ArgumentError
 from ..schedule.kinds import GATHERED, NAMES, REDUCED
 from ..schedule.timeline import Moved, StepTimes, Timeline
-from .style import COLORS, HATCH, INK, POINTS, new_figure, styled, time_axis
+from .style import COLORS, HATCH, INK, POINTS, box, centred, new_figure, styled, time_axis
 
 LANE, ROW = 0.26, 0.42  # heights of a lane and of a rank's row in inches, about
 WHOLE = 0.8  # height of the bars in a lane, relative to the lane
@@ -94,8 +94,6 @@ def summary(timeline):
 
 def _draw_bars(axes, bars, bottom, height):
     """Draw bars between heights, with their texts where there is room."""
-    from matplotlib.patches import Rectangle
-
     levels = 1 + max((bar.level for bar in bars), default=0)
     points = 0.85 * POINTS * axes.figure.get_size_inches()[0] / axes.get_xlim()[1]  # per second, about
     for bar in bars:
@@ -104,28 +102,11 @@ def _draw_bars(axes, bars, bottom, height):
         edge = INK if waits else "white"
         if length <= NARROW:  # an edge of its own color keeps a short transfer visible
             edge = "none" if bar.what in ("blocks", "waiting") else COLORS[bar.what]
-        axes.add_patch(
-            Rectangle(
-                (bar.start, y),
-                bar.stop - bar.start,
-                tall,
-                facecolor=COLORS[bar.what],
-                edgecolor=edge,
-                linewidth=0.4,
-                hatch=HATCH if waits else None,
-                label=bar.what,
-            )
-        )
+        look = {"facecolor": COLORS[bar.what], "edgecolor": edge, "hatch": HATCH if waits else None}
+        box(axes, (bar.start, y), bar.stop - bar.start, tall, linewidth=0.4, label=bar.what, **look)
         if bar.text and height == WHOLE and levels <= 2 and length > 5.5 * len(bar.text):
-            axes.text(
-                (bar.start + bar.stop) / 2,
-                y + tall / 2,
-                bar.text,
-                ha="center",
-                va="center",
-                color=INK,
-                fontsize=7 if levels == 1 else 6,
-            )
+            middle = (bar.start + bar.stop) / 2
+            centred(axes, middle, y + tall / 2, bar.text, color=INK, fontsize=7 if levels == 1 else 6)
 
 
 def _frame(axes, ticks, until):
@@ -182,9 +163,7 @@ def timeline(entries, ranks=None, title=None):
         heights = [ROW * len(ranks)] * len(shown)
     else:
         heights = [LANE * len(lanes(of_rank(times, some[0]))) for _, times, some in shown]
-    figure = new_figure(8.4, sum(heights) + 0.45 * len(shown) + 0.4 + 0.3 * bool(title))
-    if title:
-        figure.suptitle(title, x=0.008, ha="left", fontsize=9, weight="bold")
+    figure = new_figure(8.4, sum(heights) + 0.45 * len(shown) + 0.4 + 0.3 * bool(title), title)
     grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
     for (name, times, some), axes in zip(shown, grid[:, 0]):
         last = max(some, key=lambda rank, times=times: of_rank(times, rank).steps[-1].ended)

@@ -10,7 +10,7 @@ from ..schedule import travels as formulas
 from ..schedule.kinds import KINDS
 from ..schedule.regroup import every_tile, mean_sent
 from ..schedule.tile import Tile, tiles
-from .style import GRAY, INK, label_ends, new_figure, rank_axis, size_axis, styled
+from .style import GRAY, INK, against_ranks, label_ends, new_figure, passes_in_words, rank_axis, size_axis, styled
 
 FEWEST = 2
 
@@ -55,19 +55,13 @@ def lines(problem, most, direction="forward"):
     return {name: points for name, points in by_method.items() if points}
 
 
+UNDER_OTHERS = {"markerfacecolor": "white", "markersize": 7, "zorder": 1}
 LOOK = {
     "Ring": {"color": INK, "marker": "o", "linestyle": "-"},
     "best mesh": {"color": "#0072b2", "marker": "s", "linestyle": "-", "linewidth": 2.2},
     "planes": {"color": "#009e73", "marker": "v", "linestyle": "-"},
     "USP": {"color": "#d55e00", "marker": "^", "linestyle": "--"},
-    "Ulysses": {
-        "color": GRAY,
-        "marker": "D",
-        "linestyle": ":",
-        "markerfacecolor": "white",
-        "markersize": 7,
-        "zorder": 1,
-    },
+    "Ulysses": {"color": GRAY, "marker": "D", "linestyle": ":", **UNDER_OTHERS},
 }
 
 
@@ -80,8 +74,7 @@ def draw_traffic(axes, problem, most, direction="forward"):
         raise ArgumentError("the problem has no tokens; nothing is sent that could be drawn")
     for name, points in by_method.items():
         axes.plot(*zip(*points), **{"markersize": 3.5, **LOOK[name]}, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    against_ranks(axes)
     shown = counts(most)
     rank_axis(axes.xaxis, shown if len(shown) < 10 else shown[::2])
     size_axis(axes.yaxis)
@@ -92,9 +85,8 @@ def draw_traffic(axes, problem, most, direction="forward"):
     for ranks in shown[:-1]:
         marked, sent = best_tile(problem, ranks, direction)
         if marked.a > 1:
-            axes.annotate(
-                str(marked), (ranks, sent), xytext=(2, 4), textcoords="offset points", fontsize=6.5, color=color
-            )
+            beside = {"xytext": (2, 4), "textcoords": "offset points"}
+            axes.annotate(str(marked), (ranks, sent), fontsize=6.5, color=color, **beside)
 
     def less(sent):
         return f":\n{percent(1 - sent / ring)} less" if sent <= ring else ":\nmore than Ring"
@@ -108,26 +100,16 @@ def draw_traffic(axes, problem, most, direction="forward"):
     }
     for name in [name for name in by_method if name != "Ulysses"]:
         ranks, sent = by_method[name][-1]
-        label = (
-            name
-            if name == "Ring" or ranks < most
-            # its line ends at the last possible number
-            else names[name] + ("" if names[name].endswith("Ring") else less(sent))
-        )
+        label = name  # also where its line ends at the last possible number
+        if name != "Ring" and ranks == most:
+            label = names[name] + ("" if names[name].endswith("Ring") else less(sent))
         labels.append((ranks, sent, label, LOOK[name]["color"]))
     label_ends(axes, labels)
     if "Ulysses" in by_method:
-        axes.text(
-            0.02,
-            0.03,
-            f"diamonds: Ulysses, on no more ranks than the {problem.kv_heads} KV heads",
-            color=GRAY,
-            transform=axes.transAxes,
-        )
+        text = f"diamonds: Ulysses, on no more ranks than the {problem.kv_heads} KV heads"
+        axes.text(0.02, 0.03, text, color=GRAY, transform=axes.transAxes)
     axes.set_xlabel("ranks, the same sequence on all of them")
-    passes = "forward and backward" if direction == "both" else direction
-    axes.set_title(f"Bytes a rank sends, {passes}; exact, no mask")
-    axes.grid(axis="y", linewidth=0.3, color=GRAY, alpha=0.5)
+    axes.set_title(f"Bytes a rank sends, {passes_in_words(direction)}; exact, no mask")
 
 
 @styled

@@ -13,7 +13,8 @@ class NewFile:
     """A file that will appear under the name `path`.
 
     signature: bytes with which an existing file must begin to be replaced; an empty one may always be.
-    Write to `partial`, a new and unique name, until `publish`.  Symbolic links are followed: the file they point to is
+    Write to `partial`, a new and unique name, until `publish`; as a context, it is published if the body succeeds, and
+    discarded if not.  Symbolic links are followed: the file they point to is
     replaced, not the link.  The new file keeps the permissions of the replaced one.  Partials of the same file that
     killed jobs have left are removed.  Raises FileError, naming the argument `name`, where no regular file can be made,
     where it must not be written, or where it would replace one of `inputs`.
@@ -28,6 +29,20 @@ class NewFile:
             self.partial = partial_files.create(name, folder, base)
         except OSError as error:
             raise FileError(f"{name} is {str(path)!r}; it cannot be written: {reason(error)}") from error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if error is None:
+                self.publish()
+        except OSError as caught:
+            error = caught
+        finally:
+            self.discard()
+        if isinstance(error, OSError) and not isinstance(error, FileError):
+            raise FileError(f"{self.name} is {str(self.path)!r}; it cannot be written: {reason(error)}") from error
 
     def publish(self):
         """Flush the file to disk and give it its name."""

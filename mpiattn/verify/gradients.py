@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from ..comm.agreement import everywhere
+from ..errors import VerificationError
 from .compare import MOST, WORK_LIMIT, Errors, accumulation_error, choose_rows, largest, rounding_error, verify
 from .sweep import key_turns, sweep
 
@@ -200,3 +202,24 @@ def verify_both(peers, source, layouts, out, lse, gradients, limit=WORK_LIMIT, p
     counts = np.array([len(rows), len(positions), len(keys), len(key_positions)])
     peers.reduce(counts, MPI.SUM)
     return report, GradientReport(*counts.tolist(), *check.errors(), independent)
+
+
+def verify_results(peers, source, layouts, results, limit=WORK_LIMIT, progress=None):
+    """The reports of a pass, one of (out, lse), two of (out, lse, dq, dk, dv); collective.
+
+    Arguments are as of `verify_both`.
+    """
+    out, lse, *grads = results
+    if grads:
+        return verify_both(peers, source, layouts, out, lse, grads, limit, progress)
+    return (verify(peers, source, layouts[0], out, lse, limit, progress),)
+
+
+def check_passed(peers, reports, otherwise=""):
+    """Raise VerificationError on every rank unless all reports, the same on every rank, have passed.
+
+    otherwise: begins the message.
+    """
+    failed = [str(report) for report in reports if not report.passed]
+    if failed:
+        raise everywhere(VerificationError(otherwise + "; ".join(failed)), peers)

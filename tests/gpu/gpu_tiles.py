@@ -20,6 +20,7 @@ from mpiattn.backends.cuda import launches, tile_table
 from mpiattn.backends.cuda.tile_table import ScoreTile as Tile
 from mpiattn.bench import kernel
 from mpiattn.bench.clock import clock_of
+from mpiattn.bench.turns import in_turn
 from mpiattn.problem.problem import Problem
 
 SHAPE = {"heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
@@ -69,7 +70,7 @@ def times(backend, clock, work, dim, tokens):
     block = kernel.Block(backend, problem)
     if backward:
         block.prepare_backward()
-    subjects, known = [], {}
+    subjects, known = {}, {}
 
     def seconds(tile, repeats=1):
         with in_place_of_the_entry(work, tile):
@@ -81,10 +82,10 @@ def times(backend, clock, work, dim, tokens):
             with in_place_of_the_entry(work, tile):
                 kernel.check_small(backend, problem, backward)
             repeats = max(1, min(50, round(LEAST / seconds(tile))))
-            subjects.append((name, partial(seconds, tile, repeats)))
+            subjects[name] = partial(seconds, tile, repeats)
         except Exception as error:  # of whatever kind: the others are worth knowing
             known[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-    measured = {name: sorted(runs)[RUNS // 2] for name, runs in kernel.in_turn(subjects, RUNS).items()}
+    measured = {name: sorted(runs)[RUNS // 2] for name, runs in in_turn(subjects, RUNS).items()}
     first = next(iter(measured.values()), None)
     return {name: {"seconds": median, "of_table": median / first} for name, median in measured.items()} | known
 

@@ -6,7 +6,7 @@ The files are in rank 0's folder for temporary files, so all ranks must be on on
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 
 import h5py
@@ -14,25 +14,22 @@ import numpy as np
 
 from ...comm.agreement import agreement, from_rank_0
 from ...decode.cache import KVCache
-from ...errors import VerificationError
 from ...files.hdf5 import file_errors
 from ...files.io import Input, Wanted
 from ...problem.layout import Layout, even_part
 from ...system import partial_files
-from .operation import HEAD_DIM, HEADS, KV_HEADS, Operation
+from .operation import HEAD_DIM, HEADS, Bench, Operation
 
 SEQUENCES, KEYS = 64, 2048  # of the cache, 64 MiB
 ARGUMENT = "a temporary file"  # in messages
 TOKENS = 8192  # of each of q, k and v, 16 MiB
 
 
-@contextmanager
-def files(peers, backend) -> Iterator[list[Operation]]:
+def files(bench: Bench) -> Iterator[Operation]:
     """A cache saved and loaded, and inputs read as `mpiattn run` reads them."""
-    with ExitStack() as stack:
-        saved, plain, inputs = stack.enter_context(_temporary(peers, 3))
-        save, load = _cache(stack, peers, backend, saved, plain)
-        yield [save, load, *_inputs(peers, inputs)]
+    saved, plain, inputs = bench.stack.enter_context(_temporary(bench.peers, 3))
+    yield from _cache(bench, saved, plain)
+    yield from _inputs(bench, inputs)
 
 
 @contextmanager
@@ -54,29 +51,14 @@ def _temporary(peers, count):
             partial_files.discard(path)
 
 
-def _cache(stack, peers, backend, saved, plain):
-    shape = SEQUENCES, KEYS, KV_HEADS, HEAD_DIM
-    k, v = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
-    cache = stack.enter_context(
-        KVCache(
-            peers.comm,
-            capacity=SEQUENCES * KEYS,
-            sequences=SEQUENCES,
-            kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            backend=backend,
-            timeout=peers.timeout,
-        )
-    )
-    cache.append(k, v)
-    how = {"backend": backend, "timeout": peers.timeout}
+def _cache(bench, saved, plain):
+    peers, how = bench.peers, {"backend": bench.backend, "timeout": bench.peers.timeout}
+    cache, tokens = bench.cache(SEQUENCES, KEYS)
     cache.save(saved)
-    with KVCache.load(peers.comm, saved, **how) as loaded, agreement(peers):
-        some = loaded.positions(SEQUENCES - 1)
-        for array, whole in zip(loaded.local(SEQUENCES - 1), (k, v)):
-            if not np.array_equal(array, whole[-1, some]):
-                raise VerificationError("a cache that was saved and loaded does not hold the tokens that it held")
-    whole = {"k": k.reshape(1, -1, *shape[2:]), "v": v.reshape(1, -1, *shape[2:])}
+    with KVCache.load(peers.comm, saved, **how) as loaded:
+        held = zip(loaded.local(SEQUENCES - 1), tokens[:, -1, loaded.positions(SEQUENCES - 1)])
+        bench.equal(held, "a cache that was saved and loaded does not hold the tokens that it held")
+    whole = dict(zip("kv", tokens.reshape(2, 1, -1, *tokens.shape[-2:])))
 
     def write():
         if peers.rank == 0:
@@ -84,18 +66,17 @@ def _cache(stack, peers, backend, saved, plain):
 
     with agreement(peers, only=0):  # the disk may be full
         write()
-    return (
-        Operation("save a cache of 64 MiB", "writing it by h5py, fsync", lambda: cache.save(saved), write),
-        Operation(
-            "load a cache of 64 MiB",
-            "reading it by h5py",
-            lambda: KVCache.load(peers.comm, saved, **how).close(),
-            _reading(peers, plain, whole, cache.storage.pools[0].nbytes),
-        ),
+    yield Operation("save a cache of 64 MiB", "writing it by h5py, fsync", lambda: cache.save(saved), write)
+    yield Operation(
+        "load a cache of 64 MiB",
+        "reading it by h5py",
+        lambda: KVCache.load(peers.comm, saved, **how).close(),
+        _reading(peers, plain, whole, cache.storage.pools[0].nbytes),
     )
 
 
-def _inputs(peers, path):
+def _inputs(bench, path):
+    peers = bench.peers
     shape = 1, TOKENS, HEADS, HEAD_DIM
     inputs = dict(zip("qkv", np.random.default_rng(0).standard_normal((3, *shape), np.float32)))
     with agreement(peers, only=0):
@@ -105,9 +86,8 @@ def _inputs(peers, path):
         layout = Layout(kind, TOKENS, peers.size)
         positions = layout.positions(peers.rank)
         chunks = _read(peers, path, layout)
-        with agreement(peers):
-            if not all(np.array_equal(chunks[name], inputs[name][:, positions]) for name in inputs):
-                raise VerificationError(f"reading {kind} tokens of a file does not give what was written")
+        pairs = [(chunks[name], inputs[name][:, positions]) for name in inputs]
+        bench.equal(pairs, f"reading {kind} tokens of a file does not give what was written")
         yield Operation(
             f"read q, k, v of 48 MiB, {kind}",
             "reading slabs by h5py",

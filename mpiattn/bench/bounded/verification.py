@@ -5,46 +5,29 @@ ranks share these blocks, as they share what they verify.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from ...comm.agreement import agreement, everywhere
-from ...errors import VerificationError
-from ...plan.mesh_attention import MeshAttention
+from ...comm.agreement import agreement
 from ...verify import compare, gradients
 from ..baseline import TOLERANCE
 from ..kernel import check
-from .operation import Operation
+from .operation import Bench, Operation
 
 TOKENS, HEAD_DIM = 2**14, 16  # of a causal sequence of one head
 WINDOW = 64  # keys that a query sees
 
 
-@contextmanager
-def verification(peers, backend) -> Iterator[list[Operation]]:
+def verification(bench: Bench) -> Iterator[Operation]:
     """Short documents, long ones with gradients, and a window."""
-    with ExitStack() as stack:
-        rows = []
-        for name, documents, window, backward in (
-            ("1000 documents", 1000, None, False),
-            ("64 documents, backward too", 64, None, True),
-            (f"a window of {WINDOW} keys", 1, WINDOW, False),
-        ):
-            plan = stack.enter_context(
-                MeshAttention(
-                    peers.comm,
-                    seqlen=TOKENS,
-                    heads=1,
-                    head_dim=HEAD_DIM,
-                    causal=True,
-                    window=(window - 1, 0) if window else None,
-                    backend=backend,
-                    timeout=peers.timeout,
-                )
-            )
-            rows.append(_verify(plan, peers, name, documents, window or TOKENS, backward))
-        yield rows
+    for name, documents, window, backward in (
+        ("1000 documents", 1000, None, False),
+        ("64 documents, backward too", 64, None, True),
+        (f"a window of {WINDOW} keys", 1, WINDOW, False),
+    ):
+        shape = {"heads": 1, "head_dim": HEAD_DIM, "causal": True, "window": (window - 1, 0) if window else None}
+        plan = bench.plan(seqlen=TOKENS, **shape)
+        yield _verify(plan, bench.peers, name, documents, window or TOKENS, backward)
 
 
 def _verify(plan, peers, name, documents, window, backward):
@@ -59,12 +42,9 @@ def _verify(plan, peers, name, documents, window, backward):
     source = compare.Source(p, lambda name, start, stop: whole[name][:, start:stop], cut)
 
     def verify():
-        if backward:
-            reports = gradients.verify_both(peers, source, layouts, out, lse, grads)
-        else:
-            reports = (compare.verify(peers, source, plan.q_layout, out, lse),)
-        if not all(report.passed for report in reports):
-            raise everywhere(VerificationError("; ".join(map(str, reports))), peers)
+        results = out, lse, *grads
+        reports = gradients.verify_results(peers, source, layouts, results)
+        gradients.check_passed(peers, reports)
 
     plain, blocks = _Plain(arrays, window, backward), _blocks(cuts, window)
     plain.run(blocks)
