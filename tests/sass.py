@@ -21,7 +21,7 @@ if importlib.util.find_spec("mpiattn") is None:
 from mpiattn.backends.cuda import nvrtc
 from mpiattn.backends.cuda.kernels import ELEMENTS_PER_THREAD, VECTOR
 from mpiattn.backends.cuda.launches import cast_kernel, merge_kernel
-from mpiattn.backends.cuda.tile_table import attention_kernel
+from mpiattn.backends.cuda.tile_table import Blocks, attention_kernel
 
 PRODUCTS = {"forward": 2, "decode": 2, "gradient_q": 3, "gradient_kv": 4}  # of a tile
 KINDS = {
@@ -261,7 +261,7 @@ def described(name, code):
 
 def attention(work, dtype, dim, architecture, page_size=0):
     """(what a warp executes for a tile, what it does at the end) of a kernel of half types; a query head a KV head."""
-    kernel, cut = attention_kernel(work, dtype, dim, dim, 1, 0, int(architecture[3:]), page_size=page_size)
+    kernel, cut = attention_kernel(work, Blocks(dtype, dim, dim, 1, page_size=page_size), int(architecture[3:]))
     blocks = disassembled_blocks(kernel, architecture)
     products = PRODUCTS[work] * (cut.rows // cut.warps // 16) * (cut.columns // 8) * dim // 16
     return tile_loop(blocks, products, 2 * cut.columns * dim // 8 // kernel.threads), epilogue(blocks)

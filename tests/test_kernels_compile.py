@@ -7,7 +7,7 @@ import pytest
 
 from mpiattn.backends.cuda import kernel_source, kernel_table, nvrtc, tile_table
 from mpiattn.backends.cuda.launches import cast_kernel, hulls_kernel, partials_kernel
-from mpiattn.backends.cuda.tile_table import PROCESSORS, TILES, attention_kernel, blocks_per_processor
+from mpiattn.backends.cuda.tile_table import PROCESSORS, TILES, Blocks, attention_kernel, blocks_per_processor
 from mpiattn.errors import ArgumentError, MpiattnError
 from mpiattn.system.sources import kernel_dir
 
@@ -35,7 +35,7 @@ def test_no_entry_of_the_tile_table_spills(heads_per_kv, architecture):
 def test_pages_spill_nothing(architecture):
     """Looking keys up in pages takes registers, most where the page size is no power of two."""
     kernels = [
-        attention_kernel("decode", DTYPES[size], dim, dim, packed, 0, int(architecture[3:]), page_size=page)[0]
+        attention_kernel("decode", Blocks(DTYPES[size], dim, dim, packed, 0, page), int(architecture[3:]))[0]
         for size, table in TILES["decode"].items()
         for dim in table
         for packed, page in ((8, 64), (1, 5))
@@ -60,9 +60,10 @@ def test_every_kernel_compiles(architecture):
     kernels += [cast_kernel("float16", "float32"), cast_kernel("bfloat16", "float16", 4, False)]
     for work in TILES:
         kernels += [
-            attention_kernel(work, *of, number)[0] for of in (("float16", 128, 64, 8, 2), ("float32", 60, 36, 3, 1))
+            attention_kernel(work, Blocks(*of), number)[0]
+            for of in (("float16", 128, 64, 8, 2), ("float32", 60, 36, 3, 1))
         ]
-    kernels += [attention_kernel("decode", dtype, 128, 128, 8, 2, number, page_size=16)[0] for dtype in DTYPES.values()]
+    kernels += [attention_kernel("decode", Blocks(dtype, 128, 128, 8, 2, 16), number)[0] for dtype in DTYPES.values()]
     kernels.append(hulls_kernel(3, tile_table.tile("gradient_kv", 2, 128, 128, number)))
     for kernel, report in zip(kernels, nvrtc.build_all(kernels, architecture)):
         assert report.cubin[:4] == b"\x7fELF", kernel
@@ -71,7 +72,7 @@ def test_every_kernel_compiles(architecture):
 
 @needs_nvrtc
 def test_the_compiler_says_what_is_wrong():
-    kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0, 80)
+    kernel, _ = attention_kernel("forward", Blocks("float16", 64, 64, 1), 80)
     wrong = kernel._replace(
         defines=tuple((name, 1024 if name == "SHARED_BYTES" else value) for name, value in kernel.defines)
     )
@@ -92,7 +93,7 @@ def test_kernels_are_compiled_as_cupy_compiles_them(monkeypatch, tmp_path):
     monkeypatch.setattr(nvrtc, "_compile", compiled)
     monkeypatch.setattr(nvrtc, "_version", lambda: "13.0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernel, _ = attention_kernel("forward", "float16", 64, 64, 1, 0, 80)
+    kernel, _ = attention_kernel("forward", Blocks("float16", 64, 64, 1), 80)
     for _ in range(2):
         assert nvrtc.build(kernel, "sm_80").registers == 9
     assert {"-ftz=true", "--device-as-default-execution-space", "-std=c++17", "--gpu-architecture=sm_80"} <= set(seen)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from ..backends.base import Array
     from ..model.machine import Machine
-    from .cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,10 @@ class CacheOptions:
         return replace(filled, **row, **sizes, dtype=dtype, shared_kv=shared_kv, max_message=max_message)
 
 
-def checked_tokens(cache: KVCache, k: Array, v: Array | None, count: int, layout: Any) -> tuple[tuple[Array, ...], int]:
+def checked_tokens(cache: Any, k: Array, v: Array | None, count: int, layout: Any) -> tuple[tuple[Array, ...], int]:
     """k and v of `count` sequences as arrays of the back end, one for each pool, and their tokens over all ranks.
 
-    layout: None, or where they are.  Raises ArgumentError.
+    cache: the `KVCache`.  layout: None, or where they are.  Raises ArgumentError.
     """
     if layout is not None and not (isinstance(layout, Layout) and layout.chunks == cache.ranks):
         raise ArgumentError(f"layout is {layout!r}; it must be a Layout of {cache.ranks} chunks, or their sizes")

@@ -14,15 +14,16 @@ def kernels():
     """The `Kernel`s of bfloat16 with several query heads a KV head, for this GPU."""
     import cupy
 
-    from mpiattn.backends.cuda import launches, tile_table
+    from mpiattn.backends.cuda import launches
+    from mpiattn.backends.cuda.tile_table import Blocks, attention_kernel
 
     architecture = int(cupy.cuda.Device().compute_capability)
     for dim, packed in ((128, 8), (64, 8), (256, 4), (128, 4)):
         for work in ("gradient_kv", "gradient_q", "forward", "decode"):
             for page in (0, 64) if work == "decode" else (0,):
-                of = work, "bfloat16", dim, dim, packed, 0, architecture
-                yield tile_table.attention_kernel(*of, page_size=page)[0]
-    yield tile_table.attention_kernel("decode", "bfloat16", 128, 128, 1, 0, architecture, page_size=64)[0]
+                blocks = Blocks("bfloat16", dim, dim, packed, page_size=page)
+                yield attention_kernel(work, blocks, architecture)[0]
+    yield attention_kernel("decode", Blocks("bfloat16", 128, 128, 1, page_size=64), architecture)[0]
     for name, vector in (("merge", 4), ("add", 4), ("delta", 8), ("out_of_delta", 8)):
         yield launches.partials_kernel(name, "bfloat16", vector)
     yield launches.partials_kernel("add_splits", "float32")

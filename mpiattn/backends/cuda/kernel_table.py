@@ -3,7 +3,15 @@
 from typing import NamedTuple
 
 from . import nvrtc
-from .tile_table import LARGEST_SHARED_DIM, ScoreTile, attention_kernel, blocks_per_processor, shared_table, table
+from .tile_table import (
+    LARGEST_SHARED_DIM,
+    Blocks,
+    ScoreTile,
+    attention_kernel,
+    blocks_per_processor,
+    shared_table,
+    table,
+)
 
 ARCHITECTURES = "sm_80", "sm_89", "sm_90", "sm_100"
 HEADS_PER_KV = 7  # query heads per KV head: not a power of two, because that takes the most registers
@@ -30,16 +38,13 @@ def entries(architecture, heads_per_kv=HEADS_PER_KV):
     for work, sizes in table(int(architecture[3:])).items():
         for size, by_dim in sizes.items():
             for dim in by_dim:
-                yield (
-                    work,
-                    DTYPES[size],
-                    dim,
-                    *attention_kernel(work, DTYPES[size], dim, dim, heads_per_kv, 0, int(architecture[3:])),
-                )
+                blocks = Blocks(DTYPES[size], dim, dim, heads_per_kv)
+                yield work, DTYPES[size], dim, *attention_kernel(work, blocks, int(architecture[3:]))
     for work, sizes in shared_table(int(architecture[3:])).items():
         for size in sizes:
-            of = work, DTYPES[size], LARGEST_SHARED_DIM, SHARED_VALUE_DIM, heads_per_kv, 0, int(architecture[3:])
-            yield f"{work}, shared_kv", DTYPES[size], LARGEST_SHARED_DIM, *attention_kernel(*of, shared_kv=True)
+            blocks = Blocks(DTYPES[size], LARGEST_SHARED_DIM, SHARED_VALUE_DIM, heads_per_kv, shared_kv=True)
+            kernel = attention_kernel(work, blocks, int(architecture[3:]))
+            yield f"{work}, shared_kv", DTYPES[size], LARGEST_SHARED_DIM, *kernel
 
 
 def rows(architecture, heads_per_kv=HEADS_PER_KV):

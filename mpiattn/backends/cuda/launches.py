@@ -8,7 +8,7 @@ import numpy as np
 
 from .decode_work import MOST_ITEMS
 from .kernel_source import Kernel
-from .tile_table import DECODE_ROWS, attention_kernel, blocks_per_processor, element, score_form
+from .tile_table import DECODE_ROWS, Blocks, attention_kernel, blocks_per_processor, element, score_form
 
 THREADS = 128  # of a block of the memory-bound kernels
 WARPS = THREADS // 32
@@ -63,17 +63,8 @@ def _forward(of, tokens, packed, architecture):
     """(work, kernel, tile, inner and factor) of attention of `tokens` tokens with `packed` query heads per KV head."""
     score, inner, factor = score_form(of.scale, of.softcap)
     work = "decode" if tokens * packed <= DECODE_ROWS else "forward"
-    kernel, cut = attention_kernel(
-        work,
-        of.dtype.name,
-        of.q[2],
-        of.value_dim,
-        packed,
-        score,
-        architecture,
-        page_size=of.page_size,
-        shared_kv=of.shared_kv,
-    )
+    blocks = Blocks(of.dtype.name, of.q[2], of.value_dim, packed, score, of.page_size, of.shared_kv)
+    kernel, cut = attention_kernel(work, blocks, architecture)
     return work, kernel, cut, (np.float32(inner), np.float32(factor))
 
 
@@ -139,9 +130,9 @@ def backward_launches(of, architecture, processors):
     (tokens, heads, head_dim), (keys, kv_heads, _), value_dim, groups = of.q, of.k, of.value_dim, of.groups
     packed = heads // kv_heads
     score, inner, factor = score_form(of.scale, of.softcap)
+    blocks = Blocks(of.dtype.name, head_dim, value_dim, packed, score, shared_kv=of.shared_kv)
     (of_q, q_cut), (of_kv, kv_cut) = (
-        attention_kernel(work, of.dtype.name, head_dim, value_dim, packed, score, architecture, shared_kv=of.shared_kv)
-        for work in ("gradient_q", "gradient_kv")
+        attention_kernel(work, blocks, architecture) for work in ("gradient_q", "gradient_kv")
     )
     numbers = *map(np.int32, (tokens, keys, kv_heads, groups)), *map(np.float32, (inner, factor, of.scale))
     tiles, key_tiles = -(-tokens * packed // kv_cut.columns), -(-keys // kv_cut.rows) * kv_heads
@@ -164,7 +155,7 @@ def scratch_bytes(dtype, head_dim, value_dim, architecture, processors, backward
 
     def held(work):
         """Rows of the tiles that the GPU holds at a time."""
-        kernel, cut = attention_kernel(work, dtype, head_dim, value_dim, 1, 0, architecture, shared_kv=shared_kv)
+        kernel, cut = attention_kernel(work, Blocks(dtype, head_dim, value_dim, 1, shared_kv=shared_kv), architecture)
         return places(kernel, architecture, processors) * cut.rows
 
     if backward:  # sums of dk, and of dv, of all splits

@@ -249,16 +249,30 @@ def score_form(scale, softcap):
     return 1, scale, math.log2(math.e)
 
 
-@cache
-def attention_kernel(
-    work, dtype, head_dim, value_dim, heads_per_kv, score, architecture, cut=None, page_size=0, shared_kv=False
-):
-    """(Kernel, ScoreTile) for `work`, as in `tile`.
+class Blocks(NamedTuple):
+    """The blocks that a kernel is compiled for.
 
-    score: SCORE of `score_form`.  architecture: compute capability, such as 90.  cut: in place of the table's tile.
+    score: SCORE of `score_form`.
     page_size: slots of a page if the keys are in a pool, forward only; 0 if they are a chunk.
     shared_kv: whether keys hold the values.
     """
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    heads_per_kv: int
+    score: int = 0
+    page_size: int = 0
+    shared_kv: bool = False
+
+
+@cache
+def attention_kernel(work, blocks, architecture, cut=None):
+    """(Kernel, ScoreTile) for `work`, as in `tile`, on some `Blocks`.
+
+    architecture: compute capability, such as 90.  cut: in place of the table's tile.
+    """
+    dtype, head_dim, value_dim, heads_per_kv, score, page_size, shared_kv = blocks
     size = itemsize(dtype)
     cut = cut or tile(work, size, head_dim, value_dim, architecture, shared_kv)
     depth, value_depth = (_padded(dim, 64 if shared_kv else 32) for dim in (head_dim, value_dim))
