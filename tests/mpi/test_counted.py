@@ -113,7 +113,7 @@ def test_case_22_bytes_are_the_formula(comm, layout, dtype):
                 expected = travels.sent(plan.problem, *cut, route=route, **masked).total
                 agreed(comm, None if nbytes == expected else f"{schedule} {route} {a}x{b}: {nbytes}, not {expected}")
                 if route == "direct" and everything:
-                    figures = messages, hops_that_send(*cut)
+                    figures = messages, hops_that_send(*cut[0], *cut[1:])
                     agreed(comm, None if figures[0] == figures[1] else f"{schedule} {a}x{b}: messages {figures}")
             total[schedule, route] = comm.allreduce(nbytes)
         assert not everything or len(set(total.values())) == 1, total

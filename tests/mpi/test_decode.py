@@ -345,6 +345,7 @@ def test_errors_are_the_same_on_every_rank(group):
             (lambda: tree_decode(q, cache, softcap=1.0 + odd), "softcap is 1.0 on rank 0 but 2.0 on rank 1"),
             (lambda: tree_decode(q, cache, sinks=np.zeros(2, np.float32)), r"sinks has shape \(2,\)"),
             (lambda: KVCache(group, capacity=8, kv_heads=1, head_dim=4, page_size=0), "page_size is 0"),
+            (lambda: KVCache(group, capacity=8, kv_heads=0, head_dim=4), "^kv_heads is 0"),
             (lambda: KVCache(group, capacity=8 + odd, kv_heads=1, head_dim=4), "capacity is 8 on rank 0 but 9 on"),
         ]
         for call, message in calls:
