@@ -45,7 +45,8 @@ from ..console import options
 from ..console.json_file import check_json, is_stream, write_json
 from ..console.launch import on_all_ranks
 from ..errors import ArgumentError
-from ..model import cost, search
+from ..model import cost
+from ..model.space import DIRECTIONS
 from ..plots import style
 from ..plots.timeline import timeline
 from ..schedule.route import ROUTES
@@ -70,7 +71,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--direction",
         default="forward",
-        choices=tuple(search.DIRECTIONS),
+        choices=tuple(DIRECTIONS),
         help="which passes to measure, and to choose for (default: %(default)s)",
     )
     parser.add_argument(
@@ -200,7 +201,7 @@ def _run(job, args):
     }
     data, passes = {"mpiattn": __version__, "ranks": comm.size, **_environment(peers)}, []
     for number, of_size in enumerate(asked, 1):
-        measured = measure.measure(job, of_size, how, search.DIRECTIONS[args.direction], args.runs, args.warmup)
+        measured = measure.measure(job, of_size, how, DIRECTIONS[args.direction], args.runs, args.warmup)
         by_plan = [passes_of(plan, measured.problem) for plan in measured.plans]
         summaries = [{name: timed.summary() for name, timed in of_plan.items()} for of_plan in by_plan]
         measured_cases = report.cases_as_data(of_size, measured.which, measured.plans, summaries)

@@ -14,6 +14,7 @@ from ..comm.peers import check_timeout
 from ..comm.transport import check_transport, make_backend
 from ..model import cost, planes, search
 from ..model.machine import DEFAULT, Machine
+from ..model.space import DIRECTIONS, SearchSpace, layouts, memory_limit, routes
 from ..model.tuned import machine_for
 from ..problem.choices import one_of
 from ..problem.documents import expected_cuts
@@ -56,11 +57,11 @@ class Options:
     def checked(self, problem: Problem, ranks: int) -> Options:
         """A copy with tile and layout parsed into values; raises ArgumentError."""
         check_timeout(self.timeout)
-        one_of("direction", self.direction, tuple(search.DIRECTIONS))
+        one_of("direction", self.direction, tuple(DIRECTIONS))
         one_of("schedule", self.schedule, (*cost.SCHEDULES, "auto"))
         one_of("overlap", self.overlap, (True, False))
         check_transport(self.backend, self.transport)
-        search.routes(self.route, problem, DEFAULT)
+        routes(self.route, problem, DEFAULT)
         one_of("mesh_layout", self.mesh_layout, (*LAYOUTS, "auto"))
         tile = parse_tile(self.tile, ranks)
         planes.check_heads(tile, problem)
@@ -69,10 +70,10 @@ class Options:
             self,
             tile=tile,
             expected_cu_seqlens=cuts,
-            layout=search.layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
+            layout=layouts(self.layout, problem, ranks, problem.mask_of(cuts)),
             fixed=not isinstance(self.layout, str),
             max_message=message_limit(self.max_message),
-            max_memory=search.memory_limit(self.max_memory),
+            max_memory=memory_limit(self.max_memory),
         )
 
 
@@ -132,32 +133,26 @@ def _choose(
 ) -> Decision:
     """The fastest Decision that the checked options allow."""
     mask = problem.mask_of(checked.expected_cu_seqlens)
-    survey = functools.partial(
-        planes.survey,
+    space = SearchSpace(
         problem,
         len(nodes),
-        checked.route,
+        machine,
+        route=checked.route,
+        kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,),
+        shapes=checked.tile and [checked.tile],
         pairs=checked.layout,
+        fixed=checked.fixed,
         mesh_layout=checked.mesh_layout,
         direction=checked.direction,
-        kinds=cost.SCHEDULES if checked.schedule == "auto" else (checked.schedule,),
-        machine=machine,
         nodes=nodes,
-        shapes=checked.tile and [checked.tile],
         overlap=checked.overlap,
-        fixed=checked.fixed,
-        every=None,
+        max_memory=checked.max_memory,
         mask=mask,
     )
-    free, _ = survey()
-    choices = free if checked.max_memory is None else survey(max_memory=checked.max_memory)[0]
-    search.check_memory(choices, checked.max_memory)
-    fastest = min(free[0].seconds, choices[0].seconds)
-    best = choices[0]
+    (best, *_), _, fastest = search.within_memory(space)
     longest = best.seconds
     if mask != problem.mask:  # any call may have other documents, or none
-        of_choice = {"shapes": [best.tile], "pairs": [best.layouts], "kinds": [best.schedule], "fixed": True}
-        (whole, *_), _ = survey(**{**of_choice, "mesh_layout": best.mesh_layouts, "mask": None})
+        (whole, *_), _ = search.survey(replace(space.only(best), mask=None), every=None)
         longest = max(longest, whole.seconds)
     return Decision(problem, best, machine, order, nodes, fastest, checked.overlap, mask, longest)
 
