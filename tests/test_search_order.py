@@ -1,4 +1,4 @@
-"""The quick search on made-up cases with small numbers, so that there are ties of every sort."""
+"""Which cases a search predicts, on made-up ones with small numbers, so that there are ties of every sort."""
 
 import random
 from typing import NamedTuple
